@@ -126,12 +126,14 @@ def command(
     ready: Annotated[
         options.File | None,
         "--ready-file FILE",
-        "Touch this file every 2 s while the server at --url is ready, and remove it otherwise. "
-        "With several --url: FILE-0, FILE-1 and so on.",
+        "For a [readiness probe](kubernetes.md#readiness): touch FILE every 2 s while the server "
+        "answers, was not restarted since its last load, and has all but --max-behind versions; "
+        "otherwise, and at the end, remove it. With several --url: FILE-0, FILE-1 and so on.",
     ] = None,
     max_behind: Annotated[
         Count | None,
         Ge(0),
+        "--max-behind N",
         "By how many versions a ready server may be behind.  [default: any number]",
     ] = None,
     as_json: Annotated[

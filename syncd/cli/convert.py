@@ -49,9 +49,13 @@ def command(
 ) -> options.Answer:
     """Merge the full checkpoint in STEP_DIR (global_step_N) into its actor/huggingface/ folder.
 
-    With the config and the tokenizer that the trainer saved in this folder, the result is a
-    complete Hugging Face model. Weights that are there already are kept. The trainer and the daemon
-    can run at the same time.
+    With the config and the tokenizer that the trainer saved there, the result is a complete Hugging
+    Face model. Weights that are there already are kept; to replace them, for example by another
+    --dtype, first delete them and manifest.json. LoRA adapters, and steps with .saving, are
+    refused.
+
+    The trainer and the daemon can run at the same time. After an interruption the folder holds a
+    complete model or none, and the next call finishes the work.
     """
     if base is not None and not (base / MODEL_CONFIG).is_file():
         raise click.UsageError(f"--base-model-dir: {base} has no {MODEL_CONFIG}.")

@@ -67,7 +67,8 @@ def command(
 ) -> None:
     """Train on 2 FSDP ranks, merge, publish, reload in 2 explorers, prune; then compare the bits.
 
-    Exits with 0 if both explorers hold exactly the trainer's last weights.
+    First prints commands that watch the job from another terminal. Exits with 0 if both explorers
+    hold exactly the trainer's last weights.
     """
     require_torch("syncd demo")
     console = Console(force_terminal=False if no_tty else None, stderr=as_json)

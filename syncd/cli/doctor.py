@@ -54,12 +54,12 @@ def command(
 ) -> None:
     """Test the storage of JOB with processes on one host, or on two hosts.
 
-    JOB is a job directory, or an empty directory for a new job. The command creates files
-    only below .syncd/doctor, and removes them at the end. It takes less than a minute if the
-    storage works. It needs no daemon, and does not disturb a running daemon.
+    JOB is a job directory, or an empty directory for a new job. The command needs no daemon,
+    disturbs none, takes less than a minute if the storage works, and removes the files that it
+    creates below .syncd/doctor.
 
-    Exits with 19 if a test fails: syncd cannot work correctly on such storage. Warnings do not
-    change the exit code.
+    Exits with 19 if a test fails, because syncd cannot work correctly on such storage. Warnings do
+    not change the exit code.
     """
     examined = Job.at(job.resolve())
     root = examined.layout.root

@@ -32,12 +32,12 @@ def command(
 ) -> options.Answer | None:
     """Show the history of the versions of JOB, including pruned versions.
 
-    'published' is the time at which LATEST began to name the version. 'after' is the time from the
-    moment when the daemon first found the save complete to 'published'. 'merge' is the time of the
-    merge, a part of 'after'. 'live on' lists the explorers that served the version, and how long
-    after the publication each began to serve it. 'delta' is the size of the delta to the version,
-    or 'none' if a delta was planned but not made. Explorers that read the delta are marked.
-    'pruned' is the time from the publication to the deletion.
+    'published' is when LATEST began to name the version, 'after' the time until then from the
+    daemon's first look at the complete save, and 'merge' the merge's part of it; '= v3' stands for
+    a rollback to v3. 'live on' names the explorers that loaded the version from files, and how long
+    after 'published' each began to serve it; those with 'delta' read deltas. 'delta' is the size of
+    the delta to the version, or 'none' if a delta was planned but not made. 'pruned' is the time
+    from 'published' to the deletion.
 
     All times come from the daemon's clock. The daemon reads the explorers' reports once a tick.
     """

@@ -36,10 +36,8 @@ def command(
 ) -> options.Answer:
     """Merge the shards in ACTOR_DIR into OUT_DIR, a complete Hugging Face model folder.
 
-    ACTOR_DIR can also be a checkpoint of torch.distributed.checkpoint.
-
-    If the shards belong to a PEFT model, or a folder lora_adapter/ beside the shards holds an
-    adapter, OUT_DIR becomes the folder of the LoRA adapter.
+    ACTOR_DIR can also be a checkpoint of torch.distributed.checkpoint. If the shards belong to a
+    PEFT model, or lora_adapter/ beside them holds an adapter, OUT_DIR becomes the adapter's folder.
 
     OUT_DIR must be missing or empty. It appears complete or not at all.
     """

@@ -32,7 +32,9 @@ def command(
     """Delete versions and step folders of JOB by the daemon's rules, while no daemon runs.
 
     The rules come from the same options, configuration file and environment as for 'syncd run'.
-    Every deletion is recorded as a line in .syncd/audit.jsonl.
+    Every deletion is recorded as a line in .syncd/audit.jsonl. In a paused job the command deletes
+    nothing; if a daemon runs, it exits with 11. It first waits for a lease time if a dead daemon
+    left its lock.
     """
     rules = load(config, os.environ, options.given(ctx)).config
     pruned = Job.at(job)

@@ -48,11 +48,11 @@ def command(
 ) -> None:
     """Serve JOB, or all jobs in the folder --root, until SIGTERM: merge, publish, signal, prune.
 
-    A second daemon on the same job stands by, and takes over when the first daemon dies.
+    A second daemon on the same job stands by, and takes over when the first one dies.
 
-    If a setting is not given as an option, it comes from the environment (SYNCD_KEEP for --keep).
-    If the environment lacks the setting too, it comes from the configuration file. On SIGHUP the
-    daemon reads the configuration file again. See 'syncd config --help'.
+    A setting that is not given as an option comes from the environment (SYNCD_KEEP for --keep), or
+    else from the configuration file, which the daemon reads again on SIGHUP. See 'syncd config
+    --help'.
     """
     said = options.given(ctx)
     if as_json:

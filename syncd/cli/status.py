@@ -34,13 +34,12 @@ def command(
 ) -> None:
     """Show the published versions of JOBS, the explorers that serve them, and current waits.
 
-    JOBS are job directories, or folders that contain job directories. If there are several jobs,
-    each job is one line. Without JOBS, the jobs that the configurations in /etc/syncd name are
-    shown. If stdout is not a terminal, --watch prints each refresh as text. With --watch and --json
-    each refresh is one line with a JSON object.
+    JOBS are job directories, or folders of job directories; several jobs get one line each. Without
+    JOBS the command shows the jobs that the configurations in /etc/syncd name. It only reads.
 
-    The command changes nothing. Ages depend on the clocks of the hosts that wrote the files. An age
-    is wrong if the writer's clock differs from the clock of this host.
+    If stdout is not a terminal, --watch prints each status below the previous one, and with --json
+    each as one line. Ages are wrong by the difference between the clocks of this host and of the
+    storage.
     """
     found, is_one = _found(jobs)
     every = interval if watch else None

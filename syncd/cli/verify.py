@@ -36,9 +36,9 @@ class _Verified:
 def command(path: options.Existing, *, as_json: options.Json = False) -> None:
     """Compare the versions and deltas of a job with their manifests.
 
-    PATH is a job directory, or a single folder with a manifest: a version, a folder that 'syncd
-    merge' made, or a huggingface/ folder that 'syncd convert' filled. Reads every byte. Exits with
-    7 if a folder differs from its manifest.
+    PATH is a job directory, or one folder with a manifest: a version, or a folder that 'syncd
+    merge' or 'syncd convert' filled. Reads every byte. Exits with 7 if a digest or a size is wrong,
+    or if a version has weights that its manifest does not list.
     """
     storage = Storage(path)
     job = Job.at(path, storage)

@@ -29,14 +29,11 @@ def command(
 ) -> None:
     """Show status and history of JOBS on a web page that updates itself, until Ctrl-C.
 
-    JOBS are job directories, or folders that contain job directories; a new job in such a folder
-    appears on the page. Without JOBS, the jobs that the configurations in /etc/syncd name are
-    shown.
+    JOBS mean the same as for 'syncd status'; a new job in a folder appears on the page. The command
+    only reads, and only while a browser has the page open.
 
-    The command changes nothing, and reads only while a browser has the page open. The page is
-    served only on the loopback address of this host. To see the page on your own machine, run 'ssh
-    -L 8460:127.0.0.1:8460 HOST' on that machine (HOST is the name of this host), and open
-    http://localhost:8460/ there.
+    The page is served only on the loopback address of this host. To see it on your own machine, run
+    'ssh -L 8460:127.0.0.1:8460 HOST' there (HOST is this host), and open http://localhost:8460/.
     """
     for job in jobs:
         _check_is_there(job)

@@ -137,25 +137,28 @@ class SyncSettings:
     """Settings: when a trainer syncs and saves, when an explorer pulls, and how long both wait.
 
     Attributes:
-        method: the way in which weights travel; a name or an alias.
-        style: the side that decides when to sync; a name or an alias.
+        method: how weights travel: ``checkpoint`` (or ``offline``), ``memory``, ``nccl`` (or
+            ``online``).
+        style: who decides when to sync: ``fixed``, ``trainer_driven`` (or ``dynamic_by_trainer``),
+            ``explorer_driven`` (or ``dynamic_by_explorer``), ``fully_async``.
         sync_interval: steps between two syncs.
-        trainer_sync_interval, explorer_sync_interval: the interval of one side; None =
+        trainer_sync_interval, explorer_sync_interval: one side's own interval; None =
             ``sync_interval``.
-        sync_offset: steps that explorers do before they count the steps of ``sync_interval``.
+        sync_offset: steps that explorers do before their first interval begins, for pipelines in
+            which they run ahead.
         sync_timeout: the most seconds that trainer and explorers wait for each other.
-        save_interval: steps between two full checkpoints; 0 = no full checkpoints.
+        save_interval: steps between two full checkpoints; 0 = none.
         save_timeout: seconds that rank 0 waits for all ranks' receipts before it gives up a save.
-        max_staleness: the most steps by which an explorer may lag behind and still produce; None =
-            no limit.
-        max_explorer_lag: the most steps by which an explorer may lag behind before the trainer
-            waits; None = no limit.
-        checkpoint_every: with method ``nccl``, every n-th sync also saves the weights by the
-            checkpoint path, for late joiners.
-        broadcast_timeout: the most seconds for each of handshake, setup and transfer. If one takes
-            longer, the weights of the step travel by the checkpoint path.
-        broadcast_bucket: bytes of the buckets into which a broadcast packs tensors.
-        broadcast_digests: True if explorers check a digest of each bucket; None = only on the CPU.
+        max_staleness: the most steps that an explorer may lag behind and still produce rollouts;
+            None = any.
+        max_explorer_lag: the trainer waits while the slowest explorer lags by more steps; None =
+            any.
+        checkpoint_every: every n-th sync is also saved as files, for late joiners.
+        broadcast_timeout: the most seconds for each of handshake, setup and transfer; after it,
+            explorers load the step from files.
+        broadcast_bucket: bytes of tensors that are sent together.
+        broadcast_digests: explorers check a digest of each bucket; None = only if weights are sent
+            from the CPU.
         master_address: the address at which explorers reach rank 0; None = this host's address.
 
     Raises:

@@ -16,6 +16,7 @@ from explorer_hooks import ExplorerHook
 from syncd.cli import cli
 from syncd.protocol.policy import SyncSettings, SyncStyle
 from tests.doc_blocks import text_of
+from tests.generated import PARTS, generated
 from trainer_hooks import SaveSettings, TrainerHook, load_checkpoint
 
 #: What a page may say of a default, that is not its value.
@@ -64,6 +65,11 @@ def run_options() -> dict[str, click.Option]:
     # --json is every command's, and no setting.
     found = [one for one in run.params if isinstance(one, click.Option) and one.name != "as_json"]
     return {word: option for option in found for word in (*option.opts, *option.secondary_opts)}
+
+
+@pytest.mark.parametrize("page", PARTS)
+def test_what_comes_from_the_code_is_as_the_code_is(page: str) -> None:
+    assert text_of(page) == generated(page), "write it anew: python -m tests.generated"
 
 
 @pytest.mark.parametrize(

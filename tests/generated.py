@@ -1,0 +1,156 @@
+"""The parts of pages that come from the code: ``python -m tests.generated`` writes them anew.
+
+A part stands below a heading, between ``<!-- generated -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from enum import StrEnum
+from typing import Final
+
+import click
+
+from syncd.cli import cli
+from syncd.daemon.config import KEYS, LIVE_KEYS, RunConfig
+from syncd.daemon.configuration import toml_value, written
+from syncd.protocol.policy import SyncSettings
+from tests.doc_blocks import text_of
+from tests.doc_links import ROOT
+
+_PART: Final = re.compile(
+    r"(^#+ (?P<heading>[^\n]*)\n(?:(?!#)[^\n]*\n)*?<!-- generated -->\n).*?(?=^<!-- end -->)",
+    re.DOTALL | re.MULTILINE,
+)
+#: What stands in code on a page, and not in the text of ``--help``.
+_CODE: Final = re.compile(
+    r"(?<![`\w])'(syncd [^']*)'|(?<![`\w-])(--[a-z][\w-]*(?:=[\w-]+)?)(?![\w`-])"
+)
+_DEFAULT: Final = re.compile(r"\[default: (.*?)\]")
+#: The default and the bounds, at the end.
+_ASIDE: Final = re.compile(r"(\s*\[[^\]]*\])*$")
+
+
+def generated(page: str) -> str:
+    """A page as it should be."""
+    return _PART.sub(lambda part: part[1] + PARTS[page](part["heading"]), text_of(page))
+
+
+def keys(_heading: str) -> str:
+    """The keys of the configuration."""
+    run, defaults = options_of("syncd run"), written(RunConfig())
+    rows = []
+    for key, hint in sorted(KEYS.items(), key=lambda item: item[0] not in {"job", "root"}):
+        option = f"`{run[key].opts[0]}`" if key in run else "`JOB`"
+        live = "yes" if key in LIVE_KEYS else "no"
+        meaning = as_code(str(hint.marks[-1]))
+        rows.append((f"`{key}`", f"`{toml_value(defaults[key])}`", option, live, meaning))
+    return table("key,default,option,live,meaning", rows)
+
+
+def settings(_heading: str) -> str:
+    """The fields of ``SyncSettings``, with the meanings in its docstring."""
+    doc = inspect.getdoc(SyncSettings) or ""
+    said = re.findall(r"^    (\w[\w, ]*): (.*(?:\n {5,}.*)*)", doc, re.MULTILINE)
+    meanings = {name: meaning for names, meaning in said for name in names.split(", ")}
+    rows = [
+        (f"`{field.name}`", shown(field.default), as_code(meanings[field.name].replace("``", "`")))
+        for field in fields(SyncSettings)
+    ]
+    return table("`SyncSettings`,default,meaning", rows)
+
+
+def usage(heading: str) -> str:
+    """A command: how it is called, the first paragraph of its help, and its options."""
+    command = find(heading)
+    options = options_of(heading)
+    options.pop("as_json", None)
+    pieces = command.collect_usage_pieces(click.Context(command))
+    words = " ".join([heading, *(piece for piece in pieces if options or piece != "[OPTIONS]")])
+    said = as_code((command.help or "").partition("\n\n")[0])
+    line = f"`{words}`: {said[0].lower()}{said[1:]}"
+    filled = textwrap.fill(line, 120, break_long_words=False, break_on_hyphens=False)
+    rows = list(rows_of(heading, options))
+    return f"{filled}\n\n" + (table("option,default,", rows) if rows else "")
+
+
+def rows_of(heading: str, options: dict[str, click.Option]) -> Iterator[tuple[str, str, str]]:
+    """The rows of a command's options; the keys of the configuration have a page of their own."""
+    run = options_of("syncd run")
+    same: dict[tuple[str, str], list[str]] = {}
+    for name, option in options.items():
+        words = [*option.opts, *option.secondary_opts]
+        amount = option.metavar or option.type.name.upper()
+        words[-1] += f" {amount}" if option.metavar or amount in {"SECONDS", "BYTES"} else ""
+        help_ = as_code(option.help or "")
+        default = "".join(_DEFAULT.findall(help_)) or shown(option.default)
+        meaning = _ASIDE.sub("", help_)
+        if option.secondary_opts:
+            default = "on" if option.default else "off"
+        elif option.is_flag:
+            default = ""
+        elif default and isinstance(option.default, str):
+            default = f"`{default}`"
+        if name in KEYS and option.help == run[name].help:
+            meaning = "" if heading == "syncd run" else "as for `syncd run`"
+            default = default if heading == "syncd run" else ""
+        same.setdefault((default, meaning if not default else name), [meaning]).extend(words)
+    for (default, _), (meaning, *words) in same.items():
+        yield ", ".join(f"`{word}`" for word in words), default, meaning
+
+
+def find(name: str) -> click.Command:
+    """The command with a name such as ``syncd config show``."""
+    command: click.Command = cli
+    for word in name.split()[1:]:
+        assert isinstance(command, click.Group)
+        inner = command.get_command(click.Context(command), word)
+        assert inner is not None, f"there is no command {name}"
+        command = inner
+    return command
+
+
+def options_of(name: str) -> dict[str, click.Option]:
+    """The options of a command, by the names of their parameters."""
+    return {one.name or "": one for one in find(name).params if isinstance(one, click.Option)}
+
+
+def shown(default: object) -> str:
+    """A default, as a table shows it."""
+    if isinstance(default, StrEnum):
+        return f"`{default.value}`"
+    if isinstance(default, float):
+        return f"{default:g}"
+    if isinstance(default, int) and default and default % 2**20 == 0:
+        return f"{default // 2**20} MiB"
+    return str(default) if isinstance(default, int | str) else ""
+
+
+def as_code(text: str) -> str:
+    """Text of ``--help`` as Markdown."""
+    return _CODE.sub(lambda word: f"`{word[1] or word[2]}`", " ".join(text.split()))
+
+
+def table(heads: str, rows: Iterable[tuple[str, ...]]) -> str:
+    """A table, and an empty line; ``heads`` are separated by commas."""
+    names = heads.split(",")
+    lines = [names, ["---"] * len(names), *rows]
+    cells = ("".join(f" {cell} |" if cell else " |" for cell in line) for line in lines)
+    return "".join(f"|{line}\n" for line in cells) + "\n"
+
+
+#: page → how a part is made of the heading above it.
+PARTS: Final[dict[str, Callable[[str], str]]] = {
+    "docs/cli.md": usage,
+    "docs/configuration.md": lambda heading: (
+        keys(heading) if heading == "Keys" else settings(heading)
+    ),
+}
+
+if __name__ == "__main__":
+    for page in PARTS:
+        (ROOT / page).write_text(generated(page), encoding="utf-8")
