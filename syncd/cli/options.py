@@ -34,10 +34,6 @@ from syncd.storage.job import no_folder
 
 #: The folder with the configurations of this host's services.
 CONFIGURATIONS: Final = Path("/etc/syncd")
-
-job = click.argument("job", type=click.Path(path_type=Path, file_okay=False))
-as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-
 #: A link of a Markdown page, of which ``--help`` shows only the text.
 _LINK: Final = re.compile(r"\[(.*?)\]\(.*?\)", re.DOTALL)
 
@@ -122,9 +118,9 @@ def as_command(
     """Make a command of a function, whose annotations say what its parameters may be.
 
     A parameter that can only be given by name is an option, another one an argument. In
-    ``Annotated`` the last text is the help; a text before it is the option's name, if that is not
-    the parameter's, and the word for its value. Every command has the option ``--json``, and prints
-    the function's answer, if there is one.
+    ``Annotated`` the last text is the help, of an argument its word in the usage; a text before it
+    is the option's name, if that is not the parameter's, and the word for its value. Every command
+    has the option ``--json``, and prints the function's answer, if there is one.
 
     Args:
         example: the name after that of the group, and an example's arguments.
@@ -167,7 +163,8 @@ def _parameter(
     type_, many = _type(hint), ... in hint.marks
     required = default is inspect.Parameter.empty and not many
     if not is_option:
-        return click.Argument([name], type=type_, required=required, nargs=-1 if many else 1)
+        metavar, nargs = hint.marked(str), -1 if many else 1
+        return click.Argument([name], type=type_, required=required, nargs=nargs, metavar=metavar)
     *flags, text = (mark for mark in hint.marks if isinstance(mark, str))
     flag, _, metavar = (flags or [f"--{name.replace('_', '-')}"])[0].partition(" ")
     is_flag = hint.base is bool and not metavar
@@ -232,7 +229,7 @@ class VersionOrStep:
         return (step_folder if self.is_step else version_folder)(self.number)
 
 
-def _version(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
+def _version(value: str) -> int:
     if found := _VERSION.fullmatch(value):
         return int(found[1])
     hint = ""
@@ -241,7 +238,7 @@ def _version(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
     raise click.BadParameter(f"{value!r} is not the name of a version, such as v17{hint}")
 
 
-def _version_or_step(_ctx: click.Context, _param: click.Parameter, value: str) -> VersionOrStep:
+def _version_or_step(value: str) -> VersionOrStep:
     if found := _VERSION.fullmatch(value):
         return VersionOrStep(int(found[1]), is_step=False)
     if found := _STEP.fullmatch(value):
@@ -250,11 +247,8 @@ def _version_or_step(_ctx: click.Context, _param: click.Parameter, value: str) -
 
 
 # A version is named like its folder, for example v17. A bare number is always a step.
-target = click.argument("target", metavar="STEP|vSEQUENCE", callback=_version_or_step)
-version = click.argument("version", metavar="vSEQUENCE", callback=_version)
-timeout = click.option(
-    "--timeout",
-    type=Amount(Annotation.of(Seconds, Ge(0))),
-    default=60.0,
-    help="How long to wait for the daemon's answer, if a daemon is running.",
-)
+Target = Annotated[VersionOrStep, click.types.FuncParamType(_version_or_step), "STEP|vSEQUENCE"]
+Version = Annotated[int, click.types.FuncParamType(_version), "vSEQUENCE"]
+Timeout = Annotated[
+    Seconds, Ge(0), "How long to wait for the daemon's answer, if a daemon is running."
+]

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-
-import click
 
 from syncd.cli import options
 from syncd.cli.bars import at_work
@@ -16,11 +12,8 @@ from syncd.storage.job import Job
 from syncd.storage.leases import pin_step, pin_version, unpin_step, unpin_version
 
 
-@click.command(epilog="Example: syncd pin /shared/jobs/qwen-grpo v17")
-@options.job
-@options.target
-@options.as_json
-def pin(job: Path, target: options.VersionOrStep, *, as_json: bool) -> None:
+@options.as_command("pin /shared/jobs/qwen-grpo v17")
+def pin(job: Path, target: options.Target) -> options.Answer:
     """Keep a version (v17) or a step folder (17) of JOB from being pruned, until it is unpinned.
 
     The pin takes effect as soon as this command has succeeded, even if no daemon is running. Only
@@ -28,26 +21,21 @@ def pin(job: Path, target: options.VersionOrStep, *, as_json: bool) -> None:
     """
     (pin_step if target.is_step else pin_version)(_existing(job), target.number)
     answer = {"job": str(job), "folder": str(target), "pinned": True}
-    _print(f"{target} is pinned", answer, as_json=as_json)
+    return answer, f"{target} is pinned"
 
 
-@click.command(epilog="Example: syncd unpin /shared/jobs/qwen-grpo v17")
-@options.job
-@options.target
-@options.as_json
-def unpin(job: Path, target: options.VersionOrStep, *, as_json: bool) -> None:
+@options.as_command("unpin /shared/jobs/qwen-grpo v17")
+def unpin(job: Path, target: options.Target) -> options.Answer:
     """Unpin a version (v17) or step folder (17) of JOB, so that the usual pruning rules apply."""
     was = (unpin_step if target.is_step else unpin_version)(_existing(job), target.number)
     answer = {"job": str(job), "folder": str(target), "pinned": False, "was_pinned": was}
-    _print(f"{target} {'is no longer' if was else 'was not'} pinned", answer, as_json=as_json)
+    return answer, f"{target} {'is no longer' if was else 'was not'} pinned"
 
 
-@click.command(epilog="Example: syncd rollback /shared/jobs/qwen-grpo v12")
-@options.job
-@options.version
-@options.timeout
-@options.as_json
-def rollback(job: Path, version: int, timeout: float, *, as_json: bool) -> None:
+@options.as_command("rollback /shared/jobs/qwen-grpo v12")
+def rollback(
+    job: Path, version: options.Version, *, timeout: options.Timeout = 60.0
+) -> options.Answer:
     """Publish an old version of JOB again, under a new sequence, so that explorers load it.
 
     The trainer's next save is published as usual, and replaces the old version. To keep the old
@@ -58,18 +46,15 @@ def rollback(job: Path, version: int, timeout: float, *, as_json: bool) -> None:
         made = Control(Job.at(job), timeout=timeout).roll_back(version)
     folder = version_folder(version)
     line = f"rollback to {folder} requested; {made}"
-    answer = {"of": version, "version": None, "waits_for": made}
+    answer: dict[str, object] = {"of": version, "version": None, "waits_for": made}
     if isinstance(made, int):
         line = f"{folder} is served again, as {version_folder(made)}"
         answer |= {"version": made, "waits_for": None}
-    _print(line, answer, as_json=as_json)
+    return answer, line
 
 
-@click.command(epilog="Example: syncd pause /shared/jobs/qwen-grpo")
-@options.job
-@options.timeout
-@options.as_json
-def pause(job: Path, timeout: float, *, as_json: bool) -> None:
+@options.as_command("pause /shared/jobs/qwen-grpo")
+def pause(job: Path, *, timeout: options.Timeout = 60.0) -> options.Answer:
     """Stop publishing and pruning in JOB until 'syncd resume'.
 
     During a pause the daemon keeps its heartbeat, explorers keep their versions, and 'syncd
@@ -80,26 +65,20 @@ def pause(job: Path, timeout: float, *, as_json: bool) -> None:
         unanswered = Control(Job.at(job), timeout=timeout).pause()
     line = "paused" if not unanswered else f"pause requested; {unanswered} obey the request"
     answer = {"job": str(job), "paused": True, "waits_for": unanswered or None}
-    _print(line, answer, as_json=as_json)
+    return answer, line
 
 
-@click.command(epilog="Example: syncd resume /shared/jobs/qwen-grpo")
-@options.job
-@options.as_json
-def resume(job: Path, *, as_json: bool) -> None:
+@options.as_command("resume /shared/jobs/qwen-grpo")
+def resume(job: Path) -> options.Answer:
     """End a pause of JOB ('syncd pause'): publish the newest save, and prune again."""
     control = Control(Job.at(job), timeout=0)
     was, works = control.resume(), control.working()
     line = "resumed" if works else "resumed; takes effect when a daemon runs"
     answer = {"job": str(job), "paused": False, "was_paused": was, "daemon_works": works}
-    _print(line if was else "was not paused", answer, as_json=as_json)
+    return answer, line if was else "was not paused"
 
 
 def _existing(folder: Path) -> Job:
     job = Job.at(folder)
     job.lease_time()  # an error, if this is no job
     return job
-
-
-def _print(line: str, answer: Mapping[str, object], *, as_json: bool) -> None:
-    click.echo(json.dumps(answer, indent=2) if as_json else line)
