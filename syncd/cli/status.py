@@ -35,7 +35,8 @@ def command(
     """Show the published versions of JOBS, the explorers that serve them, and current waits.
 
     JOBS are job directories, or folders of job directories; several jobs get one line each. Without
-    JOBS the command shows the jobs that the configurations in /etc/syncd name. It only reads.
+    JOBS the command shows the jobs that the configurations in /etc/syncd name. It only reads. The
+    table has at most 20 explorers, fewer on a small terminal: those furthest behind come first.
 
     If stdout is not a terminal, --watch prints each status below the previous one, and with --json
     each as one line. Ages are wrong by the difference between the clocks of this host and of the
