@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.fsdp import FSDPModule
 
 from syncd.checkpoint.torch_files.pieces import is_plain
 from syncd.protocol.errors import InvalidSettingsError
@@ -116,6 +117,9 @@ def torch_optimizer_state(
     """``get_optimizer_state_dict``, with errors that name the remedy."""
     kind = type(optimizer).__name__
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # a forward leaves the root's parameters unsharded
+            module.reshard()
     try:
         found: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
     except NotImplementedError as error:
