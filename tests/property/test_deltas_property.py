@@ -14,7 +14,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncd.checkpoint.tensor_rules import ITEMSIZE
+from syncd.checkpoint.tensor_rules import ITEMSIZE, PACKED
 from syncd.deltas.applying import Link, apply_chain
 from syncd.deltas.delta_folder import BLOCK, BLOCKS, ENTRY, INDEX
 from syncd.deltas.delta_reader import DeltaReader
@@ -268,7 +268,7 @@ class History:
         shapes: list[tuple[int, ...]] = [(), (0,), (3, 0, 2), (1,), (17,), (40, 25), (9, 9)]
         made = {}
         for number, dtype in enumerate(dtypes):
-            shape = shapes[number % len(shapes)]
+            shape = shapes[number % len(shapes)] or ((1,) if dtype == PACKED else ())
             width = ITEMSIZE[dtype]
             count = int(np.prod(shape))
             generator = np.random.default_rng((seed, number))

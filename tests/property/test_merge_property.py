@@ -35,7 +35,7 @@ from syncd.checkpoint.placement import (
     place,
 )
 from syncd.checkpoint.safetensors_file import SafetensorsFile
-from syncd.checkpoint.tensor_rules import ITEMSIZE, name_fault
+from syncd.checkpoint.tensor_rules import ITEMSIZE, PACKED, name_fault
 from syncd.checkpoint.torch_files.torch_zip import ZipRecord
 from syncd.protocol.errors import CoverageError
 from syncd.storage.fsio import Storage
@@ -207,9 +207,8 @@ def tensors_on(draw: st.DrawFn, mesh: Shape, *, whole: bool = False) -> Tensor:
     kinds = [distributed(mesh, shape), distributed(mesh, shape), chunked(mesh, shape)]
     spread = draw(st.one_of(*kinds) if whole else st.one_of(*kinds, st.just(Plain())))
     around = st.integers(0, 40)
-    return Tensor(
-        draw(st.sampled_from(sorted(ITEMSIZE))), shape, spread, draw(around), draw(around)
-    )
+    dtypes = sorted(ITEMSIZE if shape else ITEMSIZE.keys() - {PACKED})
+    return Tensor(draw(st.sampled_from(dtypes)), shape, spread, draw(around), draw(around))
 
 
 jobs = meshes.flatmap(
