@@ -248,7 +248,7 @@ def _run(part: str, given: argparse.Namespace, work: Path) -> tuple[list[Row], s
         error = f"not done after {_LIMIT:g} s"
     if process.returncode:
         print(said, file=sys.stderr)
-        error = error or (said.splitlines() or [f"ended with {process.returncode}"])[-1]
+        error = error or (said.strip() or f"ended with {process.returncode}").splitlines()[-1]
     return list(map(json.loads, printed.splitlines())), error
 
 
