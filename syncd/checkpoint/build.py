@@ -42,7 +42,6 @@ from syncd.checkpoint.save import (
 )
 from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, cast_dtype, is_floating, shown
 from syncd.protocol.errors import CheckpointError, NoRoomError, RecordError, SaveNotReadyError
-from syncd.protocol.events import Event
 from syncd.protocol.names import (
     ACTOR,
     ADAPTER_CONFIG,
@@ -53,6 +52,7 @@ from syncd.protocol.names import (
     NAME_MAP,
 )
 from syncd.protocol.records import Kind, Manifest, Names, TensorEntry, VersionFile, encode
+from syncd.protocol.version_events import AdapterWithoutBase, CastTwice
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage, signature
 
@@ -106,15 +106,7 @@ def build_model_folder(
                 for tensor in index.tensors.values()
             ):
                 if save.sync_dtype is not None:
-                    log.warning(
-                        "%s: the trainer has already cast the weights to %s "
-                        "(SaveSettings.sync_dtype), and the daemon rounds them again to %s (cast "
-                        "or --dtype). Set only one of these settings",
-                        actor,
-                        save.sync_dtype,
-                        options.cast,
-                        extra=Event.CAST_TWICE(path=actor),
-                    )
+                    CastTwice(actor).tell(log)
                 # The child imports torch, which takes seconds, while the small files are copied.
                 caster = stack.enter_context(Caster(str(actor)))
             # Copy the small files first: if one differs from its receipt, no weights are copied.
@@ -124,13 +116,7 @@ def build_model_folder(
                 config = _adapter_config(storage, actor, folder, models, contents)
                 bias, base_model = config.bias, config.base_model
                 if base_model is None:
-                    log.warning(
-                        "%s: %s has no base_model_name_or_path, so the version does not name the "
-                        "base model of the adapter. Load the adapter only on the right base model",
-                        actor,
-                        ADAPTER_CONFIG,
-                        extra=Event.ADAPTER_WITHOUT_BASE(path=actor),
-                    )
+                    AdapterWithoutBase(actor).tell(log)
             copied = work.clock()
             told = read_model_config(storage, folder, models)
             hub = _names_on_hub(storage, actor, folder, contents, told, options, opened.parser)

@@ -34,7 +34,7 @@ from syncd.protocol.errors import (
     RecordError,
     SaveNotReadyError,
 )
-from syncd.protocol.events import Event
+from syncd.protocol.events import Watching
 from syncd.protocol.names import (
     FULL,
     FULL_STATE_DICT,
@@ -299,13 +299,7 @@ def _sweep(storage: Storage, actor: Path, sleep: Callable[[float], None]) -> Non
     before = _rooms(storage, actor)
     if not before:
         return
-    log.info(
-        "%s has the draft of another conversion: watching it for %g s, to see if that conversion "
-        "is still running",
-        actor,
-        3 * _SIGN,
-        extra=Event.WATCHING(path=actor, seconds=3 * _SIGN),
-    )
+    Watching(actor, 3 * _SIGN).tell(log)
     sleep(3 * _SIGN)
     now = _rooms(storage, actor)
     for room, seen in before.items():

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Final
 
 from syncd.protocol.errors import InvalidSettingsError, SyncdError
-from syncd.protocol.events import JOB_THREAD, Event
+from syncd.protocol.events import JOB_THREAD, NOTE, CommandFailed, Fault
 from syncd.protocol.names import printable
 from syncd.storage.repeats import Repeats
 
@@ -64,15 +64,13 @@ class JsonLines(logging.Formatter):
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
-            "event": getattr(record, "event", Event.NOTE.value),
+            "event": getattr(record, "event", NOTE),
             "message": record.getMessage(),
             "logger": record.name,
         }
         if job := _job_of(record):
             line["job"] = job
-        fields = getattr(record, "fields", None)
-        if isinstance(fields, dict):
-            line |= fields
+        line |= getattr(record, "fields", {})
         if held_back := getattr(record, "held_back", 0):
             line["held_back"] = held_back
         if record.exc_info:
@@ -130,11 +128,7 @@ def name_faults() -> None:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            log.error(
-                "a bug in syncd; please report it",
-                exc_info=(kind, error, trace),
-                extra=Event.FAULT(),
-            )
+            log.error(Fault(), exc_info=(kind, error, trace), extra=Fault().extra)
         else:
             sys.__excepthook__(kind, error, trace)
 
@@ -150,8 +144,7 @@ def last_words(error: Exception, exit_code: int) -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _Lines) and isinstance(handler.formatter, JsonLines):
             kind = type(error).__name__ if isinstance(error, SyncdError) else "OSError"
-            extra = Event.COMMAND_FAILED(error=kind, exit_code=exit_code)
-            log.error("%s", error, extra=extra)
+            CommandFailed(kind, exit_code, error).tell(log)
             return
     # Only the error of a bad configuration has several lines: one for each mistake.
     lines = str(error).split("\n") if isinstance(error, InvalidSettingsError) else [str(error)]

@@ -28,7 +28,7 @@ from syncd.daemon.notify import ServiceManager
 from syncd.daemon.telling.meter import MeterOf, unmetered
 from syncd.deltas.making import why_not_here
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.events import Event
+from syncd.protocol.events import Misspelt, RootServed
 from syncd.protocol.names import printable
 from syncd.torch_extra import require_torch
 
@@ -62,8 +62,7 @@ def command(
         applied=lambda now: log_lines.set_up(now.log_format, now.log_level),
     )
     for name, meant in misspelt(os.environ).items():
-        extra = Event.CONFIG_UNHEARD(key=name, value=os.environ[name], in_force=None)
-        log.warning("ignoring %s; did you mean %s?", name, meant, extra=extra)
+        Misspelt(name, os.environ[name], None, meant).tell(log)
     # A save of a thousand ranks needs a thousand open files.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -121,11 +120,7 @@ def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | Roo
             manager=manager,
             guard=guard,
         )
-    log.info(
-        "serving all jobs in %s, also those that are made there later",
-        root,
-        extra=Event.ROOT_SERVED(root=root),
-    )
+    RootServed(root).tell(log)
     return RootServices(
         root,
         config,

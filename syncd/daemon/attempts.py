@@ -24,9 +24,20 @@ from syncd.protocol.errors import (
     VerificationError,
     VersionGoneError,
 )
+from syncd.protocol.names import printable
 from syncd.protocol.records import Manifest
 from syncd.protocol.reports import MergeProgress
 from syncd.protocol.requests import RollbackRequest
+from syncd.protocol.version_events import (
+    MergeEnded,
+    ModelConfigChanged,
+    RollbackRefused,
+    SaveFault,
+    SaveQuarantined,
+    VersionNonfinite,
+    VersionPublished,
+    VersionRolledBack,
+)
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock
@@ -110,29 +121,37 @@ class Attempts:
             raise
         except LateError as error:
             self._tidying.after(error)
-            self._journal.ended_late(save, error)
+            self._journal.tell(MergeEnded(save.step, str(error)))
             return f"step {save.step}: {error}"
         except MemoryError as error:
             why = f"step {save.step}: not enough memory to merge it now"
             return self._try_later(why, error, tick)
         except Exception as error:  # noqa: BLE001 - a bug in syncd is logged with its traceback
-            self._journal.fault(save, error, self._publisher.outcomes.quarantine(save, error))
+            path = self._publisher.outcomes.quarantine(save, error)
+            why = f"a bug in syncd: {type(error).__name__}: {error}"
+            self._journal.tell(SaveFault(save.step, path, why, error))
             return ""
         self._wait = 0.0
-        now = self._clock()
-        self._journal.published(manifest, seconds=now - begun, latency=now - whole_since)
-        self._say_names(manifest)
+        self._say_published(manifest, begun, whole_since)
+        self._say_names()
         if before is not None:
             folders = [self._job.layout.version(one.sequence) for one in (before, manifest)]
             if changes := changed_settings(self._job.storage, *folders):
-                self._journal.model_config_changed(manifest, before.sequence, changes)
+                event = ModelConfigChanged(
+                    version=manifest.sequence,
+                    step=manifest.step,
+                    before=before.sequence,
+                    changes=changes,
+                    changes_="; ".join(changes),
+                )
+                self._journal.tell(event)
         self._journal.write()  # pruning, which comes next, may take long
         return ""
 
     def give_up(self, save: Save, error: CheckpointError) -> None:
         """Quarantine a save."""
         path = self._publisher.outcomes.quarantine(save, error)
-        self._journal.quarantined(save, error, path)
+        self._journal.tell(SaveQuarantined(save.step, error, path))
 
     def roll_back(self, request: RollbackRequest) -> None:
         """Make an old version LATEST again, and answer the request.
@@ -144,6 +163,7 @@ class Attempts:
         """
         if request.id != self._asked:
             self._asked, self._refusals = request.id, 0
+        by = printable(request.by)
         try:
             manifest = self._publisher.republish(request)
         except (VersionGoneError, VerificationError, RecordError, OSError) as error:
@@ -151,16 +171,43 @@ class Attempts:
             self._refusals += 1
             if isinstance(error, OSError) and self._refusals < _ROLLBACK_ATTEMPTS:
                 raise
-            self._journal.rollback_refused(request, error)
+            self._journal.tell(RollbackRefused(request.sequence, error, by))
             self._publisher.answer(request, made=None, why=str(error))
             return
-        self._journal.rolled_back(request, manifest)
-        self._say_names(manifest)
+        self._journal.tell(
+            VersionRolledBack(
+                of=request.sequence,
+                version=manifest.sequence,
+                step=manifest.step,
+                by=by,
+                kind_=manifest.kind,
+            )
+        )
+        self._say_names()
         self._publisher.answer(request, made=manifest.sequence, why="")
 
-    def _say_names(self, manifest: Manifest) -> None:
+    def _say_published(self, manifest: Manifest, begun: float, whole_since: float) -> None:
+        now, found = self._clock(), manifest.nonfinite
+        version, step = manifest.sequence, manifest.step
+        bad = found if found and found.count else None
+        self._journal.tell(
+            VersionPublished(
+                version=version,
+                step=step,
+                kind=manifest.kind,
+                bytes=sum(file.size for file in manifest.files),
+                seconds=round(now - begun, 3),
+                latency_seconds=round(now - whole_since, 3),
+                why_=str(bad) if bad else None,
+            )
+        )
+        if bad:
+            event = VersionNonfinite(version, step, bad.count, list(bad.names), bad)
+            self._journal.tell(event)
+
+    def _say_names(self) -> None:
         if (change := self._publisher.naming.change) is not None:
-            self._journal.named_anew(manifest, change)
+            self._journal.tell(change)
 
     def _progress(self, save: WholeSave, begun: float, heard: Progress) -> Progress:
         """A callback that reports the progress of a merge now and then."""

@@ -12,7 +12,7 @@ from typing import Final
 from syncd.daemon.prune import Pruner
 from syncd.daemon.steering import Steering
 from syncd.daemon.telling.journal import Journal
-from syncd.protocol.events import Event
+from syncd.protocol.events import CleanupDelayed, LeftoverRemoved, ReserveShort
 from syncd.protocol.names import HUGGINGFACE, LORA_ADAPTER, RECEIPTS, TEMPORARY
 from syncd.protocol.participants import session_of
 from syncd.storage.calls import Kind
@@ -67,7 +67,7 @@ class Tidying:
         try:
             self._pruner.sweep()
         except OSError as error:  # a failed deletion must not delay new weights
-            self._journal.cleanup_delayed(error)
+            self._journal.tell(CleanupDelayed(error))
             self.after(error)
         self._keep_room()
 
@@ -89,7 +89,7 @@ class Tidying:
         try:
             return self._pruner.prune_all_deltas("the disk has no room for a version")
         except OSError as refused:
-            self._journal.cleanup_delayed(refused)
+            self._journal.tell(CleanupDelayed(refused))
             return False
 
     def run_once(self, leased: Iterable[str]) -> None:
@@ -112,14 +112,14 @@ class Tidying:
         try:
             self._pruner.sweep()
         except OSError as error:
-            self._journal.cleanup_delayed(error)
+            self._journal.tell(CleanupDelayed(error))
 
     def _keep_room(self) -> None:
         self._kept_room_at = self._clock()
         try:
             self._reserve.fill()
         except OSError as error:
-            self._journal.reserve_short(error)
+            self._journal.tell(ReserveShort(error))
 
 
 class Collector:
@@ -204,11 +204,7 @@ class Collector:
             liveness = self._judge.look(path)
             # A session may beat again at this moment, so break_dead() looks once more.
             if liveness is Liveness.DEAD and self._judge.break_dead(path):
-                log.info(
-                    "removed %s: its process died and left it behind",
-                    path,
-                    extra=Event.LEFTOVER_REMOVED(path=path),
-                )
+                LeftoverRemoved(path).tell(log)
         except OSError as error:
             log.debug("cannot check or remove %s now: %s", path, error)
             liveness = Liveness.MISSING

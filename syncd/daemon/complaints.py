@@ -6,7 +6,7 @@ import logging
 import time
 from pathlib import Path
 
-from syncd.protocol.events import Event
+from syncd.protocol.events import LeftAlone
 from syncd.storage.judge import Clock
 from syncd.storage.repeats import Repeats
 
@@ -22,9 +22,4 @@ class LetBe:
     def say(self, path: Path, error: Exception) -> None:
         """Log the path and the error, unless this path was logged recently."""
         if self._repeats.due(path):
-            log.error(
-                "ignoring %s until it is fixed: %s",
-                path,
-                error,
-                extra=Event.LEFT_ALONE(path=path, reason=error),
-            )
+            LeftAlone(path, error).tell(log)

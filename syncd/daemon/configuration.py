@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from syncd.daemon.config import KEYS, LIVE_KEYS, RunConfig
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.events import Event
+from syncd.protocol.events import ConfigChanged, ConfigNeedsRestart, ConfigRead, ConfigRefused
 from syncd.protocol.gone import GONE
 from syncd.protocol.names import printable
 
@@ -190,11 +190,7 @@ class ConfigReloader:
         try:
             asked = self._read()
         except InvalidSettingsError as error:
-            log.error(
-                "the new configuration cannot be used, so the old one stays in force: %s",
-                "; ".join(str(error).split("\n")),
-                extra=Event.CONFIG_REFUSED(file=self.current.file, reason=error),
-            )
+            ConfigRefused(self.current.file, "; ".join(str(error).split("\n"))).tell(log)
             return None
         before, after = written(self.current.config), written(asked.config)
         changed = {key for key in KEYS if before[key] != after[key]}
@@ -211,31 +207,12 @@ class ConfigReloader:
         self.current = replace(asked, config=config, sources=sources)
         self.whole = live == changed
         self._applied(config)
-        log.info(
-            "configuration reloaded; changes in force: %d",
-            len(live),
-            extra=Event.CONFIG_READ(file=asked.file, changes=len(live)),
-        )
+        ConfigRead(asked.file, len(live)).tell(log)
         return config
 
     def _say(self, key: str, before: object, after: object) -> None:
-        was, asked = toml_value(before), toml_value(after)
-        if key in LIVE_KEYS:
-            log.info(
-                "%s = %s (before: %s)",
-                key,
-                asked,
-                was,
-                extra=Event.CONFIG_CHANGED(key=key, value=after, before=before),
-            )
-        else:
-            log.warning(
-                "%s = %s needs a restart: %s stays in force until then",
-                key,
-                asked,
-                was,
-                extra=Event.CONFIG_NEEDS_RESTART(key=key, value=after, in_force=before),
-            )
+        kind = ConfigChanged if key in LIVE_KEYS else ConfigNeedsRestart
+        kind(key, after, before).tell(log)
 
 
 def _from_file(file: Path) -> dict[str, GivenValue]:

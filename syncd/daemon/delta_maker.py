@@ -21,10 +21,10 @@ from syncd.deltas.ends import NoDeltaError
 from syncd.deltas.making import DeltaChild, why_not_here
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import SyncdError
-from syncd.protocol.events import Event
 from syncd.protocol.names import delta_folder, version_folder
 from syncd.protocol.records import Delta, Latest, Manifest, encode
 from syncd.protocol.reports import DELTA_SIGN, DeltaProgress
+from syncd.protocol.version_events import DeltaFault, DeltaMade, DeltaOvertaken, NoDelta
 from syncd.storage.epoch import Epoch
 from syncd.storage.job import Job
 
@@ -113,25 +113,6 @@ class DeltaWork:
     why_not_here: Callable[[], str | None] = why_not_here
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaOutcome:
-    """The outcome of a delta.
-
-    Attributes:
-        sequence, base: the target version, and the version that the delta starts from.
-        why: the reason if no delta was made.
-        is_overtaken: True if no delta was made because the daemon had newer work; not a failure.
-    """
-
-    sequence: int
-    base: int
-    seconds: float
-    delta: Delta | None = None
-    why: str = ""
-    is_overtaken: bool = False
-    error: BaseException | None = None
-
-
 @dataclass(slots=True)
 class _Making:
     """A delta being made; the loop's thread sets ``ended``, the working thread sets ``outcome``."""
@@ -141,7 +122,7 @@ class _Making:
     begun: float
     ended: threading.Event = field(default_factory=threading.Event)
     told_at: float = float("-inf")
-    outcome: DeltaOutcome | None = None
+    outcome: DeltaMade | NoDelta | None = None
     background: InBackground | None = None
 
 
@@ -175,7 +156,7 @@ class DeltaMaker:
         self._making: _Making | None = None
         #: Seconds of the last deltas. Readers decide by the longest whether to wait for the next.
         self._seconds: deque[float] = deque(maxlen=3)
-        self._outcomes: list[DeltaOutcome] = []
+        self._outcomes: list[DeltaMade | NoDelta] = []
 
     @property
     def versions(self) -> set[int]:
@@ -211,10 +192,8 @@ class DeltaMaker:
             except (OSError, SyncdError) as error:
                 why = str(error) or type(error).__name__
         if why:
-            overtaken = self._making is not None
-            self._outcomes.append(
-                DeltaOutcome(target.sequence, base, 0.0, why=why, is_overtaken=overtaken)
-            )
+            kind = NoDelta if self._making is None else DeltaOvertaken
+            self._outcomes.append(kind(target.sequence, base, why))
             return False
         self._announced = making
         return True
@@ -230,10 +209,10 @@ class DeltaMaker:
         try:
             making.background = self._work.start(lambda: self._run(making))
         except RuntimeError as error:  # no more threads
-            making.outcome = self._outcome(making, why=f"{error}", error=error)
+            making.outcome = NoDelta(making.target.sequence, making.base, f"{error}", error)
             self._epoch.in_background -= names
 
-    def finished(self) -> list[DeltaOutcome]:
+    def finished(self) -> list[DeltaMade | NoDelta]:
         """The outcomes since the previous call; also ends work that shows no progress."""
         if self._making is not None and self._clock() - self._making.told_at > _SILENCE:
             self._making.ended.set()
@@ -255,7 +234,7 @@ class DeltaMaker:
             return  # the thread ends soon
         self._outcomes.append(making.outcome)
         self._making = None
-        if making.outcome.delta is not None:
+        if isinstance(making.outcome, DeltaMade):
             self._seconds.append(making.outcome.seconds)
 
     def _why_not_now(self, target: Manifest) -> str:
@@ -269,24 +248,26 @@ class DeltaMaker:
         return ""
 
     def _run(self, making: _Making) -> None:
-        name = delta_folder(making.target.sequence)
+        version, why = making.target.sequence, ""
+        name = delta_folder(version)
+        outcome: DeltaMade | NoDelta
         try:
             outcome = self._made(making, name)
         except (NoDeltaError, OSError, SyncdError, MemoryError) as error:
-            outcome = self._outcome(making, why=str(error) or type(error).__name__, error=error)
-        except Exception as error:
+            why = str(error) or type(error).__name__
+            outcome = NoDelta(version, making.base, why, error)
+        except Exception as error:  # noqa: BLE001 - a bug in syncd is logged with its traceback
             why = f"a bug in syncd: {type(error).__name__}: {error}"
-            extra = Event.FAULT(version=making.target.sequence)
-            log.exception("cannot make the delta %s: %s", name, why, extra=extra)
-            outcome = self._outcome(making, why=why, error=error)
+            DeltaFault(version, why).tell(log)
+            outcome = NoDelta(version, making.base, why, error)
         try:
-            self._tell(making, "made" if outcome.delta else "none", why=outcome.why)
+            self._tell(making, "none" if why else "made", why=why)
         except (OSError, SyncdError) as error:
             log.debug("cannot write %s: %s", self._job.layout.delta_progress, error)
         self._epoch.in_background -= {_ALL, name}
         making.outcome = outcome
 
-    def _made(self, making: _Making, name: str) -> DeltaOutcome:
+    def _made(self, making: _Making, name: str) -> DeltaMade:
         job, target = self._job, making.target
         folder = self._epoch.start_build(name)  # mkdir building/d000017
         try:
@@ -310,7 +291,13 @@ class DeltaMaker:
         finally:
             if job.storage.exists(folder):
                 job.storage.remove_tree(folder)
-        return self._outcome(making, delta=delta)
+        return DeltaMade(
+            version=target.sequence,
+            base=making.base,
+            bytes=delta.bytes,
+            changed=delta.changed / delta.elements if delta.elements else 0.0,
+            seconds=round(self._clock() - making.begun, 3),
+        )
 
     def _base(self, sequence: int) -> Manifest:
         try:
@@ -347,24 +334,6 @@ class DeltaMaker:
         )
         path = self._job.layout.delta_progress
         self._epoch.replace_file(path, encode(progress), durable=False)
-
-    def _outcome(
-        self,
-        making: _Making,
-        *,
-        delta: Delta | None = None,
-        why: str = "",
-        error: BaseException | None = None,
-    ) -> DeltaOutcome:
-        return DeltaOutcome(
-            making.target.sequence,
-            making.base,
-            self._clock() - making.begun,
-            delta=delta,
-            why=why,
-            is_overtaken=delta is None and error is None,
-            error=error,
-        )
 
 
 def _total(manifest: Manifest) -> int:

@@ -44,8 +44,9 @@ from syncd.protocol.errors import (
     CheckpointError,
     SupersededError,
 )
-from syncd.protocol.events import Event
+from syncd.protocol.events import DaemonActive
 from syncd.protocol.names import parse_lease_marker
+from syncd.protocol.version_events import MergeLate, NoDelta, SaveSkipped, VersionAdopted
 from syncd.storage.epoch import Epoch
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock, Judge
@@ -145,9 +146,9 @@ class Loop:
         self._deltas.forget_others()
         self._tidying.begin()
         self._reporter.report("watching")
-        self._journal.began(self._job.layout.root, self._epoch.number)
+        self._journal.tell(DaemonActive(self._job.layout.root, self._epoch.number))
         if adopted is not None:
-            self._journal.adopted(adopted)
+            self._journal.tell(VersionAdopted(adopted.sequence, adopted.step, adopted.kind))
 
     def run_once(self) -> Decision:
         """Run one round.
@@ -235,7 +236,7 @@ class Loop:
             case Skip():
                 self._outcomes.skip(action.step, action.identity)
                 self._scanner.look_again()
-                self._journal.skipped(action.step)
+                self._journal.tell(SaveSkipped(action.step))
             case Forget():
                 self._outcomes.forget(action.step)
             case CloseLeaseFolder():
@@ -250,21 +251,18 @@ class Loop:
     def _prune(self, action: Pruning) -> bool:
         match action:
             case DropLease():
-                gone = self._pruner.drop_lease(action)
-                if gone:
-                    self._journal.lease_dropped()
+                what, gone = "lease", self._pruner.drop_lease(action)
             case RetireVersion():
-                gone = self._pruner.retire_version(action)
-                self._journal.pruned(versions_retired=int(gone))
+                what, gone = "version", self._pruner.retire_version(action)
             case PruneDelta():
+                what, gone = "delta", True
                 self._pruner.prune_delta(action)
-                self._journal.pruned(deltas_pruned=1)
-                return True
             case PruneStep():
-                gone = self._pruner.prune_step(action)
-                self._journal.pruned(steps_pruned=int(gone))
+                what, gone = "step", self._pruner.prune_step(action)
                 if gone:
                     self._outcomes.forget(action.seen.step)
+        if gone:
+            self._journal.pruned(what)
         return gone
 
     def _note(self, refused: dict[str, str], action: Action, error: OSError) -> None:
@@ -287,12 +285,9 @@ class Loop:
             refused.setdefault("tidy", f"cannot remove leftovers now: {error}")
 
     def _look_at_deltas(self) -> None:
-        for outcome in self._deltas.finished():
-            if outcome.delta is not None:
-                self._journal.delta_made(outcome, outcome.delta)
-                continue
-            self._journal.no_delta(outcome)
-            if outcome.error is not None:
+        for event in self._deltas.finished():
+            self._journal.delta(event)
+            if isinstance(event, NoDelta) and event.error_ is not None:
                 self._tidying.leftovers()
 
     def _look_who_is_live(self, seen: Observation) -> None:
@@ -348,15 +343,7 @@ class Loop:
         self._cancel()
         step = self._merging
         if step is not None and self._turn.check(lambda: self._scanner.points_elsewhere(step)):
-            log.warning(
-                "the merge of step %d takes far longer than the size of its tensors "
-                "explains. Check whether storage is slow, or whether the files in %s are "
-                "far larger than their tensors. Other jobs no longer wait for this merge, "
-                "and syncd cancels it when a newer save is announced",
-                step,
-                self._job.layout.actor(step),
-                extra=Event.MERGE_LATE(step=step),
-            )
+            MergeLate(step, self._job.layout.actor(step)).tell(log)
 
 
 def _is_pruning(action: Action) -> bool:

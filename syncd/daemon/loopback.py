@@ -12,7 +12,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Final
 
-from syncd.protocol.events import Event
+from syncd.protocol.events import Fault
 
 log = logging.getLogger(__name__)
 
@@ -102,12 +102,7 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 # the base's names
         """Log the error with its traceback."""
-        log.error(
-            "an HTTP request on %s:%d failed",
-            *self.server_address,
-            exc_info=True,
-            extra=Event.FAULT(),
-        )
+        Fault().tell(log)
 
     def _end(self, request: socket.socket) -> None:
         """Shut a connection down, so that its thread wakes up and closes it.

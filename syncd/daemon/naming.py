@@ -9,32 +9,17 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from typing import Final
 
 from syncd.protocol.names import NAME_MAP, printable
 from syncd.protocol.records import Latest, Manifest, Names
+from syncd.protocol.version_events import TrainerNames, VersionNames
 from syncd.storage.job import Job
 from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness, Lookout
 from syncd.storage.record_files import OF_OTHERS
 
 #: The most explorers that a message names.
 _NAMED: Final = 4
-
-
-@dataclass(frozen=True, slots=True)
-class NewNames:
-    """A change of the names of tensors.
-
-    Attributes:
-        before: the names before the change; None if the hub's names and the trainer's names were
-            equal in all earlier versions.
-        why: the reason if the daemon chose the trainer's names for the first version; else empty.
-    """
-
-    names: Names
-    before: Names | None
-    why: str
 
 
 class Naming:
@@ -59,7 +44,7 @@ class Naming:
         self._is_new = True
         self._why = ""
         self.newest: Names | None = None
-        self.change: NewNames | None = None
+        self.change: VersionNames | None = None
 
     def look(self) -> None:
         """Before the first version, find dead explorers, so that :meth:`choose` ignores them."""
@@ -97,7 +82,10 @@ class Naming:
         self.newest = manifest.names
         before, self._kept = self._kept, self.newest
         if before != self.newest:
-            self.change = NewNames(self.newest, before, self._why)
+            kind = TrainerNames if self._why else VersionNames
+            self.change = kind(
+                manifest.sequence, manifest.step, self.newest, before, self._why or None
+            )
         self._why = ""
 
     def _without(self) -> list[str]:

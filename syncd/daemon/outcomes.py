@@ -10,7 +10,7 @@ from pathlib import Path
 from syncd.checkpoint.chunked_save import holds_model_only
 from syncd.checkpoint.save import Save
 from syncd.checkpoint.step_save import look_into_step
-from syncd.protocol.events import Event
+from syncd.protocol.events import RecordUnwritten
 from syncd.protocol.records import Manifest, Quarantine, SaveOutcome, SaveOutcomes, encode
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import is_gone
@@ -70,12 +70,7 @@ class Outcomes:
         try:
             self._epoch.replace_file(path, encode(record))
         except OSError as refused:
-            log.error(
-                "cannot write %s: %s",
-                path,
-                refused,
-                extra=Event.RECORD_UNWRITTEN(path=path, reason=refused),
-            )
+            RecordUnwritten(path, refused).tell(log)
         self._put_on_record(save.step, SaveOutcome(identity=identity, outcome="quarantined"))
         return path
 
@@ -125,12 +120,7 @@ class Outcomes:
             )
         except OSError as error:
             if not self._unwritten:
-                log.error(
-                    "cannot write %s now: %s",
-                    self._job.layout.saves,
-                    error,
-                    extra=Event.RECORD_UNWRITTEN(path=self._job.layout.saves, reason=error),
-                )
+                RecordUnwritten(self._job.layout.saves, error).tell(log)
             self._unwritten = True
         else:
             self._unwritten = False

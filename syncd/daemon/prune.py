@@ -17,7 +17,7 @@ from syncd.daemon.decide import (
     StepSeen,
 )
 from syncd.daemon.steps import look_at_step
-from syncd.protocol.events import Event
+from syncd.protocol.events import LeftAlone, RecordUnwritten
 from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.names import (
     ACTOR,
@@ -33,6 +33,7 @@ from syncd.protocol.names import (
     version_folder,
 )
 from syncd.protocol.records import SaveOutcome, encode
+from syncd.protocol.version_events import Pruned, PutBack
 from syncd.storage.append import append
 from syncd.storage.calls import Kind
 from syncd.storage.epoch import Epoch
@@ -140,11 +141,7 @@ class Pruner:
             self._put_back(trash, folder)  # never delete an unreadable folder
             raise
         if found != action.seen or needed:
-            log.info(
-                "putting %s back: it changed while it was being pruned",
-                folder,
-                extra=Event.PUT_BACK(path=folder, reason="it changed while it was being pruned"),
-            )
+            PutBack(folder, "it changed while it was being pruned").tell(log)
             self._put_back(trash, folder)
             return False
         doomed = self._epoch.condemn(trash)
@@ -161,29 +158,14 @@ class Pruner:
             name = trash.name.partition("-")[0]
             if parse_step_folder(name) is None:
                 # Daemons set aside only step folders, and another name could lead anywhere.
-                log.error(
-                    "leaving %s alone: no daemon put it there",
-                    trash,
-                    extra=Event.LEFT_ALONE(path=trash, reason="no daemon put it there"),
-                )
+                LeftAlone(trash, "no daemon put it there").tell(log)
                 continue
-            log.info(
-                "putting %s back: the daemon that was pruning it has ended",
-                name,
-                extra=Event.PUT_BACK(
-                    path=self._job.layout.root / name,
-                    reason="the daemon that was pruning it has ended",
-                ),
-            )
+            folder = self._job.layout.root / name
+            PutBack(folder, "the daemon that was pruning it has ended").tell(log)
             try:
-                self._put_back(trash, self._job.layout.root / name)
+                self._put_back(trash, folder)
             except (IsADirectoryError, NotADirectoryError) as error:
-                log.error(
-                    "cannot put %s back, so it stays in the trash: %s",
-                    trash,
-                    error,
-                    extra=Event.LEFT_ALONE(path=trash, reason=error),
-                )
+                LeftAlone(trash, f"cannot put it back: {error}").tell(log)
         for doomed in self._epoch.condemned():
             if doomed.name in self._on_record:
                 continue
@@ -273,13 +255,7 @@ class Pruner:
     def _record(
         self, what: Literal["version", "step", "lease", "delta"], name: str, why: str
     ) -> None:
-        log.info(
-            "pruned %s %s: %s",
-            what,
-            name,
-            why,
-            extra=Event.PRUNED(what=what, name=name, reason=why),
-        )
+        Pruned(what, name, why).tell(log)
         line = AuditLine(time=self._wall(), what=what, name=name, why=why, session=self._session)
         try:
             # Write the line before the deletion that it records.
@@ -290,12 +266,6 @@ class Pruner:
             if error.errno not in NO_ROOM:
                 raise
             # A full disk must not stop the deletions that free it.
-            log.error(
-                "cannot write the audit line of %s %s: %s",
-                what,
-                name,
-                error,
-                extra=Event.RECORD_UNWRITTEN(path=self._job.layout.audit, reason=error),
-            )
+            RecordUnwritten(self._job.layout.audit, error).tell(log)
         else:
             self._end_of_torn = b""

@@ -24,8 +24,8 @@ from syncd.protocol.errors import (
     NonFiniteError,
     VersionGoneError,
 )
-from syncd.protocol.events import Event
-from syncd.protocol.names import delta_folder, parse_version_folder, version_folder
+from syncd.protocol.events import CleanupDelayed, LatestDamaged
+from syncd.protocol.names import parse_version_folder, version_folder
 from syncd.protocol.records import (
     Latest,
     Manifest,
@@ -34,6 +34,7 @@ from syncd.protocol.records import (
     encode,
 )
 from syncd.protocol.requests import RollbackRequest
+from syncd.protocol.version_events import DeltaDiscarded, VersionDiscarded
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import is_gone
 from syncd.storage.job import Job
@@ -108,20 +109,11 @@ class Publisher:
         self.naming.takes_over(found.latest)
         self.outcomes.of_step = found.outcomes
         for sequence in found.unfinished:
-            log.warning(
-                "discarding %s: it is incomplete",
-                version_folder(sequence),
-                extra=Event.VERSION_DISCARDED(version=sequence),
-            )
+            VersionDiscarded(sequence).tell(log)
             self._epoch.condemn(self._job.layout.version(sequence))
         served = found.served
         if found.adopted is not None:
             served = found.adopted
-            log.info(
-                "adopting %s, which an earlier daemon finished but did not write to LATEST",
-                version_folder(served.sequence),
-                extra=Event.VERSION_ADOPTED(version=served.sequence, step=served.step),
-            )
             self._epoch.open_leasing(served.sequence)
             self._write_latest(served)
         elif self.latest is not None and not self._job.storage.exists(
@@ -140,22 +132,12 @@ class Publisher:
 
     def _discard_delta(self, sequence: int) -> None:
         """Discard a delta to a version above LATEST; a failure is harmless."""
-        name = delta_folder(sequence)
-        log.warning(
-            "discarding the delta %s: it leads to a version that is newer than LATEST",
-            name,
-            extra=Event.DELTA_DISCARDED(version=sequence),
-        )
+        DeltaDiscarded(sequence).tell(log)
         try:
             self._epoch.condemn(self._job.layout.delta(sequence))
         except OSError as error:
             if not is_gone(error):
-                log.warning(
-                    "cannot discard %s now: %s",
-                    name,
-                    error,
-                    extra=Event.CLEANUP_DELAYED(reason=error),
-                )
+                CleanupDelayed(error).tell(log)
 
     def look_at_latest(self) -> None:
         """Read LATEST about once a minute, and warn once if the file is damaged."""
@@ -166,12 +148,7 @@ class Publisher:
     def _say_damaged(self, path: Path, error: Exception) -> None:
         if self._damaged != self.latest:
             self._damaged = self.latest
-            log.warning(
-                "%s. Explorers find no new version until the daemon publishes the next version or "
-                "is restarted, because it then replaces this file",
-                error,
-                extra=Event.RECORD_LOST(path=path, reason=error),
-            )
+            LatestDamaged(path, error).tell(log)
 
     def check_room(self, save: WholeSave) -> None:
         """Raise NoRoomError if the disk lacks space; also raises the errors of :meth:`publish`."""
@@ -335,12 +312,7 @@ class Publisher:
         try:
             self._job.storage.unlink_if_there(self._job.layout.publish_lock)
         except OSError as error:  # the file is only a hint
-            log.warning(
-                "cannot remove %s: %s",
-                self._job.layout.publish_lock,
-                error,
-                extra=Event.CLEANUP_DELAYED(reason=error),
-            )
+            CleanupDelayed(error).tell(log)
 
     def _write_latest(self, manifest: Manifest, delta_from: int | None = None) -> None:
         latest = Latest(

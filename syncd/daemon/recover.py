@@ -11,10 +11,11 @@ from typing import Final
 
 from syncd.checkpoint.version import read_manifest
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
-from syncd.protocol.events import Event
+from syncd.protocol.events import LeftAlone, RecordMissed
 from syncd.protocol.names import parse_delta_folder, parse_version_folder
 from syncd.protocol.records import Latest, Manifest, R, SaveOutcome, SaveOutcomes
 from syncd.protocol.reports import DaemonReport, ExplorerReport
+from syncd.protocol.version_events import LatestUnusable, VersionDamaged
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT, Storage
 from syncd.storage.job import Job
@@ -91,19 +92,13 @@ def look_back(job: Job) -> FoundVersions:
         try:
             found.served = look.finished(found.latest.sequence)
         except ProtocolMismatchError as error:
-            log.error(
-                "%s. The daemon cannot use this version, so it publishes the trainer's newest "
-                "save again",
-                error,
-                extra=Event.VERSION_DAMAGED(
-                    path=job.layout.version(found.latest.sequence), reason=error
-                ),
-            )
+            folder = job.layout.version(found.latest.sequence)
+            LatestUnusable(folder, error).tell(log)
     return found
 
 
 def _let_be(path: Path, why: object) -> None:
-    log.error("leaving %s alone: %s", path, why, extra=Event.LEFT_ALONE(path=path, reason=why))
+    LeftAlone(path, why).tell(log)
 
 
 def _refresh_of_others(storage: Storage, folder: Path) -> None:
@@ -115,11 +110,7 @@ def _refresh_of_others(storage: Storage, folder: Path) -> None:
 
 
 def _lost(path: Path, error: Exception) -> None:
-    log.error(
-        "%s; continuing without this record",
-        error,
-        extra=Event.RECORD_LOST(path=path, reason=error),
-    )
+    RecordMissed(path, error).tell(log)
 
 
 #: For records that only daemons write: a damaged record counts as missing.
@@ -181,24 +172,13 @@ class _Look:
                 error.errno in {errno.ENOENT, errno.ENOTDIR} or is_no_record(error)
             ):
                 raise  # storage that does not answer says nothing about the version
-            log.warning(
-                "cannot read the manifest of %s: %s",
-                folder,
-                error,
-                extra=Event.VERSION_DAMAGED(path=folder, reason=error),
-            )
+            VersionDamaged(folder, error).tell(log)
             return None
         for file in manifest.files:
             status = self._status(folder / file.name)
             if status is None or status.st_size != file.size:
-                log.warning(
-                    "%s does not have the %d bytes that the manifest lists",
-                    folder / file.name,
-                    file.size,
-                    extra=Event.VERSION_DAMAGED(
-                        path=folder / file.name, reason=f"its size is not {file.size} bytes"
-                    ),
-                )
+                why = f"its size is not {file.size} bytes"
+                VersionDamaged(folder / file.name, why).tell(log)
                 return None
         return manifest if manifest.sequence == sequence else None
 

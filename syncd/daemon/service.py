@@ -20,7 +20,15 @@ from syncd.protocol.errors import (
     SupersededError,
     SyncdError,
 )
-from syncd.protocol.events import Event
+from syncd.protocol.events import (
+    CleanupDelayed,
+    ConfigUnheard,
+    DaemonEnds,
+    DaemonPaused,
+    DaemonStandsBy,
+    DaemonStopped,
+    RightsMissing,
+)
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER
 from syncd.storage.epoch import Epoch
@@ -95,15 +103,7 @@ class Service:
         self._inode: int | None = None
         self._remember_folder()
         if self._lease_time != config.lease_time:
-            log.warning(
-                "this job's lease time was fixed at %g s when the job was created; ignoring the "
-                "configured %g s",
-                self._lease_time,
-                config.lease_time,
-                extra=Event.CONFIG_UNHEARD(
-                    key="lease_time", value=config.lease_time, in_force=self._lease_time
-                ),
-            )
+            ConfigUnheard("lease_time", config.lease_time, self._lease_time).tell(log)
         self._participants = self._participants_of_job()
         self._watcher = Watcher({})  # to be woken; run() adds and removes its watches
 
@@ -135,28 +135,22 @@ class Service:
 
     def run(self) -> None:
         """Serve until stopped, or until the setting ``exit_when_idle`` ends this daemon."""
+        root = self._job.layout.root
         with self._watcher:
-            self._watcher.watch(
-                {self._job.layout.root: frozenset({STATE_POINTER, CHECKPOINT_POINTER})}
-            )
+            self._watcher.watch({root: frozenset({STATE_POINTER, CHECKPOINT_POINTER})})
             while not self._stopping:
                 try:
                     self._stand_by_and_serve()
                 except SupersededError as error:
-                    self._say(f"standing by: {error}", error, event=Event.DAEMON_STANDS_BY)
+                    self._say(DaemonStandsBy(root, error))
                 except CancelledError:
-                    log.info(
-                        "stopped: the work in progress was discarded; no unfinished files are left",
-                        extra=Event.DAEMON_STOPPED(),
-                    )
-                except JobUnavailableError as error:
-                    self._away = True
-                    self._say(f"paused: {error}", error)
+                    DaemonStopped().tell(log)
                 except SyncdError as error:
-                    self._say(f"paused: {error}", error)
+                    self._away |= isinstance(error, JobUnavailableError)
+                    self._say(DaemonPaused(root, error))
                 except OSError as error:
                     # After an error of storage, decide nothing and delete nothing.
-                    self._say(f"paused: {error}", error, change=f"paused: {error.strerror}")
+                    self._say(DaemonPaused(root, error), change=f"paused: {error.strerror}")
                     if error.errno in NO_ROOM and self._gave_up_reserve():
                         continue
                 if not self._stopping:
@@ -242,7 +236,7 @@ class Service:
                 return True
             self._notice.ready()
             why = "another daemon is working on this job"
-            self._say(f"standing by: {why}", why, event=Event.DAEMON_STANDS_BY)
+            self._say(DaemonStandsBy(self._job.layout.root, why))
             self._look_for_participants()
             self._quiet_rounds = _QUIET  # the other daemon publishes the rest
             self._wait()
@@ -272,10 +266,7 @@ class Service:
             while not self._stopping:
                 self._round(loop)
                 if self._participants.gone and self.is_idle and self._may_end():
-                    log.info(
-                        "exiting: all trainers and explorers are gone, and all saves are published",
-                        extra=Event.DAEMON_ENDS(),
-                    )
+                    DaemonEnds().tell(log)
                     self._stopping = True
                     return
                 self._wait()
@@ -298,7 +289,7 @@ class Service:
         except OSError as error:
             if not self._job.is_there():
                 raise
-            self._say(f"paused: {error}", error)
+            self._say(DaemonPaused(self._job.layout.root, error))
         else:
             self._repeats.forget(self._said)
             self._said = ""
@@ -317,45 +308,31 @@ class Service:
         found = unprunable(self._job)
         self._rights_seen = found is not None
         if found:
-            why = f"{found}: {TO_DELETE}"
-            log.warning(
-                "%s", why, extra=Event.RIGHTS_MISSING(job=self._job.layout.root, reason=why)
-            )
+            RightsMissing(self._job.layout.root, f"{found}: {TO_DELETE}").tell(log)
 
     def _gave_up_reserve(self) -> bool:
         """Delete the reserve on a full disk, so that the daemon can take over."""
         try:
             return Reserve(self._job).give_up()
         except OSError as error:
-            log.warning(
-                "the disk is full, and the reserved space cannot be freed: %s",
-                error,
-                extra=Event.CLEANUP_DELAYED(reason=error),
-            )
+            CleanupDelayed(error).tell(log)
             return False
 
     def _check_stopping(self) -> None:
         if self._stopping:
             raise CancelledError("asked to stop")
 
-    def _say(
-        self,
-        what: str,
-        why: Exception | str,
-        *,
-        event: Event = Event.DAEMON_PAUSED,
-        change: str = "",
-    ) -> None:
+    def _say(self, event: DaemonPaused | DaemonStandsBy, *, change: str = "") -> None:
         """Log a change of the daemon's state, and an unchanged state now and then.
 
-        ``change`` is compared instead of ``what`` if names in ``what`` differ each time.
+        ``change`` is compared instead of the text if names in the text differ each time.
         """
-        self._notice.status(what)
-        if isinstance(why, Exception):
-            self._meter.failed(why)
-        state = change or what
+        self._notice.status(str(event))
+        if isinstance(event.reason, Exception):
+            self._meter.failed(event.reason)
+        state = change or str(event)
         if state != self._said:
             self._repeats.forget(self._said)
             self._said = state
         if self._repeats.due(state):
-            log.warning("%s", what, extra=event(job=self._job.layout.root, reason=why))
+            event.tell(log)

@@ -20,7 +20,7 @@ from syncd.daemon.loop import Loop
 from syncd.daemon.scan import Known, Scanner
 from syncd.daemon.steering import Steering
 from syncd.protocol.errors import JobUnavailableError, RecordError
-from syncd.protocol.events import Event
+from syncd.protocol.events import LockWatched
 from syncd.protocol.records import Latest, SaveOutcome, SaveOutcomes, parse
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import NO_ROOM
@@ -123,13 +123,7 @@ def _take_lock(job: Job, lease_time: float, sleep: Callable[[float], None]) -> D
     waited = 0.0
     while not lock.try_acquire():
         if not waited:
-            log.info(
-                "%s is locked: watching its heartbeat for up to %g s, to see whether the "
-                "daemon that holds this lock is alive",
-                job.layout.daemon_lock,
-                judge.lease_time,
-                extra=Event.WATCHING(path=job.layout.daemon_lock, seconds=judge.lease_time),
-            )
+            LockWatched(job.layout.daemon_lock, judge.lease_time).tell(log)
         # If the lock cannot be read, no heartbeat is ever seen, so the wait is limited.
         if judge.saw_beat(job.layout.daemon_lock) or waited > 2 * judge.lease_time:
             raise JobUnavailableError(

@@ -1,80 +1,437 @@
 """The events of the log. Scripts can rely on the names of events, but not on the messages.
 
-``docs/logging.md`` documents every name with its fields. A log call names its event::
+An event is an object of its class, which has the event's level, text and fields::
 
-    log.info("version %d is there", 7, extra=Event.VERSION_ADOPTED(version=7))
+    LeftAlone(path, error).tell(log)
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Final
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Final, dataclass_transform
 
 #: A thread that serves one of many jobs has this prefix and the job's directory as its name.
 JOB_THREAD: Final = "job "
+#: The event of a line without an event of its own.
+NOTE: Final = "note"
 
 
-class Event(StrEnum):
-    """The event that a line of the log is about."""
+@dataclass_transform(frozen_default=True)
+class Event:
+    """An event of the log; ``python -m tests.doc_tables`` makes the table of ``docs/logging.md``.
 
-    NOTE = "note"
+    An event's class derives from the class of its level. A class that derives from an event's class
+    is another text or level of the same event.
 
-    ADAPTER_WITHOUT_BASE = "adapter_without_base"
-    CAST_TWICE = "cast_twice"
-    CLEANUP_DELAYED = "cleanup_delayed"
-    COMMAND_FAILED = "command_failed"
-    CONFIG_CHANGED = "config_changed"
-    CONFIG_NEEDS_RESTART = "config_needs_restart"
-    CONFIG_READ = "config_read"
-    CONFIG_REFUSED = "config_refused"
-    CONFIG_UNHEARD = "config_unheard"
-    DAEMON_ACTIVE = "daemon_active"
-    DAEMON_ENDS = "daemon_ends"
-    DAEMON_PAUSED = "daemon_paused"
-    DAEMON_STANDS_BY = "daemon_stands_by"
-    DAEMON_STOPPED = "daemon_stopped"
-    DELTA_DISCARDED = "delta_discarded"
-    DELTA_MADE = "delta_made"
-    EVENTS_UNAVAILABLE = "events_unavailable"
-    FAULT = "fault"
-    HEARTBEAT_RESUMED = "heartbeat_resumed"
-    HEARTBEAT_STOPPED = "heartbeat_stopped"
-    JOB_FOUND = "job_found"
-    JOB_GONE = "job_gone"
-    JOB_HANGS = "job_hangs"
-    JOB_UNAVAILABLE = "job_unavailable"
-    LEFT_ALONE = "left_alone"
-    LEFTOVER_REMOVED = "leftover_removed"
-    MERGE_ENDED = "merge_ended"
-    MERGE_LATE = "merge_late"
-    METRICS_SERVED = "metrics_served"
-    METRICS_UNWRITTEN = "metrics_unwritten"
-    MODEL_CONFIG_CHANGED = "model_config_changed"
-    NO_DELTA = "no_delta"
-    NAME_AWAITED = "name_awaited"
-    NAME_LOST = "name_lost"
-    PRUNED = "pruned"
-    PUT_BACK = "put_back"
-    RECORD_LOST = "record_lost"
-    RECORD_UNWRITTEN = "record_unwritten"
-    RESERVE_GIVEN_UP = "reserve_given_up"
-    RESERVE_SHORT = "reserve_short"
-    RIGHTS_MISSING = "rights_missing"
-    ROLLBACK_REFUSED = "rollback_refused"
-    ROOT_SERVED = "root_served"
-    SAVE_QUARANTINED = "save_quarantined"
-    SAVE_SKIPPED = "save_skipped"
-    SESSION_LOST = "session_lost"
-    VERSION_ADOPTED = "version_adopted"
-    VERSION_DAMAGED = "version_damaged"
-    VERSION_DISCARDED = "version_discarded"
-    VERSION_NAMES = "version_names"
-    VERSION_NONFINITE = "version_nonfinite"
-    VERSION_PUBLISHED = "version_published"
-    VERSION_ROLLED_BACK = "version_rolled_back"
-    WAITING = "waiting"
-    WATCHING = "watching"
+    Attributes:
+        event_name: the class's name in lower case, ``left_alone`` for example.
+        text: the message. What only the message or the journal has ends with an underscore.
+        line: the event's name in ``.syncd/journal.jsonl``, if it has a line there.
+        renamed: the fields that have another name in that line.
+        counter: the field of ``DaemonCounters`` that counts the event, if any.
+    """
 
-    def __call__(self, **fields: object) -> dict[str, object]:
-        """The ``extra`` argument of a logger's call. Values that are not JSON become text."""
-        return {"event": self.value, "fields": fields}
+    event_name: ClassVar[str]
+    level: ClassVar[int]
+    text: ClassVar[str]
+    line: ClassVar[str] = ""
+    renamed: ClassVar = {"base": "of", "reason": "why", "latency_seconds": "latency"}
+    counter: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(eq=False, repr=False)(cls)  # a frozen one takes thrice the time to make
+        if cls.__mro__.index(Event) == 2:
+            cls.event_name = re.sub("(?!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+    def __str__(self) -> str:
+        return self.text.format_map(vars(self))
+
+    @property
+    def extra(self) -> dict[str, object]:
+        """The attributes of the log record. Values that are not JSON become text."""
+        fields = {name: value for name, value in vars(self).items() if name[-1] != "_"}
+        return {"event": self.event_name, "fields": fields}
+
+    def tell(self, log: logging.Logger, level: int | None = None) -> None:
+        """Log the event; a bug with its traceback."""
+        trace = isinstance(self, Fault)
+        log.log(level or self.level, self, exc_info=trace, stacklevel=2, extra=self.extra)
+
+
+class InfoEvent(Event):
+    """The events of the level ``info``."""
+
+    level = logging.INFO
+
+
+class WarningEvent(Event):
+    """The events of the level ``warning``."""
+
+    level = logging.WARNING
+
+
+class ErrorEvent(Event):
+    """The events of the level ``error``."""
+
+    level = logging.ERROR
+
+
+# -- commands and configuration ----------------------------------------------------------------
+
+
+class CommandFailed(ErrorEvent):
+    """A command of ``syncd`` ended with this error."""
+
+    text = "{reason_}"
+    error: str
+    exit_code: int
+    reason_: Exception
+
+
+class ConfigChanged(InfoEvent):
+    """A reload changed this key."""
+
+    text = "{key} = {value!r} (before: {before!r})"
+    key: str
+    value: object
+    before: object
+
+
+class ConfigNeedsRestart(WarningEvent):
+    """The daemon uses the new value only after a restart."""
+
+    text = "{key} = {value!r} needs a restart: {in_force!r} stays in force until then"
+    key: str
+    value: object
+    in_force: object
+
+
+class ConfigRead(InfoEvent):
+    """The configuration was reloaded, with this number of changes."""
+
+    text = "configuration reloaded; changes in force: {changes}"
+    file: Path | None
+    changes: int
+
+
+class ConfigRefused(ErrorEvent):
+    """The reloaded configuration is not valid."""
+
+    text = "the new configuration cannot be used, so the old one stays in force: {reason}"
+    file: Path | None
+    reason: str
+
+
+class ConfigUnheard(WarningEvent):
+    """A setting was ignored."""
+
+    text = (
+        "this job's lease time was fixed at {in_force:g} s when the job was created; ignoring the "
+        "configured {value:g} s"
+    )
+    key: str
+    value: object
+    in_force: object
+
+
+class Misspelt(ConfigUnheard):
+    """A variable of the environment almost has the name of a setting."""
+
+    text = "ignoring {key}; did you mean {meant_}?"
+    meant_: str
+
+
+class RootServed(InfoEvent):
+    """This daemon serves all jobs in the folder."""
+
+    text = "serving all jobs in {root}, also those that are made there later"
+    root: Path
+
+
+class Watching(InfoEvent):
+    """A command waits to find out whether another process is alive."""
+
+    text = (
+        "{path} has the draft of another conversion: watching it for {seconds:g} s, to see if that "
+        "conversion is still running"
+    )
+    path: Path
+    seconds: float
+
+
+class LockWatched(Watching):
+    """A command waits for the daemon's lock."""
+
+    text = (
+        "{path} is locked: watching its heartbeat for up to {seconds:g} s, to see whether the "
+        "daemon that holds this lock is alive"
+    )
+
+
+# -- the daemon ----------------------------------------------------------------------------------
+
+
+class DaemonActive(InfoEvent):
+    """This daemon serves the job."""
+
+    text = "working on {job} in epoch {epoch}"
+    line = "active"
+    job: Path
+    epoch: int
+
+
+class DaemonEnds(InfoEvent):
+    """The daemon ends by itself (``exit_when_idle``)."""
+
+    text = "exiting: all trainers and explorers are gone, and all saves are published"
+
+
+class DaemonPaused(WarningEvent):
+    """A storage problem prevents work; the daemon tries again."""
+
+    text = "paused: {reason}"
+    job: Path
+    reason: Exception
+
+
+class DaemonStandsBy(WarningEvent):
+    """Another daemon serves the job."""
+
+    text = "standing by: {reason}"
+    job: Path
+    reason: object
+
+
+class DaemonStopped(InfoEvent):
+    """The daemon was stopped while it worked."""
+
+    text = "stopped: the work in progress was discarded; no unfinished files are left"
+
+
+class Fault(ErrorEvent):
+    """A bug: please report the ``traceback``. The fields name the job, save or delta, if any."""
+
+    text = "a bug in syncd; please report it"
+
+
+class JobFault(Fault):
+    """The daemon of one of many jobs failed."""
+
+    text = (
+        "the daemon of {job} failed because of a bug in syncd. It starts again. Please report the "
+        "traceback"
+    )
+    job: Path
+
+
+class JobFound(InfoEvent):
+    """This daemon now serves the job."""
+
+    text = "found job {job}; serving it"
+    job: Path
+
+
+class JobGone(InfoEvent):
+    """The job's folder was removed."""
+
+    text = "{job} is gone, so its job is no longer served"
+    job: Path
+
+
+class JobHangs(ErrorEvent):
+    """One of many jobs makes no progress; another daemon can take over this job."""
+
+    text = (
+        "{job}: storage has not answered for {seconds:.0f} s. Another daemon may take over the "
+        "job. This job's thread is stuck in: {stack_}"
+    )
+    job: Path
+    seconds: float
+    stack_: str = ""
+
+
+class JobAbandoned(JobHangs):
+    """The daemon ends, and this job still makes no progress."""
+
+    text = "exiting before the work on {job} has ended: its storage does not answer"
+
+
+class JobUnavailable(ErrorEvent):
+    """The job cannot be served; the daemon tries again."""
+
+    text = "cannot serve {job} now: {reason}"
+    job: Path
+    reason: object
+
+
+class RootUnavailable(JobUnavailable):
+    """The folder of the jobs cannot be listed."""
+
+    text = "cannot list {job}: {reason}"
+
+
+class MetricsServed(InfoEvent):
+    """Metrics are served over HTTP."""
+
+    text = "serving metrics at {address}"
+    address: str
+
+
+class MetricsUnwritten(WarningEvent):
+    """The textfile cannot be written."""
+
+    text = "cannot write metrics to {path}: {reason}"
+    path: Path
+    reason: OSError
+
+
+class RightsMissing(WarningEvent):
+    """Old steps cannot be deleted, so the disk will fill up."""
+
+    text = "{reason}"
+    job: Path
+    reason: str
+
+
+# -- storage -------------------------------------------------------------------------------------
+
+
+class CleanupDelayed(WarningEvent):
+    """A path cannot be removed yet."""
+
+    text = "cannot remove leftovers now: {reason}"
+    reason: OSError
+
+
+class EventsUnavailable(WarningEvent):
+    """Without filesystem events the daemon finds changes only at each tick."""
+
+    text = "no filesystem events, so syncd waits by polling: {reason}"
+    reason: OSError
+
+
+class LeftAlone(ErrorEvent):
+    """syncd does not touch this path until someone fixes it."""
+
+    text = "leaving {path} alone: {reason}"
+    path: Path
+    reason: object
+
+
+class PathIgnored(LeftAlone):
+    """syncd works without this path."""
+
+    level = logging.WARNING
+    text = "ignoring {path}: {reason}"
+
+
+class LeftoverRemoved(InfoEvent):
+    """A temporary file of a killed process was removed."""
+
+    text = "removed {path}: its process died and left it behind"
+    path: Path
+
+
+class RecordLost(WarningEvent):
+    """A record cannot be read, and is ignored."""
+
+    text = "{reason}"
+    path: Path
+    reason: object
+
+
+class RecordMissed(RecordLost):
+    """A record of the daemon's own cannot be read."""
+
+    level = logging.ERROR
+    text = "{reason}; continuing without this record"
+
+
+class LatestDamaged(RecordLost):
+    """LATEST cannot be read while this daemon serves."""
+
+    text = (
+        "{reason}. Explorers find no new version until the daemon publishes the next version or is "
+        "restarted, because it then replaces this file"
+    )
+
+
+class RecordUnwritten(ErrorEvent):
+    """The record of an event cannot be written, although the event happened."""
+
+    text = "cannot write {path} now: {reason}"
+    path: Path
+    reason: OSError
+
+
+class StateUnwritten(RecordUnwritten):
+    """What ``syncd status`` shows cannot be written."""
+
+    level = logging.WARNING
+
+
+class ReserveGivenUp(WarningEvent):
+    """The disk is full: the daemon uses its reserved space."""
+
+    text = "the disk is full: removing {path} to make room for pruning"
+    path: Path
+
+
+class ReserveShort(WarningEvent):
+    """The daemon cannot reserve space for pruning."""
+
+    text = "cannot reserve disk space for pruning: {reason}"
+    reason: OSError
+
+
+# -- participants --------------------------------------------------------------------------------
+
+
+class HeartbeatResumed(InfoEvent):
+    """The process counts as alive again."""
+
+    text = "the heartbeat of session {session} resumed"
+    session: str
+
+
+class HeartbeatStopped(WarningEvent):
+    """No heartbeat for most of a lease time."""
+
+    text = "the heartbeat of session {session} stopped: {reason}"
+    session: str
+    reason: object
+
+
+class NameAwaited(WarningEvent):
+    """A participant waits to find out whether the session that has its name is dead."""
+
+    text = "{holder_}, or has died. Waiting about {seconds_:g} s to find out"
+    session: str | None
+    path: Path
+    holder_: str
+    seconds_: float
+
+
+class NameLost(InfoEvent):
+    """A dead participant's name is free."""
+
+    text = "session {session} is dead: removed its claim {path}"
+    session: str | None
+    path: Path
+
+
+class SessionLost(WarningEvent):
+    """A trainer's or an explorer's heartbeat has stopped (``dead``) or is gone (``missing``)."""
+
+    text = "session {session} is {state}: ignoring it from now on"
+    session: str
+    state: str
+
+
+class SessionGone(SessionLost):
+    """A heartbeat was removed."""
+
+    level = logging.INFO

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from syncd.protocol.errors import CancelledError, NameTakenError
-from syncd.protocol.events import Event
+from syncd.protocol.events import NameAwaited, NameLost, PathIgnored
 from syncd.protocol.names import TEMPORARY
 from syncd.protocol.participants import Claim, name_in, process_in, session_of
 from syncd.protocol.records import encode
@@ -85,12 +85,8 @@ class HeldName:
                 raise NameTakenError(held._why_taken(role, watch.session))
             if not has_said:
                 has_said = True
-                log.warning(
-                    "%s, or has died. Waiting about %g s to find out",
-                    held._told(role, watch.session),
-                    session.lease_time,
-                    extra=Event.NAME_AWAITED(session=watch.session, path=held.path),
-                )
+                who = held._told(role, watch.session)
+                NameAwaited(watch.session, held.path, who, session.lease_time).tell(log)
             pause(session.lease_time / (LOOKS_PER_LEASE + 1))
         return held
 
@@ -158,11 +154,7 @@ def read_claim(storage: Storage, path: Path) -> str | None:
     with Ignoring(GONE | NO_RECORD):
         session = session_of(storage.read(path))
         if session is None:
-            log.warning(
-                "ignoring %s: it is not a claim, because it names no session",
-                path,
-                extra=Event.LEFT_ALONE(path=path, reason="it names no session"),
-            )
+            PathIgnored(path, "it names no session").tell(log)
     return session
 
 
@@ -213,10 +205,5 @@ class _Holder:
     def take_away(self) -> None:
         """Remove the dead holder's claim, if it is still the same claim."""
         if self._judge.break_dead(self._path):
-            log.info(
-                "session %s is dead: removed its claim %s",
-                self.session,
-                self._path,
-                extra=Event.NAME_LOST(session=self.session, path=self._path),
-            )
+            NameLost(self.session, self._path).tell(log)
         self.session, self._first, self._missing = None, None, 0

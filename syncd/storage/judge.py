@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from syncd.protocol.events import Event
+from syncd.protocol.events import LeftAlone, PathIgnored, SessionGone, SessionLost
 from syncd.protocol.layout import JobLayout
 from syncd.storage.errnos import GONE, Ignoring, is_gone, is_refused_here, is_unreadable
 from syncd.storage.fsio import Signature, Storage, signature
@@ -77,12 +77,8 @@ class Judge:
                 # so it counts as alive. The caller can go on with the other heartbeats.
                 self._watched.pop(path, None)
                 if self._repeats.due(path):
-                    log.error(
-                        "cannot read %s, so its owner counts as alive until the file is fixed: %s",
-                        path,
-                        error,
-                        extra=Event.LEFT_ALONE(path=path, reason=error),
-                    )
+                    why = f"its owner counts as alive until it can be read: {error}"
+                    LeftAlone(path, why).tell(log)
                 return Liveness.ALIVE
             if not is_gone(error):
                 raise
@@ -165,12 +161,7 @@ def sweep_broken(job: Job) -> None:
                 try:
                     job.storage.unlink_if_there(folder / name)
                 except OSError as error:  # for example, a folder that was not made by syncd
-                    log.warning(
-                        "cannot remove %s: %s",
-                        folder / name,
-                        error,
-                        extra=Event.LEFT_ALONE(path=folder / name, reason=error),
-                    )
+                    PathIgnored(folder / name, error).tell(log)
 
 
 @dataclass
@@ -243,11 +234,6 @@ class Lookout:
         if seen is Liveness.MISSING and before is not Liveness.MISSING:
             seen = self.judge.look_again(path)
         if before is Liveness.ALIVE and seen is not Liveness.ALIVE:
-            log.log(
-                logging.WARNING if seen is Liveness.DEAD else logging.INFO,
-                "session %s is %s: ignoring it from now on",
-                session,
-                seen.value,
-                extra=Event.SESSION_LOST(session=session, state=seen.value),
-            )
+            kind = SessionLost if seen is Liveness.DEAD else SessionGone
+            kind(session, seen.value).tell(log)
         self._last[session] = seen

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.protocol.errors import RecordError
-from syncd.protocol.events import Event
+from syncd.protocol.events import LeftAlone, RecordLost
 from syncd.protocol.records import R, parse
 from syncd.storage.errnos import is_gone, is_unreadable
 from syncd.storage.fsio import Storage
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def _warn(path: Path, error: Exception) -> None:
-    log.warning("%s", error, extra=Event.RECORD_LOST(path=path, reason=error))
+    RecordLost(path, error).tell(log)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +65,4 @@ def move_away(storage: Storage, path: Path) -> None:
     """Rename a foreign file or folder whose name syncd needs for its own file; delete nothing."""
     away = path.with_name(f"{path.name}.moved-{secrets.token_hex(6)}")
     storage.rename(path, away)
-    log.error(
-        "%s was not a file of syncd: renamed it to %s, which you may remove",
-        path,
-        away.name,
-        extra=Event.LEFT_ALONE(path=away, reason="it was no file of syncd"),
-    )
+    LeftAlone(away, f"it was {path.name}, but no file of syncd; you may remove it").tell(log)

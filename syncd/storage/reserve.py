@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from syncd.protocol.events import Event
+from syncd.protocol.events import ReserveGivenUp
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.job import Job
 
@@ -62,9 +62,5 @@ class Reserve:
             for name in self._job.storage.names(self._job.layout.reserve)
         ]
         if any(freed):
-            log.warning(
-                "the disk is full: removing %s to make room for pruning",
-                self._job.layout.reserve,
-                extra=Event.RESERVE_GIVEN_UP(path=self._job.layout.reserve),
-            )
+            ReserveGivenUp(self._job.layout.reserve).tell(log)
         return any(freed)

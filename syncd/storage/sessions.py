@@ -20,7 +20,7 @@ import xxhash
 from filelock import LeaseCompromise, LeaseSettingsMismatch, SoftFileLease, Timeout
 
 from syncd.closing import Closing
-from syncd.protocol.events import Event
+from syncd.protocol.events import HeartbeatResumed, HeartbeatStopped
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import LONGEST_LEASE_TIME
 from syncd.storage.calls import Beneath
@@ -101,12 +101,7 @@ class Session(Closing):
     def _renew_soon(self, lost: LeaseCompromise) -> None:
         """Renew the heartbeat in a thread, because filelock no longer refreshes it."""
         why = lost.error or lost.reason
-        log.warning(
-            "the heartbeat of session %s stopped: %s",
-            self.id,
-            why,
-            extra=Event.HEARTBEAT_STOPPED(session=self.id, reason=why),
-        )
+        HeartbeatStopped(self.id, why).tell(log)
         threading.Thread(target=self._renew, name="syncd-session", daemon=True).start()
 
     def _renew(self) -> None:
@@ -123,11 +118,7 @@ class Session(Closing):
                         "the heartbeat of session %s cannot be renewed yet: %s", self.id, error
                     )
                     continue
-            log.info(
-                "the heartbeat of session %s resumed",
-                self.id,
-                extra=Event.HEARTBEAT_RESUMED(session=self.id),
-            )
+            HeartbeatResumed(self.id).tell(log)
             return
 
 

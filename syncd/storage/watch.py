@@ -29,7 +29,7 @@ from watchdog.events import (
 from watchdog.observers.inotify import InotifyEmitter, InotifyObserver
 
 from syncd.closing import Closing
-from syncd.protocol.events import Event
+from syncd.protocol.events import EventsUnavailable
 
 if TYPE_CHECKING:
     from watchdog.observers.api import ObservedWatch
@@ -79,11 +79,7 @@ class Watcher(Closing):
                 self._watched.append((self._shared.begin(folder, hints), hints))
         except OSError as error:
             # For example, this user has no inotify instance left. Missing events do no harm.
-            log.warning(
-                "no filesystem events, so syncd waits by polling: %s",
-                error,
-                extra=Event.EVENTS_UNAVAILABLE(reason=error),
-            )
+            EventsUnavailable(error).tell(log)
             self.close()
 
     def wait(self, timeout: float) -> bool:

@@ -26,11 +26,13 @@ from syncd.daemon.telling.journal import JournalFile, read_journal
 from syncd.daemon.telling.meter import Meter
 from syncd.operate.history import history
 from syncd.protocol.errors import JobUnavailableError
+from syncd.protocol.events import Event
 from syncd.protocol.journal_lines import JournalLine
 from syncd.protocol.layout import older_lines
 from syncd.protocol.policy import RunningStatus, Version
 from syncd.protocol.records import encode
 from syncd.protocol.reports import ExplorerReport, Load, Reload
+from syncd.protocol.version_events import VersionPublished
 from syncd.storage.append import LIMIT, append
 from syncd.storage.job import Job
 from tests.explorers import LONG, report
@@ -94,8 +96,8 @@ class Fast(Meter):
     def __init__(self) -> None:
         self.takes: list[Callable[[], object]] = []
 
-    def counted(self, **more: int) -> None:
-        for take in self.takes if "published" in more else ():
+    def told(self, event: Event) -> None:
+        for take in self.takes if isinstance(event, VersionPublished) else ():
             take()
 
 

@@ -7,103 +7,62 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
+from string import Formatter
+from typing import get_args
 
 import pytest
 
 from syncd.cli.log_lines import Flood, HumanLines, JsonLines
-from syncd.protocol.events import Event
+from syncd.protocol.events import JobFault, LeftAlone
+from syncd.protocol.journal_lines import JournalLine
+from syncd.protocol.reports import DaemonCounters
 from syncd.storage.repeats import Repeats
+from tests.doc_tables import DOCS, KINDS, page
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import Daemon
 from tests.storages import Clock
 
-ROOT = Path(__file__).parents[2]
-DOCUMENTED = {
-    name: (set(levels.split(", ")), set(re.findall(r"`(\w+)`", fields)))
-    for name, levels, fields in re.findall(
-        r"^\| `(\w+)` \| ([\w, ]+) \| (.*?) ?\|",
-        (ROOT / "docs" / "logging.md").read_text().split("| event |")[1],
-        re.MULTILINE,
-    )
-}
 #: Of these packages every line has a name: they are what a daemon runs.
-NAMED = ("syncd/daemon", "syncd/storage", "syncd/checkpoint", "syncd/cli")
+NAMED = ("daemon", "storage", "checkpoint", "cli")
 #: Written by JsonLines itself; no event may have a field of these names.
 ALWAYS = {"time", "level", "event", "message", "logger", "held_back", "traceback"}
-LEVELS = {"info": "info", "warning": "warning", "error": "error", "exception": "error"}
-
-
-@cache
-def calls_in(package: str) -> list[tuple[str, ast.Call]]:
-    """File and call of every call of a method of a plain name: ``log.info()``, ``Event.X()``."""
-    return [
-        (str(path.relative_to(ROOT)), node)
-        for path in sorted((ROOT / package).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and isinstance(node.func.value, ast.Name)
-        and node.func.value.id in {"log", "Event"}
-    ]
-
-
-def log_calls() -> Iterator[tuple[str, str, ast.Call]]:
-    """File, level and call of every ``log.info`` and above in the tree."""
-    for package in ("syncd", "trainer_hooks", "explorer_hooks"):
-        for file, call in calls_in(package):
-            assert isinstance(call.func, ast.Attribute)
-            if ast.unparse(call.func.value) == "log" and call.func.attr in LEVELS:
-                yield file, LEVELS[call.func.attr], call
-
-
-def emitted() -> Iterator[tuple[str, str, set[str]]]:
-    """File, event and fields of every event that the tree makes."""
-    for package in ("syncd", "trainer_hooks", "explorer_hooks"):
-        for file, call in calls_in(package):
-            assert isinstance(call.func, ast.Attribute)
-            if ast.unparse(call.func.value) == "Event":
-                yield file, call.func.attr, {keyword.arg or "**" for keyword in call.keywords}
+NODES = {
+    path.relative_to(DOCS.parent / "syncd"): list(ast.walk(ast.parse(path.read_text())))
+    for path in sorted((DOCS.parent / "syncd").rglob("*.py"))
+    if path.name not in {"events.py", "version_events.py"}
+}
 
 
 # -- names and documentation -----------------------------------------------------------------------
 
 
 def test_every_line_of_a_daemon_has_a_name() -> None:
-    calls = [(file, call) for file, _, call in log_calls() if file.startswith(NAMED)]
-    assert len(calls) > 40
-    for file, call in calls:
-        assert "extra" in {keyword.arg for keyword in call.keywords}, f"{file}:{call.lineno}"
+    for path, nodes in NODES.items():
+        for call in nodes if path.parts[0] in NAMED else ():
+            if isinstance(call, ast.Call) and re.match(r"log\.(?!debug)", ast.unparse(call.func)):
+                assert "extra" in {keyword.arg for keyword in call.keywords}, (
+                    f"{path}:{call.lineno}"
+                )
 
 
-def test_every_event_is_documented_and_every_documented_one_is_made() -> None:
-    assert set(DOCUMENTED) == {event.value for event in Event}
-    made = {Event[name] for _, name, _ in emitted()}
-    handed_on = {Event.DAEMON_PAUSED, Event.DAEMON_STANDS_BY}  # by Service._say
-    assert made | handed_on | {Event.NOTE} == set(Event)
+def test_every_event_is_on_its_page_and_is_told() -> None:
+    assert (DOCS / "logging.md").read_text() == page("logging.md")
+    used = {node.id for nodes in NODES.values() for node in nodes if isinstance(node, ast.Name)}
+    assert {kind.__name__ for kind in KINDS} <= used
 
 
-def test_every_event_has_the_fields_that_are_documented() -> None:
-    fields: dict[str, set[str]] = {}
-    for file, name, given in emitted():
-        event = Event[name].value
-        assert given <= DOCUMENTED[event][1], (file, event)
-        assert not given & ALWAYS, (file, event)
-        fields[event] = fields.get(event, set()) | given
-    for event, given in fields.items():
-        assert given == DOCUMENTED[event][1], event
+def test_an_event_has_the_fields_of_its_text() -> None:
+    for kind, fields in KINDS.items():
+        named = {name for _, name, _, _ in Formatter().parse(getattr(kind, "text", ""))}
+        assert named - {None} <= set(fields), kind
+        assert not ALWAYS & set(fields), kind
 
 
-def test_every_event_is_of_a_level_that_is_documented() -> None:
-    levels: dict[str, set[str]] = {}
-    for _, level, call in log_calls():
-        extra = next((k.value for k in call.keywords if k.arg == "extra"), None)
-        if isinstance(extra, ast.Call) and isinstance(extra.func, ast.Attribute):
-            levels.setdefault(Event[extra.func.attr].value, set()).add(level)
-    assert len(levels) > 20
-    for event, found in levels.items():
-        assert found <= DOCUMENTED[event][0], event
+def test_lines_and_counters_of_events_are_those_of_their_records() -> None:
+    lines = get_args(JournalLine.model_fields["event"].annotation)
+    assert {kind.line for kind in KINDS} == {"", *lines}
+    assert {kind.counter for kind in KINDS} <= {"", *DaemonCounters.model_fields}
 
 
 # -- a line ----------------------------------------------------------------------------------------
@@ -132,13 +91,13 @@ def records() -> Iterator[Records]:
 def test_a_json_line_is_one_object_whatever_is_said(
     records: Records,
 ) -> None:
-    extra = Event.LEFT_ALONE(path=Path("/a\nb"), reason=OSError("no\udcff"))
+    extra = LeftAlone(Path("/a\nb"), OSError("no\udcff")).extra
     LOG.error("a %s", "line\nand\u2028more 😀 \udcff", extra=extra)
     LOG.info("nameless")
     try:
         int("oh")
     except ValueError:
-        LOG.exception("a fault", extra=Event.FAULT(job=Path("/jobs/a")))
+        LOG.exception("a fault", extra=JobFault(Path("/jobs/a")).extra)
     lines = [JsonLines().format(record) for record in records]
     assert all(line.isascii() and "\n" not in line for line in lines)
     first, second, third = map(json.loads, lines)
@@ -197,7 +156,7 @@ def test_a_traceback_cannot_be_taken_for_lines_of_the_log(
     try:
         fail()
     except ValueError:
-        LOG.exception("a fault", extra=Event.FAULT(job=Path(f"/jobs/a{FORGED}")))
+        LOG.exception("a fault", extra=JobFault(Path(f"/jobs/a{FORGED}")).extra)
     first, *trace = HumanLines().format(records[0]).split("\n")
     assert first.endswith(" ERROR a fault")
     assert trace[0] == "  Traceback (most recent call last):"

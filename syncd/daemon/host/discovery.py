@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from syncd.protocol.events import Event
+from syncd.protocol.events import RootUnavailable
 from syncd.protocol.layout import JobLayout
 from syncd.storage.calls import Kind
 from syncd.storage.fsio import Storage
@@ -92,11 +92,7 @@ class Discovery:
             self._hanging.add(name)
             self._looker = None  # when that thread no longer hangs, it sees this and ends
         path = self._root / name
-        log.error(
-            "cannot list %s: its storage does not answer",
-            path,
-            extra=Event.JOB_UNAVAILABLE(job=path, reason="its storage does not answer"),
-        )
+        RootUnavailable(path, "its storage does not answer").tell(log)
         self.start()
 
     def look(self, looker: object = None) -> None:
@@ -105,12 +101,7 @@ class Discovery:
             kinds = self._storage.kinds(self._root)
         except OSError as error:
             if self._repeats.due(self._root):
-                log.error(
-                    "cannot list %s: %s",
-                    self._root,
-                    error,
-                    extra=Event.JOB_UNAVAILABLE(job=self._root, reason=error),
-                )
+                RootUnavailable(self._root, error).tell(log)
             return
         finally:
             self._answered()

@@ -13,7 +13,7 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.hang import HangGuard
 from syncd.daemon.service import Service
 from syncd.protocol.errors import SyncdError
-from syncd.protocol.events import Event
+from syncd.protocol.events import JobFault, JobUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -94,19 +94,9 @@ class Keeper:
                         service.stop()
                 service.run()
             except (SyncdError, OSError) as error:
-                log.error(
-                    "cannot serve %s now: %s",
-                    self.root,
-                    error,
-                    extra=Event.JOB_UNAVAILABLE(job=self.root, reason=error),
-                )
-            except Exception:
-                log.exception(
-                    "the daemon of %s failed because of a bug in syncd. It starts again. Please "
-                    "report the traceback",
-                    self.root,
-                    extra=Event.FAULT(job=self.root),
-                )
+                JobUnavailable(self.root, error).tell(log)
+            except Exception:  # noqa: BLE001 - a bug in syncd is logged with its traceback
+                JobFault(self.root).tell(log)
             else:
                 return
             failed = True

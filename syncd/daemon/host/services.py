@@ -22,7 +22,14 @@ from syncd.daemon.service import Service
 from syncd.daemon.telling.meter import MeterOf, unmetered
 from syncd.daemon.turns import Turns
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
-from syncd.protocol.events import JOB_THREAD, Event
+from syncd.protocol.events import (
+    JOB_THREAD,
+    JobAbandoned,
+    JobFound,
+    JobGone,
+    JobHangs,
+    JobUnavailable,
+)
 from syncd.protocol.names import STATE_POINTER
 from syncd.storage.fsio import Storage
 from syncd.storage.job import no_folder
@@ -258,11 +265,7 @@ class RootServices:
             elif name not in found and not served.leaves:
                 served.leaves = True
                 path = self._root / name
-                log.info(
-                    "%s is gone, so its job is no longer served",
-                    path,
-                    extra=Event.JOB_GONE(job=path),
-                )
+                JobGone(path).tell(log)
                 served.keeper.stop()
         for name in sorted(found - self._served.keys()):
             begun = self._serve(self._root / name)
@@ -293,15 +296,10 @@ class RootServices:
             thread.start()
         except RuntimeError as error:  # no more threads; the other jobs continue
             if self._repeats.due(path):
-                log.error(
-                    "cannot serve %s now: %s",
-                    path,
-                    error,
-                    extra=Event.JOB_UNAVAILABLE(job=path, reason=error),
-                )
+                JobUnavailable(path, error).tell(log)
             return None
         self._repeats.forget(path)
-        log.info("found job %s; serving it", path, extra=Event.JOB_FOUND(job=path))
+        JobFound(path).tell(log)
         return _Served(keeper, thread)
 
     def _give_up_what_hangs(self) -> None:
@@ -311,14 +309,7 @@ class RootServices:
             if served.hangs or silence < self._guard.hang_time:
                 continue
             served.hangs = True
-            log.error(
-                "%s: storage has not answered for %.0f s. Another daemon may take over the "
-                "job. This job's thread is stuck in: %s",
-                path,
-                silence,
-                _stack_of(served.thread),
-                extra=Event.JOB_HANGS(job=path, seconds=silence),
-            )
+            JobHangs(path, silence, _stack_of(served.thread)).tell(log)
             # In a new thread, because this call may hang too.
             threading.Thread(target=_give_up, args=[served.keeper], daemon=True).start()
 
@@ -341,11 +332,7 @@ class RootServices:
             path = self._root / name
             while served.thread.is_alive():
                 if self._guard.silence(str(path)) >= patience:
-                    log.error(
-                        "exiting before the work on %s has ended: its storage does not answer",
-                        path,
-                        extra=Event.JOB_HANGS(job=path, seconds=self._guard.silence(str(path))),
-                    )
+                    JobAbandoned(path, self._guard.silence(str(path))).tell(log)
                     break
                 served.thread.join(_LOOK)
         return not any(served.thread.is_alive() for served in self._served.values())

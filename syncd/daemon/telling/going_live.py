@@ -8,13 +8,13 @@ from functools import cached_property
 from typing import Final, NamedTuple
 
 from syncd.daemon.decide import LeaseSeen
-from syncd.protocol.journal_lines import JournalLine
+from syncd.daemon.telling.journal import read_journal
 from syncd.protocol.names import TEMPORARY, parse_lease_marker
 from syncd.protocol.records import SessionId
 from syncd.protocol.reports import LOADS_KEPT, ExplorerReport, TrainerReport
-from syncd.storage.append import last_lines
+from syncd.protocol.version_events import VersionLive
 from syncd.storage.job import Job
-from syncd.storage.record_files import OF_OTHERS, readable_lines
+from syncd.storage.record_files import OF_OTHERS
 
 #: How many reports a round reads; more if that is necessary to read each report often enough.
 _AT_A_TIME: Final = 64
@@ -23,23 +23,6 @@ _AT_A_TIME: Final = 64
 _ROUNDS: Final = LOADS_KEPT // 2
 #: Bytes at the journal's end to read for the loads that earlier daemons found.
 _ENOUGH: Final = 2 * 1024 * 1024
-
-
-class SeenLive(NamedTuple):
-    """A load that no daemon has journaled yet.
-
-    Attributes:
-        pause: seconds for which the engine did not serve during the load, if reported.
-        ago: seconds between the load and the explorer's report, by the explorer's clock.
-        is_first: True if no earlier load of this explorer is known.
-    """
-
-    explorer: str
-    version: int
-    pause: float | None
-    ago: float
-    is_first: bool
-    delta_bytes: int | None = None
 
 
 class _LastLook(NamedTuple):
@@ -68,7 +51,7 @@ class GoingLive:
         self._round = 0
         self._trainer: SessionId | None = None
 
-    def look(self, leases: Iterable[LeaseSeen], latest: int) -> Iterator[SeenLive]:
+    def look(self, leases: Iterable[LeaseSeen], latest: int) -> Iterator[VersionLive]:
         """Read reports and yield new loads; each yielded load counts as journaled afterwards.
 
         Raises:
@@ -127,7 +110,7 @@ class GoingLive:
         """
         return {host for session, host in self._live.values() if session in living} - {""}
 
-    def _loads(self, name: str, report: ExplorerReport, latest: int) -> Iterator[SeenLive]:
+    def _loads(self, name: str, report: ExplorerReport, latest: int) -> Iterator[VersionLive]:
         loads, serves = report.last_loads, report.sequence or 0
         if report.loads is None and loads and serves not in self._leased.get(name, ()):
             return  # its lease may not have been seen yet
@@ -138,7 +121,15 @@ class GoingLive:
                 self._on_record[name] = load.sequence
                 ago = max(0.0, report.time - load.time)
                 ago = ago if math.isfinite(ago) else 0.0
-                yield SeenLive(name, load.sequence, load.pause, ago, told is None, load.delta_bytes)
+                yield VersionLive(
+                    version=load.sequence,
+                    explorer=name,
+                    seconds=None,
+                    pause=None if load.pause is None else round(load.pause, 3),
+                    delta_bytes=load.delta_bytes,
+                    ago_=ago,
+                    is_first_=told is None,
+                )
 
     @cached_property
     def _on_record(self) -> dict[str, int]:
@@ -147,10 +138,9 @@ class GoingLive:
         Loads of versions that are older than the lines read may be in the unread part. So all loads
         of those versions count as journaled.
         """
-        path = self._job.layout.journal
         told: dict[str, int] = {}
         published = []
-        for line in readable_lines(JournalLine, last_lines(self._job.storage, path, _ENOUGH), path):
+        for line in read_journal(self._job, _ENOUGH):
             if line.version is None:
                 continue
             if line.event in {"delta", "no_delta"}:

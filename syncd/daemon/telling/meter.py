@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from syncd.daemon.decide import Observation
-from syncd.protocol.records import Manifest
+from syncd.protocol.events import Event
 from syncd.storage.job import Job
 
 
@@ -24,33 +24,11 @@ class Meter:
     def round_ended(self, seconds: float) -> None:
         """A round has ended; all its work took ``seconds``."""
 
-    def counted(self, **more: int) -> None:
-        """Count events; the keys are the fields of ``DaemonCounters``, and ``leases_dropped``."""
+    def told(self, event: Event) -> None:
+        """The journal was told an event."""
 
-    def published(self, manifest: Manifest, *, seconds: float, latency: float) -> None:
-        """A save was published; both times end when LATEST names the version.
-
-        ``seconds`` begins at the start of the merge, ``latency`` at the first scan that found the
-        save complete.
-        """
-
-    def live(self, *, seconds: float | None, pause: float | None) -> None:
-        """An explorer has loaded a version.
-
-        ``seconds`` is the time since the update of LATEST; None for an explorer's first load, or if
-        a previous daemon published the version. ``pause`` is the time for which the engine did not
-        serve, if reported.
-        """
-
-    def delta_made(self, size: int, *, changed: float, seconds: float) -> None:
-        """A delta was made.
-
-        ``size`` is in bytes. ``changed`` is the fraction of the elements that differ, 0 to 1.
-        ``seconds`` is the time from the update of LATEST to the commit of the delta.
-        """
-
-    def no_delta(self) -> None:
-        """A delta was wanted, but could not be made."""
+    def pruned(self, what: str) -> None:
+        """A ``version``, ``delta``, ``step`` or ``lease`` was deleted."""
 
     def failed(self, error: BaseException) -> None:
         """Some work has failed, or storage has refused it."""

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest, write_to_textf
 from syncd.daemon.loopback import HOST, LoopbackRequest, LoopbackServer
 from syncd.daemon.telling.metrics import Metrics
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.events import Event
+from syncd.protocol.events import MetricsServed, MetricsUnwritten
 from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)
@@ -61,8 +61,7 @@ class Exporter:
             self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
             self._thread.start()
             address = f"http://{HOST}:{port}/metrics"
-            extra = Event.METRICS_SERVED(address=address)
-            log.info("serving metrics at %s", address, extra=extra)
+            MetricsServed(address).tell(log)
 
     def tick(self) -> None:
         """Write the file if the last write was at least 15 s ago."""
@@ -84,12 +83,7 @@ class Exporter:
             write_to_textfile(str(path), self._metrics.registry)
         except OSError as error:
             if self._repeats.due(path):
-                log.warning(
-                    "cannot write metrics to %s: %s",
-                    path,
-                    error,
-                    extra=Event.METRICS_UNWRITTEN(path=path, reason=error),
-                )
+                MetricsUnwritten(path, error).tell(log)
         else:
             self._repeats.forget(path)
 

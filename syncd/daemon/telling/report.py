@@ -11,7 +11,7 @@ from typing import Final
 from syncd.daemon.notify import JobNotice
 from syncd.daemon.publish import Publisher
 from syncd.daemon.telling.journal import Journal
-from syncd.protocol.events import Event
+from syncd.protocol.events import StateUnwritten
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import encode
 from syncd.protocol.reports import DaemonReport, MergeProgress
@@ -101,11 +101,7 @@ class Reporter:
             self._epoch.replace_file(self._layout.daemon_report, encode(stamped))
         except OSError as error:
             if self._repeats.due("report"):  # a full disk, for example, fails at each round
-                log.warning(
-                    "cannot write the daemon's state: %s",
-                    error,
-                    extra=Event.RECORD_UNWRITTEN(path=self._layout.daemon_report, reason=error),
-                )
+                StateUnwritten(self._layout.daemon_report, error).tell(log)
             self._reported = None
             self._reserve.relieve(error)
         else:

@@ -1,0 +1,334 @@
+"""The events of saves, versions and deltas."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Final
+
+from syncd.protocol.amounts import size
+from syncd.protocol.events import ErrorEvent, Event, Fault, InfoEvent, WarningEvent
+from syncd.protocol.records import Kind, Names, NonFinite
+
+_OF: Final = {"hub": "of the hub", "trainer": "of the trainer's module", None: ""}
+
+# -- saves and their merges ----------------------------------------------------------------------
+
+
+class AdapterWithoutBase(WarningEvent):
+    """The adapter does not name its base model."""
+
+    text = (
+        "{path}: adapter_config.json has no base_model_name_or_path, so the version does not name "
+        "the base model of the adapter. Load the adapter only on the right base model"
+    )
+    path: Path
+
+
+class CastTwice(WarningEvent):
+    """The daemon casts weights that the trainer has already cast."""
+
+    text = (
+        "{path}: the trainer has already cast the weights (SaveSettings.sync_dtype), and the "
+        "daemon rounds them again (cast or --dtype). Set only one of these settings"
+    )
+    path: Path
+
+
+class MergeEnded(WarningEvent):
+    """A late merge was stopped."""
+
+    text = "step {step}: {reason}"
+    step: int
+    reason: str
+
+
+class MergeLate(WarningEvent):
+    """A merge takes far too long."""
+
+    text = (
+        "the merge of step {step} takes far longer than the size of its tensors explains. Check "
+        "whether storage is slow, or whether the files in {folder_} are far larger than their "
+        "tensors. Other jobs no longer wait for this merge, and syncd cancels it when a newer save "
+        "is announced"
+    )
+    step: int
+    folder_: Path
+
+
+class SaveFault(Fault):
+    """A bug in syncd keeps the daemon from publishing the save."""
+
+    text = "step {step} cannot be published: a bug in syncd (recorded in {path})"
+    line = counter = "quarantined"
+    step: int
+    path: Path
+    why_: str
+    error_: Exception
+
+
+class SaveQuarantined(ErrorEvent):
+    """The save can never be published; the record is at ``path``."""
+
+    text = "step {step} cannot be published: {reason} (recorded in {path})"
+    line = counter = "quarantined"
+    step: int
+    reason: object
+    path: Path
+
+
+class SaveSkipped(InfoEvent):
+    """The pointer names a newer step."""
+
+    text = "skipping step {step}: the pointer names a newer step"
+    line = counter = "skipped"
+    step: int
+
+
+class Waiting(InfoEvent):
+    """The next save is not published yet; ``warning``: the disk is full."""
+
+    text = "waiting: {reason}"
+    reason: str
+
+
+class DiskFull(Waiting):
+    """The disk has no room for the save."""
+
+    level = logging.WARNING
+
+
+# -- versions ------------------------------------------------------------------------------------
+
+
+class ModelConfigChanged(WarningEvent):
+    """Settings of ``config.json`` differ from version ``before``; ``changes`` has at most eight."""
+
+    text = (
+        "config.json of version {version} differs from the config.json of version {before}: "
+        "{changes_}. Engines that reload only the weights keep the old settings. Restart these "
+        "engines if the settings matter"
+    )
+    version: int
+    step: int
+    before: int
+    changes: list[str]
+    changes_: str
+
+
+class RollbackRefused(ErrorEvent):
+    """The requested version cannot be served."""
+
+    text = "version {version} cannot be served again: {reason}"
+    line = "refused"
+    renamed = Event.renamed | {"version": "of"}
+    version: int
+    reason: object
+    by_: str
+
+
+class VersionAdopted(InfoEvent):
+    """The daemon wrote a version to LATEST that an earlier daemon finished."""
+
+    text = "adopted v{version:06}, which an earlier daemon finished but did not write to LATEST"
+    line = "adopted"
+    version: int
+    step: int
+    kind_: Kind
+
+
+class VersionDamaged(WarningEvent):
+    """A version differs from its manifest."""
+
+    text = "{path} is damaged: {reason}"
+    path: Path
+    reason: object
+
+
+class LatestUnusable(VersionDamaged):
+    """The version that LATEST names cannot be used."""
+
+    level = logging.ERROR
+    text = (
+        "{reason}. The daemon cannot use this version, so it publishes the trainer's newest save "
+        "again"
+    )
+
+
+class VersionDiscarded(WarningEvent):
+    """The daemon removes an unfinished version of an earlier daemon."""
+
+    text = "discarding v{version:06}: it is incomplete"
+    version: int
+
+
+class VersionLive(InfoEvent):
+    """An explorer began to serve the version.
+
+    ``seconds`` begins with the update of LATEST. The engine did not serve for ``pause`` seconds.
+    """
+
+    text = "{explorer} serves version {version}"
+    line = "live"
+    level = logging.DEBUG
+    version: int
+    explorer: str
+    seconds: float | None
+    pause: float | None
+    delta_bytes: int | None
+    ago_: float
+    is_first_: bool
+
+
+class VersionNames(InfoEvent):
+    """Tensors have other names than before, or the hub's names differ from the trainer's.
+
+    ``warning``: explorers do not accept the hub's names.
+    """
+
+    line = "names"
+    version: int
+    step: int
+    names: Names
+    before: Names | None
+    reason: str | None
+
+    def __str__(self) -> str:
+        before = f"; in the previous version they had the names {_OF[self.before]}"
+        told = f"version {self.version}: tensors have the names {_OF[self.names]}"
+        return told + before if self.before else told
+
+
+class TrainerNames(VersionNames):
+    """Explorers do not accept the hub's names."""
+
+    level = logging.WARNING
+
+    def __str__(self) -> str:
+        but = "'syncd run --names hub' chooses the hub's names"
+        return f"{super().__str__()}, because {self.reason}; {but}"
+
+
+class VersionNonfinite(WarningEvent):
+    """At least ``count`` tensors have NaN or Inf; ``tensors`` names the first ones."""
+
+    text = (
+        "version {version} of step {step} has {found_} in the weights that the trainer saved. "
+        "Check the training. 'syncd rollback' serves an older version again"
+    )
+    version: int
+    step: int
+    count: int
+    tensors: list[str]
+    found_: NonFinite
+
+
+class VersionPublished(InfoEvent):
+    """A save became a version.
+
+    ``seconds`` begins with the merge, ``latency_seconds`` when the daemon first saw the save.
+    """
+
+    line = counter = "published"
+    version: int
+    step: int
+    kind: Kind
+    bytes: int
+    seconds: float
+    latency_seconds: float
+    why_: str | None
+
+    def __str__(self) -> str:
+        return (
+            f"published step {self.step} as version {self.version}: {size(self.bytes)} in "
+            f"{self.seconds:.2f} s"
+        )
+
+
+class VersionRolledBack(InfoEvent):
+    """Version ``of`` was published again, as ``version``."""
+
+    text = "version {of} is served again, as version {version}, requested by {by}"
+    line = counter = "rolled_back"
+    of: int
+    version: int
+    step: int
+    by: str
+    kind_: Kind
+
+
+# -- deltas --------------------------------------------------------------------------------------
+
+
+class DeltaDiscarded(WarningEvent):
+    """The daemon removes a delta to a version above LATEST."""
+
+    text = "discarding the delta d{version:06}: it leads to a version that is newer than LATEST"
+    version: int
+
+
+class DeltaFault(Fault):
+    """A bug in syncd keeps the daemon from making the delta."""
+
+    text = "cannot make the delta d{version:06}: {reason_}"
+    version: int
+    reason_: str
+
+
+class DeltaMade(InfoEvent):
+    """``changed``: the fraction of elements that differ."""
+
+    line = "delta"
+    counter = "deltas_made"
+    renamed = Event.renamed | {"bytes": "delta_bytes"}
+    version: int
+    base: int
+    bytes: int
+    changed: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"made the delta to version {self.version} from version {self.base}: "
+            f"{size(self.bytes)}, {self.changed:.2%} of the elements, in {self.seconds:.2f} s"
+        )
+
+
+class NoDelta(WarningEvent):
+    """No delta was made; ``warning``: the reason is new."""
+
+    text = (
+        "no delta to version {version} from version {base}: {reason}; explorers read the whole "
+        "version"
+    )
+    line = "no_delta"
+    version: int
+    base: int
+    reason: str
+    error_: BaseException | None = None
+
+
+class DeltaOvertaken(NoDelta):
+    """No delta was begun, because the daemon had other work; this is no failure."""
+
+    level = logging.DEBUG
+
+
+# -- deletions -----------------------------------------------------------------------------------
+
+
+class Pruned(InfoEvent):
+    """A ``version``, ``delta``, ``step`` or ``lease`` was deleted."""
+
+    text = "pruned {what} {name}: {reason}"
+    what: str
+    name: str
+    reason: str
+
+
+class PutBack(InfoEvent):
+    """The daemon restored a step folder instead of deleting it."""
+
+    text = "putting {path} back: {reason}"
+    path: Path
+    reason: str
