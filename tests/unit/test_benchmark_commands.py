@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import merge
+from benchmarks import machine, merge
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

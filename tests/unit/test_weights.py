@@ -21,7 +21,7 @@ from tests.storages import RuledStorage
 
 SPECS = {
     f"of.{dtype}": TensorSpec(dtype, shape)
-    for (dtype, _), shape in zip(DTYPES.values(), [(3, 5), (), (0, 4), (7,)] * 4, strict=False)
+    for (dtype, _), shape in zip(DTYPES.values(), [(3, 5), (), (0, 4), (7,)] * 5, strict=False)
 } | {"cube": TensorSpec("BF16", (4, 3, 5))}
 
 
