@@ -43,7 +43,7 @@ def test_the_merge_benchmark_measures_a_size_once_and_prints_what_it_has_if_a_la
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch", reason="the benchmark writes shards with it")
-    from benchmarks import machine, shards  # noqa: PLC0415
+    from benchmarks import shards  # noqa: PLC0415
 
     # Shards are written and verified in this process: to import torch takes longer than all else.
     monkeypatch.setattr(merge, "_shards", shards.main)
