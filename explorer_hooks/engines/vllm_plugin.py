@@ -1,7 +1,7 @@
 """The entry point by which vLLM finds syncd's weight transfer (group ``vllm.general_plugins``).
 
 vLLM calls :func:`register` in all its processes, even if this transfer is not configured. So
-:func:`register` imports only vLLM itself and its registry.
+:func:`register` imports only its registry.
 """
 
 from __future__ import annotations

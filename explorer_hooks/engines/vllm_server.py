@@ -255,8 +255,11 @@ class VLLMServer(ServerEngine):
         return any(m.get("id") == self._lora_name and m.get("parent") for m in self._models())
 
     def _pause(self) -> None:
+        self._pause_by(self._mode_now())
+
+    def _pause_by(self, mode: str) -> None:
         # Reset the caches only once, after the load.
-        params = {"mode": self._mode_now(), "clear_cache": "false"}
+        params = {"mode": mode, "clear_cache": "false"}
         self._server.ask(_PAUSE, params=params, timeout=self._load_timeout)
 
     def _mode_now(self) -> str:
@@ -271,6 +274,9 @@ class VLLMServer(ServerEngine):
         self._server.ask(_RESUME)
 
     def _reset_cache(self) -> None:
+        if self._has_adapters:
+            # Requests that arrived since the pause would be finished with the old adapter.
+            self._pause_by("abort")
         # Held requests go back to the queue, and their prefixes of the old weights are dropped.
         params = {"reset_running_requests": "true", "reset_external": "true"}
         told = self._server.ask(_RESET, params=params, timeout=self._load_timeout)
@@ -300,9 +306,6 @@ class VLLMServer(ServerEngine):
         """Unload syncd's adapter, whose folder is not leased any more."""
         if self._serves_adapter():
             self._server.ask(_UNLOAD_ADAPTER, {"lora_name": self._lora_name})
-            # Requests that came in since the pause would be finished with this adapter.
-            params = {"mode": "abort", "clear_cache": "false"}
-            self._server.ask(_PAUSE, params=params, timeout=self._load_timeout)
 
     def _models(self) -> list[dict[str, Any]]:
         told = self._server.ask(_MODELS)

@@ -33,6 +33,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 SWAPS = 10
 BLOCKS = ("--block-size", "32")
+#: In a server's log, once for each request that it has put into its queue.
+QUEUED = "Added request"
 #: Of 3 blocks each. Two begin with the same 2 blocks.
 PROMPTS = torch.randint(0, 256, (3, 100), generator=torch.Generator().manual_seed(1)).tolist()
 PROMPTS[1][:64] = PROMPTS[0][:64]
@@ -51,7 +53,7 @@ def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[VLL
     with ExitStack() as stack:
         started = []
         for more in (
-            (*BLOCKS, "--enable-prefix-caching"),
+            (*BLOCKS, "--enable-prefix-caching", "--enable-log-requests"),
             (*BLOCKS, "--no-enable-prefix-caching", "--lora-modules", *modules),
         ):
             base, log = save_model(tmp_path / "base", 0), tmp_path / f"log-{len(started)}.txt"
@@ -78,8 +80,9 @@ def test_after_each_of_ten_swaps_all_log_probabilities_are_those_of_a_fresh_serv
 
     def ask_in_pause(http: HttpServer, route: str, *args: Any, **options: Any) -> Any:
         if route == "POST /v1/unload_lora_adapter":
-            held.append(clients.submit(server.generate, PROMPTS[0], model="syncd", logprobs=5))
-            wait_for(lambda: server.metric("vllm:num_requests_waiting"))
+            before = server.log.read_text().count(QUEUED)
+            held.append(clients.submit(server.generate, PROMPTS[0], model="syncd"))
+            wait_for(lambda: server.log.read_text().count(QUEUED) > before)
         return ask(http, route, *args, **options)
 
     monkeypatch.setattr(HttpServer, "ask", ask_in_pause)
@@ -92,9 +95,9 @@ def test_after_each_of_ten_swaps_all_log_probabilities_are_those_of_a_fresh_serv
             assert hook.pull(LONG).step == seed + 1
             for _ in range(2):
                 assert answers(server, "syncd") == truth
-        publish_model(job, SWAPS + 2, state(3))
+        publish_model(job, SWAPS + 2, state(3))  # unloads the last adapter
         assert hook.pull(LONG).step == SWAPS + 2
         assert serves(server, 3, CONFIG)
-    assert server.metric("vllm:prefix_cache_hits") > 64 * SWAPS
     # vLLM would finish them with the adapter that was served when they came.
-    assert [one.result().tokens for one in held] == [[]] * SWAPS
+    assert [one.result().tokens for one in held] == [[]] * (SWAPS + 1)
+    assert server.metric("vllm:prefix_cache_hits_total") > 64 * SWAPS

@@ -47,7 +47,6 @@ def test_a_vllm_of_another_signature_gets_its_versions_by_reload_weights(
         save_model(tmp_path / "base", 0, TIED),
         tmp_path / "log.txt",
         takes_adapters=False,
-        ranks=2,
         overlay=overlay(tmp_path / "overlay"),
     )
     try:

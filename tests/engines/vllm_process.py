@@ -143,7 +143,7 @@ class VLLMProcess:
         self._overlay = overlay
         self._port = str(free_port())
         self.url = f"http://127.0.0.1:{self._port}"
-        self._log = log
+        self.log = log
         self._process = self._start(model)
 
     def restart(self, model: Path) -> None:
@@ -173,7 +173,7 @@ class VLLMProcess:
             flags += ["--enable-lora", "--max-lora-rank", "8"]
         words = (word for pair in options.items() for word in pair)
         program = (python(self._release), "-m", "vllm.entrypoints.openai.api_server")
-        with self._log.open("ab") as out:
+        with self.log.open("ab") as out:
             return subprocess.Popen(
                 (*program, *words, *flags),
                 env=environment(self._overlay),
@@ -196,7 +196,7 @@ class VLLMProcess:
             except httpx2.TransportError:
                 pass
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"it does not come up: {self._log.read_text()[-6000:]}")
+                raise AssertionError(f"it does not come up: {self.log.read_text()[-6000:]}")
             time.sleep(0.2)
 
     def ask(self, path: str, body: object = None, *, method: str = "POST", **params: str) -> Any:
@@ -223,7 +223,14 @@ class VLLMProcess:
         content = (choice.get("logprobs") or {}).get("content") or []
         return Answer(
             choice["token_ids"] or [],
-            [{one["token_id"]: one["logprob"] for one in at["top_logprobs"]} for at in content],
+            # The key was called "token" before vLLM 0.32.
+            [
+                {
+                    one.get("token_id", one.get("token")): one["logprob"]
+                    for one in at["top_logprobs"]
+                }
+                for at in content
+            ],
             [(s["version"], s["start"], s["end"]) for s in choice.get("weight_versions") or []],
         )
 
