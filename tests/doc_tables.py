@@ -1,4 +1,4 @@
-"""The tables of ``docs/logging.md`` and ``docs/metrics.md``: ``python -m tests.doc_tables``."""
+"""The tables of ``docs/logging.md`` and ``docs/metrics.md``, which :mod:`.generated` writes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from syncd.daemon.telling.metrics import JOB, Metrics
 from syncd.protocol import events, version_events
 from syncd.protocol.events import Event
 
+PAGES = ("logging.md", "metrics.md")
 DOCS = Path(__file__).parents[1] / "docs"
 #: Every class of an event, and its fields; other texts and levels of an event come later.
 KINDS: dict[type[Event], list[str]] = {
@@ -48,8 +49,3 @@ def page(name: str) -> str:
         rows += f"| `{first}` | {' | '.join(cells)} | {last} |\n".replace("|  |", "| |")
     table = r"(?m)(^\| (?:event|metric) .*\n\| -.*\n)(?:\|.*\n)*"
     return re.sub(table, lambda head: head[1] + rows, (DOCS / name).read_text())
-
-
-if __name__ == "__main__":
-    for name in ("logging.md", "metrics.md"):
-        (DOCS / name).write_text(page(name))

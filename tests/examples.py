@@ -1,4 +1,4 @@
-"""The programs of ``docs/examples`` in pages: ``python -m tests.examples`` writes them there."""
+"""The programs of ``docs/examples`` in pages, where :mod:`.generated` writes them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,3 @@ def with_examples(text: str) -> str:
         ),
         text,
     )
-
-
-if __name__ == "__main__":
-    for page in PAGES:
-        page.write_text(with_examples(page.read_text()))

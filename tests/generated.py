@@ -19,6 +19,7 @@ from syncd.cli import cli
 from syncd.daemon.config import KEYS, LIVE_KEYS, RunConfig
 from syncd.daemon.configuration import toml_value, written
 from syncd.protocol.policy import SyncSettings
+from tests import doc_tables, examples
 from tests.doc_blocks import text_of
 from tests.doc_links import ROOT
 
@@ -152,5 +153,9 @@ PARTS: Final[dict[str, Callable[[str], str]]] = {
 }
 
 if __name__ == "__main__":
-    for page in PARTS:
-        (ROOT / page).write_text(generated(page), encoding="utf-8")
+    for name in PARTS:
+        (ROOT / name).write_text(generated(name), encoding="utf-8")
+    for name in doc_tables.PAGES:
+        (doc_tables.DOCS / name).write_text(doc_tables.page(name), encoding="utf-8")
+    for path in examples.PAGES:
+        path.write_text(examples.with_examples(path.read_text()))

@@ -100,7 +100,7 @@ def test_every_block_is_on_the_list_with_who_runs_it_or_why_nobody_does(page: st
 
 @pytest.mark.parametrize("page", examples.PAGES, ids=lambda page: page.name)
 def test_a_page_shows_its_examples_as_the_files_are(page: Path) -> None:
-    """``python -m tests.examples`` writes them there."""
+    """``python -m tests.generated`` writes them there."""
     assert page.read_text() == examples.with_examples(page.read_text())
 
 
