@@ -223,14 +223,7 @@ class VLLMProcess:
         content = (choice.get("logprobs") or {}).get("content") or []
         return Answer(
             choice["token_ids"] or [],
-            # The key was called "token" before vLLM 0.32.
-            [
-                {
-                    one.get("token_id", one.get("token")): one["logprob"]
-                    for one in at["top_logprobs"]
-                }
-                for at in content
-            ],
+            [{_token(one): one["logprob"] for one in at["top_logprobs"]} for at in content],
             [(s["version"], s["start"], s["end"]) for s in choice.get("weight_versions") or []],
         )
 
@@ -281,3 +274,8 @@ class VLLMProcess:
         except ProcessLookupError:
             pass
         self._process.wait()
+
+
+def _token(entry: dict[str, Any]) -> int:
+    """The id of a token in an answer; before vLLM 0.32 it is in a text."""
+    return int(str(entry.get("token_id", entry.get("token"))).removeprefix("token_id:"))
