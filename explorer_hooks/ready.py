@@ -10,6 +10,7 @@ from pathlib import Path
 
 from explorer_hooks.engines.server_engine import ServerEngine
 from explorer_hooks.hook import ExplorerHook
+from syncd.protocol.errors import SyncdError
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def ready_file(
                         path.touch()
                     else:
                         path.unlink(missing_ok=True)
-                except OSError as error:
+                except (OSError, SyncdError) as error:
                     log.warning("%s was neither touched nor removed: %s", path, error)
 
         thread = threading.Thread(target=watch, name="syncd-ready")

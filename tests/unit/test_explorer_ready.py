@@ -177,6 +177,20 @@ def test_what_cannot_be_known_lets_it_get_old(
         wait_for(lambda: watched.path.stat().st_mtime > 0)
 
 
+def test_a_latest_of_a_newer_protocol_ends_no_checks(
+    job: SmallJob, watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(job, 1)
+    with watched.followed(max_behind=0) as hook:
+        hook.pull(LONG)
+        latest = job.layout.latest.read_bytes()
+        job.layout.latest.write_bytes(b'{"protocol": 99}')
+        wait_for(lambda: "was neither touched nor removed" in caplog.text)
+        watched.path.unlink(missing_ok=True)
+        job.layout.latest.write_bytes(latest)
+        wait_for(watched.path.exists)
+
+
 def test_a_folder_that_comes_later_is_used(
     job: SmallJob, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
