@@ -289,6 +289,7 @@ class KeptGroup:
         *,
         deadline: float,
         device: torch.device,
+        listening: socket.socket | None = None,
     ) -> WeightGroup:
         """Open a rendezvous's group, and begin a transfer in it; see :meth:`WeightGroup.join`."""
         group = self._group
@@ -296,7 +297,9 @@ class KeptGroup:
             group.begin()
             return group
         self.close()
-        self._group = WeightGroup.join(rendezvous, rank, deadline=deadline, device=device)
+        self._group = WeightGroup.join(
+            rendezvous, rank, deadline=deadline, device=device, listening=listening
+        )
         return self._group
 
     def close(self) -> None:
