@@ -10,11 +10,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from syncd.checkpoint.merging.merge import digest_safetensors
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.tensor_rules import ITEMSIZE
+from syncd.checkpoint.whole_files import digest_file
 from syncd.deltas.applying import Link
 from syncd.deltas.delta_folder import BLOCK, BLOCKS, ENTRY, INDEX, blocks_of
 from syncd.deltas.encoding import Encoder
@@ -59,8 +59,8 @@ def write_version(
         name = f"model-{number:05}-of-{len(groups):05}.safetensors"
         name = "model.safetensors" if len(groups) == 1 else name
         found = _write_weights(folder / name, {key: tensors[key] for key in names}, metadata)
-        listed += found.files
-        entries += found.tensors
+        listed.append(found[0])
+        entries += found[1]
     for name, content in small.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
@@ -88,7 +88,7 @@ def _write_weights(path: Path, tensors: Tensors, metadata: Mapping[str, str] | N
     header = header_bytes(entries, metadata)
     path.write_bytes(header + b"".join(values.tobytes() for _, values in tensors.values()))
     with SafetensorsFile.open(STORAGE, path) as file:
-        return digest_safetensors(STORAGE, file, cancel=nothing)
+        return digest_file(STORAGE, file, cancel=nothing)
 
 
 def make_delta(base: WholeVersion, target: WholeVersion, folder: Path) -> Link:

@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 from syncd.checkpoint.build import build_model_folder
-from syncd.checkpoint.merging.merge import Merged, run_plan
+from syncd.checkpoint.merging.merge import run_plan
 from syncd.checkpoint.merging.options import MergeOptions, Work, may_copy_remotely
 from syncd.checkpoint.merging.plan import plan_merge
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.checkpoint.torch_files.shard_file import ShardFile
+from syncd.checkpoint.whole_files import Merged
 from syncd.protocol.names import parse_step_folder
 from syncd.protocol.records import Manifest
 from syncd.storage.fsio import Storage

@@ -16,7 +16,7 @@ from syncd.checkpoint.adapter import AdapterConfig, read_config
 from syncd.checkpoint.contents import SaveContents, look_inside
 from syncd.checkpoint.hub_tables import map_by_type
 from syncd.checkpoint.merging.cast import Caster
-from syncd.checkpoint.merging.merge import Merged, digest_safetensors, run_plan
+from syncd.checkpoint.merging.merge import run_plan
 from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.model_folder import (
     copy_model_files,
@@ -29,8 +29,6 @@ from syncd.checkpoint.name_map import NAME_MAP_LIMIT, NameMap
 from syncd.checkpoint.open_save import open_save
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.remote import write_remote
-from syncd.checkpoint.safetensors_file import SafetensorsFile, content_digest
-from syncd.checkpoint.safetensors_header import broken
 from syncd.checkpoint.sandbox.isolated import IsolatedParser
 from syncd.checkpoint.save import (
     Remote,
@@ -41,6 +39,7 @@ from syncd.checkpoint.save import (
     confirm_unchanged,
 )
 from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, cast_dtype, is_floating, shown
+from syncd.checkpoint.whole_files import publish_files
 from syncd.protocol.errors import CheckpointError, NoRoomError, RecordError, SaveNotReadyError
 from syncd.protocol.names import (
     ACTOR,
@@ -54,7 +53,7 @@ from syncd.protocol.names import (
 from syncd.protocol.records import Kind, Manifest, Names, TensorEntry, VersionFile, encode
 from syncd.protocol.version_events import AdapterWithoutBase, CastTwice
 from syncd.storage.errnos import is_gone, is_no_record
-from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage, signature
+from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +98,7 @@ def build_model_folder(
             confirm_unchanged(storage, actor, save)
             checked = opened.checked
             contents = look_inside(opened, cancel)
-            caster = None
+            kind, caster = contents.kind, None
             if options.cast is not None and any(
                 cast_dtype(tensor.dtype, options.cast) != tensor.dtype
                 for index in contents.indexes
@@ -121,18 +120,24 @@ def build_model_folder(
             told = read_model_config(storage, folder, models)
             hub = _names_on_hub(storage, actor, folder, contents, told, options, opened.parser)
             names: Names = options.names if hub else "trainer"
-            plan = contents.plan(
-                options,
-                bias=bias,
-                tied=says_tied(told),
-                hub=hub if names == "hub" else None,
-                cancel=cancel,
-            )
-            if opened.full is not None and not plan.casts and names != "hub":
-                merged = _one_file(
-                    storage, opened.full, actor, save, folder, digests=options.digests, work=work
+            if opened.files and caster is None and names != "hub":
+                merged = publish_files(
+                    storage,
+                    opened.files,
+                    folder,
+                    vouched=bool(save.receipts),
+                    digests=options.digests,
+                    cancel=cancel,
+                    progress=work.progress,
                 )
             else:
+                plan = contents.plan(
+                    options,
+                    bias=bias,
+                    tied=says_tied(told),
+                    hub=hub if names == "hub" else None,
+                    cancel=cancel,
+                )
                 sources = contents.sources(opened, bias=bias)
                 # The plan has the needed part of these indexes, which take much memory.
                 contents = contents._replace(indexes=())
@@ -151,14 +156,14 @@ def build_model_folder(
                     work=work,
                     caster=caster,
                 )
-                del sources
+                del sources, plan
             merge_seconds = work.clock() - copied
     except OSError as error:
         if is_gone(error) and storage.exists(folder):
             told = f"{error.filename or actor} disappeared while it was read"
             raise SaveNotReadyError(told) from error
         raise
-    del opened, plan  # the manifest takes much memory too
+    del opened, contents  # the manifest takes much memory too
     files = [*merged.files, *models, *write_index(storage, folder, merged)]
     files += write_name_map(storage, folder, None if sequence is None else hub)
     if not save.receipts:
@@ -169,7 +174,7 @@ def build_model_folder(
         sequence=sequence or 0,
         step=save.step,
         save_id=save.identity,
-        kind=contents.kind,
+        kind=kind,
         checked=checked,
         digests="xxh3-128" if options.digests else "off",
         files=tuple(files),
@@ -271,46 +276,6 @@ def _judged_at_rest(storage: Storage, actor: Path, save: SavedWeights) -> Iterat
     except CheckpointError:
         confirm_unchanged(storage, actor, save)
         raise
-
-
-def _one_file(
-    storage: Storage,
-    file: SafetensorsFile,
-    actor: Path,
-    save: SavedWeights,
-    folder: Path,
-    *,
-    digests: bool,
-    work: Work,
-) -> Merged:
-    """Publish the trainer's own file: link it if our hook wrote it, else copy it."""
-    (name,) = save.weights
-    target = folder / file.path.name
-    # Our hook never writes in place, so linked files stay as they are.
-    linked = bool(save.receipts) and storage.link_if_possible(actor / name, target)
-    if linked:
-        # The name may have been replaced since the file was opened and checked.
-        status = storage.status(target)
-        if status is None or signature(status)[:2] != file.signature[:2]:
-            raise SaveNotReadyError(
-                f"{actor / name} was replaced by another file while syncd linked it. Perhaps the "
-                "trainer saved the step again"
-            )
-    merged = digest_safetensors(
-        storage,
-        file,
-        copy_to=None if linked else target,
-        digests=digests,
-        cancel=work.cancel,
-        progress=work.progress,
-    )
-    if save.receipts and digests and (told := file.told_content) is not None:
-        found = content_digest(bytes.fromhex(tensor.digest or "") for tensor in merged.tensors)
-        if found.hex() != told:
-            raise broken(
-                str(actor / name), "its tensors differ from the tensors that the trainer wrote"
-            )
-    return merged
 
 
 def _copy_small_files(
@@ -469,5 +434,5 @@ def _weights_size(
         one_file = options._replace(max_file_size=sys.maxsize)
         plan = contents.plan(one_file, bias="all", tied=False, cancel=cancel)
         renamed = options.names == "hub" and f"{HUGGINGFACE}/{NAME_MAP}" in save.vouched()
-        linked = opened.full is not None and save.receipts and not (plan.casts or renamed)
+        linked = opened.files and save.receipts and not (plan.casts or renamed)
         return 0 if linked else plan.data_size

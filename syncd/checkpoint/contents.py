@@ -14,11 +14,11 @@ from syncd.checkpoint.merging.source_reader import Source, SourceFile
 from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.open_save import OpenSave
 from syncd.checkpoint.parallel import Check
-from syncd.checkpoint.placement import Chunks, Local, Shape
+from syncd.checkpoint.placement import Chunks, Local, Position, Shape
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.save import LoraAdapter
-from syncd.checkpoint.tensor_rules import TENSOR_LIMIT
-from syncd.protocol.errors import CheckpointError
+from syncd.checkpoint.tensor_rules import TENSOR_LIMIT, shown
+from syncd.protocol.errors import CheckpointError, CoverageError
 from syncd.protocol.names import ADAPTER_WEIGHTS, LORA_ADAPTER
 from syncd.protocol.records import Kind
 
@@ -28,7 +28,7 @@ class SaveContents(NamedTuple):
 
     Attributes:
         kind: the kind of version that the save becomes.
-        indexes: the index of each shard, or of the single file.
+        indexes: the index of each file.
         adapter: chooses and names the tensors to publish; None to publish all.
     """
 
@@ -87,8 +87,8 @@ class SaveContents(NamedTuple):
 
     def sources(self, opened: OpenSave, *, bias: str) -> Sequence[Source]:
         """The open files for the plan. For an adapter, only its own tensors are in them."""
-        if opened.full is not None:
-            return [SourceFile(opened.full.path, opened.full.fd)]
+        if opened.files:
+            return [SourceFile(file.path, file.fd) for file in opened.files]
         if self.adapter is None:
             return opened.sources
         return [
@@ -121,15 +121,11 @@ def look_inside(opened: OpenSave, cancel: Check) -> SaveContents:
     Raises:
         CheckpointError: the save has too many tensors, or an adapter that no engine can load.
     """
-    if opened.full is not None:
+    if opened.files:
         is_adapter = isinstance(opened.save, LoraAdapter)
-        _check_one_file(opened.full, is_adapter=is_adapter)
-        tensors = {
-            name: Local(dtype, shape, begin, end - begin, "", None)
-            for name, dtype, shape, begin, end in opened.full.entries
-        }
-        index = ShardIndex(opened.full.path.name, tensors)
-        return SaveContents("adapter" if is_adapter else "full", [index])
+        indexes = [_index(file, is_adapter=is_adapter) for file in opened.files]
+        _check_names(indexes, opened.files[0].path.parent)
+        return SaveContents("adapter" if is_adapter else "full", indexes)
     indexes = list(opened.chunked.indexes) if opened.chunked is not None else []
     for shard in opened.shards:
         cancel()
@@ -146,13 +142,33 @@ def look_inside(opened: OpenSave, cancel: Check) -> SaveContents:
     return SaveContents("full" if adapter is None else "adapter", indexes, adapter)
 
 
+def _index(file: SafetensorsFile, *, is_adapter: bool) -> ShardIndex:
+    _check_one_file(file, is_adapter=is_adapter)
+    tensors = {}
+    for name, dtype, shape, begin, end in file.entries:
+        local = Local(dtype, shape, begin, end - begin, "", Position(shape, (0,) * len(shape)))
+        tensors[name] = Chunks(dtype, shape, (local,) if end > begin else ())
+    return ShardIndex(file.path.name, tensors)
+
+
+def _check_names(indexes: Sequence[ShardIndex], actor: Path) -> None:
+    seen: dict[str, str] = {}
+    for label, tensors in indexes:
+        for name in tensors:
+            if seen.setdefault(name, label) != label:
+                raise CoverageError(
+                    f"{actor} holds {shown(name)} in both {seen[name]} and {label}. Give each "
+                    "tensor to only one rank"
+                )
+    if not seen:
+        raise CoverageError(
+            f"{actor} holds no tensors. Perhaps the trainer failed to gather the tensors. Save the "
+            "step again"
+        )
+
+
 def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:
     found = find_adapter(entry.name for entry in file.entries)
-    if is_adapter and not file.entries:
-        raise CheckpointError(
-            f"{file.path} holds no tensors. Perhaps the trainer failed to gather the tensors. "
-            "Save the step again"
-        )
     if found is None and not is_adapter and is_peft_model(entry.name for entry in file.entries):
         raise _of_another_method(file.path)
     if found is None or (is_adapter and found.name is None):

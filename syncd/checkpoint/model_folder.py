@@ -13,10 +13,10 @@ from typing import Final
 import pydantic
 import xxhash
 
-from syncd.checkpoint.merging.merge import Merged
 from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.tensor_rules import shown
+from syncd.checkpoint.whole_files import Merged
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import MANIFEST, MODEL_CONFIG, NAME_MAP, TEMPORARY, is_weights_name
 from syncd.protocol.records import VersionFile

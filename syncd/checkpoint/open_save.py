@@ -37,7 +37,8 @@ class OpenSave:
     Attributes:
         shards: in rank order; empty if the weights are not shards.
         chunked: the open files of a save of ``torch.distributed.checkpoint``.
-        full: the single open file of a full state dict or an adapter.
+        files: the open safetensors files of whole tensors (a full state dict, named tensors), or
+            the single file of an adapter.
         parser: the child process that reads all that may be damaged or hostile.
     """
 
@@ -45,7 +46,7 @@ class OpenSave:
     parser: IsolatedParser
     shards: list[ShardFile] = field(default_factory=list)
     chunked: ChunkedSave | None = None
-    full: SafetensorsFile | None = None
+    files: list[SafetensorsFile] = field(default_factory=list)
     limits: ParseLimits = field(default_factory=ParseLimits)
     _found: int = 0
 
@@ -119,7 +120,7 @@ def open_save(
         opened = OpenSave(save, parser, limits=limits)
         try:
             match save:
-                case Dcp() | HuggingFaceParts():  # these never have receipts
+                case Dcp() | HuggingFaceParts(receipts=()):
                     given = Opening(
                         storage=storage,
                         actor=actor,
@@ -132,15 +133,15 @@ def open_save(
                     )
                     open_files = open_dcp if isinstance(save, Dcp) else open_hugging_face
                     opened.chunked = open_files(given)
-                case FullStateDict() | LoraAdapter():
-                    cancel()
-                    (name,) = save.weights
-                    full = SafetensorsFile.open(storage, actor / name, parse=parser.read_fields)
-                    stack.callback(full.close)
-                    opened.full = full
-                    _check_vouched(
-                        save, vouched.get(name), full.path, full.size, full.header_digest
-                    )
+                case FullStateDict() | LoraAdapter() | HuggingFaceParts():
+                    for name in save.weights:
+                        cancel()
+                        file = SafetensorsFile.open(storage, actor / name, parse=parser.read_fields)
+                        stack.callback(file.close)
+                        opened.files.append(file)
+                        _check_vouched(
+                            save, vouched.get(name), file.path, file.size, file.header_digest
+                        )
                 case Shards():
                     for name in save.weights:
                         cancel()

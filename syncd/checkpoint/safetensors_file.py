@@ -19,12 +19,10 @@ from syncd.checkpoint.safetensors_header import (
 from syncd.checkpoint.tensor_rules import METADATA
 from syncd.storage.fsio import Signature, Storage, signature
 
-#: The metadata key under which our hook stores a file's :func:`content_digest` in the header. The
+#: The metadata key under which our hooks store the digests of a file's tensors, in file order. The
 #: receipt has the digest of the header, so the receipt vouches for every byte.
-CONTENT: Final = "xxh3-128"
-_TOLD: Final = re.compile(
-    rf'{{"{METADATA}":{{"format":"pt","{CONTENT}":"([0-9a-f]{{32}})"'.encode()
-)
+DIGESTS: Final = "tensors-xxh3-128"
+_SAID: Final = re.compile(rf'{{"{METADATA}":{{"format":"pt","{DIGESTS}":"([0-9a-f]*)"'.encode())
 #: Parses a header, in this process or in a child.
 ReadFields = Callable[[bytes, str], Sequence[HeaderEntry]]
 
@@ -35,11 +33,6 @@ def file_digest(header: bytes, tensor_digests: Iterable[bytes]) -> str:
     for digest in tensor_digests:
         hasher.update(digest)
     return hasher.hexdigest()
-
-
-def content_digest(tensor_digests: Iterable[bytes]) -> bytes:
-    """The digest of a file's tensors: xxh3-128 of their 16-byte digests, in file order."""
-    return xxhash.xxh3_128_digest(b"".join(tensor_digests))
 
 
 class SafetensorsFile(NamedTuple):
@@ -86,13 +79,16 @@ class SafetensorsFile(NamedTuple):
         return xxhash.xxh3_128_hexdigest(self.header)
 
     @property
-    def told_content(self) -> str | None:
-        """The header's :func:`content_digest`, in hexadecimal digits; None if it is missing.
+    def said_digests(self) -> list[bytes] | None:
+        """The xxh3-128 of each tensor, as the header says; None if it lacks one.
 
         The header may be untrusted, so only its beginning is searched, and nothing is parsed.
         """
-        told = _TOLD.match(self.header, 8)
-        return told[1].decode() if told is not None else None
+        said = _SAID.match(self.header, 8)
+        text = said[1].decode() if said is not None else ""
+        if said is None or len(text) != 32 * len(self.entries):
+            return None
+        return [bytes.fromhex(text[at : at + 32]) for at in range(0, len(text), 32)]
 
     def close(self) -> None:
         """Close the descriptor."""

@@ -38,6 +38,7 @@ from syncd.protocol.names import (
     is_weights_name,
     parse_part_name,
     parse_shard_name,
+    part_name,
     receipt_name,
     shard_name,
     step_folder,
@@ -144,7 +145,7 @@ class Dcp(_WholeSave):
 
 
 class HuggingFaceParts(_WholeSave):
-    """Several safetensors files, of whole tensors or of chunks."""
+    """Safetensors files: of each rank's whole tensors, or, without receipts, perhaps of chunks."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,10 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | Save
             )
         receipts.append(receipt)
     told = {file.name for receipt in receipts for file in receipt.files}
-    shards = tuple(shard_name(first.world_size, rank) for rank in range(first.world_size))
+    shards, parts = (
+        tuple(name_of(first.world_size, rank) for rank in range(first.world_size))
+        for name_of in (shard_name, part_name)
+    )
     weights: tuple[str, ...]
     if adapter := _adapter_of(told):
         weights = (adapter,)
@@ -242,6 +246,8 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | Save
         weights = shards
     elif FULL_STATE_DICT in told:
         weights = (FULL_STATE_DICT,)
+    elif told.issuperset(parts):
+        weights = parts
     else:
         return Unfinished(step, f"{actor}: the receipts of save {first.save_id} list no weights")
     return _whole(first.step, first.save_id, weights, tuple(receipts))

@@ -11,12 +11,12 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from syncd.checkpoint.merging.merge import digest_safetensors
 from syncd.checkpoint.merging.options import Progress, unheard
 from syncd.checkpoint.parallel import Check, run_side_by_side, threads_here
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import SAVE_AGAIN
 from syncd.checkpoint.tensor_rules import shown
+from syncd.checkpoint.whole_files import digest_file
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, VerificationError
 from syncd.protocol.names import MANIFEST, is_weights_name, printable
 from syncd.protocol.records import Manifest, TensorEntry, VersionFile, parse
@@ -220,7 +220,7 @@ def _verify_weights(
             copy = None
         if file.digest is None and copy is None:
             return
-        found = digest_safetensors(
+        whole, tensors = digest_file(
             copy.storage if copy else storage,
             opened,
             digests=file.digest is not None,
@@ -230,11 +230,11 @@ def _verify_weights(
         )
     if file.digest is None:
         return
-    for tensor in found.tensors:
+    for tensor in tensors:
         _compare(
             path, f"the digest of {shown(tensor.name)}", tensor.digest, told[tensor.name].digest
         )
-    _compare(path, "its digest", found.files[0].digest, file.digest)
+    _compare(path, "its digest", whole.digest, file.digest)
 
 
 def _verify_other(storage: Storage, path: Path, file: VersionFile, copy: _Copy | None) -> None:

@@ -172,6 +172,13 @@ def parse_part_name(name: str) -> tuple[int | None, int, int] | None:
     return (None if shard is None else int(shard), file, files)
 
 
+def part_name(world_size: int, rank: int) -> str:
+    """The name of the file that holds one rank's whole tensors."""
+    if world_size == 1:
+        return FULL_STATE_DICT
+    return f"model-{rank + 1:05d}-of-{world_size:05d}.safetensors"
+
+
 def receipt_name(rank: int) -> str:
     """The name of a rank's receipt inside ``.receipts/``."""
     return f"rank_{rank}.json"

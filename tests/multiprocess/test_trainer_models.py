@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from syncd.checkpoint.safetensors_file import CONTENT
+from syncd.checkpoint.safetensors_file import DIGESTS
 from syncd.protocol.names import FULL_STATE_DICT
 from tests.merging import assert_equal, build, loaded, truth
 from tests.multiprocess.model_ranks import KINDS, TIED, is_quantized
@@ -44,7 +44,7 @@ def test_a_gathered_state_dict_is_published_as_it_is(
     linked = tmp_path / "out" / FULL_STATE_DICT
     assert linked.stat().st_ino == (actor / FULL_STATE_DICT).stat().st_ino
     with safe_open(linked, "pt") as opened:
-        assert opened.metadata().keys() == {"format", CONTENT}
+        assert opened.metadata().keys() == {"format", DIGESTS}
 
 
 @pytest.mark.parametrize("save", [save for save in SAVES if save.rpartition("-")[0] in TIED])

@@ -21,13 +21,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from syncd.checkpoint.merging.merge import Merged, run_plan
+from syncd.checkpoint.merging.merge import run_plan
 from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.merging.plan import plan_merge
 from syncd.checkpoint.placement import Local
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.tensor_rules import NAME_LIMIT
 from syncd.checkpoint.torch_files.shard_file import ShardFile
+from syncd.checkpoint.whole_files import Merged
 from syncd.protocol.errors import ShardFormatError
 from syncd.protocol.names import shard_name
 from syncd.storage.fsio import Storage

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from syncd.checkpoint.merging.merge import digest_safetensors
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
+from syncd.checkpoint.whole_files import digest_file
 from syncd.deltas.applying import Link, apply_chain
 from syncd.deltas.delta_folder import BLOCKS, DENSEST, INDEX, read_delta, verify_delta
 from syncd.deltas.ends import LONGEST_CHAIN, NoDeltaError, content_of, find_chain, why_no_delta
@@ -350,9 +350,9 @@ def _holes(folder: Path, sequence: int, size: int, *changes: int) -> WholeVersio
             file.seek(len(header) + position)
             file.write(b"\x07")
     with SafetensorsFile.open(STORAGE, path) as opened:
-        found = digest_safetensors(STORAGE, opened, cancel=nothing)
-    files = (*found.files, *version.manifest.files[1:])
-    update = {"files": files, "tensors": found.tensors}
+        file, tensors = digest_file(STORAGE, opened, cancel=nothing)
+    files = (file, *version.manifest.files[1:])
+    update = {"files": files, "tensors": tuple(tensors)}
     return WholeVersion(version.folder, version.manifest.model_copy(update=update))
 
 

@@ -16,7 +16,7 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 
-from syncd.checkpoint.merging.merge import digest_safetensors, run_plan
+from syncd.checkpoint.merging.merge import run_plan
 from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.merging.plan import MergePlan, plan_merge
 from syncd.checkpoint.merging.source_reader import SourceReader, record_checks
@@ -25,6 +25,7 @@ from syncd.checkpoint.parallel import threads_here
 from syncd.checkpoint.placement import Local
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.torch_files.shard_file import ShardFile
+from syncd.checkpoint.whole_files import digest_file
 from syncd.protocol.errors import (
     CancelledError,
     CheckpointError,
@@ -63,9 +64,9 @@ def test_digests_are_of_tensors_and_of_headers_and_tensors(
             digests = [by_name[entry.name].digest or "" for entry in source.entries]
             whole = source.header + b"".join(map(bytes.fromhex, digests))
             assert file.digest == xxhash.xxh3_128_hexdigest(whole)
-            again = digest_safetensors(STORAGE, source, cancel=nothing)
-        assert again.files == (file,)
-        assert set(again.tensors) <= set(merged.tensors)
+            again, tensors = digest_file(STORAGE, source, cancel=nothing)
+        assert again == file
+        assert set(tensors) <= set(merged.tensors)
 
 
 def test_a_foreign_full_state_dict_is_digested_and_copied(tmp_path: Path) -> None:
@@ -73,14 +74,14 @@ def test_a_foreign_full_state_dict_is_digested_and_copied(tmp_path: Path) -> Non
     path = tmp_path / "model.safetensors"
     save_file(state, path)
     with SafetensorsFile.open(STORAGE, path) as source:
-        only = digest_safetensors(STORAGE, source, cancel=nothing)
+        only = digest_file(STORAGE, source, cancel=nothing)
         target = tmp_path / "copy.safetensors"
-        copied = digest_safetensors(STORAGE, source, cancel=nothing, copy_to=target)
-        without = digest_safetensors(STORAGE, source, digests=False, cancel=nothing)
+        copied = digest_file(STORAGE, source, cancel=nothing, copy_to=target)
+        without, _ = digest_file(STORAGE, source, digests=False, cancel=nothing)
     assert copied == only
     assert target.read_bytes() == path.read_bytes()
-    assert without.files[0].digest is None
-    assert without.data_size == 300_000 * 4 + 1
+    assert without.digest is None
+    assert without.size == path.stat().st_size
 
 
 def test_a_file_that_is_no_whole_safetensors_file_is_refused(tmp_path: Path) -> None:

@@ -16,13 +16,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from syncd.checkpoint.merging.merge import Merged, run_plan
+from syncd.checkpoint.merging.merge import run_plan
 from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.merging.plan import plan_merge
 from syncd.checkpoint.model_folder import write_index
 from syncd.checkpoint.placement import Local, Position
 from syncd.checkpoint.sandbox.isolated import IsolatedParser
 from syncd.checkpoint.torch_files.shard_file import ShardFile
+from syncd.checkpoint.whole_files import Merged
 from syncd.protocol.errors import CheckpointError, CoverageError, ShardFormatError
 from syncd.protocol.names import MANIFEST, shard_name
 from syncd.protocol.records import Manifest, Quarantine, parse

@@ -194,7 +194,7 @@ def test_what_is_read_is_what_was_vouched_for(job: SmallJob) -> None:
     job.save(4)
     with opened(job) as found:
         assert found.checked == "receipt"
-        assert found.full is not None
+        assert len(found.files) == 1
 
 
 def test_a_file_that_is_not_the_one_its_receipt_vouches_for_is_looked_at_again_and_closed(
@@ -294,7 +294,7 @@ def test_an_adapter_is_opened_and_the_shards_beside_it_are_not_read(job: SmallJo
     shard(job, 1, 0, b"of no use")
     adapter(job)
     with opened(job) as found:
-        assert found.full is not None
+        assert len(found.files) == 1
         assert found.shards == []
         assert found.checked == "stillness"
 

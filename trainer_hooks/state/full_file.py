@@ -15,7 +15,6 @@ from torch import Tensor
 
 from syncd.checkpoint.merging.plan import PlannedTensor
 from syncd.checkpoint.model_folder import says_tied
-from syncd.checkpoint.safetensors_file import content_digest
 from syncd.checkpoint.tensor_rules import Cast, shown
 from syncd.coordination.host_memory import HostMemory, wait_for_copies
 from syncd.coordination.tensors import torch_dtype
@@ -116,7 +115,7 @@ class FullStateStream:
     def write(self, draft: Draft) -> ReceiptFile:
         """Write arriving tensors into the draft; the caller must finish and commit the draft.
 
-        The header holds the digest of the tensors. So files with equal headers have equal contents.
+        The header holds the digests of the tensors: files with equal headers have equal contents.
 
         Raises:
             SaveFailedError: the state dict was not gathered.
@@ -143,7 +142,7 @@ class FullStateStream:
             self.abort(error)
 
     def _write(self, draft: Draft, plan: FullPlan) -> ReceiptFile:
-        draft.write(plan.header(bytes(16)))
+        draft.write(plan.header([bytes(16)] * len(plan.tensors)))
         digests, nonfinite = [], []
         for tensor in plan.tensors:
             looked = LookedAtBytes(torch_dtype(tensor.dtype))
@@ -158,7 +157,7 @@ class FullStateStream:
                         "has tie_word_embeddings. Tie these tensors, or set tie_word_embeddings "
                         "to false"
                     )
-        header = plan.header(content_digest(digests))
+        header = plan.header(digests)
         draft.overwrite(header, 0)
         return ReceiptFile(
             name=self.name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from syncd.checkpoint.merging.plan import PlannedTensor, header_entries, plan_merge
 from syncd.checkpoint.placement import Local
-from syncd.checkpoint.safetensors_file import CONTENT
+from syncd.checkpoint.safetensors_file import DIGESTS
 from syncd.checkpoint.safetensors_header import header_bytes
 from syncd.checkpoint.tensor_rules import DTYPES, ITEMSIZE, Cast, name_fault, shown
 from syncd.protocol.errors import SaveFailedError, SyncdError
@@ -38,9 +38,9 @@ class FullPlan(NamedTuple):
         yield from (tensor.name for tensor in self.tensors)
         yield from (str(copy.tied) for tensor in self.tensors for copy in tensor.copies)
 
-    def header(self, content: bytes) -> bytes:
-        """The file's header with the digest ``content``; all digests give the same length."""
-        return header_bytes(header_entries(self.tensors), {CONTENT: content.hex()})
+    def header(self, digests: Iterable[bytes]) -> bytes:
+        """The file's header with the tensors' 16-byte digests, whose values leave its length."""
+        return header_bytes(header_entries(self.tensors), {DIGESTS: b"".join(digests).hex()})
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,170 @@
+"""Saves of whole tensors: the daemon publishes the ranks' files themselves."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from torch import Tensor
+
+from syncd.checkpoint.build import build_model_folder
+from syncd.checkpoint.merging.options import MergeOptions, Work
+from syncd.checkpoint.model_folder import INDEX
+from syncd.checkpoint.safetensors_file import DIGESTS
+from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
+from syncd.checkpoint.save import look_at_save
+from syncd.checkpoint.tensor_rules import DTYPES, Cast
+from syncd.checkpoint.version import verify_version
+from syncd.protocol.errors import CoverageError, ShardFormatError, VerificationError
+from syncd.protocol.names import RECEIPTS, part_name, receipt_name
+from syncd.protocol.records import Manifest, Receipt, ReceiptFile, encode
+from syncd.storage.fsio import Storage
+from tests.jobs import nothing
+from tests.merging import STORAGE, assert_equal, loaded
+from tests.storages import RuledStorage, refuse
+
+PARTS: list[dict[str, Tensor]] = [
+    {"b": torch.arange(5000.0), "scale": torch.tensor(2.5)},
+    {"a": torch.ones(3, 4, dtype=torch.bfloat16), "none": torch.empty(0, 2)},
+    {},
+]
+
+
+def put(actor: Path, parts: list[dict[str, Tensor]], *, said: bool = True) -> list[Path]:
+    """A whole save of these parts, as a rank each writes them."""
+    (actor / RECEIPTS).mkdir(parents=True)
+    paths = []
+    for rank, tensors in enumerate(parts):
+        path = actor / part_name(len(parts), rank)
+        file = _write(path, tensors, said=said)
+        receipt = Receipt(
+            save_id="run-1-0", step=1, rank=rank, world_size=len(parts), files=(file,)
+        )
+        (actor / RECEIPTS / receipt_name(rank)).write_bytes(encode(receipt))
+        paths.append(path)
+    return paths
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], *, said: bool) -> ReceiptFile:
+    at, entries, contents = 0, [], []
+    for name, tensor in tensors.items():
+        content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")][0]
+        entries.append(HeaderEntry(name, dtype, tuple(tensor.shape), at, at + len(content)))
+        contents.append(content)
+        at += len(content)
+    digests = "".join(map(xxhash.xxh3_128_hexdigest, contents))
+    header = header_bytes(entries, {DIGESTS: digests} if said else None)
+    path.write_bytes(header + b"".join(contents))
+    digest = xxhash.xxh3_128_hexdigest(header)
+    return ReceiptFile(name=path.name, size=path.stat().st_size, digest=digest, over="header")
+
+
+def publish(
+    actor: Path, out: Path, *, storage: Storage = STORAGE, cast: Cast | None = None
+) -> Manifest:
+    out.mkdir()
+    return build_model_folder(
+        storage,
+        actor,
+        look_at_save(storage, actor, 1),
+        out,
+        options=MergeOptions(cast=cast),
+        work=Work(nothing),
+        sequence=1,
+    )
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+
+
+def test_the_ranks_files_become_the_versions_files(tmp_path: Path) -> None:
+    paths = put(tmp_path / "actor", PARTS)
+    manifest = publish(tmp_path / "actor", tmp_path / "out")
+    for path in paths:
+        assert (tmp_path / "out" / path.name).stat().st_ino == path.stat().st_ino
+    everything = PARTS[0] | PARTS[1]
+    assert_equal(loaded(tmp_path / "out"), everything)
+    index = json.loads((tmp_path / "out" / INDEX).read_bytes())
+    assert index["weight_map"].keys() == everything.keys()
+    assert index["metadata"]["total_size"] == sum(one.nbytes for one in everything.values())
+    verify_version(STORAGE, tmp_path / "out", manifest)  # the digests are those of the bytes
+
+
+def test_no_tensor_is_read_to_publish_it(tmp_path: Path) -> None:
+    paths = put(tmp_path / "actor", PARTS)
+    for path in paths:
+        header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+        os.truncate(path, header)  # a hole in place of the tensors
+        os.truncate(path, header + sum(one.nbytes for one in PARTS[paths.index(path)].values()))
+    manifest = publish(tmp_path / "actor", tmp_path / "out")
+    with pytest.raises(VerificationError, match="digest"):
+        verify_version(STORAGE, tmp_path / "out", manifest)
+
+
+def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
+    put(tmp_path / "actor", PARTS[:1])
+    manifest = publish(tmp_path / "actor", tmp_path / "out")
+    assert [file.name for file in manifest.files] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["digests", "no digests"])
+def test_parts_are_copied_where_links_cannot_be_had(tmp_path: Path, *, said: bool) -> None:
+    paths = put(tmp_path / "actor", PARTS, said=said)
+    storage = RuledStorage(refuse("link", errno.EPERM))
+    manifest = publish(tmp_path / "actor", tmp_path / "out", storage=storage)
+    assert (tmp_path / "out" / paths[0].name).stat().st_ino != paths[0].stat().st_ino
+    verify_version(STORAGE, tmp_path / "out", manifest)
+
+
+def test_a_copy_that_is_not_what_was_written_is_not_published(tmp_path: Path) -> None:
+    paths = put(tmp_path / "actor", PARTS)
+    flip(paths[0])
+    storage = RuledStorage(refuse("link", errno.EPERM))
+    with pytest.raises(ShardFormatError, match=r"model-00001-of-00003\.safetensors .* wrote"):
+        publish(tmp_path / "actor", tmp_path / "out", storage=storage)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_the_files_of_another_user_are_copied(tmp_path: Path) -> None:
+    paths = put(tmp_path / "actor", PARTS)
+    os.chown(paths[0], 12345, -1)
+    publish(tmp_path / "actor", tmp_path / "out")
+    mine = tmp_path / "out" / paths[0].name
+    assert (mine.stat().st_uid, mine.stat().st_nlink) == (os.geteuid(), 1)
+    assert (tmp_path / "out" / paths[1].name).stat().st_nlink == 2
+
+
+def test_a_name_in_two_parts_is_refused(tmp_path: Path) -> None:
+    put(tmp_path / "actor", [PARTS[0], {"b": torch.arange(5000.0)}])
+    with pytest.raises(CoverageError, match=r"b in both .*00001-of-00002"):
+        publish(tmp_path / "actor", tmp_path / "out")
+
+
+def test_parts_without_any_tensor_are_refused(tmp_path: Path) -> None:
+    put(tmp_path / "actor", [{}, {}])
+    with pytest.raises(CoverageError, match="holds no tensors"):
+        publish(tmp_path / "actor", tmp_path / "out")
+
+
+def test_a_part_is_cast_if_that_is_asked_for(tmp_path: Path) -> None:
+    put(tmp_path / "actor", PARTS)
+    publish(tmp_path / "actor", tmp_path / "out", cast="bf16")
+    everything = PARTS[0] | PARTS[1]
+    assert_equal(loaded(tmp_path / "out"), {k: v.bfloat16() for k, v in everything.items()})
+
+
+def test_a_save_is_whole_when_all_ranks_have_vouched_for_their_parts(tmp_path: Path) -> None:
+    actor = tmp_path / "actor"
+    put(actor, PARTS)
+    (actor / RECEIPTS / receipt_name(2)).unlink()
+    assert "rank 2 of 3" in look_at_save(STORAGE, actor, 1).reason
