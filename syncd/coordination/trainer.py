@@ -128,13 +128,14 @@ class TrainerSynchronizer(Member[TrainerReport]):
         self._answered = {who: n for who, n in self._answered.items() if who in self._asked}
         return bool(unanswered(self._asked, self._answered))
 
-    def begin_save(self, step: int) -> None:
+    def begin_save(self, step: int, save_id: SaveId | None = None) -> None:
         """Announce a save before its first byte is written.
 
         The pruner then keeps the folders of this step and of higher steps, because a trainer that
-        resumed at a lower step will write these folders again.
+        resumed at a lower step will write these folders again. Writers without a process group
+        learn the ``save_id`` from the report.
         """
-        self._me.update(step=step)
+        self._me.update(step=step, saving=None if save_id is None else str(save_id))
         self._versions.copy_report(self._me.record)
 
     def set_model_state_dict(

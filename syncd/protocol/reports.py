@@ -212,6 +212,7 @@ class TrainerReport(Record):
 
     Attributes:
         step: the step of the newest announced save; None before the first save.
+        saving: the id of the save that was begun last, until it is announced.
         name, session: None if the trainer does not register. Then only ``status`` shows whether the
             trainer works.
         nothing_new: how often the trainer told waiting explorers that no newer weights will follow.
@@ -221,6 +222,7 @@ class TrainerReport(Record):
     world_size: Annotated[int, Field(ge=1)]
     status: Literal["running", "require_sync", "stopped"]
     step: Step | None = None
+    saving: Annotated[str, Field(max_length=200)] | None = None
     name: str | None = None
     session: SessionId | None = None
     nothing_new: Size = 0

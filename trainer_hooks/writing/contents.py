@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from syncd.protocol.names import shard_name
+from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.writing.spool import Spool
 
 
@@ -18,6 +19,9 @@ class RankContents(NamedTuple):
 
     Attributes:
         model: the rank's part of the state dict; None if the rank writes no shard.
+        part: the rank's whole tensors, in place of ``model``.
+        confirm: on rank 0, called when all ranks have written their weights; an error of it fails
+            the save before it is announced.
         full_model: the full state dict or an adapter in one file.
         trained: for a full checkpoint, this rank's part of the model to resume from, if the save
             publishes other weights (an adapter, a merged model, or cast weights).
@@ -32,6 +36,8 @@ class RankContents(NamedTuple):
     """
 
     model: Mapping[str, Any] | None = None
+    part: HostPart | None = None
+    confirm: Callable[[], object] = lambda: None
     optimizer: Mapping[str, Any] | None = None
     extra: Mapping[str, Any] | None = None
     model_files: tuple[Callable[[Path], object], ...] = ()

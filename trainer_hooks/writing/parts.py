@@ -28,6 +28,7 @@ from syncd.protocol.records import ReceiptFile
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Draft, Storage
 from trainer_hooks.state.full_plan import shape_of
+from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.sync_dtype import cast_to
 
 #: For tensors this large, padding to pages (half a page on average) adds less than 1 %.
@@ -43,6 +44,12 @@ def write_tensors(storage: Storage, path: Path, state: Mapping[str, Any]) -> Rec
             size, digest = central_directory_digest(storage, draft.temporary)
             draft.commit()
         return ReceiptFile(name=path.name, size=size, digest=digest, over="central-directory")
+
+
+def write_part(storage: Storage, path: Path, part: HostPart) -> ReceiptFile:
+    """Write a rank's whole tensors; return the file's receipt entry."""
+    with saying_which(storage, path, lambda: part.nbytes):
+        return part.write(storage, path)
 
 
 def shard_written_by(storage: Storage, path: Path, write: Callable[[], object]) -> ReceiptFile:

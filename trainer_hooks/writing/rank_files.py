@@ -29,6 +29,7 @@ from syncd.protocol.names import (
     is_weights_name,
     master_name,
     optimizer_name,
+    part_name,
     receipt_name,
     shard_name,
 )
@@ -42,6 +43,7 @@ from trainer_hooks.writing.parts import (
     make_mark,
     shard_written_by,
     write_model_files,
+    write_part,
     write_small,
     write_tensors,
 )
@@ -116,6 +118,8 @@ class RankFiles:
         elif contents.model is not None:
             file = write_tensors(self.storage, shard, contents.model)
             files.append(file.model_copy(update={"nonfinite": nonfinite}))
+        elif contents.part is not None:
+            files.append(write_part(self.storage, self.actor / self.name(part_name), contents.part))
         elif contents.written_by is not None:
             files.append(shard_written_by(self.storage, shard, contents.written_by))
         for file in files:
@@ -243,7 +247,7 @@ class RankFiles:
 
     def remove_temporaries(self, *folders: Path) -> None:
         """Delete this rank's temporary files, left by a kill."""
-        parts = (shard_name, master_name, optimizer_name, extra_state_name)
+        parts = (shard_name, part_name, master_name, optimizer_name, extra_state_name)
         ours = tuple(f"{TEMPORARY}{self.name(name_of)}-" for name_of in parts)
         for folder in folders:
             self._unlink_all(folder, *(n for n in self.storage.names(folder) if n.startswith(ours)))
@@ -287,7 +291,7 @@ class Attempt:
         if not self.weights_stay:
             paths.append(receipts / receipt_name(files.rank))
             if not (self.rest_stays and self._is_there(actor / optimizer)):
-                paths.append(actor / shard)
+                paths += [actor / shard, actor / files.name(part_name)]
             if files.rank == 0:
                 paths += [actor / FULL_STATE_DICT, actor / ADAPTER]
         if not self.rest_stays:

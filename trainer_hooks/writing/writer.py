@@ -216,8 +216,10 @@ class RankWriter:
         else:
             weights = again(write_weights)
             size += sum(file.size for file in weights)
-            if rank == 0 and not again(lambda: self._wait_for_all(files, receipt_name)):
-                return size
+            if rank == 0:
+                if not again(lambda: self._wait_for_all(files, receipt_name)):
+                    return size
+                again(contents.confirm)
             attempt.weights_stay = True
             if rank == 0:
                 again(lambda: point(self.job, layout.state_pointer, step))
