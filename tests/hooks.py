@@ -10,10 +10,10 @@ DEADLINE = 60.0
 
 def over(hook: TrainerHook) -> None:
     """Wait until what is under way has ended, well or not."""
-    assert hook._queue.thread.wait(most=0, timeout=DEADLINE)
+    assert hook._saver.has_ended(timeout=DEADLINE)
 
 
 def written(hook: TrainerHook) -> None:
     """Wait until what is under way has ended; raises what failed."""
     over(hook)
-    hook._queue.raise_failure()
+    hook._saver.raise_failure()

@@ -5,17 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.protocol.errors import BroadcastError, SaveFailedError, SyncdError
-from syncd.protocol.policy import (
-    RunningStatus,
-    SyncSettings,
-    SyncStyle,
-    TrainerDecision,
-    trainer_decision,
-)
 from syncd.protocol.records import SaveId
 
 if TYPE_CHECKING:
@@ -36,8 +30,8 @@ def tried(
 
     @functools.wraps(method)
     def call(self: Explorers, /, *args: P.args, **kwargs: P.kwargs) -> T | None:
-        if self.is_closed:
-            return None  # a save ended late; another trainer may have this name by now
+        if self.synchronizer is None or self.is_closed:
+            return None  # if a save ended late, another trainer may have this name by now
         try:
             return method(self.synchronizer, *args, **kwargs)
         except (OSError, SyncdError) as error:
@@ -47,39 +41,17 @@ def tried(
     return call
 
 
+@dataclass
 class Explorers:
     """Calls rank 0's Synchronizer so that storage errors do not end the training.
 
-    The constructor and :meth:`begin_save` raise storage errors. The other methods log them, and the
-    next call tries again. For most of them see :class:`.TrainerSynchronizer`.
+    :meth:`begin_save` raises storage errors. The other methods log them and return None, and the
+    next call tries again. For most of them see :class:`.TrainerSynchronizer`. The other ranks have
+    no ``synchronizer``, so their calls do nothing.
     """
 
-    def __init__(self, synchronizer: TrainerSynchronizer) -> None:
-        self.synchronizer = synchronizer
-        self.is_closed = False
-        synchronizer.set_trainer_status(RunningStatus.RUNNING)
-
-    def decide(
-        self, settings: SyncSettings, *, step: int, last_sync_step: int | None, waiting: bool
-    ) -> TrainerDecision:
-        """Decide whether to sync; tell explorers if no new weights will come."""
-        requested = on_its_way = False
-        if settings.style is SyncStyle.EXPLORER_DRIVEN:
-            asked = self.explorer_requires_sync()
-            coming = self.save_is_on_its_way() if asked else None
-            if asked is not None and coming is not None:
-                requested, on_its_way = asked, coming
-        due = trainer_decision(
-            settings,
-            step=step,
-            last_sync_step=last_sync_step,
-            requested=requested,
-            on_its_way=on_its_way,
-            waiting=waiting,
-        )
-        if due.nothing_new:
-            self.say_nothing_new()
-        return due
+    synchronizer: TrainerSynchronizer | None = None
+    is_closed: bool = False
 
     def begin_save(self, step: int) -> None:
         """Announce that a save begins, before its first byte is written.
@@ -89,6 +61,8 @@ class Explorers:
             NameTakenError: another trainer works in this job.
             SaveFailedError: this trainer has stopped.
         """
+        if self.synchronizer is None:
+            return
         if self.is_closed:
             raise SaveFailedError(f"step {step} is not saved, because this trainer has stopped")
         self.synchronizer.begin_save(step)
@@ -106,16 +80,15 @@ class Explorers:
     goes_by_files = tried(TrainerSynchronizer.goes_by_files)
     wait_for_explorers = tried(TrainerSynchronizer.wait_for_explorers)
 
-    def open_group(self, step: int, save_id: SaveId, device: torch.device) -> WeightGroup:
+    def open_group(self, save_id: SaveId, device: torch.device, timeout: float) -> WeightGroup:
         """Wait until all receivers are ready, and form the weight group.
 
         Raises:
-            BroadcastError: an explorer is not ready in time, or the group cannot be formed.
+            BroadcastError: an explorer is not ready within ``timeout`` seconds, or the group cannot
+                be formed.
         """
         synchronizer = self.synchronizer
-        timeout = synchronizer.settings.broadcast_timeout
-        agreed = self.ready_to_nccl_sync(step, timeout=timeout)
-        if agreed is None:
+        if synchronizer is None or self.ready_to_nccl_sync(save_id.step, timeout=timeout) is None:
             raise BroadcastError(
                 f"not all explorers were ready for the broadcast within {timeout:g} s"
             )
@@ -131,4 +104,5 @@ class Explorers:
     def close(self) -> None:
         """Report that this trainer has stopped. Safe to call twice."""
         self.is_closed = True
-        self.synchronizer.close()
+        if self.synchronizer is not None:
+            self.synchronizer.close()

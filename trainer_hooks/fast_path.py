@@ -17,10 +17,10 @@ from syncd.checkpoint.tensor_rules import Cast
 from syncd.coordination.broadcast.group import WeightGroup
 from syncd.coordination.broadcast.weight_meta import BUCKET
 from syncd.protocol.errors import BroadcastError, OutOfStepError, SaveFailedError, SyncdError
-from syncd.protocol.policy import SyncSettings
+from syncd.protocol.policy import SyncMethod, SyncSettings
 from syncd.protocol.records import NonFinite, SaveId
-from trainer_hooks.agreement import Ranks
 from trainer_hooks.explorers import Explorers
+from trainer_hooks.ranks import Ranks
 from trainer_hooks.state.full_file import ties_embeddings
 from trainer_hooks.state.full_plan import agree_on_plan
 from trainer_hooks.state.gather import full_tensor
@@ -97,22 +97,25 @@ class Cadence:
 class TrainerBroadcasts:
     """The broadcasts of a trainer: rank 0 opens them, all ranks send.
 
-    If a broadcast fails, the step is saved as files. Training must end only if a collective of the
-    trainer's own ranks fails. Only rank 0 has ``explorers`` and exact counts.
+    They are on with method ``nccl``; otherwise all syncs go by files. If a broadcast fails, the
+    step is saved as files. Training must end only if a collective of the trainer's own ranks fails.
+    Only rank 0 has exact counts.
     """
 
     def __init__(
         self,
         model: nn.Module,
         settings: SyncSettings,
-        explorers: Explorers | None,
+        explorers: Explorers,
         cast: Cast | None = None,
     ) -> None:
+        self.is_on = settings.method is SyncMethod.NCCL
         self.cadence = Cadence(settings.checkpoint_every)
         self.broadcasts = 0
         self.failures = 0
         self._model = model
         self._explorers = explorers
+        self._timeout = settings.broadcast_timeout
         self._sender = WeightSender(
             model,
             bucket_bytes=settings.broadcast_bucket,
@@ -121,17 +124,15 @@ class TrainerBroadcasts:
         )
         self._group: WeightGroup | None = None
 
-    def has_arrived(self, sent: SaveId | None, step: int) -> bool:
+    def has_arrived(self, sent: SaveId, step: int) -> bool:
         """On rank 0: True if all receivers serve ``sent``, and it is of this step."""
-        if sent is None or sent.step != step or self._explorers is None:
-            return False
-        return self._explorers.have_received(sent) is True
+        return self.is_on and sent.step == step and self._explorers.have_received(sent) is True
 
-    def open(self, step: int, save_id: SaveId) -> Way:
+    def open(self, save_id: SaveId) -> Way:
         """On rank 0: choose a sync's route. For a broadcast, wait until all receivers are ready."""
-        explorers = self._explorers
-        takers = explorers.takers() if explorers is not None else None
-        if explorers is None or takers is None:
+        explorers, step = self._explorers, save_id.step
+        takers = explorers.takers() if self.is_on else None
+        if takers is None:
             return Way.FILES
         if not takers.working and not self.cadence.is_save_due:
             self.cadence.passed(step)
@@ -144,7 +145,7 @@ class TrainerBroadcasts:
         devices = (parameter.device for parameter in self._model.parameters())
         device = next((one for one in devices if one.type != "meta"), torch.device("cpu"))
         try:
-            self._group = explorers.open_group(step, save_id, device)
+            self._group = explorers.open_group(save_id, device, self._timeout)
         except Exception as error:  # noqa: BLE001 - after any error the step is saved as files
             self._failed(step, error)
             explorers.goes_by_files(step)
@@ -170,8 +171,7 @@ class TrainerBroadcasts:
                     f"the weights could not be gathered for a broadcast: {error}. The ranks may "
                     "be out of step with each other. End this training, and resume it"
                 ) from error
-            if self._explorers is not None:
-                self._explorers.goes_by_files(step)
+            self._explorers.goes_by_files(step)
             return False
         if nonfinite.count:
             log.warning(
@@ -180,8 +180,7 @@ class TrainerBroadcasts:
                 step,
                 nonfinite,
             )
-        if self._explorers is not None:
-            self._explorers.nccl_sync_succeeded()
+        self._explorers.nccl_sync_succeeded()
         self.cadence.succeeded()
         self.broadcasts += 1
         return True
@@ -199,8 +198,7 @@ class TrainerBroadcasts:
         )
         self.cadence.failed()
         self.failures += 1
-        if self._explorers is not None:
-            self._explorers.group_failed()
+        self._explorers.group_failed()
 
 
 class Sent(NamedTuple):

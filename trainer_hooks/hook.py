@@ -6,27 +6,25 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
+
+from torch import nn
 
 from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
 from syncd.protocol.policy import SyncMethod, SyncSettings, check_step, given_or_default
 from syncd.storage.fsio import Storage
-from trainer_hooks.agreement import Ranks
-from trainer_hooks.background import raise_first
-from trainer_hooks.decisions import Decisions, Plan
 from trainer_hooks.fast_path import TrainerBroadcasts
-from trainer_hooks.planner import Planner
-from trainer_hooks.save_queue import SaveQueue, patience_of
-from trainer_hooks.saves import Saver, Trained
-from trainer_hooks.settings import SaveAsHf, SaveSettings
+from trainer_hooks.planning import Planner
+from trainer_hooks.ranks import LedRanks, Plan, Ranks
+from trainer_hooks.saver import Save, SaveFolder, Saver, raise_first
+from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.full_checkpoint import Stateful, check_stateful
-from trainer_hooks.trainer_job import TrainerJob, effective_settings
-from trainer_hooks.writing.model_files import Pretrained, model_files
-
-if TYPE_CHECKING:
-    from torch import nn
+from trainer_hooks.state.lora import base_vocabulary, check_methods
+from trainer_hooks.trained import Trained
+from trainer_hooks.writing.model_files import Pretrained, adapters_of, model_files, unwrapped
 
 log = logging.getLogger(__name__)
 
@@ -93,62 +91,46 @@ class TrainerHook:
         name: str = "trainer",
         storage: Storage | None = None,
     ) -> None:
-        self._settings = effective_settings(
+        settings = _effective(
             given_or_default("settings", SyncSettings, settings), model, memory_dir
         )
-        self._saving = given_or_default("saving", SaveSettings, saving)
+        saving = given_or_default("saving", SaveSettings, saving)
         check_stateful(optimizer=optimizer, scheduler=scheduler, critic_optimizer=critic_optimizer)
-        patience = patience_of(self._settings, self._saving, Ranks().world_size)
-        broadcast = _BROADCAST_WAITS * self._settings.broadcast_timeout
-        decisions = Decisions(  # the timeout is the longest wait for rank 0's decision
-            timeout=self._settings.sync_timeout + patience + broadcast + _TORCH_TIMEOUT,
-            save_timeout=self._settings.save_timeout,
-        )
-        self._job = TrainerJob(
+        alone = Ranks()
+        self._saver = saver = Saver(
             job_dir,
-            memory_dir,
-            name,
-            decisions.ranks,
-            self._settings,
-            self._saving,
+            alone.rank,
+            alone.world_size,
+            settings=settings,
+            saving=saving,
+            name=name,
+            memory_dir=memory_dir,
             storage=storage,
         )
-        trained = Trained(
+        broadcast = _BROADCAST_WAITS * settings.broadcast_timeout
+        ranks = LedRanks(  # the timeout is the longest wait for rank 0's decision
+            timeout=settings.sync_timeout + saver.patience + broadcast + _TORCH_TIMEOUT,
+            save_timeout=settings.save_timeout,
+        )
+        saver.open_together(ranks)
+        vocabulary = None
+        if adapters_of(model):
+            vocabulary = ranks.of_first(lambda: base_vocabulary(unwrapped(model)))
+        self._trained = Trained(
             model=model,
+            rank=ranks.rank,
             optimizer=optimizer,
             scheduler=scheduler,
             critic=critic,
             critic_optimizer=critic_optimizer,
             user_state=user_state,
-            model_files=model_files(model, tokenizer) if decisions.ranks.rank == 0 else (),
-            lora=self._saving.lora,
-            sync_dtype=self._saving.sync_dtype,
-            base_vocabulary=self._job.base_vocabulary(model),
+            model_files=model_files(model, tokenizer) if ranks.rank == 0 else (),
+            lora=saving.lora,
+            sync_dtype=saving.sync_dtype,
+            base_vocabulary=vocabulary,
         )
-        self._queue = SaveQueue(
-            patience=patience, progress=self._job.progress, begin_save=self._job.begin_save
-        )
-        self._saves = Saver(
-            trained, rank=decisions.ranks.rank, queue=self._queue, progress=self._job.progress
-        )
-        self._fast_path: TrainerBroadcasts | None = None
-        if self._settings.method is SyncMethod.NCCL:
-            self._fast_path = TrainerBroadcasts(
-                model, self._settings, self._job.explorers, self._saving.sync_dtype
-            )
-        self._planner = Planner(
-            decisions,
-            self._settings,
-            self._saving,
-            run_id=self._job.run_id,
-            one_save=self._job.memory is None,
-            explorers=self._job.explorers,
-            fast_path=self._fast_path,
-            thread=self._queue.thread,
-            progress=self._job.progress,
-            are_weights_there=self._job.are_weights_there,
-            patience=patience,
-        )
+        self._fast_path = TrainerBroadcasts(model, settings, saver.explorers, saving.sync_dtype)
+        self._planner = Planner(ranks, saver, self._fast_path)
         self._step: int | None = None
         self._last_sync_time: float | None = None
         self._pid = os.getpid()
@@ -164,8 +146,7 @@ class TrainerHook:
         (``explorer_requires_sync``). The hook itself announces saves, answers requests, and sets
         the trainer's status. The synchronizer's methods raise errors of storage.
         """
-        explorers = self._job.explorers
-        return None if explorers is None else explorers.synchronizer
+        return self._saver.explorers.synchronizer
 
     def after_step(self, step: int) -> dict[str, float]:
         """Save the finished step if it is due: as a sync, as a full checkpoint, or as both.
@@ -182,7 +163,7 @@ class TrainerHook:
         begun = self._begun()
         self._step = step
         metrics = self._carry_out(self._planner.by_policy(step, waiting=False), step)
-        if self._settings.max_explorer_lag is not None:
+        if self._saver.settings.max_explorer_lag is not None:
             waited = time.monotonic()
             self._planner.wait_for_explorers()
             metrics["time/wait_for_explorers"] = time.monotonic() - waited
@@ -242,10 +223,9 @@ class TrainerHook:
             )
         begun = self._begun()
         self._step = step
-        with_hf = self._saving.save_as_hf is SaveAsHf.ALWAYS if save_as_hf is None else save_as_hf
-        metrics = self._carry_out(self._planner.checkpoint(step, with_hf=with_hf), step)
+        metrics = self._carry_out(self._planner.checkpoint(step, with_hf=save_as_hf), step)
         if block_until_saved:
-            self._queue.wait()
+            self._saver.wait()
             metrics["time/save_checkpoint"] = time.monotonic() - begun
         return self._told(metrics, begun)
 
@@ -281,7 +261,7 @@ class TrainerHook:
                 log.error("%s", other)
             raise
         errors = self._end()
-        self._planner.wait_until_told()
+        self._planner.ranks.wait_until_sent()
         if failed is not None:
             errors.insert(0, failed)
         raise_first(errors)
@@ -297,8 +277,8 @@ class TrainerHook:
             return
         # Training failed: the other ranks may never write their part of the saves under way, and
         # this rank must not begin a collective.
-        self._job.stop_waiting()
-        self._planner.stays_away()
+        self._saver.stop_waiting()
+        self._planner.ranks.call_off(self._saver.run_id, "has ended with an error")
         for error in self._end():
             log.warning("%s", error)
 
@@ -319,37 +299,41 @@ class TrainerHook:
         if step is None or not plan:
             return metrics
         last_sync, first = self._planner.last_sync, time.monotonic()
-        if plan & Plan.BROADCAST and self._fast_path is not None:
-            sent = self._planner.begin_broadcast(step)
-            arrived = self._fast_path.send(step)
-            plan = self._planner.after_broadcast(plan, sent, arrived=arrived)
+        if plan & Plan.BROADCAST:
+            plan = self._planner.broadcast(plan, step)
             metrics["time/broadcast"] = time.monotonic() - first
         begun = time.monotonic()
-        saves = self._planner.begin(plan, step)
-        if saves.sync is not None:
-            self._saves.begin(self._job.memory or self._job.place, saves.sync, Plan.SYNC)
+        plan = self._planner.begin(plan, step)
+        if plan & Plan.SYNC:
+            place = self._saver.memory or self._saver.place
+            self._save(self._planner.synced, Plan.SYNC, place)
             metrics["time/sync_weight"] = time.monotonic() - begun
-        half = time.monotonic()
-        if saves.full is not None:
-            self._saves.begin(self._job.place, saves.full, plan)
-        elif saves.hugging_face is not None:
-            self._saves.add_hugging_face(self._job.place, saves.hugging_face)
-        if saves.full is not None or saves.hugging_face is not None:
+        half, full, place = time.monotonic(), self._planner.full, self._saver.place
+        if plan & Plan.FULL:
+            self._save(full, plan, place)
+        elif plan & Plan.HUGGING_FACE:
+            gather = partial(self._trained.full_weights, place, step)
+            self._saver.add_hugging_face(full, gather)
+        if plan & (Plan.FULL | Plan.HUGGING_FACE):
             metrics["time/save_checkpoint"] = time.monotonic() - half
-        if self._planner.last_sync != last_sync:
+        if self._planner.last_sync is not last_sync:
             if self._last_sync_time is not None:
                 metrics["time/trainer_sync_interval"] = first - self._last_sync_time
             self._last_sync_time = first
         return metrics
 
+    def _save(self, save: Save, plan: Plan, place: SaveFolder) -> None:
+        self._saver.save(save, partial(self._trained.part, place, save.id.step, plan), place)
+
     def _told(self, metrics: dict[str, float], begun: float) -> dict[str, float]:
-        self._queue.raise_failure()
-        written = self._queue.thread.take_written()
+        saver = self._saver
+        saver.raise_failure()
+        written = saver.take_written()
         if written is not None:
             metrics["sync/bytes"] = float(written)
-        if (announced := self._job.progress.announced) is not None:
-            metrics["sync/announced_step"] = float(announced.step)
-        if self._fast_path is not None and self._job.explorers is not None:
+        if saver.announced is not None:
+            metrics["sync/announced_step"] = float(saver.announced)
+        if self._fast_path.is_on and saver.rank == 0:
             metrics["sync/broadcasts"] = float(self._fast_path.broadcasts)
             metrics["sync/broadcast_failures"] = float(self._fast_path.failures)
         metrics["sync/skipped"] = float(self._planner.skipped)
@@ -358,8 +342,31 @@ class TrainerHook:
 
     def _end(self) -> list[SaveFailedError]:
         self._has_ended = True
-        errors = self._queue.close(self._job.stop_waiting)
-        if self._fast_path is not None:
-            self._fast_path.close()
-        self._job.close()
-        return errors
+        self._fast_path.close()
+        return self._saver.close()
+
+
+def _effective(
+    settings: SyncSettings, model: nn.Module, memory_dir: str | Path | None
+) -> SyncSettings:
+    """Check the settings; return the settings that take effect.
+
+    Raises:
+        InvalidSettingsError: the settings, the model or ``memory_dir`` are invalid.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidSettingsError(
+            f"model is of type {type(model).__name__}, but it must be a torch.nn.Module. The "
+            "arguments of TrainerHook are first the job directory, and then the model"
+        )
+    adapters = adapters_of(model)
+    check_methods(adapters)
+    settings, why = settings.normalised(lora=bool(adapters))
+    if why is not None:
+        log.warning("%s", why)
+    if memory_dir is not None and settings.method is not SyncMethod.MEMORY:
+        raise InvalidSettingsError(
+            f"memory_dir is only for method memory, but the method is {settings.method}. Set "
+            "SyncSettings(method='memory'), or give no memory_dir"
+        )
+    return settings

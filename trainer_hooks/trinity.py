@@ -12,29 +12,35 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from syncd.coordination.trainer import TrainerSynchronizer
-from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
+from syncd.protocol.policy import SyncMethod, SyncSettings, given_or_default
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
-from trainer_hooks.agreement import Ranks
-from trainer_hooks.coordinator import CheckpointCoordinator
+from trainer_hooks.ranks import LedRanks, Ranks
+from trainer_hooks.saver import Saver, raise_first
+from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.gather import full_tensor
+from trainer_hooks.state.host_buffers import HostBuffers
 from trainer_hooks.state.hub_names import HubNames
-from trainer_hooks.state.state_dict import sharded_state_dict
+from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
 from trainer_hooks.writing.contents import RankContents
 from trainer_hooks.writing.model_files import Pretrained, model_files, unwrapped
 from trainer_hooks.writing.writer import RankWriter
 
 if TYPE_CHECKING:
     from torch import nn
+
+log = logging.getLogger(__name__)
 
 __all__ = [
     "CheckpointCoordinator",
@@ -181,6 +187,183 @@ def fsdp_state_dict_meta(engine: FSDPEngine) -> list[tuple[str, str, tuple[int, 
         for name, weight in _weights(engine)
     ]
     return told if Ranks().rank == 0 else []
+
+
+class CheckpointCoordinator:
+    """Writes one rank's saves in a thread, one by one. Replaces Trinity-RFT's class of this name.
+
+    Promised: the pointer names a step only when every rank's shard of one save is complete and
+    durable. If a save fails on a rank, the next call on that rank raises the error once. So does
+    the next call on rank 0.
+
+    Not promised: that a save is announced when a call returns. :meth:`wait_all` waits for the
+    announcement. This class never moves the checkpoint pointer,
+    ``latest_checkpointed_iteration.txt``.
+
+    Construct the coordinator on every rank. Call the same methods in the same order on all ranks.
+
+    Args:
+        job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
+        settings: only ``save_timeout`` and ``method`` are used. ``method`` must be ``checkpoint``.
+        name: the name of the trainer; a job has one trainer.
+
+    Raises:
+        JobUnavailableError: the job directory is missing or not writable on some rank.
+        NameTakenError: another trainer works in this job. The check may take one lease time.
+        InvalidSettingsError: the method is not ``checkpoint``.
+    """
+
+    def __init__(
+        self,
+        job_dir: str | Path,
+        *,
+        settings: SyncSettings | None = None,
+        name: str = "trainer",
+        storage: Storage | None = None,
+    ) -> None:
+        settings = given_or_default("settings", SyncSettings, settings)
+        if settings.method is not SyncMethod.CHECKPOINT:
+            raise InvalidSettingsError(
+                f"CheckpointCoordinator supports only method checkpoint, not {settings.method}"
+            )
+        alone = Ranks()
+        self._saver = saver = Saver(
+            job_dir,
+            alone.rank,
+            alone.world_size,
+            settings=settings,
+            saving=SaveSettings(),
+            name=name,
+            storage=storage,
+        )
+        saver.open_together(LedRanks(timeout=saver.patience, save_timeout=settings.save_timeout))
+        self._hub_names: HubNames | None = None
+        self._closed = False
+
+    def save_async(
+        self,
+        name: str,
+        save_fn: Callable[[], object],
+        global_step: int,
+        is_state_dict: bool = False,
+    ) -> None:
+        """Call ``save_fn`` in the background, when all earlier functions have returned.
+
+        With ``is_state_dict``, ``save_fn`` must write this rank's part of the state dict with
+        ``torch.save`` to ``JOB/global_step_N/actor/model_world_size_W_rank_R.pt``. N is
+        ``global_step``, W the number of ranks and R this rank. The folder exists. The pointer moves
+        to the step once all ranks have written. If storage fails for a moment, ``save_fn`` is
+        called again and must start over.
+
+        Training must not change the tensors before ``save_fn`` has returned. ``name`` is for
+        messages.
+
+        Raises:
+            SaveFailedError: an earlier save failed, or this save waited too long for earlier saves.
+        """
+        self._check_open()
+        saver, told = self._saver, f"{name} of step {global_step}"
+        if is_state_dict:
+            contents = RankContents(written_by=save_fn)
+            saver.save(saver.new(global_step), lambda *_: contents, name=told)
+        elif saver.has_room():
+
+            def work() -> None:
+                save_fn()
+
+            saver.submit(global_step, work)
+        else:
+            saver.refuse(told)
+        saver.raise_failure()
+
+    def save_model(
+        self,
+        model: nn.Module,
+        global_step: int,
+        *,
+        model_files: tuple[Callable[[Path], object], ...] = (),
+    ) -> None:
+        """Copy this rank's part of a model to host memory, and save it as ``global_step`` later.
+
+        The ``model`` is plain, or under DDP, FSDP1, FSDP2 or tensor parallelism. With FSDP1 this
+        call is collective. ``model_files`` are functions that write the config or the tokenizer
+        into a given folder; only rank 0 calls them.
+
+        Raises:
+            SaveFailedError: an earlier save failed, or this save waited too long for earlier saves.
+        """
+        self._check_open()
+        saver = self._saver
+
+        def copied(buffers: HostBuffers | None, _: ExitStack) -> RankContents:
+            files, state = model_files, sharded_state_dict(model)
+            if saver.rank == 0:
+                if self._hub_names is None or self._hub_names.model is not model:
+                    self._hub_names = HubNames(model)
+                files += self._hub_names.writers(state)
+            return RankContents(
+                model=None if buffers is None else buffers.copy(state),
+                model_files=files if saver.rank == 0 else (),
+                fsdp_version=fsdp_version(model),
+            )
+
+        name = f"the state dict of step {global_step}"
+        saver.save(saver.new(global_step), copied, name=name)
+        saver.raise_failure()
+
+    def check_path(self, local_path: str | Path, global_step: int) -> None:
+        """Check that the daemon would find a save of ``global_step`` in ``local_path``.
+
+        Raises:
+            InvalidSettingsError: the daemon looks for the step in another folder.
+        """
+        actor = self._saver.place.writer.job.layout.actor(global_step)
+        if Path(local_path).absolute() != actor:
+            raise InvalidSettingsError(
+                f"step {global_step} cannot be saved to {local_path}, because the daemon looks "
+                f"for this step in {actor}. Save to that folder, or give the "
+                "CheckpointCoordinator another job_dir"
+            )
+
+    def wait_all(self) -> None:
+        """Wait until all saves are announced (on rank 0) or written (on other ranks).
+
+        Raises:
+            SaveFailedError: a save failed, or is unfinished after four times the ``save_timeout``.
+        """
+        self._saver.wait()
+        self._saver.raise_failure()
+
+    def close(self) -> None:
+        """Wait for unfinished saves, and report that this trainer has stopped. Safe to call twice.
+
+        Raises:
+            SaveFailedError: a save failed, or was given up because it took too long.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        raise_first(self._saver.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        # Training failed: the other ranks may never write their part of the saves under way.
+        self._saver.stop_waiting()
+        try:
+            self.close()
+        except SaveFailedError as error:
+            log.warning("%s", error)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SaveFailedError(
+                "this coordinator is closed and cannot save. Make a new coordinator"
+            )
 
 
 class StateDictWriter:

@@ -32,6 +32,7 @@ from tests.multiprocess.peers import CONTEXT, Peer, Ranks, Told
 from tests.multiprocess.processes import DEADLINE, explorer_report, wait_until
 from tests.weight_groups import meeting
 from trainer_hooks import SaveSettings, TrainerHook
+from trainer_hooks.explorers import Explorers
 from trainer_hooks.fast_path import TrainerBroadcasts
 
 SETTINGS: dict[str, Any] = {
@@ -149,7 +150,7 @@ class Sender(Participant):
         model = Mixed()
         fully_shard(model)
         settings = SyncSettings(method="nccl")  # type: ignore[arg-type] # a name will do
-        self._path = TrainerBroadcasts(model, settings, None)
+        self._path = TrainerBroadcasts(model, settings, Explorers())
         self._rank = rank
 
     def send_without_memory(self) -> bool:

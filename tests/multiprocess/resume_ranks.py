@@ -321,7 +321,7 @@ class Rank:
                 truth = full_state(*made[:2])
                 hook.after_step(step)
                 if step == 1:
-                    hook._queue.wait()
+                    hook._saver.wait()
                 hook.save_checkpoint(step, block_until_saved=True)
                 dist.barrier()  # what is not announced is not for the daemon
                 if self.rank == 0:

@@ -23,7 +23,7 @@ from syncd.protocol.errors import SaveFailedError
 from tests.hooks import DEADLINE, over
 from tests.multiprocess.peers import Told
 from tests.storages import CHANGES, RuledStorage, once, refuse
-from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, decisions
+from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, ranks
 
 
 @contextmanager
@@ -83,7 +83,7 @@ class Rank(Told):
         """Make a hook that another rank does not make; returns the warnings and the error."""
         with (
             _warnings() as logged,
-            mock.patch.object(decisions, "_WORD", 0.5),
+            mock.patch.object(ranks, "_WORD", 0.5),
             pytest.raises(SaveFailedError) as refused,
         ):
             self.open({"save_timeout": 3})
@@ -119,7 +119,7 @@ class Rank(Told):
         """Close the hook; returns the warnings that this logs."""
         with _warnings() as logged:
             self.hook.close()
-            assert not self.hook._planner.decisions._sent, "this process may end now"
+            assert not self.hook._planner.ranks._sent, "this process may end now"
         return logged
 
     def fail(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from syncd.protocol.errors import SaveFailedError
 from tests.hooks import DEADLINE
-from trainer_hooks.coordinator import CheckpointCoordinator
+from trainer_hooks.trinity import CheckpointCoordinator
 
 
 def test_of_two_saves_that_failed_the_end_raises_one_and_logs_the_other(
@@ -27,7 +27,7 @@ def test_of_two_saves_that_failed_the_end_raises_one_and_logs_the_other(
     coordinator.save_async("two", lambda: fails(2), 2)
     last_call.set()
     with (
-        caplog.at_level(logging.ERROR, "trainer_hooks.coordinator"),
+        caplog.at_level(logging.ERROR, "trainer_hooks.saver"),
         pytest.raises(SaveFailedError, match="step 1"),
     ):
         coordinator.close()

@@ -26,6 +26,7 @@ from tests.explorers import LONG, leased, publish, report
 from tests.jobs import SmallJob
 from tests.weight_groups import transfer
 from trainer_hooks import TrainerHook
+from trainer_hooks.explorers import Explorers
 from trainer_hooks.fast_path import Cadence, TrainerBroadcasts, WeightSender
 
 # -- the trainer's -----------------------------------------------------------------------------
@@ -67,7 +68,7 @@ def test_whatever_a_sending_ends_with_ends_no_training(
 
     monkeypatch.setattr(WeightSender, "send", send)
     settings = SyncSettings(method="nccl")  # type: ignore[arg-type] # a name will do
-    path = TrainerBroadcasts(nn.Linear(2, 2), settings, None)
+    path = TrainerBroadcasts(nn.Linear(2, 2), settings, Explorers())
     assert not path.send(3)
     assert (path.failures, path.broadcasts) == (1, 0)
     assert (
@@ -82,7 +83,7 @@ def test_a_broadcast_is_cut_and_digested_as_the_settings_say(
 ) -> None:
     """Where they say nothing, what comes from a CPU is digested."""
     settings = SyncSettings(method="nccl", broadcast_bucket=128, broadcast_digests=said)  # type: ignore[arg-type] # a name will do
-    path = TrainerBroadcasts(nn.Linear(2, 2), settings, None)
+    path = TrainerBroadcasts(nn.Linear(2, 2), settings, Explorers())
 
     def send(group: WeightGroup) -> bool:
         path._group = group
@@ -103,7 +104,7 @@ def test_a_broadcast_is_cut_and_digested_as_the_settings_say(
 def test_a_broadcast_is_cast_and_looked_at_as_it_is_sent(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 2)
     nn.init.constant_(model.bias, 1e6)
-    path = TrainerBroadcasts(model, SyncSettings(method="nccl"), None, "fp16")  # type: ignore[arg-type] # a name will do
+    path = TrainerBroadcasts(model, SyncSettings(method="nccl"), Explorers(), "fp16")  # type: ignore[arg-type] # a name will do
 
     def send(group: WeightGroup) -> bool:
         path._group = group

@@ -31,6 +31,7 @@ from tests.storages import Clock
 from tests.tiny_language import SIZES
 from tests.weight_groups import transfer
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
+from trainer_hooks.explorers import Explorers
 from trainer_hooks.fast_path import TrainerBroadcasts
 from trainer_hooks.settings import SaveLayout, SaveLora
 from trainer_hooks.state import host_buffers
@@ -343,7 +344,7 @@ def test_a_trainer_that_broadcasts_says_that_it_has_sent_nan(
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model)
     settings = SyncSettings(method=SyncMethod.NCCL, broadcast_bucket=64)
-    path = TrainerBroadcasts(model, settings, None)
+    path = TrainerBroadcasts(model, settings, Explorers())
 
     def send(group: WeightGroup) -> bool:
         path._group = group

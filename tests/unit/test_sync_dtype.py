@@ -272,7 +272,7 @@ def test_a_full_checkpoint_is_resumed_in_the_models_dtype_and_published_cast(
     ) as hook:
         hook.after_step(1)
         if how != "at once":
-            hook._queue.wait()
+            hook._saver.wait()
         if how == "written again":
             for name in (SHARD, "model.safetensors"):
                 (job.layout.actor(1) / name).unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from tests.jobs import SmallJob
 from tests.storages import RuledStorage, once, refuse
 from tests.unit.test_explorer_threads import in_a_fork
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, latest_checkpoint
-from trainer_hooks.decisions import Decisions
+from trainer_hooks.ranks import LedRanks
 
 #: No step of a test is due for a sync.
 SELDOM = SyncSettings(sync_interval=100)
@@ -101,7 +101,7 @@ def test_a_step_that_is_saved_or_being_saved_is_not_saved_again_by_close(
             train(hook, model, 1)
             if is_over:
                 written(hook)
-            run = hook._job.run_id
+            run = hook._saver.run_id
         ids.append(look_at_save(job.storage, job.layout.actor(1), 1).identity)
         assert ids[-1] == f"{run}-1-0"
 
@@ -189,8 +189,8 @@ def test_decisions_that_do_not_reach_a_rank_are_warned_of_once(caplog: Any) -> N
         def wait(self, _: object) -> None:
             raise RuntimeError("Connection reset by peer")
 
-    decisions = Decisions(timeout=1.0, save_timeout=1.0)
-    decisions._sent = [(Lost(), torch.zeros(2)), (Lost(), torch.zeros(2))]
-    decisions.wait_until_sent(1.0)
+    ranks = LedRanks(timeout=1.0, save_timeout=1.0)
+    ranks._sent = [(Lost(), torch.zeros(2)), (Lost(), torch.zeros(2))]
+    ranks.wait_until_sent()
     (message,) = caplog.messages
     assert "Connection reset by peer. Check whether another rank has ended, and" in message

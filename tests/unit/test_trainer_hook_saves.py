@@ -214,7 +214,7 @@ def test_a_save_is_left_out_though_those_before_it_end_while_it_is_copied(
 def test_a_save_that_never_ends_is_given_up_and_said(
     job: SmallJob, model: nn.Module, storage: RuledStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_hooks.save_queue._LAST", 0.1)
+    monkeypatch.setattr("trainer_hooks.saver._LAST", 0.1)
     gate = Gate(storage, "create", SHARD)
     hook = TrainerHook(
         job.layout.root, model, settings=SyncSettings(save_timeout=0.1), storage=storage

@@ -25,7 +25,7 @@ from tests.jobs import SmallJob
 from tests.multiprocess.processes import wait_until
 from tests.storages import Clock, FastStorage, RuledStorage, refuse
 from trainer_hooks import latest_checkpoint
-from trainer_hooks.save_queue import patience_of
+from trainer_hooks.saver import Saver
 from trainer_hooks.settings import SaveSettings, WriteConcurrency
 from trainer_hooks.writing.notes import Notes
 from trainer_hooks.writing.writer import RankContents, RankWriter
@@ -196,8 +196,8 @@ def test_what_took_others_longer_than_one_timeout_costs_no_rank_its_turn(
 def test_a_save_in_turns_is_waited_for_as_long_as_all_turns_may_take() -> None:
     settings = SyncSettings(save_timeout=10)
     in_turns = SaveSettings(write_concurrency=WriteConcurrency.ONE_AT_A_TIME)
-    assert patience_of(settings, SaveSettings(), 8) == 20
-    assert patience_of(settings, in_turns, 8) == 160
+    for saving, patience in ((SaveSettings(), 20), (in_turns, 160)):
+        assert Saver("job", 0, 8, settings=settings, saving=saving).patience == patience
 
 
 @pytest.mark.parametrize("is_full", [False, True])

@@ -20,7 +20,7 @@ from syncd.protocol.names import ACTOR, CRITIC, extra_state_name
 from syncd.protocol.policy import check_step
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
-from trainer_hooks.agreement import Ranks
+from trainer_hooks.ranks import Ranks
 from trainer_hooks.resuming.loading import (
     Loading,
     ModelLoading,

@@ -19,7 +19,7 @@ from syncd.checkpoint.safetensors_header import header_bytes
 from syncd.checkpoint.tensor_rules import DTYPES, ITEMSIZE, Cast, name_fault, shown
 from syncd.protocol.errors import SaveFailedError, SyncdError
 from syncd.protocol.names import FULL_STATE_DICT
-from trainer_hooks.agreement import Ranks
+from trainer_hooks.ranks import Ranks
 from trainer_hooks.state.gather import Derived
 from trainer_hooks.state.host_buffers import memory_of
 

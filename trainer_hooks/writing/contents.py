@@ -31,7 +31,6 @@ class RankContents(NamedTuple):
         written_by: a function that writes the rank's shard itself, in place of ``model``. If
             storage fails for a moment, it is called again and must start over.
         sync_dtype: the dtype to which published weights were cast; None if no tensor changed.
-        release: called when the save has ended, to free its memory.
         completes: True if the weights are announced already, so that only the rest is written.
     """
 
@@ -53,13 +52,4 @@ class RankContents(NamedTuple):
     links_hugging_face: bool = False
     written_by: Callable[[], object] | None = None
     sync_dtype: str | None = None
-    release: Callable[[], object] | None = None
     completes: bool = False
-
-    def close(self) -> None:
-        """Delete uncommitted gathered files, and release the memory."""
-        for spool in (self.full_model, self.hugging_face):
-            if spool is not None:
-                spool.close()
-        if self.release is not None:
-            self.release()

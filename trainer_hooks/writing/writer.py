@@ -40,10 +40,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def _nothing(_: SaveId) -> None:
-    pass
-
-
 @dataclass
 class RankWriter:
     """Writes the saves of one rank, one after the other.
@@ -60,7 +56,6 @@ class RankWriter:
 
     Args:
         save_timeout: seconds that rank 0 waits for the other ranks' receipts.
-        weights_announced, checkpoint_announced: on rank 0, called once its pointer has moved.
         pauses: seconds before each retry of an operation that storage refused for a moment.
     """
 
@@ -70,8 +65,6 @@ class RankWriter:
     _: KW_ONLY
     save_timeout: float
     concurrency: WriteConcurrency = WriteConcurrency.UNRESTRICTED
-    weights_announced: Callable[[SaveId], None] = _nothing
-    checkpoint_announced: Callable[[SaveId], None] = _nothing
     pauses: tuple[float, ...] = (0.2, 2.0)
     stopped: threading.Event = field(default_factory=threading.Event)
 
@@ -79,8 +72,16 @@ class RankWriter:
         self._pace = Pace(self.concurrency, self.save_timeout, self.stopped)
         self._last: Attempt | None = None
 
-    def save(self, save_id: SaveId, contents: RankContents) -> int:
+    def save(
+        self,
+        save_id: SaveId,
+        contents: RankContents,
+        announced: Callable[[bool], object] = lambda _: None,
+    ) -> int:
         """Write this rank's files, and return their size; rank 0 also waits and moves the pointers.
+
+        On rank 0, ``announced`` is called when a pointer has moved: with False after the weights,
+        with True after the full checkpoint.
 
         Raises:
             SaveFailedError: the save failed, perhaps after its weights were announced.
@@ -94,7 +95,7 @@ class RankWriter:
         )
         try:
             self._remove_given_up(attempt)
-            return self._save(attempt, contents)
+            return self._save(attempt, contents, announced)
         except OSError as error:
             self._after_failure(attempt)
             raise SaveFailedError(
@@ -151,8 +152,14 @@ class RankWriter:
             Attempt(files).unprotect()
 
     def are_weights_there(self, save_id: SaveId) -> bool:
-        """True if an announced save still has the weights of all ranks."""
-        return self._files(save_id).are_weights_there()
+        """True if an announced save still has the weights of all ranks; False if in doubt."""
+        try:
+            return self._files(save_id).are_weights_there()
+        except OSError as error:
+            log.warning(
+                "step %d: cannot check whether its weights are complete: %s", save_id.step, error
+            )
+            return False
 
     def stop_waiting(self) -> None:
         """Stop waiting for other ranks; unfinished saves fail."""
@@ -173,7 +180,9 @@ class RankWriter:
                 log.warning("step %d: storage failed, trying again: %s", save_id.step, error)
         return work()
 
-    def _save(self, attempt: Attempt, contents: RankContents) -> int:
+    def _save(
+        self, attempt: Attempt, contents: RankContents, announced: Callable[[bool], object]
+    ) -> int:
         """Write a save in the order of the protocol: files are durable before their receipt."""
         files, rank, layout = attempt.files, self.rank, self.job.layout
         save_id, step = files.save_id, files.save_id.step
@@ -223,7 +232,7 @@ class RankWriter:
             attempt.weights_stay = True
             if rank == 0:
                 again(lambda: point(self.job, layout.state_pointer, step))
-                self.weights_announced(save_id)
+                announced(False)
 
         if contents.is_full:
             rest = again(write_rest)
@@ -233,7 +242,7 @@ class RankWriter:
                     return size
                 attempt.rest_stays = True
                 again(announce_checkpoint)
-                self.checkpoint_announced(save_id)
+                announced(True)
 
         if rank == 0:
             self._remove_saving(files)

@@ -1,4 +1,4 @@
-"""Decisions of rank 0 that all ranks carry out."""
+"""The ranks of a training: they agree, and rank 0 decides for all."""
 
 from __future__ import annotations
 
@@ -10,20 +10,26 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from enum import IntFlag
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from syncd.coordination.broadcast.group_backends import within
-from syncd.protocol.errors import OutOfStepError, SaveFailedError
-from trainer_hooks.agreement import Ranks
+from syncd.protocol.errors import (
+    CheckpointError,
+    OutOfStepError,
+    SaveFailedError,
+    SyncdError,
+)
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: The longest timeout, in seconds. torch limits timeouts, and no training waits for longer.
 _LONGEST: Final = 30 * 24 * 3600.0
@@ -69,36 +75,80 @@ class Plan(IntFlag):
     BROADCAST = 256
 
 
-class Decisions:
-    """Sends rank 0's decisions to all ranks.
+class Ranks:
+    """The ranks of a process group; only this process if torch.distributed is not initialized."""
 
-    A separate gloo group sends them, so they do not delay the training's messages. Rank 0 waits for
-    no rank. If rank 0 has died, the other ranks wait at most ``timeout`` seconds.
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self._grouped = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if self._grouped else 0
+        self.world_size = dist.get_world_size() if self._grouped else 1
+
+    def gathered(self, value: T) -> list[T]:
+        """Return the values of all ranks, in rank order. Collective; values are pickled."""
+        if not self._grouped:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run rank-local work. If the work fails on any rank, every rank raises an error.
+
+        Raises:
+            Exception: this rank's error, or else the first error of another rank: of its class if
+                it is a :class:`SyncdError`, otherwise as a :class:`CheckpointError`.
+        """
+        result: T | None = None
+        failure: tuple[type[SyncdError], str] | None = None
+        raised: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 - any error, because the other ranks must not wait
+            kind = type(error) if isinstance(error, SyncdError) else CheckpointError
+            raised, failure = error, (kind, str(error) or type(error).__name__)
+        failures = self.gathered(failure)
+        if raised is not None:
+            raise raised
+        for rank, told in enumerate(failures):
+            if told is not None:
+                raise told[0](f"rank {rank}: {told[1]}")
+        return result  # type: ignore[return-value]  # nothing was raised, so work returned it
+
+    def of_first(self, work: Callable[[], T]) -> T:
+        """Return rank 0's result of ``work`` on all ranks, or raise its error on all ranks."""
+        mine = self.together(lambda: work() if self.rank == 0 else None)
+        return self.gathered(mine)[0]  # type: ignore[return-value]  # rank 0 has worked
+
+
+class LedRanks(Ranks):
+    """Ranks for which rank 0 decides.
+
+    A separate gloo group sends the decisions, so they do not delay the training's messages. Rank 0
+    waits for no rank. If rank 0 has died, the other ranks wait at most ``timeout`` seconds.
+    ``save_timeout`` is the longest wait for ranks that must meet, in seconds.
 
     Raises:
-        SaveFailedError: a rank did not make its hook within ``save_timeout`` seconds.
+        SaveFailedError: a rank did not make its hook within the ``save_timeout``.
     """
 
     def __init__(self, *, timeout: float, save_timeout: float) -> None:
-        self._group: dist.ProcessGroup | None = None
-        self._had_group = dist.is_available() and dist.is_initialized()
+        super().__init__()
+        self._save_timeout = min(save_timeout, _LONGEST)
         announced = os.environ.get("WORLD_SIZE", "")
-        if not self._had_group and announced.isdecimal() and int(announced) > 1:
+        if not self._grouped and announced.isdecimal() and int(announced) > 1:
             log.warning(
                 "the environment has WORLD_SIZE=%s, but torch.distributed is not initialized, so "
                 "this process saves as the only rank. If there are more ranks, call "
                 "torch.distributed.init_process_group before you make the hook",
                 announced,
             )
-        self.ranks = Ranks()
-        if self.ranks.world_size > 1:
-            name = f"hook-{next(_number)}"
-            if reason := self.meet(name, timeout=save_timeout, act="make its hook"):
+        if self.world_size > 1:
+            if reason := self.meet(f"hook-{next(_number)}", act="make its hook"):
                 raise SaveFailedError(f"{reason}. Make the hook on every rank, not on rank 0 alone")
             self._group = dist.new_group(
                 backend="gloo", timeout=timedelta(seconds=min(timeout, _LONGEST))
             )
-        self.ranks = Ranks(self._group)
         self._sent: list[tuple[Any, torch.Tensor]] = []
 
     def agree(self, decide: Callable[[], Plan], *, step: int | None = None) -> Plan:
@@ -110,7 +160,7 @@ class Decisions:
         """
         if self._group is None:
             return decide()
-        if self.ranks.rank == 0:
+        if self.rank == 0:
             plan = Plan.UNDECIDED
             try:
                 plan = decide()
@@ -128,19 +178,19 @@ class Decisions:
         decided, first = word.tolist()
         if step is not None and first not in (step, _NO_STEP):
             raise OutOfStepError(
-                f"rank 0 called the hook with step {first}, but rank {self.ranks.rank} with step "
+                f"rank 0 called the hook with step {first}, but rank {self.rank} with step "
                 f"{step}. End this training, and call the hook with the same step on all ranks"
             )
         if Plan(decided) & Plan.UNDECIDED:
             raise SaveFailedError("rank 0 could not decide what to save. See the log of rank 0")
         return Plan(decided)
 
-    def wait_until_sent(self, timeout: float) -> None:
-        """On rank 0, wait until all decisions are sent; warn if one takes ``timeout`` seconds."""
+    def wait_until_sent(self) -> None:
+        """On rank 0, wait until all decisions are sent; warn if one takes too long."""
         failed: RuntimeError | None = None
         for work, _ in self._sent:
             try:
-                work.wait(timedelta(seconds=min(timeout, _LONGEST)))
+                work.wait(timedelta(seconds=self._save_timeout))
             except RuntimeError as error:
                 failed = error
         self._sent = []
@@ -151,7 +201,7 @@ class Decisions:
                 failed,
             )
 
-    def meet(self, name: str, *, timeout: float, act: str) -> str | None:
+    def meet(self, name: str, *, act: str) -> str | None:
         """Wait until all ranks have called this method; return None, or the reason of a failure.
 
         The first outcome in the process group's store counts for all ranks, so no rank enters a
@@ -159,11 +209,11 @@ class Decisions:
         """
         if self._has_lost_its_group():
             return "the process group was destroyed before close() was called"
-        if self.ranks.world_size == 1:
+        if self.world_size == 1:
             return None
-        end = time.monotonic() + min(timeout, _LONGEST)
+        end = time.monotonic() + self._save_timeout
         try:
-            outcome = within(end + _ANSWER, lambda: self._meet(name, end, timeout, act))
+            outcome = within(end + _ANSWER, lambda: self._meet(name, end, act))
         except (RuntimeError, TimeoutError) as error:
             said = (str(error).strip() or "the store did not answer in time").splitlines()[0]
             return f"the store of the process group is out of reach: {said}"
@@ -175,13 +225,13 @@ class Decisions:
             return
         store, end = self._store(name), time.monotonic() + _ANSWER
         try:
-            within(end, lambda: store.compare_set("outcome", "", f"rank {self.ranks.rank} {why}"))
+            within(end, lambda: store.compare_set("outcome", "", f"rank {self.rank} {why}"))
         except (RuntimeError, TimeoutError) as error:
             log.debug("this rank %s, and could not tell the other ranks: %s", why, error)
 
-    def _meet(self, name: str, end: float, timeout: float, act: str) -> str:
+    def _meet(self, name: str, end: float, act: str) -> str:
         word = time.monotonic() + _WORD
-        store, rank, world_size = self._store(name), self.ranks.rank, self.ranks.world_size
+        store, rank, world_size = self._store(name), self.rank, self.world_size
         store.set(f"{rank}", "")
         if store.add("come", 1) == world_size:
             store.compare_set("outcome", "", _ALL)
@@ -193,7 +243,7 @@ class Decisions:
             word = math.inf
             late = ", ".join(f"{one}" for one in range(world_size) if not store.check([f"{one}"]))
             if late and now >= end:
-                reason = f"rank {late} did not {act} within {timeout:g} s"
+                reason = f"rank {late} did not {act} within {self._save_timeout:g} s"
                 store.compare_set("outcome", "", reason)
             elif late:
                 log.warning("rank %s did not %s within %g s; waiting on", late, act, _WORD)
@@ -210,8 +260,8 @@ class Decisions:
         return dist.PrefixStore(f"syncd/{name}", store)  # type: ignore[attr-defined] # public
 
     def _has_lost_its_group(self) -> bool:
-        if not (self._had_group and dist.is_initialized()):
-            return self._had_group
+        if not (self._grouped and dist.is_initialized()):
+            return self._grouped
         try:
             return self._group is not None and dist.get_group_rank(self._group, 0) < 0
         except ValueError:

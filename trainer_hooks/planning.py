@@ -1,0 +1,293 @@
+"""Plans the saves to make and the saves to skip."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from syncd.protocol.policy import SyncStyle, trainer_decision
+from syncd.protocol.records import SaveId
+from trainer_hooks.fast_path import TrainerBroadcasts, Way
+from trainer_hooks.ranks import LedRanks, Plan
+from trainer_hooks.saver import Save, Saver
+from trainer_hooks.settings import SaveAsHf, WhenBusy
+
+log = logging.getLogger(__name__)
+
+#: Stands for the newest save while there is none. It is of no step.
+_NO_SAVE: Final = Save(SaveId("", -1, 0), is_announced=True)
+
+
+class Planner:
+    """Decides what to save. Rank 0 decides for all ranks if ranks could decide differently.
+
+    All ranks get the same plans and save ids if they make the same calls. If nothing is due on a
+    step, the ranks exchange a message only in these cases:
+
+    - explorers may request syncs (``SyncStyle.EXPLORER_DRIVEN``),
+    - the trainer limits the lag of explorers,
+    - the trainer waits for data, and an explorer may have missed a broadcast.
+
+    Attributes:
+        synced: the newest save whose weights explorers get as files.
+        last_sync: the newest sync: ``synced``, or a later broadcast.
+        full: the newest full checkpoint.
+        skipped: the number of due saves that were skipped because the writer was busy; a retry does
+            not count.
+    """
+
+    def __init__(self, ranks: LedRanks, saver: Saver, fast_path: TrainerBroadcasts) -> None:
+        self.ranks = ranks
+        self.synced = self.last_sync = self.full = _NO_SAVE
+        self.skipped = 0
+        self._saver = saver
+        self._settings = saver.settings
+        self._saving = saver.saving
+        self._explorers = saver.explorers
+        self._fast_path = fast_path
+        #: Whether a sync and a full checkpoint of the same step are one save.
+        self._one_save = saver.memory is None
+        self._skipped_at = -1
+        self._owed = Plan.NOTHING
+        #: The last broadcast, successful or not. A save of the same step is this save.
+        self._sent = _NO_SAVE
+
+    def by_policy(self, step: int | None, *, waiting: bool) -> Plan:
+        """Plan the saves that are due. ``step`` is None before the first step."""
+        driven = self._settings.style is SyncStyle.EXPLORER_DRIVEN
+        due = Plan.NOTHING if step is None else self._due(step, waiting=waiting)
+        if not (driven or due or (waiting and self._may_leave_some_behind)):
+            return Plan.NOTHING
+        return self.ranks.agree(lambda: self._decide(step, due, waiting=waiting), step=step)
+
+    def wait_for_explorers(self) -> None:
+        """Wait while the slowest explorer lags too far.
+
+        The other ranks wait for rank 0's message. In a collective of the training they could time
+        out.
+        """
+
+        def wait() -> Plan:
+            self._explorers.wait_for_explorers()
+            return Plan.NOTHING
+
+        self.ranks.agree(wait)
+
+    def sync(self, step: int) -> Plan:
+        """Plan to sync a step now."""
+        return self.ranks.agree(lambda: self._for_sync(step), step=step)
+
+    def checkpoint(self, step: int, *, with_hf: bool | None) -> Plan:
+        """Plan to make a step a full checkpoint. If ``with_hf`` is None, the settings decide."""
+        return self.ranks.agree(lambda: self._for_checkpoint(step, with_hf), step=step)
+
+    def at_close(self, step: int | None) -> Plan:
+        """Plan the last save; ``NOTHING`` if a rank does not call this in time. Collective."""
+        if step is None or not (self._saving.final or self._ends_with_full):
+            return Plan.NOTHING
+        why_not = self.ranks.meet(self._saver.run_id, act="call close()")
+        if why_not is None:
+            return self.ranks.agree(lambda: self._for_close(step), step=step)
+        log.warning(
+            "close() does not save step %d, because %s. Saves announced earlier are unaffected",
+            step,
+            why_not,
+        )
+        return Plan.NOTHING
+
+    def begin(self, plan: Plan, step: int) -> Plan:
+        """Record that a plan is being carried out; ``synced`` and ``full`` are its saves.
+
+        Returns the plan, without ``SYNC`` if ``full`` is also for explorers.
+        """
+        due = trainer_decision(self._settings, step=step, last_sync_step=self.last_sync.id.step)
+        is_new, before = self._skipped_at != step, self._owed
+        for done, skipped, is_due in (
+            (Plan.SYNC, Plan.SYNC_SKIPPED, due.sync),
+            (Plan.FULL, Plan.FULL_SKIPPED, due.full_save),
+        ):
+            if plan & done:
+                self._owed &= ~done
+            elif plan & skipped:
+                self.skipped += not before & done or (is_due and is_new)
+                self._owed |= done
+                self._skipped_at = step
+        if plan & Plan.FULL and self._one_save:
+            plan &= ~Plan.SYNC
+        if plan & Plan.SYNC:
+            self._goes_to_explorers(self._next(step))
+        if plan & Plan.FULL:
+            reuses = plan & (Plan.COMPLETE | Plan.AGAIN)
+            self.full = self.synced if reuses else self._next(step)
+            if self._one_save:
+                self._goes_to_explorers(self.full)
+        if plan & Plan.HUGGING_FACE:
+            self.full.has_hugging_face = True
+        return plan
+
+    def broadcast(self, plan: Plan, step: int) -> Plan:
+        """Broadcast a step, and return a plan's remaining actions. Collective."""
+        sent = self._sent = self._saver.new(step)
+        arrived = self._fast_path.send(step)  # only rank 0's result counts
+        word = self.ranks.agree(lambda: self._after_broadcast(plan, step, arrived))
+        if word & Plan.BROADCAST:
+            self.last_sync = sent
+            self._owed &= ~Plan.SYNC
+        return (plan | word) & ~Plan.BROADCAST
+
+    def _due(self, step: int, *, waiting: bool) -> Plan:
+        last = self.last_sync.id.step
+        by_step = trainer_decision(self._settings, step=step, last_sync_step=last, waiting=waiting)
+        due = Plan.NOTHING
+        if by_step.sync or (self._owed & Plan.SYNC and step != last):
+            due |= Plan.SYNC
+        is_full = self.full.id.step == step
+        if not (waiting or is_full) and (by_step.full_save or self._owed & Plan.FULL):
+            due |= Plan.FULL
+        return due
+
+    @property
+    def _ends_with_full(self) -> bool:
+        return bool(self._settings.save_interval) or self._saving.save_as_hf is SaveAsHf.LAST
+
+    @property
+    def _may_leave_some_behind(self) -> bool:
+        return self._fast_path.is_on and self._settings.max_staleness is not None
+
+    def _goes_to_explorers(self, save: Save) -> None:
+        self.synced = self.last_sync = save
+        self._fast_path.cadence.saved(save.id.step)
+
+    def _next(self, step: int) -> Save:
+        """Return this step's broadcast, or a new save."""
+        sent, self._sent = self._sent, _NO_SAVE
+        return sent if sent.id.step == step else self._saver.new(step)
+
+    # -- on rank 0 ---------------------------------------------------------------------------------
+
+    def _decide(self, step: int | None, due: Plan, *, waiting: bool) -> Plan:
+        if self._explorers_want(step, waiting=waiting):
+            due |= Plan.SYNC
+        if step is None:
+            return Plan.NOTHING
+        busy = self._saver.is_busy
+        plan = Plan.NOTHING
+        if due & Plan.FULL:
+            if busy and self._saving.when_busy_full is WhenBusy.SKIP:
+                plan |= Plan.FULL_SKIPPED
+            else:
+                plan |= self._for_checkpoint(step)
+        if due & Plan.SYNC:
+            plan |= self._how_to_sync(step, is_saved=bool(plan & Plan.FULL and self._one_save))
+        elif waiting and not busy and self._is_missed():
+            plan |= Plan.SYNC
+        return plan
+
+    def _is_missed(self) -> bool:
+        """True if a stale explorer missed the last sync, which was only broadcast.
+
+        Such an explorer waits for a sync, while the trainer waits for the explorer's data.
+        """
+        return (
+            self._may_leave_some_behind
+            and self.last_sync is not self.synced
+            and self._explorers.has_missed(self.last_sync.id) is True
+        )
+
+    def _how_to_sync(self, step: int, *, is_saved: bool) -> Plan:
+        """Choose a broadcast, files or nothing."""
+        if self._fast_path.has_arrived(self.last_sync.id, step):
+            return self._nothing_new()
+        way = self._fast_path.open(self._saver.coming_id(step))
+        if way is Way.BROADCAST:
+            return Plan.BROADCAST
+        if way is Way.NOT_AT_ALL:
+            return Plan.NOTHING
+        if _is_begun(self.synced, step):
+            return Plan.NOTHING if _is_on_its_way(self.synced) else self._nothing_new()
+        return self._by_files(is_saved=is_saved or way is Way.FALLBACK)
+
+    def _nothing_new(self) -> Plan:
+        self._explorers.say_nothing_new()
+        return Plan.NOTHING
+
+    def _by_files(self, *, is_saved: bool) -> Plan:
+        busy = self._saver.is_busy
+        if busy and self._saving.when_busy_sync is WhenBusy.SKIP and not is_saved:
+            return Plan.SYNC_SKIPPED
+        return Plan.SYNC
+
+    def _for_sync(self, step: int) -> Plan:
+        if _is_begun(self.last_sync, step):
+            return Plan.NOTHING
+        way = self._fast_path.open(self._saver.coming_id(step))
+        return Plan.BROADCAST if way is Way.BROADCAST else Plan.SYNC
+
+    def _after_broadcast(self, plan: Plan, step: int, arrived: bool) -> Plan:
+        """Decide whether to save a broadcast step as files, too."""
+        is_saved = _is_begun(self.synced, step)
+        if not arrived:
+            # Not skipped if the writer is busy, because explorers were told that files come.
+            return Plan.NOTHING if is_saved else Plan.SYNC
+        cadence = self._fast_path.cadence
+        is_due = cadence.is_save_due or self.synced.has_failed
+        if plan & Plan.FULL or is_saved or not is_due:
+            cadence.passed(step)
+            return Plan.BROADCAST
+        by_files = self._by_files(is_saved=False)
+        # A skipped save can wait for the next sync, because explorers have the weights already.
+        return Plan.BROADCAST | (by_files & Plan.SYNC)
+
+    def _explorers_want(self, step: int | None, *, waiting: bool) -> bool:
+        if self._settings.style is not SyncStyle.EXPLORER_DRIVEN or _is_on_its_way(self.synced):
+            return False  # a save on its way will answer all requests
+        asked = self._explorers.explorer_requires_sync()
+        coming = self._explorers.save_is_on_its_way() if asked else None
+        decision = trainer_decision(
+            self._settings,
+            step=step or 0,
+            # No explorer got a save that failed.
+            last_sync_step=None if self.synced.has_failed else self.last_sync.id.step,
+            requested=coming is not None,
+            on_its_way=bool(coming),
+            waiting=waiting,
+        )
+        if decision.nothing_new:
+            self._nothing_new()
+        return decision.sync
+
+    def _for_checkpoint(self, step: int, with_hf: bool | None = None) -> Plan:
+        if with_hf is None:
+            with_hf = self._saving.save_as_hf is SaveAsHf.ALWAYS
+        hugging_face = Plan.HUGGING_FACE if with_hf else Plan.NOTHING
+        full, synced, saver = self.full, self.synced, self._saver
+        if _is_begun(full, step):
+            if not with_hf or full.has_hugging_face:
+                return Plan.NOTHING
+            saver.has_ended()
+            if full.is_checkpoint:
+                return hugging_face
+        plan = Plan.FULL | hugging_face
+        if self._one_save and _is_begun(synced, step):
+            saver.has_ended()
+            if synced.is_announced and not synced.has_failed:
+                are_there = saver.place.writer.are_weights_there(synced.id)
+                plan |= Plan.COMPLETE if are_there else Plan.AGAIN
+        return plan
+
+    def _for_close(self, step: int) -> Plan:
+        plan = Plan.NOTHING
+        if self._ends_with_full:
+            with_hf = self._saving.save_as_hf is not SaveAsHf.NEVER
+            plan |= self._for_checkpoint(step, with_hf=with_hf)
+        if self._saving.final and not _is_begun(self.synced, step):
+            plan |= Plan.SYNC
+        return plan
+
+
+def _is_begun(save: Save, step: int) -> bool:
+    return save.id.step == step and not save.has_failed
+
+
+def _is_on_its_way(save: Save) -> bool:
+    return not (save.has_failed or save.is_announced)

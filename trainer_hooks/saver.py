@@ -1,0 +1,449 @@
+"""``Saver``: one rank's saves, written one after another in a thread; rank 0 announces them."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from syncd.coordination.member import Seams
+from syncd.coordination.trainer import TrainerSynchronizer
+from syncd.protocol.errors import JobUnavailableError, SaveFailedError, SyncdError
+from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings
+from syncd.protocol.records import SaveId
+from syncd.storage.errnos import unwritable_storage
+from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
+from trainer_hooks.explorers import Explorers
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.settings import SaveLayout, SaveSettings, WriteConcurrency
+from trainer_hooks.state.host_buffers import HostBuffers
+from trainer_hooks.writing.contents import RankContents
+from trainer_hooks.writing.retire import retire_old
+from trainer_hooks.writing.spool import Spool
+from trainer_hooks.writing.writer import RankWriter
+
+log = logging.getLogger(__name__)
+
+#: The most unfinished saves: one is being written, and the copy of another waits to be written.
+_LIMIT: Final = 2
+#: The longest wait for one save, in save_timeouts: one to write it, and one for the other ranks. If
+#: the ranks write in turns, this is multiplied by the number of ranks.
+_PATIENCE: Final = 2
+#: Seconds: longer than any training, but within the limit of locks.
+_FOREVER: Final = 1e9
+#: Seconds to clean up after a save that is given up.
+_LAST: Final = 30.0
+
+
+@dataclass(eq=False)
+class Save:
+    """A save, and its outcome as this rank knows it. A broadcast is a save without files.
+
+    The writing thread sets the outcome, the training thread reads it. It needs no lock, because
+    each access is one operation of an attribute.
+
+    Attributes:
+        is_announced: on rank 0, True if explorers can get the weights.
+        is_checkpoint: on rank 0, True if training can resume from the save.
+        has_failed: True if this rank's part was not written.
+        has_hugging_face: True if the full weights for users were, or will be, written.
+    """
+
+    id: SaveId
+    is_announced: bool = False
+    is_checkpoint: bool = False
+    has_failed: bool = False
+    has_hugging_face: bool = False
+
+
+class SaveFolder(NamedTuple):
+    """A folder for saves, and its files of weights."""
+
+    writer: RankWriter
+    weights: SaveLayout
+
+
+#: Makes this rank's part of a save, in the buffers if there are any. The stack closes at the end of
+#: the save.
+MakeContents = Callable[[HostBuffers | None, ExitStack], RankContents]
+
+
+@dataclass
+class Saver:
+    """Saves one rank's parts in a job. It needs no process group.
+
+    At most two saves are unfinished, each in its own memory. If a save cannot be written, this rank
+    records the failure in storage, so that no other rank waits for it. The interpreter does not
+    wait for the writing thread at exit: it cuts off the write, as a kill would.
+
+    Attributes:
+        run_id: part of the save ids; the same on all ranks.
+        patience: the longest wait for one save, in seconds.
+        place: the folder of the job.
+        memory: the folder on a memory filesystem, to which only rank 0 writes.
+        explorers: only rank 0 communicates with them.
+        announced: on rank 0, the step that was announced last.
+    """
+
+    job_dir: str | Path
+    rank: int
+    world_size: int
+    _: KW_ONLY
+    settings: SyncSettings
+    saving: SaveSettings
+    name: str = "trainer"
+    memory_dir: str | Path | None = None
+    storage: Storage | None = None
+
+    def __post_init__(self) -> None:
+        in_turns = self.saving.write_concurrency is WriteConcurrency.ONE_AT_A_TIME
+        turns = self.world_size if in_turns else 1  # each within the save_timeout
+        self.patience = min(_PATIENCE * self.settings.save_timeout * turns, _FOREVER)
+        self.run_id = secrets.token_hex(6)
+        self.place: SaveFolder
+        self.memory: SaveFolder | None = None
+        self.explorers = Explorers()
+        self.announced: int | None = None
+        self._count = 0
+        # The set used last comes first, so that the second set is filled only when both are needed.
+        self._buffers = deque(HostBuffers() for _ in range(_LIMIT))
+        self._changed = threading.Condition()
+        #: The unfinished work and its steps. The first is under way.
+        self._queue: list[tuple[int, Callable[[], int | None]]] = []
+        self._closed = False
+        self._errors: deque[SaveFailedError] = deque()
+        self._written: int | None = None
+        # A daemon thread, so that the process can end even if storage never answers.
+        self._thread = threading.Thread(target=self._run, name="syncd-writer", daemon=True)
+
+    def open(self) -> None:
+        """Open the folders; on rank 0, register the trainer. After an error, call :meth:`close`.
+
+        Raises:
+            JobUnavailableError, NoRoomError: a folder cannot be written.
+            NameTakenError: another trainer works in this job.
+        """
+        in_memory = self.memory_dir is not None
+        gathers = self.settings.method is SyncMethod.MEMORY and not in_memory
+        try:
+            writer = RankWriter(
+                self._job(self.job_dir, opens=True),
+                self.rank,
+                self.world_size,
+                save_timeout=self.settings.save_timeout,
+                concurrency=self.saving.write_concurrency,
+            )
+            self.place = SaveFolder(writer, SaveLayout.FULL if gathers else self.saving.layout)
+            if self.memory_dir is not None:  # only rank 0 can reach it
+                job = self._job(self.memory_dir, opens=self.rank == 0)
+                writer = RankWriter(job, self.rank, 1, save_timeout=self.settings.save_timeout)
+                self.memory = SaveFolder(writer, SaveLayout.FULL)
+            if self.rank == 0:
+                synchronizer = TrainerSynchronizer(
+                    self.job_dir,
+                    self.name,
+                    settings=self.settings,
+                    memory_dir=self.memory_dir,
+                    run_id=self.run_id,
+                    world_size=self.world_size,
+                    seams=Seams(storage=self.storage),
+                )
+                self.explorers = Explorers(synchronizer)
+                synchronizer.set_trainer_status(RunningStatus.RUNNING)
+        except OSError as error:
+            raise unwritable_storage(error, self.job_dir) or JobUnavailableError(
+                f"cannot use {self.job_dir} now: {error}"
+            ) from error
+
+    def open_together(self, ranks: Ranks) -> None:
+        """Open on all ranks, or raise an error on all of them. Collective."""
+        try:
+            ranks.together(self.open)
+            told = ranks.gathered((self.run_id, str(self.place.writer.job.layout.root)))
+        except BaseException:
+            self.close()
+            raise
+        self.run_id, root = told[0]
+        for rank, (_, other) in enumerate(told):
+            if self.rank == 0 and other != root:  # perhaps another mount of the same folder
+                log.warning(
+                    "rank 0 saves in %s, but rank %d saves in %s. If these are not the same "
+                    "folder, no save is announced: give all ranks the same job directory",
+                    root,
+                    rank,
+                    other,
+                )
+                break
+
+    def coming_id(self, step: int) -> SaveId:
+        """The id that the next new save gets, if it is of this step."""
+        return SaveId(self.run_id, step, self._count)
+
+    def new(self, step: int) -> Save:
+        """Return a new save. All ranks must number the same saves."""
+        save = Save(self.coming_id(step))
+        self._count += 1
+        return save
+
+    def save(
+        self, save: Save, make: MakeContents, place: SaveFolder | None = None, name: str = ""
+    ) -> None:
+        """Make this rank's part of a save, and queue it. Waits if two saves are unfinished.
+
+        An error of ``make`` is raised; any other failure is kept for :meth:`raise_failure`.
+        ``name`` is for messages.
+        """
+        place, step = place or self.place, save.id.step
+        writer = place.writer
+        with ExitStack() as at_end:
+            if writer.rank >= writer.world_size:  # only rank 0 writes there, but all ranks gather
+                make(None, at_end)
+                return
+            buffers = self._buffers.pop() if self.has_room() else None
+            if buffers is not None:
+                at_end.callback(self._buffers.append, buffers)
+            try:
+                # Needed even if there is no room, because the other ranks gather.
+                contents = make(buffers, at_end)
+            except BaseException:
+                self._leave_out(save, writer)
+                raise
+            if buffers is not None:
+                work = partial(self._write, save, contents, place, at_end.pop_all())
+                self.submit(step, work)
+                return
+        self.refuse(name or f"step {step}")
+        self._leave_out(save, writer)
+
+    def add_hugging_face(self, save: Save, gather: Callable[[ExitStack], Spool | None]) -> None:
+        """Add the full weights that rank 0 gathers to a full checkpoint.
+
+        An error of ``gather`` is raised; any other failure is kept for :meth:`raise_failure`.
+        """
+        try:
+            with ExitStack() as stack:
+                spool = gather(stack)
+                at_end = stack.pop_all()
+        except BaseException:
+            save.has_hugging_face = False
+            raise
+        if spool is not None:
+            work = partial(self._write_hugging_face, save, spool, at_end)
+            self.submit(save.id.step, work)
+
+    def has_room(self) -> bool:
+        """Wait until at most one save is unfinished; return False if that takes too long."""
+        return self.has_ended(most=_LIMIT - 1, timeout=self.patience)
+
+    def submit(self, step: int, work: Callable[[], int | None]) -> None:
+        """Queue a function that returns the bytes written, or None if it writes no save."""
+        if not self._thread.is_alive():
+            self._thread.start()
+        with self._changed:
+            self._queue.append((step, work))
+            self._changed.notify_all()
+
+    def refuse(self, name: str) -> None:
+        """Record that a save is skipped because two saves took too long."""
+        # An earlier save may have ended by now, while the ranks gathered this one.
+        why = self._being_written() or "two saves were unfinished"
+        self._errors.append(
+            SaveFailedError(f"{name} is not saved, because {why} after {self.patience:g} s")
+        )
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a save is unfinished."""
+        return bool(self._queue)
+
+    def has_ended(self, *, most: int = 0, timeout: float | None = None) -> bool:
+        """Wait until at most ``most`` saves are unfinished; return False on timeout."""
+        timeout = self.patience if timeout is None else timeout
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self._queue) <= most, timeout)
+
+    def wait(self) -> None:
+        """Wait until all saves have ended.
+
+        Raises:
+            SaveFailedError: a save has not ended after twice the patience.
+        """
+        timeout = _LIMIT * self.patience
+        if not self.has_ended(timeout=timeout):
+            raise SaveFailedError(
+                f"{self._being_written()} after {timeout:g} s; syncd goes on writing"
+            )
+
+    def raise_failure(self) -> None:
+        """Raise the oldest error that was not raised yet."""
+        if self._errors:
+            raise self._errors.popleft()
+
+    def take_written(self) -> int | None:
+        """Return the bytes that saves wrote since the previous call; None if no save succeeded."""
+        with self._changed:
+            written, self._written = self._written, None
+            return written
+
+    def stop_waiting(self) -> None:
+        """Give up the saves that other ranks have not finished."""
+        for place in (self.place, self.memory):
+            if place is not None:
+                place.writer.stop_waiting()
+
+    def close(self) -> list[SaveFailedError]:
+        """Wait for unfinished saves, and report that this trainer has stopped.
+
+        Saves that take too long are cancelled. Returns the errors, oldest first.
+        """
+        left = self._end(self.patience)
+        if left:
+            self.stop_waiting()
+            self._end(_LAST)
+            self._errors.append(
+                SaveFailedError(
+                    f"{left} after {self.patience:g} s, so syncd cancelled the writing. Saves "
+                    "announced earlier are unaffected"
+                )
+            )
+        self.explorers.close()
+        return list(self._errors)
+
+    def _job(self, root: str | Path, *, opens: bool) -> Job:
+        job = Job.at(Path(root).absolute(), self.storage)
+        if opens:
+            job.open()
+            # open() changes nothing in an existing job. refresh() fails if it is read-only.
+            job.storage.refresh(job.layout.root)
+        return job
+
+    def _leave_out(self, save: Save, writer: RankWriter) -> None:
+        """Tell the other ranks that this rank will not write its part."""
+        save.has_failed = True
+        self.submit(save.id.step, lambda: writer.say_failed(save.id))
+
+    def _being_written(self) -> str:
+        """The unfinished saves, for messages; empty if there are none."""
+        with self._changed:
+            steps = [str(step) for step, _ in self._queue]
+        if len(steps) > 1:
+            return f"steps {' and '.join(steps)} are still being written"
+        return f"step {steps[0]} is still being written" if steps else ""
+
+    def _end(self, timeout: float) -> str:
+        """Wait for the queued work, and end the thread; return the saves that are still written.
+
+        Give up if no save ends for ``timeout`` seconds.
+        """
+        while (count := len(self._queue)) and self.has_ended(most=count - 1, timeout=timeout):
+            pass
+        with self._changed:
+            left = self._being_written()
+            del self._queue[1:]
+            self._closed = True
+            self._changed.notify_all()
+        if not left and self._thread.is_alive():
+            self._thread.join()
+        return left
+
+    # -- in the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                if not self._queue:
+                    return
+                step, work = self._queue[0]
+            written: int | None = None
+            error: SaveFailedError | None = None
+            try:
+                written = work()
+            except SaveFailedError as raised:
+                error = raised
+            except BaseException as raised:
+                # Also a SystemExit, e.g. from a tokenizer: uncaught, it would end only this thread.
+                log.error("the save of step %d failed", step, exc_info=True)
+                why = str(raised) or type(raised).__name__
+                error = SaveFailedError(f"the save of step {step} failed: {why}")
+                error.__cause__ = raised
+            del work  # with the entry of the queue, this frees the data that it wrote
+            _let_go(error)
+            with self._changed:
+                del self._queue[0]
+                if error is not None:
+                    self._errors.append(error)
+                elif written is not None:
+                    self._written = written + (self._written or 0)
+                self._changed.notify_all()
+
+    def _write(
+        self, save: Save, contents: RankContents, place: SaveFolder, at_end: ExitStack
+    ) -> int:
+        writer, save_id = place.writer, save.id
+        with at_end:
+            try:
+                try:
+                    # Otherwise the pruner could delete a step that a resumed trainer writes again.
+                    writer.again(save_id, lambda: self.explorers.begin_save(save_id.step))
+                except BaseException:
+                    writer.say_failed(save_id)
+                    raise
+                return writer.save(save_id, contents, partial(self._announced, save, place))
+            except BaseException:
+                save.has_failed = True
+                raise
+
+    def _write_hugging_face(self, save: Save, spool: Spool, at_end: ExitStack) -> None:
+        with at_end:
+            try:
+                self.place.writer.add_hugging_face(save.id, spool)
+            except BaseException:
+                save.has_hugging_face = False
+                raise
+
+    def _announced(self, save: Save, place: SaveFolder, is_checkpoint: bool) -> None:
+        if is_checkpoint:
+            save.is_checkpoint = True
+            try:
+                retire_old(
+                    self.place.writer.job,
+                    newest=save.id.step,
+                    max_to_keep=self.saving.max_to_keep,
+                    keep_every=self.saving.keep_every,
+                )
+            except OSError as error:
+                # The next call retires them, because it reads the list of checkpoints from disk.
+                log.warning(
+                    "older full checkpoints could not be retired, so the daemon does not delete "
+                    "them. The trainer tries again after the next full checkpoint: %s",
+                    error,
+                )
+        elif place is (self.memory or self.place):  # explorers look for weights there
+            self.explorers.set_model_state_dict(None, save.id.step)
+            # Done last: otherwise explorers that wait for this save could be told that none comes.
+            save.is_announced = True
+            self.announced = save.id.step
+
+
+def raise_first(errors: Sequence[SyncdError]) -> None:
+    """Raise the first error, if any, and log the others."""
+    for other in errors[1:]:
+        log.error("%s", other)
+    if errors:
+        raise errors[0]
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Drop an error's stack frames: the next copy needs the memory that they hold."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,202 @@
+"""``Trained``: what is trained, and the part of a save that a rank makes of it."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from syncd.checkpoint.save import ADAPTER
+from syncd.protocol.names import HUGGINGFACE, master_name
+from trainer_hooks.ranks import Plan
+from trainer_hooks.saver import SaveFolder
+from trainer_hooks.settings import SaveLayout, SaveLora, SyncDtype
+from trainer_hooks.state.full_checkpoint import BASE_MODEL, Stateful, extra_state, optimizer_state
+from trainer_hooks.state.full_file import FullStateStream, ties_embeddings
+from trainer_hooks.state.host_buffers import HostBuffers, host_copy
+from trainer_hooks.state.hub_names import HubNames
+from trainer_hooks.state.lora import PeftState, base_name
+from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
+from trainer_hooks.state.sync_dtype import changes, refuse_quantized
+from trainer_hooks.writing.contents import RankContents
+from trainer_hooks.writing.model_files import adapters_of, unwrapped
+from trainer_hooks.writing.parts import full_bytes
+from trainer_hooks.writing.spool import Spool
+
+if TYPE_CHECKING:
+    from torch import nn
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Trained:
+    """The trained objects that a save contains, and the choices how to save them.
+
+    For the fields see ``TrainerHook``, ``SaveSettings`` (``lora``, ``sync_dtype``), ``PeftState``
+    (``base_vocabulary``) and ``RankContents`` (``model_files``).
+    """
+
+    model: nn.Module
+    rank: int
+    optimizer: Stateful | None = None
+    scheduler: Stateful | None = None
+    critic: nn.Module | None = None
+    critic_optimizer: Stateful | None = None
+    user_state: Callable[[], Mapping[str, Any]] | None = None
+    model_files: tuple[Callable[[Path], object], ...] = ()
+    lora: SaveLora = SaveLora.AUTO
+    sync_dtype: SyncDtype | None = None
+    base_vocabulary: int | None = None
+
+    def __post_init__(self) -> None:
+        self._said_merged = False
+        self._hub_names = HubNames(self.model)
+        # Reused like the other buffers, because allocating takes longer than copying.
+        self._masters: deque[HostBuffers] = deque(maxlen=1)
+
+    def part(
+        self,
+        place: SaveFolder,
+        step: int,
+        plan: Plan,
+        buffers: HostBuffers | None,
+        at_end: ExitStack,
+    ) -> RankContents:
+        """Copy this rank's part of a save, in the buffers if there are any.
+
+        Collective if ranks gather. ``at_end`` must be closed at the end of the save.
+
+        Raises:
+            SaveFailedError: the ranks could not gather the weights.
+            InvalidSettingsError: a value in the state could not be loaded again.
+            CheckpointError: the model is quantized, so ``sync_dtype`` cannot cast it.
+        """
+        actor = place.writer.job.layout.actor(step)
+        completes, is_full = bool(plan & Plan.COMPLETE), bool(plan & Plan.FULL)
+        is_peft = bool(adapters_of(self.model))
+        sharded = place.weights is SaveLayout.SHARDED and not is_peft
+        hugging_face = bool(plan & Plan.HUGGING_FACE) and is_full
+        state: dict[str, Any] = {}
+        cast = self.sync_dtype
+        if not completes or (hugging_face and sharded) or (is_full and (is_peft or cast)):
+            state = sharded_state_dict(self.model)
+        if cast is not None and not is_peft:
+            refuse_quantized(state)
+        if not changes(state, cast):
+            cast = None
+        peft = self._peft(state) if is_peft and state else None
+        is_adapter = peft is not None and self._publishes_adapter(peft)
+        is_linked = not (sharded or is_adapter or cast)
+        model = full_model = in_hugging_face = None
+        rest: dict[str, Any] = {}
+        if sharded and not completes and buffers is not None:
+            model = buffers.copy(state, cast)
+        if not (completes or sharded):
+            if peft is not None and is_adapter:
+                weights = FullStateStream(peft.adapter(), self.rank, name=ADAPTER, cast=cast)
+            else:
+                weights = self._full(state, peft, cast)
+            full_model = self._gathered(place, actor, weights, at_end)
+        if hugging_face and not is_linked:
+            weights = self._full(state, peft)
+            in_hugging_face = self._gathered(place, actor / HUGGINGFACE, weights, at_end)
+        if is_full:
+            rest = self._rest()
+            if peft is None and cast is not None:
+                masters = self._masters.pop() if self._masters else HostBuffers()
+                at_end.callback(self._masters.append, masters)
+                rest["trained"] = masters.copy(state)
+                rest["trained_name"] = master_name
+            elif peft is not None:
+                rest["trained"] = host_copy(peft.for_resuming())
+                name = base_name(unwrapped(self.model)) if peft.frozen_base else None
+                rest["extra"] |= {} if name is None else {BASE_MODEL: name}
+        model_files = self.model_files
+        if self.rank == 0 and not (completes or is_adapter):
+            names = (state,) if peft is None else (peft.merged()[0], peft.base_model)
+            model_files += self._hub_names.writers(*names)
+        writes_config = peft is not None and is_adapter and self.rank == 0
+        return RankContents(
+            model=model,
+            model_files=model_files,
+            fsdp_version=fsdp_version(self.model),
+            is_full=is_full,
+            full_model=full_model,
+            adapter_files=(peft.config_writer(),) if peft and writes_config else (),
+            hugging_face=in_hugging_face,
+            links_hugging_face=hugging_face and is_linked and self.rank == 0,
+            sync_dtype=cast,
+            completes=completes,
+            **rest,
+        )
+
+    def full_weights(self, place: SaveFolder, step: int, at_end: ExitStack) -> Spool | None:
+        """Gather the full weights for a complete full checkpoint. Collective.
+
+        Raises:
+            SaveFailedError: the ranks could not gather the weights.
+        """
+        folder = place.writer.job.layout.actor(step) / HUGGINGFACE
+        state = sharded_state_dict(self.model)
+        peft = self._peft(state) if adapters_of(self.model) else None
+        return self._gathered(place, folder, self._full(state, peft), at_end)
+
+    def _peft(self, state: Mapping[str, Any]) -> PeftState:
+        # A parameter that was trained earlier and is frozen now still has a state.
+        states = self.optimizer.state if isinstance(self.optimizer, Optimizer) else {}
+        return PeftState(
+            self.model,
+            state,
+            base_vocabulary=self.base_vocabulary,
+            updated=[one for one, state in states.items() if state],
+        )
+
+    def _publishes_adapter(self, peft: PeftState) -> bool:
+        published = peft.published_as(self.lora)
+        if published is not self.lora and published is SaveLora.MERGED:
+            if self.rank == 0 and not self._said_merged:
+                log.warning("merging adapters into the weights, because %s", peft.not_an_adapter)
+            self._said_merged = True
+        return published is SaveLora.ADAPTER
+
+    def _full(
+        self, state: Mapping[str, Any], peft: PeftState | None, cast: SyncDtype | None = None
+    ) -> FullStateStream:
+        tied = ties_embeddings(unwrapped(self.model))
+        if peft is None:
+            return FullStateStream(state, self.rank, tied=tied, cast=cast)
+        merged, derived = peft.merged()
+        return FullStateStream(merged, self.rank, derived=derived, tied=tied, cast=cast)
+
+    def _rest(self) -> dict[str, Any]:
+        rest: dict[str, Any] = {}
+        if self.optimizer is not None:
+            rest["optimizer"] = host_copy(optimizer_state(self.model, self.optimizer))
+        if self.critic is not None:
+            rest["critic"] = host_copy(sharded_state_dict(self.critic))
+            if self.critic_optimizer is not None:
+                own = optimizer_state(self.critic, self.critic_optimizer)
+                rest["critic_optimizer"] = host_copy(own)
+        # Last, because user_state() may fail on only one rank, and FSDP1's gathering needs all.
+        user_state = None if self.user_state is None else self.user_state()
+        extra = extra_state(scheduler=self.scheduler, user_state=user_state)
+        return rest | {"extra": host_copy(extra)}
+
+    def _gathered(
+        self, place: SaveFolder, folder: Path, stream: FullStateStream, at_end: ExitStack
+    ) -> Spool | None:
+        """Gather weights into a file on rank 0, which ``at_end`` closes. Collective."""
+        spool = None
+        if self.rank == 0:
+            size = full_bytes(stream.state, stream.cast)
+            spool = Spool(place.writer.job, folder / stream.name, stream, size=size)
+            at_end.callback(spool.close)
+        stream.gather()
+        return spool
