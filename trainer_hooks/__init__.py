@@ -19,6 +19,7 @@ from trainer_hooks.settings import (  # noqa: E402
     WhenBusy,
     WriteConcurrency,
 )
+from trainer_hooks.stream import WeightStream  # noqa: E402
 
 __all__ = [
     "Resumed",
@@ -30,6 +31,7 @@ __all__ = [
     "SyncSettings",
     "SyncStyle",
     "TrainerHook",
+    "WeightStream",
     "WhenBusy",
     "WriteConcurrency",
     "latest_checkpoint",

@@ -53,7 +53,7 @@ class Explorers:
     synchronizer: TrainerSynchronizer | None = None
     is_closed: bool = False
 
-    def begin_save(self, step: int) -> None:
+    def begin_save(self, save_id: SaveId) -> None:
         """Announce that a save begins, before its first byte is written.
 
         Raises:
@@ -64,8 +64,10 @@ class Explorers:
         if self.synchronizer is None:
             return
         if self.is_closed:
-            raise SaveFailedError(f"step {step} is not saved, because this trainer has stopped")
-        self.synchronizer.begin_save(step)
+            raise SaveFailedError(
+                f"step {save_id.step} is not saved, because this trainer has stopped"
+            )
+        self.synchronizer.begin_save(save_id.step, save_id)
 
     set_model_state_dict = tried(TrainerSynchronizer.set_model_state_dict)
     explorer_requires_sync = tried(TrainerSynchronizer.explorer_requires_sync)

@@ -217,7 +217,7 @@ class Saver:
                 self._leave_out(save, writer)
                 raise
             if buffers is not None:
-                work = partial(self._write, save, contents, place, at_end.pop_all())
+                work = partial(self.write, save, contents, place, at_end.pop_all())
                 self.submit(step, work)
                 return
         self.refuse(name or f"step {step}")
@@ -385,15 +385,25 @@ class Saver:
                     self._written = written + (self._written or 0)
                 self._changed.notify_all()
 
-    def _write(
-        self, save: Save, contents: RankContents, place: SaveFolder, at_end: ExitStack
+    def write(
+        self,
+        save: Save,
+        contents: RankContents,
+        place: SaveFolder | None = None,
+        at_end: ExitStack | None = None,
     ) -> int:
+        """Write this rank's part of a save, in the thread; return its bytes.
+
+        Raises:
+            SaveFailedError: the save failed.
+        """
+        place, at_end = place or self.place, at_end or ExitStack()
         writer, save_id = place.writer, save.id
         with at_end:
             try:
                 try:
                     # Otherwise the pruner could delete a step that a resumed trainer writes again.
-                    writer.again(save_id, lambda: self.explorers.begin_save(save_id.step))
+                    writer.again(save_id, lambda: self.explorers.begin_save(save_id))
                 except BaseException:
                     writer.say_failed(save_id)
                     raise

@@ -269,7 +269,7 @@ class WeightStream:
 
     def _report(self) -> TrainerReport | None:
         job = self._writer.job
-        return job.read(TrainerReport, job.layout.trainer)
+        return job.read(TrainerReport, job.layout.trainer_report)
 
     def _saving(self) -> SaveId | None:
         report = self._report()

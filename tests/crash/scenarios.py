@@ -43,6 +43,7 @@ from tests.jobs import LEASE_TIME, SmallJob, nothing
 from tests.made_deltas import work
 from tests.storages import Clock, FastStorage
 from trainer_hooks.state.full_file import FullStateStream
+from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.writing.spool import Spool
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
@@ -95,6 +96,7 @@ def ranks_save(
     completes: bool = False,
     adapter: bool = False,
     cast: bool = False,
+    named: bool = False,
 ) -> None:
     """Two ranks' parts of one save, the one after the other; rank 0 announces it."""
     report = TrainerReport(run_id=run, world_size=2, status="running", step=step, time=0.0)
@@ -102,12 +104,16 @@ def ranks_save(
     trained = {"weight": torch.full((3,), float(step))}  # plain: the same on every rank
     model = {"weight": trained["weight"].bfloat16()} if cast else trained
     for rank in (1, 0):
+        spool = _gathered_adapter(job, step) if adapter and rank == 0 else None
+        part = HostPart()
+        part.fill({f"{rank}": trained["weight"]}.items())
         contents = RankContents(
-            model=None if adapter else model,
+            model=None if adapter or named else model,
+            part=part if named else None,
             trained=trained if (adapter or cast) and full else None,
             trained_name=master_name if cast else shard_name,
             sync_dtype="bf16" if cast else None,
-            full_model=_gathered_adapter(job, step) if adapter and rank == 0 else None,
+            full_model=spool,
             adapter_files=(_adapter_config,) if adapter and rank == 0 else (),
             optimizer={"state": torch.zeros(2)} if full else None,
             extra={"rng": torch.zeros(2)} if full else None,
@@ -120,7 +126,8 @@ def ranks_save(
         try:
             writer.save(SaveId(run, step, 0), contents)
         finally:
-            contents.close()
+            if spool is not None:
+                spool.close()
 
 
 def _gathered_adapter(job: SmallJob, step: int) -> Spool:
@@ -190,6 +197,11 @@ def _synced(job: SmallJob, *, run: str = "run", **how: bool) -> None:
 def _to_publish(job: SmallJob) -> None:
     published(job, 1)
     job.save(2)
+
+
+def _named_to_publish(job: SmallJob) -> None:
+    published(job, 1)
+    ranks_save(job, "run", 2, named=True)
 
 
 def _with_deltas(job: SmallJob) -> None:
@@ -312,6 +324,8 @@ _SECOND = frozenset({2})
 SCENARIOS = (
     Scenario("save", _first_save, _saves(), _saves("again"), _SECOND),
     Scenario("save that is never begun again", _first_save, _saves(), rewritten=_SECOND),
+    Scenario("save of named tensors", _first_save, _saves(named=True),
+             _saves("again", named=True), _SECOND),
     Scenario("full save", _first_save, _saves(full=True), _saves("again", full=True), _SECOND),
     Scenario("full save again", _full_before, _saves(full=True), _saves("again", full=True),
              _SECOND),
@@ -325,6 +339,7 @@ SCENARIOS = (
     Scenario("full save of an adapter", _first_save, _saves(full=True, adapter=True),
              _saves("again", full=True, adapter=True), _SECOND),
     Scenario("publish", _to_publish, rounds(1)),
+    Scenario("publish named tensors", _named_to_publish, rounds(1)),
     Scenario("first delta", _to_publish, rounds(2, deltas=True)),
     Scenario("delta", _with_deltas, rounds(2, deltas=True)),
     Scenario("merge and publish", _to_merge, rounds(2)),

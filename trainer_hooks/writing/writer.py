@@ -225,10 +225,8 @@ class RankWriter:
         else:
             weights = again(write_weights)
             size += sum(file.size for file in weights)
-            if rank == 0:
-                if not again(lambda: self._wait_for_all(files, receipt_name)):
-                    return size
-                again(contents.confirm)
+            if rank == 0 and not again(lambda: self._wait_for_weights(files, contents)):
+                return size
             attempt.weights_stay = True
             if rank == 0:
                 again(lambda: point(self.job, layout.state_pointer, step))
@@ -282,6 +280,12 @@ class RankWriter:
                     f"rank {self.rank} has written its part of the save of step {save_id.step}, "
                     "but its receipt could not be made durable. See the storage error in the log"
                 ) from None
+
+    def _wait_for_weights(self, files: RankFiles, contents: RankContents) -> bool:
+        are_there = self._wait_for_all(files, receipt_name)
+        if are_there:
+            contents.confirm()
+        return are_there
 
     def _wait_for_all(self, files: RankFiles, name_of: Callable[[int], str]) -> bool:
         """Return False if a rank has written a newer save of this step."""

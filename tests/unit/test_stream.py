@@ -1,0 +1,227 @@
+"""``WeightStream``: writers that meet through the job's folder only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
+from syncd.protocol.names import part_name
+from syncd.protocol.policy import SyncMethod, SyncSettings
+from syncd.protocol.records import encode
+from syncd.protocol.reports import TrainerReport
+from tests.jobs import SmallJob
+from tests.merging import assert_equal, loaded
+from trainer_hooks import WeightStream
+
+#: Of a save that is to fail by it, and of one that is not.
+SHORT, LONG = 0.6, 60.0
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def writer(
+    job: SmallJob, rank: int = 0, world_size: int = 1, *, timeout: float = LONG, **how: Any
+) -> WeightStream:
+    settings = SyncSettings(save_timeout=timeout)
+    return WeightStream(job.layout.root, rank=rank, world_size=world_size, settings=settings, **how)
+
+
+def pair(job: SmallJob, stack: ExitStack, *, timeout: float = LONG) -> list[WeightStream]:
+    return [stack.enter_context(writer(job, rank, 2, timeout=timeout)) for rank in (1, 0)][::-1]
+
+
+def tensors(step: int, *names: str) -> dict[str, Tensor]:
+    return {name: torch.full((3, 2), float(step)) for name in names}
+
+
+def announced(job: SmallJob) -> int | None:
+    pointer = job.layout.state_pointer
+    return int(pointer.read_text()) if pointer.exists() else None
+
+
+def test_what_two_writers_give_is_published_from_their_own_files(
+    job: SmallJob, stack: ExitStack
+) -> None:
+    first, second = pair(job, stack)
+    for step in (1, 2, 2):  # the same step again is another save
+        first.save(step, tensors(step, "a", "b"))
+        assert second.save(step, tensors(step, "c"))["sync/bytes"] == 24
+        for stream in (second, first):
+            stream.wait()
+        assert announced(job) == step
+        with job.daemon() as loop:
+            loop.run_once()
+        sequence = job.latest.sequence
+        assert_equal(loaded(job.layout.version(sequence)), tensors(step, "a", "b", "c"))
+    for rank in range(2):
+        name = part_name(2, rank)
+        inodes = {
+            path.stat().st_ino
+            for path in (job.layout.version(sequence) / name, job.layout.actor(2) / name)
+        }
+        assert len(inodes) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"a": (3, 2)}, {}, "b is missing"),
+        ({"a": (3, 2)}, {"b": (3, 2), "c": (1,)}, "c is new"),
+        ({"a": (3, 2), "b": (3, 2)}, {"b": (3, 2)}, "b comes from rank 1 and from another"),
+        ({"a": (2, 3)}, {"b": (3, 2)}, r"a is F32 \[2, 3\], but was F32 \[3, 2\]"),
+        ({"a": (3, 2)}, {"b": torch.bfloat16}, r"b is BF16 \[3, 2\], but was F32 \[3, 2\]"),
+        ({}, {}, "no writer gave a tensor"),
+    ],
+)
+def test_a_save_with_other_tensors_than_the_one_before_is_refused_by_their_names(
+    job: SmallJob, stack: ExitStack, first: Any, second: Any, message: str
+) -> None:
+    streams = pair(job, stack)
+
+    def save(step: int, *given: dict[str, Any]) -> None:
+        for stream, kinds in zip(streams, given, strict=True):
+            made = {
+                name: torch.ones(3, 2, dtype=kind) if isinstance(kind, torch.dtype)
+                else torch.ones(kind)
+                for name, kind in kinds.items()
+            }  # fmt: skip
+            stream.save(step, made)
+
+    good: list[dict[str, Any]] = [{"a": (3, 2)}, {"b": (3, 2)}]
+    save(1, *good)
+    for stream in streams:
+        stream.wait()
+    save(2, first, second)
+    with pytest.raises(SaveFailedError, match=message):
+        streams[0].wait()
+    with pytest.raises(SaveFailedError, match="rank 0 has not announced step 2"):
+        streams[1].wait()
+    assert announced(job) == 1
+    save(3, *good)
+    for stream in streams:
+        stream.wait()
+    assert announced(job) == 3
+
+
+def test_a_writer_that_never_comes_is_named(job: SmallJob, stack: ExitStack) -> None:
+    first, _ = pair(job, stack, timeout=SHORT)
+    first.save(1, tensors(1, "a"))
+    with pytest.raises(SaveFailedError, match="rank 1 of 2 has not written its part"):
+        first.wait()
+    assert announced(job) is None
+
+
+def test_a_rank_0_that_never_comes_is_named(job: SmallJob, stack: ExitStack) -> None:
+    _, second = pair(job, stack, timeout=SHORT)
+    second.save(1, tensors(1, "a"))
+    with pytest.raises(SaveFailedError, match="rank 0 has not begun to save step 1"):
+        second.wait()
+
+
+def test_writers_at_unlike_steps_are_named_at_once(job: SmallJob, stack: ExitStack) -> None:
+    first, second = pair(job, stack)
+    first.save(5, tensors(5, "a"))
+    second.save(4, tensors(4, "b"))
+    with pytest.raises(SaveFailedError, match="rank 1 saves step 4, but rank 0 saves step 5"):
+        second.wait()
+    with pytest.raises(SaveFailedError, match="step 5, because that rank failed"):
+        first.wait()
+    assert announced(job) is None
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_writer_whose_tensors_end_in_an_error_fails_the_save_of_all(
+    job: SmallJob, stack: ExitStack, failing: int
+) -> None:
+    streams = pair(job, stack)
+
+    def ends() -> Iterator[tuple[str, Tensor]]:
+        yield "a", torch.ones(1)
+        raise ArithmeticError("no more")
+
+    with pytest.raises(ArithmeticError):
+        streams[failing].save(1, ends())
+    streams[1 - failing].save(1, tensors(1, "b"))
+    for stream in streams:
+        with pytest.raises(SaveFailedError):
+            stream.wait()
+    assert announced(job) is None
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_what_a_killed_trainer_was_saving_misleads_no_writer(
+    job: SmallJob, stack: ExitStack, step: int
+) -> None:
+    report = TrainerReport(
+        run_id="old", world_size=2, status="running", step=1, saving=f"old-{step}-7", time=0.0
+    )
+    job.put(job.layout.trainer_report, encode(report))
+    second = stack.enter_context(writer(job, 1, 2))
+    second.save(2, tensors(2, "b"))
+    if step == 2:  # it takes the old id, writes its part, and learns that nobody announces it
+        receipt = job.layout.actor(2) / ".receipts" / "rank_1.json"
+        while not receipt.exists():
+            second._saver.has_ended(timeout=0.01)
+    first = stack.enter_context(writer(job, 0, 2))
+    first.save(2, tensors(2, "a"))
+    for stream in (first, second):
+        stream.wait()
+    assert announced(job) == 2
+
+
+def test_small_files_come_from_a_folder_without_its_weights(
+    job: SmallJob, stack: ExitStack, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    (model / "sub").mkdir(parents=True)
+    for name in ("config.json", "sub/extra.txt", "model.safetensors", ".gitattributes"):
+        (model / name).write_text("{}")
+    stream = stack.enter_context(writer(job, model_files=model))
+    stream.save(1, tensors(1, "a"))
+    stream.wait()
+    folder = job.layout.actor(1) / "huggingface"
+    assert {path.name for path in folder.rglob("*") if path.is_file()} == {
+        "config.json", "extra.txt",
+    }  # fmt: skip
+    with pytest.raises(InvalidSettingsError, match="is not a folder"):
+        writer(job, model_files=tmp_path / "nowhere")
+
+
+def test_a_dtensor_is_refused_with_what_to_do(job: SmallJob, stack: ExitStack) -> None:
+    stream = stack.enter_context(writer(job))
+    mesh = DeviceMesh("meta", [0], _init_backend=False, _rank=0)
+    value = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
+    with pytest.raises(InvalidSettingsError, match="full_tensor"):
+        stream.save(1, {"a": value})
+    with pytest.raises(SaveFailedError, match="no copy of the tensors"):
+        stream.wait()
+
+
+def test_arguments_that_fit_no_stream_are_refused(job: SmallJob) -> None:
+    with pytest.raises(InvalidSettingsError, match="rank 2 is not one of 2"):
+        writer(job, 2, 2)
+    with pytest.raises(InvalidSettingsError, match="only method checkpoint"):
+        WeightStream(job.layout.root, settings=SyncSettings(method=SyncMethod.MEMORY))
+
+
+def test_a_closed_stream_saves_no_more(job: SmallJob) -> None:
+    stream = writer(job)
+    stream.save(1, tensors(1, "a"))
+    stream.close()
+    stream.close()
+    assert announced(job) == 1
+    with pytest.raises(SaveFailedError, match="closed"):
+        stream.save(2, tensors(2, "a"))
