@@ -15,6 +15,8 @@ from typing import Final
 
 import xxhash
 
+from syncd.checkpoint.safetensors_file import DIGESTS
+from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.torch_files.torch_zip import central_directory_digest
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.protocol.layout import JobLayout
@@ -23,6 +25,7 @@ from syncd.protocol.names import (
     HUGGINGFACE,
     RECEIPTS,
     SAVING,
+    part_name,
     receipt_name,
     shard_name,
 )
@@ -48,6 +51,7 @@ class TrainerByHand:
         era: so many saves differ in few elements (:func:`elements`), at most 128; the next ones
             differ from them in all. By default all elements are the number.
         run: of all its save ids.
+        named: whether each rank writes some tensors whole, as ``WeightStream`` does.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class TrainerByHand:
         ranks: int = 2,
         era: int = 1,
         run: str | None = None,
+        named: bool = False,
     ) -> None:
         self._storage = Storage(job)
         self._layout = JobLayout(job)
@@ -68,6 +73,7 @@ class TrainerByHand:
         self._era = era
         self._run = run or f"hand{secrets.token_hex(2)}"
         self._saves = 0
+        self._named = named
 
     def save(self, step: int, number: float | None = None) -> None:
         """Write a whole save, rank by rank, and let the pointer name it.
@@ -94,10 +100,7 @@ class TrainerByHand:
         receipt = actor / RECEIPTS / receipt_name(rank)
         storage.unlink_if_there(receipt)
         storage.sync_folder(receipt.parent)
-        path = actor / shard_name(self._ranks, rank)
-        storage.replace(path, self.shard(rank, number))
-        size, digest = central_directory_digest(storage, path)
-        files = [ReceiptFile(name=path.name, size=size, digest=digest, over="central-directory")]
+        files = [self._write(actor, rank, number)]
         if rank == 0:
             told = json.dumps({"world_size": self._ranks}).encode()
             storage.replace(actor / FSDP_CONFIG, told)
@@ -113,6 +116,31 @@ class TrainerByHand:
             files=tuple(files),
         )
         storage.replace(receipt, encode(record))
+
+    def _write(self, actor: Path, rank: int, number: float) -> ReceiptFile:
+        name_of = part_name if self._named else shard_name
+        path = actor / name_of(self._ranks, rank)
+        if not self._named:
+            self._storage.replace(path, self.shard(rank, number))
+            size, digest = central_directory_digest(self._storage, path)
+            return ReceiptFile(name=path.name, size=size, digest=digest, over="central-directory")
+        keys = range(rank, self._tensors, self._ranks)
+        data = elements(number, range(self._part * self._ranks), self._era)
+        entries = [
+            HeaderEntry(
+                f"part.{key}", "F32", (len(data) // 4,), at * len(data), (at + 1) * len(data)
+            )
+            for at, key in enumerate(keys)
+        ]
+        digests = xxhash.xxh3_128_hexdigest(data) * len(keys)
+        header = header_bytes(entries, {DIGESTS: digests})
+        self._storage.replace(path, header + data * len(keys))
+        return ReceiptFile(
+            name=path.name,
+            size=path.stat().st_size,
+            digest=xxhash.xxh3_128_hexdigest(header),
+            over="header",
+        )
 
     def shard(self, rank: int, number: float) -> bytes:
         """The bytes of one rank's file, as ``torch.save`` would write them."""

@@ -41,10 +41,11 @@ pytestmark = pytest.mark.mounts
 CUT_OFF = 20.0
 
 
+@pytest.mark.parametrize("named", [False, True], ids=["shards", "named tensors"])
 def test_an_explorer_elsewhere_gets_each_version_whole_and_what_is_old_goes(
-    shared: SharedJob,
+    shared: SharedJob, *, named: bool
 ) -> None:
-    seen, trainer = shared.seen, TrainerByHand(shared.b.job, ranks=3)
+    seen, trainer = shared.seen, TrainerByHand(shared.b.job, ranks=3, named=named)
     with Daemon(shared.a, "--keep", "1") as daemon, Reader(shared.b.job, "explorer") as reader:
         for sequence, step in enumerate((7, 8, 3, 4, 5), 1):  # resumed at 3
             trainer.save(step)
