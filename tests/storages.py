@@ -45,6 +45,8 @@ READS = (
     "open_read", "fstat", "read_part", "pread", "pread_into", "names", "kinds", "status", "free",
 )  # fmt: skip
 SEAM = CHANGES + READS
+#: What changes a file's content → the number of the argument that is its descriptor.
+_WRITTEN = {"write": 0, "pwrite": 0, "copy_file_range": 1, "sendfile": 1, "clone_range": 1}
 
 #: A rule looks at a call before it is done: (method, the paths and values it was given).
 Rule = Callable[[str, tuple[Any, ...]], None]
@@ -74,6 +76,9 @@ class RuledStorage(FastStorage):
 
     def _before(self, method: str, *given: Any) -> None:
         self.calls.append((method, given))
+        if (at := _WRITTEN.get(method)) is not None:
+            # Versions are made of links, so that whoever writes one name changes the other.
+            assert os.fstat(given[at]).st_nlink < 2, f"{method} changes a file with several names"
         for rule in list(self.rules):
             rule(method, given)
 

@@ -91,9 +91,7 @@ def publish_files(
         cancel()
         target = folder / file.path.name
         # Our hooks never write in place, so linked files stay as they are.
-        # A link keeps the owner and the mode, so another user's files are copied.
-        is_ours = vouched and storage.fstat(file.fd).st_uid == os.geteuid()
-        linked = is_ours and storage.link_if_possible(file.path, target)
+        linked = vouched and storage.link_if_possible(file.path, target)
         if linked:
             # The name may have been replaced since the file was opened and checked.
             status = storage.status(target)
@@ -102,6 +100,9 @@ def publish_files(
                     f"{file.path} was replaced by another file while syncd linked it. Perhaps the "
                     "trainer saved the step again"
                 )
+            if status.st_uid != os.geteuid():  # a link keeps the owner and the mode
+                storage.unlink(target)
+                linked = False
         said = file.said_digests if vouched and digests else None
         if linked and (said is not None or not digests):
             size = file.size - len(file.header)
