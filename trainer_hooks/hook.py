@@ -135,7 +135,6 @@ class TrainerHook:
         self._last_sync_time: float | None = None
         self._pid = os.getpid()
         self._closed = False
-        self._has_ended = False
 
     @property
     def synchronizer(self) -> TrainerSynchronizer | None:
@@ -159,10 +158,8 @@ class TrainerHook:
             OutOfStepError: rank 0 was called with another step, or a collective failed in a
                 broadcast; end this training.
         """
-        check_step(step)
-        begun = self._begun()
-        self._step = step
-        metrics = self._carry_out(self._planner.by_policy(step, waiting=False), step)
+        begun = self._finished(step)
+        metrics = self._carry_out(self._planner.by_policy(step, waiting=False))
         if self._saver.settings.max_explorer_lag is not None:
             waited = time.monotonic()
             self._planner.wait_for_explorers()
@@ -182,7 +179,7 @@ class TrainerHook:
         """
         begun = self._begun()
         plan = self._planner.by_policy(self._step, waiting=True)
-        return self._told(self._carry_out(plan, self._step), begun)
+        return self._told(self._carry_out(plan), begun)
 
     def save_state_dict(self, step: int) -> dict[str, float]:
         """Sync now, even if no sync is due; do nothing if the step is already synced.
@@ -194,10 +191,8 @@ class TrainerHook:
             OutOfStepError: rank 0 was called with another step, or a collective failed in a
                 broadcast; end this training.
         """
-        check_step(step)
-        begun = self._begun()
-        self._step = step
-        return self._told(self._carry_out(self._planner.sync(step), step), begun)
+        begun = self._finished(step)
+        return self._told(self._carry_out(self._planner.sync(step)), begun)
 
     def save_checkpoint(
         self, step: int, *, block_until_saved: bool = False, save_as_hf: bool | None = None
@@ -216,14 +211,12 @@ class TrainerHook:
                 ``block_until_saved``, a failure of this save also raises this error.
             OutOfStepError: rank 0 was called with another step; end this training.
         """
-        check_step(step)
         if not (save_as_hf is None or isinstance(save_as_hf, bool)):
             raise InvalidSettingsError(
                 f"save_as_hf is {save_as_hf!r}: it must be a bool, or None for the settings' choice"
             )
-        begun = self._begun()
-        self._step = step
-        metrics = self._carry_out(self._planner.checkpoint(step, with_hf=save_as_hf), step)
+        begun = self._finished(step)
+        metrics = self._carry_out(self._planner.checkpoint(step, with_hf=save_as_hf))
         if block_until_saved:
             self._saver.wait()
             metrics["time/save_checkpoint"] = time.monotonic() - begun
@@ -251,19 +244,17 @@ class TrainerHook:
         """
         if not self._begins_to_close():
             return
-        failed: SaveFailedError | None = None
+        errors: list[SaveFailedError] = []
         try:
-            self._carry_out(self._planner.at_close(self._step), self._step)
+            self._carry_out(self._planner.at_close(self._step))
         except SaveFailedError as error:
-            failed = error
+            errors.append(error)
         except BaseException:
             for other in self._end():
                 log.error("%s", other)
             raise
-        errors = self._end()
+        errors += self._end()
         self._planner.ranks.wait_until_sent()
-        if failed is not None:
-            errors.insert(0, failed)
         raise_first(errors)
 
     def __enter__(self) -> Self:
@@ -290,12 +281,19 @@ class TrainerHook:
         return True
 
     def _begun(self) -> float:
-        if self._has_ended:
+        if self._closed:
             raise SaveFailedError("this hook is closed and cannot save. Make a new hook")
         return time.monotonic()
 
-    def _carry_out(self, plan: Plan, step: int | None) -> dict[str, float]:
+    def _finished(self, step: int) -> float:
+        check_step(step)
+        begun = self._begun()
+        self._step = step
+        return begun
+
+    def _carry_out(self, plan: Plan) -> dict[str, float]:
         metrics: dict[str, float] = {}
+        step = self._step
         if step is None or not plan:
             return metrics
         last_sync, first = self._planner.last_sync, time.monotonic()
@@ -341,7 +339,6 @@ class TrainerHook:
         return metrics
 
     def _end(self) -> list[SaveFailedError]:
-        self._has_ended = True
         self._fast_path.close()
         return self._saver.close()
 

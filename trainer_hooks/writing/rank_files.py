@@ -19,6 +19,7 @@ from syncd.protocol.names import (
     HUGGINGFACE,
     LORA_ADAPTER,
     MANIFEST,
+    RECEIPTS,
     RETIRED,
     SAVING,
     TEMPORARY,
@@ -33,10 +34,10 @@ from syncd.protocol.names import (
     shard_name,
 )
 from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, SaveId, encode
+from syncd.storage.errnos import GONE, Ignoring
 from syncd.storage.job import Job
 from syncd.storage.step_folders import make_step_folder
 from trainer_hooks.writing.contents import RankContents
-from trainer_hooks.writing.notes import Notes
 from trainer_hooks.writing.parts import (
     link_or_copy,
     make_mark,
@@ -52,28 +53,64 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RankFiles:
-    """One rank's files of one save. After an OSError, a method can be called again."""
+    """One rank's files of one save, and what this rank knows of them.
+
+    After an OSError, a method can be called again. Only ``discard`` and ``unprotect`` log errors
+    instead.
+
+    Attributes:
+        weights_stay: True if the weights are perhaps announced, so they must not be deleted.
+        rest_stays: True if the other files for resuming must not be deleted, or do not exist.
+        trained: the name of this rank's file of the trained model.
+    """
 
     job: Job
     rank: int
     world_size: int
     save_id: SaveId
+    weights_stay: bool = False
+    rest_stays: bool = False
+    trained: str | None = None
 
     def __post_init__(self) -> None:
         step = self.save_id.step
         self.storage = self.job.storage
         self.folder, self.actor = self.job.layout.step(step), self.job.layout.actor(step)
-        self.notes = Notes(self.job, self.actor)
+        self.receipts = self.actor / RECEIPTS
 
     def name(self, name_of: Callable[[int, int], str]) -> str:
         """The name of this rank's file."""
         return name_of(self.world_size, self.rank)
 
+    def receipt(self, name: str) -> Receipt | None:
+        """A receipt; None if the file is missing or not a receipt."""
+        return self.job.read(Receipt, self.receipts / name)
+
+    def written(self, name: str) -> SaveId | None:
+        """The save that a receipt belongs to, or None."""
+        receipt = self.receipt(name)
+        return None if receipt is None else SaveId.parse(receipt.save_id)
+
+    def failed(self, rank: int) -> SaveId | None:
+        """The save that a rank failed to write, or that rank 0 gave up, or None."""
+        with Ignoring(GONE):
+            content = self.storage.read(self.receipts / failure_name(rank))
+            return SaveId.parse(content.decode(errors="replace").strip())
+        return None
+
+    def say_failed(self) -> None:
+        """Record that this rank failed."""
+        # There may be no folder yet. If another rank replaces the new, empty folder at this moment,
+        # writing the record fails, and must be tried again.
+        make_step_folder(self.job, self.save_id.step)
+        self.storage.make_folder(self.receipts, below=self.folder)
+        self.storage.replace(self.receipts / failure_name(self.rank), f"{self.save_id}\n".encode())
+
     def add_saving(self) -> None:
         """Create the step's folders, and ``.saving``, so that the pruner leaves the step alone."""
         make_step_folder(self.job, self.save_id.step, mark=SAVING)
         # Level by level: with a cached handle, a client could continue in a renamed folder.
-        for made in (self.actor, self.notes.folder):
+        for made in (self.actor, self.receipts):
             self.storage.make_folder(made, below=self.folder)
         make_mark(self.storage, self.folder / SAVING)
 
@@ -83,7 +120,7 @@ class RankFiles:
         If there are no full receipts, another trainer made the mark. It is kept then, because
         Trinity deletes a step without a mark.
         """
-        if any(map(is_full_receipt_name, self.storage.names(self.notes.folder))):
+        if any(map(is_full_receipt_name, self.storage.names(self.receipts))):
             self.storage.unlink_if_there(self.folder / FULL)
             if self.rank == 0:
                 # The old full weights would look like the new checkpoint's.
@@ -95,14 +132,14 @@ class RankFiles:
 
     def remove_receipts(self) -> None:
         """Delete this rank's receipts of the previous save."""
-        self._unlink_all(self.notes.folder, receipt_name(self.rank))
+        self._unlink_all(self.receipts, receipt_name(self.rank))
         self.remove_full_receipt()
-        self.storage.sync_folder(self.notes.folder)
+        self.storage.sync_folder(self.receipts)
 
     def remove_full_receipt(self) -> None:
         """Delete the records of an earlier attempt to complete this save."""
         names = full_receipt_name(self.rank), failure_name(self.rank)
-        self._unlink_all(self.notes.folder, *names)
+        self._unlink_all(self.receipts, *names)
 
     def write_weights(self, contents: RankContents, nonfinite: NonFinite) -> list[ReceiptFile]:
         """Write this rank's part of the weights."""
@@ -147,12 +184,12 @@ class RankFiles:
             files=tuple(files),
             sync_dtype=sync_dtype,
         )
-        self.storage.replace(self.notes.folder / name, encode(receipt))
+        self.storage.replace(self.receipts / name, encode(receipt))
 
     def is_vouched(self, name: str) -> bool:
         """True if other ranks see this rank's receipt, or may see it, because storage fails."""
         try:
-            return self.notes.written(name) == self.save_id
+            return self.written(name) == self.save_id
         except OSError:
             return True
 
@@ -164,7 +201,7 @@ class RankFiles:
         """
         try:
             self._mark(SAVING)
-            receipt = self.notes.receipt(receipt_name(self.rank))
+            receipt = self.receipt(receipt_name(self.rank))
         except FileNotFoundError:
             receipt = None
         if receipt is None or receipt.save_id != str(self.save_id):
@@ -229,11 +266,11 @@ class RankFiles:
 
     def are_weights_there(self) -> bool:
         """True if an announced save still has the weights of all ranks; checks only file names."""
-        receipt = self.notes.receipt(receipt_name(0))
+        receipt = self.receipt(receipt_name(0))
         if receipt is None or receipt.save_id != str(self.save_id):
             return False
         ranks = range(self.world_size)
-        names, receipts = map(self.storage.names, (self.actor, self.notes.folder))
+        names, receipts = map(self.storage.names, (self.actor, self.receipts))
         if any(file.name == ADAPTER for file in receipt.files):
             weights_are = self.storage.exists(self.actor / ADAPTER)
         else:
@@ -248,30 +285,6 @@ class RankFiles:
         for folder in folders:
             self._unlink_all(folder, *(n for n in self.storage.names(folder) if n.startswith(ours)))
 
-    def _mark(self, name: str) -> None:
-        make_mark(self.storage, self.folder / name)
-        self.storage.sync_folder(self.folder)
-
-    def _unlink_all(self, folder: Path, *names: str) -> None:
-        for name in names:
-            self.storage.unlink_if_there(folder / name)
-
-
-@dataclass
-class Attempt:
-    """The state of a save, as far as this rank knows it. Its methods log errors, and raise none.
-
-    Attributes:
-        weights_stay: True if the weights are perhaps announced, so they must not be deleted.
-        rest_stays: True if the other files for resuming must not be deleted, or do not exist.
-        trained: the name of this rank's file of the trained model.
-    """
-
-    files: RankFiles
-    weights_stay: bool = False
-    rest_stays: bool = False
-    trained: str | None = None
-
     def discard(self) -> None:
         """Delete this rank's unannounced files, beginning with the receipts.
 
@@ -280,21 +293,20 @@ class Attempt:
         to resume from. The daemon does not publish that shard, because its receipt is
         deleted.
         """
-        files, actor, critic = self.files, self.files.actor, self.files.folder / CRITIC
-        receipts, shard = files.notes.folder, files.name(shard_name)
-        optimizer = files.name(optimizer_name)
+        actor, critic = self.actor, self.folder / CRITIC
+        shard, optimizer = self.name(shard_name), self.name(optimizer_name)
         paths: list[Path] = []
         if not self.weights_stay:
-            paths.append(receipts / receipt_name(files.rank))
+            paths.append(self.receipts / receipt_name(self.rank))
             if not (self.rest_stays and self._is_there(actor / optimizer)):
                 paths.append(actor / shard)
-            if files.rank == 0:
+            if self.rank == 0:
                 paths += [actor / FULL_STATE_DICT, actor / ADAPTER]
         if not self.rest_stays:
             paths += [
-                receipts / full_receipt_name(files.rank),
+                self.receipts / full_receipt_name(self.rank),
                 actor / optimizer,
-                actor / files.name(extra_state_name),
+                actor / self.name(extra_state_name),
                 critic / shard,
                 critic / optimizer,
             ]
@@ -305,11 +317,19 @@ class Attempt:
 
     def unprotect(self) -> None:
         """Delete ``.saving``, so that the pruner may delete the remaining files."""
-        self._remove(self.files.folder / SAVING)
+        self._remove(self.folder / SAVING)
+
+    def _mark(self, name: str) -> None:
+        make_mark(self.storage, self.folder / name)
+        self.storage.sync_folder(self.folder)
+
+    def _unlink_all(self, folder: Path, *names: str) -> None:
+        for name in names:
+            self.storage.unlink_if_there(folder / name)
 
     def _is_there(self, path: Path) -> bool:
         try:
-            return self.files.storage.exists(path)
+            return self.storage.exists(path)
         except OSError as error:
             log.warning(
                 "cannot check whether %s exists, so syncd treats it as existing: %s", path, error
@@ -318,6 +338,6 @@ class Attempt:
 
     def _remove(self, path: Path) -> None:
         try:
-            self.files.storage.unlink_if_there(path)
+            self.storage.unlink_if_there(path)
         except OSError as error:
             log.warning("cannot remove %s, a file of a failed save: %s", path, error)
