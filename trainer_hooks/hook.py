@@ -19,12 +19,13 @@ from syncd.storage.fsio import Storage
 from trainer_hooks.fast_path import TrainerBroadcasts
 from trainer_hooks.planning import Planner
 from trainer_hooks.ranks import LedRanks, Plan, Ranks
-from trainer_hooks.saver import Save, SaveFolder, Saver, raise_first
+from trainer_hooks.saver import Save, Saver, raise_first
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.full_checkpoint import Stateful, check_stateful
 from trainer_hooks.state.lora import base_vocabulary, check_methods
+from trainer_hooks.state.state_dict import Pretrained, adapters_of, model_files, unwrapped
 from trainer_hooks.trained import Trained
-from trainer_hooks.writing.model_files import Pretrained, adapters_of, model_files, unwrapped
+from trainer_hooks.writing.writer import RankWriter
 
 log = logging.getLogger(__name__)
 
@@ -303,14 +304,14 @@ class TrainerHook:
         begun = time.monotonic()
         plan = self._planner.begin(plan, step)
         if plan & Plan.SYNC:
-            place = self._saver.memory or self._saver.place
-            self._save(self._planner.synced, Plan.SYNC, place)
+            writer = self._saver.memory or self._saver.writer
+            self._save(self._planner.synced, Plan.SYNC, writer)
             metrics["time/sync_weight"] = time.monotonic() - begun
-        half, full, place = time.monotonic(), self._planner.full, self._saver.place
+        half, full, writer = time.monotonic(), self._planner.full, self._saver.writer
         if plan & Plan.FULL:
-            self._save(full, plan, place)
+            self._save(full, plan, writer)
         elif plan & Plan.HUGGING_FACE:
-            gather = partial(self._trained.full_weights, place, step)
+            gather = partial(self._trained.full_weights, writer, step)
             self._saver.add_hugging_face(full, gather)
         if plan & (Plan.FULL | Plan.HUGGING_FACE):
             metrics["time/save_checkpoint"] = time.monotonic() - half
@@ -320,8 +321,8 @@ class TrainerHook:
             self._last_sync_time = first
         return metrics
 
-    def _save(self, save: Save, plan: Plan, place: SaveFolder) -> None:
-        self._saver.save(save, partial(self._trained.part, place, save.id.step, plan), place)
+    def _save(self, save: Save, plan: Plan, writer: RankWriter) -> None:
+        self._saver.save(save, partial(self._trained.part, writer, save.id.step, plan), writer)
 
     def _told(self, metrics: dict[str, float], begun: float) -> dict[str, float]:
         saver = self._saver

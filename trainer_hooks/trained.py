@@ -15,19 +15,23 @@ from torch.optim import Optimizer
 from syncd.checkpoint.save import ADAPTER
 from syncd.protocol.names import HUGGINGFACE, master_name
 from trainer_hooks.ranks import Plan
-from trainer_hooks.saver import SaveFolder
-from trainer_hooks.settings import SaveLayout, SaveLora, SyncDtype
+from trainer_hooks.settings import SaveLora, SyncDtype
 from trainer_hooks.state.full_checkpoint import BASE_MODEL, Stateful, extra_state, optimizer_state
 from trainer_hooks.state.full_file import FullStateStream, ties_embeddings
 from trainer_hooks.state.host_buffers import HostBuffers, host_copy
 from trainer_hooks.state.hub_names import HubNames
 from trainer_hooks.state.lora import PeftState, base_name
-from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
-from trainer_hooks.state.sync_dtype import changes, refuse_quantized
-from trainer_hooks.writing.contents import RankContents
-from trainer_hooks.writing.model_files import adapters_of, unwrapped
-from trainer_hooks.writing.parts import full_bytes
-from trainer_hooks.writing.spool import Spool
+from trainer_hooks.state.state_dict import (
+    adapters_of,
+    changes,
+    fsdp_version,
+    refuse_quantized,
+    sharded_state_dict,
+    unwrapped,
+)
+from trainer_hooks.writing.parts import Spool, full_bytes
+from trainer_hooks.writing.rank_files import RankContents
+from trainer_hooks.writing.writer import RankWriter
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,7 +67,7 @@ class Trained:
 
     def part(
         self,
-        place: SaveFolder,
+        writer: RankWriter,
         step: int,
         plan: Plan,
         buffers: HostBuffers | None,
@@ -78,10 +82,10 @@ class Trained:
             InvalidSettingsError: a value in the state could not be loaded again.
             CheckpointError: the model is quantized, so ``sync_dtype`` cannot cast it.
         """
-        actor = place.writer.job.layout.actor(step)
+        actor = writer.job.layout.actor(step)
         completes, is_full = bool(plan & Plan.COMPLETE), bool(plan & Plan.FULL)
         is_peft = bool(adapters_of(self.model))
-        sharded = place.weights is SaveLayout.SHARDED and not is_peft
+        sharded = not (writer.is_gathered or is_peft)
         hugging_face = bool(plan & Plan.HUGGING_FACE) and is_full
         state: dict[str, Any] = {}
         cast = self.sync_dtype
@@ -103,10 +107,10 @@ class Trained:
                 weights = FullStateStream(peft.adapter(), self.rank, name=ADAPTER, cast=cast)
             else:
                 weights = self._full(state, peft, cast)
-            full_model = self._gathered(place, actor, weights, at_end)
+            full_model = self._gathered(writer, actor, weights, at_end)
         if hugging_face and not is_linked:
             weights = self._full(state, peft)
-            in_hugging_face = self._gathered(place, actor / HUGGINGFACE, weights, at_end)
+            in_hugging_face = self._gathered(writer, actor / HUGGINGFACE, weights, at_end)
         if is_full:
             rest = self._rest()
             if peft is None and cast is not None:
@@ -137,16 +141,16 @@ class Trained:
             **rest,
         )
 
-    def full_weights(self, place: SaveFolder, step: int, at_end: ExitStack) -> Spool | None:
+    def full_weights(self, writer: RankWriter, step: int, at_end: ExitStack) -> Spool | None:
         """Gather the full weights for a complete full checkpoint. Collective.
 
         Raises:
             SaveFailedError: the ranks could not gather the weights.
         """
-        folder = place.writer.job.layout.actor(step) / HUGGINGFACE
+        folder = writer.job.layout.actor(step) / HUGGINGFACE
         state = sharded_state_dict(self.model)
         peft = self._peft(state) if adapters_of(self.model) else None
-        return self._gathered(place, folder, self._full(state, peft), at_end)
+        return self._gathered(writer, folder, self._full(state, peft), at_end)
 
     def _peft(self, state: Mapping[str, Any]) -> PeftState:
         # A parameter that was trained earlier and is frozen now still has a state.
@@ -190,13 +194,13 @@ class Trained:
         return rest | {"extra": host_copy(extra)}
 
     def _gathered(
-        self, place: SaveFolder, folder: Path, stream: FullStateStream, at_end: ExitStack
+        self, writer: RankWriter, folder: Path, stream: FullStateStream, at_end: ExitStack
     ) -> Spool | None:
         """Gather weights into a file on rank 0, which ``at_end`` closes. Collective."""
         spool = None
         if self.rank == 0:
             size = full_bytes(stream.state, stream.cast)
-            spool = Spool(place.writer.job, folder / stream.name, stream, size=size)
+            spool = Spool(writer.job, folder / stream.name, stream, size=size)
             at_end.callback(spool.close)
         stream.gather()
         return spool

@@ -43,7 +43,7 @@ from tests.jobs import LEASE_TIME, SmallJob, nothing
 from tests.made_deltas import work
 from tests.storages import Clock, FastStorage
 from trainer_hooks.state.full_file import FullStateStream
-from trainer_hooks.writing.spool import Spool
+from trainer_hooks.writing.parts import Spool
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
 

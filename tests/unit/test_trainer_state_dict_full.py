@@ -23,8 +23,7 @@ from tests.fsdp_models import Config, Laden, tensors, values
 from tests.merging import STORAGE, assert_equal, build, loaded
 from tests.multiprocess.processes import wait_until
 from tests.storages import RuledStorage, refuse
-from trainer_hooks.state.full_file import FullStateStream, ties_embeddings
-from trainer_hooks.state.full_plan import _outline
+from trainer_hooks.state.full_file import FullStateStream, _outline, ties_embeddings
 from trainer_hooks.state.gather import Derived
 
 DEADLINE = 60.0

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from syncd.checkpoint.save import ADAPTER
 from syncd.protocol.errors import SaveFailedError
@@ -37,8 +37,8 @@ from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, SaveId, enco
 from syncd.storage.errnos import GONE, Ignoring
 from syncd.storage.job import Job
 from syncd.storage.step_folders import make_step_folder
-from trainer_hooks.writing.contents import RankContents
 from trainer_hooks.writing.parts import (
+    Spool,
     link_or_copy,
     make_mark,
     shard_written_by,
@@ -46,9 +46,47 @@ from trainer_hooks.writing.parts import (
     write_small,
     write_tensors,
 )
-from trainer_hooks.writing.spool import Spool
 
 log = logging.getLogger(__name__)
+
+
+class RankContents(NamedTuple):
+    """Everything that one rank writes in one save. Its tensors, on the host, must not change.
+
+    Only rank 0 has ``full_model``, ``hugging_face`` and the functions that write small files into a
+    given folder (``model_files``, ``adapter_files``).
+
+    Attributes:
+        model: the rank's part of the state dict; None if the rank writes no shard.
+        full_model: the full state dict or an adapter in one file.
+        trained: for a full checkpoint, this rank's part of the model to resume from, if the save
+            publishes other weights (an adapter, a merged model, or cast weights).
+        trained_name: a function of world size and rank.
+        hugging_face: the full state dict, for ``huggingface/``.
+        links_hugging_face: whether to link ``full_model`` into ``huggingface/``.
+        written_by: a function that writes the rank's shard itself, in place of ``model``. If
+            storage fails for a moment, it is called again and must start over.
+        sync_dtype: the dtype to which published weights were cast; None if no tensor changed.
+        completes: True if the weights are announced already, so that only the rest is written.
+    """
+
+    model: Mapping[str, Any] | None = None
+    optimizer: Mapping[str, Any] | None = None
+    extra: Mapping[str, Any] | None = None
+    model_files: tuple[Callable[[Path], object], ...] = ()
+    fsdp_version: int | None = None
+    is_full: bool = False
+    full_model: Spool | None = None
+    adapter_files: tuple[Callable[[Path], object], ...] = ()
+    trained: Mapping[str, Any] | None = None
+    trained_name: Callable[[int, int], str] = shard_name
+    critic: Mapping[str, Any] | None = None
+    critic_optimizer: Mapping[str, Any] | None = None
+    hugging_face: Spool | None = None
+    links_hugging_face: bool = False
+    written_by: Callable[[], object] | None = None
+    sync_dtype: str | None = None
+    completes: bool = False
 
 
 @dataclass
@@ -249,13 +287,14 @@ class RankFiles:
 
     def _write_hugging_face(self, contents: RankContents) -> None:
         """Write full weights for users; the daemon never publishes them."""
+        folder = self.actor / HUGGINGFACE
         if contents.hugging_face is not None:
-            self.storage.make_folder(self.actor / HUGGINGFACE, below=self.folder)
+            self.storage.make_folder(folder, below=self.folder)
             contents.hugging_face.commit()
         elif contents.links_hugging_face:
-            self.storage.make_folder(self.actor / HUGGINGFACE, below=self.folder)
-            target = self.actor / HUGGINGFACE / FULL_STATE_DICT
-            link_or_copy(self.storage, self.actor / FULL_STATE_DICT, target)
+            self.storage.make_folder(folder, below=self.folder)
+            source = self.actor / FULL_STATE_DICT
+            link_or_copy(self.storage, source, folder / FULL_STATE_DICT)
 
     def add_hugging_face(self, weights: Spool) -> None:
         """Add the full weights to a complete full checkpoint."""

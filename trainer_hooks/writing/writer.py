@@ -35,9 +35,8 @@ from syncd.storage.job import Job
 from syncd.storage.step_folders import point
 from trainer_hooks.settings import WriteConcurrency
 from trainer_hooks.state.host_buffers import nonfinite_names
-from trainer_hooks.writing.contents import RankContents
-from trainer_hooks.writing.rank_files import RankFiles
-from trainer_hooks.writing.spool import Spool
+from trainer_hooks.writing.parts import Spool
+from trainer_hooks.writing.rank_files import RankContents, RankFiles
 
 __all__ = ["RankContents", "RankWriter"]
 
@@ -65,6 +64,7 @@ class RankWriter:
 
     Args:
         save_timeout: seconds that rank 0 waits for the other ranks' receipts.
+        is_gathered: whether rank 0 writes the weights of all ranks, so that ``save`` gets them.
         pauses: seconds before each retry of an operation that storage refused for a moment.
     """
 
@@ -75,6 +75,7 @@ class RankWriter:
     save_timeout: float
     concurrency: WriteConcurrency = WriteConcurrency.UNRESTRICTED
     pauses: tuple[float, ...] = (0.2, 2.0)
+    is_gathered: bool = False
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
