@@ -21,13 +21,10 @@ from syncd.protocol.policy import SyncMethod, SyncSettings
 from syncd.protocol.records import NonFinite, SaveId
 from trainer_hooks.explorers import Explorers
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.state.full_file import ties_embeddings
-from trainer_hooks.state.full_plan import agree_on_plan
+from trainer_hooks.state.full_file import agree_on_plan, ties_embeddings
 from trainer_hooks.state.gather import full_tensor
-from trainer_hooks.state.state_dict import sharded_state_dict, tensors_of
-from trainer_hooks.state.sync_dtype import cast_to
+from trainer_hooks.state.state_dict import cast_to, sharded_state_dict, tensors_of, unwrapped
 from trainer_hooks.transfer import Buffers, Outgoing
-from trainer_hooks.writing.model_files import unwrapped
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,6 +44,7 @@ class Way(Enum):
     NOT_AT_ALL = auto()
 
 
+@dataclass
 class Cadence:
     """Decides which syncs to broadcast, and which to save as files.
 
@@ -54,17 +52,16 @@ class Cadence:
     Of ``checkpoint_every`` successive syncs, at least one is saved, even if it was broadcast.
     """
 
-    def __init__(self, checkpoint_every: int) -> None:
-        self._checkpoint_every = checkpoint_every
-        self._failures = 0
-        self._not_tried = 0
-        self._passed: int | None = None
-        self._step: int | None = None
+    checkpoint_every: int
+    _failures: int = 0
+    _not_tried: int = 0
+    _passed: int | None = None
+    _step: int | None = None
 
     @property
     def is_save_due(self) -> bool:
         """True if this sync must be saved even if it was broadcast."""
-        return self._passed is None or self._passed + 1 >= self._checkpoint_every
+        return self._passed is None or self._passed + 1 >= self.checkpoint_every
 
     def may_try(self) -> bool:
         """True if this sync may be broadcast; each False shortens the back-off."""
@@ -94,6 +91,7 @@ class Cadence:
         self._step = step
 
 
+@dataclass
 class TrainerBroadcasts:
     """The broadcasts of a trainer: rank 0 opens them, all ranks send.
 
@@ -102,35 +100,32 @@ class TrainerBroadcasts:
     Only rank 0 has exact counts.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        settings: SyncSettings,
-        explorers: Explorers,
-        cast: Cast | None = None,
-    ) -> None:
+    model: nn.Module
+    settings: SyncSettings
+    explorers: Explorers
+    cast: Cast | None = None
+    broadcasts: int = 0
+    failures: int = 0
+
+    def __post_init__(self) -> None:
+        settings = self.settings
         self.is_on = settings.method is SyncMethod.NCCL
         self.cadence = Cadence(settings.checkpoint_every)
-        self.broadcasts = 0
-        self.failures = 0
-        self._model = model
-        self._explorers = explorers
-        self._timeout = settings.broadcast_timeout
         self._sender = WeightSender(
-            model,
+            self.model,
             bucket_bytes=settings.broadcast_bucket,
             digests=settings.broadcast_digests,
-            cast=cast,
+            cast=self.cast,
         )
         self._group: WeightGroup | None = None
 
     def has_arrived(self, sent: SaveId, step: int) -> bool:
         """On rank 0: True if all receivers serve ``sent``, and it is of this step."""
-        return self.is_on and sent.step == step and self._explorers.have_received(sent) is True
+        return self.is_on and sent.step == step and self.explorers.have_received(sent) is True
 
     def open(self, save_id: SaveId) -> Way:
         """On rank 0: choose a sync's route. For a broadcast, wait until all receivers are ready."""
-        explorers, step = self._explorers, save_id.step
+        explorers, step = self.explorers, save_id.step
         takers = explorers.takers() if self.is_on else None
         if takers is None:
             return Way.FILES
@@ -142,10 +137,10 @@ class TrainerBroadcasts:
         if not self.cadence.may_try():
             explorers.goes_by_files(step)
             return Way.FILES
-        devices = (parameter.device for parameter in self._model.parameters())
+        devices = (parameter.device for parameter in self.model.parameters())
         device = next((one for one in devices if one.type != "meta"), torch.device("cpu"))
         try:
-            self._group = explorers.open_group(save_id, device, self._timeout)
+            self._group = explorers.open_group(save_id, device, self.settings.broadcast_timeout)
         except Exception as error:  # noqa: BLE001 - after any error the step is saved as files
             self._failed(step, error)
             explorers.goes_by_files(step)
@@ -171,7 +166,7 @@ class TrainerBroadcasts:
                     f"the weights could not be gathered for a broadcast: {error}. The ranks may "
                     "be out of step with each other. End this training, and resume it"
                 ) from error
-            self._explorers.goes_by_files(step)
+            self.explorers.goes_by_files(step)
             return False
         if nonfinite.count:
             log.warning(
@@ -180,7 +175,7 @@ class TrainerBroadcasts:
                 step,
                 nonfinite,
             )
-        self._explorers.nccl_sync_succeeded()
+        self.explorers.nccl_sync_succeeded()
         self.cadence.succeeded()
         self.broadcasts += 1
         return True
@@ -198,7 +193,7 @@ class TrainerBroadcasts:
         )
         self.cadence.failed()
         self.failures += 1
-        self._explorers.group_failed()
+        self.explorers.group_failed()
 
 
 class Sent(NamedTuple):
@@ -244,7 +239,7 @@ class WeightSender:
         tied = ties_embeddings(unwrapped(self.model))
         plan = agree_on_plan(state, ranks.rank, tied=tied, cast=self.cast)
         # Small tensors are packed together, so they come last, without large ones between them.
-        tensors = sorted(plan.tensors, key=lambda tensor: -tensor.length)
+        tensors = sorted(plan, key=lambda tensor: -tensor.length)
         outgoing = None
         if group is not None:
             has_digests = self.digests

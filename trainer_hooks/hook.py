@@ -19,12 +19,13 @@ from syncd.storage.fsio import Storage
 from trainer_hooks.fast_path import TrainerBroadcasts
 from trainer_hooks.planning import Planner
 from trainer_hooks.ranks import LedRanks, Plan, Ranks
-from trainer_hooks.saver import Save, SaveFolder, Saver, raise_first
+from trainer_hooks.saver import Save, Saver, raise_first
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.full_checkpoint import Stateful, check_stateful
 from trainer_hooks.state.lora import base_vocabulary, check_methods
+from trainer_hooks.state.state_dict import Pretrained, adapters_of, model_files, unwrapped
 from trainer_hooks.trained import Trained
-from trainer_hooks.writing.model_files import Pretrained, adapters_of, model_files, unwrapped
+from trainer_hooks.writing.writer import RankWriter
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,6 @@ class TrainerHook:
         self._last_sync_time: float | None = None
         self._pid = os.getpid()
         self._closed = False
-        self._has_ended = False
 
     @property
     def synchronizer(self) -> TrainerSynchronizer | None:
@@ -159,10 +159,8 @@ class TrainerHook:
             OutOfStepError: rank 0 was called with another step, or a collective failed in a
                 broadcast; end this training.
         """
-        check_step(step)
-        begun = self._begun()
-        self._step = step
-        metrics = self._carry_out(self._planner.by_policy(step, waiting=False), step)
+        begun = self._finished(step)
+        metrics = self._carry_out(self._planner.by_policy(step, waiting=False))
         if self._saver.settings.max_explorer_lag is not None:
             waited = time.monotonic()
             self._planner.wait_for_explorers()
@@ -182,7 +180,7 @@ class TrainerHook:
         """
         begun = self._begun()
         plan = self._planner.by_policy(self._step, waiting=True)
-        return self._told(self._carry_out(plan, self._step), begun)
+        return self._told(self._carry_out(plan), begun)
 
     def save_state_dict(self, step: int) -> dict[str, float]:
         """Sync now, even if no sync is due; do nothing if the step is already synced.
@@ -194,10 +192,8 @@ class TrainerHook:
             OutOfStepError: rank 0 was called with another step, or a collective failed in a
                 broadcast; end this training.
         """
-        check_step(step)
-        begun = self._begun()
-        self._step = step
-        return self._told(self._carry_out(self._planner.sync(step), step), begun)
+        begun = self._finished(step)
+        return self._told(self._carry_out(self._planner.sync(step)), begun)
 
     def save_checkpoint(
         self, step: int, *, block_until_saved: bool = False, save_as_hf: bool | None = None
@@ -216,14 +212,12 @@ class TrainerHook:
                 ``block_until_saved``, a failure of this save also raises this error.
             OutOfStepError: rank 0 was called with another step; end this training.
         """
-        check_step(step)
         if not (save_as_hf is None or isinstance(save_as_hf, bool)):
             raise InvalidSettingsError(
                 f"save_as_hf is {save_as_hf!r}: it must be a bool, or None for the settings' choice"
             )
-        begun = self._begun()
-        self._step = step
-        metrics = self._carry_out(self._planner.checkpoint(step, with_hf=save_as_hf), step)
+        begun = self._finished(step)
+        metrics = self._carry_out(self._planner.checkpoint(step, with_hf=save_as_hf))
         if block_until_saved:
             self._saver.wait()
             metrics["time/save_checkpoint"] = time.monotonic() - begun
@@ -251,19 +245,17 @@ class TrainerHook:
         """
         if not self._begins_to_close():
             return
-        failed: SaveFailedError | None = None
+        errors: list[SaveFailedError] = []
         try:
-            self._carry_out(self._planner.at_close(self._step), self._step)
+            self._carry_out(self._planner.at_close(self._step))
         except SaveFailedError as error:
-            failed = error
+            errors.append(error)
         except BaseException:
             for other in self._end():
                 log.error("%s", other)
             raise
-        errors = self._end()
+        errors += self._end()
         self._planner.ranks.wait_until_sent()
-        if failed is not None:
-            errors.insert(0, failed)
         raise_first(errors)
 
     def __enter__(self) -> Self:
@@ -290,12 +282,19 @@ class TrainerHook:
         return True
 
     def _begun(self) -> float:
-        if self._has_ended:
+        if self._closed:
             raise SaveFailedError("this hook is closed and cannot save. Make a new hook")
         return time.monotonic()
 
-    def _carry_out(self, plan: Plan, step: int | None) -> dict[str, float]:
+    def _finished(self, step: int) -> float:
+        check_step(step)
+        begun = self._begun()
+        self._step = step
+        return begun
+
+    def _carry_out(self, plan: Plan) -> dict[str, float]:
         metrics: dict[str, float] = {}
+        step = self._step
         if step is None or not plan:
             return metrics
         last_sync, first = self._planner.last_sync, time.monotonic()
@@ -305,15 +304,14 @@ class TrainerHook:
         begun = time.monotonic()
         plan = self._planner.begin(plan, step)
         if plan & Plan.SYNC:
-            place = self._saver.memory or self._saver.place
-            self._save(self._planner.synced, Plan.SYNC, place)
+            writer = self._saver.memory or self._saver.writer
+            self._save(self._planner.synced, Plan.SYNC, writer)
             metrics["time/sync_weight"] = time.monotonic() - begun
-        half, full, place = time.monotonic(), self._planner.full, self._saver.place
+        half, full, writer = time.monotonic(), self._planner.full, self._saver.writer
         if plan & Plan.FULL:
-            self._save(full, plan, place)
+            self._save(full, plan, writer)
         elif plan & Plan.HUGGING_FACE:
-            gather = partial(self._trained.full_weights, place, step)
-            self._saver.add_hugging_face(full, gather)
+            self._saver.add_hugging_face(full, self._trained.full_weights)
         if plan & (Plan.FULL | Plan.HUGGING_FACE):
             metrics["time/save_checkpoint"] = time.monotonic() - half
         if self._planner.last_sync is not last_sync:
@@ -322,8 +320,8 @@ class TrainerHook:
             self._last_sync_time = first
         return metrics
 
-    def _save(self, save: Save, plan: Plan, place: SaveFolder) -> None:
-        self._saver.save(save, partial(self._trained.part, place, save.id.step, plan), place)
+    def _save(self, save: Save, plan: Plan, writer: RankWriter) -> None:
+        self._saver.save(save, partial(self._trained.part, writer, plan), writer)
 
     def _told(self, metrics: dict[str, float], begun: float) -> dict[str, float]:
         saver = self._saver
@@ -341,7 +339,6 @@ class TrainerHook:
         return metrics
 
     def _end(self) -> list[SaveFailedError]:
-        self._has_ended = True
         self._fast_path.close()
         return self._saver.close()
 

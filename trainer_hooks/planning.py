@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Final
 
 from syncd.protocol.policy import SyncStyle, trainer_decision
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 _NO_SAVE: Final = Save(SaveId("", -1, 0), is_announced=True)
 
 
+@dataclass
 class Planner:
     """Decides what to save. Rank 0 decides for all ranks if ranks could decide differently.
 
@@ -36,17 +38,18 @@ class Planner:
             not count.
     """
 
-    def __init__(self, ranks: LedRanks, saver: Saver, fast_path: TrainerBroadcasts) -> None:
-        self.ranks = ranks
+    ranks: LedRanks
+    saver: Saver
+    fast_path: TrainerBroadcasts
+
+    def __post_init__(self) -> None:
         self.synced = self.last_sync = self.full = _NO_SAVE
         self.skipped = 0
-        self._saver = saver
-        self._settings = saver.settings
-        self._saving = saver.saving
-        self._explorers = saver.explorers
-        self._fast_path = fast_path
+        self._settings = self.saver.settings
+        self._saving = self.saver.saving
+        self._explorers = self.saver.explorers
         #: Whether a sync and a full checkpoint of the same step are one save.
-        self._one_save = saver.memory is None
+        self._one_save = self.saver.memory is None
         self._skipped_at = -1
         self._owed = Plan.NOTHING
         #: The last broadcast, successful or not. A save of the same step is this save.
@@ -85,7 +88,7 @@ class Planner:
         """Plan the last save; ``NOTHING`` if a rank does not call this in time. Collective."""
         if step is None or not (self._saving.final or self._ends_with_full):
             return Plan.NOTHING
-        why_not = self.ranks.meet(self._saver.run_id, act="call close()")
+        why_not = self.ranks.meet(self.saver.run_id, act="call close()")
         if why_not is None:
             return self.ranks.agree(lambda: self._for_close(step), step=step)
         log.warning(
@@ -127,8 +130,8 @@ class Planner:
 
     def broadcast(self, plan: Plan, step: int) -> Plan:
         """Broadcast a step, and return a plan's remaining actions. Collective."""
-        sent = self._sent = self._saver.new(step)
-        arrived = self._fast_path.send(step)  # only rank 0's result counts
+        sent = self._sent = self.saver.new(step)
+        arrived = self.fast_path.send(step)  # only rank 0's result counts
         word = self.ranks.agree(lambda: self._after_broadcast(plan, step, arrived))
         if word & Plan.BROADCAST:
             self.last_sync = sent
@@ -152,16 +155,16 @@ class Planner:
 
     @property
     def _may_leave_some_behind(self) -> bool:
-        return self._fast_path.is_on and self._settings.max_staleness is not None
+        return self.fast_path.is_on and self._settings.max_staleness is not None
 
     def _goes_to_explorers(self, save: Save) -> None:
         self.synced = self.last_sync = save
-        self._fast_path.cadence.saved(save.id.step)
+        self.fast_path.cadence.saved(save.id.step)
 
     def _next(self, step: int) -> Save:
         """Return this step's broadcast, or a new save."""
         sent, self._sent = self._sent, _NO_SAVE
-        return sent if sent.id.step == step else self._saver.new(step)
+        return sent if sent.id.step == step else self.saver.new(step)
 
     # -- on rank 0 ---------------------------------------------------------------------------------
 
@@ -170,7 +173,7 @@ class Planner:
             due |= Plan.SYNC
         if step is None:
             return Plan.NOTHING
-        busy = self._saver.is_busy
+        busy = self.saver.is_busy
         plan = Plan.NOTHING
         if due & Plan.FULL:
             if busy and self._saving.when_busy_full is WhenBusy.SKIP:
@@ -196,9 +199,9 @@ class Planner:
 
     def _how_to_sync(self, step: int, *, is_saved: bool) -> Plan:
         """Choose a broadcast, files or nothing."""
-        if self._fast_path.has_arrived(self.last_sync.id, step):
+        if self.fast_path.has_arrived(self.last_sync.id, step):
             return self._nothing_new()
-        way = self._fast_path.open(self._saver.coming_id(step))
+        way = self.fast_path.open(self.saver.coming_id(step))
         if way is Way.BROADCAST:
             return Plan.BROADCAST
         if way is Way.NOT_AT_ALL:
@@ -212,7 +215,7 @@ class Planner:
         return Plan.NOTHING
 
     def _by_files(self, *, is_saved: bool) -> Plan:
-        busy = self._saver.is_busy
+        busy = self.saver.is_busy
         if busy and self._saving.when_busy_sync is WhenBusy.SKIP and not is_saved:
             return Plan.SYNC_SKIPPED
         return Plan.SYNC
@@ -220,7 +223,7 @@ class Planner:
     def _for_sync(self, step: int) -> Plan:
         if _is_begun(self.last_sync, step):
             return Plan.NOTHING
-        way = self._fast_path.open(self._saver.coming_id(step))
+        way = self.fast_path.open(self.saver.coming_id(step))
         return Plan.BROADCAST if way is Way.BROADCAST else Plan.SYNC
 
     def _after_broadcast(self, plan: Plan, step: int, arrived: bool) -> Plan:
@@ -229,7 +232,7 @@ class Planner:
         if not arrived:
             # Not skipped if the writer is busy, because explorers were told that files come.
             return Plan.NOTHING if is_saved else Plan.SYNC
-        cadence = self._fast_path.cadence
+        cadence = self.fast_path.cadence
         is_due = cadence.is_save_due or self.synced.has_failed
         if plan & Plan.FULL or is_saved or not is_due:
             cadence.passed(step)
@@ -260,7 +263,7 @@ class Planner:
         if with_hf is None:
             with_hf = self._saving.save_as_hf is SaveAsHf.ALWAYS
         hugging_face = Plan.HUGGING_FACE if with_hf else Plan.NOTHING
-        full, synced, saver = self.full, self.synced, self._saver
+        full, synced, saver = self.full, self.synced, self.saver
         if _is_begun(full, step):
             if not with_hf or full.has_hugging_face:
                 return Plan.NOTHING
@@ -271,7 +274,7 @@ class Planner:
         if self._one_save and _is_begun(synced, step):
             saver.has_ended()
             if synced.is_announced and not synced.has_failed:
-                are_there = saver.place.writer.are_weights_there(synced.id)
+                are_there = self.saver.writer.are_weights_there(synced.id)
                 plan |= Plan.COMPLETE if are_there else Plan.AGAIN
         return plan
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from syncd.coordination.member import Seams
 from syncd.coordination.trainer import TrainerSynchronizer
@@ -25,9 +25,9 @@ from trainer_hooks.explorers import Explorers
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.settings import SaveLayout, SaveSettings, WriteConcurrency
 from trainer_hooks.state.host_buffers import HostBuffers
-from trainer_hooks.writing.contents import RankContents
+from trainer_hooks.state.host_part import HostPart
+from trainer_hooks.writing.rank_files import RankContents
 from trainer_hooks.writing.retire import retire_old
-from trainer_hooks.writing.spool import Spool
 from trainer_hooks.writing.writer import RankWriter
 
 log = logging.getLogger(__name__)
@@ -64,13 +64,6 @@ class Save:
     has_hugging_face: bool = False
 
 
-class SaveFolder(NamedTuple):
-    """A folder for saves, and its files of weights."""
-
-    writer: RankWriter
-    weights: SaveLayout
-
-
 #: Makes this rank's part of a save, in the buffers if there are any. The stack closes at the end of
 #: the save.
 MakeContents = Callable[[HostBuffers | None, ExitStack], RankContents]
@@ -87,8 +80,8 @@ class Saver:
     Attributes:
         run_id: part of the save ids; the same on all ranks.
         patience: the longest wait for one save, in seconds.
-        place: the folder of the job.
-        memory: the folder on a memory filesystem, to which only rank 0 writes.
+        writer: writes into the job.
+        memory: writes into a memory filesystem, on rank 0 alone.
         explorers: only rank 0 communicates with them.
         announced: on rank 0, the step that was announced last.
     """
@@ -108,8 +101,8 @@ class Saver:
         turns = self.world_size if in_turns else 1  # each within the save_timeout
         self.patience = min(_PATIENCE * self.settings.save_timeout * turns, _FOREVER)
         self.run_id = secrets.token_hex(6)
-        self.place: SaveFolder
-        self.memory: SaveFolder | None = None
+        self.writer: RankWriter
+        self.memory: RankWriter | None = None
         self.explorers = Explorers()
         self.announced: int | None = None
         self._count = 0
@@ -131,21 +124,20 @@ class Saver:
             JobUnavailableError, NoRoomError: a folder cannot be written.
             NameTakenError: another trainer works in this job.
         """
-        in_memory = self.memory_dir is not None
-        gathers = self.settings.method is SyncMethod.MEMORY and not in_memory
+        in_job = self.settings.method is SyncMethod.MEMORY and self.memory_dir is None
+        timeout = self.settings.save_timeout
         try:
-            writer = RankWriter(
+            self.writer = RankWriter(
                 self._job(self.job_dir, opens=True),
                 self.rank,
                 self.world_size,
-                save_timeout=self.settings.save_timeout,
+                save_timeout=timeout,
                 concurrency=self.saving.write_concurrency,
+                is_gathered=in_job or self.saving.layout is SaveLayout.FULL,
             )
-            self.place = SaveFolder(writer, SaveLayout.FULL if gathers else self.saving.layout)
             if self.memory_dir is not None:  # only rank 0 can reach it
                 job = self._job(self.memory_dir, opens=self.rank == 0)
-                writer = RankWriter(job, self.rank, 1, save_timeout=self.settings.save_timeout)
-                self.memory = SaveFolder(writer, SaveLayout.FULL)
+                self.memory = RankWriter(job, self.rank, 1, save_timeout=timeout, is_gathered=True)
             if self.rank == 0:
                 synchronizer = TrainerSynchronizer(
                     self.job_dir,
@@ -167,7 +159,7 @@ class Saver:
         """Open on all ranks, or raise an error on all of them. Collective."""
         try:
             ranks.together(self.open)
-            told = ranks.gathered((self.run_id, str(self.place.writer.job.layout.root)))
+            told = ranks.gathered((self.run_id, str(self.writer.job.layout.root)))
         except BaseException:
             self.close()
             raise
@@ -194,15 +186,14 @@ class Saver:
         return save
 
     def save(
-        self, save: Save, make: MakeContents, place: SaveFolder | None = None, name: str = ""
+        self, save: Save, make: MakeContents, writer: RankWriter | None = None, name: str = ""
     ) -> None:
         """Make this rank's part of a save, and queue it. Waits if two saves are unfinished.
 
         An error of ``make`` is raised; any other failure is kept for :meth:`raise_failure`.
         ``name`` is for messages.
         """
-        place, step = place or self.place, save.id.step
-        writer = place.writer
+        writer, step = writer or self.writer, save.id.step
         with ExitStack() as at_end:
             if writer.rank >= writer.world_size:  # only rank 0 writes there, but all ranks gather
                 make(None, at_end)
@@ -217,13 +208,13 @@ class Saver:
                 self._leave_out(save, writer)
                 raise
             if buffers is not None:
-                work = partial(self.write, save, contents, place, at_end.pop_all())
+                work = partial(self.write, save, contents, writer, at_end.pop_all())
                 self.submit(step, work)
                 return
         self.refuse(name or f"step {step}")
         self._leave_out(save, writer)
 
-    def add_hugging_face(self, save: Save, gather: Callable[[ExitStack], Spool | None]) -> None:
+    def add_hugging_face(self, save: Save, gather: Callable[[ExitStack], HostPart | None]) -> None:
         """Add the full weights that rank 0 gathers to a full checkpoint.
 
         An error of ``gather`` is raised; any other failure is kept for :meth:`raise_failure`.
@@ -295,9 +286,9 @@ class Saver:
 
     def stop_waiting(self) -> None:
         """Give up the saves that other ranks have not finished."""
-        for place in (self.place, self.memory):
-            if place is not None:
-                place.writer.stop_waiting()
+        for writer in (self.writer, self.memory):
+            if writer is not None:
+                writer.stop_waiting()
 
     def close(self) -> list[SaveFailedError]:
         """Wait for unfinished saves, and report that this trainer has stopped.
@@ -389,7 +380,7 @@ class Saver:
         self,
         save: Save,
         contents: RankContents,
-        place: SaveFolder | None = None,
+        writer: RankWriter | None = None,
         at_end: ExitStack | None = None,
     ) -> int:
         """Write this rank's part of a save, in the thread; return its bytes.
@@ -397,8 +388,8 @@ class Saver:
         Raises:
             SaveFailedError: the save failed.
         """
-        place, at_end = place or self.place, at_end or ExitStack()
-        writer, save_id = place.writer, save.id
+        writer, at_end = writer or self.writer, at_end or ExitStack()
+        save_id = save.id
         with at_end:
             try:
                 try:
@@ -407,25 +398,25 @@ class Saver:
                 except BaseException:
                     writer.say_failed(save_id)
                     raise
-                return writer.save(save_id, contents, partial(self._announced, save, place))
+                return writer.save(save_id, contents, partial(self._announced, save, writer))
             except BaseException:
                 save.has_failed = True
                 raise
 
-    def _write_hugging_face(self, save: Save, spool: Spool, at_end: ExitStack) -> None:
+    def _write_hugging_face(self, save: Save, spool: HostPart, at_end: ExitStack) -> None:
         with at_end:
             try:
-                self.place.writer.add_hugging_face(save.id, spool)
+                self.writer.add_hugging_face(save.id, spool)
             except BaseException:
                 save.has_hugging_face = False
                 raise
 
-    def _announced(self, save: Save, place: SaveFolder, is_checkpoint: bool) -> None:
+    def _announced(self, save: Save, writer: RankWriter, is_checkpoint: bool) -> None:
         if is_checkpoint:
             save.is_checkpoint = True
             try:
                 retire_old(
-                    self.place.writer.job,
+                    self.writer.job,
                     newest=save.id.step,
                     max_to_keep=self.saving.max_to_keep,
                     keep_every=self.saving.keep_every,
@@ -437,7 +428,7 @@ class Saver:
                     "them. The trainer tries again after the next full checkpoint: %s",
                     error,
                 )
-        elif place is (self.memory or self.place):  # explorers look for weights there
+        elif writer is (self.memory or self.writer):  # explorers look for weights there
             self.explorers.set_model_state_dict(None, save.id.step)
             # Done last: otherwise explorers that wait for this save could be told that none comes.
             save.is_announced = True

@@ -23,14 +23,14 @@ from syncd.storage.fsio import Storage
 from trainer_hooks.saver import Saver, raise_first
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.host_part import HostPart
-from trainer_hooks.writing.contents import RankContents
-from trainer_hooks.writing.model_files import Pretrained
-from trainer_hooks.writing.notes import Notes
-from trainer_hooks.writing.pace import POLL
+from trainer_hooks.state.state_dict import Pretrained
+from trainer_hooks.writing.rank_files import RankContents, RankFiles
 from trainer_hooks.writing.writer import RankWriter
 
 log = logging.getLogger(__name__)
 
+#: Seconds between two looks at rank 0's report.
+_POLL: Final = 0.05
 #: The most names in a message.
 _NAMED: Final = 8
 #: name → its dtype in safetensors, and its shape.
@@ -137,7 +137,9 @@ class WeightStream:
         try:
             if saver.has_ended():
                 taken = self._part.fill(pairs)
-                contents = RankContents(part=self._part)
+                contents = RankContents(
+                    whole=self._part, whole_name=part_name(saver.world_size, saver.rank)
+                )
             else:
                 saver.refuse(f"step {step}")
                 deque(pairs, maxlen=0)  # the other writers may take part in each iteration
@@ -247,9 +249,9 @@ class WeightStream:
     def _has_ended(self, save_id: SaveId) -> bool:
         """Wait for the end of a save; return False if rank 0 belongs to another run by now."""
         until = time.monotonic() + 2 * self._saver.settings.save_timeout
-        notes = Notes(self._writer.job, self._writer.job.layout.actor(save_id.step))
+        files = RankFiles(self._writer.job, self._saver.rank, self._saver.world_size, save_id)
         while (report := self._report()) is not None and report.saving == str(save_id):
-            if notes.failed(0) == save_id != self._old:
+            if files.failed(0) == save_id != self._old:
                 raise SaveFailedError(
                     f"rank 0 has not announced step {save_id.step}. See the log of rank 0"
                 )
@@ -258,14 +260,14 @@ class WeightStream:
 
     def _pause(self, until: float, what: str) -> None:
         # A poll: shared storage sends no events for another host's files.
-        if self._writer.stopped.wait(POLL):
+        if self._writer.stopped.wait(_POLL):
             raise SaveFailedError(f"{what} before training ended")
         if time.monotonic() >= until:
             raise SaveFailedError(f"{what} in time (save_timeout). See the log of rank 0")
 
     @property
     def _writer(self) -> RankWriter:
-        return self._saver.place.writer
+        return self._saver.writer
 
     def _report(self) -> TrainerReport | None:
         job = self._writer.job

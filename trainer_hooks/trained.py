@@ -13,21 +13,26 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from syncd.checkpoint.save import ADAPTER
-from syncd.protocol.names import HUGGINGFACE, master_name
+from syncd.protocol.names import FULL_STATE_DICT, master_name
 from trainer_hooks.ranks import Plan
-from trainer_hooks.saver import SaveFolder
-from trainer_hooks.settings import SaveLayout, SaveLora, SyncDtype
+from trainer_hooks.settings import SaveLora, SyncDtype
 from trainer_hooks.state.full_checkpoint import BASE_MODEL, Stateful, extra_state, optimizer_state
-from trainer_hooks.state.full_file import FullStateStream, ties_embeddings
+from trainer_hooks.state.full_file import gather_full, ties_embeddings
+from trainer_hooks.state.gather import Derived
 from trainer_hooks.state.host_buffers import HostBuffers, host_copy
+from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.hub_names import HubNames
 from trainer_hooks.state.lora import PeftState, base_name
-from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
-from trainer_hooks.state.sync_dtype import changes, refuse_quantized
-from trainer_hooks.writing.contents import RankContents
-from trainer_hooks.writing.model_files import adapters_of, unwrapped
-from trainer_hooks.writing.parts import full_bytes
-from trainer_hooks.writing.spool import Spool
+from trainer_hooks.state.state_dict import (
+    adapters_of,
+    changes,
+    fsdp_version,
+    refuse_quantized,
+    sharded_state_dict,
+    unwrapped,
+)
+from trainer_hooks.writing.rank_files import RankContents
+from trainer_hooks.writing.writer import RankWriter
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,11 +65,11 @@ class Trained:
         self._hub_names = HubNames(self.model)
         # Reused like the other buffers, because allocating takes longer than copying.
         self._masters: deque[HostBuffers] = deque(maxlen=1)
+        self._wholes: deque[HostPart] = deque(maxlen=2)
 
     def part(
         self,
-        place: SaveFolder,
-        step: int,
+        writer: RankWriter,
         plan: Plan,
         buffers: HostBuffers | None,
         at_end: ExitStack,
@@ -78,10 +83,9 @@ class Trained:
             InvalidSettingsError: a value in the state could not be loaded again.
             CheckpointError: the model is quantized, so ``sync_dtype`` cannot cast it.
         """
-        actor = place.writer.job.layout.actor(step)
         completes, is_full = bool(plan & Plan.COMPLETE), bool(plan & Plan.FULL)
         is_peft = bool(adapters_of(self.model))
-        sharded = place.weights is SaveLayout.SHARDED and not is_peft
+        sharded = not (writer.is_gathered or is_peft)
         hugging_face = bool(plan & Plan.HUGGING_FACE) and is_full
         state: dict[str, Any] = {}
         cast = self.sync_dtype
@@ -94,19 +98,16 @@ class Trained:
         peft = self._peft(state) if is_peft and state else None
         is_adapter = peft is not None and self._publishes_adapter(peft)
         is_linked = not (sharded or is_adapter or cast)
-        model = full_model = in_hugging_face = None
+        model = whole = in_hugging_face = None
+        whole_name = ADAPTER if is_adapter else FULL_STATE_DICT
         rest: dict[str, Any] = {}
         if sharded and not completes and buffers is not None:
             model = buffers.copy(state, cast)
         if not (completes or sharded):
-            if peft is not None and is_adapter:
-                weights = FullStateStream(peft.adapter(), self.rank, name=ADAPTER, cast=cast)
-            else:
-                weights = self._full(state, peft, cast)
-            full_model = self._gathered(place, actor, weights, at_end)
+            has_room = buffers is not None
+            whole = self._gathered(state, peft, at_end, has_room, cast, is_adapter=is_adapter)
         if hugging_face and not is_linked:
-            weights = self._full(state, peft)
-            in_hugging_face = self._gathered(place, actor / HUGGINGFACE, weights, at_end)
+            in_hugging_face = self._gathered(state, peft, at_end, buffers is not None)
         if is_full:
             rest = self._rest()
             if peft is None and cast is not None:
@@ -128,7 +129,8 @@ class Trained:
             model_files=model_files,
             fsdp_version=fsdp_version(self.model),
             is_full=is_full,
-            full_model=full_model,
+            whole=whole,
+            whole_name=whole_name,
             adapter_files=(peft.config_writer(),) if peft and writes_config else (),
             hugging_face=in_hugging_face,
             links_hugging_face=hugging_face and is_linked and self.rank == 0,
@@ -137,16 +139,14 @@ class Trained:
             **rest,
         )
 
-    def full_weights(self, place: SaveFolder, step: int, at_end: ExitStack) -> Spool | None:
+    def full_weights(self, at_end: ExitStack) -> HostPart | None:
         """Gather the full weights for a complete full checkpoint. Collective.
 
         Raises:
             SaveFailedError: the ranks could not gather the weights.
         """
-        folder = place.writer.job.layout.actor(step) / HUGGINGFACE
         state = sharded_state_dict(self.model)
-        peft = self._peft(state) if adapters_of(self.model) else None
-        return self._gathered(place, folder, self._full(state, peft), at_end)
+        return self._gathered(state, self._peft(state) if adapters_of(self.model) else None, at_end)
 
     def _peft(self, state: Mapping[str, Any]) -> PeftState:
         # A parameter that was trained earlier and is frozen now still has a state.
@@ -166,15 +166,6 @@ class Trained:
             self._said_merged = True
         return published is SaveLora.ADAPTER
 
-    def _full(
-        self, state: Mapping[str, Any], peft: PeftState | None, cast: SyncDtype | None = None
-    ) -> FullStateStream:
-        tied = ties_embeddings(unwrapped(self.model))
-        if peft is None:
-            return FullStateStream(state, self.rank, tied=tied, cast=cast)
-        merged, derived = peft.merged()
-        return FullStateStream(merged, self.rank, derived=derived, tied=tied, cast=cast)
-
     def _rest(self) -> dict[str, Any]:
         rest: dict[str, Any] = {}
         if self.optimizer is not None:
@@ -190,13 +181,25 @@ class Trained:
         return rest | {"extra": host_copy(extra)}
 
     def _gathered(
-        self, place: SaveFolder, folder: Path, stream: FullStateStream, at_end: ExitStack
-    ) -> Spool | None:
-        """Gather weights into a file on rank 0, which ``at_end`` closes. Collective."""
-        spool = None
-        if self.rank == 0:
-            size = full_bytes(stream.state, stream.cast)
-            spool = Spool(place.writer.job, folder / stream.name, stream, size=size)
-            at_end.callback(spool.close)
-        stream.gather()
-        return spool
+        self,
+        state: Mapping[str, Any],
+        peft: PeftState | None,
+        at_end: ExitStack,
+        has_room: bool = True,
+        cast: SyncDtype | None = None,
+        *,
+        is_adapter: bool = False,
+    ) -> HostPart | None:
+        """Gather weights into rank 0's memory, which is free again after ``at_end``. Collective."""
+        part = None
+        if self.rank == 0 and has_room:
+            part = self._wholes.pop() if self._wholes else HostPart()
+            at_end.callback(self._wholes.append, part)
+        tied = ties_embeddings(unwrapped(self.model))
+        derived: Mapping[str, Derived] = {}
+        if peft is not None and is_adapter:
+            state, tied = peft.adapter(), False
+        elif peft is not None:
+            state, derived = peft.merged()
+        gather_full(state, self.rank, part, tied=tied, derived=derived, cast=cast)
+        return part

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-    from trainer_hooks.writing.model_files import Pretrained
+    from trainer_hooks.state.state_dict import Pretrained
 
 log = logging.getLogger(__name__)
 

@@ -32,9 +32,14 @@ from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.gather import full_tensor
 from trainer_hooks.state.host_buffers import HostBuffers
 from trainer_hooks.state.hub_names import HubNames
-from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
-from trainer_hooks.writing.contents import RankContents
-from trainer_hooks.writing.model_files import Pretrained, model_files, unwrapped
+from trainer_hooks.state.state_dict import (
+    Pretrained,
+    fsdp_version,
+    model_files,
+    sharded_state_dict,
+    unwrapped,
+)
+from trainer_hooks.writing.rank_files import RankContents
 from trainer_hooks.writing.writer import RankWriter
 
 if TYPE_CHECKING:
@@ -317,7 +322,7 @@ class CheckpointCoordinator:
         Raises:
             InvalidSettingsError: the daemon looks for the step in another folder.
         """
-        actor = self._saver.place.writer.job.layout.actor(global_step)
+        actor = self._saver.writer.job.layout.actor(global_step)
         if Path(local_path).absolute() != actor:
             raise InvalidSettingsError(
                 f"step {global_step} cannot be saved to {local_path}, because the daemon looks "

@@ -286,7 +286,7 @@ class Draft:
 
     def __init__(self, storage: Storage, path: Path, *, room: Path | None = None) -> None:
         self._storage = storage
-        self._path = path
+        self.path = path
         self.temporary = (room or path.parent) / f"{TEMPORARY}{path.name}-{secrets.token_hex(6)}"
         self._fd = -1
         self.size = 0
@@ -298,7 +298,7 @@ class Draft:
 
     def write(self, data: bytes | memoryview) -> int:
         """Append ``data``, and return its length in bytes."""
-        with named(self._path):
+        with named(self.path):
             self._storage.write_all(self._fd, data)
         length = memoryview(data).nbytes
         self.size += length
@@ -313,16 +313,16 @@ class Draft:
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
-        with named(self._path), self._storage.closing(fd):
+        with named(self.path), self._storage.closing(fd):
             if durable:
                 self._storage.fsync(fd)
 
     def commit(self) -> None:
         """Finish the file, rename it to its final name, and make the name durable."""
         self.finish()
-        self._storage.rename(self.temporary, self._path)
+        self._storage.rename(self.temporary, self.path)
         self._committed = True
-        self._storage.sync_folder(self._path.parent)
+        self._storage.sync_folder(self.path.parent)
 
     def __exit__(self, *_: object) -> None:
         if self._fd >= 0:

@@ -22,7 +22,7 @@ from syncd.coordination.benching import Bench
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Wait
-from syncd.protocol.names import master_name, shard_name
+from syncd.protocol.names import master_name, part_name, shard_name
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import SaveId, encode
 from syncd.protocol.reports import TrainerReport
@@ -42,9 +42,7 @@ from tests.crash.invariants import (
 from tests.jobs import LEASE_TIME, SmallJob, nothing
 from tests.made_deltas import work
 from tests.storages import Clock, FastStorage
-from trainer_hooks.state.full_file import FullStateStream
 from trainer_hooks.state.host_part import HostPart
-from trainer_hooks.writing.spool import Spool
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
 
@@ -104,16 +102,15 @@ def ranks_save(
     trained = {"weight": torch.full((3,), float(step))}  # plain: the same on every rank
     model = {"weight": trained["weight"].bfloat16()} if cast else trained
     for rank in (1, 0):
-        spool = _gathered_adapter(job, step) if adapter and rank == 0 else None
         part = HostPart()
-        part.fill({f"{rank}": trained["weight"]}.items())
+        part.fill(_adapter(step) if adapter else [(f"{rank}", trained["weight"])])
         contents = RankContents(
             model=None if adapter or named else model,
-            part=part if named else None,
+            whole=part if named or (adapter and rank == 0) else None,
+            whole_name=ADAPTER if adapter else part_name(2, rank),
             trained=trained if (adapter or cast) and full else None,
             trained_name=master_name if cast else shard_name,
             sync_dtype="bf16" if cast else None,
-            full_model=spool,
             adapter_files=(_adapter_config,) if adapter and rank == 0 else (),
             optimizer={"state": torch.zeros(2)} if full else None,
             extra={"rng": torch.zeros(2)} if full else None,
@@ -123,22 +120,12 @@ def ranks_save(
             completes=completes,
         )
         writer = RankWriter(job, rank, 2, save_timeout=5.0, pauses=(0.0, 0.0))
-        try:
-            writer.save(SaveId(run, step, 0), contents)
-        finally:
-            if spool is not None:
-                spool.close()
+        writer.save(SaveId(run, step, 0), contents)
 
 
-def _gathered_adapter(job: SmallJob, step: int) -> Spool:
+def _adapter(step: int) -> list[tuple[str, torch.Tensor]]:
     half = f"{PREFIX}q_proj.lora_{{}}.weight".format
-    state = {half(name): torch.full((2, 2), float(step)) for name in "AB"}
-    stream = FullStateStream(state, rank=0, name=ADAPTER)
-    path = job.layout.actor(step) / ADAPTER
-    spool = Spool(job, path, stream, size=100)
-    stream.gather()
-    spool._thread.join()  # its calls come one after the other with the writer's, in every run
-    return spool
+    return [(half(name), torch.full((2, 2), float(step))) for name in "AB"]
 
 
 def _adapter_config(folder: Path) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,8 +46,9 @@ from tests.fsdp_ranks import CPU, _cut, _groups, _parallelize, mesh
 from tests.process_groups import joined
 from tests.weight_groups import transfer
 from trainer_hooks.fast_path import WeightSender
-from trainer_hooks.state.full_file import FullStateStream
+from trainer_hooks.state.full_file import gather_full
 from trainer_hooks.state.host_buffers import HostBuffers, _parts
+from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.state_dict import sharded_state_dict
 from trainer_hooks.writing.parts import save_state_dict
 
@@ -220,24 +220,15 @@ def gathered(
     tied: bool = False,
     cast: Cast | None = None,
 ) -> None:
-    """A full state dict, as rank 0's two threads write it."""
-    stream = FullStateStream(state, rank=dist.get_rank(), limit=limit, tied=tied, cast=cast)
+    """A full state dict, as rank 0 writes it; ``limit`` is the size of its buckets."""
+    part = HostPart(limit)
+    gather_full(state, dist.get_rank(), part, tied=tied, cast=cast)
     if dist.get_rank() != 0:
-        stream.gather()
         return
     (actor / RECEIPTS).mkdir(parents=True)
-    told = []
-
-    def write() -> None:
-        with Draft(STORAGE, actor / FULL_STATE_DICT) as draft:
-            told.append(stream.write(draft))
-            draft.commit()
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    stream.gather()
-    thread.join(DEADLINE)
-    receipt = Receipt(save_id="run-1-0", step=1, rank=0, world_size=1, files=tuple(told))
+    with Draft(STORAGE, actor / FULL_STATE_DICT) as draft:
+        files = (part.write(draft),)
+    receipt = Receipt(save_id="run-1-0", step=1, rank=0, world_size=1, files=files)
     (actor / RECEIPTS / receipt_name(0)).write_bytes(encode(receipt))
 
 
@@ -368,7 +359,7 @@ def undisturbed(save: bool) -> dict[str, dict[str, list[float]]]:
             logits = model(tokens[:, :-1])
             if save and step:
                 # In the middle of a step: gradients are yet to come.
-                FullStateStream(sharded_state_dict(model), rank=1).gather()
+                gather_full(sharded_state_dict(model), 1, None)
             F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
             if save:
                 HostBuffers().copy(sharded_state_dict(model))
@@ -405,9 +396,8 @@ def refused() -> dict[str, str]:
 
 
 def _refusal(state: dict[str, Any]) -> str:
-    stream = FullStateStream(state, rank=dist.get_rank())
     try:
-        stream.gather()
+        gather_full(state, dist.get_rank(), HostPart())
     except SaveFailedError as error:
         return str(error)
     return "nothing"

@@ -20,12 +20,18 @@ from syncd.checkpoint.safetensors_header import PAGE
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.checkpoint.whole_files import digest_file
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.records import NonFinite
+from syncd.protocol.records import NonFinite, ReceiptFile
+from syncd.storage.fsio import Draft
 from tests.jobs import nothing
 from tests.merging import STORAGE, assert_equal
 from trainer_hooks.state.host_part import HostPart
 
 KINDS = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.bool, torch.int64]
+
+
+def write(part: HostPart, path: Path) -> ReceiptFile:
+    with Draft(STORAGE, path) as draft:
+        return part.write(draft)
 
 
 def made(number: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -51,7 +57,7 @@ def test_any_tensors_in_any_buckets_come_back(
     part = HostPart(bucket)
     for _ in range(2):  # the second save uses the same memory
         assert part.fill(tensors.items()) == sum(one.nbytes for one in tensors.values())
-        file = part.write(STORAGE, path)
+        file = write(part, path)
     if tensors:  # safetensors reads no header without a tensor
         assert_equal(load_file(path), tensors)
     with SafetensorsFile.open(STORAGE, path) as opened:
@@ -72,7 +78,7 @@ def test_a_generator_may_use_its_memory_again(tmp_path: Path) -> None:
     part = HostPart(999)
     part.fill(reusing())
     memory.fill_(-1)
-    part.write(STORAGE, tmp_path / "a.safetensors")
+    write(part, tmp_path / "a.safetensors")
     for number in range(5):
         found = load_file(tmp_path / "a.safetensors")[f"t{number}"]
         assert torch.equal(found, torch.full((1000,), float(number)))
@@ -101,7 +107,7 @@ def test_arrays_of_other_libraries_are_taken(tmp_path: Path) -> None:
             "parameter": nn.Parameter(torch.ones(2)),
         }.items()
     )
-    part.write(STORAGE, tmp_path / "a.safetensors")
+    write(part, tmp_path / "a.safetensors")
     found = load_file(tmp_path / "a.safetensors")
     assert torch.equal(found["numpy"], torch.arange(6.0).reshape(2, 3).T)
     assert found["scalar"] == torch.tensor(3.0, dtype=torch.float64)
@@ -141,4 +147,4 @@ def test_what_is_no_whole_tensor_is_refused_by_name_after_the_rest_was_asked_for
 def test_nan_and_inf_are_counted(tmp_path: Path) -> None:
     part = HostPart(3)
     part.fill([("good", torch.ones(9)), ("bad", torch.tensor([1.0, float("nan"), 2.0]))])
-    assert part.write(STORAGE, tmp_path / "a.safetensors").nonfinite == NonFinite.of(["bad"])
+    assert write(part, tmp_path / "a.safetensors").nonfinite == NonFinite.of(["bad"])

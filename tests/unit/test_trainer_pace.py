@@ -27,7 +27,7 @@ from tests.storages import Clock, FastStorage, RuledStorage, refuse
 from trainer_hooks import latest_checkpoint
 from trainer_hooks.saver import Saver
 from trainer_hooks.settings import SaveSettings, WriteConcurrency
-from trainer_hooks.writing.notes import Notes
+from trainer_hooks.writing.rank_files import RankFiles
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
 RANKS = 3
@@ -178,7 +178,7 @@ def test_a_save_that_fails_leaves_the_shards_beside_the_optimizer_of_another_tra
 def test_what_took_others_longer_than_one_timeout_costs_no_rank_its_turn(
     job: SmallJob, threads: ThreadPoolExecutor, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_hooks.writing.pace.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("trainer_hooks.writing.writer.time", SimpleNamespace(monotonic=clock))
     storages = [RuledStorage() for _ in range(RANKS)]
     ranks = writers(job, WriteConcurrency.ONE_AT_A_TIME, *storages)
     # As when rank 0 still waits for all others to write the save before this one.
@@ -265,7 +265,7 @@ def test_a_rank_that_fails_is_heard_if_another_rank_replaces_the_folder_that_it_
     storage = RuledStorage(replaced)
     RankWriter(Job(storage, job.layout), 1, 2, save_timeout=DEADLINE).say_failed(save_id)
     assert looked_up
-    assert Notes(job, actor).failed(1) == save_id
+    assert RankFiles(job, 1, RANKS, save_id).failed(1) == save_id
     assert (job.layout.step(1) / SAVING).exists()  # the other rank's save goes on
 
 

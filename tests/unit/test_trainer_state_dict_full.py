@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import errno
 import json
-import threading
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,53 +12,39 @@ from torch import Tensor, nn
 
 from syncd.checkpoint.safetensors_file import DIGESTS, SafetensorsFile
 from syncd.checkpoint.safetensors_header import PAGE
-from syncd.protocol.errors import CoverageError, SaveFailedError
+from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import FULL_STATE_DICT, RECEIPTS, receipt_name
 from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, encode
-from syncd.storage.fsio import Draft, Storage
+from syncd.storage.fsio import Draft
 from tests.fsdp_models import Config, Laden, tensors, values
 from tests.merging import STORAGE, assert_equal, build, loaded
-from tests.multiprocess.processes import wait_until
-from tests.storages import RuledStorage, refuse
-from trainer_hooks.state.full_file import FullStateStream, ties_embeddings
-from trainer_hooks.state.full_plan import _outline
+from trainer_hooks.state.full_file import _outline, gather_full, ties_embeddings
 from trainer_hooks.state.gather import Derived
+from trainer_hooks.state.host_part import HostPart
 
 DEADLINE = 60.0
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def written(stream: FullStateStream, path: Path, storage: Storage = STORAGE) -> Future[ReceiptFile]:
-    """What comes of the writer's thread, once it has ended, while this one gathers."""
-
-    def write() -> ReceiptFile:
-        with Draft(storage, path) as draft:
-            told = stream.write(draft)
-            draft.commit()
-        return told
-
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(write)
-        stream.gather()
-        future.exception(DEADLINE)
-    return future
-
-
-def put(state: dict[str, Any], actor: Path, **options: Any) -> ReceiptFile:
+def put(
+    state: dict[str, Any], actor: Path, *, bucket: int = 4096, tied: bool = False
+) -> ReceiptFile:
     """A whole save with its receipt."""
     (actor / RECEIPTS).mkdir(parents=True, exist_ok=True)
-    stream = FullStateStream(state, rank=0, **options)
-    told = written(stream, actor / FULL_STATE_DICT).result()
+    part = HostPart(bucket)
+    gather_full(state, 0, part, tied=tied)
+    with Draft(STORAGE, actor / FULL_STATE_DICT) as draft:
+        told = part.write(draft)
     receipt = Receipt(save_id="run-1-0", step=1, rank=0, world_size=1, files=(told,))
     (actor / RECEIPTS / receipt_name(0)).write_bytes(encode(receipt))
     return told
 
 
-@pytest.mark.parametrize("limit", [1, 64, 4096, 2**28])
-def test_any_limit_of_memory_makes_the_same_file(tmp_path: Path, limit: int) -> None:
+@pytest.mark.parametrize("bucket", [1, 64, 4096, 2**28])
+def test_buckets_of_any_size_make_the_same_file(tmp_path: Path, bucket: int) -> None:
     torch.manual_seed(1)
     model = Laden()
-    told = put(model.state_dict(), tmp_path / "actor", limit=limit)
+    told = put(model.state_dict(), tmp_path / "actor", bucket=bucket)
     assert_equal(loaded(tmp_path / "actor"), tensors(model))
     with SafetensorsFile.open(STORAGE, tmp_path / "actor" / FULL_STATE_DICT) as file:
         assert len(file.header) % PAGE == 0
@@ -74,22 +57,6 @@ def test_any_limit_of_memory_makes_the_same_file(tmp_path: Path, limit: int) -> 
         )
     assert told == expected
     build(tmp_path / "actor", tmp_path / "out")
-
-
-def test_between_the_threads_there_is_no_more_than_the_limit() -> None:
-    """Of a large tensor, too: it is handed over in pieces."""
-    stream = FullStateStream({"large": values(10_000)}, rank=0, limit=1000)
-    pipe = stream._pipe
-    stuck = threading.Thread(target=stream.gather)
-    stuck.start()
-    try:
-        wait_until(lambda: len(pipe._ready) == 8, "all of the memory is in use")
-        assert stuck.is_alive()
-        assert sum(memory.content.nbytes for memory, _ in pipe._ready) == 1000
-    finally:
-        stream.abort(OSError("the writer's thread has ended"))
-        stuck.join(DEADLINE)
-    assert not stuck.is_alive()
 
 
 # -- what the receipt says ---------------------------------------------------------------------
@@ -151,25 +118,11 @@ def test_a_tied_head_is_left_out(tmp_path: Path, copied: bool) -> None:
 def test_a_tied_head_that_differs_is_an_error_that_names_both(tmp_path: Path) -> None:
     weight = values(4, 3)
     state = {EMBEDDING: weight, HEAD: weight + 1}
-    stream = FullStateStream(state, rank=0, tied=True)
-    error = written(stream, tmp_path / FULL_STATE_DICT).exception()
-    assert isinstance(error, CoverageError)
-    assert HEAD in str(error)
-    assert EMBEDDING in str(error)
-    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(SaveFailedError, match=f"{HEAD} differs from {EMBEDDING}"):
+        put(state, tmp_path, tied=True)
 
 
 # -- faults ------------------------------------------------------------------------------------
-
-
-def test_a_full_disk_fails_the_writer_and_not_the_training(tmp_path: Path) -> None:
-    storage = RuledStorage(refuse("write", errno.ENOSPC))
-    state = {str(number): values(300) for number in range(20)}
-    stream = FullStateStream(state, rank=0, limit=1024)
-    error = written(stream, tmp_path / FULL_STATE_DICT, storage).exception()
-    assert isinstance(error, OSError)
-    assert error.errno == errno.ENOSPC
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -180,31 +133,32 @@ def test_a_full_disk_fails_the_writer_and_not_the_training(tmp_path: Path) -> No
         ({"text": "no tensor"}, "no tensors"),
     ],
 )
-def test_what_no_file_can_hold_is_said_to_both_threads(
-    tmp_path: Path, state: dict[str, Any], said: str
-) -> None:
-    stream = FullStateStream(state, rank=0)
-    with ThreadPoolExecutor(1) as pool, Draft(STORAGE, tmp_path / "file") as draft:
-        writer = pool.submit(stream.write, draft)
-        with pytest.raises(SaveFailedError, match=said):
-            stream.gather()
-        with pytest.raises(SaveFailedError, match=said):
-            writer.result(DEADLINE)
+def test_what_no_file_can_hold_is_said_by_name(state: dict[str, Any], said: str) -> None:
+    with pytest.raises(SaveFailedError, match=said):
+        gather_full(state, 0, HostPart())
 
 
-def test_a_writer_does_not_wait_for_what_was_aborted(tmp_path: Path) -> None:
-    stream = FullStateStream({"weight": values(2)}, rank=0)
-    with ThreadPoolExecutor(1) as pool, Draft(STORAGE, tmp_path / "file") as draft:
-        writer = pool.submit(stream.write, draft)
-        stream.abort(KeyboardInterrupt("training was stopped"))
-        with pytest.raises(SaveFailedError, match="training was stopped"):
-            writer.result(DEADLINE)
+def test_a_rank_that_is_not_the_first_copies_nothing() -> None:
+    part = HostPart()
+    gather_full({"weight": values(2)}, 1, part)
+    assert part.nbytes == 0
 
 
-def test_a_rank_that_is_not_the_first_hands_over_nothing() -> None:
-    stream = FullStateStream({"weight": values(2)}, rank=1)
-    stream.gather()
-    assert not stream._pipe._ready
+def test_a_tensor_that_cannot_be_made_fails_after_the_others_were_gathered() -> None:
+    """Otherwise the other ranks would be alone in a collective."""
+    made = []
+
+    def fails(_: Any) -> Tensor:
+        raise ArithmeticError("no merge")
+
+    def makes(wholes: Any) -> Tensor:
+        made.append(wholes)
+        return values(2)
+
+    derived = {name: Derived({}, make) for name, make in (("a", fails), ("b", makes))}
+    with pytest.raises(SaveFailedError, match="no merge"):
+        gather_full({"a": values(2), "b": values(2)}, 0, HostPart(), derived=derived)
+    assert made
 
 
 def test_extra_state_and_what_is_no_tensor_are_left_out(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,33 +22,38 @@ from trainer_hooks.resuming.filling import BoxRead, fill, goals_of, plan
 from trainer_hooks.resuming.saved_files import Held, SavedFiles, names_in, told_names
 from trainer_hooks.state.full_checkpoint import GROUPS, RAW, STATE, torch_optimizer_state
 from trainer_hooks.state.lora import PeftState
-from trainer_hooks.state.state_dict import tied_by_fsdp1
-from trainer_hooks.writing.model_files import adapters_of
+from trainer_hooks.state.state_dict import adapters_of, tied_by_fsdp1
 
 
+@dataclass
 class Loading(ABC):
-    """Resumes one object; ``whose`` is its name in messages.
+    """Resumes one object.
 
     Call the methods in the order in which this class defines them. ``prepare`` and ``load`` may be
     collective.
     """
 
-    def __init__(self, files: SavedFiles, whose: str) -> None:
-        self.files = files
-        self.whose = whose
-        self._copies: list[BoxRead] = []
+    files: SavedFiles
 
+    def __post_init__(self) -> None:
+        self._copies: list[BoxRead] = []
+        self._state: dict[str, Any] = {}
+
+    @property
     @abstractmethod
-    def prepare(self) -> None:
+    def whose(self) -> str:
+        """The object's name in messages."""
+
+    def prepare(self) -> None:  # noqa: B027 - a raw optimizer has none
         """Find the tensors to fill."""
 
     @abstractmethod
     def plan(self, own: int | None) -> None:
         """Find the tensors' data in the files; raise if some data do not fit."""
 
-    @abstractmethod
     def taken(self) -> set[str]:
-        """The names in the files that this rank uses."""
+        """The names in the files that this rank uses; none if they are unknown."""
+        return set()
 
     def unused(self) -> set[str]:
         """The names in the files that this rank does not use."""
@@ -62,23 +68,22 @@ class Loading(ABC):
     def load(self) -> None:
         """Load the filled tensors."""
 
-    @abstractmethod
     def forget(self) -> None:
         """Undo ``prepare``; called if loading fails before ``load``."""
+        self._state = {}
 
 
+@dataclass
 class ModelLoading(Loading):
     """The weights and buffers of a model."""
 
-    def __init__(self, model: nn.Module, files: SavedFiles) -> None:
-        super().__init__(files, "the model")
-        self._model = model
-        self._state: dict[str, Any] = {}
+    model: nn.Module
+    whose = "the model"
 
     def prepare(self) -> None:
         """Find the tensors. With FSDP1: collective, and the tensors are copies."""
         try:
-            self._state = get_model_state_dict(self._model)
+            self._state = get_model_state_dict(self.model)
         except AttributeError as error:
             raise CheckpointError(
                 "torch cannot load the model's state dict, because a name in the state dict is not "
@@ -86,7 +91,7 @@ class ModelLoading(Loading):
                 "version"
             ) from error
         # A full state dict has only one name of tied tensors.
-        for name, first in tied_by_fsdp1(self._model).items():
+        for name, first in tied_by_fsdp1(self.model).items():
             self._state[name] = self._state[first]
 
     def plan(self, own: int | None) -> None:
@@ -94,8 +99,8 @@ class ModelLoading(Loading):
         if own is not None and own >= len(self.files):
             own = None  # rank 0 has written the weights of all ranks
         optional: frozenset[str] = frozenset()
-        if adapters_of(self._model):
-            optional = PeftState(self._model, self._state).frozen_base
+        if adapters_of(self.model):
+            optional = PeftState(self.model, self._state).frozen_base
         self._copies = plan(goals_of(self._state), self.files, own=own, optional=optional)
 
     def taken(self) -> set[str]:
@@ -104,30 +109,30 @@ class ModelLoading(Loading):
 
     def load(self) -> None:
         """Load the copies of FSDP1. Collective; other tensors were filled in place."""
-        set_model_state_dict(self._model, self._state)
-        self._state = {}
-
-    def forget(self) -> None:
-        """Drop the collected tensors."""
+        set_model_state_dict(self.model, self._state)
         self._state = {}
 
 
+@dataclass
 class OptimizerLoading(Loading):
     """The state and the options of a ``torch.optim.Optimizer``."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, files: SavedFiles
-    ) -> None:
-        super().__init__(files, type(optimizer).__name__)
-        self._model = model
-        self._optimizer = optimizer
-        self._was_empty = not optimizer.state
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._was_empty = not self.optimizer.state
         self._is_empty = False
-        self._state: dict[str, Any] = {}
+
+    @property
+    def whose(self) -> str:
+        """The optimizer's class."""
+        return type(self.optimizer).__name__
 
     def prepare(self) -> None:
         """Find the tensors of the state. A new optimizer takes a step with zero gradients first."""
-        self._state = torch_optimizer_state(self._model, self._optimizer, flatten=False)
+        self._state = torch_optimizer_state(self.model, self.optimizer, flatten=False)
 
     def plan(self, own: int | None) -> None:
         """Plan reads for tensors; set all other values now."""
@@ -159,16 +164,16 @@ class OptimizerLoading(Loading):
 
     def load(self) -> None:
         """Load the state. Collective for FSDP1."""
-        set_optimizer_state_dict(self._model, self._optimizer, self._state)
+        set_optimizer_state_dict(self.model, self.optimizer, self._state)
         if self._is_empty:
-            self._optimizer.state.clear()  # saved before the first step
+            self.optimizer.state.clear()  # saved before the first step
         self._state = {}
 
     def forget(self) -> None:
         """Drop the state that ``prepare`` made: the optimizer would count it as a step."""
         if self._was_empty:
-            self._optimizer.state.clear()
-        self._state = {}
+            self.optimizer.state.clear()
+        super().forget()
 
     def _saved(self, own: int | None) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
         wanted = {name for group in self._state[GROUPS] for name in group["params"]}
@@ -254,41 +259,39 @@ class OptimizerLoading(Loading):
         return found
 
 
+@dataclass
 class RawOptimizerLoading(Loading):
     """Any other object with ``load_state_dict``: each rank loads its own saved state."""
 
-    def __init__(self, optimizer: Any, files: SavedFiles, own: int) -> None:
-        super().__init__(files, type(optimizer).__name__)
-        self._optimizer = optimizer
-        self._own = own
-        self._state: Any = None
+    optimizer: Any
 
-    def prepare(self) -> None:
-        """Do nothing."""
+    @property
+    def whose(self) -> str:
+        """The optimizer's class."""
+        return type(self.optimizer).__name__
 
-    def plan(self, own: int | None) -> None:  # noqa: ARG002 - given to the constructor
+    def plan(self, own: int | None) -> None:
         """Read and check this rank's whole file."""
-        found = self.files.loaded(self._own)
+        if own is None:
+            raise CheckpointError(
+                f"{self.files.paths[0]} holds the state of an optimizer that is not a "
+                "torch.optim.Optimizer. syncd cannot split such a state for another number of "
+                f"ranks. Resume with {len(self.files)} ranks, as many as at the save"
+            )
+        found = self.files.loaded(own)
         if not isinstance(found, dict) or found.keys() != {RAW}:
             raise CheckpointError(
-                f"{self.files.paths[self._own]} holds no saved state of {self.whose}. The file "
+                f"{self.files.paths[own]} holds no saved state of {self.whose}. The file "
                 "belongs to an optimizer of another class. Load it into an optimizer of that class"
             )
         self._state = found[RAW]
-
-    def taken(self) -> set[str]:
-        """An empty set: the names are unknown."""
-        return set()
 
     def fill(self, checked: Sequence[int]) -> None:
         """Do nothing: ``plan`` has checked the file."""
 
     def load(self) -> None:
         """Load this rank's saved state."""
-        self._optimizer.load_state_dict(self._state)
-
-    def forget(self) -> None:
-        """Do nothing."""
+        self.optimizer.load_state_dict(self._state)
 
 
 def _names(prefix: str, state: Mapping[str, Any]) -> set[str]:

@@ -39,11 +39,12 @@ from trainer_hooks.state.full_checkpoint import (
     RNG,
     SCHEDULER,
     USER_STATE,
+    Stateful,
     check_stateful,
     set_rng_state,
 )
 from trainer_hooks.state.lora import base_name
-from trainer_hooks.writing.model_files import adapters_of, unwrapped
+from trainer_hooks.state.state_dict import adapters_of, unwrapped
 from trainer_hooks.writing.retire import pointed_step
 
 __all__ = ["Resumed", "latest_checkpoint", "load_checkpoint"]
@@ -51,11 +52,8 @@ __all__ = ["Resumed", "latest_checkpoint", "load_checkpoint"]
 log = logging.getLogger(__name__)
 
 
-class Resumable(Protocol):
+class Resumable(Stateful, Protocol):
     """The methods of an optimizer or a scheduler that this module calls."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state needed to resume."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
         """Resume."""
@@ -169,16 +167,21 @@ def load_checkpoint(
             ):
                 if module is None:
                     continue
-                part = ModelLoading(module, files(folder, chosen.weights_in(folder)))
+                part = ModelLoading(files(folder, chosen.weights_in(folder)), module)
                 parts.append(part)
                 stack.enter_context(part.files)
                 part.files.check_there([n for n in checked if n < len(part.files)])
                 if its is None:
                     continue
                 states = files(folder, chosen.optimizers, is_optimizer=True)
-                parts.insert(0, _optimizer_part(module, its, states, own))
-                stack.enter_context(parts[0].files)
-                parts[0].files.check_there(checked)
+                parts.insert(
+                    0,
+                    OptimizerLoading(states, module, its)
+                    if isinstance(its, torch.optim.Optimizer)
+                    else RawOptimizerLoading(states, its),
+                )
+                stack.enter_context(states)
+                states.check_there(checked)
             name = extra_state_name(chosen.world_size, own or 0)
             extra = _extra_state(files(ACTOR, [name]))
             _check_base(extra, model, saved)
@@ -228,20 +231,6 @@ def _chosen(job: Job, step: int | None) -> FullCheckpoint | None:
     if isinstance(checkpoint, str):
         raise CheckpointError(f"training cannot resume from step {step}, because {checkpoint}")
     return checkpoint
-
-
-def _optimizer_part(
-    module: nn.Module, optimizer: Resumable, files: SavedFiles, own: int | None
-) -> Loading:
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return OptimizerLoading(module, optimizer, files)
-    if own is None:
-        raise CheckpointError(
-            f"{files.paths[0]} holds the state of an optimizer that is not a "
-            "torch.optim.Optimizer. syncd cannot split such a state for another number of ranks. "
-            f"Resume with {len(files)} ranks, as many as at the save"
-        )
-    return RawOptimizerLoading(optimizer, files, own)
 
 
 def _all_is_used(ranks: Ranks, parts: list[Loading]) -> None:

@@ -37,6 +37,11 @@ class Derived(NamedTuple):
     parts: Mapping[str, Tensor]
     make: Callable[[Mapping[str, Tensor]], Tensor]
 
+    def made(self, wholes: Mapping[str, Tensor | None], dtype: torch.dtype) -> Tensor | None:
+        """The tensor, from what was gathered; None on a rank that has gathered nothing."""
+        held = {name: whole for name, whole in wholes.items() if whole is not None}
+        return self.make(held).to(dtype) if len(held) == len(wholes) else None
+
 
 @torch.no_grad()
 def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -> Tensor | None:

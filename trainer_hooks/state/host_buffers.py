@@ -21,8 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.coordination.host_memory import HostMemory, wait_for_copies
 from trainer_hooks.state.finite import Looked, is_finite
-from trainer_hooks.state.state_dict import tensors_of
-from trainer_hooks.state.sync_dtype import cast_to
+from trainer_hooks.state.state_dict import cast_to, tensors_of
 
 #: The path of a value in a nesting of dicts, lists and tuples.
 Place = tuple[object, ...]

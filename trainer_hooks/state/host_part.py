@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -22,7 +20,7 @@ from syncd.coordination.host_memory import HostMemory, wait_for_copies
 from syncd.coordination.tensors import torch_dtype
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.records import NonFinite, ReceiptFile
-from syncd.storage.fsio import Draft, Storage
+from syncd.storage.fsio import Draft
 from trainer_hooks.state.finite import LookedAtBytes
 from trainer_hooks.state.gather import flat_bytes
 
@@ -53,17 +51,19 @@ class HostPart:
             InvalidSettingsError: a value is no whole tensor, or a name comes twice.
         """
         self._entries, self._end = {}, 0
-        given = iter(tensors)
-        try:
-            for name, value in given:
-                self._add(name, value)
-        except InvalidSettingsError:
-            deque(given, maxlen=0)
-            raise
+        failed: Exception | None = None
+        for name, value in tensors:
+            try:
+                if failed is None:
+                    self._add(name, value)
+            except Exception as error:  # noqa: BLE001 - raised below
+                failed = error
+        if failed is not None:
+            raise failed
         return self._end
 
-    def write(self, storage: Storage, path: Path) -> ReceiptFile:
-        """Write a durable safetensors file; return its receipt entry. Can be called again.
+    def write(self, draft: Draft) -> ReceiptFile:
+        """Write and commit a safetensors file; return its receipt entry. Can be called again.
 
         The header has the digest of each tensor. Whole pages come first, and then wider dtypes, so
         that each tensor is aligned.
@@ -74,23 +74,22 @@ class HostPart:
         )
         digests: list[bytes] = []
         nonfinite = []
-        with Draft(storage, path) as draft:
-            draft.write(_header(order, [bytes(16)] * len(order)))
-            for entry in order:
-                hasher = xxhash.xxh3_128()
-                looked = LookedAtBytes(torch_dtype(entry.dtype))
-                for part in self._parts(entry):
-                    draft.write(part)
-                    hasher.update(part)
-                    looked.add(part)
-                digests.append(hasher.digest())
-                if not looked.is_finite:
-                    nonfinite.append(entry.name)
-            header = _header(order, digests)
-            draft.overwrite(header, 0)
-            draft.commit()
+        draft.write(_header(order, [bytes(16)] * len(order)))
+        for entry in order:
+            hasher = xxhash.xxh3_128()
+            looked = LookedAtBytes(torch_dtype(entry.dtype))
+            for part in self._parts(entry):
+                draft.write(part)
+                hasher.update(part)
+                looked.add(part)
+            digests.append(hasher.digest())
+            if not looked.is_finite:
+                nonfinite.append(entry.name)
+        header = _header(order, digests)
+        draft.overwrite(header, 0)
+        draft.commit()
         return ReceiptFile(
-            name=path.name,
+            name=draft.path.name,
             size=draft.size,
             digest=xxhash.xxh3_128_hexdigest(header),
             over="header",

@@ -28,9 +28,8 @@ from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import RecordError
 from syncd.protocol.names import NAME_MAP
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
-from trainer_hooks.state.full_plan import shape_of
 from trainer_hooks.state.plain_model import on_meta, plain_model
-from trainer_hooks.state.state_dict import tensors_of, within
+from trainer_hooks.state.state_dict import shape_of, tensors_of, within
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from trainer_hooks.state.full_plan import shape_of
-from trainer_hooks.state.state_dict import joined, tensors_of, within
+from trainer_hooks.state.state_dict import joined, shape_of, tensors_of, within
 
 #: The containers in a module's attributes that methods of its copy may change.
 _NOTES: Final = (dict, list, set, OrderedDict)

@@ -1,4 +1,4 @@
-"""A rank's own part of a model's state, by the names of the plain model."""
+"""A model under its wrappers: a rank's own part of its state, its names, dtypes and configs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import (
     FlatParameter,
@@ -20,6 +23,8 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from syncd.checkpoint.tensor_rules import DTYPES, Cast, cast_dtype, refuse_cast
+from syncd.coordination.tensors import DTYPES as TORCH_DTYPES
 from syncd.protocol.errors import InvalidSettingsError
 
 
@@ -60,6 +65,11 @@ def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
+def shape_of(value: Tensor) -> torch.Size:
+    """The shape of the whole tensor."""
+    return value.metadata().size if isinstance(value, ShardedTensor) else value.shape
+
+
 def fsdp_version(model: nn.Module) -> int | None:
     """1 for ``FullyShardedDataParallel``, 2 for ``fully_shard``, None for any other model."""
     found = None
@@ -76,20 +86,15 @@ def tied_by_fsdp1(model: nn.Module) -> dict[str, str]:
 
     FSDP1's state dict has a separate copy for each name, so it does not show ties.
     """
-    units = [one for one in model.modules() if isinstance(one, FullyShardedDataParallel)]
-    if not units:
-        return {}
-    path_of: dict[nn.Module, str] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        path_of.setdefault(module, path)
-    plain = {path: told for path, (_, told) in _paths(model).items()}
-    found = {}
-    for unit in units:
-        handle = unit._handle  # noqa: SLF001 - there is no other way to know it
-        for one in () if handle is None else handle.flat_param._shared_param_infos:  # noqa: SLF001 - likewise
-            name = joined(plain[path_of[one.module]], one.param_name)
-            found[name] = joined(plain[path_of[one.prim_module]], one.prim_param_name)
-    return found
+    handles = _fsdp1_handles(model)
+    plain = _plain_paths(model) if handles else {}
+    return {
+        joined(plain[one.module], one.param_name): joined(
+            plain[one.prim_module], one.prim_param_name
+        )
+        for handle in handles
+        for one in handle.flat_param._shared_param_infos  # noqa: SLF001 - there is no other way to know it
+    }
 
 
 def trained_names(model: nn.Module, updated: Collection[Tensor] = ()) -> list[frozenset[str]]:
@@ -99,28 +104,38 @@ def trained_names(model: nn.Module, updated: Collection[Tensor] = ()) -> list[fr
     Parameters in ``updated`` count as trained even if they are frozen now.
     """
     also = {id(one) for one in updated}
-    plain = {path: told for path, (_, told) in _paths(model).items()}
-    path_of: dict[nn.Module, str] = {}
+    paths, plain = _paths(model), _plain_paths(model)
     own: defaultdict[nn.Parameter, set[str]] = defaultdict(set)
     for path, module in model.named_modules(remove_duplicate=False):
-        path_of.setdefault(module, path)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if isinstance(parameter, FlatParameter):
                 continue
             if parameter.requires_grad or id(parameter) in also:
-                own[parameter].add(joined(plain[path], name))
+                own[parameter].add(joined(paths[path][1], name))
     found = [frozenset(names) for names in own.values()]
-    for unit in model.modules():
-        handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None  # noqa: SLF001 - there is no other way to know it
-        if handle is None or handle._use_orig_params:  # noqa: SLF001 - likewise
-            continue
-        if not (handle.flat_param.requires_grad or id(handle.flat_param) in also):
-            continue
-        found += [
-            frozenset({joined(plain[path_of[one.module]], one.param_name)})
-            for one in handle.flat_param._param_infos  # noqa: SLF001 - likewise
-        ]
+    for handle in _fsdp1_handles(model):
+        flat = handle.flat_param
+        if not handle._use_orig_params and (flat.requires_grad or id(flat) in also):  # noqa: SLF001 - likewise
+            found += [
+                frozenset({joined(plain[one.module], one.param_name)})
+                for one in flat._param_infos  # noqa: SLF001 - likewise
+            ]
     return found
+
+
+def _fsdp1_handles(model: nn.Module) -> list[Any]:
+    units = (one for one in model.modules() if isinstance(one, FullyShardedDataParallel))
+    return [unit._handle for unit in units if unit._handle is not None]  # noqa: SLF001 - likewise
+
+
+def _plain_paths(model: nn.Module) -> dict[nn.Module, str]:
+    """Map each module to its first path in the plain model."""
+    plain: dict[nn.Module, str] = {}
+    for (_, path), (_, module) in zip(
+        _paths(model).values(), model.named_modules(remove_duplicate=False), strict=True
+    ):
+        plain.setdefault(module, path)
+    return plain
 
 
 @contextmanager
@@ -203,3 +218,67 @@ def _hides(outer: nn.Module, own: str) -> bool:
 def joined(path: str, name: str) -> str:
     """Join a module's path and a name in this module."""
     return f"{path}.{name}" if path else name
+
+
+@cache
+def cast_to(dtype: torch.dtype, cast: Cast | None) -> torch.dtype:
+    """The dtype after a cast. Not cast: integers, bool, and dtypes unknown to safetensors."""
+    told = _name_of(dtype)
+    wanted = cast_dtype(told, cast)
+    return dtype if wanted == told else TORCH_DTYPES[wanted]
+
+
+def changes(state: Mapping[str, Any], cast: Cast | None) -> bool:
+    """True if a cast changes any tensor."""
+    return any(cast_to(one.dtype, cast) != one.dtype for one in tensors_of(state).values())
+
+
+def refuse_quantized(state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the state has a quantized tensor, so that no cast is allowed."""
+    for name, value in tensors_of(state).items():
+        refuse_cast(name, _name_of(value.dtype))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return DTYPES.get(str(dtype).removeprefix("torch."), ("", 0))[0]
+
+
+#: The attributes of wrappers (DDP, FSDP1, ``torch.compile``) that hold the wrapped model.
+_INSIDE = ("module", "_orig_mod")
+
+
+class Pretrained(Protocol):
+    """A tokenizer, processor or config of transformers."""
+
+    def save_pretrained(self, save_directory: str) -> object:
+        """Write its files into a folder."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside wrappers that hide its attributes."""
+    while getattr(model, "config", None) is None:
+        inside = (getattr(model, name, None) for name in _INSIDE)
+        inner = next((one for one in inside if isinstance(one, nn.Module)), None)
+        if inner is None:
+            break
+        model = inner
+    return model
+
+
+def adapters_of(model: nn.Module) -> Mapping[str, Any]:
+    """The configs of a PEFT model's adapters, by name; empty for any other model."""
+    adapters = getattr(unwrapped(model), "peft_config", None)
+    return adapters if isinstance(adapters, dict) else {}
+
+
+def model_files(
+    model: nn.Module, tokenizer: Pretrained | None
+) -> tuple[Callable[[Path], object], ...]:
+    """Functions that write the model's configs and the tokenizer into a folder."""
+    inner = unwrapped(model)
+    parts = [getattr(inner, name, None) for name in ("config", "generation_config")]
+    return tuple(
+        (lambda folder, part=part: part.save_pretrained(str(folder)))
+        for part in (*parts, tokenizer)
+        if hasattr(part, "save_pretrained")
+    )

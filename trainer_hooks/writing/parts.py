@@ -21,15 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from syncd.checkpoint.safetensors_header import PAGE
-from syncd.checkpoint.tensor_rules import Cast
 from syncd.checkpoint.torch_files.torch_zip import central_directory_digest
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.records import ReceiptFile
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Draft, Storage
-from trainer_hooks.state.full_plan import shape_of
+from syncd.storage.job import Job
 from trainer_hooks.state.host_part import HostPart
-from trainer_hooks.state.sync_dtype import cast_to
 
 #: For tensors this large, padding to pages (half a page on average) adds less than 1 %.
 _LARGE: Final = 256 * 1024
@@ -46,10 +44,17 @@ def write_tensors(storage: Storage, path: Path, state: Mapping[str, Any]) -> Rec
         return ReceiptFile(name=path.name, size=size, digest=digest, over="central-directory")
 
 
-def write_part(storage: Storage, path: Path, part: HostPart) -> ReceiptFile:
-    """Write a rank's whole tensors; return the file's receipt entry."""
-    with saying_which(storage, path, lambda: part.nbytes):
-        return part.write(storage, path)
+def write_part(job: Job, actor: Path, name: str, part: HostPart) -> ReceiptFile:
+    """Write whole tensors; return the file's receipt entry.
+
+    The temporary file is in ``.syncd/drafts/``. The daemon deletes it if this process is killed.
+    """
+    path = actor / name
+    with (
+        saying_which(job.storage, path, lambda: part.nbytes),
+        Draft(job.storage, path, room=job.layout.drafts) as draft,
+    ):
+        return part.write(draft).model_copy(update={"name": name})
 
 
 def shard_written_by(storage: Storage, path: Path, write: Callable[[], object]) -> ReceiptFile:
@@ -243,12 +248,3 @@ def tensor_bytes(value: Any) -> int:
         case list() | tuple():
             return sum(tensor_bytes(item) for item in value)
     return 0
-
-
-def full_bytes(state: Mapping[str, Any], sync_dtype: Cast | None = None) -> int:
-    """The bytes of the whole tensors after a cast."""
-    return sum(
-        shape_of(value).numel() * cast_to(value.dtype, sync_dtype).itemsize
-        for value in state.values()
-        if isinstance(value, Tensor)
-    )

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from syncd.checkpoint.save import ADAPTER
 from syncd.protocol.errors import SaveFailedError
@@ -19,6 +19,7 @@ from syncd.protocol.names import (
     HUGGINGFACE,
     LORA_ADAPTER,
     MANIFEST,
+    RECEIPTS,
     RETIRED,
     SAVING,
     TEMPORARY,
@@ -34,10 +35,10 @@ from syncd.protocol.names import (
     shard_name,
 )
 from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, SaveId, encode
+from syncd.storage.errnos import GONE, Ignoring
 from syncd.storage.job import Job
 from syncd.storage.step_folders import make_step_folder
-from trainer_hooks.writing.contents import RankContents
-from trainer_hooks.writing.notes import Notes
+from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.writing.parts import (
     link_or_copy,
     make_mark,
@@ -47,35 +48,114 @@ from trainer_hooks.writing.parts import (
     write_small,
     write_tensors,
 )
-from trainer_hooks.writing.spool import Spool
 
 log = logging.getLogger(__name__)
 
 
+class RankContents(NamedTuple):
+    """Everything that one rank writes in one save. Its tensors, on the host, must not change.
+
+    Only rank 0 has ``hugging_face`` and the functions that write small files into a
+    given folder (``model_files``, ``adapter_files``).
+
+    Attributes:
+        model: the rank's part of the state dict; None if the rank writes no shard.
+        whole: whole tensors, in place of ``model``: the rank's own, all of them, or an adapter.
+        whole_name: the name of their file in ``actor/``.
+        confirm: on rank 0, called when all ranks have written their weights; an error of it fails
+            the save before it is announced.
+        trained: for a full checkpoint, this rank's part of the model to resume from, if the save
+            publishes other weights (an adapter, a merged model, or cast weights).
+        trained_name: a function of world size and rank.
+        hugging_face: the full state dict, for ``huggingface/``.
+        links_hugging_face: whether to link the file of ``whole`` into ``huggingface/``.
+        written_by: a function that writes the rank's shard itself, in place of ``model``. If
+            storage fails for a moment, it is called again and must start over.
+        sync_dtype: the dtype to which published weights were cast; None if no tensor changed.
+        completes: True if the weights are announced already, so that only the rest is written.
+    """
+
+    model: Mapping[str, Any] | None = None
+    optimizer: Mapping[str, Any] | None = None
+    extra: Mapping[str, Any] | None = None
+    model_files: tuple[Callable[[Path], object], ...] = ()
+    fsdp_version: int | None = None
+    is_full: bool = False
+    whole: HostPart | None = None
+    whole_name: str = FULL_STATE_DICT
+    confirm: Callable[[], object] = lambda: None
+    adapter_files: tuple[Callable[[Path], object], ...] = ()
+    trained: Mapping[str, Any] | None = None
+    trained_name: Callable[[int, int], str] = shard_name
+    critic: Mapping[str, Any] | None = None
+    critic_optimizer: Mapping[str, Any] | None = None
+    hugging_face: HostPart | None = None
+    links_hugging_face: bool = False
+    written_by: Callable[[], object] | None = None
+    sync_dtype: str | None = None
+    completes: bool = False
+
+
 @dataclass
 class RankFiles:
-    """One rank's files of one save. After an OSError, a method can be called again."""
+    """One rank's files of one save, and what this rank knows of them.
+
+    After an OSError, a method can be called again. Only ``discard`` and ``unprotect`` log errors
+    instead.
+
+    Attributes:
+        weights_stay: True if the weights are perhaps announced, so they must not be deleted.
+        rest_stays: True if the other files for resuming must not be deleted, or do not exist.
+        trained: the name of this rank's file of the trained model.
+    """
 
     job: Job
     rank: int
     world_size: int
     save_id: SaveId
+    weights_stay: bool = False
+    rest_stays: bool = False
+    trained: str | None = None
 
     def __post_init__(self) -> None:
         step = self.save_id.step
         self.storage = self.job.storage
         self.folder, self.actor = self.job.layout.step(step), self.job.layout.actor(step)
-        self.notes = Notes(self.job, self.actor)
+        self.receipts = self.actor / RECEIPTS
 
     def name(self, name_of: Callable[[int, int], str]) -> str:
         """The name of this rank's file."""
         return name_of(self.world_size, self.rank)
 
+    def receipt(self, name: str) -> Receipt | None:
+        """A receipt; None if the file is missing or not a receipt."""
+        return self.job.read(Receipt, self.receipts / name)
+
+    def written(self, name: str) -> SaveId | None:
+        """The save that a receipt belongs to, or None."""
+        receipt = self.receipt(name)
+        return None if receipt is None else SaveId.parse(receipt.save_id)
+
+    def failed(self, rank: int) -> SaveId | None:
+        """The save that a rank failed to write, or that rank 0 gave up, or None."""
+        with Ignoring(GONE):
+            content = self.storage.read(self.receipts / failure_name(rank))
+            return SaveId.parse(content.decode(errors="replace").strip())
+        return None
+
+    def say_failed(self) -> None:
+        """Record that this rank failed."""
+        # There may be no folder yet. If another rank replaces the new, empty folder at this moment,
+        # writing the record fails, and must be tried again.
+        make_step_folder(self.job, self.save_id.step)
+        self.storage.make_folder(self.receipts, below=self.folder)
+        self.storage.replace(self.receipts / failure_name(self.rank), f"{self.save_id}\n".encode())
+
     def add_saving(self) -> None:
         """Create the step's folders, and ``.saving``, so that the pruner leaves the step alone."""
         make_step_folder(self.job, self.save_id.step, mark=SAVING)
         # Level by level: with a cached handle, a client could continue in a renamed folder.
-        for made in (self.actor, self.notes.folder):
+        for made in (self.actor, self.receipts):
             self.storage.make_folder(made, below=self.folder)
         make_mark(self.storage, self.folder / SAVING)
 
@@ -85,7 +165,7 @@ class RankFiles:
         If there are no full receipts, another trainer made the mark. It is kept then, because
         Trinity deletes a step without a mark.
         """
-        if any(map(is_full_receipt_name, self.storage.names(self.notes.folder))):
+        if any(map(is_full_receipt_name, self.storage.names(self.receipts))):
             self.storage.unlink_if_there(self.folder / FULL)
             if self.rank == 0:
                 # The old full weights would look like the new checkpoint's.
@@ -97,14 +177,14 @@ class RankFiles:
 
     def remove_receipts(self) -> None:
         """Delete this rank's receipts of the previous save."""
-        self._unlink_all(self.notes.folder, receipt_name(self.rank))
+        self._unlink_all(self.receipts, receipt_name(self.rank))
         self.remove_full_receipt()
-        self.storage.sync_folder(self.notes.folder)
+        self.storage.sync_folder(self.receipts)
 
     def remove_full_receipt(self) -> None:
         """Delete the records of an earlier attempt to complete this save."""
         names = full_receipt_name(self.rank), failure_name(self.rank)
-        self._unlink_all(self.notes.folder, *names)
+        self._unlink_all(self.receipts, *names)
 
     def write_weights(self, contents: RankContents, nonfinite: NonFinite) -> list[ReceiptFile]:
         """Write this rank's part of the weights."""
@@ -113,13 +193,11 @@ class RankFiles:
         if contents.adapter_files:
             adapter = self.actor / LORA_ADAPTER
             files += write_model_files(self.storage, adapter, contents.adapter_files)
-        if contents.full_model is not None:
-            files.append(contents.full_model.commit())
+        if contents.whole is not None:
+            files.append(write_part(self.job, self.actor, contents.whole_name, contents.whole))
         elif contents.model is not None:
             file = write_tensors(self.storage, shard, contents.model)
             files.append(file.model_copy(update={"nonfinite": nonfinite}))
-        elif contents.part is not None:
-            files.append(write_part(self.storage, self.actor / self.name(part_name), contents.part))
         elif contents.written_by is not None:
             files.append(shard_written_by(self.storage, shard, contents.written_by))
         for file in files:
@@ -151,12 +229,12 @@ class RankFiles:
             files=tuple(files),
             sync_dtype=sync_dtype,
         )
-        self.storage.replace(self.notes.folder / name, encode(receipt))
+        self.storage.replace(self.receipts / name, encode(receipt))
 
     def is_vouched(self, name: str) -> bool:
         """True if other ranks see this rank's receipt, or may see it, because storage fails."""
         try:
-            return self.notes.written(name) == self.save_id
+            return self.written(name) == self.save_id
         except OSError:
             return True
 
@@ -168,7 +246,7 @@ class RankFiles:
         """
         try:
             self._mark(SAVING)
-            receipt = self.notes.receipt(receipt_name(self.rank))
+            receipt = self.receipt(receipt_name(self.rank))
         except FileNotFoundError:
             receipt = None
         if receipt is None or receipt.save_id != str(self.save_id):
@@ -216,28 +294,29 @@ class RankFiles:
 
     def _write_hugging_face(self, contents: RankContents) -> None:
         """Write full weights for users; the daemon never publishes them."""
+        folder = self.actor / HUGGINGFACE
         if contents.hugging_face is not None:
-            self.storage.make_folder(self.actor / HUGGINGFACE, below=self.folder)
-            contents.hugging_face.commit()
+            self.storage.make_folder(folder, below=self.folder)
+            write_part(self.job, self.actor / HUGGINGFACE, FULL_STATE_DICT, contents.hugging_face)
         elif contents.links_hugging_face:
-            self.storage.make_folder(self.actor / HUGGINGFACE, below=self.folder)
-            target = self.actor / HUGGINGFACE / FULL_STATE_DICT
-            link_or_copy(self.storage, self.actor / FULL_STATE_DICT, target)
+            self.storage.make_folder(folder, below=self.folder)
+            source = self.actor / FULL_STATE_DICT
+            link_or_copy(self.storage, source, folder / FULL_STATE_DICT)
 
-    def add_hugging_face(self, weights: Spool) -> None:
+    def add_hugging_face(self, weights: HostPart) -> None:
         """Add the full weights to a complete full checkpoint."""
         self._mark(SAVING)
         self.storage.make_folder(self.actor / HUGGINGFACE, below=self.folder)
-        weights.commit()
+        write_part(self.job, self.actor / HUGGINGFACE, FULL_STATE_DICT, weights)
         self.storage.unlink_if_there(self.folder / SAVING)
 
     def are_weights_there(self) -> bool:
         """True if an announced save still has the weights of all ranks; checks only file names."""
-        receipt = self.notes.receipt(receipt_name(0))
+        receipt = self.receipt(receipt_name(0))
         if receipt is None or receipt.save_id != str(self.save_id):
             return False
         ranks = range(self.world_size)
-        names, receipts = map(self.storage.names, (self.actor, self.notes.folder))
+        names, receipts = map(self.storage.names, (self.actor, self.receipts))
         if any(file.name == ADAPTER for file in receipt.files):
             weights_are = self.storage.exists(self.actor / ADAPTER)
         else:
@@ -247,34 +326,10 @@ class RankFiles:
 
     def remove_temporaries(self, *folders: Path) -> None:
         """Delete this rank's temporary files, left by a kill."""
-        parts = (shard_name, part_name, master_name, optimizer_name, extra_state_name)
+        parts = (shard_name, master_name, optimizer_name, extra_state_name)
         ours = tuple(f"{TEMPORARY}{self.name(name_of)}-" for name_of in parts)
         for folder in folders:
             self._unlink_all(folder, *(n for n in self.storage.names(folder) if n.startswith(ours)))
-
-    def _mark(self, name: str) -> None:
-        make_mark(self.storage, self.folder / name)
-        self.storage.sync_folder(self.folder)
-
-    def _unlink_all(self, folder: Path, *names: str) -> None:
-        for name in names:
-            self.storage.unlink_if_there(folder / name)
-
-
-@dataclass
-class Attempt:
-    """The state of a save, as far as this rank knows it. Its methods log errors, and raise none.
-
-    Attributes:
-        weights_stay: True if the weights are perhaps announced, so they must not be deleted.
-        rest_stays: True if the other files for resuming must not be deleted, or do not exist.
-        trained: the name of this rank's file of the trained model.
-    """
-
-    files: RankFiles
-    weights_stay: bool = False
-    rest_stays: bool = False
-    trained: str | None = None
 
     def discard(self) -> None:
         """Delete this rank's unannounced files, beginning with the receipts.
@@ -284,21 +339,20 @@ class Attempt:
         to resume from. The daemon does not publish that shard, because its receipt is
         deleted.
         """
-        files, actor, critic = self.files, self.files.actor, self.files.folder / CRITIC
-        receipts, shard = files.notes.folder, files.name(shard_name)
-        optimizer = files.name(optimizer_name)
+        actor, critic = self.actor, self.folder / CRITIC
+        shard, optimizer = self.name(shard_name), self.name(optimizer_name)
         paths: list[Path] = []
         if not self.weights_stay:
-            paths.append(receipts / receipt_name(files.rank))
+            paths.append(self.receipts / receipt_name(self.rank))
             if not (self.rest_stays and self._is_there(actor / optimizer)):
-                paths += [actor / shard, actor / files.name(part_name)]
-            if files.rank == 0:
+                paths += [actor / shard, actor / self.name(part_name)]
+            if self.rank == 0:
                 paths += [actor / FULL_STATE_DICT, actor / ADAPTER]
         if not self.rest_stays:
             paths += [
-                receipts / full_receipt_name(files.rank),
+                self.receipts / full_receipt_name(self.rank),
                 actor / optimizer,
-                actor / files.name(extra_state_name),
+                actor / self.name(extra_state_name),
                 critic / shard,
                 critic / optimizer,
             ]
@@ -309,11 +363,19 @@ class Attempt:
 
     def unprotect(self) -> None:
         """Delete ``.saving``, so that the pruner may delete the remaining files."""
-        self._remove(self.files.folder / SAVING)
+        self._remove(self.folder / SAVING)
+
+    def _mark(self, name: str) -> None:
+        make_mark(self.storage, self.folder / name)
+        self.storage.sync_folder(self.folder)
+
+    def _unlink_all(self, folder: Path, *names: str) -> None:
+        for name in names:
+            self.storage.unlink_if_there(folder / name)
 
     def _is_there(self, path: Path) -> bool:
         try:
-            return self.files.storage.exists(path)
+            return self.storage.exists(path)
         except OSError as error:
             log.warning(
                 "cannot check whether %s exists, so syncd treats it as existing: %s", path, error
@@ -322,6 +384,6 @@ class Attempt:
 
     def _remove(self, path: Path) -> None:
         try:
-            self.files.storage.unlink_if_there(path)
+            self.storage.unlink_if_there(path)
         except OSError as error:
             log.warning("cannot remove %s, a file of a failed save: %s", path, error)

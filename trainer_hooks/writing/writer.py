@@ -5,13 +5,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from typing import Final, TypeVar
+
+from filelock import FileLock, Timeout
 
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import (
@@ -25,17 +32,18 @@ from syncd.protocol.names import (
 from syncd.protocol.records import NonFinite, ReceiptFile, SaveId
 from syncd.storage.errnos import PASSING, is_gone
 from syncd.storage.job import Job
-from syncd.storage.step_folders import make_step_folder, point
+from syncd.storage.step_folders import point
 from trainer_hooks.settings import WriteConcurrency
 from trainer_hooks.state.host_buffers import nonfinite_names
-from trainer_hooks.writing.contents import RankContents
-from trainer_hooks.writing.pace import POLL, Pace
-from trainer_hooks.writing.rank_files import Attempt, RankFiles
-from trainer_hooks.writing.spool import Spool
+from trainer_hooks.state.host_part import HostPart
+from trainer_hooks.writing.rank_files import RankContents, RankFiles
 
 __all__ = ["RankContents", "RankWriter"]
 
 log = logging.getLogger(__name__)
+
+#: Seconds between two looks for another host's files: shared storage sends no events.
+_POLL: Final = 0.05
 
 T = TypeVar("T")
 
@@ -56,6 +64,7 @@ class RankWriter:
 
     Args:
         save_timeout: seconds that rank 0 waits for the other ranks' receipts.
+        is_gathered: whether rank 0 writes the weights of all ranks, so that ``save`` gets them.
         pauses: seconds before each retry of an operation that storage refused for a moment.
     """
 
@@ -66,11 +75,12 @@ class RankWriter:
     save_timeout: float
     concurrency: WriteConcurrency = WriteConcurrency.UNRESTRICTED
     pauses: tuple[float, ...] = (0.2, 2.0)
+    is_gathered: bool = False
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self._pace = Pace(self.concurrency, self.save_timeout, self.stopped)
-        self._last: Attempt | None = None
+        self._in_turns = self.concurrency is WriteConcurrency.ONE_AT_A_TIME
+        self._last: RankFiles | None = None
 
     def save(
         self,
@@ -87,26 +97,23 @@ class RankWriter:
             SaveFailedError: the save failed, perhaps after its weights were announced.
         """
         files = self._files(save_id)
-        attempt = Attempt(
-            files,
-            weights_stay=contents.completes,
-            rest_stays=not contents.is_full,
-            trained=None if contents.trained is None else files.name(contents.trained_name),
-        )
+        files.weights_stay, files.rest_stays = contents.completes, not contents.is_full
+        if contents.trained is not None:
+            files.trained = files.name(contents.trained_name)
         try:
-            self._remove_given_up(attempt)
-            return self._save(attempt, contents, announced)
+            self._remove_given_up(files)
+            return self._save(files, contents, announced)
         except OSError as error:
-            self._after_failure(attempt)
+            self._after_failure(files)
             raise SaveFailedError(
                 f"rank {self.rank} could not write the save of step {save_id.step}: {error}. "
                 "Explorers never get this save. The previous version stays published"
             ) from error
         except BaseException:
-            self._after_failure(attempt)  # e.g. a tokenizer cannot be saved
+            self._after_failure(files)  # e.g. a tokenizer cannot be saved
             raise
 
-    def add_hugging_face(self, save_id: SaveId, weights: Spool) -> None:
+    def add_hugging_face(self, save_id: SaveId, weights: HostPart) -> None:
         """On rank 0, add the full weights to a complete full checkpoint.
 
         Raises:
@@ -116,7 +123,7 @@ class RankWriter:
         try:
             self.again(save_id, lambda: files.add_hugging_face(weights))
         except BaseException as error:
-            Attempt(files).unprotect()
+            files.unprotect()
             if not isinstance(error, OSError):
                 raise
             raise SaveFailedError(
@@ -130,15 +137,8 @@ class RankWriter:
         If storage refuses the record, the other ranks wait until their timeout.
         """
         files = self._files(save_id)
-
-        def record() -> None:
-            # There may be no folder yet. If another rank replaces the new, empty folder at this
-            # moment, writing the record fails, and record() runs again.
-            make_step_folder(self.job, save_id.step)
-            files.notes.say_failed(self.rank, save_id)
-
         try:
-            self.again(save_id, record)
+            self.again(save_id, files.say_failed)
         except OSError as error:
             log.warning(
                 "rank %d has failed to save step %d, and cannot record this failure in storage: "
@@ -149,7 +149,7 @@ class RankWriter:
                 self.rank,
             )
         if self.rank == 0:
-            Attempt(files).unprotect()
+            files.unprotect()
 
     def are_weights_there(self, save_id: SaveId) -> bool:
         """True if an announced save still has the weights of all ranks; False if in doubt."""
@@ -181,10 +181,10 @@ class RankWriter:
         return work()
 
     def _save(
-        self, attempt: Attempt, contents: RankContents, announced: Callable[[bool], object]
+        self, files: RankFiles, contents: RankContents, announced: Callable[[bool], object]
     ) -> int:
         """Write a save in the order of the protocol: files are durable before their receipt."""
-        files, rank, layout = attempt.files, self.rank, self.job.layout
+        rank, layout = self.rank, self.job.layout
         save_id, step = files.save_id, files.save_id.step
         again = partial(self.again, save_id)
 
@@ -195,24 +195,24 @@ class RankWriter:
             files.remove_temporaries(files.actor, files.folder / CRITIC)
             # Reads all tensors; so do it before the turn, while no other rank waits for this one.
             nonfinite = NonFinite.of(nonfinite_names(contents.model or {}))
-            with self._pace.turn(files, receipt_name):
+            with self._turn(files, receipt_name):
                 written = files.write_weights(contents, nonfinite)
                 if rank == 0:
                     written += files.write_configs(contents)
-            self._write_receipt(attempt, written, contents.sync_dtype)
+            self._write_receipt(files, written, contents.sync_dtype)
             return written
 
         def write_rest() -> list[ReceiptFile]:
             if contents.completes:
                 files.remove_full_receipt()
                 files.remove_temporaries(files.actor)
-            with self._pace.turn(files, full_receipt_name):
+            with self._turn(files, full_receipt_name):
                 written = files.write_rest(contents)
             kept = weights
             if contents.trained is not None:  # training must not resume from published weights
                 published = {files.name(shard_name), FULL_STATE_DICT}
                 kept = [file for file in weights if file.name not in published]
-            self._write_receipt(attempt, [*kept, *written], contents.sync_dtype, is_full=True)
+            self._write_receipt(files, [*kept, *written], contents.sync_dtype, is_full=True)
             return written
 
         def announce_checkpoint() -> None:
@@ -227,7 +227,7 @@ class RankWriter:
             size += sum(file.size for file in weights)
             if rank == 0 and not again(lambda: self._wait_for_weights(files, contents)):
                 return size
-            attempt.weights_stay = True
+            files.weights_stay = True
             if rank == 0:
                 again(lambda: point(self.job, layout.state_pointer, step))
                 announced(False)
@@ -238,7 +238,7 @@ class RankWriter:
             if rank == 0:
                 if not again(lambda: self._wait_for_all(files, full_receipt_name)):
                     return size
-                attempt.rest_stays = True
+                files.rest_stays = True
                 again(announce_checkpoint)
                 announced(True)
 
@@ -248,8 +248,8 @@ class RankWriter:
 
     def _write_receipt(
         self,
-        attempt: Attempt,
-        files: list[ReceiptFile],
+        files: RankFiles,
+        written: list[ReceiptFile],
         sync_dtype: str | None,
         *,
         is_full: bool = False,
@@ -260,22 +260,22 @@ class RankWriter:
         SaveFailedError means that other ranks can see it, although it may not be durable. Then rank
         0 may have announced the files, so they must not be deleted or rewritten.
         """
-        rank_files, save_id = attempt.files, attempt.files.save_id
+        save_id = files.save_id
         name = full_receipt_name(self.rank) if is_full else receipt_name(self.rank)
         try:
-            rank_files.vouch(name, files, sync_dtype)
+            files.vouch(name, written, sync_dtype)
         except OSError as error:
-            if self.rank == 0 or not rank_files.is_vouched(name):
+            if self.rank == 0 or not files.is_vouched(name):
                 raise
             log.warning("step %d: storage failed, trying again: %s", save_id.step, error)
             try:
-                self.again(save_id, lambda: rank_files.vouch(name, files, sync_dtype))
+                self.again(save_id, lambda: files.vouch(name, written, sync_dtype))
             except OSError as again:
                 log.warning("step %d: %s", save_id.step, again)
                 if is_full:
-                    attempt.rest_stays = True
+                    files.rest_stays = True
                 else:
-                    attempt.weights_stay = True
+                    files.weights_stay = True
                 raise SaveFailedError(
                     f"rank {self.rank} has written its part of the save of step {save_id.step}, "
                     "but its receipt could not be made durable. See the storage error in the log"
@@ -289,12 +289,12 @@ class RankWriter:
 
     def _wait_for_all(self, files: RankFiles, name_of: Callable[[int], str]) -> bool:
         """Return False if a rank has written a newer save of this step."""
-        save_id, notes = files.save_id, files.notes
+        save_id = files.save_id
         until = time.monotonic() + self.save_timeout
         for rank in range(self.world_size):
-            if self._pace.in_turns:
+            if self._in_turns:
                 until = time.monotonic() + self.save_timeout
-            while (found := notes.written(name_of(rank))) != save_id:
+            while (found := files.written(name_of(rank))) != save_id:
                 if found is not None and found.is_newer_than(save_id):
                     log.info(
                         "save %s is not announced, because the newer save %s overtook it",
@@ -303,7 +303,7 @@ class RankWriter:
                     )
                     return False
                 missing = f"rank {rank} of {self.world_size} has not written its part of the save"
-                if notes.failed(rank) == save_id:
+                if files.failed(rank) == save_id:
                     raise SaveFailedError(
                         f"{missing} of step {save_id.step}, because that rank failed"
                     )
@@ -314,10 +314,70 @@ class RankWriter:
                         "check that all ranks make the same calls, with the same steps and the "
                         "same job directory"
                     )
-                # A poll: shared storage sends no events for another host's files.
-                if self.stopped.wait(POLL):
+                if self.stopped.wait(_POLL):
                     raise SaveFailedError(f"{missing} of step {save_id.step} before training ended")
         return True
+
+    @contextmanager
+    def _turn(self, files: RankFiles, receipt_of: Callable[[int], str]) -> Iterator[None]:
+        """Wait until this rank may write; its turn lasts until the block ends.
+
+        With ``per_node``, the user's ranks of this job take turns on each host, in any order. Hosts
+        that share a temporary folder count as one host. With ``one_at_a_time``, the ranks write in
+        rank order, if each rank takes less than the ``save_timeout``. ``receipt_of(rank)`` is the
+        name of the receipt that ends a rank's turn.
+
+        Raises:
+            SaveFailedError: the turn did not begin in time, or the save failed before the turn.
+            OSError: storage failed.
+        """
+        if self.concurrency is WriteConcurrency.PER_NODE:
+            with self._alone_here(files):
+                yield
+            return
+        if self._in_turns and self.rank > 0:
+            self._wait_for(files, receipt_of)
+        yield
+
+    @contextmanager
+    def _alone_here(self, files: RankFiles) -> Iterator[None]:
+        job = hashlib.sha256(os.fsencode(self.job.layout.root)).hexdigest()[:16]
+        # One per user: in a shared temporary folder, another user's lock could not be opened.
+        lock = FileLock(Path(tempfile.gettempdir(), f"syncd-{os.geteuid()}-{job}.lock"))
+        until = time.monotonic() + self.save_timeout
+        while True:
+            try:
+                lock.acquire(timeout=_POLL, poll_interval=_POLL)
+            except Timeout:
+                if self.stopped.is_set() or time.monotonic() >= until:
+                    raise SaveFailedError(
+                        f"rank {self.rank} could not write its part of the save of step "
+                        f"{files.save_id.step}: another process on this host has held "
+                        f"{lock.lock_file} for {self.save_timeout:g} s"
+                    ) from None
+            else:
+                break
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _wait_for(self, files: RankFiles, receipt_of: Callable[[int], str]) -> None:
+        before, save_id = self.rank - 1, files.save_id
+        # Each rank before this one may take the timeout. So may each later rank, because it may
+        # still write the weights, or the previous save, when this rank begins the other files.
+        until = time.monotonic() + self.save_timeout * self.world_size
+        ours = f"rank {self.rank} did not write its part of the save of step {save_id.step}"
+        while files.written(receipt_of(before)) != save_id:
+            for other in {before, 0}:
+                if files.failed(other) == save_id:
+                    raise SaveFailedError(f"{ours}, because the save failed on rank {other} first")
+            if time.monotonic() >= until:
+                raise SaveFailedError(
+                    f"{ours}, because rank {before} had to write first, and took too long"
+                )
+            if self.stopped.wait(_POLL):
+                raise SaveFailedError(f"{ours}, because training ended before this rank wrote")
 
     def _remove_saving(self, files: RankFiles) -> None:
         saving = files.folder / SAVING
@@ -327,26 +387,26 @@ class RankWriter:
             # The save is complete and announced: an error would make the caller write it again.
             log.warning("cannot remove %s, so the step is not pruned: %s", saving, error)
 
-    def _after_failure(self, attempt: Attempt) -> None:
-        if self.rank == 0 and attempt.weights_stay and attempt.rest_stays:
+    def _after_failure(self, files: RankFiles) -> None:
+        if self.rank == 0 and files.weights_stay and files.rest_stays:
             # All files are complete, and pointers may name them; only a later operation failed.
-            attempt.unprotect()
+            files.unprotect()
         else:
-            attempt.discard()
-            self.say_failed(attempt.files.save_id)
+            files.discard()
+            self.say_failed(files.save_id)
 
-    def _remove_given_up(self, attempt: Attempt) -> None:
+    def _remove_given_up(self, files: RankFiles) -> None:
         """Delete this rank's previous save, if rank 0 gave that save up."""
-        last, self._last = self._last, attempt
-        save_id = attempt.files.save_id
-        if last is None or last.files.save_id == save_id or self.rank == 0:
+        last, self._last = self._last, files
+        save_id = files.save_id
+        if last is None or last.save_id == save_id or self.rank == 0:
             return
-        failed, notes = last.files.save_id, last.files.notes
+        failed = last.save_id
         try:
-            if notes.failed(0) != failed:
+            if last.failed(0) != failed:
                 return
             # Without an announcement, rank 0 deletes its receipt before it records the failure.
-            last.weights_stay = notes.written(receipt_name(0)) == failed
+            last.weights_stay = last.written(receipt_name(0)) == failed
         except OSError as error:
             log.warning(
                 "cannot check whether the save of step %d has failed, so rank %d does not delete "
