@@ -73,14 +73,13 @@ def usage(heading: str) -> str:
     pieces = command.collect_usage_pieces(click.Context(command))
     words = " ".join([heading, *(piece for piece in pieces if options or piece != "[OPTIONS]")])
     said = as_code((command.help or "").partition("\n\n")[0])
-    line = f"`{words}`: {said[0].lower()}{said[1:]}"
-    filled = textwrap.fill(line, 120, break_long_words=False, break_on_hyphens=False)
-    rows = list(rows_of(heading, options))
-    return f"{filled}\n\n" + (table("option,default,", rows) if rows else "")
+    items = list(items_of(heading, options))
+    listed = "".join(f"{filled(item, '- ')}\n" for item in items)
+    return f"{filled(f'`{words}`: {said[0].lower()}{said[1:]}')}\n\n{listed}" + "\n" * bool(items)
 
 
-def rows_of(heading: str, options: dict[str, click.Option]) -> Iterator[tuple[str, str, str]]:
-    """The rows of a command's options; the keys of the configuration have a page of their own."""
+def items_of(heading: str, options: dict[str, click.Option]) -> Iterator[str]:
+    """The items of a command's options; the keys of the configuration have a page of their own."""
     run = options_of("syncd run")
     same: dict[tuple[str, str], list[str]] = {}
     for name, option in options.items():
@@ -100,8 +99,27 @@ def rows_of(heading: str, options: dict[str, click.Option]) -> Iterator[tuple[st
             meaning = "" if heading == "syncd run" else "as for `syncd run`"
             default = default if heading == "syncd run" else ""
         same.setdefault((default, meaning if not default else name), [meaning]).extend(words)
+    bare = []
     for (default, _), (meaning, *words) in same.items():
-        yield ", ".join(f"`{word}`" for word in words), default, meaning
+        item = ", ".join(f"`{word}`" for word in words) + f" ({default})" * bool(default)
+        if meaning:
+            yield f"{item}: {meaning}"
+        else:
+            bare.append(item)
+    if bare:
+        yield "; ".join(bare)
+
+
+def filled(text: str, bullet: str = "") -> str:
+    """A paragraph, or an item of a list, in lines of a page."""
+    return textwrap.fill(
+        text,
+        120,
+        initial_indent=bullet,
+        subsequent_indent=" " * len(bullet),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def find(name: str) -> click.Command:

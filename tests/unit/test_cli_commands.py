@@ -85,12 +85,14 @@ def test_every_command_has_help_an_example_that_it_takes_and_a_section_of_the_pa
 
 
 def defaults(name: str) -> dict[str, str]:
-    """Option → its default as the page has it, of the tables in a command's section."""
-    rows = re.findall(r"^\| (`--[^|]*) \| ([^|]*) \|", SECTIONS[name], re.MULTILINE)
+    """Option → its default as the page has it, in parentheses, of the lists in its section."""
+    items = re.findall(r"^- (`--(?:(?!: ).|\n  )*)", SECTIONS[name], re.MULTILINE)
     return {
-        option: default.strip("` ")
-        for words, default in rows
-        for option in re.findall(r"`(--[\w-]+)", words)
+        option: default.strip("`")
+        for item in items
+        for said in item.split(";")
+        for default in re.findall(r"\((.*)\)", said)
+        for option in re.findall(r"`(--[\w-]+)", said)
     }
 
 

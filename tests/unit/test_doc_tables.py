@@ -9,11 +9,9 @@ from enum import Enum
 from inspect import signature
 from typing import Any
 
-import click
 import pytest
 
 from explorer_hooks import ExplorerHook
-from syncd.cli import cli
 from syncd.protocol.policy import SyncSettings, SyncStyle
 from tests.doc_blocks import text_of
 from tests.generated import PARTS, generated
@@ -59,14 +57,6 @@ def settings(kind: type[Any]) -> dict[str, object]:
     return {field.name: field.default for field in fields(kind)}
 
 
-def run_options() -> dict[str, click.Option]:
-    run = cli.get_command(click.Context(cli), "run")
-    assert run is not None
-    # --json is every command's, and no setting.
-    found = [one for one in run.params if isinstance(one, click.Option) and one.name != "as_json"]
-    return {word: option for option in found for word in (*option.opts, *option.secondary_opts)}
-
-
 @pytest.mark.parametrize("page", PARTS)
 def test_what_comes_from_the_code_is_as_the_code_is(page: str) -> None:
     assert text_of(page) == generated(page), "write it anew: python -m tests.generated"
@@ -105,23 +95,6 @@ def test_every_argument_is_on_the_page_that_promises_them(
     assert {
         name for name in arguments if not re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", text)
     } == set()
-
-
-def test_options_of_the_daemon_are_those_that_there_are() -> None:
-    known = run_options()
-    section = text_of("docs/cli.md").split("## syncd run")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (`--[^|]*) \| ?([^|]*?) ?\|", section, re.MULTILINE)
-    told = {word: said for names, said in rows for word in re.findall(r"`(--[\w-]+)", names)}
-    told.pop("--json", None)
-    left_out = {"--config"} & known.keys() - told.keys()
-    turned_off = {word for word in known if word.startswith("--no-")}
-    assert told.keys() - turned_off == known.keys() - turned_off - left_out
-    wrong = {
-        name: (said, known[name].default)
-        for name, said in told.items()
-        if said not in as_said(known[name].default)
-    }
-    assert wrong == {}
 
 
 def test_the_table_of_calls_has_each_style_and_names_calls_that_there_are() -> None:
