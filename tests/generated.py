@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from enum import StrEnum
 from typing import Final
@@ -19,9 +18,10 @@ from syncd.cli import cli
 from syncd.daemon.config import KEYS, LIVE_KEYS, RunConfig
 from syncd.daemon.configuration import toml_value, written
 from syncd.protocol.policy import SyncSettings
-from tests import doc_tables, examples
+from tests import doc_lists, examples
 from tests.doc_blocks import text_of
 from tests.doc_links import ROOT
+from tests.doc_lists import filled, item, listed
 
 _PART: Final = re.compile(
     r"(^#+ (?P<heading>[^\n]*)\n(?:(?!#)[^\n]*\n)*?<!-- generated -->\n).*?(?=^<!-- end -->)",
@@ -43,14 +43,13 @@ def generated(page: str) -> str:
 
 def keys(_heading: str) -> str:
     """The keys of the configuration."""
-    run, defaults = options_of("syncd run"), written(RunConfig())
-    rows = []
+    defaults = written(RunConfig())
+    items = []
     for key, hint in sorted(KEYS.items(), key=lambda item: item[0] not in {"job", "root"}):
-        option = f"`{run[key].opts[0]}`" if key in run else "`JOB`"
-        live = "yes" if key in LIVE_KEYS else "no"
-        meaning = as_code(str(hint.marks[-1]))
-        rows.append((f"`{key}`", f"`{toml_value(defaults[key])}`", option, live, meaning))
-    return table("key,default,option,live,meaning", rows)
+        default = f"`{toml_value(defaults[key])}`" if defaults[key] != "" else ""
+        aside = ", ".join(filter(None, (default, "live" * (key in LIVE_KEYS))))
+        items.append(item([key], aside, as_code(str(hint.marks[-1]))))
+    return listed(items)
 
 
 def settings(_heading: str) -> str:
@@ -58,11 +57,10 @@ def settings(_heading: str) -> str:
     doc = inspect.getdoc(SyncSettings) or ""
     said = re.findall(r"^    (\w[\w, ]*): (.*(?:\n {5,}.*)*)", doc, re.MULTILINE)
     meanings = {name: meaning for names, meaning in said for name in names.split(", ")}
-    rows = [
-        (f"`{field.name}`", shown(field.default), as_code(meanings[field.name].replace("``", "`")))
+    return listed(
+        item([field.name], shown(field.default), as_code(meanings[field.name].replace("``", "`")))
         for field in fields(SyncSettings)
-    ]
-    return table("`SyncSettings`,default,meaning", rows)
+    )
 
 
 def usage(heading: str) -> str:
@@ -73,9 +71,8 @@ def usage(heading: str) -> str:
     pieces = command.collect_usage_pieces(click.Context(command))
     words = " ".join([heading, *(piece for piece in pieces if options or piece != "[OPTIONS]")])
     said = as_code((command.help or "").partition("\n\n")[0])
-    items = list(items_of(heading, options))
-    listed = "".join(f"{filled(item, '- ')}\n" for item in items)
-    return f"{filled(f'`{words}`: {said[0].lower()}{said[1:]}')}\n\n{listed}" + "\n" * bool(items)
+    line = f"`{words}`: {said[0].lower()}{said[1:]}"
+    return f"{filled(line)}\n\n" + listed(items_of(heading, options))
 
 
 def items_of(heading: str, options: dict[str, click.Option]) -> Iterator[str]:
@@ -101,25 +98,12 @@ def items_of(heading: str, options: dict[str, click.Option]) -> Iterator[str]:
         same.setdefault((default, meaning if not default else name), [meaning]).extend(words)
     bare = []
     for (default, _), (meaning, *words) in same.items():
-        item = ", ".join(f"`{word}`" for word in words) + f" ({default})" * bool(default)
         if meaning:
-            yield f"{item}: {meaning}"
+            yield item(words, default, meaning)
         else:
-            bare.append(item)
+            bare.append(item(words, default))
     if bare:
         yield "; ".join(bare)
-
-
-def filled(text: str, bullet: str = "") -> str:
-    """A paragraph, or an item of a list, in lines of a page."""
-    return textwrap.fill(
-        text,
-        120,
-        initial_indent=bullet,
-        subsequent_indent=" " * len(bullet),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def find(name: str) -> click.Command:
@@ -154,14 +138,6 @@ def as_code(text: str) -> str:
     return _CODE.sub(lambda word: f"`{word[1] or word[2]}`", " ".join(text.split()))
 
 
-def table(heads: str, rows: Iterable[tuple[str, ...]]) -> str:
-    """A table, and an empty line; ``heads`` are separated by commas."""
-    names = heads.split(",")
-    lines = [names, ["---"] * len(names), *rows]
-    cells = ("".join(f" {cell} |" if cell else " |" for cell in line) for line in lines)
-    return "".join(f"|{line}\n" for line in cells) + "\n"
-
-
 #: page → how a part is made of the heading above it.
 PARTS: Final[dict[str, Callable[[str], str]]] = {
     "docs/cli.md": usage,
@@ -173,7 +149,7 @@ PARTS: Final[dict[str, Callable[[str], str]]] = {
 if __name__ == "__main__":
     for name in PARTS:
         (ROOT / name).write_text(generated(name), encoding="utf-8")
-    for name in doc_tables.PAGES:
-        (doc_tables.DOCS / name).write_text(doc_tables.page(name), encoding="utf-8")
+    for name in doc_lists.PAGES:
+        (doc_lists.DOCS / name).write_text(doc_lists.page(name), encoding="utf-8")
     for path in examples.PAGES:
         path.write_text(examples.with_examples(path.read_text()))

@@ -65,7 +65,6 @@ def test_what_comes_from_the_code_is_as_the_code_is(page: str) -> None:
 @pytest.mark.parametrize(
     ("page", "head", "kind", "all_of_them"),
     [
-        ("docs/configuration.md", "`SyncSettings`", SyncSettings, True),
         ("docs/broadcast.md", "`SyncSettings`", SyncSettings, False),
         ("docs/trainer.md", "setting", SaveSettings, True),
     ],

@@ -1,4 +1,4 @@
-"""The metrics of a daemon, by Prometheus' conventions; ``docs/metrics.md`` has their table.
+"""The metrics of a daemon, by Prometheus' conventions; ``docs/metrics.md`` has their list.
 
 The number of label values is bounded: labels are job directories, names of errors, outcomes, and
 names of explorers. An explorer's metrics are removed with its report.
