@@ -188,12 +188,12 @@ def test_no_option_takes_a_bare_number_of_seconds_or_bytes_alone() -> None:
 
 def test_every_exit_code_is_documented_with_its_classes() -> None:
     api = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| (\d+) \|", api, re.MULTILINE)
+    rows = re.findall(r"^- `(\w+)` \((\d+)\): ", api, re.MULTILINE)
     documented = {name: int(code) for name, code in rows}
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     codes = {kind.__name__: kind.exit_code for kind in kinds if issubclass(kind, errors.SyncdError)}
     assert {name: documented.get(name) for name in codes} == codes
-    assert re.search(r"^\| 1 \| .*`OSError`", PAGE, re.MULTILINE)
+    assert re.search(r"^- 1: .*`OSError`", PAGE, re.MULTILINE)
 
 
 @pytest.mark.parametrize("language", ["bash", "zsh", "fish"])
