@@ -77,7 +77,7 @@ def usage(heading: str) -> str:
 
 def items_of(heading: str, options: dict[str, click.Option]) -> Iterator[str]:
     """The items of a command's options; the keys of the configuration have a page of their own."""
-    run = options_of("syncd run")
+    others = ["syncd run", "syncd convert", "syncd rollback", heading]
     same: dict[tuple[str, str], list[str]] = {}
     for name, option in options.items():
         words = [*option.opts, *option.secondary_opts]
@@ -92,9 +92,11 @@ def items_of(heading: str, options: dict[str, click.Option]) -> Iterator[str]:
             default = ""
         elif default and isinstance(option.default, str):
             default = f"`{default}`"
-        if name in KEYS and option.help == run[name].help:
-            meaning = "" if heading == "syncd run" else "as for `syncd run`"
-            default = default if heading == "syncd run" else ""
+        first = next(one for one in others if help_in(one, name) == option.help)
+        if first != heading:
+            default, meaning = "", f"as for `{first}`"
+        elif heading == "syncd run" and name in KEYS:
+            meaning = ""
         same.setdefault((default, meaning if not default else name), [meaning]).extend(words)
     bare = []
     for (default, _), (meaning, *words) in same.items():
@@ -104,6 +106,12 @@ def items_of(heading: str, options: dict[str, click.Option]) -> Iterator[str]:
             bare.append(item(words, default))
     if bare:
         yield "; ".join(bare)
+
+
+def help_in(command: str, name: str) -> str | None:
+    """The help of a command's option; None if it has no such option."""
+    option = options_of(command).get(name)
+    return option.help if option else None
 
 
 def find(name: str) -> click.Command:
