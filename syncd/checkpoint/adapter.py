@@ -31,7 +31,7 @@ import pydantic
 
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
-from syncd.protocol.records import AdaptedModel
+from syncd.protocol.records import AdaptedModel, Part
 
 #: All names in a PeftModel and in PEFT's files begin with this.
 PREFIX: Final = "base_model.model."
@@ -68,7 +68,7 @@ def are_two_models(one: str, other: str) -> bool | None:
     return None
 
 
-class AdapterConfig(pydantic.BaseModel):
+class AdapterConfig(Part):
     """The keys of ``adapter_config.json`` that syncd uses.
 
     Attributes:
@@ -76,8 +76,6 @@ class AdapterConfig(pydantic.BaseModel):
         bias: the base model's biases that the adapter trains: ``none``, ``all`` or ``lora_only``.
         base_model_name_or_path: None or empty if the base model was made from a config.
     """
-
-    model_config = pydantic.ConfigDict(frozen=True)
 
     peft_type: str
     bias: str = "none"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 
 class Severity(Enum):
@@ -17,13 +17,11 @@ class Severity(Enum):
     FAIL = "fail"
 
 
-class Finding(BaseModel):
+class Finding(BaseModel, frozen=True):
     """The result of one probe. ``docs/doctor.md`` explains each name.
 
     ``advice`` is empty if no remedy is needed. ``measured`` has times in seconds, sizes in bytes.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     verdict: Severity

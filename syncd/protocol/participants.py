@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
 
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import checked_name
-from syncd.protocol.records import Record, Step, Text
+from syncd.protocol.records import Part, Record, Step, Text
 
 
 class Claim(Record):
@@ -34,32 +34,23 @@ def session_of(content: bytes) -> str | None:
         return None
 
 
-class _Named(BaseModel):
+class Holder(BaseModel):
+    """What a claim of any protocol version says about the holder of a name, if anything."""
+
     name: str | None = None
     process: str = ""
 
-
-def name_in(content: bytes) -> str | None:
-    """The name in a participant's report or claim of any protocol version, if any."""
-    return _named(content).name
-
-
-def process_in(content: bytes) -> str:
-    """The process in a claim of any protocol version; empty if there is none."""
-    return _named(content).process
+    @classmethod
+    def of(cls, content: bytes) -> Self:
+        """The holder in a participant's claim."""
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError:
+            return cls()
 
 
-def _named(content: bytes) -> _Named:
-    try:
-        return _Named.model_validate_json(content)
-    except ValidationError:
-        return _Named()
-
-
-class OfferedMember(BaseModel):
+class OfferedMember(Part):
     """An explorer that receives an offer; ``workers`` is the number of its ranks."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     session: str

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from syncd.protocol.names import STATE_POINTER, PointerName
 from syncd.protocol.policy import SyncSettings, SyncStyle, Version
-from syncd.protocol.records import Names, Record, Seconds, Sequence, SessionId, Size, Step, Text
+from syncd.protocol.records import (
+    Names,
+    Part,
+    Record,
+    Seconds,
+    Sequence,
+    SessionId,
+    Size,
+    Step,
+    Text,
+)
 
 #: The number of newest loads in an explorer's report. The daemon misses none, because it reads each
 #: report at least once in 8 rounds, and publishes at most one version a round.
@@ -17,7 +27,7 @@ LOADS_KEPT: Final = 16
 DELTA_SIGN: Final = 1.0
 
 
-class Load(BaseModel):
+class Load(Part):
     """A load: an explorer began to serve a version from files.
 
     Attributes:
@@ -25,15 +35,13 @@ class Load(BaseModel):
         delta_bytes: the bytes of deltas that were read instead of the version's files, if any.
     """
 
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
-
     sequence: Sequence
     time: float
     pause: Seconds | None = None
     delta_bytes: Size | None = None
 
 
-class Reload(BaseModel):
+class Reload(Part):
     """Durations of the load of an engine's present version, in seconds by the explorer's clock.
 
     Attributes:
@@ -50,8 +58,6 @@ class Reload(BaseModel):
         delta_bytes: the bytes of deltas that were read, if any.
         no_delta: the reason why a possible delta was not used.
     """
-
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     sequence: Size
     step: Step
@@ -91,10 +97,8 @@ def loads_with(
     return (*loads, load)[-LOADS_KEPT:]
 
 
-class SyncTerms(BaseModel):
+class SyncTerms(Part):
     """Sync settings that must be equal in a trainer and its explorers. Intervals are in steps."""
-
-    model_config = ConfigDict(frozen=True)
 
     style: Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")]
     trainer_interval: Size
@@ -228,10 +232,8 @@ class TrainerReport(Record):
     time: float
 
 
-class DaemonCounters(BaseModel):
+class DaemonCounters(Part):
     """Counters of a daemon's work since it took over."""
-
-    model_config = ConfigDict(frozen=True)
 
     published: Size = 0
     rolled_back: Size = 0
@@ -244,10 +246,8 @@ class DaemonCounters(BaseModel):
     merged_bytes: Size = 0
 
 
-class MergeProgress(BaseModel):
+class MergeProgress(Part):
     """The progress of the current merge: bytes of tensors, and seconds since the merge began."""
-
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     step: Step
     done: Size
@@ -274,14 +274,12 @@ class DeltaProgress(Record):
     time: float
 
 
-class BuildSettings(BaseModel):
+class BuildSettings(Part):
     """The daemon's settings for its versions; explorers build the steps that they evaluate so.
 
     ``names`` is None if the daemon chooses. A save without receipts is built once it has not
     changed for ``tick`` seconds.
     """
-
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     cast: Literal["bf16", "fp16", "fp32"] | None = None
     names: Names | None = None

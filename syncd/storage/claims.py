@@ -17,7 +17,7 @@ from typing import Final, Self
 from syncd.protocol.errors import CancelledError, NameTakenError
 from syncd.protocol.events import NameAwaited, NameLost, PathIgnored
 from syncd.protocol.names import TEMPORARY
-from syncd.protocol.participants import Claim, name_in, process_in, session_of
+from syncd.protocol.participants import Claim, Holder, session_of
 from syncd.protocol.records import encode
 from syncd.storage.errnos import GONE, NO_RECORD, Ignoring
 from syncd.storage.fsio import Signature, Storage, signature
@@ -125,7 +125,7 @@ class HeldName:
 
     def _told(self, role: str, session: str | None) -> str:
         try:
-            holder = name_in(self.job.storage.read(self.path))
+            holder = Holder.of(self.job.storage.read(self.path)).name
         except OSError:  # the claim is gone or unreadable: only the session is known
             holder = None
         if role == "trainer":
@@ -198,7 +198,7 @@ class _Holder:
 
     def _has_ended(self) -> bool:
         try:
-            return has_ended(process_in(self._job.storage.read(self._path)))
+            return has_ended(Holder.of(self._job.storage.read(self._path)).process)
         except OSError:
             return False  # the claim is gone or unreadable: the next look tells
 
