@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from syncd.cli import cli, options
-from syncd.cli.status_page import page
+from syncd.cli.status import page
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.telling.journal import JournalFile
 from syncd.operate import job_state

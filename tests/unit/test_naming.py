@@ -14,7 +14,7 @@ from rich.console import Console
 
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.version import read_manifest
-from syncd.cli.status_page import page
+from syncd.cli.status import page
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.host.services import Services
 from syncd.daemon.telling.journal import read_journal
