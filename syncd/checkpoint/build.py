@@ -28,7 +28,6 @@ from syncd.checkpoint.model_folder import (
 from syncd.checkpoint.name_map import NAME_MAP_LIMIT, NameMap
 from syncd.checkpoint.open_save import open_save
 from syncd.checkpoint.parallel import Check
-from syncd.checkpoint.remote import write_remote
 from syncd.checkpoint.safetensors_file import SafetensorsFile, content_digest
 from syncd.checkpoint.safetensors_header import broken
 from syncd.checkpoint.sandbox.isolated import IsolatedParser
@@ -40,6 +39,7 @@ from syncd.checkpoint.save import (
     WholeSave,
     confirm_unchanged,
 )
+from syncd.checkpoint.step_save import write_remote
 from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, cast_dtype, is_floating, shown
 from syncd.protocol.errors import CheckpointError, NoRoomError, RecordError, SaveNotReadyError
 from syncd.protocol.names import (

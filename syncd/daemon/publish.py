@@ -12,9 +12,8 @@ from typing import Final
 
 from syncd.checkpoint.build import FreeSpace, build_step
 from syncd.checkpoint.merging.options import MergeOptions, Progress, Work, unheard
-from syncd.checkpoint.republish import republish
 from syncd.checkpoint.save import WholeSave
-from syncd.checkpoint.version import read_manifest
+from syncd.checkpoint.version import read_manifest, republish
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.naming import Naming
 from syncd.daemon.outcomes import Outcomes

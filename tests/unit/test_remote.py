@@ -11,9 +11,8 @@ from torch import nn
 
 from explorer_hooks import ExplorerHook, TorchModule
 from explorer_hooks.reader import Reader
-from syncd.checkpoint.remote import write_remote
 from syncd.checkpoint.save import Remote, Unfinished
-from syncd.checkpoint.step_save import look_into_step
+from syncd.checkpoint.step_save import look_into_step, write_remote
 from syncd.checkpoint.version import read_manifest
 from syncd.cli import cli
 from syncd.daemon.config import DaemonConfig

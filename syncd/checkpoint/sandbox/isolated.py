@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
-from syncd.checkpoint.dcp.dcp_metadata import StoredModel
-from syncd.checkpoint.dcp.hf_dcp import Chunked
+from syncd.checkpoint.dcp.dcp_metadata import Chunked, StoredModel
 from syncd.checkpoint.safetensors_header import HeaderEntry
 from syncd.checkpoint.sandbox import wire
 from syncd.checkpoint.sandbox.child_process import ChildProcess, EndedError, described
@@ -148,7 +147,7 @@ class IsolatedParser(Closing):
         return self._ask(wire.METADATA, asked, where, "pickle", wire.read_contents)
 
     def read_chunked_fields(self, header: bytes, where: str) -> list[Chunked]:
-        """Call :func:`~syncd.checkpoint.dcp.hf_dcp.read_chunked_fields` in the child."""
+        """Call :func:`~syncd.checkpoint.dcp.dcp_metadata.read_chunked_fields` in the child."""
         return self._ask(
             wire.CHUNKED_HEADER,
             header,

@@ -15,8 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from syncd.checkpoint.dcp.dcp_metadata import read_metadata
-from syncd.checkpoint.dcp.hf_dcp import read_chunked_fields
+from syncd.checkpoint.dcp.dcp_metadata import read_chunked_fields, read_metadata
 from syncd.checkpoint.safetensors_header import read_fields
 from syncd.checkpoint.sandbox.wire import (
     CHUNKED_HEADER,
