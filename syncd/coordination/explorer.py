@@ -19,9 +19,8 @@ from syncd.coordination.roster import served
 from syncd.coordination.waiting import Cancellation
 from syncd.coordination.weight_waits import WeightWaits
 from syncd.protocol.errors import BroadcastError, SyncdError
-from syncd.protocol.participants import Offer, Rendezvous
 from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings, Version, may_produce
-from syncd.protocol.reports import ExplorerReport, Reload, SyncTerms, loads_with
+from syncd.protocol.reports import ExplorerReport, Offer, Reload, Rendezvous, SyncTerms, loads_with
 from syncd.storage.sessions import boot_id
 from syncd.torch_extra import require_torch
 

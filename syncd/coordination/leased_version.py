@@ -21,8 +21,7 @@ from syncd.protocol.records import Latest, Manifest
 from syncd.protocol.tensor_names import NameMapRecord
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
-from syncd.storage.job import Job
-from syncd.storage.record_files import ReadPolicy
+from syncd.storage.job import Job, ReadPolicy
 
 log = logging.getLogger(__name__)
 

@@ -25,9 +25,8 @@ from syncd.protocol.errors import (
     WaitTimeoutError,
 )
 from syncd.protocol.names import checked_name, printable
-from syncd.protocol.participants import SavedState
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version, given_or_default
-from syncd.protocol.reports import ExplorerReport, TrainerReport
+from syncd.protocol.reports import ExplorerReport, SavedState, TrainerReport
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job, registering
 from syncd.storage.judge import Clock

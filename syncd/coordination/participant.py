@@ -1,25 +1,210 @@
-"""This process as a participant of a job: its heartbeat, name and report."""
+"""This process as a participant of a job: its heartbeat, name and report.
+
+At most one live participant holds each name. A claim is a file under ``.syncd/claims/``, created
+exclusively, with the session that holds the name. If that session is dead
+(:class:`~syncd.storage.judge.Judge`), another participant can take the name.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
+import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
-from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.errors import CancelledError, InvalidSettingsError, NameTakenError
+from syncd.protocol.events import NameAwaited, NameLost, PathIgnored
+from syncd.protocol.names import TEMPORARY
 from syncd.protocol.policy import RunningStatus, check_transition
 from syncd.protocol.records import encode
-from syncd.protocol.reports import ExplorerReport, TrainerReport
-from syncd.storage.claims import HeldName
+from syncd.protocol.reports import Claim, ExplorerReport, Holder, TrainerReport, session_of
+from syncd.storage.errnos import GONE, NO_RECORD, Ignoring
+from syncd.storage.fsio import Signature, Storage, signature
 from syncd.storage.job import Job
-from syncd.storage.judge import Clock
-from syncd.storage.sessions import Session
+from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness
+from syncd.storage.sessions import Session, has_ended, process_of, this_process
 
 log = logging.getLogger(__name__)
+
+#: If the holder of a name could not be judged for this many lease times, the name counts as taken.
+_PATIENCE: Final = 3
+#: A session counts as dead after this number of checks without its heartbeat. One check is not
+#: enough, because a renewal removes the heartbeat for a moment.
+_MISSING_LOOKS: Final = 2
+#: The most characters of a name that go into a message.
+_SHOWN: Final = 200
+
+
+@dataclass
+class HeldName:
+    """The name of a participant, held by this process's session.
+
+    Promised: while the hosts and the storage of two participants work, only one has the name. A
+    participant that was paused for longer than a lease time can lose its name. The next
+    :meth:`check` then raises an error, but an earlier write can still take effect.
+    """
+
+    job: Job
+    path: Path
+    session: str
+    name: str
+
+    def __post_init__(self) -> None:
+        self._given_up = False
+
+    @classmethod
+    def take(
+        cls,
+        job: Job,
+        role: str,
+        name: str,
+        session: Session,
+        *,
+        clock: Clock = time.monotonic,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> Self:
+        """Take a name; if a session has it, wait until that session is known to be alive or dead.
+
+        The wait for a dead session takes up to a lease time. ``role`` is ``explorer`` or
+        ``trainer``. Two trainers of a job exclude each other, even with different names.
+
+        Raises:
+            NameTakenError: a live participant has the name.
+        """
+        held = cls(job, job.layout.claim(role, name), session.id, name)
+        # Parent folders are not made, because nothing may be made in an unmounted job.
+        job.storage.make_folder(job.layout.claims, below=job.layout.state)
+        watch = _Holder(job, held.path, session.lease_time, clock)
+        has_said = False
+        while not held._create():
+            if watch.is_dead():
+                watch.take_away()
+                continue
+            if watch.lives or clock() >= watch.until:
+                # A job has only one trainer, so another name does not help.
+                trainer = role == "trainer"
+                other = "give this trainer another job directory" if trainer else "use another name"
+                raise NameTakenError(
+                    f"{held._told(role, watch.session)}. Stop that process, or {other}. If it has "
+                    f"certainly ended, remove {held.path}"
+                )
+            if not has_said:
+                has_said = True
+                who = held._told(role, watch.session)
+                NameAwaited(watch.session, held.path, who, session.lease_time).tell(log)
+            pause(session.lease_time / (LOOKS_PER_LEASE + 1))
+        return held
+
+    def check(self) -> None:
+        """Check that this process still has the name; take the name again if nobody has it.
+
+        Raises:
+            NameTakenError: another participant took the name while this process counted as dead.
+            CancelledError: this process released the name.
+        """
+        if self._given_up:
+            raise CancelledError(f"{self.path} was released, because this participant is closed")
+        holder = read_claim(self.job.storage, self.path)
+        if holder == self.session or (holder is None and self._create()):
+            return
+        raise NameTakenError(
+            f"session {read_claim(self.job.storage, self.path)} now holds {self.path}. This "
+            "process was paused, or its storage did not answer, for longer than a lease time. "
+            "Start this process again"
+        )
+
+    def release(self) -> None:
+        """Release the name, if this process still has it."""
+        self._given_up = True
+        if read_claim(self.job.storage, self.path) == self.session:
+            self.job.storage.unlink_if_there(self.path)
+
+    def _told(self, role: str, session: str | None) -> str:
+        try:
+            holder = Holder.of(self.job.storage.read(self.path)).name
+        except OSError:  # the claim is gone or unreadable: only the session is known
+            holder = None
+        if role == "trainer":
+            who = "a trainer" if holder is None else f"trainer {holder[:_SHOWN]!r}"
+        else:
+            who = f"{role} {self.name!r}"
+        process = "" if session is None else process_of(session)
+        return (
+            f"{who} works in {self.job.layout.root} already ({process}session "
+            f"{session or 'unknown'})"
+        )
+
+    def _create(self) -> bool:
+        """Make the claim, with all its content at once; True if this session has the name now."""
+        draft = self.job.layout.drafts / f"{TEMPORARY}claim-{secrets.token_hex(6)}"
+        claim = Claim(session=self.session, name=self.name, process=this_process())
+        # The claim is ours too if the server made the link, but its answer was lost.
+        return self.job.storage.write_first(self.path, encode(claim), draft) or (
+            read_claim(self.job.storage, self.path) == self.session
+        )
+
+
+def read_claim(storage: Storage, path: Path) -> str | None:
+    """The session in a claim, if any."""
+    session: str | None = None
+    with Ignoring(GONE | NO_RECORD):
+        session = session_of(storage.read(path))
+        if session is None:
+            PathIgnored(path, "it names no session").tell(log)
+    return session
+
+
+class _Holder:
+    """The session that has a name, watched until its heartbeat beats or counts as dead."""
+
+    def __init__(self, job: Job, path: Path, lease_time: float, clock: Clock) -> None:
+        self._job = job
+        self._path = path
+        self._judge = Judge(job.storage, lease_time, clock=clock)
+        self._first: Signature | None = None
+        self._missing = 0
+        self.session: str | None = None
+        self.lives = False
+        self.until = clock() + _PATIENCE * lease_time
+
+    def is_dead(self) -> bool:
+        """True if the holder is dead. Sets :attr:`lives` if its heartbeat has beaten."""
+        # Look at the claim before reading it, so that no newer claim can be removed.
+        marker = self._judge.look(self._path)
+        session = read_claim(self._job.storage, self._path)
+        if session != self.session:
+            self.session, self._first, self._missing = session, None, 0
+        if session is None:
+            return marker is Liveness.DEAD  # the claim has named no session for a lease time
+        with suppress(OSError):  # the claim is gone or unreadable: the next look tells
+            if has_ended(Holder.of(self._job.storage.read(self._path)).process):
+                return True
+        heartbeat = self._job.layout.session(session)
+        seen = self._judge.look(heartbeat)
+        if seen is Liveness.MISSING:
+            seen = self._judge.look_again(heartbeat)
+        if seen is Liveness.MISSING:
+            self._missing += 1
+            return self._missing >= _MISSING_LOOKS
+        status = self._job.storage.status(heartbeat)
+        if status is not None and seen is Liveness.ALIVE:
+            found = signature(status)
+            self.lives = self._first is not None and found != self._first
+            self._first = found
+        return seen is Liveness.DEAD
+
+    def take_away(self) -> None:
+        """Remove the dead holder's claim, if it is still the same claim."""
+        if self._judge.break_dead(self._path):
+            NameLost(self.session, self._path).tell(log)
+        self.session, self._first, self._missing = None, None, 0
+
 
 #: A participant's report; its type depends on the participant's role.
 Report = TypeVar("Report", ExplorerReport, TrainerReport)

@@ -18,10 +18,9 @@ from syncd.protocol.errors import (
     SyncdError,
 )
 from syncd.protocol.names import TEMPORARY, printable
-from syncd.protocol.participants import session_of
 from syncd.protocol.policy import RunningStatus, Version, after_broadcast
 from syncd.protocol.records import R, SaveId, parse
-from syncd.protocol.reports import ExplorerReport, TrainerReport
+from syncd.protocol.reports import ExplorerReport, TrainerReport, session_of
 from syncd.storage.errnos import is_gone, is_unreadable
 from syncd.storage.fsio import RECORD_LIMIT, Signature, signature
 from syncd.storage.job import Job

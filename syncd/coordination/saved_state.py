@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from syncd.protocol.errors import InvalidSettingsError, RecordError
-from syncd.protocol.participants import SavedState
 from syncd.protocol.records import encode, parse
+from syncd.protocol.reports import SavedState
 from syncd.storage.errnos import is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT
-from syncd.storage.job import Job
-from syncd.storage.record_files import ReadPolicy
+from syncd.storage.job import Job, ReadPolicy
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,8 @@ from syncd.coordination.roster import Roster
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Wait
 from syncd.protocol.errors import JobUnavailableError, SyncdError, WaitTimeoutError
-from syncd.protocol.participants import Offer
 from syncd.protocol.policy import RunningStatus, Version
-from syncd.protocol.reports import ExplorerReport, SyncTerms, TrainerReport
+from syncd.protocol.reports import ExplorerReport, Offer, SyncTerms, TrainerReport
 from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)

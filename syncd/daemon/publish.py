@@ -36,8 +36,7 @@ from syncd.protocol.requests import RollbackRequest
 from syncd.protocol.version_events import DeltaDiscarded, VersionDiscarded
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import is_gone
-from syncd.storage.job import Job
-from syncd.storage.record_files import IF_ANY
+from syncd.storage.job import IF_ANY, Job
 
 log = logging.getLogger(__name__)
 

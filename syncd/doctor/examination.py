@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from typing import Final, TypeVar
 
-from syncd.doctor import job_findings
-from syncd.doctor.deadlines import Deadlines, HungError, bounded
-from syncd.doctor.finding import Finding, Severity, fail, warn
+from syncd.checkpoint.version import read_manifest
+from syncd.doctor.finding import SHARE, Finding, Severity, fail, ok, warn
 from syncd.doctor.probes import PROBES, Pair
 from syncd.doctor.sides import TALK, Here, Request
-from syncd.doctor.visits import PEER, facts_of, receive
-from syncd.protocol.errors import JobUnavailableError
-from syncd.protocol.names import printable
+from syncd.doctor.visits import PEER, Deadlines, Facts, HungError, bounded, facts_of, receive
+from syncd.protocol.errors import JobUnavailableError, RecordError
+from syncd.protocol.names import parse_version_folder, printable
+from syncd.protocol.records import DEFAULT_LEASE_TIME
 from syncd.storage.job import Job, no_folder
 from syncd.storage.probe_room import ProbeRoom, sweep_rooms
+from syncd.storage.rights import TO_DELETE, unprunable, unwritable
 from syncd.storage.sessions import new_session_id
 
 T = TypeVar("T")
@@ -62,27 +66,27 @@ class Examination:
         if self._bounded("mount", lambda: self._job.storage.status(root)) is None:
             raise no_folder(root)
         facts = self._bounded("mount", lambda: facts_of(root))
-        mount = job_findings.mount(facts)
+        mount = judge_mount(facts)
         self._note(mount)
-        job_format, lease_time = self._bounded("format", lambda: job_findings.job_format(self._job))
+        job_format, lease_time = self._bounded("format", lambda: judge_format(self._job))
         self._note(job_format)
-        self._probe("room", lambda: job_findings.room(self._job))
+        self._probe("room", lambda: judge_room(self._job))
         if mount.verdict is Severity.FAIL:
             return
         try:
             room = self._bounded("rights", lambda: self._make(PEER if company is None else ""))
         except OSError as error:
-            self._note(job_findings.refused(error))
+            self._note(judge_refusal(error))
             return
         try:
-            self._probe("rights", lambda: job_findings.rights(self._job, room.path))
+            self._probe("rights", lambda: judge_rights(self._job, room.path))
             with company(room) if company is not None else nullcontext(lambda: False) as has_ended:
                 limit = self._limits.meeting if company is None else self._limits.answer
                 self._begins("waiting for the other process")
                 there, theirs = receive(room, limit, self._limits.answer, has_ended)
                 if company is None:
-                    self._note(job_findings.hosts(facts, theirs))
-                    self._note(job_findings.mount(theirs, "peer_mount"))
+                    self._note(judge_hosts(facts, theirs))
+                    self._note(judge_mount(theirs, "peer_mount"))
                 here = Here(self._job.storage, room.path)
                 pair = Pair(here, there, self._limits.look, lease_time)
                 for name, probe in PROBES.items():
@@ -127,3 +131,121 @@ class Examination:
 
     def _bounded(self, name: str, work: Callable[[], T]) -> T:
         return bounded(name, self._limits.probe, work)
+
+
+#: The bytes and inodes that a daemon needs to take over: the size of its reserve.
+_LEAST: Final = (1024 * 1024, 16)
+#: The number of versions, each as large as the newest version, for which there should be space.
+_VERSIONS: Final = 2
+_FEW_INODES: Final = 1000
+
+
+def judge_mount(facts: Facts, name: str = "mount") -> Finding:
+    """Judge a host's mount of the job; ``name`` is the finding's name."""
+    words = f"{facts.filesystem or 'unknown'} from {facts.source or 'nowhere'} ({facts.options})"
+    options = facts.options.split(",")
+    if "ro" in options:
+        return fail(name, f"mounted read-only: {words}", "mount it rw")
+    if "soft" in options:
+        return warn(name, f"mounted soft, so slow servers cause errors: {words}", "mount it hard")
+    if "nocto" in options:
+        return warn(
+            name, f"mounted nocto, so changes are seen late: {words}", "mount without nocto"
+        )
+    return ok(name, words)
+
+
+def judge_format(job: Job) -> tuple[Finding, float]:
+    """The finding, and the lease time in seconds (the default, if it is unreadable)."""
+    try:
+        if not job.storage.exists(job.layout.format):
+            return ok("format", "no daemon has served this job yet"), DEFAULT_LEASE_TIME
+        lease_time = job.lease_time()
+    except (JobUnavailableError, RecordError, OSError) as error:
+        advice = "install the same release of syncd on all hosts. Do not edit format.json"
+        return fail("format", str(error), advice), DEFAULT_LEASE_TIME
+    return ok("format", f"protocol 1, lease time {lease_time:g} s"), lease_time
+
+
+def judge_room(job: Job) -> Finding:
+    """Judge whether there is enough free space."""
+    free, size = job.storage.free(job.layout.root), _newest(job)
+    limits = zip(free, _LEAST, (_VERSIONS * size, _FEW_INODES), strict=True)
+    known = [(amount, least, few) for amount, least, few in limits if amount is not None]
+    space = "unknown bytes" if free.bytes is None else f"{free.bytes / 1e9:.1f} GB"
+    inodes = "" if free.inodes is None else f" and {free.inodes} inodes"
+    words = f"{space}{inodes} free"
+    if size:
+        words += f"; the newest version has {size / 1e9:.2f} GB"
+    advice = "free space, or lower --keep; 'syncd prune JOB --dry-run' lists what could be deleted"
+    measured = {"bytes": free.bytes, "inodes": free.inodes}
+    if any(amount < least for amount, least, _ in known):
+        return fail("room", f"the disk is full: {words}", advice, **measured)
+    if any(amount < few for amount, _, few in known):
+        return warn("room", f"the disk is nearly full: {words}", advice, **measured)
+    return ok("room", words, **measured)
+
+
+def _newest(job: Job) -> int:
+    """The bytes of the newest version with a readable manifest; 0 if there is none."""
+    sequences = map(parse_version_folder, job.storage.names(job.layout.published))
+    for sequence in sorted(filter(None, sequences), reverse=True):
+        try:
+            manifest = read_manifest(job.storage, job.layout.version(sequence))
+        except (OSError, RecordError):
+            continue  # pruned meanwhile, or damaged
+        return sum(file.size for file in manifest.files)
+    return 0
+
+
+def judge_refusal(error: OSError) -> Finding:
+    """The finding that this user cannot make files in the job."""
+    if error.errno == errno.EROFS:
+        advice = "let the server export it for writing; a disk can turn read-only after errors"
+        return fail("rights", str(error), advice)
+    return fail("rights", f"user {os.geteuid()} cannot write: {error}", SHARE)
+
+
+def judge_rights(job: Job, made: Path) -> Finding:
+    """Judge this user's rights, and the owner of a folder that this process has ``made``."""
+    user, status = os.geteuid(), job.storage.status(made)
+    if (folder := unwritable(job)) is not None:
+        return fail("rights", f"user {user} cannot write to {folder}", SHARE)
+    if status is not None and status.st_uid != user:
+        return warn(
+            "rights",
+            f"a folder that user {user} made belongs to {status.st_uid}: the server maps users",
+            "run syncd as users that the server knows, or export with no_root_squash",
+        )
+    if kept := unprunable(job):
+        return warn("rights", kept, TO_DELETE)
+    return ok("rights", f"user {user} can write, and can delete the trainers' files")
+
+
+def judge_hosts(ours: Facts, theirs: Facts) -> Finding:
+    """Judge whether two hosts fit together."""
+    for wrong, words, advice in (
+        (
+            ours.client == theirs.client,
+            f"both ran on one host, {ours.host}, so nothing was measured between hosts",
+            "run --peer 0 and --peer 1 on two different hosts that share the job",
+        ),
+        (
+            ours.host == theirs.host and ours.boot != theirs.boot,
+            f"two hosts are both called {ours.host}, so each takes the other's daemon for its own",
+            "give each host or container a unique name",
+        ),
+        (
+            ours.syncd != theirs.syncd,
+            f"syncd {ours.syncd} here, {theirs.syncd} on {theirs.host}",
+            "install the same release of syncd on both hosts",
+        ),
+        (
+            ours.filesystem != theirs.filesystem,
+            f"{ours.filesystem} here, {theirs.filesystem} on {theirs.host}",
+            "mount the storage in the same way on both hosts, unless one of them is the server",
+        ),
+    ):
+        if wrong:
+            return warn("hosts", words, advice)
+    return ok("hosts", f"{ours.host} and {theirs.host}")

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Final
 
 from pydantic import BaseModel
+
+#: The remedy if this user may not change another user's files.
+SHARE: Final = (
+    "run all processes as one user, or share the job with a group that all users are in "
+    "(--shared-group, umask 002)"
+)
 
 
 class Severity(Enum):

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple, TypeVar, cast
 
 from syncd import __version__
-from syncd.doctor.deadlines import Deadlines, HungError, bounded
-from syncd.doctor.finding import Finding
+from syncd.doctor.finding import Finding, fail
 from syncd.doctor.sides import ENDED, TALK, Answer, Channel, Here, Request, There
 from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.records import Record
@@ -25,6 +26,60 @@ from syncd.storage.errnos import is_gone
 from syncd.storage.job import Job
 from syncd.storage.probe_room import ProbeRoom, rooms
 from syncd.storage.sessions import new_session_id
+
+T = TypeVar("T")
+
+
+class Deadlines(NamedTuple):
+    """The longest waits, in seconds.
+
+    Attributes:
+        look: until another process's change is visible.
+        answer: for another process's answer, in addition to the call's own time.
+        meeting: for the other host.
+    """
+
+    look: float = 30.0
+    answer: float = 60.0
+    meeting: float = 120.0
+
+    @property
+    def probe(self) -> float:
+        """The seconds for one probe: a look and an answer in each direction."""
+        return 2 * (self.look + self.answer)
+
+
+class HungError(Exception):
+    """Raised when storage does not answer: further probes are useless."""
+
+    def __init__(self, probe: str, seconds: float) -> None:
+        super().__init__(f"storage did not answer within {seconds:.0f} s")
+        self.finding = fail(
+            probe,
+            f"{self}, so the remaining probes were skipped",
+            "check whether the server can be reached; a hard mount waits for the server forever",
+        )
+
+
+def bounded(probe: str, seconds: float, work: Callable[[], T]) -> T:
+    """Call ``work`` in a thread, and raise HungError if it does not end in time."""
+    done: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def do() -> None:
+        try:
+            done.put((work(), None))
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
+            done.put((None, error))
+
+    threading.Thread(target=do, name="syncd-doctor", daemon=True).start()
+    try:
+        result, error = done.get(timeout=seconds)
+    except queue.Empty:
+        raise HungError(probe, seconds) from None
+    if error is not None:
+        raise error
+    return cast("T", result)
+
 
 #: The beginning of the names of rooms that wait for another host.
 PEER: Final = "peer-"

@@ -19,9 +19,8 @@ from syncd.protocol.records import encode, parse
 from syncd.protocol.reports import DaemonReport
 from syncd.protocol.requests import Pause, RollbackRequest
 from syncd.storage.errnos import is_gone
-from syncd.storage.job import Job
+from syncd.storage.job import SILENT, Job
 from syncd.storage.judge import Clock, Judge, Liveness
-from syncd.storage.record_files import SILENT
 from syncd.storage.sessions import new_session_id
 
 #: Seconds between two looks for a daemon's answer.

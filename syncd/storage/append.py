@@ -18,7 +18,7 @@ from syncd.storage.errnos import (
     is_no_record,
 )
 from syncd.storage.fsio import Storage, named
-from syncd.storage.record_files import move_away
+from syncd.storage.job import move_away
 
 #: The size in bytes at which a new file is begun. The last append may exceed it.
 LIMIT: Final = 4 * 1024 * 1024

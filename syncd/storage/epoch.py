@@ -23,8 +23,7 @@ from syncd.protocol.names import version_folder
 from syncd.storage.calls import Kind
 from syncd.storage.errnos import GONE, NOT_EMPTY, Ignoring, is_gone
 from syncd.storage.fsio import Draft, Storage
-from syncd.storage.job import Job
-from syncd.storage.record_files import move_away
+from syncd.storage.job import Job, move_away
 
 log = logging.getLogger(__name__)
 

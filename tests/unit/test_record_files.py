@@ -11,12 +11,12 @@ from syncd.protocol.errors import ProtocolMismatchError
 from syncd.protocol.records import encode
 from syncd.protocol.requests import Pause
 from syncd.storage.errnos import is_unreadable
-from syncd.storage.job import Job
-from syncd.storage.record_files import (
+from syncd.storage.job import (
     EXPECTED,
     IF_ANY,
     OF_OTHERS,
     SILENT,
+    Job,
     ReadPolicy,
     readable_lines,
 )
