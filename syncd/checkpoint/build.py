@@ -341,8 +341,20 @@ def _copy_small_files(
     copied[HUGGINGFACE] = copy_model_files(
         storage, actor / HUGGINGFACE, folder, cancel=cancel, leave_out=leave_out
     )
-    for source, files in copied.items():
-        _check_small_files(storage, actor, save, f"{source}/", files)
+    found = {
+        f"{source}/{file.name}": (file.size, file.digest)
+        for source, files in copied.items()
+        for file in files
+    }
+    for name, file in save.vouched().items():
+        if name.partition("/")[0] not in copied:
+            continue
+        if name not in found and not storage.exists(actor / name):
+            raise SaveNotReadyError(
+                f"{actor / name} is gone, but the receipt of save {save.identity} lists it"
+            )
+        if found.get(name, (file.size, file.digest)) != (file.size, file.digest):
+            raise save.differs(actor / name)
     return tuple(file for files in copied.values() for file in files)
 
 
@@ -373,24 +385,6 @@ def _adapter_config(
             "the shards from the same model"
         )
     return config
-
-
-def _check_small_files(
-    storage: Storage, actor: Path, save: SavedWeights, prefix: str, copied: tuple[VersionFile, ...]
-) -> None:
-    found = {prefix + file.name: (file.size, file.digest) for file in copied}
-    for name, file in save.vouched().items():
-        if not name.startswith(prefix):
-            continue
-        if name not in found and not storage.exists(actor / name):
-            raise SaveNotReadyError(
-                f"{actor / name} is gone, but the receipt of save {save.identity} lists it"
-            )
-        if found.get(name, (file.size, file.digest)) != (file.size, file.digest):
-            raise SaveNotReadyError(
-                f"{actor / name} is not the file that the receipt of save {save.identity} lists: "
-                "the file is being replaced, or was damaged"
-            )
 
 
 @dataclass

@@ -156,10 +156,7 @@ def open_save(
     def check(path: Path, size: int, digest: str) -> None:
         told = vouched.get(path.relative_to(actor).as_posix())
         if told is not None and (told.size, told.digest) != (size, digest):
-            raise SaveNotReadyError(
-                f"{path} is not the file that the receipt of save {save.identity} lists: the file "
-                "is being replaced, or was damaged"
-            )
+            raise save.differs(path)
 
     job = actor.parent.parent if limits is None else None
     limits = limits or ParseLimits()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
 from syncd.checkpoint.dcp.dcp_metadata import Chunked, StoredModel
 from syncd.checkpoint.safetensors_header import HeaderEntry
@@ -202,7 +202,13 @@ class IsolatedParser(Closing):
             if tag == wire.DONE:
                 return
             if tag == wire.FAILED:
-                self._raise_failure(content, where)
+                kind, message = wire.read_failure(content)
+                if kind == wire.OUT_OF_MEMORY:
+                    raise _MemoryError
+                if kind not in wire.ERRORS:
+                    raise ValueError("the answer is an error of an unknown kind")
+                separator = "" if message.startswith((" ", ":")) else ": "
+                raise wire.ERRORS[kind](f"{where}{separator}{message}")
             if tag != wire.ROWS:
                 raise ValueError("the answer has a frame of an unknown kind")
             size += len(content)
@@ -253,15 +259,6 @@ class IsolatedParser(Closing):
                 where,
             )
         return child
-
-    def _raise_failure(self, content: bytes, where: str) -> NoReturn:
-        kind, message = wire.read_failure(content)
-        if kind == wire.OUT_OF_MEMORY:
-            raise _MemoryError
-        if kind not in wire.ERRORS:
-            raise ValueError("the answer is an error of an unknown kind")
-        separator = "" if message.startswith((" ", ":")) else ": "
-        raise wire.ERRORS[kind](f"{where}{separator}{message}")
 
     def _fault(self, child: ChildProcess, error: EndedError) -> str:
         """End the child; return the fault of the file as a verb phrase for a message."""
