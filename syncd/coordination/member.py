@@ -358,9 +358,10 @@ class Member(Closing, Generic[Report]):
         if not self.is_ours:
             return
         with self._waits.ended():
-            if self._me.record.status != RunningStatus.STOPPED.value:
+            starts = getattr(self._me.record, "starting", None) is not None
+            if starts or self._me.record.status != RunningStatus.STOPPED.value:
                 try:
-                    become(self._me, RunningStatus.STOPPED)
+                    become(self._me, RunningStatus.STOPPED, starting=None)
                 except (OSError, SyncdError) as error:
                     log.warning("%s cannot report that it has stopped: %s", self.name, error)
             try:
