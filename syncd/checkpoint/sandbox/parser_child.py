@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from itertools import starmap
 from typing import Final
 
 from syncd.checkpoint.dcp.dcp_metadata import read_chunked_fields, read_metadata
@@ -29,7 +30,6 @@ from syncd.checkpoint.sandbox.wire import (
     REQUEST,
     TENSOR,
     Row,
-    chunked_row,
     contents_rows,
     failure,
     frame,
@@ -116,11 +116,6 @@ def _answer(answers: io.FileIO, kind: bytes, data: bytes) -> None:
 # CRC-32 vouches for the bytes: the limit bounds the memory that a damaged memo index takes.
 
 
-def _pieces(data: bytes) -> Iterable[Row]:
-    pieces = read_pieces(data, "", intact=True)
-    return (piece_row(name, piece) for name, piece in pieces.items())
-
-
 def _tensor(data: bytes) -> Iterable[Row]:
     name, pickled = read_asked(data)
     return [piece_row("", read_tensor(pickled, "", name or "", intact=True))]
@@ -131,16 +126,12 @@ def _metadata(data: bytes) -> Iterable[Row]:
     return contents_rows(read_metadata(pickled, "", prefix=prefix, intact=True))
 
 
-def _chunked_fields(data: bytes) -> Iterable[Row]:
-    return (chunked_row(*chunk) for chunk in read_chunked_fields(data, ""))
-
-
 _ROWS: Final[dict[bytes, Callable[[bytes], Iterable[Row]]]] = {
-    PICKLE: _pieces,
+    PICKLE: lambda data: starmap(piece_row, read_pieces(data, "", intact=True).items()),
     TENSOR: _tensor,
     METADATA: _metadata,
     HEADER: lambda data: read_fields(data, ""),
-    CHUNKED_HEADER: _chunked_fields,
+    CHUNKED_HEADER: lambda data: ([*entry, at] for entry, at in read_chunked_fields(data, "")),
     NAME_MAP: name_map_rows,
 }
 

@@ -12,6 +12,7 @@ import json
 import struct
 import sys
 from collections.abc import Hashable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Final
 
 from syncd.checkpoint.dcp.dcp_metadata import Chunk, Stored, StoredModel, is_distcp
@@ -52,6 +53,7 @@ FAILED: Final = b"!"
 FRAME_LIMIT: Final = 1024 * 1024
 _BATCH: Final = 64 * 1024
 _TEXT_LIMIT: Final = 200
+_NO_PIECE: Final = "the answer lists something that is not a piece of a tensor"
 
 #: The kinds of error in ``FAILED``. Any other kind is a bug in syncd, or a lie.
 ERRORS: Final = {
@@ -131,13 +133,8 @@ def _json(content: bytes) -> Row:
 def piece_row(name: str, piece: Piece | Pieces) -> Row:
     """The piece or pieces of a named tensor, as a row."""
     if isinstance(piece, Piece):
-        return [name, *_fields(piece)]
-    return [name, piece.dtype, piece.shape, list(map(_fields, piece.pieces))]
-
-
-def _fields(piece: Piece) -> list[Row]:
-    dtype, shape, key, offset, position = piece
-    return [dtype, shape, key, offset, position]
+        return [name, *piece]
+    return [name, piece.dtype, piece.shape, list(map(list, piece.pieces))]
 
 
 def read_piece(row: Row, known: dict[Hashable, Any]) -> tuple[str, Piece | Pieces]:
@@ -145,22 +142,20 @@ def read_piece(row: Row, known: dict[Hashable, Any]) -> tuple[str, Piece | Piece
 
     ``known`` has the positions and shapes of earlier rows, so that equal objects are kept once.
     """
-    if not isinstance(row, list) or not row or name_fault(row[0]) is not None:
-        raise ValueError("the answer lists something that is not a piece of a tensor")
-    name, *fields = row
-    if len(fields) == 5:
-        return name, _read_piece(fields, known)
-    match fields:
-        case [str(dtype), sizes, list(parts)]:
-            shape = shape_of(sizes)
-            if dtype in ITEMSIZE and shape is not None:
+    if isinstance(row, list) and row and name_fault(row[0]) is None:
+        name, *fields = row
+        if len(fields) == 5:
+            return name, _read_piece(fields, known)
+        match fields:
+            case [str(dtype), sizes, list(parts)] if dtype in ITEMSIZE:
+                shape = shape_of(sizes)
                 pieces = tuple(_read_piece(part, known) for part in parts)
-                if all(
+                if shape is not None and all(
                     piece.dtype == dtype and piece.position and piece.position.global_shape == shape
                     for piece in pieces
                 ):
                     return name, Pieces(dtype, shape, pieces)
-    raise ValueError("the answer lists something that is not a piece of a tensor")
+    raise ValueError(_NO_PIECE)
 
 
 def read_bare(row: Row) -> Piece:
@@ -173,21 +168,15 @@ def read_bare(row: Row) -> Piece:
 
 
 def _read_piece(fields: Row, known: dict[Hashable, Any]) -> Piece:
-    if isinstance(fields, list) and len(fields) == 5:
+    if isinstance(fields, list) and len(fields) == 5:  # faster than a pattern
         dtype, sizes, key, offset, where = fields
         shape = shape_of(sizes)
-        if (
-            isinstance(dtype, str)
-            and dtype in ITEMSIZE
-            and shape is not None
-            and isinstance(key, str)
-            and len(key) <= _TEXT_LIMIT
-            and is_offset(offset)
-        ):
+        is_text = isinstance(dtype, str) and isinstance(key, str) and len(key) <= _TEXT_LIMIT
+        if is_text and dtype in ITEMSIZE and shape is not None and is_offset(offset):
             shape = known.setdefault(shape, shape)
             position = None if where is None else _position(where, shape, known)
             return Piece(sys.intern(dtype), shape, sys.intern(key), offset, position)
-    raise ValueError("the answer lists something that is not a piece of a tensor")
+    raise ValueError(_NO_PIECE)
 
 
 def read_entry(row: Row) -> HeaderEntry:
@@ -196,11 +185,6 @@ def read_entry(row: Row) -> HeaderEntry:
     if entry is None:
         raise ValueError("the answer lists something that is not an entry of the file's header")
     return entry
-
-
-def chunked_row(entry: HeaderEntry, offsets: Shape) -> Row:
-    """A header's entry and its offsets, as a row."""
-    return [*entry, offsets]
 
 
 def read_chunked(row: Row) -> tuple[HeaderEntry, Shape]:
@@ -267,11 +251,16 @@ def read_contents(rows: Iterable[Row]) -> StoredModel:
                 if shape is None or not known:
                     raise ValueError("the answer has an invalid tensor")
                 found[name] = dtype, shape, []
-            case [begin, sizes, str(file), at, length] if name in found:
-                chunk = _chunk(begin, sizes, file, at, length)
-                if chunk is None or len(chunk.shape) != len(found[name][1]):
+            case [begin, sizes, file, at, length] if name in found:
+                offsets, shape = shape_of(begin), shape_of(sizes)
+                if (
+                    offsets is None
+                    or shape is None
+                    or not len(offsets) == len(shape) == len(found[name][1])
+                    or not (is_distcp(file) and is_offset(at) and is_offset(length))
+                ):
                     raise ValueError("the answer has an invalid chunk")
-                found[name][2].append(chunk)
+                found[name][2].append(Chunk(offsets, shape, sys.intern(file), at, length))
             case _:
                 raise ValueError("the answer lists something that is neither a tensor nor a chunk")
     tensors = {
@@ -280,32 +269,18 @@ def read_contents(rows: Iterable[Row]) -> StoredModel:
     return StoredModel(tensors, is_model_only)
 
 
-def _chunk(begin: Row, sizes: Row, file: str, at: Row, length: Row) -> Chunk | None:
-    offsets, shape = shape_of(begin), shape_of(sizes)
-    if offsets is None or shape is None or len(offsets) != len(shape):
-        return None
-    if not is_distcp(file) or not is_offset(at) or not is_offset(length):
-        return None
-    return Chunk(offsets, shape, sys.intern(file), at, length)
-
-
 def _position(row: Row, shape: Shape, known: dict[Hashable, Any]) -> Position:
     match row:
         case [list(whole), list(offsets), mesh] if mesh is None or is_offset(mesh):
             key = (tuple(whole), tuple(offsets), mesh)
-            try:
+            with suppress(TypeError):  # an offset is a list, for example
                 position: Position | None = known.get(key)
-            except TypeError:
-                raise ValueError(
-                    "the answer gives an invalid position for a tensor's piece"
-                ) from None
-            if position is None:
-                sizes, begin = shape_of(whole), shape_of(offsets)
-                if sizes is None or begin is None:
-                    raise ValueError("the answer gives an invalid position for a tensor's piece")
-                position = known[key] = Position(sizes, begin, mesh)
-            # The shape of a part without elements may have any number of dimensions.
-            dimensions = len(position.global_shape)
-            if len(position.offsets) == dimensions and (dimensions == len(shape) or 0 in shape):
-                return position
+                if position is None:
+                    sizes, begin = shape_of(whole), shape_of(offsets)
+                    if sizes is not None and begin is not None:
+                        position = known[key] = Position(sizes, begin, mesh)
+                # The shape of a part without elements may have any number of dimensions.
+                fits = len(whole) == len(shape) or 0 in shape
+                if position is not None and len(offsets) == len(whole) and fits:
+                    return position
     raise ValueError("the answer gives an invalid position for a tensor's piece")
