@@ -214,21 +214,16 @@ def _copy(
 ) -> tuple[int, str]:
     hasher = xxhash.xxh3_128()
     size = 0
-    reading = storage.open_read(source)
-    try:
-        writing = storage.create(target)
-        with storage.closing(writing):
-            while data := storage.read_part(reading, _BUFFER):
-                cancel()
-                size += len(data)
-                if size > limit:
-                    raise CheckpointError(
-                        f"{source} is larger than 1 GiB, or its folder is larger than 4 "
-                        "GiB: remove all files except the config and the tokenizer"
-                    )
-                hasher.update(data)
-                storage.write_all(writing, data)
-            storage.fsync(writing)
-    finally:
-        storage.release(reading)
+    with storage.reading(source) as reading, storage.closing(storage.create(target)) as writing:
+        while data := storage.read_part(reading, _BUFFER):
+            cancel()
+            size += len(data)
+            if size > limit:
+                raise CheckpointError(
+                    f"{source} is larger than 1 GiB, or its folder is larger than 4 GiB: remove "
+                    "all files except the config and the tokenizer"
+                )
+            hasher.update(data)
+            storage.write_all(writing, data)
+        storage.fsync(writing)
     return size, hasher.hexdigest()

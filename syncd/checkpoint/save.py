@@ -418,11 +418,8 @@ def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
         status = storage.status(path)
         if status is not None and name in weights:
             # An open makes a network filesystem ask the server; a bare stat may be stale.
-            fd = storage.open_read(path)
-            try:
+            with storage.reading(path) as fd:
                 status = storage.fstat(fd)
-            finally:
-                storage.release(fd)
         if status is None:
             raise FileNotFoundError(errno.ENOENT, "disappeared while it was read", str(path))
         line = f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}\n"

@@ -238,9 +238,8 @@ def _verify_weights(
 
 
 def _verify_other(storage: Storage, path: Path, file: VersionFile, copy: _Copy | None) -> None:
-    fd = storage.open_read(path)
     hasher = xxhash.xxh3_128()
-    try:
+    with storage.reading(path) as fd:
         _compare(path, "its size", storage.fstat(fd).st_size, file.size)
         with Draft(copy.storage, copy.path) if copy else nullcontext() as draft:
             while (file.digest is not None or draft) and (part := storage.read_part(fd, _BUFFER)):
@@ -249,8 +248,6 @@ def _verify_other(storage: Storage, path: Path, file: VersionFile, copy: _Copy |
                     draft.write(part)
             if draft:
                 draft.commit()
-    finally:
-        storage.release(fd)
     if file.digest is not None:
         _compare(path, "its digest", hasher.hexdigest(), file.digest)
 
@@ -302,13 +299,9 @@ def republish(
 
 
 def _copy(storage: Storage, source: Path, target: Path, cancel: Check) -> None:
-    reading = storage.open_read(source)
-    try:
-        writing, at = storage.create(target), 0
-        with storage.closing(writing):
-            while done := storage.copy_range(reading, writing, _CHUNK, at, at):
-                cancel()
-                at += done
-            storage.fsync(writing)
-    finally:
-        storage.release(reading)
+    with storage.reading(source) as reading, storage.closing(storage.create(target)) as writing:
+        at = 0
+        while done := storage.copy_range(reading, writing, _CHUNK, at, at):
+            cancel()
+            at += done
+        storage.fsync(writing)

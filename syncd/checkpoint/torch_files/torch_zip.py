@@ -87,12 +87,9 @@ def central_directory_digest(storage: Storage, path: Path) -> tuple[int, str]:
 
     The directory holds the CRC-32 of every record, so the digest identifies the whole content.
     """
-    fd = storage.open_read(path)
-    try:
+    with storage.reading(path) as fd:
         size = storage.fstat(fd).st_size
         return size, read_directory(storage, fd, size, path).digest
-    finally:
-        storage.release(fd)
 
 
 def read_directory(storage: Bytes, fd: int, size: int, path: Path) -> Directory:
