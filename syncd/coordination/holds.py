@@ -94,7 +94,7 @@ class Holds:
             version, holds = self._held[folder]
             hold = _SharedHold(self._release, folder)
             holds.add(hold)
-            return version.with_hold(hold)
+            return LeasedVersion(version.storage, folder, version.manifest, hold)
 
     def end(self, folder: Path, lease: Hold) -> None:
         """Release a lease that was taken for :meth:`share`, if nothing holds the folder."""

@@ -99,10 +99,6 @@ class LeasedVersion:
             self.storage, self.folder, self.manifest, to=storage, target=folder, cancel=cancel
         )
 
-    def with_hold(self, hold: Hold) -> LeasedVersion:
-        """The same version with another hold."""
-        return LeasedVersion(self.storage, self.folder, self.manifest, hold, source=self.source)
-
     def open_weights(self) -> Iterator[SafetensorsFile]:
         """Yield the safetensors files; each file stays open until the next file is requested."""
         for file in self.manifest.files:

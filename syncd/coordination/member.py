@@ -196,7 +196,8 @@ class Member(Closing, Generic[Report]):
 
     def get_explorer_status_counts(self) -> dict[RunningStatus, int]:
         """The number of explorers by status; dead explorers are not counted."""
-        return self._roster.explorer_counts()
+        found = [report.status for report in self._roster.explorers()]
+        return {status: found.count(status.value) for status in RunningStatus}
 
     # -- versions ------------------------------------------------------------------------------
 

@@ -275,10 +275,13 @@ class Beneath:
             OSError: ``ELOOP`` if a folder on the way is a link.
         """
         text = os.fspath(path)
-        parts = self._parts(_absolute(text))
-        if not parts:
+        whole = _absolute(text)
+        if not self._root or not whole.startswith(f"{self._root}/"):
             yield text, None
             return
+        parts = whole[len(self._root) + 1 :].split("/")
+        if ".." in parts:
+            raise OSError(errno.EINVAL, "the path contains '..', so syncd refuses it", whole)
         folder = os.open(self._root, os.O_PATH | _FOLDER)
         try:
             for part in parts[:-1]:
@@ -319,15 +322,6 @@ class Beneath:
             yield fd
         finally:
             os.close(fd)
-
-    def _parts(self, text: str) -> list[str]:
-        """The names on the way from the root to a path; empty if the path is not below the root."""
-        if not self._root or not text.startswith(f"{self._root}/"):
-            return []
-        parts = text[len(self._root) + 1 :].split("/")
-        if ".." in parts:
-            raise OSError(errno.EINVAL, "the path contains '..', so syncd refuses it", text)
-        return parts
 
 
 def _absolute(text: str) -> str:

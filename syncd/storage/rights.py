@@ -47,7 +47,9 @@ def share_with_group(job: Job, group: str) -> None:
             f"shared_group {group}: user {os.geteuid()} is not in this group. Add the user to the "
             f"group, or add SupplementaryGroups={group} to the systemd unit"
         )
-    for folder in (job.layout.root, job.layout.state, *_ours(job.layout)):
+    at = job.layout
+    others = (at.explorers, at.quarantine, at.requests, at.bench, at.drafts)
+    for folder in (at.root, at.state, *_working(at), *others):
         status = job.storage.status(folder)
         if status is None or not stat.S_ISDIR(status.st_mode):
             continue  # opening the job makes the folder, or reports the fault
@@ -138,11 +140,6 @@ def _kept_from_us(storage: Storage, step: Path) -> Path | None:
 
 def _working(layout: JobLayout) -> tuple[Path, ...]:
     return (layout.published, layout.epochs, layout.leases, layout.sessions)
-
-
-def _ours(layout: JobLayout) -> tuple[Path, ...]:
-    others = (layout.explorers, layout.quarantine, layout.requests, layout.bench, layout.drafts)
-    return (*_working(layout), *others)
 
 
 def _number(group: str) -> int:

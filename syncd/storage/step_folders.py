@@ -9,7 +9,6 @@ from pathlib import Path
 from syncd.protocol.errors import SaveNotReadyError
 from syncd.protocol.names import TEMPORARY, parse_step_folder
 from syncd.storage.errnos import GONE, NOT_EMPTY, Ignoring, again, is_refused_here
-from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 
 log = logging.getLogger(__name__)
@@ -78,20 +77,16 @@ def make_step_folder(job: Job, step: int, *, mark: str | None = None) -> None:
                 job.storage.close(job.storage.create(draft / mark))
             job.storage.rename(draft, folder)
         except OSError as error:
-            _remove(job.storage, draft, mark)
+            with Ignoring(GONE):
+                if mark is not None:
+                    job.storage.unlink_if_there(draft / mark)
+                job.storage.rmdir(draft)
             if error.errno in NOT_EMPTY:
                 return
             raise
         job.storage.sync_folder(folder.parent)
 
     again(make)  # if this process was paused for long, a daemon may have deleted the draft
-
-
-def _remove(storage: Storage, draft: Path, mark: str | None) -> None:
-    with Ignoring(GONE):
-        if mark is not None:
-            storage.unlink_if_there(draft / mark)
-        storage.rmdir(draft)
 
 
 def point(job: Job, pointer: Path, step: int) -> None:

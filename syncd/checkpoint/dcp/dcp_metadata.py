@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from syncd.checkpoint.placement import Shape
@@ -356,7 +357,12 @@ def read_chunked_fields(header: bytes, where: str) -> list[Chunked]:
     """
     entries = read_fields(header, where)
     told = json.loads(header[8:]).get(METADATA, {}).get(SHARDING)
-    offsets = {} if told is None else _sharding(told, where)
+    offsets: object = None
+    if told is not None:
+        with suppress(ValueError, RecursionError):
+            offsets = json.loads(told)
+        if not isinstance(offsets, dict):
+            raise broken(where, f"its {SHARDING} is not a JSON object")
     found = []
     for entry in entries:
         check_name(entry.name, where)
@@ -367,17 +373,7 @@ def read_chunked_fields(header: bytes, where: str) -> list[Chunked]:
     return found
 
 
-def _sharding(told: str, where: str) -> Mapping[str, Any]:
-    try:
-        found = json.loads(told)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise broken(where, f"its {SHARDING} is not a JSON object")
-    return found
-
-
-def _offsets(entry: HeaderEntry, told: Mapping[str, Any], where: str) -> Shape:
+def _offsets(entry: HeaderEntry, told: Any, where: str) -> Shape:
     match told.get(entry.name):
         case {"saved_offsets": value}:
             found = shape_of(value)

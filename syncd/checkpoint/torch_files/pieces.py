@@ -185,7 +185,9 @@ class _Reader:
         position = self._positions.get(known)
         if position is None:
             label = {"tensor": shown(name), "file": self._where}
-            layout = sharding(told, self._mesh(mesh), **label)
+            if id(mesh) not in self._meshes:
+                self._meshes[id(mesh)] = read_mesh(mesh)
+            layout = sharding(told, self._meshes[id(mesh)], **label)
             if isinstance(layout, tuple):
                 return Pieces(dtype, layout, ())
             position = place(shape, layout, **label)
@@ -260,12 +262,6 @@ class _Reader:
                 f"lies outside its record data/{key}. The file is damaged. Save the file again",
             )
         return dtype, shape, key, offset
-
-    def _mesh(self, mesh: Inert) -> Mesh | None:
-        known = id(mesh)
-        if known not in self._meshes:
-            self._meshes[known] = read_mesh(mesh)
-        return self._meshes[known]
 
 
 def _contiguous(shape: Shape, stride: Shape) -> bool:

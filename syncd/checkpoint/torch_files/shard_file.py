@@ -83,9 +83,10 @@ class ShardFile(Closing):
 
     def _check_byteorder(self) -> None:
         order = self.records.get("byteorder")
-        if order is None:
-            return
-        if self.storage.pread_all(self.fd, min(order.size, 16), order.offset) != b"little":
+        if (
+            order
+            and self.storage.pread_all(self.fd, min(order.size, 16), order.offset) != b"little"
+        ):
             raise ShardFormatError(
                 f"{self.path} is not little-endian: save the file on a little-endian machine"
             )
@@ -109,7 +110,16 @@ class ShardFile(Closing):
                 # Move them one by one: there may be a million, and two copies take much memory.
                 for name in tuple(pieces):
                     # All ranks have the same names, which are kept once.
-                    found[sys.intern(name)] = self._found(name, pieces.pop(name))
+                    piece = pieces.pop(name)
+                    found[sys.intern(name)] = (
+                        self._local(name, piece)
+                        if isinstance(piece, Piece)
+                        else Chunks(
+                            piece.dtype,
+                            piece.shape,
+                            tuple(self._local(name, part) for part in piece.pieces),
+                        )
+                    )
                 self._tensors = found
         return self._tensors
 
@@ -131,12 +141,6 @@ class ShardFile(Closing):
                 "being written. Save the file again"
             )
         return data
-
-    def _found(self, name: str, piece: Piece | Pieces) -> Local | Chunks:
-        if isinstance(piece, Piece):
-            return self._local(name, piece)
-        parts = tuple(self._local(name, part) for part in piece.pieces)
-        return Chunks(piece.dtype, piece.shape, parts)
 
     def _local(self, name: str, piece: Piece) -> Local:
         dtype, shape, storage, offset, position = piece

@@ -152,7 +152,9 @@ def read_records(
     prefix = entries[0].name.partition(b"/")[0] + b"/"
     entries.sort(key=attrgetter("header"))
     nexts = [entry.header for entry in entries[1:]] + [directory.offset]
-    _check_disjoint(entries, nexts, path)
+    for entry, after in zip(entries, nexts, strict=True):
+        if entry.header + _LOCAL.size + len(entry.name) + entry.size > after:
+            raise _overlaps(path, entry)
     records: dict[str, ZipRecord] = {}
     end = 0
     window, begin = b"", 0  # the bytes that were read last, and their offset in the file
@@ -187,12 +189,6 @@ def _near(entries: Sequence[_Entry], nexts: Sequence[int], number: int) -> int:
             break
         end = after
     return end
-
-
-def _check_disjoint(entries: Sequence[_Entry], nexts: Sequence[int], path: Path) -> None:
-    for entry, after in zip(entries, nexts, strict=True):
-        if entry.header + _LOCAL.size + len(entry.name) + entry.size > after:
-            raise _overlaps(path, entry)
 
 
 def _overlaps(path: Path, entry: _Entry) -> ShardFormatError:
