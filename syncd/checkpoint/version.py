@@ -287,7 +287,15 @@ def republish(
             storage.make_folder(target.parent, below=folder)
             made.add(target.parent)
         if not storage.link_if_possible(source / file.name, target):
-            _copy(storage, source / file.name, target, cancel)
+            with (
+                storage.reading(source / file.name) as reading,
+                storage.closing(storage.create(target)) as writing,
+            ):
+                at = 0
+                while done := storage.copy_range(reading, writing, _CHUNK, at, at):
+                    cancel()
+                    at += done
+                storage.fsync(writing)
         status = storage.status(target)
         if status is None or status.st_size != file.size:
             raise VerificationError(
@@ -296,12 +304,3 @@ def republish(
     storage.write_new(folder / MANIFEST, encode(manifest))
     for path in sorted(made, reverse=True):
         storage.sync_folder(path)
-
-
-def _copy(storage: Storage, source: Path, target: Path, cancel: Check) -> None:
-    with storage.reading(source) as reading, storage.closing(storage.create(target)) as writing:
-        at = 0
-        while done := storage.copy_range(reading, writing, _CHUNK, at, at):
-            cancel()
-            at += done
-        storage.fsync(writing)

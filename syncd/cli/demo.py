@@ -248,7 +248,14 @@ class _Screen:
             shown = page(self._seen, time.time(), size.width, size.height) if self._seen else ""
             self._live.update(Group(head, Text(), shown), refresh=ends)
             return
-        line = " | ".join([phase, *_brief(self._seen)])
+        parts, latest = [phase], self._seen.get("latest")
+        if latest:
+            explorers = [
+                f"{one['name']} {'v' + str(one['sequence']) if one['sequence'] else '-'}"
+                for one in self._seen["explorers"]
+            ]
+            parts += [f"v{latest['sequence']} published", ", ".join(explorers)]
+        line = " | ".join(parts)
         if line != self._said or self.elapsed > self._said_at + _SILENCE:
             self._said, self._said_at = line, self.elapsed
             self._console.print(f"{self.elapsed:5.1f} s  {line}", highlight=False, soft_wrap=True)
@@ -292,16 +299,6 @@ def _phase(seen: dict[str, Any], steps: int) -> str:
     if any(report["step"] != steps for report in seen["explorers"]):
         return f"loading step {steps} into the explorers"
     return "ending the trainer and the explorers"
-
-
-def _brief(seen: dict[str, Any]) -> list[str]:
-    if not seen.get("latest"):
-        return []
-    explorers = [
-        f"{report['name']} {'v' + str(report['sequence']) if report['sequence'] else '-'}"
-        for report in seen["explorers"]
-    ]
-    return [f"v{seen['latest']['sequence']} published", ", ".join(explorers)]
 
 
 def _summary(run: _Run, console: Console, seconds: float, *, keep: bool) -> None:

@@ -96,7 +96,6 @@ def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | Roo
     manager = ServiceManager.of_environment()
     guard = HangGuard(config.hang_time, manager, together=root is None)
     stack.enter_context(guard)
-    read_again = configuration.again
     each_tick: Callable[[], None] = _nothing
     meter_of: MeterOf = unmetered
     forget: Callable[[Path], None] = _nothing
@@ -108,7 +107,12 @@ def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | Roo
         metrics = Metrics()
         exporter = Exporter(metrics, port=config.metrics_port, textfile=config.metrics_textfile)
         stack.enter_context(exporter)
-        read_again = _noting(configuration, lambda: metrics.reloaded.set(configuration.whole))
+
+        def read_again() -> RunConfig | None:
+            config = configuration.again()
+            metrics.reloaded.set(configuration.whole)
+            return config
+
         each_tick, meter_of, forget = exporter.tick, metrics.of_job, metrics.forget_job
     if root is None:
         return Services(
@@ -135,14 +139,3 @@ def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | Roo
 
 def _nothing(*_: object) -> None:
     """Do nothing."""
-
-
-def _noting(
-    configuration: ConfigReloader, note: Callable[[], None]
-) -> Callable[[], RunConfig | None]:
-    def again() -> RunConfig | None:
-        config = configuration.again()
-        note()
-        return config
-
-    return again

@@ -76,7 +76,11 @@ class Examination:
         try:
             room = self._bounded("rights", lambda: self._make(PEER if company is None else ""))
         except OSError as error:
-            self._note(judge_refusal(error))
+            words, advice = f"user {os.geteuid()} cannot write: {error}", SHARE
+            if error.errno == errno.EROFS:
+                advice = "let the server export it for writing; a disk can turn read-only on errors"
+                words = str(error)
+            self._note(fail("rights", words, advice))
             return
         try:
             self._probe("rights", lambda: judge_rights(self._job, room.path))
@@ -89,8 +93,8 @@ class Examination:
                     self._note(judge_mount(theirs, "peer_mount"))
                 here = Here(self._job.storage, room.path)
                 pair = Pair(here, there, self._limits.look, lease_time)
-                for name, probe in PROBES.items():
-                    self._probe(name, partial(self._measured, room, name, partial(probe, pair)))
+                for name in PROBES:
+                    self._probe(name, partial(self._measured, room, name, pair))
                 with suppress(JobUnavailableError):  # the other process is not needed any more
                     there.begin(Request(findings=tuple(self._findings)))
                     there.end()
@@ -108,10 +112,10 @@ class Examination:
         self._job.storage.mkdir(room.path / TALK)
         return room
 
-    def _measured(self, room: ProbeRoom, name: str, probe: Callable[[], Finding]) -> Finding:
+    def _measured(self, room: ProbeRoom, name: str, pair: Pair) -> Finding:
         room.beat()
         self._job.storage.mkdir(room.path / name)
-        finding = probe()
+        finding = PROBES[name](pair)
         room.beat()  # fails if the room was removed, because then the finding is wrong
         return finding
 
@@ -196,14 +200,6 @@ def _newest(job: Job) -> int:
             continue  # pruned meanwhile, or damaged
         return sum(file.size for file in manifest.files)
     return 0
-
-
-def judge_refusal(error: OSError) -> Finding:
-    """The finding that this user cannot make files in the job."""
-    if error.errno == errno.EROFS:
-        advice = "let the server export it for writing; a disk can turn read-only after errors"
-        return fail("rights", str(error), advice)
-    return fail("rights", f"user {os.geteuid()} cannot write: {error}", SHARE)
 
 
 def judge_rights(job: Job, made: Path) -> Finding:

@@ -31,6 +31,12 @@ class JobLayout:
 
     root: Path
 
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The folders that each process makes; without the first four no daemon works."""
+        work = (self.published, self.epochs, self.leases, self.sessions)
+        return (*work, self.explorers, self.quarantine, self.requests, self.bench, self.drafts)
+
     def step(self, step: int) -> Path:
         """``global_step_N``: the folder of a step."""
         return self.root / step_folder(step)

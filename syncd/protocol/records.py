@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal, Self, TypeVar
 
@@ -102,14 +103,15 @@ def parse(model: type[R], content: bytes | dict[str, object], where: object) -> 
         record = _read(model, content)
     except pydantic.ValidationError as error:
         # A newer protocol may have another shape, so only its tag can be expected.
-        _refuse_newer(content, where)
+        with suppress(pydantic.ValidationError):
+            _refuse_newer(_read(Record, content), where)
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
         wrong = f"{place[:_SHOWN]}: {first['msg'][:_SHOWN]}"
         raise RecordError(
             f"{printable(where)} is not a valid {model.__name__} record: {printable(wrong)}"
         ) from None
-    _refuse_newer_protocol(record, where)
+    _refuse_newer(record, where)
     return record
 
 
@@ -119,15 +121,7 @@ def _read(model: type[R], content: bytes | dict[str, object]) -> R:
     return model.model_validate(content)
 
 
-def _refuse_newer(content: bytes | dict[str, object], where: object) -> None:
-    try:
-        record = _read(Record, content)
-    except pydantic.ValidationError:
-        return
-    _refuse_newer_protocol(record, where)
-
-
-def _refuse_newer_protocol(record: Record, where: object) -> None:
+def _refuse_newer(record: Record, where: object) -> None:
     if record.protocol > PROTOCOL:
         shown = str(record.protocol)[:_SHOWN]
         raise ProtocolMismatchError(

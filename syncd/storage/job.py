@@ -112,17 +112,7 @@ class Job:
                 if status is None or not os.path.isdir(layout.root):
                     raise no_folder(layout.root)
                 self._check_is_no_part()
-                for folder in (
-                    layout.published,
-                    layout.epochs,
-                    layout.leases,
-                    layout.sessions,
-                    layout.explorers,
-                    layout.quarantine,
-                    layout.requests,
-                    layout.bench,
-                    layout.drafts,
-                ):
+                for folder in layout.folders:
                     storage.make_folder(folder, below=layout.root)
                 self.check_folders()
                 return self._agree(lease_time)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final
 
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import step_folder
 from syncd.storage.calls import Kind
 from syncd.storage.errnos import is_refused_here, read_only
@@ -47,9 +46,7 @@ def share_with_group(job: Job, group: str) -> None:
             f"shared_group {group}: user {os.geteuid()} is not in this group. Add the user to the "
             f"group, or add SupplementaryGroups={group} to the systemd unit"
         )
-    at = job.layout
-    others = (at.explorers, at.quarantine, at.requests, at.bench, at.drafts)
-    for folder in (at.root, at.state, *_working(at), *others):
+    for folder in (job.layout.root, job.layout.state, *job.layout.folders):
         status = job.storage.status(folder)
         if status is None or not stat.S_ISDIR(status.st_mode):
             continue  # opening the job makes the folder, or reports the fault
@@ -84,7 +81,7 @@ def check_rights(job: Job) -> None:
 
 def unwritable(job: Job) -> Path | None:
     """The first folder that a daemon must write to, but this user may not."""
-    for folder in (job.layout.root, job.layout.state, *_working(job.layout)):
+    for folder in (job.layout.root, job.layout.state, *job.layout.folders[:4]):
         if job.storage.exists(folder) and not job.storage.may_change(folder):
             return folder
     return None
@@ -136,10 +133,6 @@ def _kept_from_us(storage: Storage, step: Path) -> Path | None:
         return step
     folders = (step / name for name, kind in inner.items() if kind is Kind.FOLDER)
     return next((folder for folder in folders if not storage.may_change(folder)), None)
-
-
-def _working(layout: JobLayout) -> tuple[Path, ...]:
-    return (layout.published, layout.epochs, layout.leases, layout.sessions)
 
 
 def _number(group: str) -> int:

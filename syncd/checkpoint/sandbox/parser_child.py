@@ -118,7 +118,7 @@ def _answer(answers: io.FileIO, kind: bytes, data: bytes) -> None:
 
 def _tensor(data: bytes) -> Iterable[Row]:
     name, pickled = read_asked(data)
-    return [piece_row("", read_tensor(pickled, "", name or "", intact=True))]
+    return [piece_row("", read_tensor(pickled, "", name or ""))]
 
 
 def _metadata(data: bytes) -> Iterable[Row]:
