@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from syncd.checkpoint.tensor_rules import DTYPES
-from syncd.coordination.holds import Holds
-from syncd.coordination.leased_version import LeasedVersion, read_latest
+from syncd.coordination.leased_version import Holds, LeasedVersion, read_latest
 from syncd.protocol.errors import (
     EngineMismatchError,
     InvalidSettingsError,

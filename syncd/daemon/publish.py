@@ -29,10 +29,10 @@ from syncd.protocol.records import (
     Latest,
     Manifest,
     PublishNotice,
+    RollbackRequest,
     RolledBack,
     encode,
 )
-from syncd.protocol.requests import RollbackRequest
 from syncd.protocol.version_events import DeltaDiscarded, VersionDiscarded
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import is_gone

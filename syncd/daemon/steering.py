@@ -6,7 +6,7 @@ from pathlib import Path
 
 from syncd.daemon.complaints import LetBe
 from syncd.protocol.names import TEMPORARY
-from syncd.protocol.requests import Pause, RollbackRequest
+from syncd.protocol.records import Pause, RollbackRequest
 from syncd.storage.errnos import is_gone, is_refused_here, is_unreadable
 from syncd.storage.job import Job, ReadPolicy
 

@@ -20,9 +20,8 @@ from syncd.daemon.host.services import Services
 from syncd.daemon.telling.journal import read_journal
 from syncd.operate.job_state import look
 from syncd.protocol.names import NAME_MAP, RECEIPTS, receipt_name
-from syncd.protocol.records import Receipt, encode, parse
+from syncd.protocol.records import Receipt, RollbackRequest, encode, parse
 from syncd.protocol.reports import ExplorerReport
-from syncd.protocol.requests import RollbackRequest
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 from syncd.storage.sessions import Session
 from tests.jobs import LEASE_TIME, SmallJob
