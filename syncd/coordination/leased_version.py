@@ -194,15 +194,15 @@ def hold_folder(storage: Storage, folder: Path, sequence: int, hold: Hold) -> Le
     return LeasedVersion(storage, folder, manifest, hold)
 
 
+@dataclass(eq=False)
 class _SharedHold:
     """One of the holds that share a lease."""
 
-    def __init__(self, release: Callable[[_SharedHold], None], folder: Path) -> None:
-        self._release = release
-        self.folder = folder
+    holds: Holds
+    folder: Path
 
     def release(self) -> None:
-        self._release(self)
+        self.holds.release(self)
 
 
 @dataclass
@@ -269,7 +269,7 @@ class Holds:
                     raise
                 self._held[folder] = version, set()
             version, holds = self._held[folder]
-            hold = _SharedHold(self._release, folder)
+            hold = _SharedHold(self, folder)
             holds.add(hold)
             return LeasedVersion(version.storage, folder, version.manifest, hold)
 
@@ -295,7 +295,8 @@ class Holds:
             self._end(self.job.layout.version(sequence), unsure)
             raise
 
-    def _release(self, hold: _SharedHold) -> None:
+    def release(self, hold: _SharedHold) -> None:
+        """Release a hold, and with the last one the lease."""
         if os.getpid() != self._pid:
             return  # in a fork, for example when an iterator ends: the lease is the parent's
         with self._lock:

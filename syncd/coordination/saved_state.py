@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +18,6 @@ from syncd.storage.job import Job, ReadPolicy
 
 log = logging.getLogger(__name__)
 
-_PREVIOUS: Final = ".previous"
 _POLICY: Final = ReadPolicy(
     damaged=is_no_record, newer=False, say=lambda _, error: log.warning("%s", error)
 )
@@ -25,6 +25,7 @@ _POLICY: Final = ReadPolicy(
 _TORN: Final = SavedState(iteration=0)
 
 
+@dataclass
 class StateFile:
     """The file of one participant's saved state, and a second file with the previous state.
 
@@ -32,10 +33,11 @@ class StateFile:
     :meth:`load` reads the second.
     """
 
-    def __init__(self, job: Job, path: Path) -> None:
-        self._job = job
-        self._path = path
-        self._previous = path.with_name(f"{path.name}{_PREVIOUS}")
+    job: Job
+    path: Path
+
+    def __post_init__(self) -> None:
+        self._previous = self.path.with_name(f"{self.path.name}.previous")
 
     def save(self, iteration: int, state: Mapping[str, Any]) -> None:
         """Save a state durably; raise InvalidSettingsError if it could not be loaded again."""
@@ -43,41 +45,41 @@ class StateFile:
             content = _readable(iteration, state)
         except (TypeError, ValueError, RecursionError, RecordError) as error:
             raise InvalidSettingsError(
-                f"the state to be saved in {self._path} is not plain JSON, or cannot be read back: "
+                f"the state to be saved in {self.path} is not plain JSON, or cannot be read back: "
                 f"{error}"
             ) from None
-        self._job.storage.make_folder(self._path.parent, below=self._job.layout.state)
-        whole = self._read(self._path)
+        self.job.storage.make_folder(self.path.parent, below=self.job.layout.state)
+        whole = self._read(self.path)
         if whole is not None and whole is not _TORN:
             self._replace(self._previous, encode(whole))
-        self._replace(self._path, content)
+        self._replace(self.path, content)
 
     def load(self) -> SavedState | None:
         """The newest saved state; see :meth:`.Member.load_state`."""
-        found = self._read(self._path)
+        found = self._read(self.path)
         if found is not None and found is not _TORN:
             return found
         previous = self._read(self._previous)
         if previous is not None and previous is not _TORN:
             log.warning(
                 "%s is damaged or missing: loading the previous state, from %s",
-                self._path,
+                self.path,
                 self._previous,
             )
             return previous
         if found is previous is None:
             return None
         raise RecordError(
-            f"no saved state can be read: {self._path} and {self._previous} are damaged or "
+            f"no saved state can be read: {self.path} and {self._previous} are damaged or "
             "missing. Remove both files to begin without a saved state"
         )
 
     def _replace(self, path: Path, content: bytes) -> None:
         # Written in drafts/, because the daemon deletes a killed process's leftovers there.
-        self._job.storage.replace(path, content, room=self._job.layout.drafts)
+        self.job.storage.replace(path, content, room=self.job.layout.drafts)
 
     def _read(self, path: Path) -> SavedState | None:
-        return self._job.read(SavedState, path, _POLICY, limit=LONG_RECORD_LIMIT, unreadable=_TORN)
+        return self.job.read(SavedState, path, _POLICY, limit=LONG_RECORD_LIMIT, unreadable=_TORN)
 
 
 def _readable(iteration: int, state: Mapping[str, Any]) -> bytes:

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -28,6 +29,7 @@ T = TypeVar("T")
 Company = Callable[[ProbeRoom], AbstractContextManager[Callable[[], bool]]]
 
 
+@dataclass
 class Examination:
     """One run of all probes; ``report`` gets each finding, ``begins`` what it does next.
 
@@ -35,18 +37,11 @@ class Examination:
     probe. It removes its own files, unless storage refuses this or the process is killed.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        limits: Deadlines,
-        report: Callable[[Finding], object],
-        begins: Callable[[str], object],
-    ) -> None:
-        self._job = job
-        self._limits = limits
-        self._report = report
-        self._begins = begins
-        self._findings: list[Finding] = []
+    job: Job
+    limits: Deadlines
+    report: Callable[[Finding], object]
+    begins: Callable[[str], object]
+    _findings: list[Finding] = field(default_factory=list)
 
     def run(self, company: Company | None) -> list[Finding]:
         """Measure with the process that ``company`` starts; if None, with another host.
@@ -62,15 +57,15 @@ class Examination:
         return self._findings
 
     def _run(self, company: Company | None) -> None:
-        root = self._job.layout.root
-        if self._bounded("mount", lambda: self._job.storage.status(root)) is None:
+        root = self.job.layout.root
+        if self._bounded("mount", lambda: self.job.storage.status(root)) is None:
             raise no_folder(root)
         facts = self._bounded("mount", lambda: facts_of(root))
         mount = judge_mount(facts)
         self._note(mount)
-        job_format, lease_time = self._bounded("format", lambda: judge_format(self._job))
+        job_format, lease_time = self._bounded("format", lambda: judge_format(self.job))
         self._note(job_format)
-        self._probe("room", lambda: judge_room(self._job))
+        self._probe("room", lambda: judge_room(self.job))
         if mount.verdict is Severity.FAIL:
             return
         try:
@@ -83,16 +78,16 @@ class Examination:
             self._note(fail("rights", words, advice))
             return
         try:
-            self._probe("rights", lambda: judge_rights(self._job, room.path))
+            self._probe("rights", lambda: judge_rights(self.job, room.path))
             with company(room) if company is not None else nullcontext(lambda: False) as has_ended:
-                limit = self._limits.meeting if company is None else self._limits.answer
-                self._begins("waiting for the other process")
-                there, theirs = receive(room, limit, self._limits.answer, has_ended)
+                limit = self.limits.meeting if company is None else self.limits.answer
+                self.begins("waiting for the other process")
+                there, theirs = receive(room, limit, self.limits.answer, has_ended)
                 if company is None:
                     self._note(judge_hosts(facts, theirs))
                     self._note(judge_mount(theirs, "peer_mount"))
-                here = Here(self._job.storage, room.path)
-                pair = Pair(here, there, self._limits.look, lease_time)
+                here = Here(self.job.storage, room.path)
+                pair = Pair(here, there, self.limits.look, lease_time)
                 for name in PROBES:
                     self._probe(name, partial(self._measured, room, name, pair))
                 with suppress(JobUnavailableError):  # the other process is not needed any more
@@ -100,28 +95,28 @@ class Examination:
                     there.end()
         finally:
             try:
-                bounded("cleanup", self._limits.answer, room.remove)
+                bounded("cleanup", self.limits.answer, room.remove)
             except (OSError, HungError) as error:
                 words = f"{printable(room.path)} could not be removed: {printable(error)}"
                 advice = "the next run on this host, or a daemon, removes the folder"
                 self._note(warn("cleanup", words, advice))
 
     def _make(self, prefix: str) -> ProbeRoom:
-        sweep_rooms(self._job)
-        room = ProbeRoom.make(self._job, new_session_id(prefix))
-        self._job.storage.mkdir(room.path / TALK)
+        sweep_rooms(self.job)
+        room = ProbeRoom.make(self.job, new_session_id(prefix))
+        self.job.storage.mkdir(room.path / TALK)
         return room
 
     def _measured(self, room: ProbeRoom, name: str, pair: Pair) -> Finding:
         room.beat()
-        self._job.storage.mkdir(room.path / name)
+        self.job.storage.mkdir(room.path / name)
         finding = PROBES[name](pair)
         room.beat()  # fails if the room was removed, because then the finding is wrong
         return finding
 
     def _probe(self, name: str, probe: Callable[[], Finding]) -> None:
         """Run one probe; an error of storage becomes a finding."""
-        self._begins(f"looking at {name}")
+        self.begins(f"looking at {name}")
         try:
             finding = self._bounded(name, probe)
         except OSError as error:
@@ -131,10 +126,10 @@ class Examination:
 
     def _note(self, finding: Finding) -> None:
         self._findings.append(finding)
-        self._report(finding)
+        self.report(finding)
 
     def _bounded(self, name: str, work: Callable[[], T]) -> T:
-        return bounded(name, self._limits.probe, work)
+        return bounded(name, self.limits.probe, work)
 
 
 #: The bytes and inodes that a daemon needs to take over: the size of its reserve.

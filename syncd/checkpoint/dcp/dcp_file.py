@@ -166,14 +166,14 @@ class _Windows:
         return data[offset - begin : offset - begin + count]
 
 
+@dataclass
 class _Item:
     """Shows an item as if it were a whole file."""
 
-    def __init__(self, windows: _Windows, chunk: Chunk) -> None:
-        self._windows = windows
-        self._at, self._length = chunk.at, chunk.length
+    windows: _Windows
+    chunk: Chunk
 
     def pread_all(self, fd: int, count: int, offset: int) -> bytes:
         del fd  # the windows know the file's descriptor
-        count = min(count, self._length - offset)
-        return self._windows.pread_all(count, self._at + offset) if count > 0 else b""
+        count = min(count, self.chunk.length - offset)
+        return self.windows.pread_all(count, self.chunk.at + offset) if count > 0 else b""
