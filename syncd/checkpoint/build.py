@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.adapter import AdapterConfig, read_config
-from syncd.checkpoint.contents import SaveContents, look_inside
 from syncd.checkpoint.merging.cast import Caster
 from syncd.checkpoint.merging.merge import Merged, digest_safetensors, run_plan
 from syncd.checkpoint.merging.options import MergeOptions, Work
@@ -25,7 +24,7 @@ from syncd.checkpoint.model_folder import (
     write_name_map,
 )
 from syncd.checkpoint.name_map import NAME_MAP_LIMIT, NameMap, map_by_type
-from syncd.checkpoint.open_save import open_save
+from syncd.checkpoint.open_save import SaveContents, look_inside, open_save
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.safetensors_file import SafetensorsFile, content_digest
 from syncd.checkpoint.safetensors_header import broken

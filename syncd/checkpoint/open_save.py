@@ -1,8 +1,9 @@
-"""Opening a save's files of weights, through which a merge reads all bytes."""
+"""Opening a save's files of weights, and finding out what they contain."""
 
 from __future__ import annotations
 
 import errno
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,12 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from syncd.checkpoint.adapter import Adapter, find_adapter, is_peft_model
 from syncd.checkpoint.dcp.dcp_file import DcpFile, OneByOne
 from syncd.checkpoint.dcp.dcp_metadata import Chunk, Chunked, StoredModel, whole_shapes
 from syncd.checkpoint.gc_pause import uncollected
-from syncd.checkpoint.merging.options import Checked
-from syncd.checkpoint.merging.plan import ShardIndex
+from syncd.checkpoint.merging.options import Checked, MergeOptions
+from syncd.checkpoint.merging.plan import MergePlan, ShardIndex, plan_merge
 from syncd.checkpoint.merging.source_reader import Source, SourceFile
+from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.placement import Chunks, Local, Position, Shape
 from syncd.checkpoint.safetensors_file import SafetensorsFile
@@ -30,7 +33,7 @@ from syncd.checkpoint.save import (
     SavedWeights,
     Shards,
 )
-from syncd.checkpoint.tensor_rules import shown
+from syncd.checkpoint.tensor_rules import TENSOR_LIMIT, shown
 from syncd.checkpoint.torch_files.pieces import PICKLE_LIMIT
 from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.protocol.errors import (
@@ -39,7 +42,8 @@ from syncd.protocol.errors import (
     SaveNotReadyError,
     ShardFormatError,
 )
-from syncd.protocol.names import DCP_METADATA
+from syncd.protocol.names import ADAPTER_WEIGHTS, DCP_METADATA, LORA_ADAPTER
+from syncd.protocol.records import Kind
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 
@@ -334,3 +338,152 @@ def _indexes(
         )
         for number, (label, held) in enumerate(zip(labels, parts, strict=True))
     ]
+
+
+class SaveContents(NamedTuple):
+    """The content of a save.
+
+    Attributes:
+        kind: the kind of version that the save becomes.
+        indexes: the index of each shard, or of the single file.
+        adapter: chooses and names the tensors to publish; None to publish all.
+    """
+
+    kind: Kind
+    indexes: Sequence[ShardIndex]
+    adapter: Adapter | None = None
+
+    def shapes(self) -> dict[str, Shape]:
+        """The shape of each whole tensor."""
+        found: dict[str, Shape] = {}
+        for index in self.indexes:
+            for name, value in index.tensors.items():
+                if isinstance(value, Chunks):
+                    found[name] = value.global_shape
+                elif value.position is not None:
+                    found[name] = value.position.global_shape
+                else:
+                    found[name] = value.local_shape
+        return found
+
+    def plan(
+        self,
+        options: MergeOptions,
+        *,
+        bias: str,
+        tied: bool,
+        hub: NameMap | None = None,
+        cancel: Check,
+    ) -> MergePlan:
+        """Plan the merge of the shards. An adapter becomes one file, because PEFT reads only one.
+
+        ``bias`` is the value in ``adapter_config.json``, and ``tied`` the value of
+        ``tie_word_embeddings``. ``hub`` is None to keep the trainer's names.
+
+        Raises:
+            CoverageError: the parts do not make whole tensors.
+        """
+        adapter = self.adapter
+        if self.kind == "full":
+            return plan_merge(
+                self.indexes,
+                max_file_size=options.max_file_size,
+                tied=tied,
+                hub=hub,
+                cast=options.cast,
+                cancel=cancel,
+            )
+        return plan_merge(
+            self.indexes,
+            max_file_size=sys.maxsize,
+            rename=str if adapter is None else lambda name: adapter.saved_name(name, bias),
+            stem=Path(ADAPTER_WEIGHTS).stem,
+            cast=options.cast,
+            cancel=cancel,
+        )
+
+    def sources(self, opened: OpenSave, *, bias: str) -> Sequence[Source]:
+        """The open files for the plan. For an adapter, only its own tensors are in them."""
+        if opened.full is not None:
+            return [SourceFile(opened.full.path, opened.full.fd)]
+        if self.adapter is None:
+            return opened.sources
+        return [
+            SourceFile(
+                source.path,
+                source.fd,
+                source.has_crc,
+                {
+                    name: source.records[name]
+                    for name in _records(index, self.adapter, bias)
+                    if name in source.records  # safetensors files have none
+                },
+            )
+            for source, index in zip(opened.sources, self.indexes, strict=True)
+        ]
+
+
+def _records(index: ShardIndex, adapter: Adapter, bias: str) -> set[str]:
+    return {
+        local.record
+        for name, value in index.tensors.items()
+        if adapter.saved_name(name, bias) is not None
+        for local in (value.locals if isinstance(value, Chunks) else (value,))
+    }
+
+
+def look_inside(opened: OpenSave, cancel: Check) -> SaveContents:
+    """Index the tensors of a save, and find out its kind.
+
+    Raises:
+        CheckpointError: the save has too many tensors, or an adapter that no engine can load.
+    """
+    if opened.full is not None:
+        is_adapter = isinstance(opened.save, LoraAdapter)
+        _check_one_file(opened.full, is_adapter=is_adapter)
+        tensors = {
+            name: Local(dtype, shape, begin, end - begin, "", None)
+            for name, dtype, shape, begin, end in opened.full.entries
+        }
+        index = ShardIndex(opened.full.path.name, tensors)
+        return SaveContents("adapter" if is_adapter else "full", [index])
+    indexes = list(opened.chunked.indexes) if opened.chunked is not None else []
+    for shard in opened.shards:
+        cancel()
+        indexes.append(ShardIndex(shard.path.name, opened.tensors(shard)))
+    names = dict.fromkeys(name for index in indexes for name in index.tensors)
+    if len(names) > TENSOR_LIMIT:
+        raise CheckpointError(
+            f"{opened.sources[0].path.parent} has {len(names)} tensors in all, over the limit of "
+            f"{TENSOR_LIMIT}: save the model's own state dict"
+        )
+    adapter = find_adapter(names)
+    if adapter is None and is_peft_model(names):
+        raise _of_another_method(opened.sources[0].path.parent)
+    return SaveContents("full" if adapter is None else "adapter", indexes, adapter)
+
+
+def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:
+    found = find_adapter(entry.name for entry in file.entries)
+    if is_adapter and not file.entries:
+        raise CheckpointError(
+            f"{file.path} holds no tensors. Perhaps the trainer failed to gather the tensors. "
+            "Save the step again"
+        )
+    if found is None and not is_adapter and is_peft_model(entry.name for entry in file.entries):
+        raise _of_another_method(file.path)
+    if found is None or (is_adapter and found.name is None):
+        return
+    what = "an adapter with the tensor names of a PEFT model" if is_adapter else "a PEFT model"
+    raise CheckpointError(
+        f"{file.path} holds {what}, and no engine loads such a file. Save the adapter into "
+        f"{LORA_ADAPTER}/ with PeftModel.save_pretrained"
+    )
+
+
+def _of_another_method(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} holds a PEFT model of another method than LoRA, and no engine loads such a file. "
+        "Save the model that merge_and_unload() returns, or save the adapter into "
+        f"{LORA_ADAPTER}/ with PeftModel.save_pretrained"
+    )

@@ -17,9 +17,8 @@ from rich.text import Text
 from syncd.cli import options
 from syncd.cli.signals import cleaned_up
 from syncd.daemon.config import Count, Seconds
-from syncd.doctor.examination import Examination
+from syncd.doctor.examination import Deadlines, Examination, helper, join
 from syncd.doctor.finding import Finding, Severity, worst
-from syncd.doctor.visits import Deadlines, helper, join
 from syncd.protocol.errors import UnfitStorageError
 from syncd.protocol.names import printable
 from syncd.storage.job import Job

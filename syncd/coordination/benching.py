@@ -32,9 +32,8 @@ from syncd.protocol.names import parse_version_folder, step_folder
 from syncd.protocol.records import Manifest, Names
 from syncd.protocol.reports import BuildSettings, DaemonReport
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job, registering
+from syncd.storage.job import Job, check_on_disk, registering
 from syncd.storage.judge import Clock
-from syncd.storage.step_folders import check_on_disk
 
 log = logging.getLogger(__name__)
 

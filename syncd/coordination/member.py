@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple
 from syncd.closing import Closing
 from syncd.coordination.broadcast.offer import Offers
 from syncd.coordination.leased_version import LeasedVersion
-from syncd.coordination.participant import FirstReport, Participant, Report, become
+from syncd.coordination.participant import FirstReport, Participant, Report, StateFile, become
 from syncd.coordination.roster import Roster
-from syncd.coordination.saved_state import StateFile
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Cancellation, Wait, Waits
 from syncd.protocol.errors import (
@@ -28,9 +27,8 @@ from syncd.protocol.names import checked_name, printable
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version, given_or_default
 from syncd.protocol.reports import ExplorerReport, SavedState, TrainerReport
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job, registering
+from syncd.storage.job import Job, check_on_disk, registering
 from syncd.storage.judge import Clock
-from syncd.storage.step_folders import check_on_disk
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,26 +7,34 @@ exclusively, with the session that holds the name. If that session is dead
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, Self, TypeVar
 
-from syncd.protocol.errors import CancelledError, InvalidSettingsError, NameTakenError
+from syncd.protocol.errors import CancelledError, InvalidSettingsError, NameTakenError, RecordError
 from syncd.protocol.events import NameAwaited, NameLost, PathIgnored
 from syncd.protocol.names import TEMPORARY
 from syncd.protocol.policy import RunningStatus, check_transition
-from syncd.protocol.records import encode
-from syncd.protocol.reports import Claim, ExplorerReport, Holder, TrainerReport, session_of
-from syncd.storage.errnos import GONE, NO_RECORD, Ignoring
-from syncd.storage.fsio import Signature, Storage, signature
-from syncd.storage.job import Job
+from syncd.protocol.records import encode, parse
+from syncd.protocol.reports import (
+    Claim,
+    ExplorerReport,
+    Holder,
+    SavedState,
+    TrainerReport,
+    session_of,
+)
+from syncd.storage.errnos import GONE, NO_RECORD, Ignoring, is_no_record
+from syncd.storage.fsio import LONG_RECORD_LIMIT, Signature, Storage, signature
+from syncd.storage.job import Job, ReadPolicy
 from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness
 from syncd.storage.sessions import Session, has_ended, process_of, this_process
 
@@ -331,3 +339,77 @@ def back_to_running(participant: Participant[Report], **changes: Any) -> None:
         log.warning(
             "%s runs again, but cannot record its status yet: %s", participant.session.id, error
         )
+
+
+_POLICY: Final = ReadPolicy(
+    damaged=is_no_record, newer=False, say=lambda _, error: log.warning("%s", error)
+)
+#: Stands for a file that exists but holds no state.
+_TORN: Final = SavedState(iteration=0)
+
+
+@dataclass
+class StateFile:
+    """The file of one participant's saved state, and a second file with the previous state.
+
+    An interrupted save leaves the previous state. If the first file is torn nevertheless,
+    :meth:`load` reads the second.
+    """
+
+    job: Job
+    path: Path
+
+    def __post_init__(self) -> None:
+        self._previous = self.path.with_name(f"{self.path.name}.previous")
+
+    def save(self, iteration: int, state: Mapping[str, Any]) -> None:
+        """Save a state durably; raise InvalidSettingsError if it could not be loaded again."""
+        try:
+            content = _readable(iteration, state)
+        except (TypeError, ValueError, RecursionError, RecordError) as error:
+            raise InvalidSettingsError(
+                f"the state to be saved in {self.path} is not plain JSON, or cannot be read back: "
+                f"{error}"
+            ) from None
+        self.job.storage.make_folder(self.path.parent, below=self.job.layout.state)
+        whole = self._read(self.path)
+        if whole is not None and whole is not _TORN:
+            self._replace(self._previous, encode(whole))
+        self._replace(self.path, content)
+
+    def load(self) -> SavedState | None:
+        """The newest saved state; see :meth:`.Member.load_state`."""
+        found = self._read(self.path)
+        if found is not None and found is not _TORN:
+            return found
+        previous = self._read(self._previous)
+        if previous is not None and previous is not _TORN:
+            log.warning(
+                "%s is damaged or missing: loading the previous state, from %s",
+                self.path,
+                self._previous,
+            )
+            return previous
+        if found is previous is None:
+            return None
+        raise RecordError(
+            f"no saved state can be read: {self.path} and {self._previous} are damaged or "
+            "missing. Remove both files to begin without a saved state"
+        )
+
+    def _replace(self, path: Path, content: bytes) -> None:
+        # Written in drafts/, because the daemon deletes a killed process's leftovers there.
+        self.job.storage.replace(path, content, room=self.job.layout.drafts)
+
+    def _read(self, path: Path) -> SavedState | None:
+        return self.job.read(SavedState, path, _POLICY, limit=LONG_RECORD_LIMIT, unreadable=_TORN)
+
+
+def _readable(iteration: int, state: Mapping[str, Any]) -> bytes:
+    # Refuse NaN and Inf here, because pydantic would write them as null.
+    json.dumps(state, allow_nan=False)
+    content = encode(SavedState(iteration=iteration, state=dict(state)))
+    if len(content) > LONG_RECORD_LIMIT:
+        raise ValueError(f"it is longer than {LONG_RECORD_LIMIT} bytes")
+    parse(SavedState, content, "it")  # the parser accepts fewer nested levels than the encoder
+    return content

@@ -16,8 +16,7 @@ from syncd.protocol.names import step_folder
 from syncd.storage.calls import Kind
 from syncd.storage.errnos import is_refused_here, read_only
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job
-from syncd.storage.step_folders import step_folders
+from syncd.storage.job import Job, step_folders
 
 #: The mode bits of a folder that its group may change, and whose new files get that group.
 _SHARED: Final = stat.S_ISGID | stat.S_IRWXG

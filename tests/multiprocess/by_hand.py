@@ -28,8 +28,7 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import Receipt, ReceiptFile, SaveId, encode
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job
-from syncd.storage.step_folders import make_step_folder, point
+from syncd.storage.job import Job, make_step_folder, point
 from tests.shards import chunk, shard, sharded, tensor
 
 _CONFIG = b'{"model_type": "tiny"}'

@@ -19,11 +19,19 @@ from typing import Any
 import pytest
 
 from syncd.doctor import examination
-from syncd.doctor.examination import Examination, judge_hosts, judge_mount
+from syncd.doctor.examination import (
+    Deadlines,
+    Examination,
+    Facts,
+    facts_of,
+    join,
+    judge_hosts,
+    judge_mount,
+    serve,
+)
 from syncd.doctor.finding import Finding, Severity, fail
 from syncd.doctor.probes import PROBES, BrokenError, Pair, lease_verdict
 from syncd.doctor.sides import TALK, Channel, Here, ProbeCall, Request, There
-from syncd.doctor.visits import Deadlines, Facts, facts_of, join, serve
 from syncd.protocol.errors import JobUnavailableError
 from syncd.storage.calls import Free
 from syncd.storage.fsio import Storage

@@ -20,7 +20,6 @@ from syncd.checkpoint.dcp.dcp_metadata import Chunked, StoredModel
 from syncd.checkpoint.safetensors_header import HeaderEntry
 from syncd.checkpoint.sandbox import wire
 from syncd.checkpoint.sandbox.child_process import ChildProcess, EndedError, described
-from syncd.checkpoint.sandbox.parser_child import EXIT_MEMORY
 from syncd.checkpoint.tensor_rules import TENSOR_LIMIT, shown
 from syncd.checkpoint.torch_files.pieces import Piece, Pieces
 from syncd.closing import Closing
@@ -236,7 +235,7 @@ class IsolatedParser(Closing):
         given = self.limits
         # Without ``site``, which may run code of other packages.
         self._child = child = ChildProcess(
-            "checkpoint.sandbox.parser_child",
+            "checkpoint.sandbox.wire",
             (given.memory, given.memory_factor, given.memory_most, given.cpu_seconds),
             where,
             task="read",
@@ -266,7 +265,7 @@ class IsolatedParser(Closing):
         status = child.end()
         if status == -signal.SIGXCPU:
             return f"takes more than {limits.cpu_seconds} s of processor time to read"
-        if status == EXIT_MEMORY or isinstance(error, _MemoryError):
+        if status == wire.EXIT_MEMORY or isinstance(error, _MemoryError):
             return (
                 f"takes more memory to read than {limits.memory // _MIB} MiB plus "
                 f"{limits.memory_factor} times its size"
