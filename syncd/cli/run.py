@@ -96,6 +96,7 @@ def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | Roo
     manager = ServiceManager.of_environment()
     guard = HangGuard(config.hang_time, manager, together=root is None)
     stack.enter_context(guard)
+    read_again = configuration.again
     each_tick: Callable[[], None] = _nothing
     meter_of: MeterOf = unmetered
     forget: Callable[[Path], None] = _nothing
@@ -108,11 +109,12 @@ def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | Roo
         exporter = Exporter(metrics, port=config.metrics_port, textfile=config.metrics_textfile)
         stack.enter_context(exporter)
 
-        def read_again() -> RunConfig | None:
-            config = configuration.again()
+        def read_again_and_note() -> RunConfig | None:
+            read = configuration.again()
             metrics.reloaded.set(configuration.whole)
-            return config
+            return read
 
+        read_again = read_again_and_note
         each_tick, meter_of, forget = exporter.tick, metrics.of_job, metrics.forget_job
     if root is None:
         return Services(
