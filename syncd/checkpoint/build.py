@@ -37,7 +37,7 @@ from syncd.checkpoint.save import (
     WholeSave,
     confirm_unchanged,
 )
-from syncd.checkpoint.step_save import write_remote
+from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, cast_dtype, is_floating, shown
 from syncd.protocol.errors import CheckpointError, NoRoomError, RecordError, SaveNotReadyError
 from syncd.protocol.names import (
@@ -48,6 +48,7 @@ from syncd.protocol.names import (
     MANIFEST,
     MODEL_CONFIG,
     NAME_MAP,
+    REMOTE_PATH,
 )
 from syncd.protocol.records import Kind, Manifest, Names, TensorEntry, VersionFile, encode
 from syncd.protocol.version_events import AdapterWithoutBase, CastTwice
@@ -196,11 +197,28 @@ def build_step(
 
     For the other arguments and the errors see :func:`build_model_folder`.
     """
-    if isinstance(save, Remote):
-        return write_remote(storage, step, save, folder, sequence=sequence)
-    return build_model_folder(
-        storage, step / ACTOR, save, folder, options=options, work=work, sequence=sequence
+    if not isinstance(save, Remote):
+        return build_model_folder(
+            storage, step / ACTOR, save, folder, options=options, work=work, sequence=sequence
+        )
+    if look_into_step(storage, step, save.step) != save:
+        raise SaveNotReadyError(
+            f"{step / REMOTE_PATH} changed while syncd published it. Perhaps the trainer saved "
+            "the step again"
+        )
+    manifest = Manifest(
+        sequence=sequence,
+        step=save.step,
+        save_id=save.identity,
+        kind="remote",
+        checked="stillness",
+        digests="off",
+        files=(),
+        tensors=(),
+        remote=save.path,
     )
+    _write_manifest(storage, step, folder, manifest)
+    return manifest
 
 
 def _write_manifest(storage: Storage, actor: Path, folder: Path, manifest: Manifest) -> None:
@@ -431,7 +449,7 @@ class FreeSpace:
             # A merge may need less: it writes no linked files, and only a PEFT model's adapter.
             asked = (save.identity, options.cast, options.prefix, options.names)
             if self._sized is None or self._sized[0] != asked:
-                self._sized = asked, _weights_size(self.storage, actor, save, options, cancel)
+                self._sized = asked, self._weights_size(actor, save, options, cancel)
             needed = _SMALL_FILES + self._sized[1]
         if free.bytes is not None and free.bytes < needed:
             raise NoRoomError(
@@ -444,22 +462,17 @@ class FreeSpace:
                 "filesystem is almost out of inodes. Remove some files"
             )
 
-
-def _weights_size(
-    storage: Storage,
-    actor: Path,
-    save: SavedWeights,
-    options: MergeOptions,
-    cancel: Check,
-) -> int:
-    """The bytes of weights that a merge would write; 0 if it would link the file."""
-    with (
-        _judged_at_rest(storage, actor, save),
-        open_save(storage, actor, save, prefix=options.prefix, cancel=cancel) as opened,
-    ):
-        contents = look_inside(opened, cancel)
-        one_file = options._replace(max_file_size=sys.maxsize)
-        plan = contents.plan(one_file, bias="all", tied=False, cancel=cancel)
-        renamed = options.names == "hub" and f"{HUGGINGFACE}/{NAME_MAP}" in save.vouched()
-        linked = opened.full is not None and save.receipts and not (plan.casts or renamed)
-        return 0 if linked else plan.data_size
+    def _weights_size(
+        self, actor: Path, save: SavedWeights, options: MergeOptions, cancel: Check
+    ) -> int:
+        """The bytes of weights that a merge would write; 0 if it would link the file."""
+        with (
+            _judged_at_rest(self.storage, actor, save),
+            open_save(self.storage, actor, save, prefix=options.prefix, cancel=cancel) as opened,
+        ):
+            contents = look_inside(opened, cancel)
+            one_file = options._replace(max_file_size=sys.maxsize)
+            plan = contents.plan(one_file, bias="all", tied=False, cancel=cancel)
+            renamed = options.names == "hub" and f"{HUGGINGFACE}/{NAME_MAP}" in save.vouched()
+            linked = opened.full is not None and save.receipts and not (plan.casts or renamed)
+            return 0 if linked else plan.data_size

@@ -8,9 +8,7 @@ from typing import Final
 import xxhash
 
 from syncd.checkpoint.save import Remote, Save, Unfinished, look_at_save
-from syncd.protocol.errors import SaveNotReadyError
-from syncd.protocol.names import ACTOR, MANIFEST, REMOTE_PATH, SAVING
-from syncd.protocol.records import Manifest, encode
+from syncd.protocol.names import ACTOR, REMOTE_PATH, SAVING
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import Storage
 
@@ -59,35 +57,3 @@ def _look_at_path(storage: Storage, path: Path, step: int) -> Unfinished | Remot
         return Unfinished(step, f"{path} is not one line of text", awaits_path=True)
     digest = xxhash.xxh3_128_hexdigest(f"{text}\0{size}\0{mtime}\0{inode}".encode())
     return Remote(step, f"remote-{digest}", path=text)
-
-
-def write_remote(
-    storage: Storage, source: Path, save: Remote, folder: Path, *, sequence: int
-) -> Manifest:
-    """Make a version of kind ``remote``: a folder that holds only a manifest.
-
-    ``folder`` must be empty, and no other process may read it. The caller must sync its parent.
-
-    Raises:
-        SaveNotReadyError: the folder now holds another save.
-    """
-    now = look_into_step(storage, source, save.step)
-    if not isinstance(now, Remote) or now.identity != save.identity:
-        raise SaveNotReadyError(
-            f"{source / REMOTE_PATH} changed while syncd published it. Perhaps the trainer saved "
-            "the step again"
-        )
-    manifest = Manifest(
-        sequence=sequence,
-        step=save.step,
-        save_id=now.identity,
-        kind="remote",
-        checked="stillness",
-        digests="off",
-        files=(),
-        tensors=(),
-        remote=now.path,
-    )
-    storage.write_new(folder / MANIFEST, encode(manifest))
-    storage.sync_folder(folder)
-    return manifest
