@@ -15,7 +15,7 @@ from typing import Final
 
 import xxhash
 
-from syncd.checkpoint.torch_files.torch_zip import central_directory_digest
+from syncd.checkpoint.torch_files.shard_file import central_directory_digest
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (

@@ -175,6 +175,7 @@ def test_a_path_that_changes_while_it_is_published_is_looked_at_again(job: Small
     folder = job.layout.step(9)
     save = look_into_step(STORAGE, folder, 9)
     point_to(job, 9, b"tinker://other")
+    assert isinstance(save, Remote)
     room = job.layout.root / "room"
     room.mkdir()
     with pytest.raises(SaveNotReadyError):

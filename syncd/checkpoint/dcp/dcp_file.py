@@ -15,7 +15,7 @@ from syncd.checkpoint.dcp.dcp_metadata import Chunk
 from syncd.checkpoint.placement import Local, Position, Shape
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.checkpoint.torch_files.pieces import Piece
-from syncd.checkpoint.torch_files.torch_zip import ZipRecord, read_directory, read_records
+from syncd.checkpoint.torch_files.shard_file import ZipRecord, read_directory, read_records
 from syncd.protocol.errors import CoverageError, ShardFormatError
 from syncd.storage.fsio import Storage
 

@@ -11,8 +11,7 @@ from typing import Final
 from zlib_ng.zlib_ng import crc32
 
 from syncd.checkpoint.dcp.dcp_file import DcpFile
-from syncd.checkpoint.torch_files.shard_file import ShardFile
-from syncd.checkpoint.torch_files.torch_zip import ZipRecord
+from syncd.checkpoint.torch_files.shard_file import ShardFile, ZipRecord
 from syncd.protocol.errors import SaveNotReadyError, ShardFormatError
 from syncd.storage.fsio import Storage
 
