@@ -52,7 +52,7 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import Kind, Manifest, Names, TensorEntry, VersionFile, encode
 from syncd.protocol.version_events import AdapterWithoutBase, CastTwice
-from syncd.storage.errnos import is_gone, is_no_record
+from syncd.storage.errnos import NO_RECORD, Ignoring, is_gone, is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage, signature
 
 log = logging.getLogger(__name__)
@@ -387,12 +387,9 @@ def _adapter_config(
             f"scaling of the adapter's weights. Write this file into {actor / LORA_ADAPTER} with "
             "PeftConfig.save_pretrained"
         )
-    try:
+    content = b""  # a file that is too long to be a config: read_config refuses it
+    with Ignoring(NO_RECORD):
         content = storage.read(folder / ADAPTER_CONFIG)
-    except OSError as error:
-        if not is_no_record(error):
-            raise
-        content = b""  # too long to be a config: read_config refuses it
     config = read_config(content, f"the {ADAPTER_CONFIG} of {actor}")
     if contents.adapter is not None and config.peft_type != "LORA":
         raise CheckpointError(

@@ -11,6 +11,7 @@ import errno
 import stat
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final, TypeAlias
@@ -284,9 +285,12 @@ def _foreign_save(
             ranks[parsed[0]].add(parsed[1])
     whole = [size for size, found in ranks.items() if _missing_rank(size, found) is None]
     if len(whole) > 1:
-        told = _told_world_size(storage, actor)
+        told = None
+        with suppress(OSError, pydantic.ValidationError):
+            content = storage.read(actor / FSDP_CONFIG)
+            told = pydantic.TypeAdapter(dict[str, object]).validate_json(content).get("world_size")
         sizes = " and ".join(map(str, sorted(whole)[:5]))
-        if told not in whole:
+        if type(told) is not int or told not in whole:  # True is no size
             return Unfinished(
                 step,
                 f"{actor} holds complete shards of world sizes {sizes}, and {FSDP_CONFIG} does not "
@@ -392,15 +396,6 @@ def _missing_shard(ranks: Mapping[int, set[int]]) -> str:
         return told
     others = " and ".join(map(str, sorted(ranks)[:-1][:5]))
     return f"{told}. The shards of world size {others} are incomplete too. Save again"
-
-
-def _told_world_size(storage: Storage, actor: Path) -> int | None:
-    try:
-        content = storage.read(actor / FSDP_CONFIG)
-        told = pydantic.TypeAdapter(dict[str, object]).validate_json(content).get("world_size")
-    except (OSError, pydantic.ValidationError):
-        return None
-    return told if type(told) is int else None  # True is no size
 
 
 def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:

@@ -30,7 +30,7 @@ from syncd.doctor.sides import ENDED, TALK, Answer, Channel, Here, Request, Ther
 from syncd.protocol.errors import JobUnavailableError, RecordError
 from syncd.protocol.names import parse_version_folder, printable
 from syncd.protocol.records import DEFAULT_LEASE_TIME, Record
-from syncd.storage.errnos import is_gone
+from syncd.storage.errnos import GONE, Ignoring, is_gone
 from syncd.storage.job import Job, no_folder
 from syncd.storage.probe_room import ProbeRoom, rooms, sweep_rooms
 from syncd.storage.rights import TO_DELETE, unprunable, unwritable
@@ -236,7 +236,10 @@ def _visit(
     channels: dict[Path, Channel] = {}
     deadline = time.monotonic() + limit
     while not has_ended() and time.monotonic() <= deadline:
-        for room in _waiting(job, prefix):
+        with Ignoring(GONE):
+            job.storage.refresh(job.layout.state)
+            job.storage.refresh(job.layout.doctor)
+        for room in rooms(job, prefix):
             try:
                 if room not in channels:
                     job.storage.refresh(room)
@@ -255,17 +258,6 @@ def _visit(
         f"{refused}. Start it on the other host at the same time. If it runs there, the two hosts "
         "see different folders at this path"
     )
-
-
-def _waiting(job: Job, prefix: str) -> list[Path]:
-    try:
-        job.storage.refresh(job.layout.state)
-        job.storage.refresh(job.layout.doctor)
-    except OSError as error:
-        if is_gone(error):
-            return []
-        raise
-    return rooms(job, prefix)
 
 
 #: Starts the other process in a room, and yields a function that returns True once it has ended.

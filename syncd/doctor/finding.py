@@ -50,9 +50,3 @@ def warn(name: str, words: str, advice: str, **measured: float | None) -> Findin
 def fail(name: str, words: str, advice: str, **measured: float | None) -> Finding:
     """A finding with a failure."""
     return Finding(name=name, verdict=Severity.FAIL, words=words, advice=advice, measured=measured)
-
-
-def worst(findings: list[Finding]) -> Severity:
-    """The worst verdict of the findings; OK if there are no findings."""
-    verdicts = {finding.verdict for finding in findings}
-    return next((v for v in (Severity.FAIL, Severity.WARN) if v in verdicts), Severity.OK)

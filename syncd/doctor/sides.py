@@ -121,7 +121,10 @@ class Here:
             case "race":
                 return self._race(path, call.text)
             case "rewrite":
-                self._rewrite(path, call.seconds)
+                end, number = time.monotonic() + call.seconds, 0
+                while number == 0 or time.monotonic() < end:
+                    number += 1
+                    _put(storage, path, number.to_bytes(_BLOCK, "little") * _BLOCKS)
             case "reread":
                 return self._reread(path, call.seconds)
             case "read":
@@ -172,12 +175,6 @@ class Here:
                     continue
                 won.append(target.name)
         return Answer(names=tuple(won))
-
-    def _rewrite(self, path: Path, seconds: float) -> None:
-        end, number = time.monotonic() + seconds, 0
-        while number == 0 or time.monotonic() < end:
-            number += 1
-            _put(self.storage, path, number.to_bytes(_BLOCK, "little") * _BLOCKS)
 
     def _reread(self, path: Path, seconds: float) -> Answer:
         counts = {"read": 0, "torn": 0, "missing": 0}

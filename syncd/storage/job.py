@@ -28,11 +28,11 @@ from syncd.protocol.reports import LOADS_KEPT, DaemonReport, ExplorerReport, Loa
 from syncd.storage.errnos import (
     GONE,
     NOT_EMPTY,
+    REFUSED_HERE,
     Ignoring,
     again,
     is_gone,
     is_no_record,
-    is_refused_here,
     is_unreadable,
     unwritable_storage,
 )
@@ -343,17 +343,9 @@ def has_marks(job: Job) -> bool:
 
 def ask_server(job: Job) -> None:
     """Make the next reads of pointers and step folders ask the server, not this client's cache."""
-    try:
+    # A user who may only read the job sees changes when this client's cache expires.
+    with Ignoring(REFUSED_HERE):
         job.storage.refresh(job.layout.root)
-    except OSError as error:
-        if not is_refused_here(error):
-            raise
-        # A user who may only read the job sees changes when this client's cache expires.
-        log.debug(
-            "cannot refresh %s. Reads may get older content, until this host's cache expires: %s",
-            job.layout.root,
-            error,
-        )
 
 
 def check_on_disk(job: Job, step: int) -> None:

@@ -145,7 +145,16 @@ def _items(places: dict[Any, Any], where: str) -> dict[tuple[str, Shape | None],
         if (name, offsets) in found:
             raise ShardFormatError(f"{where} lists an item of '{shown(name)}' twice. Save again")
         found[name, offsets] = _place(name, place, where)
-    _check_disjoint(((*place, name) for (name, _), place in found.items()), where)
+    # Refuse overlapping items, and so the DCP format in which all items begin at 0.
+    before, end, other = "", 0, ""
+    for file, at, length, name in sorted((*place, name) for (name, _), place in found.items()):
+        if file == before and at < end:
+            raise ShardFormatError(
+                f"{where}: '{shown(other)}' and '{shown(name)}' overlap in {file}. Save again, in "
+                "the default format of FileSystemWriter (TORCH_SAVE)"
+            )
+        if file != before or at + length >= end:
+            before, end, other = file, at + length, name
     return found
 
 
@@ -164,19 +173,6 @@ def _place(name: str, place: Inert, where: str) -> _Place:
     if not is_offset(at) or not is_offset(length) or at + length >= NUMBER_LIMIT:
         raise ShardFormatError(f"{where}: '{shown(name)}' lies at an impossible offset. Save again")
     return str(file), at, length
-
-
-def _check_disjoint(places: Iterable[tuple[str, int, int, str]], where: str) -> None:
-    """Refuse overlapping items, and so the DCP format in which all items begin at 0."""
-    before, end, other = "", 0, ""
-    for file, at, length, name in sorted(places):
-        if file == before and at < end:
-            raise ShardFormatError(
-                f"{where}: '{shown(other)}' and '{shown(name)}' overlap in {file}. Save again, in "
-                "the default format of FileSystemWriter (TORCH_SAVE)"
-            )
-        if file != before or at + length >= end:
-            before, end, other = file, at + length, name
 
 
 def _stored(
