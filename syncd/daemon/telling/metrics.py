@@ -29,8 +29,7 @@ from syncd.protocol.version_events import (
     VersionPublished,
     VersionRolledBack,
 )
-from syncd.storage.job import Job
-from syncd.storage.record_files import OF_OTHERS
+from syncd.storage.job import OF_OTHERS, Job
 
 #: The most explorers of a job that have their own metrics.
 _MOST: Final = 1000
