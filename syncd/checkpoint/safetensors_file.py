@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 import xxhash
 
@@ -17,6 +18,7 @@ from syncd.checkpoint.safetensors_header import (
     read_fields,
 )
 from syncd.checkpoint.tensor_rules import METADATA
+from syncd.closing import Closing
 from syncd.storage.fsio import Signature, Storage, signature
 
 #: The metadata key under which our hooks store the digests of a file's tensors, in file order. The
@@ -35,7 +37,8 @@ def file_digest(header: bytes, tensor_digests: Iterable[bytes]) -> str:
     return hasher.hexdigest()
 
 
-class SafetensorsFile(NamedTuple):
+@dataclass(frozen=True)
+class SafetensorsFile(Closing):
     """An open safetensors file whose header fits the size of the file.
 
     Close it, or use it as a context manager.
@@ -93,12 +96,6 @@ class SafetensorsFile(NamedTuple):
     def close(self) -> None:
         """Close the descriptor."""
         self.storage.release(self.fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _read_header(storage: Storage, fd: int, size: int, path: Path) -> bytes:

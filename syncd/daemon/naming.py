@@ -14,9 +14,8 @@ from typing import Final
 from syncd.protocol.names import NAME_MAP, printable
 from syncd.protocol.records import Latest, Manifest, Names
 from syncd.protocol.version_events import TrainerNames, VersionNames
-from syncd.storage.job import Job
+from syncd.storage.job import OF_OTHERS, Job
 from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness, Lookout
-from syncd.storage.record_files import OF_OTHERS
 
 #: The most explorers that a message names.
 _NAMED: Final = 4

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from syncd.checkpoint.chunked_save import holds_model_only
+from syncd.checkpoint.open_save import holds_model_only
 from syncd.checkpoint.save import Save
 from syncd.checkpoint.step_save import look_into_step
 from syncd.protocol.events import RecordUnwritten

@@ -12,9 +12,8 @@ from typing import Final
 
 from syncd.checkpoint.build import FreeSpace, build_step
 from syncd.checkpoint.merging.options import MergeOptions, Progress, Work, unheard
-from syncd.checkpoint.republish import republish
 from syncd.checkpoint.save import WholeSave
-from syncd.checkpoint.version import read_manifest
+from syncd.checkpoint.version import read_manifest, republish
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.naming import Naming
 from syncd.daemon.outcomes import Outcomes
@@ -30,15 +29,14 @@ from syncd.protocol.records import (
     Latest,
     Manifest,
     PublishNotice,
+    RollbackRequest,
     RolledBack,
     encode,
 )
-from syncd.protocol.requests import RollbackRequest
 from syncd.protocol.version_events import DeltaDiscarded, VersionDiscarded
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import is_gone
-from syncd.storage.job import Job
-from syncd.storage.record_files import IF_ANY
+from syncd.storage.job import IF_ANY, Job
 
 log = logging.getLogger(__name__)
 

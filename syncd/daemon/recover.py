@@ -18,8 +18,7 @@ from syncd.protocol.reports import DaemonReport, ExplorerReport
 from syncd.protocol.version_events import LatestUnusable, VersionDamaged
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT, Storage
-from syncd.storage.job import Job
-from syncd.storage.record_files import OF_OTHERS, ReadPolicy
+from syncd.storage.job import OF_OTHERS, Job, ReadPolicy
 
 log = logging.getLogger(__name__)
 

@@ -32,9 +32,8 @@ from syncd.protocol.records import SaveOutcome, parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.errnos import is_gone, is_refused_here
 from syncd.storage.fsio import Signature
-from syncd.storage.job import Job
+from syncd.storage.job import Job, has_marks
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout
-from syncd.storage.step_folders import has_marks
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from syncd.daemon.complaints import LetBe
 from syncd.protocol.names import TEMPORARY
-from syncd.protocol.requests import Pause, RollbackRequest
+from syncd.protocol.records import Pause, RollbackRequest
 from syncd.storage.errnos import is_gone, is_refused_here, is_unreadable
-from syncd.storage.job import Job
-from syncd.storage.record_files import ReadPolicy
+from syncd.storage.job import Job, ReadPolicy
 
 
 class Steering:

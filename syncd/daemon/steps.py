@@ -29,9 +29,8 @@ from syncd.protocol.names import (
 from syncd.protocol.records import SaveOutcome
 from syncd.storage.errnos import is_refused_here
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job
+from syncd.storage.job import Job, step_folders
 from syncd.storage.judge import Clock
-from syncd.storage.step_folders import step_folders
 
 #: How many step folders one look reads; the rest wait for the next look.
 _AT_A_TIME: Final = 64

@@ -36,8 +36,7 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, SaveId, encode
 from syncd.storage.errnos import GONE, Ignoring
-from syncd.storage.job import Job
-from syncd.storage.step_folders import make_step_folder
+from syncd.storage.job import Job, make_step_folder
 from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.writing.parts import (
     link_or_copy,

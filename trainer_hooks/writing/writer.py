@@ -31,8 +31,7 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import NonFinite, ReceiptFile, SaveId
 from syncd.storage.errnos import PASSING, is_gone
-from syncd.storage.job import Job
-from syncd.storage.step_folders import point
+from syncd.storage.job import Job, point
 from trainer_hooks.settings import WriteConcurrency
 from trainer_hooks.state.host_buffers import nonfinite_names
 from trainer_hooks.state.host_part import HostPart

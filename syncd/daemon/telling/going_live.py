@@ -13,8 +13,7 @@ from syncd.protocol.names import TEMPORARY, parse_lease_marker
 from syncd.protocol.records import SessionId
 from syncd.protocol.reports import LOADS_KEPT, ExplorerReport, TrainerReport
 from syncd.protocol.version_events import VersionLive
-from syncd.storage.job import Job
-from syncd.storage.record_files import OF_OTHERS
+from syncd.storage.job import OF_OTHERS, Job
 
 #: How many reports a round reads; more if that is necessary to read each report often enough.
 _AT_A_TIME: Final = 64

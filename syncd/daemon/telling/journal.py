@@ -30,9 +30,8 @@ from syncd.protocol.version_events import (
     Waiting,
 )
 from syncd.storage.append import LIMIT, append, last_lines
-from syncd.storage.job import Job
+from syncd.storage.job import Job, readable_lines
 from syncd.storage.judge import Clock
-from syncd.storage.record_files import readable_lines
 from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)

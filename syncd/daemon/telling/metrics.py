@@ -1,4 +1,4 @@
-"""The metrics of a daemon, by Prometheus' conventions; ``docs/metrics.md`` has their table.
+"""The metrics of a daemon, by Prometheus' conventions; ``docs/metrics.md`` has their list.
 
 The number of label values is bounded: labels are job directories, names of errors, outcomes, and
 names of explorers. An explorer's metrics are removed with its report.
@@ -29,8 +29,7 @@ from syncd.protocol.version_events import (
     VersionPublished,
     VersionRolledBack,
 )
-from syncd.storage.job import Job
-from syncd.storage.record_files import OF_OTHERS
+from syncd.storage.job import OF_OTHERS, Job
 
 #: The most explorers of a job that have their own metrics.
 _MOST: Final = 1000
