@@ -1,4 +1,7 @@
-"""``WeightStream`` of real processes: its memory, its files, and what the daemon moves for them."""
+"""``WeightStream`` of real processes, and the program of named-tensors.md.
+
+Its memory, its files, and what the daemon moves for them.
+"""
 
 from __future__ import annotations
 
