@@ -14,8 +14,6 @@ makes buffers, and is reported separately.
 - ``torch.save`` writes each rank's own shard, without fsync.
 - ``async_save`` is from torch.distributed.checkpoint; on a GPU also with kept staging memory.
 
-The time of the search for NaN and Inf is compared with the time to write the same shard with fsync.
-
 Memory: each rank's peak RSS during ``--saves`` saves, minus the peak RSS of a run without saves, as
 a multiple of its shard. A save waits for the previous save, so that there are as many copies as
 possible.
@@ -227,27 +225,6 @@ class _Rank:
                     self.wait_for_all()
         return found
 
-    def look(self, rounds: int) -> dict[str, list[float]]:
-        from syncd.storage.fsio import Storage  # noqa: PLC0415
-        from trainer_hooks.state.host_buffers import HostBuffers, nonfinite_names  # noqa: PLC0415
-        from trainer_hooks.writing.parts import write_tensors  # noqa: PLC0415
-
-        # A plain dict, so that NaNs are searched here, even if the GPU has searched before.
-        state = dict(HostBuffers().copy(self.model.state_dict()))
-        path = self._work / f"look-{self._rank}.pt"
-        found: dict[str, list[float]] = {"look": [], "write": []}
-        for _ in range(rounds):
-            self.wait_for_all()
-            times = [time.perf_counter()]
-            nonfinite_names(state)
-            times.append(time.perf_counter())
-            write_tensors(Storage(), path, state)
-            times.append(time.perf_counter())
-            path.unlink()
-            for name, begun, ended in zip(found, times, times[1:], strict=False):
-                found[name].append(ended - begun)
-        return found
-
     def peak(self, saves: int, *, saving: bool, casts: bool) -> int:
         with ExitStack() as stack:
             # "wait", because skipped saves copy nothing: there would be one copy instead of two.
@@ -266,7 +243,6 @@ def _be_rank(given: argparse.Namespace) -> None:
     told: dict[str, object] = {"shard": rank.shard}
     if given.what == "time":
         told["seconds"] = rank.measure(given.rounds)
-        told["look"] = rank.look(given.rounds)
         told["written"] = rank.written
     elif given.what == "full":
         checkpoints = Checkpoints(
@@ -346,11 +322,6 @@ def _print_times(report: Report, world_size: int, told: list[dict[str, Any]]) ->
     heads = ("stall", "median ms", "min", "max", "first save", *others, last)
     title = f"{world_size} rank(s), local shards of {shard / 1e9:.3f} GB"
     report.whole_table(title, heads, [row(name) for name in rounds])
-    look, write = (told[0]["look"][name] for name in ("look", "write"))
-    report.say(
-        f"\nlooking for NaN and Inf, behind the training: {1000 * median(look):.1f} ms, "
-        f"{median_ratio(look, write):.3f} x writing the shard ({1000 * median(write):.1f} ms)"
-    )
 
 
 def _memory(what: str, world_size: int, given: argparse.Namespace, work: Path) -> tuple[str, ...]:

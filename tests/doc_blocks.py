@@ -111,10 +111,7 @@ BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         )
     },
     "docs/names.md": {
-        "sh": (
-            "not run: its paths are a job's; tests/unit/test_hub_names.py has others",
-            "not run: a benchmark",
-        )
+        "sh": ("not run: its paths are a job's; tests/unit/test_hub_names.py has others",)
     },
     "docs/peft.md": {"python": ("tests/multiprocess/test_trainer_lora_docs.py",) * 2},
     "docs/release.md": {"bash": ("not run: it publishes a release",)},
