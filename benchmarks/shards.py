@@ -167,17 +167,10 @@ def save(
         try:
             mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
             state = {name: _dtensor(name, whole, mesh) for name, whole in tensors()}
-            writer = RankWriter(
-                Job(Storage(durable=False), layout),
-                rank,
-                ranks,
-                save_timeout=10,
-                weights_announced=lambda _: announced(),
-            )
+            writer = RankWriter(Job(Storage(durable=False), layout), rank, ranks, save_timeout=10)
             files = (write_config,) if rank == 0 else ()
-            writer.save(
-                SaveId("benchmark", step, 0), RankContents(state, model_files=files, fsdp_version=2)
-            )
+            contents = RankContents(state, model_files=files, fsdp_version=2)
+            writer.save(SaveId("benchmark", step, 0), contents, lambda _: announced())
         finally:
             dist.destroy_process_group()
 
