@@ -104,6 +104,10 @@ class LeasedVersion:
             self.storage, self.folder, self.manifest, to=storage, target=folder, cancel=cancel
         )
 
+    def with_hold(self, hold: Hold) -> LeasedVersion:
+        """The same version with another hold."""
+        return LeasedVersion(self.storage, self.folder, self.manifest, hold, source=self.source)
+
     def open_weights(self) -> Iterator[SafetensorsFile]:
         """Yield the safetensors files; each file stays open until the next file is requested."""
         for file in self.manifest.files:
@@ -271,7 +275,7 @@ class Holds:
             version, holds = self._held[folder]
             hold = _SharedHold(self, folder)
             holds.add(hold)
-            return LeasedVersion(version.storage, folder, version.manifest, hold)
+            return version.with_hold(hold)
 
     def end(self, folder: Path, lease: Hold) -> None:
         """Release a lease that was taken for :meth:`share`, if nothing holds the folder."""
