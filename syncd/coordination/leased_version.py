@@ -1,4 +1,4 @@
-"""A leased version, with its manifest and files; and the reader of LATEST. Needs no torch."""
+"""A leased version, the holds that share its lease, and the reader of LATEST. Needs no torch."""
 
 from __future__ import annotations
 
