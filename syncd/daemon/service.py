@@ -13,7 +13,7 @@ from syncd.daemon.loop import Loop
 from syncd.daemon.notify import JobNotice
 from syncd.daemon.presence import Participants
 from syncd.daemon.telling.meter import MeterOf, unmetered
-from syncd.daemon.turns import Turn, Turns
+from syncd.daemon.turns import Turn
 from syncd.protocol.errors import (
     CancelledError,
     JobUnavailableError,
@@ -88,7 +88,7 @@ class Service:
         self._notice = notice or JobNotice()
         self._may_end = may_end
         self._each_tick = each_tick
-        self._turn = turn or Turns(1, lambda _: 0.0).of(str(root), self.wake)
+        self._turn = turn or Turn()
         self._meter = meter_of(self._job)
         self._meter.active(yes=False)
         self._stopping = False

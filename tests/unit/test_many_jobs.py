@@ -49,7 +49,7 @@ class Merging:
         self.turns = Turns(most, lambda job: self.silent.get(job, 0.0), clock=self.clock)
 
     def __call__(self, job: str) -> Turn:
-        return self.turns.of(job, lambda: self.woken.append(job))
+        return Turn(self.turns, job, lambda: self.woken.append(job))
 
 
 def test_so_many_merge_and_the_next_is_whoever_asked_first() -> None:
@@ -250,7 +250,7 @@ def test_saves_that_come_twice_in_the_time_of_a_merge_are_still_published(
     job.save(1, *values)
     published = set()
     with job.daemon(DaemonConfig(prune_steps=False), clock=clock) as loop:
-        loop._turn = Turns(1, lambda _: 0.0, clock=clock).of("job", nothing)
+        loop._turn = Turn(Turns(clock=clock))
         storage.rules.append(time_passes)
         for _ in range(8):
             loop.run_once()

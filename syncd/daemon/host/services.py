@@ -20,7 +20,7 @@ from syncd.daemon.host.keeper import Keeper
 from syncd.daemon.notify import ServiceManager
 from syncd.daemon.service import Service
 from syncd.daemon.telling.meter import MeterOf, unmetered
-from syncd.daemon.turns import Turns
+from syncd.daemon.turns import Turn, Turns
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.events import (
     JOB_THREAD,
@@ -151,6 +151,7 @@ class Services:
 class _Served:
     keeper: Keeper
     thread: threading.Thread
+    turn: Turn
     leaves: bool = False
     hangs: bool = False
 
@@ -260,7 +261,7 @@ class RootServices:
         for name, served in list(self._served.items()):
             if not served.thread.is_alive():  # the job was given up, or no longer hangs
                 del self._served[name]
-                self._turns.forget(str(self._root / name))
+                served.turn.forget()
                 self._forget(self._root / name)
             elif name not in found and not served.leaves:
                 served.leaves = True
@@ -278,6 +279,7 @@ class RootServices:
 
     def _serve(self, path: Path) -> _Served | None:
         """Begin to serve a job; None if this process cannot start another thread now."""
+        turn = Turn(self._turns, str(path))
 
         def make(config: DaemonConfig) -> Service:
             return Service(
@@ -285,11 +287,12 @@ class RootServices:
                 config,
                 may_end=lambda: False,
                 answered=self._guard.watch(str(path)),
-                turn=self._turns.of(str(path), keeper.wake),
+                turn=turn,
                 meter_of=self._meter_of,
             )
 
         keeper = Keeper(path, self._config, make, self._guard)
+        turn.wake = keeper.wake
         # A daemon thread, because a thread that waits for storage must not delay the exit.
         thread = threading.Thread(target=keeper.serve, name=f"{JOB_THREAD}{path}", daemon=True)
         try:
@@ -300,7 +303,7 @@ class RootServices:
             return None
         self._repeats.forget(path)
         JobFound(path).tell(log)
-        return _Served(keeper, thread)
+        return _Served(keeper, thread, turn)
 
     def _give_up_what_hangs(self) -> None:
         for name, served in self._served.items():
