@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Final
 
 from syncd.daemon.prune import Pruner
 from syncd.daemon.steering import Steering
-from syncd.daemon.telling.journal import Journal
+from syncd.daemon.tenure import Tenure
 from syncd.protocol.events import CleanupDelayed, LeftoverRemoved, ReserveShort
 from syncd.protocol.names import HUGGINGFACE, LORA_ADAPTER, RECEIPTS, TEMPORARY
 from syncd.protocol.participants import session_of
@@ -21,7 +22,6 @@ from syncd.storage.job import Job
 from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness
 from syncd.storage.probe_room import left_rooms
 from syncd.storage.reserve import Reserve
-from syncd.storage.sessions import Session
 from syncd.storage.step_folders import step_folders
 
 log = logging.getLogger(__name__)
@@ -41,33 +41,28 @@ _LOOKS_AT_A_TIME: Final = 64
 _DEEPEST: Final = 4
 
 
+@dataclass
 class Tidying:
     """Cleans up a job while its daemon is active."""
 
-    def __init__(
-        self,
-        job: Job,
-        session: Session,
-        pruner: Pruner,
-        reserve: Reserve,
-        journal: Journal,
-        *,
-        clock: Clock,
-    ) -> None:
-        self._pruner = pruner
-        self._reserve = reserve
-        self._journal = journal
-        self._clock = clock
-        self._collector = Collector(job, max(_GRACE, 2 * session.lease_time), clock=clock)
-        self._kept_room_at = clock()
+    tenure: Tenure
+    pruner: Pruner
+
+    def __post_init__(self) -> None:
+        job, self._clock = self.tenure.job, self.tenure.clock
+        self._reserve = Reserve(job)
+        self._tell = self.tenure.journal.tell
+        grace = max(_GRACE, 2 * self.tenure.session.lease_time)
+        self._collector = Collector(job, grace, clock=self._clock)
+        self._kept_room_at = self._clock()
         self._untidy = False
 
     def begin(self) -> None:
         """Finish the previous daemon's deletions; call this once, after the take-over."""
         try:
-            self._pruner.sweep()
+            self.pruner.sweep()
         except OSError as error:  # a failed deletion must not delay new weights
-            self._journal.tell(CleanupDelayed(error))
+            self._tell(CleanupDelayed(error))
             self.after(error)
         self._keep_room()
 
@@ -87,9 +82,9 @@ class Tidying:
         if isinstance(error, OSError) and error.errno not in NO_ROOM:
             return False
         try:
-            return self._pruner.prune_all_deltas("the disk has no room for a version")
+            return self.pruner.prune_all_deltas("the disk has no room for a version")
         except OSError as refused:
-            self._journal.tell(CleanupDelayed(refused))
+            self._tell(CleanupDelayed(refused))
             return False
 
     def run_once(self, leased: Iterable[str]) -> None:
@@ -104,22 +99,22 @@ class Tidying:
             self._keep_room()
         self._collector.run_once(leased)
         if self._untidy:
-            self._pruner.sweep()
+            self.pruner.sweep()
             self._untidy = False
 
     def end(self) -> None:
         """Remove unfinished files, as far as storage allows."""
         try:
-            self._pruner.sweep()
+            self.pruner.sweep()
         except OSError as error:
-            self._journal.tell(CleanupDelayed(error))
+            self._tell(CleanupDelayed(error))
 
     def _keep_room(self) -> None:
         self._kept_room_at = self._clock()
         try:
             self._reserve.fill()
         except OSError as error:
-            self._journal.tell(ReserveShort(error))
+            self._tell(ReserveShort(error))
 
 
 class Collector:

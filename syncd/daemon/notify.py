@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from syncd.protocol.names import printable
@@ -136,6 +137,7 @@ class ServiceManager:
         return None
 
 
+@dataclass(frozen=True)
 class JobNotice:
     """A job's messages to the service manager.
 
@@ -143,11 +145,5 @@ class JobNotice:
     a line about the daemon's state, for people.
     """
 
-    def __init__(
-        self,
-        *,
-        ready: Callable[[], None] = lambda: None,
-        status: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self.ready = ready
-        self.status = status
+    ready: Callable[[], None] = lambda: None
+    status: Callable[[str], None] = lambda _: None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from syncd.checkpoint.chunked_save import holds_model_only
@@ -15,10 +16,12 @@ from syncd.protocol.records import Manifest, Quarantine, SaveOutcome, SaveOutcom
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import is_gone
 from syncd.storage.job import Job
+from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Outcomes:
     """The outcomes of saves, as the active daemon records them.
 
@@ -26,10 +29,11 @@ class Outcomes:
     ``of_step`` maps each step to the outcome of its last save.
     """
 
-    def __init__(self, job: Job, epoch: Epoch, *, wall: Callable[[], float]) -> None:
-        self._job = job
-        self._epoch = epoch
-        self._wall = wall
+    job: Job
+    epoch: Epoch
+    wall: Clock
+
+    def __post_init__(self) -> None:
         self._unwritten = False
         self.of_step: dict[int, SaveOutcome] = {}
 
@@ -59,16 +63,16 @@ class Outcomes:
         """Record that a save can never be published; returns the record's path."""
         identity = save.known_as or ""
         name = hashlib.blake2s(identity.encode(), digest_size=6).hexdigest()
-        path = self._job.layout.quarantine / f"step_{save.step}-{name}.json"
+        path = self.job.layout.quarantine / f"step_{save.step}-{name}.json"
         record = Quarantine(
             step=save.step,
             identity=identity,
             error=type(error).__name__,
             reason=str(error),
-            time=self._wall(),
+            time=self.wall(),
         )
         try:
-            self._epoch.replace_file(path, encode(record))
+            self.epoch.replace_file(path, encode(record))
         except OSError as refused:
             RecordUnwritten(path, refused).tell(log)
         self._put_on_record(save.step, SaveOutcome(identity=identity, outcome="quarantined"))
@@ -87,14 +91,14 @@ class Outcomes:
         outcome = self.of_step.get(step)
         if outcome is None:
             return
-        actor = self._job.layout.actor(step)
+        actor = self.job.layout.actor(step)
         try:
-            model_only = holds_model_only(self._job.storage, actor, prefix=prefix, cancel=cancel)
+            model_only = holds_model_only(self.job.storage, actor, prefix=prefix, cancel=cancel)
         except OSError as error:
             if is_gone(error):
                 return
             raise
-        now = look_into_step(self._job.storage, self._job.layout.step(step), step)
+        now = look_into_step(self.job.storage, self.job.layout.step(step), step)
         if now.identity == outcome.identity:
             self._put_on_record(step, outcome.model_copy(update={"model_only": model_only}))
 
@@ -115,12 +119,10 @@ class Outcomes:
 
     def _write(self) -> None:
         try:
-            self._epoch.replace_file(
-                self._job.layout.saves, encode(SaveOutcomes(steps=self.of_step))
-            )
+            self.epoch.replace_file(self.job.layout.saves, encode(SaveOutcomes(steps=self.of_step)))
         except OSError as error:
             if not self._unwritten:
-                RecordUnwritten(self._job.layout.saves, error).tell(log)
+                RecordUnwritten(self.job.layout.saves, error).tell(log)
             self._unwritten = True
         else:
             self._unwritten = False

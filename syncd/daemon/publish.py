@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import stat
-import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +18,7 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.naming import Naming
 from syncd.daemon.outcomes import Outcomes
 from syncd.daemon.recover import look_back
+from syncd.daemon.tenure import Tenure
 from syncd.protocol.errors import (
     JobUnavailableError,
     NonFiniteError,
@@ -35,9 +35,7 @@ from syncd.protocol.records import (
 )
 from syncd.protocol.requests import RollbackRequest
 from syncd.protocol.version_events import DeltaDiscarded, VersionDiscarded
-from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import is_gone
-from syncd.storage.job import Job
 from syncd.storage.record_files import IF_ANY
 
 log = logging.getLogger(__name__)
@@ -53,39 +51,27 @@ def _no_delta(_: Manifest) -> None:
     """Make no delta."""
 
 
+@dataclass
 class Publisher:
     """Makes the versions of a job, one at a time.
 
-    Args:
-        cancel: see :class:`Loop`.
-
     Attributes:
+        cancel: called between chunks of a merge; raises an error to stop the merge.
         latest: LATEST as this daemon last wrote or found it; None before the first version.
         latest_bytes: the bytes of LATEST's files; None if that version is damaged.
         published_save, served_request: see :class:`Observation`.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        config: DaemonConfig,
-        epoch: Epoch,
-        session: str,
-        naming: Naming,
-        *,
-        cancel: Callable[[], None],
-        wall: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._job = job
-        self.config = config
-        self._epoch = epoch
-        self._session = session
-        self.naming = naming
-        self._cancel = cancel
-        self._clock = clock
+    tenure: Tenure
+    config: DaemonConfig
+    cancel: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        job, self._epoch = self.tenure.job, self.tenure.epoch
+        self._job, self._clock = job, self.tenure.clock
+        self.naming = Naming(job, self.tenure.judge.lease_time, self._clock)
         self._floor = 0
-        self._looked_at = clock()
+        self._looked_at = self._clock()
         self._damaged: Latest | None = None  # LATEST as it was before the damage that was logged
         advice = "make room there, or lower --keep"
         self._free_space = FreeSpace(job.storage, job.layout.epochs, job.layout.root, advice=advice)
@@ -93,7 +79,7 @@ class Publisher:
         self.latest_bytes: int | None = None
         self.published_save: str | None = None
         self.served_request: str | None = None
-        self.outcomes = Outcomes(job, epoch, wall=wall)
+        self.outcomes = Outcomes(job, self._epoch, self.tenure.wall)
 
     def recover(self) -> Manifest | None:
         """Read the records after a take-over; adopt or discard the versions above LATEST.
@@ -153,7 +139,7 @@ class Publisher:
     def check_room(self, save: WholeSave) -> None:
         """Raise NoRoomError if the disk lacks space; also raises the errors of :meth:`publish`."""
         self._free_space.check(
-            self._job.layout.actor(save.step), save, self._merge_options(), self._cancel
+            self._job.layout.actor(save.step), save, self._merge_options(), self.cancel
         )
 
     def check_finite(self, save: WholeSave) -> None:
@@ -185,7 +171,7 @@ class Publisher:
                 save,
                 folder,
                 options=self._merge_options(),
-                work=Work(self._cancel, progress, self._clock),
+                work=Work(self.cancel, progress, self._clock),
                 sequence=sequence,
             )
 
@@ -227,7 +213,7 @@ class Publisher:
                 update={"sequence": sequence, "rolled_back": back, "timings": {}}
             )
             try:
-                republish(self._job.storage, source, folder, manifest, cancel=self._cancel)
+                republish(self._job.storage, source, folder, manifest, cancel=self.cancel)
             except FileNotFoundError as error:
                 if not self._job.storage.exists(folder):
                     raise
@@ -260,7 +246,7 @@ class Publisher:
         folder = epoch.start_version(sequence)  # mkdir building/VERSION
         try:
             # Write publish.lock and rename it, without fsync, because the file is only a hint.
-            notice = PublishNotice(sequence=sequence, step=step, session=self._session)
+            notice = PublishNotice(sequence=sequence, step=step, session=self.tenure.session.id)
             epoch.replace_file(self._job.layout.publish_lock, encode(notice), durable=False)
             # Write the files, and then manifest.json. Fsync each file, and then the folder.
             manifest = build(folder, sequence)

@@ -13,6 +13,7 @@ from syncd.daemon.loop import Loop
 from syncd.daemon.notify import JobNotice
 from syncd.daemon.presence import Participants
 from syncd.daemon.telling.meter import MeterOf, unmetered
+from syncd.daemon.tenure import Tenure
 from syncd.daemon.turns import Turn
 from syncd.protocol.errors import (
     CancelledError,
@@ -245,26 +246,23 @@ class Service:
     def _serve(self, session: Session, lock: DaemonLock) -> None:
         epoch = Epoch.take_over(self._job)
         sweep_broken(self._job)
-        loop = Loop(
+        tenure = Tenure(
             self._job,
-            self._config,
             session,
-            lock,
+            epoch,
             # Merges may follow each other for hours, so this judge counts pauses to find dead
             # explorers. The grace of their leases is longer than any error of this judge.
             Judge(self._job.storage, self._lease_time, counts_pauses=True),
-            epoch,
-            cancel=self._check_stopping,
-            turn=self._turn,
-            notice=self._notice,
-            meter=self._meter,
+            self._check_stopping,
+            self._meter,
         )
+        loop = Loop(tenure, self._config, turn=self._turn, notice=self._notice)
         loop.begin()
         self._quiet_rounds = 0
         self._meter.active(yes=True)
         try:
             while not self._stopping:
-                self._round(loop)
+                self._round(loop, lock)
                 if self._participants.gone and self.is_idle and self._may_end():
                     DaemonEnds().tell(log)
                     self._stopping = True
@@ -276,13 +274,17 @@ class Service:
             if epoch.is_live():
                 loop.end()
 
-    def _round(self, loop: Loop) -> None:
+    def _round(self, loop: Loop, lock: DaemonLock) -> None:
         quiet, self._quiet_rounds = self._quiet_rounds, 0
         try:
             # Look for participants first, because participants that are gone now have written
             # everything. A participant that is alive may write again after the round.
             self._look_for_participants()
             self._look_at_rights()
+            if lock.lost:
+                raise SupersededError(
+                    f"another daemon has taken the lock of {self._job.layout.root}"
+                )
             loop.config = self._config  # any thread may replace self._config meanwhile
             if not loop.run_once().pending and not self._participants.alive:
                 self._quiet_rounds = quiet + 1

@@ -250,7 +250,7 @@ def test_saves_that_come_twice_in_the_time_of_a_merge_are_still_published(
     job.save(1, *values)
     published = set()
     with job.daemon(DaemonConfig(prune_steps=False), clock=clock) as loop:
-        loop._turn = Turn(Turns(clock=clock))
+        loop.turn = Turn(Turns(clock=clock))
         storage.rules.append(time_passes)
         for _ in range(8):
             loop.run_once()
@@ -270,12 +270,12 @@ def test_a_save_waits_for_its_turn_and_the_rest_of_the_round_does_not(job: Small
         loop.run_once()
         loop.run_once()
         job.save(3)
-        mine, loop._turn = loop._turn, Never()
+        mine, loop.turn = loop.turn, Never()
         loop.run_once()
         assert "concurrent_merges" in loop._journal.waiting_for
         assert not job.layout.step(1).exists()
         assert job.latest.step == 2
-        loop._turn = mine
+        loop.turn = mine
         loop.run_once()
     assert job.latest.step == 3
 
@@ -288,7 +288,7 @@ def test_a_loop_that_has_nothing_to_merge_lets_others_go_first(job: SmallJob) ->
             left.append(True)
 
     with job.daemon() as loop:
-        loop._turn = Noted()
+        loop.turn = Noted()
         loop.run_once()
         assert left
 
