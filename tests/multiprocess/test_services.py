@@ -89,7 +89,7 @@ class Fault(Exception):  # noqa: N818 - it is what a slip of ours would raise
 def test_a_fault_of_ours_in_one_is_not_the_end_of_the_other(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncd.daemon.host.keeper._AGAIN", 0.0)
+    monkeypatch.setattr("syncd.daemon.host.services._AGAIN", 0.0)
     memory = tmp_path / "shm"
     services = Services(job, DaemonConfig(memory_dir=memory, tick=0.1))
     first, failing = (keeper._service for keeper in services._keepers)
@@ -114,7 +114,7 @@ def test_a_fault_of_ours_in_one_is_not_the_end_of_the_other(
 def test_one_that_is_made_anew_works_by_what_was_read_again_meanwhile(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncd.daemon.host.keeper._AGAIN", 0.0)
+    monkeypatch.setattr("syncd.daemon.host.services._AGAIN", 0.0)
     memory, read = tmp_path / "shm", threading.Event()
     before = DaemonConfig(memory_dir=memory, tick=0.1, keep=3)
     made: list[Path] = []
@@ -147,7 +147,7 @@ def test_one_that_is_made_anew_works_by_what_was_read_again_meanwhile(
 def test_a_fault_of_ours_is_not_the_end_of_the_daemon_of_one_job(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncd.daemon.host.keeper._AGAIN", 0.0)
+    monkeypatch.setattr("syncd.daemon.host.services._AGAIN", 0.0)
     services = Services(job, DaemonConfig(tick=0.1))
     failing = services._keepers[0]._service
 
