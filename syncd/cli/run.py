@@ -93,8 +93,7 @@ def _load(file: Path | None, said: dict[str, GivenValue]) -> Configuration:
 def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | RootServices:
     """Make the daemons; their hang guard and metrics run until the stack is closed."""
     config, root = configuration.current.config, configuration.current.root
-    manager = ServiceManager.of_environment()
-    guard = HangGuard(config.hang_time, manager, together=root is None)
+    guard = HangGuard(config.hang_time, ServiceManager.of_environment(), together=root is None)
     stack.enter_context(guard)
     read_again = configuration.again
     each_tick: Callable[[], None] = _nothing
@@ -111,26 +110,10 @@ def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | Roo
         read_again = _noting(configuration, lambda: metrics.reloaded.set(configuration.whole))
         each_tick, meter_of, forget = exporter.tick, metrics.of_job, metrics.forget_job
     if root is None:
-        return Services(
-            configuration.current.job,
-            config,
-            read_again=read_again,
-            each_tick=each_tick,
-            meter_of=meter_of,
-            manager=manager,
-            guard=guard,
-        )
+        job = configuration.current.job
+        return Services(job, config, guard, read_again, each_tick, meter_of)
     RootServed(root).tell(log)
-    return RootServices(
-        root,
-        config,
-        read_again=read_again,
-        each_tick=each_tick,
-        meter_of=meter_of,
-        forget=forget,
-        manager=manager,
-        guard=guard,
-    )
+    return RootServices(root, config, guard, read_again, each_tick, meter_of, forget)
 
 
 def _nothing(*_: object) -> None:

@@ -10,6 +10,7 @@ import faulthandler
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Concatenate, Final, ParamSpec, Self, TypeVar
 
@@ -26,6 +27,7 @@ _SIGNS: Final = 10
 _STDERR: Final = 2
 
 
+@dataclass
 class HangGuard:
     """Ends this process if one of its jobs makes no progress for ``hang_time`` seconds.
 
@@ -39,19 +41,14 @@ class HangGuard:
     cannot end a stopped process (SIGSTOP): use the service manager's watchdog for this.
     """
 
-    def __init__(
-        self,
-        hang_time: float,
-        manager: ServiceManager,
-        *,
-        together: bool = True,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self.hang_time = hang_time
-        self._which = min if together else max
-        self._manager = manager
-        self._clock = clock
-        wanted = min(hang_time, manager.watchdog or hang_time)
+    hang_time: float
+    manager: ServiceManager = field(default_factory=ServiceManager)
+    together: bool = True
+    clock: Clock = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._which = min if self.together else max
+        wanted = min(self.hang_time, self.manager.watchdog or self.hang_time)
         self._often = min(wanted / _SIGNS, LONGEST_SILENCE)
         self._answered: dict[str, float] = {}
         self._changing = threading.Lock()
@@ -73,11 +70,11 @@ class HangGuard:
     def watch(self, job: str) -> Callable[[], None]:
         """Expect progress of a job from now on; return the callback that reports progress."""
         with self._changing:
-            self._answered[job] = self._clock()
+            self._answered[job] = self.clock()
 
         def answered() -> None:
             if job in self._answered:
-                now = self._answered[job] = self._clock()
+                now = self._answered[job] = self.clock()
                 if now >= self._next:
                     self._tell(now)
 
@@ -85,7 +82,7 @@ class HangGuard:
 
     def silence(self, job: str) -> float:
         """Seconds since a job's last progress; 0 if no progress is expected."""
-        now = self._clock()
+        now = self.clock()
         return now - self._answered.get(job, now)
 
     def forget(self, job: str) -> None:
@@ -101,7 +98,7 @@ class HangGuard:
             left = self.hang_time - (now - self._which(self._answered.values(), default=now))
             if left > 0:
                 self._arm(left)
-                self._manager.alive()
+                self.manager.alive()
         finally:
             self._changing.release()
 

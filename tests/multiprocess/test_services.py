@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from explorer_hooks.reader import Reader
-from syncd.daemon.config import DaemonConfig
+from syncd.daemon.config import RunConfig
 from syncd.daemon.host.services import Services
 from syncd.daemon.telling.meter import Meter
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
@@ -91,7 +91,7 @@ def test_a_fault_of_ours_in_one_is_not_the_end_of_the_other(
 ) -> None:
     monkeypatch.setattr("syncd.daemon.host.services._AGAIN", 0.0)
     memory = tmp_path / "shm"
-    services = Services(job, DaemonConfig(memory_dir=memory, tick=0.1))
+    services = Services(job, RunConfig(memory_dir=memory, tick=0.1))
     first, failing = (keeper._service for keeper in services._keepers)
     runs: list[int] = []
 
@@ -116,7 +116,7 @@ def test_one_that_is_made_anew_works_by_what_was_read_again_meanwhile(
 ) -> None:
     monkeypatch.setattr("syncd.daemon.host.services._AGAIN", 0.0)
     memory, read = tmp_path / "shm", threading.Event()
-    before = DaemonConfig(memory_dir=memory, tick=0.1, keep=3)
+    before = RunConfig(memory_dir=memory, tick=0.1, keep=3)
     made: list[Path] = []
 
     class Failing(Meter):
@@ -131,7 +131,7 @@ def test_one_that_is_made_anew_works_by_what_was_read_again_meanwhile(
             assert read.wait(DEADLINE)
         return Failing() if made.count(memory) == 1 and job.layout.root == memory else Meter()
 
-    def read_again() -> DaemonConfig:
+    def read_again() -> RunConfig:
         read.set()
         return before.model_copy(update={"keep": 1})
 
@@ -148,7 +148,7 @@ def test_a_fault_of_ours_is_not_the_end_of_the_daemon_of_one_job(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("syncd.daemon.host.services._AGAIN", 0.0)
-    services = Services(job, DaemonConfig(tick=0.1))
+    services = Services(job, RunConfig(tick=0.1))
     failing = services._keepers[0]._service
 
     def fail() -> None:
@@ -163,14 +163,14 @@ def test_a_fault_of_ours_is_not_the_end_of_the_daemon_of_one_job(
 @pytest.mark.parametrize("memory", [".", "inside", ".."])
 def test_a_memory_directory_must_be_apart_from_the_job(job: Path, memory: str) -> None:
     with pytest.raises(InvalidSettingsError, match="overlap"):
-        Services(job, DaemonConfig(memory_dir=job / memory))
+        Services(job, RunConfig(memory_dir=job / memory))
 
 
 def test_a_memory_directory_that_cannot_be_made_is_said_at_the_start(
     job: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(JobUnavailableError, match="cannot create the memory directory"):
-        Services(job, DaemonConfig(memory_dir=tmp_path / "not" / "there"))
+        Services(job, RunConfig(memory_dir=tmp_path / "not" / "there"))
 
 
 # -- the end -----------------------------------------------------------------------------------

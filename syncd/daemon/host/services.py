@@ -17,7 +17,6 @@ from typing import Final
 from syncd.daemon.config import DaemonConfig, RunConfig
 from syncd.daemon.hang import HangGuard
 from syncd.daemon.host.discovery import LOOK, Discovery
-from syncd.daemon.notify import ServiceManager
 from syncd.daemon.service import Service
 from syncd.daemon.telling.meter import MeterOf, unmetered
 from syncd.daemon.turns import Turn, Turns
@@ -142,16 +141,52 @@ class Keeper:
             time.sleep(_POLL)
 
 
-class Services:
-    """The daemons of a job and of its memory directory, in one process.
+@dataclass
+class Host:
+    """A process that serves jobs.
 
-    Each daemon has its own thread, so that one daemon's failure does not affect the other daemon.
-
-    Args:
+    Attributes:
         config: if ``shared_group`` is set, the umask of this process changes.
         read_again: called after :meth:`reload`; returns the new configuration, or None to keep the
             old one. Keys that are not in ``LIVE_KEYS`` must keep their old values.
-        each_tick: called between two rounds of the first job, on its thread.
+        each_tick: called about once a second, or between two rounds of a single job.
+        forget: called with a job that is no longer served.
+    """
+
+    root: Path
+    config: RunConfig
+    guard: HangGuard | None = None
+    read_again: Callable[[], RunConfig | None] = lambda: None
+    each_tick: Callable[[], None] = lambda: None
+    meter_of: MeterOf = unmetered
+    forget: Callable[[Path], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        self._guard = self.guard or HangGuard(self.config.hang_time)
+        self._manager = self._guard.manager
+        self._reload_asked = False
+        if self.config.shared_group is not None:  # let the umask keep the group's permission bits
+            os.umask(os.umask(0o077) & ~0o070)
+
+    def _tick(self) -> None:
+        self.each_tick()
+        if not self._reload_asked:
+            return
+        self._reload_asked = False
+        with self._manager.reloading():
+            if (config := self.read_again()) is not None:
+                self.config = config
+                self._reloaded(config)
+
+    def _reloaded(self, config: RunConfig) -> None:
+        """Apply a configuration."""
+        raise NotImplementedError
+
+
+class Services(Host):
+    """The daemons of a job and of its memory directory, in one process.
+
+    Each daemon has its own thread, so that one daemon's failure does not affect the other daemon.
 
     Raises:
         InvalidSettingsError: one of the two directories is inside the other, or their group cannot
@@ -159,33 +194,17 @@ class Services:
         JobUnavailableError: a directory does not exist, or this user may not write to it.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        config: DaemonConfig,
-        *,
-        read_again: Callable[[], DaemonConfig | None] = lambda: None,
-        each_tick: Callable[[], None] = lambda: None,
-        meter_of: MeterOf = unmetered,
-        manager: ServiceManager | None = None,
-        guard: HangGuard | None = None,
-    ) -> None:
-        self._manager = manager or ServiceManager()
-        self._guard = guard or HangGuard(config.hang_time, self._manager)
-        share_what_is_made(config)
-        self._reload_asked = False
-        self._read_again = read_again
-        self._each_tick = each_tick
-        self._meter_of = meter_of
-        told = [(root, config)]
-        if config.memory_dir is not None:
-            memory = config.memory_dir.absolute()
-            _check_apart(root, memory)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        configs = {self.root: self.config}
+        if self.config.memory_dir is not None:
+            memory = self.config.memory_dir.absolute()
+            _check_apart(self.root, memory)
             _make(memory)
-            told.append((memory, _for_memory(config)))
+            configs[memory] = _for_memory(self.config)
         self._keepers = [
-            Keeper(job, one, partial(self._service, number, job), self._guard)
-            for number, (job, one) in enumerate(told)
+            Keeper(job, config, partial(self._service, number, job), self._guard)
+            for number, (job, config) in enumerate(configs.items())
         ]
         for keeper in self._keepers:
             keeper.prepare()
@@ -228,21 +247,12 @@ class Services:
             answered=self._guard.watch(str(root)),
             notice=self._manager.job(str(root)),
             each_tick=(lambda: None) if number else self._tick,
-            meter_of=self._meter_of,
+            meter_of=self.meter_of,
         )
 
-    def _tick(self) -> None:
-        self._each_tick()
-        if not self._reload_asked:
-            return
-        self._reload_asked = False
-        with self._manager.reloading():
-            config = self._read_again()
-            if config is None:
-                return
-            told = (config, _for_memory(config))
-            for keeper, one in zip(self._keepers, told, strict=False):
-                keeper.reload(one)
+    def _reloaded(self, config: RunConfig) -> None:
+        for keeper, one in zip(self._keepers, (config, _for_memory(config)), strict=False):
+            keeper.reload(one)
 
 
 @dataclass(slots=True)
@@ -254,7 +264,7 @@ class _Served:
     hangs: bool = False
 
 
-class RootServices:
+class RootServices(Host):
     """The daemons of all jobs in a folder, in one process.
 
     Each job has its own thread. :meth:`run` itself does not call storage. So even if storage hangs,
@@ -263,62 +273,38 @@ class RootServices:
     If a job makes no progress for ``hang_time``, its heartbeats end, so that another host's daemon
     may take over. When the job's thread no longer hangs, this process serves the job again.
 
-    Args:
-        read_again: called after :meth:`reload`; see :class:`Services`.
-        each_tick: called about once a second.
-        forget: called with a job that is no longer served.
-        guard: must be made with ``together=False``.
+    The guard must be made with ``together=False``.
 
     Raises:
         InvalidSettingsError: the configuration has a key that is allowed only for a single job.
         JobUnavailableError: the folder does not exist.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        config: RunConfig,
-        *,
-        read_again: Callable[[], DaemonConfig | None] = lambda: None,
-        each_tick: Callable[[], None] = lambda: None,
-        meter_of: MeterOf = unmetered,
-        forget: Callable[[Path], None] = lambda _: None,
-        manager: ServiceManager | None = None,
-        guard: HangGuard | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
         for key in ("memory_dir", "exit_when_idle"):
-            if getattr(config, key):
+            if getattr(self.config, key):
                 raise InvalidSettingsError(
-                    f"{key} is only for a single job, but root = {root} is a folder of many "
+                    f"{key} is only for a single job, but root = {self.root} is a folder of many "
                     "jobs. Leave out one of these two keys"
                 )
-        root = root.absolute()
-        if not root.is_dir():
-            raise no_folder(root)
-        share_what_is_made(config)
-        self._root = root
-        self._config: DaemonConfig = config
-        self._read_again = read_again
-        self._each_tick = each_tick
-        self._meter_of = meter_of
-        self._forget = forget
-        self._manager = manager or ServiceManager()
-        self._guard = guard or HangGuard(config.hang_time, self._manager, together=False)
-        self._notice = self._manager.job(str(root))
-        self._turns = Turns(config.concurrent_merges, self._guard.silence)
+        self.root = self.root.absolute()
+        if not self.root.is_dir():
+            raise no_folder(self.root)
+        super().__post_init__()
+        self._notice = self._manager.job(str(self.root))
+        self._turns = Turns(self.config.concurrent_merges, self._guard.silence)
         self._waker = Watcher({})
         self._discovery = Discovery(
-            root,
-            config.pointer,
+            self.root,
+            self.config.pointer,
             changed=self._waker.wake,
             # An idle daemon must not seem to hang.
-            every=min(LOOK, config.hang_time / 4),
-            answered=self._guard.watch(str(root)),
+            every=min(LOOK, self.config.hang_time / 4),
+            answered=self._guard.watch(str(self.root)),
         )
-        self._served: dict[str, _Served] = {}
+        self._served: dict[Path, _Served] = {}
         self._repeats = Repeats()
         self._stopping = False
-        self._reload_asked = False
 
     def stop(self) -> None:
         """Ask :meth:`run` to return; any thread or signal handler may call this."""
@@ -341,8 +327,7 @@ class RootServices:
             try:
                 while not self._stopping:
                     self._waker.wait(_LOOK)
-                    self._each_tick()
-                    self._reload_if_asked()
+                    self._tick()
                     self._discovery.supervise()
                     self._follow()
                     self._give_up_what_hangs()
@@ -351,28 +336,32 @@ class RootServices:
                 ended = self._end()
         return ended
 
+    def _reloaded(self, config: RunConfig) -> None:
+        for served in self._served.values():
+            served.keeper.reload(config)
+
     def _follow(self) -> None:
-        found = self._discovery.jobs
-        if found is None:
+        names = self._discovery.jobs
+        if names is None:
             return
+        jobs = {self.root / name for name in names}
         before = len(self._served)
-        for name, served in list(self._served.items()):
+        for path, served in list(self._served.items()):
             if not served.thread.is_alive():  # the job was given up, or no longer hangs
-                del self._served[name]
+                del self._served[path]
                 served.turn.forget()
-                self._forget(self._root / name)
-            elif name not in found and not served.leaves:
+                self.forget(path)
+            elif path not in jobs and not served.leaves:
                 served.leaves = True
-                path = self._root / name
                 JobGone(path).tell(log)
                 served.keeper.stop()
-        for name in sorted(found - self._served.keys()):
-            begun = self._serve(self._root / name)
+        for path in sorted(jobs - self._served.keys()):
+            begun = self._serve(path)
             if begun is None:
                 break
-            self._served[name] = begun
+            self._served[path] = begun
         if len(self._served) != before or not before:
-            self._notice.status(f"jobs in {self._root}: {len(self._served)}")
+            self._notice.status(f"jobs in {self.root}: {len(self._served)}")
         self._notice.ready()
 
     def _serve(self, path: Path) -> _Served | None:
@@ -386,10 +375,10 @@ class RootServices:
                 may_end=lambda: False,
                 answered=self._guard.watch(str(path)),
                 turn=turn,
-                meter_of=self._meter_of,
+                meter_of=self.meter_of,
             )
 
-        keeper = Keeper(path, self._config, make, self._guard)
+        keeper = Keeper(path, self.config, make, self._guard)
         turn.wake = keeper.wake
         # A daemon thread, because a thread that waits for storage must not delay the exit.
         thread = threading.Thread(target=keeper.serve, name=f"{JOB_THREAD}{path}", daemon=True)
@@ -404,8 +393,7 @@ class RootServices:
         return _Served(keeper, thread, turn)
 
     def _give_up_what_hangs(self) -> None:
-        for name, served in self._served.items():
-            path = self._root / name
+        for path, served in self._served.items():
             silence = self._guard.silence(str(path))
             if served.hangs or silence < self._guard.hang_time:
                 continue
@@ -414,23 +402,11 @@ class RootServices:
             # In a new thread, because this call may hang too.
             threading.Thread(target=_give_up, args=[served.keeper], daemon=True).start()
 
-    def _reload_if_asked(self) -> None:
-        if not self._reload_asked:
-            return
-        self._reload_asked = False
-        with self._manager.reloading():
-            config = self._read_again()
-            if config is not None:
-                self._config = config
-                for served in self._served.values():
-                    served.keeper.reload(config)
-
     def _end(self) -> bool:
         patience = min(_LAST_PATIENCE, self._guard.hang_time / 2)
         for served in self._served.values():
             served.keeper.stop()
-        for name, served in self._served.items():
-            path = self._root / name
+        for path, served in self._served.items():
             while served.thread.is_alive():
                 if self._guard.silence(str(path)) >= patience:
                     JobAbandoned(path, self._guard.silence(str(path))).tell(log)
@@ -455,13 +431,7 @@ def _stack_of(thread: threading.Thread) -> str:
     return ", called by ".join(f"{one.name} ({one.filename}:{one.lineno})" for one in calls)
 
 
-def share_what_is_made(config: DaemonConfig) -> None:
-    """If ``shared_group`` is set, let this process's umask keep the group's permission bits."""
-    if config.shared_group is not None:
-        os.umask(os.umask(0o077) & ~0o070)
-
-
-def _for_memory(config: DaemonConfig) -> DaemonConfig:
+def _for_memory(config: RunConfig) -> RunConfig:
     """The configuration for the memory directory, which has no full checkpoints and no deltas.
 
     By default its versions have the trainer's names, because such a version is the trainer's own
