@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.daemon.config import DaemonConfig, RunConfig
-from syncd.daemon.hang import HangGuard
+from syncd.daemon.hang import AnsweredStorage, HangGuard
 from syncd.daemon.host.discovery import LOOK, Discovery
 from syncd.daemon.service import Service
 from syncd.daemon.telling.meter import MeterOf, unmetered
@@ -162,6 +162,7 @@ class Host:
     forget: Callable[[Path], None] = lambda _: None
 
     def __post_init__(self) -> None:
+        self.root = self.root.absolute()
         self._guard = self.guard or HangGuard(self.config.hang_time)
         self._manager = self._guard.manager
         self._reload_asked = False
@@ -243,8 +244,8 @@ class Services(Host):
         return Service(
             root,
             config,
-            may_end=may_end,
-            answered=self._guard.watch(str(root)),
+            AnsweredStorage(root, self._guard.watch(str(root))),
+            may_end,
             notice=self._manager.job(str(root)),
             each_tick=(lambda: None) if number else self._tick,
             meter_of=self.meter_of,
@@ -287,10 +288,9 @@ class RootServices(Host):
                     f"{key} is only for a single job, but root = {self.root} is a folder of many "
                     "jobs. Leave out one of these two keys"
                 )
-        self.root = self.root.absolute()
+        super().__post_init__()
         if not self.root.is_dir():
             raise no_folder(self.root)
-        super().__post_init__()
         self._notice = self._manager.job(str(self.root))
         self._turns = Turns(self.config.concurrent_merges, self._guard.silence)
         self._waker = Watcher({})
@@ -372,8 +372,8 @@ class RootServices(Host):
             return Service(
                 path,
                 config,
+                AnsweredStorage(path, self._guard.watch(str(path))),
                 may_end=lambda: False,
-                answered=self._guard.watch(str(path)),
                 turn=turn,
                 meter_of=self.meter_of,
             )
