@@ -130,7 +130,7 @@ class Observation:
     announced_step: int | None = None
     living: Collection[str] = ()
     pause: Pause | None = None
-    rollbacks: tuple[RollbackRequest, ...] = ()
+    rollbacks: Sequence[RollbackRequest] = ()
     served_request: str | None = None
     delta_versions: Collection[int] = ()
 

@@ -11,10 +11,9 @@ from typing import Final
 
 from syncd.checkpoint.save import Save, Unfinished, is_saved_over
 from syncd.checkpoint.step_save import look_into_step
-from syncd.daemon.complaints import LetBe
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import DeltaSeen, LeaseSeen, Observation, Pointer, PointerState
-from syncd.daemon.steering import Steering
+from syncd.daemon.steering import LetBe, Steering
 from syncd.daemon.steps import LOOK_AGAIN, Steps
 from syncd.protocol.errors import RecordError
 from syncd.protocol.names import (
@@ -30,7 +29,7 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import SaveOutcome, parse
 from syncd.protocol.reports import TrainerReport
-from syncd.storage.errnos import is_gone, is_refused_here
+from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Signature
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout
@@ -59,6 +58,7 @@ class Known:
     sessions: Collection[str] = ()
 
 
+@dataclass
 class Scanner:
     """Scans one job, and remembers results that need not be read again.
 
@@ -66,19 +66,16 @@ class Scanner:
         dead_benches: the names in ``bench/`` that are no live session.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        pointer: str,
-        judge: Judge,
-        *,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._job = job
-        self._pointer_file = job.layout.root / pointer
-        self._longest_tick = judge.lease_time / 4
-        self._lookout = Lookout(judge, job.layout, tick=self._longest_tick, clock=clock)
-        self._clock = clock
+    job: Job
+    pointer: str
+    judge: Judge
+    clock: Clock = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._storage, self._layout = self.job.storage, self.job.layout
+        self._pointer_file = self._layout.root / self.pointer
+        self._longest_tick = self.judge.lease_time / 4
+        self._lookout = Lookout(self.judge, self._layout, tick=self._longest_tick, clock=self.clock)
         self._save: Save | None = None
         self._save_since = 0.0
         self._looked: object = None  # pointer and save as they were at the last look
@@ -89,28 +86,28 @@ class Scanner:
         self._benches: list[str] = []
         self.dead_benches: list[str] = []
         self._delta_bytes: dict[int, int] = {}  # a delta never changes
-        self._steps = Steps(job, clock=clock)
-        self._let_be = LetBe(clock=clock)
-        self._steering = Steering(job)
+        self._steps = Steps(self.job, self.clock)
+        self._let_be = LetBe(clock=self.clock)
+        self._steering = Steering(self.job)
         self._below: str | None = None  # a hint about a job in a subfolder, once looked for
 
     def scan(self, known: Known, config: DaemonConfig) -> Observation:
         """Scan once; JobUnavailableError if the job's folder, or ``.syncd`` in it, is missing."""
-        self._job.check_is_there()
+        self.job.check_is_there()
         self._lookout.tick = min(config.tick, self._longest_tick)
         pointer, pointer_key = self._pointer(self._pointer_file)
-        checkpoint, checkpoint_key = self._pointer(self._job.layout.checkpoint_pointer)
+        checkpoint, checkpoint_key = self._pointer(self._layout.checkpoint_pointer)
         self._look_at_pointed(pointer, pointer_key, known)
         benched = self._benched()
         save = self._save
         outcome = known.outcomes.get(save.step) if save else None
-        versions = self._versions(self._job.layout.published)
-        lease_folders = self._versions(self._job.layout.leases)
+        versions = self._versions(self._layout.published)
+        lease_folders = self._versions(self._layout.leases)
         # A listing may be outdated, so look up the lease folder of each version that seems retired.
         lease_folders += tuple(
             sequence
             for sequence in sorted(set(versions).difference(lease_folders))
-            if self._job.storage.exists(self._job.layout.lease_folder(sequence))
+            if self._storage.exists(self._layout.lease_folder(sequence))
         )
         steps, unrecorded, vanished = self._steps.look(
             pointer, (pointer_key, checkpoint_key, known.published_save, config), known.outcomes
@@ -120,7 +117,7 @@ class Scanner:
             checkpoint=checkpoint,
             instead=self._instead(known) if pointer.state is PointerState.MISSING else "",
             save=save,
-            save_still_for=self._clock() - self._save_since,
+            save_still_for=self.clock() - self._save_since,
             quarantined=outcome is not None
             and save is not None
             and outcome.outcome == "quarantined"
@@ -164,11 +161,11 @@ class Scanner:
         This method asks the server, because the step's folder is already in the trash. It opens
         each file twice, because on some storage the first open may still find the old file.
         """
-        for folder in (self._job.layout.root, self._job.layout.state):
-            self._job.storage.refresh(folder)
+        for folder in (self._layout.root, self._layout.state):
+            self._storage.refresh(folder)
         for _ in range(2):
             pointer, _ = self._pointer(self._pointer_file)
-            checkpoint, _ = self._pointer(self._job.layout.checkpoint_pointer)
+            checkpoint, _ = self._pointer(self._layout.checkpoint_pointer)
             announced = self._announced()
         if pointer.step is None:
             return True
@@ -179,7 +176,7 @@ class Scanner:
 
     def _pointer(self, path: Path) -> tuple[Pointer, Signature | None]:
         try:
-            content, key = self._job.storage.read_with_signature(path, _POINTER_LIMIT)
+            content, key = self._storage.read_with_signature(path, _POINTER_LIMIT)
         except OSError as error:
             if is_gone(error):
                 return Pointer(PointerState.MISSING), None
@@ -192,11 +189,8 @@ class Scanner:
         return Pointer(PointerState.STEP, step), key
 
     def _instead(self, known: Known) -> str:
-        name = (
-            STATE_POINTER if self._pointer_file.name == CHECKPOINT_POINTER else CHECKPOINT_POINTER
-        )
-        there = self._job.storage.exists(self._job.layout.root / name)
-        if there:
+        (name,) = {STATE_POINTER, CHECKPOINT_POINTER} - {self.pointer}
+        if self._storage.exists(self._layout.root / name):
             return f"{name} is there: give --pointer {name}"
         if known.latest:
             return ""
@@ -205,7 +199,7 @@ class Scanner:
         return self._below
 
     def _job_below(self) -> str:
-        root, storage = self._job.layout.root, self._job.storage
+        root, storage = self._layout.root, self._storage
         names = sorted(name for name in storage.names(root) if not name.startswith("."))
         for name in names[:_MOST_BELOW]:
             try:
@@ -224,17 +218,17 @@ class Scanner:
         if (
             self._settled == (key, known.published_save)
             and self._save is not None
-            and self._clock() - self._settled_at < LOOK_AGAIN
+            and self.clock() - self._settled_at < LOOK_AGAIN
         ):
             return
-        save = look_into_step(self._job.storage, self._job.layout.step(pointer.step), pointer.step)
+        save = look_into_step(self._storage, self._layout.step(pointer.step), pointer.step)
         outcome = known.outcomes.get(save.step)
         if (
             outcome is not None
             and outcome.outcome == "published"
             and is_saved_over(save.identity or "", outcome.identity)
         ):
-            actor = self._job.layout.actor(save.step)
+            actor = self._layout.actor(save.step)
             why = (
                 f"a trainer is saving into {actor} again: the .distcp files changed, but "
                 f"{DCP_METADATA}, the last file, did not. If the save is complete, run 'touch' on "
@@ -245,7 +239,7 @@ class Scanner:
             self._save.step,
             self._save.known_as,
         ):
-            self._save_since = self._clock()
+            self._save_since = self.clock()
         self._save = save
         settled = save.identity is not None and (
             save.identity == known.published_save
@@ -260,39 +254,35 @@ class Scanner:
         before, self._looked = self._looked, (key, save.identity)
         settled = settled and before == self._looked
         self._settled = (key, known.published_save) if settled else None
-        self._settled_at = self._clock()
+        self._settled_at = self.clock()
 
     def _versions(self, folder: Path) -> tuple[int, ...]:
-        found = (parse_version_folder(name) for name in self._job.storage.names(folder))
+        found = (parse_version_folder(name) for name in self._storage.names(folder))
         return tuple(sequence for sequence in found if sequence is not None)
 
     def _deltas(self) -> tuple[DeltaSeen, ...]:
-        folder = self._job.layout.deltas
-        try:
-            found = {parse_delta_folder(name) for name in self._job.storage.names(folder)} - {None}
-            before = self._delta_bytes
+        before, folder = self._delta_bytes, self._layout.deltas
+        seen: list[tuple[int, int]] = []
+        with self._let_be.ignoring(folder):
+            found = map(parse_delta_folder, self._storage.names(folder))
             self._delta_bytes = {
                 sequence: before[sequence] if sequence in before else self._size(sequence)
                 for sequence in found
                 if sequence is not None
             }
-        except OSError as error:
-            if not is_refused_here(error):
-                raise
-            self._let_be.say(folder, error)
-            return ()
-        return tuple(DeltaSeen(*item) for item in sorted(self._delta_bytes.items()))
+            seen = sorted(self._delta_bytes.items())
+        return tuple(DeltaSeen(*item) for item in seen)
 
     def _size(self, sequence: int) -> int:
-        folder = self._job.layout.delta(sequence)
-        found = (self._job.storage.status(folder / n) for n in self._job.storage.names(folder))
+        folder = self._layout.delta(sequence)
+        found = (self._storage.status(folder / name) for name in self._storage.names(folder))
         return sum(status.st_size for status in found if status is not None)
 
     def _leases(self, sequences: tuple[int, ...], others: Collection[str]) -> list[LeaseSeen]:
         held = [
             (sequence, marker, parsed[1] if parsed else None)
             for sequence in sequences
-            for marker in self._markers(self._job.layout.lease_folder(sequence))
+            for marker in self._markers(self._layout.lease_folder(sequence))
             for parsed in [parse_lease_marker(marker)]
         ]
         sessions = {session for _, _, session in held if session}
@@ -300,7 +290,7 @@ class Scanner:
         living = frozenset(who for who, seen in liveness.items() if seen is Liveness.ALIVE)
         self._living = living
         self.dead_benches = [name for name in self._benches if name and name not in living]
-        now = self._clock()
+        now = self.clock()
         dead = liveness.keys() - living
         self._dead_since = {name: self._dead_since.get(name, now) for name in dead}
         found: list[LeaseSeen] = []
@@ -314,11 +304,11 @@ class Scanner:
         """The steps that explorers build or evaluate."""
 
         def listed(folder: Path) -> list[str]:
-            if refreshed and self._job.storage.may_change(folder):
-                self._job.storage.refresh(folder)
+            if refreshed and self._storage.may_change(folder):
+                self._storage.refresh(folder)
             return self._markers(folder)
 
-        bench = self._job.layout.bench
+        bench = self._layout.bench
         self._benches = listed(bench)
         builds = (name for session in self._benches for name in listed(bench / session))
         steps = (parse_step_folder(name.partition("-")[0]) for name in builds)
@@ -326,18 +316,15 @@ class Scanner:
 
     def _markers(self, folder: Path) -> list[str]:
         """The names of leases or builds; an unreadable folder counts as one unnamed lease."""
-        try:
-            return self._job.storage.names(folder)
-        except OSError as error:
-            if not is_refused_here(error):
-                raise
-            self._let_be.say(folder, error)
-            return [""]
+        names = [""]
+        with self._let_be.ignoring(folder):
+            names[:] = self._storage.names(folder)
+        return names
 
     def _announced(self) -> int | None:
-        path = self._job.layout.trainer_report
+        path = self._layout.trainer_report
         try:
-            return parse(TrainerReport, self._job.storage.read(path), path).step or 0
+            return parse(TrainerReport, self._storage.read(path), path).step or 0
         except RecordError:
             return 0  # the report is unreadable: prune nothing
         except OSError as error:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.save import Save
 from syncd.checkpoint.step_save import look_into_step
-from syncd.daemon.complaints import LetBe
 from syncd.daemon.decide import Pointer, StepSeen
+from syncd.daemon.steering import LetBe
 from syncd.protocol.names import (
     ACTOR,
     CRITIC,
@@ -27,7 +28,6 @@ from syncd.protocol.names import (
     is_resumable_state,
 )
 from syncd.protocol.records import SaveOutcome
-from syncd.storage.errnos import is_refused_here
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock
@@ -39,12 +39,14 @@ _AT_A_TIME: Final = 64
 LOOK_AGAIN: Final = 60.0
 
 
+@dataclass
 class Steps:
     """Looks into step folders in turn."""
 
-    def __init__(self, job: Job, *, clock: Clock) -> None:
-        self._job = job
-        self._clock = clock
+    job: Job
+    clock: Clock
+
+    def __post_init__(self) -> None:
         self._key: object = None
         self._at = 0.0
         self._due: deque[int] = deque()
@@ -53,7 +55,7 @@ class Steps:
         self._passed: frozenset[int] = frozenset()
         #: Step and save → the pointer when this later save was first seen below it.
         self._saved_again: dict[tuple[int, str | None], int] = {}
-        self._let_be = LetBe(clock=clock)
+        self._let_be = LetBe(clock=self.clock)
 
     @property
     def has_more(self) -> bool:
@@ -79,11 +81,10 @@ class Steps:
         for _ in range(min(_AT_A_TIME, len(self._due))):
             step = self._due.popleft()
             outcome = outcomes.get(step)
-            try:
+            folder = self.job.layout.step(step)
+            with self._let_be.ignoring(folder):
                 if outcome is not None:
-                    look = look_at_step(
-                        self._job.storage, self._job.layout.step(step), step, outcome
-                    )
+                    look = look_at_step(self.job.storage, folder, step, outcome)
                     if look is None:
                         vanished.append(step)
                         continue
@@ -92,7 +93,7 @@ class Steps:
                         continue
                     # else the step was saved again, and the pointer may have passed that save too
                 if pointer.step is not None and step < pointer.step:
-                    save = self._skipped_save(step)
+                    save = self._skipped_save(folder, step)
                     # Without receipts, a trainer may be writing there in place at this moment,
                     # unless the pointer has moved up since the save looked the same.
                     if save is not None and (
@@ -102,10 +103,6 @@ class Steps:
                         < pointer.step
                     ):
                         unrecorded.append(save)
-            except OSError as error:
-                if not is_refused_here(error):
-                    raise
-                self._let_be.say(self._job.layout.step(step), error)
         return tuple(seen), tuple(unrecorded), tuple(vanished)
 
     def _refill(self, pointer: Pointer, key: object, outcomes: Mapping[int, SaveOutcome]) -> None:
@@ -114,12 +111,12 @@ class Steps:
         The newest folders come first. Then an unfinished cycle continues, so that old folders get
         their turn even if the pointers move often.
         """
-        now = self._clock()
+        now = self.clock()
         moved = key != self._key
         is_time = not self._due and now - self._at >= LOOK_AGAIN
         if not (moved or is_time or (self._again and not self._due)):
             return
-        steps = set(step_folders(self._job))
+        steps = set(step_folders(self.job))
         self._note_passed(pointer, steps, is_time=is_time)
         ordered = sorted(steps | outcomes.keys(), reverse=True)
         if self._due:
@@ -145,12 +142,11 @@ class Steps:
         elif before != pointer.step or is_time:
             self._passed = frozenset()
 
-    def _skipped_save(self, step: int) -> Save | None:
+    def _skipped_save(self, folder: Path, step: int) -> Save | None:
         """The save of a step below the pointer, if the save counts as skipped."""
-        folder = self._job.layout.step(step)
-        if self._job.storage.exists(folder / FULL) or self._job.storage.exists(folder / SAVING):
+        if any(self.job.storage.exists(folder / mark) for mark in (FULL, SAVING)):
             return None
-        save = look_into_step(self._job.storage, folder, step)
+        save = look_into_step(self.job.storage, folder, step)
         passed = bool(save.receipts) or step in self._passed
         return save if save.identity is not None and passed else None
 
