@@ -14,7 +14,7 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Decision
 from syncd.daemon.delta_maker import DeltaWork
 from syncd.daemon.loop import Loop
-from syncd.daemon.telling.meter import Meter
+from syncd.daemon.telling.journal import Meter
 from syncd.daemon.tenure import Tenure
 from syncd.protocol.errors import SupersededError
 from syncd.protocol.journal_lines import AuditLine

@@ -25,7 +25,7 @@ from syncd.daemon.configuration import (
 from syncd.daemon.hang import HangGuard
 from syncd.daemon.host.services import RootServices, Services
 from syncd.daemon.notify import ServiceManager
-from syncd.daemon.telling.meter import MeterOf, unmetered
+from syncd.daemon.telling.journal import MeterOf, unmetered
 from syncd.deltas.making import why_not_here
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.events import Misspelt, RootServed
@@ -101,8 +101,7 @@ def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | Roo
     forget: Callable[[Path], None] = _nothing
     if config.metrics_port or config.metrics_textfile is not None:
         # Imported here, so that a daemon without metrics needs less memory.
-        from syncd.daemon.telling.metrics import Metrics  # noqa: PLC0415
-        from syncd.daemon.telling.metrics_export import Exporter  # noqa: PLC0415
+        from syncd.daemon.telling.metrics import Exporter, Metrics  # noqa: PLC0415
 
         metrics = Metrics()
         exporter = Exporter(metrics, port=config.metrics_port, textfile=config.metrics_textfile)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from syncd.daemon.telling.journal import Journal, JournalFile
-from syncd.daemon.telling.meter import Meter
+from syncd.daemon.telling.journal import Journal, JournalFile, Meter
 from syncd.storage.epoch import Epoch
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock, Judge

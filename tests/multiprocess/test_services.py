@@ -14,7 +14,7 @@ import pytest
 from explorer_hooks.reader import Reader
 from syncd.daemon.config import RunConfig
 from syncd.daemon.host.services import Services
-from syncd.daemon.telling.meter import Meter
+from syncd.daemon.telling.journal import Meter
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.layout import JobLayout
 from syncd.storage.job import Job

@@ -22,8 +22,7 @@ from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.member import Seams
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.loop import Loop
-from syncd.daemon.telling.journal import JournalFile, read_journal
-from syncd.daemon.telling.meter import Meter
+from syncd.daemon.telling.journal import JournalFile, Meter, read_journal
 from syncd.operate.history import history
 from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.events import Event
@@ -287,7 +286,7 @@ def test_a_daemon_that_is_killed_at_the_journal_loses_no_load_and_repeats_none(
         with pytest.raises(Killed):
             loop.run_once()
         storage.rules.clear()
-        loop._journal._file._waiting.clear()  # it is dead: what it had in memory is gone
+        loop._journal.file._waiting.clear()  # it is dead: what it had in memory is gone
     for _ in range(2):
         with job.daemon(KEEP_1) as loop:
             loop.run_once()

@@ -10,10 +10,10 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from syncd.daemon.telling.meter import Meter
+from syncd.daemon.decide import Observation
 from syncd.protocol.events import Event, StateUnwritten
 from syncd.protocol.journal_lines import JournalLine
 from syncd.protocol.records import encode
@@ -51,6 +51,40 @@ _PRUNED: Final = {
 }
 
 
+class Meter:
+    """Receives the events of one job; this base class ignores the events.
+
+    The thread that serves the job calls the methods. They must not raise errors.
+    """
+
+    def active(self, *, yes: bool) -> None:
+        """This daemon has become active, or has stopped being active."""
+
+    def scanned(self, seen: Observation) -> None:
+        """The daemon has scanned the job."""
+
+    def round_ended(self, seconds: float) -> None:
+        """A round has ended; all its work took ``seconds``."""
+
+    def told(self, event: Event) -> None:
+        """The journal was told an event."""
+
+    def pruned(self, what: str) -> None:
+        """A ``version``, ``delta``, ``step`` or ``lease`` was deleted."""
+
+    def failed(self, error: BaseException) -> None:
+        """Some work has failed, or storage has refused it."""
+
+
+MeterOf = Callable[[Job], Meter]
+
+
+def unmetered(_job: Job) -> Meter:
+    """A meter that counts nothing."""
+    return Meter()
+
+
+@dataclass
 class Journal:
     """Logs, counts and writes each event in a job.
 
@@ -59,15 +93,16 @@ class Journal:
         waiting_for: the last logged reason why the daemon waits; empty if it does not wait.
     """
 
-    def __init__(self, meter: Meter, file: JournalFile, *, clock: Clock = time.monotonic) -> None:
-        self.meter = meter
-        self._file = file
-        self._clock = clock
+    meter: Meter
+    file: JournalFile
+    clock: Clock = time.monotonic
+
+    def __post_init__(self) -> None:
         self._named_at: dict[int, float] = {}
         self.counters = DaemonCounters()
         self.waiting_for = ""
         self._no_delta_said = ""
-        self._no_room = Repeats(clock=clock)
+        self._no_room = Repeats(clock=self.clock)
 
     def tell(self, event: Event, level: int | None = None) -> None:
         """Log an event, count it, measure it, and write its line to the file."""
@@ -81,25 +116,25 @@ class Journal:
             self._count("merged_bytes", event.bytes)
             self._no_room.forget("no room")
         if isinstance(event, VersionAdopted | VersionPublished | VersionRolledBack):
-            self._named_at[event.version] = self._clock()
+            self._named_at[event.version] = self.clock()
             if len(self._named_at) > _REMEMBERED:
                 del self._named_at[min(self._named_at)]
         if event.line:
-            self._file.tell(event)
+            self.file.tell(event)
         event.tell(log, level)
 
     def live(self, event: VersionLive) -> None:
         """An explorer has loaded a version, ``ago_`` seconds before its report."""
         named_at = self._named_at.get(event.version)
         if named_at is not None:
-            since = self._clock() - named_at
+            since = self.clock() - named_at
             ago = min(event.ago_, since)  # no explorer was earlier than LATEST
             event = replace(event, ago_=ago, seconds=round(since - ago, 3))
         self.tell(event)
 
     def write(self) -> None:
         """Write the new lines to the file."""
-        self._file.write()
+        self.file.write()
 
     def waiting(self, why: str, *, no_room: bool = False) -> None:
         """Log a new reason why the daemon waits; repeat the warning of a full disk now and then."""
@@ -129,6 +164,7 @@ class Journal:
         self.counters = self.counters.model_copy(update={counter: count})
 
 
+@dataclass
 class JournalFile:
     """Appends lines to the journal's file, several lines at a time.
 
@@ -137,16 +173,11 @@ class JournalFile:
     be lost at a power loss. After ``limit`` bytes a new file is begun.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        *,
-        wall: Callable[[], float] = time.time,
-        limit: int = LIMIT,
-    ) -> None:
-        self._job = job
-        self._wall = wall
-        self._limit = limit
+    job: Job
+    wall: Clock = time.time
+    limit: int = LIMIT
+
+    def __post_init__(self) -> None:
         self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
         self._repeats = Repeats()
 
@@ -155,7 +186,7 @@ class JournalFile:
 
         ``fields`` are other fields of :class:`JournalLine`.
         """
-        line = JournalLine.model_validate({"time": self._wall() - ago, "event": event, **fields})
+        line = JournalLine.model_validate({"time": self.wall() - ago, "event": event, **fields})
         self._waiting.append(encode(line))
 
     def tell(self, event: Event) -> None:
@@ -170,11 +201,11 @@ class JournalFile:
         """Write the waiting lines."""
         if not self._waiting:
             return
-        path = self._job.layout.journal
+        path = self.job.layout.journal
         try:
             # If a daemon was killed while it wrote a line, that line has no end.
             lines = b"\n" + b"".join(self._waiting)
-            append(self._job.storage, path, lines, durable=False, limit=self._limit)
+            append(self.job.storage, path, lines, durable=False, limit=self.limit)
         except OSError as error:
             if self._repeats.due("refused"):
                 StateUnwritten(path, error).tell(log)
