@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -38,12 +39,20 @@ from syncd.protocol.version_events import Pruned, PutBack
 from syncd.storage.append import append
 from syncd.storage.calls import Kind
 from syncd.storage.epoch import Epoch
-from syncd.storage.errnos import NO_ROOM, NOT_EMPTY, is_gone
+from syncd.storage.errnos import GONE, NO_ROOM, NOT_EMPTY, Ignoring, is_gone
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock
+from syncd.storage.step_folders import numbers_in
 
 log = logging.getLogger(__name__)
 
+_What = Literal["version", "step", "lease", "delta"]
+#: A kind of deletion → the names of its folders.
+_FOLDERS: Final[dict[_What, Callable[[str], int | None]]] = {
+    "step": parse_step_folder,
+    "version": parse_version_folder,
+    "delta": parse_delta_folder,
+}
 _LEFT: Final = "marked for deletion, but not yet deleted when this daemon took over"
 
 
@@ -93,8 +102,7 @@ class Pruner:
 
     def prune_all_deltas(self, why: str) -> bool:
         """Delete all deltas; returns whether there was any delta."""
-        names = self._storage.names(self._layout.deltas)
-        found = [sequence for name in names if (sequence := parse_delta_folder(name)) is not None]
+        found = numbers_in(self._storage, self._layout.deltas, parse_delta_folder)
         for sequence in found:
             self.prune_delta(PruneDelta(sequence, why))
         return bool(found)
@@ -167,12 +175,9 @@ class Pruner:
             if doomed.name in self._on_record:
                 continue
             name = doomed.name.partition("-")[0]
-            if parse_step_folder(name) is not None:
-                self._record("step", name, _LEFT)
-            elif parse_version_folder(name) is not None:
-                self._record("version", name, _LEFT)
-            elif parse_delta_folder(name) is not None:
-                self._record("delta", name, _LEFT)
+            for what, parse in _FOLDERS.items():
+                if parse(name) is not None:
+                    self._record(what, name, _LEFT)
             self._on_record.add(doomed.name)
         self.epoch.sweep()
 
@@ -192,11 +197,8 @@ class Pruner:
         """The folder's content on the server; this client's cache may be outdated."""
         actor = folder / ACTOR
         for part in (folder, actor):
-            try:
+            with Ignoring(GONE):
                 self._storage.refresh(part)
-            except OSError as error:
-                if not is_gone(error):
-                    raise
         for name in {RECEIPTS, HUGGINGFACE, LORA_ADAPTER}.intersection(self._storage.names(actor)):
             self._storage.refresh(actor / name)
         # A first open may still find an old file, so only the second look counts.
@@ -241,15 +243,11 @@ class Pruner:
             if kind is Kind.FOLDER:
                 self._link_back(trash / name, folder / name)
             elif name != SAVING:  # a trainer that saves there makes its own
-                try:
+                with suppress(FileExistsError):  # the newer file stays
                     self._storage.link(trash / name, folder / name)
-                except FileExistsError:
-                    pass  # the newer file stays
         self._storage.sync_folder(folder)  # before the other names are deleted
 
-    def _record(
-        self, what: Literal["version", "step", "lease", "delta"], name: str, why: str
-    ) -> None:
+    def _record(self, what: _What, name: str, why: str) -> None:
         Pruned(what, name, why).tell(log)
         line = AuditLine(time=self.wall(), what=what, name=name, why=why, session=self.session)
         try:

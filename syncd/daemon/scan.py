@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,7 +33,7 @@ from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Signature
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout
-from syncd.storage.step_folders import has_marks
+from syncd.storage.step_folders import has_marks, numbers_in
 
 log = logging.getLogger(__name__)
 
@@ -101,10 +101,10 @@ class Scanner:
         benched = self._benched()
         save = self._save
         outcome = known.outcomes.get(save.step) if save else None
-        versions = self._versions(self._layout.published)
-        lease_folders = self._versions(self._layout.leases)
+        versions = numbers_in(self._storage, self._layout.published, parse_version_folder)
+        lease_folders = numbers_in(self._storage, self._layout.leases, parse_version_folder)
         # A listing may be outdated, so look up the lease folder of each version that seems retired.
-        lease_folders += tuple(
+        lease_folders += (
             sequence
             for sequence in sorted(set(versions).difference(lease_folders))
             if self._storage.exists(self._layout.lease_folder(sequence))
@@ -125,9 +125,9 @@ class Scanner:
             published_save=known.published_save,
             latest=known.latest,
             full_bytes=known.full_bytes,
-            versions=versions,
+            versions=tuple(versions),
             deltas=self._deltas(),
-            lease_folders=lease_folders,
+            lease_folders=tuple(lease_folders),
             leases=tuple(self._leases(lease_folders, known.sessions)),
             living=self._living,
             steps=steps,
@@ -256,29 +256,21 @@ class Scanner:
         self._settled = (key, known.published_save) if settled else None
         self._settled_at = self.clock()
 
-    def _versions(self, folder: Path) -> tuple[int, ...]:
-        found = (parse_version_folder(name) for name in self._storage.names(folder))
-        return tuple(sequence for sequence in found if sequence is not None)
-
     def _deltas(self) -> tuple[DeltaSeen, ...]:
         before, folder = self._delta_bytes, self._layout.deltas
-        seen: list[tuple[int, int]] = []
+        seen: dict[int, int] = {}
         with self._let_be.ignoring(folder):
-            found = map(parse_delta_folder, self._storage.names(folder))
-            self._delta_bytes = {
-                sequence: before[sequence] if sequence in before else self._size(sequence)
-                for sequence in found
-                if sequence is not None
-            }
-            seen = sorted(self._delta_bytes.items())
-        return tuple(DeltaSeen(*item) for item in seen)
+            sequences = numbers_in(self._storage, folder, parse_delta_folder)
+            self._delta_bytes = {n: before[n] if n in before else self._size(n) for n in sequences}
+            seen = self._delta_bytes
+        return tuple(DeltaSeen(*item) for item in seen.items())
 
     def _size(self, sequence: int) -> int:
         folder = self._layout.delta(sequence)
         found = (self._storage.status(folder / name) for name in self._storage.names(folder))
         return sum(status.st_size for status in found if status is not None)
 
-    def _leases(self, sequences: tuple[int, ...], others: Collection[str]) -> list[LeaseSeen]:
+    def _leases(self, sequences: Iterable[int], others: Collection[str]) -> list[LeaseSeen]:
         held = [
             (sequence, marker, parsed[1] if parsed else None)
             for sequence in sequences
