@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +27,7 @@ _MISSING: Final = 3
 _PATIENCE: Final = 30.0
 
 
+@dataclass
 class Discovery:
     """Looks for jobs, in its own thread.
 
@@ -38,38 +40,30 @@ class Discovery:
         answered: called after each listing of the root, even a failed one.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        pointer: str,
-        *,
-        changed: Callable[[], None],
-        every: float = LOOK,
-        answered: Callable[[], None] = lambda: None,
-        storage: Storage | None = None,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._root = root
-        self._pointer = pointer
-        self._changed = changed
-        self._every = every
-        self._answered = answered
-        self._storage = storage or Storage(root)
-        self._clock = clock
+    root: Path
+    pointer: str
+    changed: Callable[[], None]
+    every: float = LOOK
+    answered: Callable[[], None] = lambda: None
+    storage: Storage | None = None
+    clock: Clock = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._storage = self.storage or Storage(self.root)
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._missed: dict[str, int] = {}  # job → how many listings in a row lacked it
+        #: Job → how many listings in a row lacked it; None before the first listing.
+        self._missed: dict[str, int] | None = None
         self._hanging: set[str] = set()
         self._looker: object = None  # the current thread; older threads hang or have ended
         self._at: tuple[str, float] | None = None  # the folder it is looking at, and since when
-        self._repeats = Repeats(clock=clock)
-        self._has_looked = False
+        self._repeats = Repeats(clock=self.clock)
 
     @property
     def jobs(self) -> frozenset[str] | None:
         """The names of the jobs; None before the first listing."""
         with self._lock:
-            return frozenset(self._missed) if self._has_looked else None
+            return None if self._missed is None else frozenset(self._missed)
 
     def start(self) -> None:
         """Start the thread that looks for jobs."""
@@ -85,34 +79,33 @@ class Discovery:
     def supervise(self) -> None:
         """Abandon a folder whose storage does not answer; call this about once a second."""
         with self._lock:
-            if self._at is None or self._clock() - self._at[1] < _PATIENCE:
+            if self._at is None or self.clock() - self._at[1] < _PATIENCE:
                 return
             name, _ = self._at
             self._at = None
             self._hanging.add(name)
             self._looker = None  # when that thread no longer hangs, it sees this and ends
-        path = self._root / name
-        RootUnavailable(path, "its storage does not answer").tell(log)
+        RootUnavailable(self.root / name, "its storage does not answer").tell(log)
         self.start()
 
     def look(self, looker: object = None) -> None:
         """List the root once, and check the folders that are not known as jobs."""
         try:
-            kinds = self._storage.kinds(self._root)
+            kinds = self._storage.kinds(self.root)
         except OSError as error:
-            if self._repeats.due(self._root):
-                RootUnavailable(self._root, error).tell(log)
+            if self._repeats.due(self.root):
+                RootUnavailable(self.root, error).tell(log)
             return
         finally:
-            self._answered()
-        self._repeats.forget(self._root)
+            self.answered()
+        self._repeats.forget(self.root)
         there = {name for name, kind in kinds.items() if kind is Kind.FOLDER and name[0] != "."}
         with self._lock:
-            known = self._missed.keys() | self._hanging
+            new = there - self._hanging - (self._missed or {}).keys()
         come = []
-        for name in sorted(there - known):
+        for name in sorted(new):
             with self._lock:
-                self._at = name, self._clock()
+                self._at = name, self.clock()
             is_job = self._is_job(name)
             with self._lock:
                 if looker is not self._looker:  # this thread hung, and another one has taken over
@@ -123,23 +116,22 @@ class Discovery:
                 come.append(name)
         with self._lock:
             before = self._missed
-            missed = {name: 0 if name in there else times + 1 for name, times in before.items()}
-            now = {name: times for name, times in missed.items() if times < _MISSING}
-            self._missed = now | dict.fromkeys(come, 0)
-            changed = before.keys() != self._missed.keys() or not self._has_looked
-            self._has_looked = True
+            missed = {n: 0 if n in there else times + 1 for n, times in (before or {}).items()}
+            kept = {name: times for name, times in missed.items() if times < _MISSING}
+            self._missed = kept | dict.fromkeys(come, 0)
+            changed = before is None or before.keys() != self._missed.keys()
         if changed:
-            self._changed()
+            self.changed()
 
     def _keep_looking(self, looker: object) -> None:
         while not self._closed.is_set() and looker is self._looker:
             self.look(looker)
-            self._closed.wait(self._every)
+            self._closed.wait(self.every)
 
     def _is_job(self, name: str) -> bool:
-        layout = JobLayout(self._root / name)
+        layout = JobLayout(self.root / name)
         try:
-            return any(map(self._storage.exists, (layout.state, layout.root / self._pointer)))
+            return any(map(self._storage.exists, (layout.state, layout.root / self.pointer)))
         except OSError as error:  # for example another user's folder
             log.debug("cannot check whether %s is a job: %s", layout.root, error)
             return False
