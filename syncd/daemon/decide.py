@@ -28,7 +28,7 @@ class PointerState(Enum):
     NEGATIVE = "is negative: no step yet"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pointer:
     """The content of a pointer file. ``why`` is the error if the file cannot be read."""
 
@@ -37,7 +37,7 @@ class Pointer:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LeaseSeen:
     """A lease. ``dead_for``: seconds since its session was found dead; None if it is not dead."""
 
@@ -46,7 +46,7 @@ class LeaseSeen:
     dead_for: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepSeen:
     """A step folder with a recorded outcome of its last save.
 
@@ -77,7 +77,7 @@ class StepSeen:
     unread: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeltaSeen:
     """A delta on disk; ``sequence`` is the sequence of its target version."""
 
@@ -85,7 +85,7 @@ class DeltaSeen:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Observation:
     """A job at one moment.
 
@@ -135,28 +135,28 @@ class Observation:
     delta_versions: Collection[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Publish:
     """Merge this save and make it LATEST."""
 
     save: WholeSave
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GiveUp:
     """Quarantine a step whose save did not become complete in time."""
 
     save: Unfinished
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Republish:
     """Publish an old version again, and answer the request."""
 
     request: RollbackRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AnswerRequest:
     """Answer a rollback request; ``made`` is the new version's sequence, None for a refusal."""
 
@@ -165,7 +165,7 @@ class AnswerRequest:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Skip:
     """Record that a save will not be published, because the pointer names a newer step."""
 
@@ -173,14 +173,14 @@ class Skip:
     identity: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Forget:
     """Remove the recorded outcome of a step that has no folder."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DropLease:
     """Remove the lease of a dead explorer."""
 
@@ -189,7 +189,7 @@ class DropLease:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RetireVersion:
     """Delete a version, unless there is a lease on it."""
 
@@ -197,14 +197,14 @@ class RetireVersion:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CloseLeaseFolder:
     """Remove the lease folder of a deleted version."""
 
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PruneDelta:
     """Delete a delta."""
 
@@ -212,7 +212,7 @@ class PruneDelta:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PruneStep:
     """Delete a step folder if its content has not changed since the scan."""
 
@@ -220,7 +220,7 @@ class PruneStep:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Learn:
     """Find out if a save holds only a model, so that its step folder may be pruned."""
 
@@ -242,7 +242,7 @@ Action = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decision:
     """The actions of a round in order, and the reason if the daemon waits.
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _BELIEVED: Final = 10**15
 
 
-@dataclass(slots=True)
+@dataclass
 class FoundVersions:
     """The versions and records that a daemon finds after its take-over.
 

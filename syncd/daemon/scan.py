@@ -42,7 +42,7 @@ _POINTER_LIMIT: Final = 4096
 _MOST_BELOW: Final = 100
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Known:
     """The daemon's own knowledge of a job; see :class:`Observation` and :class:`Outcomes`.
 

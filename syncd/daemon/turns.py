@@ -33,13 +33,13 @@ class LateError(Exception):
     """Raised in a late merge that has to end now; the error's text is the reason."""
 
 
-@dataclass(slots=True)
+@dataclass
 class _Waiting:
     asked_at: float
     aside: bool = False
 
 
-@dataclass(slots=True)
+@dataclass
 class _Merging:
     began: float
     look_at: float

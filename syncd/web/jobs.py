@@ -154,7 +154,7 @@ def _history(folder: Path, limit: int) -> dict[str, Any]:
         return {"job": str(folder), "unseen": str(error)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LastRead(Generic[T]):
     """The data of the last read; times are in seconds since the epoch.
 
@@ -167,7 +167,7 @@ class LastRead(Generic[T]):
     silent_since: float | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Reading:
     begun: float  # monotonic
     at: float  # seconds since the epoch

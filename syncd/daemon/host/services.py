@@ -256,7 +256,7 @@ class Services(Host):
             keeper.reload(one)
 
 
-@dataclass(slots=True)
+@dataclass
 class _Served:
     keeper: Keeper
     thread: threading.Thread
