@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from syncd.daemon.telling.journal import Journal, JournalFile, Meter
+from syncd.daemon.telling.journal import Journal, Meter
 from syncd.storage.epoch import Epoch
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock, Judge
@@ -35,4 +35,4 @@ class Tenure:
     @cached_property
     def journal(self) -> Journal:
         """The journal of this tenure."""
-        return Journal(self.meter, JournalFile(self.job, wall=self.wall), clock=self.clock)
+        return Journal(self.job, self.meter, self.clock, self.wall)

@@ -10,7 +10,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from syncd.daemon.decide import Observation
@@ -86,23 +86,30 @@ def unmetered(_job: Job) -> Meter:
 
 @dataclass
 class Journal:
-    """Logs, counts and writes each event in a job.
+    """Logs, counts and measures the events of a job, and appends lines to a file, many at a time.
+
+    Storage errors are logged, not raised. Waiting lines are lost if the daemon is killed before
+    :meth:`write`. The oldest waiting lines are lost if the disk is full for long. Written lines may
+    be lost at a power loss. After ``limit`` bytes a new file is begun.
 
     Attributes:
         counters: the counts of events since the take-over.
         waiting_for: the last logged reason why the daemon waits; empty if it does not wait.
     """
 
-    meter: Meter
-    file: JournalFile
+    job: Job
+    meter: Meter = field(default_factory=Meter)
     clock: Clock = time.monotonic
+    wall: Clock = time.time
+    limit: int = LIMIT
 
     def __post_init__(self) -> None:
+        self._lines: deque[bytes] = deque(maxlen=_MOST_WAITING)
         self._named_at: dict[int, float] = {}
         self.counters = DaemonCounters()
         self.waiting_for = ""
         self._no_delta_said = ""
-        self._no_room = Repeats(clock=self.clock)
+        self._repeats = Repeats(clock=self.clock)
 
     def tell(self, event: Event, level: int | None = None) -> None:
         """Log an event, count it, measure it, and write its line to the file."""
@@ -114,13 +121,19 @@ class Journal:
                 self.meter.failed(it)
         if isinstance(event, VersionPublished):
             self._count("merged_bytes", event.bytes)
-            self._no_room.forget("no room")
+            self._repeats.forget("no room")
         if isinstance(event, VersionAdopted | VersionPublished | VersionRolledBack):
             self._named_at[event.version] = self.clock()
             if len(self._named_at) > _REMEMBERED:
                 del self._named_at[min(self._named_at)]
         if event.line:
-            self.file.tell(event)
+            fields: dict[str, Any] = {
+                event.renamed.get(name, name.rstrip("_")): (
+                    str(it) if isinstance(it, Exception) else it
+                )
+                for name, it in vars(event).items()
+            }
+            self.note(event.line, **fields)
         event.tell(log, level)
 
     def live(self, event: VersionLive) -> None:
@@ -132,14 +145,10 @@ class Journal:
             event = replace(event, ago_=ago, seconds=round(since - ago, 3))
         self.tell(event)
 
-    def write(self) -> None:
-        """Write the new lines to the file."""
-        self.file.write()
-
     def waiting(self, why: str, *, no_room: bool = False) -> None:
         """Log a new reason why the daemon waits; repeat the warning of a full disk now and then."""
         changed, self.waiting_for = why != self.waiting_for, why
-        is_full = no_room and self._no_room.due("no room")
+        is_full = no_room and self._repeats.due("no room")
         if why and (changed or is_full):
             (DiskFull if is_full else Waiting)(why).tell(log)
 
@@ -163,54 +172,28 @@ class Journal:
         count = getattr(self.counters, counter) + by
         self.counters = self.counters.model_copy(update={counter: count})
 
-
-@dataclass
-class JournalFile:
-    """Appends lines to the journal's file, several lines at a time.
-
-    Storage errors are logged, not raised. Waiting lines are lost if the daemon is killed before
-    :meth:`write`. The oldest waiting lines are lost if the disk is full for long. Written lines may
-    be lost at a power loss. After ``limit`` bytes a new file is begun.
-    """
-
-    job: Job
-    wall: Clock = time.time
-    limit: int = LIMIT
-
-    def __post_init__(self) -> None:
-        self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
-        self._repeats = Repeats()
-
     def note(self, event: str, *, ago: float = 0.0, **fields: Any) -> None:
         """Add a line for an event that happened ``ago`` seconds ago; :meth:`write` writes the line.
 
         ``fields`` are other fields of :class:`JournalLine`.
         """
         line = JournalLine.model_validate({"time": self.wall() - ago, "event": event, **fields})
-        self._waiting.append(encode(line))
-
-    def tell(self, event: Event) -> None:
-        """Add the line of an event."""
-        fields: dict[str, Any] = {
-            event.renamed.get(name, name.rstrip("_")): str(it) if isinstance(it, Exception) else it
-            for name, it in vars(event).items()
-        }
-        self.note(event.line, **fields)
+        self._lines.append(encode(line))
 
     def write(self) -> None:
         """Write the waiting lines."""
-        if not self._waiting:
+        if not self._lines:
             return
         path = self.job.layout.journal
         try:
             # If a daemon was killed while it wrote a line, that line has no end.
-            lines = b"\n" + b"".join(self._waiting)
+            lines = b"\n" + b"".join(self._lines)
             append(self.job.storage, path, lines, durable=False, limit=self.limit)
         except OSError as error:
             if self._repeats.due("refused"):
                 StateUnwritten(path, error).tell(log)
         else:
-            self._waiting.clear()
+            self._lines.clear()
             self._repeats.forget("refused")
 
 
