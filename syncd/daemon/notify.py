@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from syncd.protocol.names import printable
@@ -23,6 +24,7 @@ _EXTENSION: Final = 60
 LONGEST_SILENCE: Final = 10.0
 
 
+@dataclass(eq=False)
 class ServiceManager:
     """The service manager that has started this process, or a stand-in that does nothing.
 
@@ -34,13 +36,13 @@ class ServiceManager:
         watchdog: the most seconds between two calls of :meth:`alive`; None for no limit.
     """
 
-    def __init__(self, address: str | None = None, *, watchdog: float | None = None) -> None:
-        self.watchdog = watchdog
-        self._address = address
+    address: str | None = None
+    watchdog: float | None = None
+
+    def __post_init__(self) -> None:
         self._socket: socket.socket | None = None
-        if address:
+        if self.address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-            self._address = f"\0{address[1:]}" if address.startswith("@") else address
             # A manager that does not read must not block the daemon.
             self._socket.setblocking(False)
         self._lock = threading.Lock()
@@ -67,9 +69,7 @@ class ServiceManager:
         with self._lock:
             if self._starting:
                 self._waiting.add(name)
-        return JobNotice(
-            ready=lambda: self._job_is_ready(name), status=lambda line: self._tell(name, line)
-        )
+        return JobNotice(partial(self._job_is_ready, name), partial(self._tell, name))
 
     def alive(self) -> None:
         """Report progress, so that systemd does not end the process."""
@@ -109,7 +109,7 @@ class ServiceManager:
 
     def _say_ready(self) -> None:
         """Send READY; if this fails, :meth:`alive` sends it again."""
-        self._owes_ready = self._send("READY=1") is not None
+        self._owes_ready = not self._send("READY=1")
 
     def _tell(self, name: str, line: str) -> None:
         with self._lock:
@@ -120,20 +120,20 @@ class ServiceManager:
             self._said = said
         self._send(f"STATUS={said}")
 
-    def _send(self, *assignments: str) -> OSError | None:
+    def _send(self, *assignments: str) -> bool:
         error = self._try_to_send(*assignments)
         if error is not None:
             log.debug("cannot send %s to the service manager: %s", assignments[0], error)
-        return error
+        return error is None
 
     def _try_to_send(self, *assignments: str) -> OSError | None:
-        if self._socket is None:
-            return None
-        data = "\n".join(assignments).encode(errors="replace")
-        try:
-            self._socket.sendto(data, self._address or "")
-        except OSError as error:
-            return error
+        if self._socket is not None and self.address:
+            address = self.address
+            data = "\n".join(assignments).encode(errors="replace")
+            try:
+                self._socket.sendto(data, f"\0{address[1:]}" if address[0] == "@" else address)
+            except OSError as error:
+                return error
         return None
 
 

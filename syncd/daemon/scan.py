@@ -272,7 +272,7 @@ class Scanner:
 
     def _leases(self, sequences: Iterable[int], others: Collection[str]) -> list[LeaseSeen]:
         held = [
-            (sequence, marker, parsed[1] if parsed else None)
+            (sequence, marker, parsed[1] if parsed else "")
             for sequence in sequences
             for marker in self._markers(self._layout.lease_folder(sequence))
             for parsed in [parse_lease_marker(marker)]
@@ -285,12 +285,11 @@ class Scanner:
         now = self.clock()
         dead = liveness.keys() - living
         self._dead_since = {name: self._dead_since.get(name, now) for name in dead}
-        found: list[LeaseSeen] = []
-        for sequence, marker, session in held:
-            # A name of another format is kept as a lease: somebody put it there on purpose.
-            since = self._dead_since.get(session) if session else None
-            found.append(LeaseSeen(sequence, marker, None if since is None else now - since))
-        return found
+        dead_for = {name: now - since for name, since in self._dead_since.items()}
+        # A name of another format is kept as a lease: somebody put it there on purpose.
+        return [
+            LeaseSeen(sequence, marker, dead_for.get(session)) for sequence, marker, session in held
+        ]
 
     def _benched(self, *, refreshed: bool = False) -> frozenset[int]:
         """The steps that explorers build or evaluate."""

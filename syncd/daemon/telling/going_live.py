@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -30,6 +31,7 @@ class _LastLook(NamedTuple):
     serves: int
 
 
+@dataclass
 class GoingLive:
     """Finds each load exactly once, in the reports of explorers.
 
@@ -40,8 +42,9 @@ class GoingLive:
     report counts as one load if the daemon has seen the explorer's lease on that version.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    job: Job
+
+    def __post_init__(self) -> None:
         self._told_before = 0  # for explorers that are not in _on_record
         self._looks: dict[str, _LastLook] = {}
         self._leased: dict[str, set[int]] = {}
@@ -49,7 +52,7 @@ class GoingLive:
         #: Explorers of old releases count as hosts.
         self._live: dict[str, tuple[SessionId, str]] = {}
         self._round = 0
-        self._trainer: SessionId | None = None
+        self._trainer: set[SessionId] = set()
 
     def look(self, leases: Iterable[LeaseSeen], latest: int) -> Iterator[VersionLive]:
         """Read reports and yield new loads; each yielded load counts as journaled afterwards.
@@ -67,7 +70,7 @@ class GoingLive:
         }
         names = [
             name.removesuffix(".json")
-            for name in self._job.storage.names(self._job.layout.explorers)
+            for name in self.job.storage.names(self.job.layout.explorers)
             if name.endswith(".json") and not name.startswith(TEMPORARY)
         ]
         never = _LastLook(0, 0)
@@ -80,13 +83,12 @@ class GoingLive:
         self._round += 1
         for name in behind[: max(_AT_A_TIME, math.ceil(len(names) / _ROUNDS))]:
             self._looks[name] = _LastLook(self._round, 0)
-            report = self._job.read(ExplorerReport, self._job.layout.explorer(name), OF_OTHERS)
-            if report is not None and report.status != "stopped":
-                host = "" if report.delta_base is None else report.stage or name
-                self._live[name] = report.session, host
-            else:
-                self._live.pop(name, None)
+            report = self.job.read(ExplorerReport, self.job.layout.explorer(name), OF_OTHERS)
+            self._live.pop(name, None)
             if report is not None:
+                if report.status != "stopped":
+                    host = "" if report.delta_base is None else report.stage or name
+                    self._live[name] = report.session, host
                 yield from self._loads(name, report, latest)
 
     @property
@@ -96,11 +98,11 @@ class GoingLive:
         The daemon watches the trainer's heartbeat only so that the log names a dead trainer.
         """
         if self._round % _ROUNDS == 0:
-            report = self._job.read(TrainerReport, self._job.layout.trainer_report, OF_OTHERS)
-            working = report if report is not None and report.status != "stopped" else None
-            self._trainer = working.session if working is not None else None
-        found = {session for session, _ in self._live.values()}
-        return found if self._trainer is None else found | {self._trainer}
+            report = self.job.read(TrainerReport, self.job.layout.trainer_report, OF_OTHERS)
+            self._trainer = set()
+            if report and report.session and report.status != "stopped":
+                self._trainer.add(report.session)
+        return {session for session, _ in self._live.values()} | self._trainer
 
     def takers(self, living: Collection[str]) -> set[str]:
         """The hosts with a live explorer whose report says that it can use a delta.
@@ -120,14 +122,13 @@ class GoingLive:
             if (self._told_before if told is None else told) < load.sequence <= latest:
                 self._on_record[name] = load.sequence
                 ago = max(0.0, report.time - load.time)
-                ago = ago if math.isfinite(ago) else 0.0
                 yield VersionLive(
                     version=load.sequence,
                     explorer=name,
                     seconds=None,
                     pause=None if load.pause is None else round(load.pause, 3),
                     delta_bytes=load.delta_bytes,
-                    ago_=ago,
+                    ago_=ago if math.isfinite(ago) else 0.0,
                     is_first_=told is None,
                 )
 
@@ -140,10 +141,8 @@ class GoingLive:
         """
         told: dict[str, int] = {}
         published = []
-        for line in read_journal(self._job, _ENOUGH):
-            if line.version is None:
-                continue
-            if line.event in {"delta", "no_delta"}:
+        for line in read_journal(self.job, _ENOUGH):
+            if line.version is None or line.event in {"delta", "no_delta"}:
                 continue
             if line.event != "live":
                 published.append(line.version)
