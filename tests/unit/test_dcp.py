@@ -21,7 +21,7 @@ from syncd.checkpoint.dcp.dcp_metadata import SavedName, select_model
 from syncd.checkpoint.merging.options import MergeOptions
 from syncd.checkpoint.save import FullStateDict, LoraAdapter, Save, look_at_save
 from syncd.cli import cli
-from syncd.daemon.steps import look_at_step
+from syncd.daemon.scan import look_at_step
 from syncd.protocol.errors import (
     CheckpointError,
     CoverageError,
