@@ -34,8 +34,7 @@ from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
 from syncd.daemon.scan import Known, Scanner
-from syncd.daemon.telling.going_live import GoingLive
-from syncd.daemon.telling.journal import lasting
+from syncd.daemon.telling.journal import GoingLive, lasting
 from syncd.daemon.tenure import Tenure
 from syncd.daemon.turns import OTHERS_FIRST, Turn
 from syncd.protocol.errors import CheckpointError
