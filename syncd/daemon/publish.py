@@ -1,7 +1,11 @@
-"""Publishing: merge a save inside the daemon's room, commit the version, and update LATEST."""
+"""Publishing: merge a save inside the daemon's room, commit the version, and update LATEST.
+
+``saves.json`` records what became of each save.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import stat
 from collections.abc import Callable
@@ -10,13 +14,14 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.build import FreeSpace, build_step
+from syncd.checkpoint.chunked_save import holds_model_only
 from syncd.checkpoint.merging.options import MergeOptions, Progress, Work, unheard
 from syncd.checkpoint.republish import republish
-from syncd.checkpoint.save import WholeSave
+from syncd.checkpoint.save import Save, WholeSave
+from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.naming import Naming
-from syncd.daemon.outcomes import Outcomes
 from syncd.daemon.recover import look_back
 from syncd.daemon.tenure import Tenure
 from syncd.protocol.errors import (
@@ -24,18 +29,24 @@ from syncd.protocol.errors import (
     NonFiniteError,
     VersionGoneError,
 )
-from syncd.protocol.events import CleanupDelayed, LatestDamaged
+from syncd.protocol.events import CleanupDelayed, LatestDamaged, RecordUnwritten
 from syncd.protocol.names import parse_version_folder, version_folder
 from syncd.protocol.records import (
     Latest,
     Manifest,
     PublishNotice,
+    Quarantine,
     RolledBack,
+    SaveOutcome,
+    SaveOutcomes,
     encode,
 )
 from syncd.protocol.requests import RollbackRequest
 from syncd.protocol.version_events import DeltaDiscarded, VersionDiscarded
-from syncd.storage.errnos import is_gone
+from syncd.storage.epoch import Epoch
+from syncd.storage.errnos import GONE, Ignoring, is_gone
+from syncd.storage.job import Job
+from syncd.storage.judge import Clock
 from syncd.storage.record_files import IF_ANY
 
 log = logging.getLogger(__name__)
@@ -312,3 +323,106 @@ class Publisher:
         )
         self._epoch.replace_file(self._job.layout.latest, encode(latest))
         self.latest = latest
+
+
+@dataclass
+class Outcomes:
+    """The outcomes of saves, as the active daemon records them.
+
+    An outcome counts even if storage refuses to write it; :meth:`write_again` writes it later.
+    ``of_step`` maps each step to the outcome of its last save.
+    """
+
+    job: Job
+    epoch: Epoch
+    wall: Clock
+
+    def __post_init__(self) -> None:
+        self._unwritten = False
+        self.of_step: dict[int, SaveOutcome] = {}
+
+    def published(self, step: int, identity: str, sequence: int) -> None:
+        """Record that a save was published."""
+        outcome = SaveOutcome(identity=identity, outcome="published", sequence=sequence)
+        self._put_on_record(step, outcome)
+
+    def found_published(self, manifest: Manifest) -> None:
+        """Record that a save was published, according to a previous daemon's manifest."""
+        recorded = self.of_step.get(manifest.step)
+        # The recorded save may be a later, quarantined save, which must not be tried again.
+        if recorded is not None and recorded.outcome == "quarantined":
+            return
+        outcome = SaveOutcome(
+            identity=manifest.save_id, outcome="published", sequence=manifest.sequence
+        )
+        if recorded is not None and recorded.identity == manifest.save_id:
+            outcome = outcome.model_copy(update={"model_only": recorded.model_only})
+        self._put_on_record(manifest.step, outcome)
+
+    def skip(self, step: int, identity: str) -> None:
+        """Record that a save will never be published."""
+        self._put_on_record(step, SaveOutcome(identity=identity, outcome="skipped"))
+
+    def quarantine(self, save: Save, error: Exception) -> Path:
+        """Record that a save can never be published; returns the record's path."""
+        identity = save.known_as or ""
+        name = hashlib.blake2s(identity.encode(), digest_size=6).hexdigest()
+        path = self.job.layout.quarantine / f"step_{save.step}-{name}.json"
+        record = Quarantine(
+            step=save.step,
+            identity=identity,
+            error=type(error).__name__,
+            reason=str(error),
+            time=self.wall(),
+        )
+        try:
+            self.epoch.replace_file(path, encode(record))
+        except OSError as refused:
+            RecordUnwritten(path, refused).tell(log)
+        self._put_on_record(save.step, SaveOutcome(identity=identity, outcome="quarantined"))
+        return path
+
+    def learn(self, step: int, *, prefix: str | None, cancel: Callable[[], None]) -> None:
+        """Record whether a save of torch.distributed.checkpoint holds only a model.
+
+        Does nothing if the step folder no longer holds the recorded save. ``cancel`` is called
+        between reads, and raises an error to stop the work. ``prefix`` is the prefix of the model's
+        tensor names; None means that it is detected.
+
+        Raises:
+            OSError: storage failed; nothing was recorded.
+        """
+        outcome = self.of_step.get(step)
+        if outcome is None:
+            return
+        storage, layout = self.job.storage, self.job.layout
+        with Ignoring(GONE):
+            actor = layout.actor(step)
+            model_only = holds_model_only(storage, actor, prefix=prefix, cancel=cancel)
+            if look_into_step(storage, layout.step(step), step).identity == outcome.identity:
+                self._put_on_record(step, outcome.model_copy(update={"model_only": model_only}))
+
+    def forget(self, step: int) -> None:
+        """Remove the outcome of a step."""
+        if self.of_step.pop(step, None) is not None:
+            self._write()
+
+    def write_again(self) -> None:
+        """Write ``saves.json`` if the last write failed."""
+        if self._unwritten:
+            self._write()
+
+    def _put_on_record(self, step: int, outcome: SaveOutcome) -> None:
+        if self.of_step.get(step) != outcome:
+            self.of_step[step] = outcome
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            self.epoch.replace_file(self.job.layout.saves, encode(SaveOutcomes(steps=self.of_step)))
+        except OSError as error:
+            if not self._unwritten:
+                RecordUnwritten(self.job.layout.saves, error).tell(log)
+            self._unwritten = True
+        else:
+            self._unwritten = False
