@@ -61,7 +61,7 @@ _POINTER_LIMIT: Final = 4096
 #: How many step folders one look reads; the rest wait for the next look.
 _AT_A_TIME: Final = 64
 #: Seconds after which an unchanged folder is read again.
-_LOOK_AGAIN: Final = 60.0
+LOOK_AGAIN: Final = 60.0
 #: How many names in a folder without a pointer are checked, to find a job below it.
 _MOST_BELOW: Final = 100
 
@@ -242,7 +242,7 @@ class Scanner:
         if (
             self._settled == (key, known.published_save)
             and self._save is not None
-            and self.clock() - self._settled_at < _LOOK_AGAIN
+            and self.clock() - self._settled_at < LOOK_AGAIN
         ):
             return
         save = look_into_step(self._storage, self._layout.step(pointer.step), pointer.step)
@@ -417,7 +417,7 @@ class Steps:
         """
         now = self.clock()
         moved = key != self._key
-        is_time = not self._due and now - self._at >= _LOOK_AGAIN
+        is_time = not self._due and now - self._at >= LOOK_AGAIN
         if not (moved or is_time or (self._again and not self._due)):
             return
         steps = set(step_folders(self.job))

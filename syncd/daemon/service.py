@@ -66,11 +66,6 @@ class Service:
         may_end: called before ``exit_when_idle`` ends :meth:`run`; returns False to continue.
         each_tick: called between two rounds, on the thread of :meth:`run`.
         turn: decides if this job may merge now; by default it always may.
-
-    Raises:
-        InvalidSettingsError: ``shared_group`` does not exist, or the job's folders cannot be given
-            to that group.
-        JobUnavailableError: the job's folder does not exist, or this user may not write to it.
     """
 
     root: Path
@@ -83,13 +78,25 @@ class Service:
     meter_of: MeterOf = unmetered
 
     def __post_init__(self) -> None:
-        self._job = Job.at(self.root.absolute(), self.storage)
-        self._meter = self.meter_of(self._job)
-        self._meter.active(yes=False)
+        self._watcher = Watcher({})  # to be woken; run() adds and removes its watches
         self._stopping = False
         self._held: tuple[Session, DaemonLock] | None = None
         self._quiet_rounds = 0
-        self._away = False
+        self._away = True
+        self._is_open = False
+
+    def open(self) -> None:
+        """Open the job, without the observations of an earlier :meth:`run`.
+
+        Raises:
+            InvalidSettingsError: ``shared_group`` does not exist, or the folders cannot be given
+                to that group.
+            JobUnavailableError: the job's folder does not exist, or this user may not write to it.
+        """
+        self._job = Job.at(self.root.absolute(), self.storage)
+        self._meter = self.meter_of(self._job)
+        self._meter.active(yes=False)
+        self._quiet_rounds = 0
         self._said = ""
         self._rights_seen = not self.config.prune_steps
         self._repeats = Repeats()
@@ -99,7 +106,8 @@ class Service:
         self._remember_folder()
         if self._lease_time != self.config.lease_time:
             ConfigUnheard("lease_time", self.config.lease_time, self._lease_time).tell(log)
-        self._watcher = Watcher({})  # to be woken; run() adds and removes its watches
+        self._away = False
+        self._is_open = True
 
     def stop(self) -> None:
         """Ask :meth:`run` to return; any thread or signal handler may call this."""
@@ -128,7 +136,13 @@ class Service:
         self._watcher.wake()
 
     def run(self) -> None:
-        """Serve until stopped, or until the setting ``exit_when_idle`` ends this daemon."""
+        """Serve until stopped, or until the setting ``exit_when_idle`` ends this daemon.
+
+        Raises the errors of :meth:`open`, if that has not been called before.
+        """
+        if not self._is_open:
+            self.open()
+        self._is_open = False
         root = self._job.layout.root
         with self._watcher:
             self._watcher.watch({root: frozenset({STATE_POINTER, CHECKPOINT_POINTER})})

@@ -92,23 +92,26 @@ def test_a_fault_of_ours_in_one_is_not_the_end_of_the_other(
     monkeypatch.setattr("syncd.daemon.host.services._AGAIN", 0.0)
     memory = tmp_path / "shm"
     services = Services(job, RunConfig(memory_dir=memory, tick=0.1))
-    first, failing = (keeper._service for keeper in services._keepers)
+    first, failing = services._keepers
     runs: list[int] = []
+    run = failing.run
 
     def fail() -> None:
         runs.append(0)
-        raise Fault
+        if len(runs) == 1:
+            raise Fault
+        run()
 
     def serve() -> None:
         try:
-            wait_until(lambda: services._keepers[1]._service is not failing, "it is made anew")
+            wait_until(lambda: len(runs) == 2, "it is served again")
         finally:
             services.stop()
 
     monkeypatch.setattr(failing, "run", fail)
     monkeypatch.setattr(first, "run", serve)
     services.run()
-    assert runs == [0]
+    assert runs == [0, 0]
 
 
 def test_one_that_is_made_anew_works_by_what_was_read_again_meanwhile(
@@ -149,10 +152,13 @@ def test_a_fault_of_ours_is_not_the_end_of_the_daemon_of_one_job(
 ) -> None:
     monkeypatch.setattr("syncd.daemon.host.services._AGAIN", 0.0)
     services = Services(job, RunConfig(tick=0.1))
-    failing = services._keepers[0]._service
+    failing = services._keepers[0]
+    run, faults = failing.run, [Fault()]
 
     def fail() -> None:
-        raise Fault
+        if faults:
+            raise faults.pop()
+        run()
 
     monkeypatch.setattr(failing, "run", fail)
     with serving(services):

@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -48,94 +47,38 @@ _LOOK: Final = 1.0
 _LAST_PATIENCE: Final = 30.0
 
 
-@dataclass
-class Keeper:
+@dataclass(kw_only=True)
+class Keeper(Service):
     """Serves one job until it is stopped or its daemon ends.
 
-    If the daemon fails, the error is logged, and a new daemon serves the job 10 s later.
+    If the daemon fails, the error is logged, and the job is opened and served again 10 s later.
     """
 
-    root: Path
-    config: DaemonConfig
-    make: Callable[[DaemonConfig], Service]
     guard: HangGuard
 
-    def __post_init__(self) -> None:
-        self._stopping = False
-        self._replacing = threading.Lock()
-        self._service: Service | None = None
-
-    def prepare(self) -> None:
-        """Make the daemon before :meth:`serve`; raises the errors of :class:`Service`."""
-        self._replace()
+    def open(self) -> None:
+        """Open the job, and expect progress of its storage from now on."""
+        self.storage = AnsweredStorage(self.root, self.guard.watch(str(self.root)))
+        super().open()
 
     def serve(self) -> None:
         """Serve the job in this thread."""
         try:
-            self._serve_again_and_again()
+            while not self._stopping:
+                try:
+                    self.run()
+                except (SyncdError, OSError) as error:
+                    JobUnavailable(self.root, error).tell(log)
+                except Exception:  # noqa: BLE001 - a bug in syncd is logged with its traceback
+                    JobFault(self.root).tell(log)
+                else:
+                    return
+                self._pause()
         finally:
             self.guard.forget(str(self.root))
 
-    def stop(self) -> None:
-        """Ask :meth:`serve` to return; any thread or signal handler may call this."""
-        self._stopping = True
-        if (service := self._service) is not None:
-            service.stop()
-
-    def wake(self) -> None:
-        """Begin the next round now; any thread or signal handler may call this."""
-        if (service := self._service) is not None:
-            service.wake()
-
-    def give_up(self) -> None:
-        """Release the job to other daemons; see :meth:`Service.give_up`. Hangs if storage hangs."""
-        self.stop()
-        if (service := self._service) is not None:
-            service.give_up()
-
-    def reload(self, config: DaemonConfig) -> None:
-        """Use another configuration from the next round on; any thread may call this."""
-        with self._replacing:
-            self.config = config
-            if self._service is not None:
-                self._service.reload(config)
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no participant is alive and nothing is left to publish."""
-        return self._service is None or self._service.is_idle
-
-    def _serve_again_and_again(self) -> None:
-        failed = False
-        while not self._stopping:
-            try:
-                service = self._service
-                if failed or service is None:
-                    service = self._replace()
-                    if self._is_asked_to_stop():  # asked while there was no daemon
-                        service.stop()
-                service.run()
-            except (SyncdError, OSError) as error:
-                JobUnavailable(self.root, error).tell(log)
-            except Exception:  # noqa: BLE001 - a bug in syncd is logged with its traceback
-                JobFault(self.root).tell(log)
-            else:
-                return
-            failed = True
-            self._pause()
-
-    def _replace(self) -> Service:
-        service = self.make(self.config)
-        with self._replacing:
-            self._service = service
-            service.reload(self.config)  # the configuration may have changed meanwhile
-        return service
-
-    def _is_asked_to_stop(self) -> bool:
-        return self._stopping
-
     def _pause(self) -> None:
-        self.guard.forget(str(self.root))  # until there is a daemon again, no progress is expected
+        self.guard.forget(str(self.root))  # until the job is open again, expect no progress
         end = time.monotonic() + _AGAIN
         while not self._stopping and time.monotonic() < end:
             time.sleep(_POLL)
@@ -203,12 +146,12 @@ class Services(Host):
             _check_apart(self.root, memory)
             _make(memory)
             configs[memory] = _for_memory(self.config)
-        self._keepers = [
-            Keeper(job, config, partial(self._service, number, job), self._guard)
-            for number, (job, config) in enumerate(configs.items())
-        ]
+        self._keepers = [self._keeper(job, config) for job, config in configs.items()]
+        # All daemons end when the first job's daemon ends as idle.
+        first, *others = self._keepers
+        first.each_tick, first.may_end = self._tick, lambda: all(one.is_idle for one in others)
         for keeper in self._keepers:
-            keeper.prepare()
+            keeper.open()
 
     def stop(self) -> None:
         """Ask :meth:`run` to return; any thread or signal handler may call this."""
@@ -235,20 +178,14 @@ class Services(Host):
                 thread.join()
         return True
 
-    def _service(self, number: int, root: Path, config: DaemonConfig) -> Service:
-        """Make a daemon; all daemons end when the first job's daemon ends as idle."""
-
-        def may_end() -> bool:
-            return number == 0 and all(keeper.is_idle for keeper in self._keepers[1:])
-
-        return Service(
+    def _keeper(self, root: Path, config: DaemonConfig) -> Keeper:
+        return Keeper(
             root,
             config,
-            AnsweredStorage(root, self._guard.watch(str(root))),
-            may_end,
+            may_end=lambda: False,
             notice=self._manager.job(str(root)),
-            each_tick=(lambda: None) if number else self._tick,
             meter_of=self.meter_of,
+            guard=self._guard,
         )
 
     def _reloaded(self, config: RunConfig) -> None:
@@ -260,7 +197,6 @@ class Services(Host):
 class _Served:
     keeper: Keeper
     thread: threading.Thread
-    turn: Turn
     leaves: bool = False
     hangs: bool = False
 
@@ -349,7 +285,7 @@ class RootServices(Host):
         for path, served in list(self._served.items()):
             if not served.thread.is_alive():  # the job was given up, or no longer hangs
                 del self._served[path]
-                served.turn.forget()
+                served.keeper.turn.forget()
                 self.forget(path)
             elif path not in jobs and not served.leaves:
                 served.leaves = True
@@ -366,20 +302,15 @@ class RootServices(Host):
 
     def _serve(self, path: Path) -> _Served | None:
         """Begin to serve a job; None if this process cannot start another thread now."""
-        turn = Turn(self._turns, str(path))
-
-        def make(config: DaemonConfig) -> Service:
-            return Service(
-                path,
-                config,
-                AnsweredStorage(path, self._guard.watch(str(path))),
-                may_end=lambda: False,
-                turn=turn,
-                meter_of=self.meter_of,
-            )
-
-        keeper = Keeper(path, self.config, make, self._guard)
-        turn.wake = keeper.wake
+        keeper = Keeper(
+            path,
+            self.config,
+            may_end=lambda: False,
+            turn=Turn(self._turns, str(path)),
+            meter_of=self.meter_of,
+            guard=self._guard,
+        )
+        keeper.turn.wake = keeper.wake
         # A daemon thread, because a thread that waits for storage must not delay the exit.
         thread = threading.Thread(target=keeper.serve, name=f"{JOB_THREAD}{path}", daemon=True)
         try:
@@ -390,7 +321,7 @@ class RootServices(Host):
             return None
         self._repeats.forget(path)
         JobFound(path).tell(log)
-        return _Served(keeper, thread, turn)
+        return _Served(keeper, thread)
 
     def _give_up_what_hangs(self) -> None:
         for path, served in self._served.items():
