@@ -93,7 +93,8 @@ class Service:
                 to that group.
             JobUnavailableError: the job's folder does not exist, or this user may not write to it.
         """
-        self._job = Job.at(self.root.absolute(), self.storage)
+        self.root = self.root.absolute()
+        self._job = Job.at(self.root, self.storage)
         self._meter = self.meter_of(self._job)
         self._meter.active(yes=False)
         self._quiet_rounds = 0
@@ -143,22 +144,21 @@ class Service:
         if not self._is_open:
             self.open()
         self._is_open = False
-        root = self._job.layout.root
         with self._watcher:
-            self._watcher.watch({root: frozenset({STATE_POINTER, CHECKPOINT_POINTER})})
+            self._watcher.watch({self.root: frozenset({STATE_POINTER, CHECKPOINT_POINTER})})
             while not self._stopping:
                 try:
                     self._stand_by_and_serve()
                 except SupersededError as error:
-                    self._say(DaemonStandsBy(root, error))
+                    self._say(DaemonStandsBy(self.root, error))
                 except CancelledError:
                     DaemonStopped().tell(log)
                 except SyncdError as error:
                     self._away |= isinstance(error, JobUnavailableError)
-                    self._say(DaemonPaused(root, error))
+                    self._say(DaemonPaused(self.root, error))
                 except OSError as error:
                     # After an error of storage, decide nothing and delete nothing.
-                    self._say(DaemonPaused(root, error), change=f"paused: {error.strerror}")
+                    self._say(DaemonPaused(self.root, error), change=f"paused: {error.strerror}")
                     if error.errno in NO_ROOM and self._gave_up_reserve():
                         continue
                 if not self._stopping:
@@ -229,14 +229,13 @@ class Service:
         folder, pointer = storage.status(layout.root), layout.root / self.config.pointer
         if folder is None or not storage.exists(pointer):
             if folder is None or not storage.exists(layout.published):
-                self._inode = (
-                    None  # a folder that appears now is another job, even with the same inode
-                )
+                # A folder that appears now is another job, even with the same inode.
+                self._inode = None
             return False
         return folder.st_dev == self._device and folder.st_ino != self._inode
 
     def _remember_folder(self) -> None:
-        folder = self._job.storage.status(self._job.layout.root)
+        folder = self._job.storage.status(self.root)
         if folder is not None:
             self._device, self._inode = folder.st_dev, folder.st_ino
 
@@ -246,7 +245,7 @@ class Service:
                 return True
             self.notice.ready()
             why = "another daemon is working on this job"
-            self._say(DaemonStandsBy(self._job.layout.root, why))
+            self._say(DaemonStandsBy(self.root, why))
             self._look_for_participants()
             self._quiet_rounds = _QUIET  # the other daemon publishes the rest
             self._wait()
@@ -291,16 +290,14 @@ class Service:
             self._look_for_participants()
             self._look_at_rights()
             if lock.lost:
-                raise SupersededError(
-                    f"another daemon has taken the lock of {self._job.layout.root}"
-                )
+                raise SupersededError(f"another daemon has taken the lock of {self.root}")
             loop.config = self.config  # any thread may replace self.config meanwhile
             if not loop.run_once().pending and not self._participants.alive:
                 self._quiet_rounds = quiet + 1
         except OSError as error:
             if not self._job.is_there():
                 raise
-            self._say(DaemonPaused(self._job.layout.root, error))
+            self._say(DaemonPaused(self.root, error))
         else:
             self._repeats.forget(self._said)
             self._said = ""
@@ -316,7 +313,7 @@ class Service:
         found = unprunable(self._job)
         self._rights_seen = found is not None
         if found:
-            RightsMissing(self._job.layout.root, f"{found}: {TO_DELETE}").tell(log)
+            RightsMissing(self.root, f"{found}: {TO_DELETE}").tell(log)
 
     def _gave_up_reserve(self) -> bool:
         """Delete the reserve on a full disk, so that the daemon can take over."""
@@ -380,13 +377,11 @@ class Participants:
             OSError: storage failed, or the job is missing. The results of the previous look stay.
         """
         self._lookout.tick = tick
-        found = self._heartbeats()
-        alive = self._living(found)
+        found, alive = self._look()
         if not alive or self._before is None:
             # A daemon can end if nobody is alive, so ask the server for newcomers.
             self.job.storage.refresh(self.job.layout.sessions)
-            found = self._heartbeats()
-            alive = self._living(found)
+            found, alive = self._look()
         now = self.clock()
         if self._before is None:  # heartbeats from before this process may be of dead processes
             self._before = dict.fromkeys(found, now)
@@ -396,19 +391,19 @@ class Participants:
         # removes dead heartbeats later. The value exceeds the proof below by more than a tick, so
         # that a participant that leaves between two looks is noticed.
         soon = 2.5 * self.lease_time
-        left = [now - before.pop(who) < soon for who in before.keys() - set(found)]
+        left = [now - before.pop(who) < soon for who in before.keys() - found]
         # A dead participant may still look alive for a lease time. One that looks alive for longer
         # than that was alive when this process first looked.
         proof = 2 * self.lease_time
         stayed = [now - before.get(who, -math.inf) > proof for who in alive]
         self._seen = self._seen or any(left) or any(stayed)
 
-    def _heartbeats(self) -> list[str]:
-        return [
+    def _look(self) -> tuple[set[str], list[str]]:
+        """All heartbeats, and those that are alive."""
+        found = {
             name.removesuffix(_HEARTBEAT)
             for name in self.job.storage.names(self.job.layout.sessions)
             if name.endswith(_HEARTBEAT) and not name.startswith(DAEMON_SESSION)
-        ]
-
-    def _living(self, found: list[str]) -> set[str]:
-        return {who for who, said in self._lookout.look(found).items() if said is Liveness.ALIVE}
+        }
+        seen = self._lookout.look(found).items()
+        return found, [who for who, liveness in seen if liveness is Liveness.ALIVE]
