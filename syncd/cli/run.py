@@ -22,9 +22,8 @@ from syncd.daemon.configuration import (
     load,
     misspelt,
 )
-from syncd.daemon.hang import HangGuard
 from syncd.daemon.host.services import RootServices, Services
-from syncd.daemon.notify import ServiceManager
+from syncd.daemon.signs import HangGuard, ServiceManager
 from syncd.daemon.telling.journal import MeterOf, unmetered
 from syncd.deltas.making import why_not_here
 from syncd.protocol.errors import InvalidSettingsError

@@ -29,11 +29,11 @@ from syncd.daemon.decide import (
     decide,
 )
 from syncd.daemon.delta_maker import DeltaMaker, DeltaWork
-from syncd.daemon.notify import JobNotice
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
 from syncd.daemon.scan import Known, Scanner
+from syncd.daemon.signs import JobNotice
 from syncd.daemon.telling.journal import GoingLive, lasting
 from syncd.daemon.tenure import Tenure
 from syncd.daemon.turns import OTHERS_FIRST, Turn
@@ -78,9 +78,7 @@ class Loop:
         self._going_live = GoingLive(job)
         self._reporter = Reporter(tenure, self._publisher, self.notice)
         self._tidying = Tidying(tenure, self._pruner)
-        self._deltas = DeltaMaker(
-            job, tenure.epoch, self.work, clock=tenure.clock, wall=tenure.wall
-        )
+        self._deltas = DeltaMaker(tenure, self.work)
         self._attempts = Attempts(
             tenure, self._publisher, self._reporter, self._tidying, self._deltas
         )
@@ -183,8 +181,8 @@ class Loop:
                 self._journal.tell(SaveSkipped(action.step))
             case Forget():
                 self._outcomes.forget(action.step)
-            case CloseLeaseFolder():
-                self._pruner.close_lease_folder(action)
+            case CloseLeaseFolder(sequence):
+                self._pruner.close_leases(sequence)
             case Learn(step):
                 self._learn_in_turn(step)
             case DropLease() | RetireVersion() | PruneDelta() | PruneStep():

@@ -10,17 +10,14 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import Final
 
+from syncd.protocol.amounts import few
 from syncd.protocol.names import NAME_MAP, printable
 from syncd.protocol.records import Latest, Manifest, Names
 from syncd.protocol.version_events import TrainerNames, VersionNames
 from syncd.storage.job import Job
 from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness, Lookout
 from syncd.storage.record_files import OF_OTHERS
-
-#: The most explorers that a message names.
-_NAMED: Final = 4
 
 
 @dataclass
@@ -65,7 +62,7 @@ class Naming:
         without = self._without()
         if not without:
             return "hub"
-        shown = ", ".join(map(printable, without[:_NAMED])) + ", …" * (len(without) > _NAMED)
+        shown = few([printable(name) for name in without])
         self._why = f"{shown} did not report support for the hub's names"
         return "trainer"
 

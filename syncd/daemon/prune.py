@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Final, Literal
 
 from syncd.daemon.decide import (
-    CloseLeaseFolder,
     DropLease,
     PruneDelta,
     PruneStep,
@@ -81,7 +80,7 @@ class Pruner:
         Leasing ends with the rmdir of the lease folder. The server refuses the rmdir if the folder
         is not empty.
         """
-        if not self._close_leases(action.sequence):
+        if not self.close_leases(action.sequence):
             return False
         try:
             doomed = self.epoch.condemn(self._layout.version(action.sequence))
@@ -106,10 +105,6 @@ class Pruner:
         for sequence in found:
             self.prune_delta(PruneDelta(sequence, why))
         return bool(found)
-
-    def close_lease_folder(self, action: CloseLeaseFolder) -> None:
-        """Remove the lease folder of a deleted version, if it is empty."""
-        self._close_leases(action.sequence)
 
     def drop_lease(self, action: DropLease) -> bool:
         """Remove a dead explorer's lease; returns False if the lease was already gone."""
@@ -205,7 +200,8 @@ class Pruner:
         look_at_step(self._storage, folder, step, outcome)
         return look_at_step(self._storage, folder, step, outcome)
 
-    def _close_leases(self, sequence: int) -> bool:
+    def close_leases(self, sequence: int) -> bool:
+        """Remove the lease folder of a version, if it is empty; returns whether it is gone."""
         folder = self._layout.lease_folder(sequence)
         try:
             self._storage.rmdir(folder)

@@ -8,8 +8,8 @@ import socket
 from dataclasses import dataclass
 from typing import Final
 
-from syncd.daemon.notify import JobNotice
 from syncd.daemon.publish import Publisher
+from syncd.daemon.signs import JobNotice
 from syncd.daemon.tenure import Tenure
 from syncd.protocol.events import StateUnwritten
 from syncd.protocol.records import encode

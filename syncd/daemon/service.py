@@ -12,7 +12,7 @@ from typing import Final
 
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.loop import Loop
-from syncd.daemon.notify import JobNotice
+from syncd.daemon.signs import JobNotice
 from syncd.daemon.telling.journal import MeterOf, unmetered
 from syncd.daemon.tenure import Tenure
 from syncd.daemon.turns import Turn

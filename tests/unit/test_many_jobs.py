@@ -19,10 +19,9 @@ from syncd.cli import cli
 from syncd.cli.log_lines import Flood, HumanLines, JsonLines
 from syncd.daemon.config import DaemonConfig, RunConfig
 from syncd.daemon.configuration import GivenValue, load
-from syncd.daemon.hang import HangGuard
 from syncd.daemon.host.discovery import Discovery
 from syncd.daemon.host.services import RootServices
-from syncd.daemon.notify import ServiceManager
+from syncd.daemon.signs import HangGuard, ServiceManager
 from syncd.daemon.telling.metrics import Metrics
 from syncd.daemon.turns import LEAST, PATIENCE, LateError, Turn, Turns
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from syncd.daemon.config import DaemonConfig, RunConfig
-from syncd.daemon.hang import AnsweredStorage, HangGuard
 from syncd.daemon.host.discovery import LOOK, Discovery
 from syncd.daemon.service import Service
+from syncd.daemon.signs import AnsweredStorage, HangGuard
 from syncd.daemon.telling.journal import MeterOf, unmetered
 from syncd.daemon.turns import Turn, Turns
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, SyncdError

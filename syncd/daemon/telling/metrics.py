@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self, TypeVar
+from typing import Final, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -27,6 +27,7 @@ from prometheus_client import (
 )
 
 from syncd import __version__
+from syncd.closing import Closing
 from syncd.daemon.decide import Observation
 from syncd.daemon.loopback import HOST, LoopbackRequest, LoopbackServer
 from syncd.daemon.telling.journal import Meter
@@ -334,7 +335,7 @@ class _JobMeter(Meter):
 
 
 @dataclass
-class Exporter:
+class Exporter(Closing):
     """Serves metrics over HTTP, and writes them to a file, while it is open.
 
     The file is replaced at ticks, so it does not change during a merge. Port 0 serves nothing.
@@ -387,12 +388,6 @@ class Exporter:
                 MetricsUnwritten(path, error).tell(log)
         else:
             self._repeats.forget(path)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Server(LoopbackServer):
