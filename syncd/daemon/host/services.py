@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -55,6 +55,9 @@ class Keeper(Service):
     """
 
     guard: HangGuard
+    thread: threading.Thread = field(init=False)
+    leaves: bool = False
+    hangs: bool = False
 
     def open(self) -> None:
         """Open the job, and expect progress of its storage from now on."""
@@ -126,6 +129,11 @@ class Host:
         """Apply a configuration."""
         raise NotImplementedError
 
+    def _keeper(self, root: Path, config: DaemonConfig) -> Keeper:
+        return Keeper(
+            root, config, may_end=lambda: False, meter_of=self.meter_of, guard=self._guard
+        )
+
 
 class Services(Host):
     """The daemons of a job and of its memory directory, in one process.
@@ -151,6 +159,7 @@ class Services(Host):
         first, *others = self._keepers
         first.each_tick, first.may_end = self._tick, lambda: all(one.is_idle for one in others)
         for keeper in self._keepers:
+            keeper.notice = self._manager.job(str(keeper.root))
             keeper.open()
 
     def stop(self) -> None:
@@ -178,27 +187,9 @@ class Services(Host):
                 thread.join()
         return True
 
-    def _keeper(self, root: Path, config: DaemonConfig) -> Keeper:
-        return Keeper(
-            root,
-            config,
-            may_end=lambda: False,
-            notice=self._manager.job(str(root)),
-            meter_of=self.meter_of,
-            guard=self._guard,
-        )
-
     def _reloaded(self, config: RunConfig) -> None:
         for keeper, one in zip(self._keepers, (config, _for_memory(config)), strict=False):
             keeper.reload(one)
-
-
-@dataclass
-class _Served:
-    keeper: Keeper
-    thread: threading.Thread
-    leaves: bool = False
-    hangs: bool = False
 
 
 class RootServices(Host):
@@ -238,7 +229,7 @@ class RootServices(Host):
             every=min(LOOK, self.config.hang_time / 4),
             answered=self._guard.watch(str(self.root)),
         )
-        self._served: dict[Path, _Served] = {}
+        self._served: dict[Path, Keeper] = {}
         self._repeats = Repeats()
         self._stopping = False
 
@@ -273,8 +264,8 @@ class RootServices(Host):
         return ended
 
     def _reloaded(self, config: RunConfig) -> None:
-        for served in self._served.values():
-            served.keeper.reload(config)
+        for keeper in self._served.values():
+            keeper.reload(config)
 
     def _follow(self) -> None:
         names = self._discovery.jobs
@@ -282,68 +273,62 @@ class RootServices(Host):
             return
         jobs = {self.root / name for name in names}
         before = len(self._served)
-        for path, served in list(self._served.items()):
-            if not served.thread.is_alive():  # the job was given up, or no longer hangs
+        for path, keeper in list(self._served.items()):
+            if not keeper.thread.is_alive():  # the job was given up, or no longer hangs
                 del self._served[path]
-                served.keeper.turn.forget()
+                keeper.turn.forget()
                 self.forget(path)
-            elif path not in jobs and not served.leaves:
-                served.leaves = True
+            elif path not in jobs and not keeper.leaves:
+                keeper.leaves = True
                 JobGone(path).tell(log)
-                served.keeper.stop()
+                keeper.stop()
         for path in sorted(jobs - self._served.keys()):
-            begun = self._serve(path)
-            if begun is None:
+            if not self._serve(path):
                 break
-            self._served[path] = begun
         if len(self._served) != before or not before:
             self._notice.status(f"jobs in {self.root}: {len(self._served)}")
         self._notice.ready()
 
-    def _serve(self, path: Path) -> _Served | None:
-        """Begin to serve a job; None if this process cannot start another thread now."""
-        keeper = Keeper(
-            path,
-            self.config,
-            may_end=lambda: False,
-            turn=Turn(self._turns, str(path)),
-            meter_of=self.meter_of,
-            guard=self._guard,
-        )
-        keeper.turn.wake = keeper.wake
+    def _serve(self, path: Path) -> bool:
+        """Begin to serve a job; False if this process cannot start another thread now."""
+        keeper = self._keeper(path, self.config)
+        keeper.turn = Turn(self._turns, str(path), keeper.wake)
         # A daemon thread, because a thread that waits for storage must not delay the exit.
-        thread = threading.Thread(target=keeper.serve, name=f"{JOB_THREAD}{path}", daemon=True)
+        name = f"{JOB_THREAD}{path}"
+        keeper.thread = threading.Thread(target=keeper.serve, name=name, daemon=True)
         try:
-            thread.start()
+            keeper.thread.start()
         except RuntimeError as error:  # no more threads; the other jobs continue
             if self._repeats.due(path):
                 JobUnavailable(path, error).tell(log)
-            return None
+            return False
+        self._served[path] = keeper
         self._repeats.forget(path)
         JobFound(path).tell(log)
-        return _Served(keeper, thread)
+        return True
 
     def _give_up_what_hangs(self) -> None:
-        for path, served in self._served.items():
+        for path, keeper in self._served.items():
             silence = self._guard.silence(str(path))
-            if served.hangs or silence < self._guard.hang_time:
+            if keeper.hangs or silence < self._guard.hang_time:
                 continue
-            served.hangs = True
-            JobHangs(path, silence, _stack_of(served.thread)).tell(log)
+            keeper.hangs = True
+            JobHangs(path, silence, _stack_of(keeper.thread)).tell(log)
             # In a new thread, because this call may hang too.
-            threading.Thread(target=_give_up, args=[served.keeper], daemon=True).start()
+            threading.Thread(target=_give_up, args=[keeper], daemon=True).start()
 
     def _end(self) -> bool:
         patience = min(_LAST_PATIENCE, self._guard.hang_time / 2)
-        for served in self._served.values():
-            served.keeper.stop()
-        for path, served in self._served.items():
-            while served.thread.is_alive():
-                if self._guard.silence(str(path)) >= patience:
-                    JobAbandoned(path, self._guard.silence(str(path))).tell(log)
+        for keeper in self._served.values():
+            keeper.stop()
+        for path, keeper in self._served.items():
+            while keeper.thread.is_alive():
+                silence = self._guard.silence(str(path))
+                if silence >= patience:
+                    JobAbandoned(path, silence).tell(log)
                     break
-                served.thread.join(_LOOK)
-        return not any(served.thread.is_alive() for served in self._served.values())
+                keeper.thread.join(_LOOK)
+        return not any(keeper.thread.is_alive() for keeper in self._served.values())
 
 
 def _give_up(keeper: Keeper) -> None:
