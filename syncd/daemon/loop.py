@@ -119,8 +119,7 @@ class Loop:
         # New weights first. After a merge the observation is too old to prune by, so the next round
         # prunes first; otherwise merges that follow each other would starve the pruning.
         actions = sorted(decision.actions, key=_is_pruning, reverse=self._prunings_left)
-        merges = any(isinstance(action, Publish | Learn) for action in actions)
-        if not merges:
+        if not any(isinstance(action, Publish | Learn) for action in actions):
             self.turn.leave()
         self._prunings_left = self._refused_turn = self._no_room = False
         for action in actions:

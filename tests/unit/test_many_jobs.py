@@ -19,8 +19,7 @@ from syncd.cli import cli
 from syncd.cli.log_lines import Flood, HumanLines, JsonLines
 from syncd.daemon.config import DaemonConfig, RunConfig
 from syncd.daemon.configuration import GivenValue, load
-from syncd.daemon.host.discovery import Discovery
-from syncd.daemon.host.services import RootServices
+from syncd.daemon.host.services import Discovery, RootServices
 from syncd.daemon.signs import HangGuard, ServiceManager
 from syncd.daemon.telling.metrics import Metrics
 from syncd.daemon.turns import LEAST, PATIENCE, LateError, Turn, Turns
@@ -414,7 +413,7 @@ def test_a_folder_that_answers_as_it_is_left_behind_is_found_all_the_same(tmp_pa
 
     clock = Clock()
     look = found(tmp_path, RuledStorage(rule), clock=clock)
-    log, said = logging.getLogger("syncd.daemon.host.discovery"), Answers(logging.ERROR)
+    log, said = logging.getLogger("syncd.daemon.host.services"), Answers(logging.ERROR)
     log.addHandler(said)
     look.start()
     try:
