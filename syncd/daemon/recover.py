@@ -71,7 +71,8 @@ def look_back(job: Job) -> FoundVersions:
     saves = look.record(SaveOutcomes, layout.saves, LONG_RECORD_LIMIT)
     found.outcomes = dict(saves.steps) if saves else {}
     known = found.latest.sequence if found.latest else 0
-    published, deltas = look.published(), look.deltas()
+    published = numbers_in(job.storage, layout.published, parse_version_folder)
+    deltas = look.deltas()
     found.highest = look.highest_sequence(found, known, [*published, *deltas])
     for sequence in reversed(published):
         version = layout.version(sequence)
@@ -130,9 +131,6 @@ class _Look:
             self._storage.release(self._storage.open_read(path))
         except OSError as error:
             log.debug("cannot open %s: %s; trying again", path, error)
-
-    def published(self) -> list[int]:
-        return numbers_in(self._storage, self._layout.published, parse_version_folder)
 
     def deltas(self) -> list[int]:
         folder = self._layout.deltas

@@ -92,7 +92,7 @@ def test_a_fault_of_ours_in_one_is_not_the_end_of_the_other(
     monkeypatch.setattr("syncd.daemon.host.services._AGAIN", 0.0)
     memory = tmp_path / "shm"
     services = Services(job, RunConfig(memory_dir=memory, tick=0.1))
-    first, failing = services._keepers
+    first, failing = services._keepers.values()
     runs: list[int] = []
     run = failing.run
 
@@ -152,7 +152,7 @@ def test_a_fault_of_ours_is_not_the_end_of_the_daemon_of_one_job(
 ) -> None:
     monkeypatch.setattr("syncd.daemon.host.services._AGAIN", 0.0)
     services = Services(job, RunConfig(tick=0.1))
-    failing = services._keepers[0]
+    (failing,) = services._keepers.values()
     run, faults = failing.run, [Fault()]
 
     def fail() -> None:

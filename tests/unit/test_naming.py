@@ -229,7 +229,7 @@ def test_a_memory_folder_keeps_the_trainers_own_file_unless_told_otherwise(tmp_p
     for names in (None, "hub"):
         config = RunConfig(memory_dir=tmp_path / "memory", names=names)
         services = Services(job.layout.root, config)
-        told[names] = [keeper.config.names for keeper in services._keepers]
+        told[names] = [keeper.config.names for keeper in services._keepers.values()]
     assert told == {None: [None, "trainer"], "hub": ["hub", "hub"]}
 
 

@@ -230,6 +230,7 @@ class Host:
         self.root = self.root.absolute()
         self._guard = self.guard or HangGuard(self.config.hang_time)
         self._manager = self._guard.manager
+        self._keepers: dict[Path, Keeper] = {}
         self._reload_asked = False
         if self.config.shared_group is not None:  # let the umask keep the group's permission bits
             os.umask(os.umask(0o077) & ~0o070)
@@ -242,11 +243,9 @@ class Host:
         with self._manager.reloading():
             if (config := self.read_again()) is not None:
                 self.config = config
-                self._reloaded(config)
-
-    def _reloaded(self, config: RunConfig) -> None:
-        """Apply a configuration."""
-        raise NotImplementedError
+                for root, keeper in self._keepers.items():
+                    is_memory = config.memory_dir is not None and root != self.root
+                    keeper.reload(_for_memory(config) if is_memory else config)
 
     def _keeper(self, root: Path, config: DaemonConfig) -> Keeper:
         return Keeper(
@@ -267,34 +266,33 @@ class Services(Host):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        configs = {self.root: self.config}
+        self._keepers[self.root] = self._keeper(self.root, self.config)
         if self.config.memory_dir is not None:
             memory = self.config.memory_dir.absolute()
             _check_apart(self.root, memory)
             _make(memory)
-            configs[memory] = _for_memory(self.config)
-        self._keepers = [self._keeper(job, config) for job, config in configs.items()]
+            self._keepers[memory] = self._keeper(memory, _for_memory(self.config))
         # All daemons end when the first job's daemon ends as idle.
-        first, *others = self._keepers
+        first, *others = self._keepers.values()
         first.each_tick, first.may_end = self._tick, lambda: all(one.is_idle for one in others)
-        for keeper in self._keepers:
+        for keeper in self._keepers.values():
             keeper.notice = self._manager.job(str(keeper.root))
             keeper.open()
 
     def stop(self) -> None:
         """Ask :meth:`run` to return; any thread or signal handler may call this."""
         self._manager.stopping()
-        for keeper in self._keepers:
+        for keeper in self._keepers.values():
             keeper.stop()
 
     def reload(self) -> None:
         """Read the configuration again soon; any thread or signal handler may call this."""
         self._reload_asked = True
-        self._keepers[0].wake()
+        self._keepers[self.root].wake()
 
     def run(self) -> bool:
         """Serve until stopped or idle; returns True, because all threads have ended."""
-        first, *others = self._keepers
+        first, *others = self._keepers.values()
         threads = [threading.Thread(target=one.serve, name=str(one.root)) for one in others]
         for thread in threads:
             thread.start()
@@ -305,10 +303,6 @@ class Services(Host):
             for thread in threads:
                 thread.join()
         return True
-
-    def _reloaded(self, config: RunConfig) -> None:
-        for keeper, one in zip(self._keepers, (config, _for_memory(config)), strict=False):
-            keeper.reload(one)
 
 
 class RootServices(Host):
@@ -348,7 +342,6 @@ class RootServices(Host):
             every=min(_LIST, self.config.hang_time / 4),
             answered=self._guard.watch(str(self.root)),
         )
-        self._served: dict[Path, Keeper] = {}
         self._repeats = Repeats()
         self._stopping = False
 
@@ -382,30 +375,26 @@ class RootServices(Host):
                 ended = self._end()
         return ended
 
-    def _reloaded(self, config: RunConfig) -> None:
-        for keeper in self._served.values():
-            keeper.reload(config)
-
     def _follow(self) -> None:
         names = self._discovery.jobs
         if names is None:
             return
         jobs = {self.root / name for name in names}
-        before = len(self._served)
-        for path, keeper in list(self._served.items()):
+        before = len(self._keepers)
+        for path, keeper in list(self._keepers.items()):
             if not keeper.thread.is_alive():  # the job was given up, or no longer hangs
-                del self._served[path]
+                del self._keepers[path]
                 keeper.turn.forget()
                 self.forget(path)
             elif path not in jobs and not keeper.leaves:
                 keeper.leaves = True
                 JobGone(path).tell(log)
                 keeper.stop()
-        for path in sorted(jobs - self._served.keys()):
+        for path in sorted(jobs - self._keepers.keys()):
             if not self._serve(path):
                 break
-        if len(self._served) != before or not before:
-            self._notice.status(f"jobs in {self.root}: {len(self._served)}")
+        if len(self._keepers) != before or not before:
+            self._notice.status(f"jobs in {self.root}: {len(self._keepers)}")
         self._notice.ready()
 
     def _serve(self, path: Path) -> bool:
@@ -421,13 +410,13 @@ class RootServices(Host):
             if self._repeats.due(path):
                 JobUnavailable(path, error).tell(log)
             return False
-        self._served[path] = keeper
+        self._keepers[path] = keeper
         self._repeats.forget(path)
         JobFound(path).tell(log)
         return True
 
     def _give_up_what_hangs(self) -> None:
-        for path, keeper in self._served.items():
+        for path, keeper in self._keepers.items():
             silence = self._guard.silence(str(path))
             if keeper.hangs or silence < self._guard.hang_time:
                 continue
@@ -438,16 +427,16 @@ class RootServices(Host):
 
     def _end(self) -> bool:
         patience = min(_LAST_PATIENCE, self._guard.hang_time / 2)
-        for keeper in self._served.values():
+        for keeper in self._keepers.values():
             keeper.stop()
-        for path, keeper in self._served.items():
+        for path, keeper in self._keepers.items():
             while keeper.thread.is_alive():
                 silence = self._guard.silence(str(path))
                 if silence >= patience:
                     JobAbandoned(path, silence).tell(log)
                     break
                 keeper.thread.join(_LOOK)
-        return not any(keeper.thread.is_alive() for keeper in self._served.values())
+        return not any(keeper.thread.is_alive() for keeper in self._keepers.values())
 
 
 def _give_up(keeper: Keeper) -> None:
