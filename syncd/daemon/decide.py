@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
@@ -336,12 +336,12 @@ def _leases(seen: Observation, config: DaemonConfig) -> Iterable[DropLease]:
 def _versions(
     seen: Observation, config: DaemonConfig
 ) -> Iterable[RetireVersion | CloseLeaseFolder]:
-    """Versions below LATEST that no retention rule keeps.
+    """Versions below LATEST that are neither among the newest nor leased.
 
     Nothing above LATEST is touched, because after a take-over a lease folder there may belong to
     the other daemon's next version.
     """
-    keep = kept((v for v in seen.versions if v <= seen.latest), [keep_newest(config.keep)])
+    keep = newest((v for v in seen.versions if v <= seen.latest), config.keep)
     leased = {lease.sequence for lease in seen.leases}  # also pins, which are in the same folders
     leased.update(request.sequence for request in seen.rollbacks)
     leased.update(seen.delta_versions)
@@ -375,21 +375,9 @@ def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
             yield PruneDelta(delta.sequence, why)
 
 
-#: Takes all published sequences, lowest first; returns the sequences that must stay.
-KeepRule = Callable[[Sequence[int]], frozenset[int]]
-
-
-def keep_newest(count: int) -> KeepRule:
-    """A rule that keeps the newest ``count`` versions; ValueError if ``count`` is below 1."""
-    if count < 1:
-        raise ValueError(f"keep_newest({count}): the count must be at least 1")
-    return lambda sequences: frozenset(sequences[-count:])
-
-
-def kept(sequences: Iterable[int], rules: Iterable[KeepRule]) -> frozenset[int]:
-    """The versions that at least one rule keeps."""
-    ordered = sorted(sequences)
-    return frozenset().union(*(rule(ordered) for rule in rules))
+def newest(sequences: Iterable[int], count: int) -> frozenset[int]:
+    """The newest ``count`` versions, which stay even if nobody leases them."""
+    return frozenset(sorted(sequences)[-count:])
 
 
 def _steps(seen: Observation, config: DaemonConfig) -> Iterable[PruneStep | Learn]:

@@ -367,20 +367,21 @@ class Exporter(Closing):
 
     def tick(self) -> None:
         """Write the file if the last write was at least 15 s ago."""
-        if self.textfile is not None and self.clock() - self._written_at >= _WRITE:
-            self._write(self.textfile)
+        if self.clock() - self._written_at >= _WRITE:
+            self._write()
 
     def close(self) -> None:
         """Write the file once more, and stop serving."""
-        if self.textfile is not None:
-            self._write(self.textfile)
+        self._write()
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
             self._thread.join()
 
-    def _write(self, path: Path) -> None:
-        self._written_at = self.clock()
+    def _write(self) -> None:
+        path, self._written_at = self.textfile, self.clock()
+        if path is None:
+            return
         try:
             write_to_textfile(str(path), self.metrics.registry)
         except OSError as error:
