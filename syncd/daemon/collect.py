@@ -167,7 +167,8 @@ class Collector:
             elif not self._is_leased(path) and len(self._watched) < _MOST:
                 self._watched.add(path)
         for path in sorted(self._watched):
-            if self._is_leased(path) or not self._is_still_left(path):
+            found_again = self._is_participants(path) and not self._is_orphan(path)
+            if found_again or self._is_leased(path):
                 self._watched.discard(path)
             else:
                 self._look(path)
@@ -176,9 +177,6 @@ class Collector:
 
     def _is_leased(self, path: Path) -> bool:
         return path.parent == self._layout.sessions and path.stem in self._leased
-
-    def _is_still_left(self, path: Path) -> bool:
-        return not self._is_participants(path) or self._is_orphan(path)
 
     def _is_participants(self, path: Path) -> bool:
         """True for a report or a claim."""

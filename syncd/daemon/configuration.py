@@ -237,9 +237,16 @@ def _is_misplaced(key: str, one: GivenValue) -> bool:
 def _refused(key: str, one: GivenValue) -> str:
     if key in KEYS:
         return _line(key, one)
+    shown = f"{key} = {_shown(one.value)}"
     if isinstance(one.value, dict):
-        return f"{one.source}: {printable(f'[{key}]')}: unknown key: {_NO_TABLES}"
-    return f"{one.source}: {printable(f'{key} = {_shown(one.value)}')}: {no_such_key(key)}"
+        shown, why = f"[{key}]", f"unknown key: {_NO_TABLES}"
+    elif key in GONE:
+        why = f"this key was removed: {GONE[key]}"
+    elif meant := nearest(key):
+        why = f"unknown key; did you mean {meant}?"
+    else:
+        why = "unknown key: 'syncd config show' lists all keys"
+    return f"{one.source}: {printable(shown)}: {why}"
 
 
 def _line(key: str, one: GivenValue) -> str:
@@ -255,17 +262,6 @@ def _shown(value: object) -> str:
 
 def nearest(key: str) -> str | None:
     """The most similar known key, if any is similar."""
-    found = difflib.get_close_matches(key, KEYS, n=1, cutoff=_ALIKE)
     if key == "dtype":  # after the option
         return "cast"
-    return found[0] if found else None
-
-
-def no_such_key(key: str) -> str:
-    """The message for an unknown key."""
-    if key in GONE:
-        return f"this key was removed: {GONE[key]}"
-    meant = nearest(key)
-    if meant is not None:
-        return f"unknown key; did you mean {meant}?"
-    return "unknown key: 'syncd config show' lists all keys"
+    return next(iter(difflib.get_close_matches(key, KEYS, n=1, cutoff=_ALIKE)), None)

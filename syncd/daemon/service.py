@@ -124,8 +124,11 @@ class Service:
         self.stop()
         if (held := self._held) is not None:
             session, lock = held
-            lock.release()
-            session.close()
+            try:
+                lock.release()
+                session.close()
+            except OSError as error:
+                log.debug("cannot remove the heartbeats of %s: %s", self.root, error)
 
     def reload(self, config: DaemonConfig) -> None:
         """Apply new values of ``LIVE_KEYS`` from the next round on; any thread may call this."""

@@ -423,7 +423,7 @@ class RootServices(Host):
             keeper.hangs = True
             JobHangs(path, silence, _stack_of(keeper.thread)).tell(log)
             # In a new thread, because this call may hang too.
-            threading.Thread(target=_give_up, args=[keeper], daemon=True).start()
+            threading.Thread(target=keeper.give_up, daemon=True).start()
 
     def _end(self) -> bool:
         patience = min(_LAST_PATIENCE, self._guard.hang_time / 2)
@@ -437,13 +437,6 @@ class RootServices(Host):
                     break
                 keeper.thread.join(_LOOK)
         return not any(keeper.thread.is_alive() for keeper in self._keepers.values())
-
-
-def _give_up(keeper: Keeper) -> None:
-    try:
-        keeper.give_up()
-    except OSError as error:
-        log.debug("cannot remove the heartbeats of %s: %s", keeper.root, error)
 
 
 def _stack_of(thread: threading.Thread) -> str:
