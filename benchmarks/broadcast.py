@@ -44,8 +44,8 @@ from benchmarks.machine import (
 from explorer_hooks.engines.torch_module import TorchModule
 from explorer_hooks.hook import ExplorerHook
 from syncd.coordination.broadcast.group import KeptGroup, WeightGroup
-from syncd.protocol.participants import Rendezvous
 from syncd.protocol.records import encode, parse
+from syncd.protocol.reports import Rendezvous
 from tests.weight_groups import CPU, meeting
 from trainer_hooks import TrainerHook
 from trainer_hooks.fast_path import WeightSender

@@ -13,8 +13,7 @@ from explorer_hooks.hook import ExplorerHook
 from syncd.protocol.errors import CancelledError, WaitTimeoutError
 from syncd.protocol.names import ACTOR, FULL, RETIRED, SAVING, is_resumable_state
 from syncd.protocol.policy import Version
-from syncd.storage.job import Job
-from syncd.storage.step_folders import step_folders
+from syncd.storage.job import Job, step_folders
 
 __all__ = ["every_full_checkpoint", "full_checkpoints", "latest", "serve", "step"]
 

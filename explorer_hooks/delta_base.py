@@ -22,8 +22,7 @@ from syncd.protocol.records import Delta, Latest
 from syncd.protocol.reports import DELTA_SIGN, DeltaProgress
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job
-from syncd.storage.record_files import OF_OTHERS
+from syncd.storage.job import OF_OTHERS, Job
 
 if TYPE_CHECKING:
     from syncd.coordination.leased_version import LeasedVersion

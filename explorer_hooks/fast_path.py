@@ -10,8 +10,8 @@ from explorer_hooks.engines.base import WeightTaker
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import BroadcastError, EngineMismatchError
-from syncd.protocol.participants import Rendezvous
 from syncd.protocol.records import SaveId
+from syncd.protocol.reports import Rendezvous
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from syncd.protocol.errors import (
     VersionGoneError,
     WaitTimeoutError,
 )
-from syncd.protocol.participants import Offer
 from syncd.protocol.policy import Version
+from syncd.protocol.reports import Offer
 
 log = logging.getLogger(__name__)
 

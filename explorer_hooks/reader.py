@@ -8,8 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from syncd.closing import Closing
-from syncd.coordination.holds import Holds
-from syncd.coordination.leased_version import LeasedVersion, read_latest
+from syncd.coordination.leased_version import Holds, LeasedVersion, read_latest
 from syncd.protocol.errors import (
     CancelledError,
     VersionGoneError,

@@ -145,7 +145,7 @@ BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "docs/vllm.md": {
         "python": ("tests/engines/test_vllm.py", "tests/engines/pages.py"),
         "sh": ("not run: its ports are a user's; tests/engines/test_whole_loop.py starts the same",)
-        * 4,
+        * 3,
         "ini": (PARSED,),
     },
     "docs/web.md": {"sh": (SERVES,)},

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from enum import StrEnum
 from typing import Final
@@ -19,9 +18,10 @@ from syncd.cli import cli
 from syncd.daemon.config import KEYS, LIVE_KEYS, RunConfig
 from syncd.daemon.configuration import toml_value, written
 from syncd.protocol.policy import SyncSettings
-from tests import doc_tables, examples
+from tests import doc_lists, examples
 from tests.doc_blocks import text_of
 from tests.doc_links import ROOT
+from tests.doc_lists import filled, item, listed
 
 _PART: Final = re.compile(
     r"(^#+ (?P<heading>[^\n]*)\n(?:(?!#)[^\n]*\n)*?<!-- generated -->\n).*?(?=^<!-- end -->)",
@@ -43,14 +43,13 @@ def generated(page: str) -> str:
 
 def keys(_heading: str) -> str:
     """The keys of the configuration."""
-    run, defaults = options_of("syncd run"), written(RunConfig())
-    rows = []
+    defaults = written(RunConfig())
+    items = []
     for key, hint in sorted(KEYS.items(), key=lambda item: item[0] not in {"job", "root"}):
-        option = f"`{run[key].opts[0]}`" if key in run else "`JOB`"
-        live = "yes" if key in LIVE_KEYS else "no"
-        meaning = as_code(str(hint.marks[-1]))
-        rows.append((f"`{key}`", f"`{toml_value(defaults[key])}`", option, live, meaning))
-    return table("key,default,option,live,meaning", rows)
+        default = f"`{toml_value(defaults[key])}`" if defaults[key] != "" else ""
+        aside = ", ".join(filter(None, (default, "live" * (key in LIVE_KEYS))))
+        items.append(item([key], aside, as_code(str(hint.marks[-1]))))
+    return listed(items)
 
 
 def settings(_heading: str) -> str:
@@ -58,11 +57,10 @@ def settings(_heading: str) -> str:
     doc = inspect.getdoc(SyncSettings) or ""
     said = re.findall(r"^    (\w[\w, ]*): (.*(?:\n {5,}.*)*)", doc, re.MULTILINE)
     meanings = {name: meaning for names, meaning in said for name in names.split(", ")}
-    rows = [
-        (f"`{field.name}`", shown(field.default), as_code(meanings[field.name].replace("``", "`")))
+    return listed(
+        item([field.name], shown(field.default), as_code(meanings[field.name].replace("``", "`")))
         for field in fields(SyncSettings)
-    ]
-    return table("`SyncSettings`,default,meaning", rows)
+    )
 
 
 def usage(heading: str) -> str:
@@ -74,14 +72,12 @@ def usage(heading: str) -> str:
     words = " ".join([heading, *(piece for piece in pieces if options or piece != "[OPTIONS]")])
     said = as_code((command.help or "").partition("\n\n")[0])
     line = f"`{words}`: {said[0].lower()}{said[1:]}"
-    filled = textwrap.fill(line, 120, break_long_words=False, break_on_hyphens=False)
-    rows = list(rows_of(heading, options))
-    return f"{filled}\n\n" + (table("option,default,", rows) if rows else "")
+    return f"{filled(line)}\n\n" + listed(items_of(heading, options))
 
 
-def rows_of(heading: str, options: dict[str, click.Option]) -> Iterator[tuple[str, str, str]]:
-    """The rows of a command's options; the keys of the configuration have a page of their own."""
-    run = options_of("syncd run")
+def items_of(heading: str, options: dict[str, click.Option]) -> Iterator[str]:
+    """The items of a command's options; the keys of the configuration have a page of their own."""
+    others = ["syncd run", "syncd convert", "syncd rollback", heading]
     same: dict[tuple[str, str], list[str]] = {}
     for name, option in options.items():
         words = [*option.opts, *option.secondary_opts]
@@ -96,12 +92,26 @@ def rows_of(heading: str, options: dict[str, click.Option]) -> Iterator[tuple[st
             default = ""
         elif default and isinstance(option.default, str):
             default = f"`{default}`"
-        if name in KEYS and option.help == run[name].help:
-            meaning = "" if heading == "syncd run" else "as for `syncd run`"
-            default = default if heading == "syncd run" else ""
+        first = next(one for one in others if help_in(one, name) == option.help)
+        if first != heading:
+            default, meaning = "", f"as for `{first}`"
+        elif heading == "syncd run" and name in KEYS:
+            meaning = ""
         same.setdefault((default, meaning if not default else name), [meaning]).extend(words)
+    bare = []
     for (default, _), (meaning, *words) in same.items():
-        yield ", ".join(f"`{word}`" for word in words), default, meaning
+        if meaning:
+            yield item(words, default, meaning)
+        else:
+            bare.append(item(words, default))
+    if bare:
+        yield "; ".join(bare)
+
+
+def help_in(command: str, name: str) -> str | None:
+    """The help of a command's option; None if it has no such option."""
+    option = options_of(command).get(name)
+    return option.help if option else None
 
 
 def find(name: str) -> click.Command:
@@ -136,14 +146,6 @@ def as_code(text: str) -> str:
     return _CODE.sub(lambda word: f"`{word[1] or word[2]}`", " ".join(text.split()))
 
 
-def table(heads: str, rows: Iterable[tuple[str, ...]]) -> str:
-    """A table, and an empty line; ``heads`` are separated by commas."""
-    names = heads.split(",")
-    lines = [names, ["---"] * len(names), *rows]
-    cells = ("".join(f" {cell} |" if cell else " |" for cell in line) for line in lines)
-    return "".join(f"|{line}\n" for line in cells) + "\n"
-
-
 #: page → how a part is made of the heading above it.
 PARTS: Final[dict[str, Callable[[str], str]]] = {
     "docs/cli.md": usage,
@@ -155,7 +157,7 @@ PARTS: Final[dict[str, Callable[[str], str]]] = {
 if __name__ == "__main__":
     for name in PARTS:
         (ROOT / name).write_text(generated(name), encoding="utf-8")
-    for name in doc_tables.PAGES:
-        (doc_tables.DOCS / name).write_text(doc_tables.page(name), encoding="utf-8")
+    for name in doc_lists.PAGES:
+        (doc_lists.DOCS / name).write_text(doc_lists.page(name), encoding="utf-8")
     for path in examples.PAGES:
         path.write_text(examples.with_examples(path.read_text()))

@@ -29,13 +29,13 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from syncd.checkpoint import hub_tables
+from syncd.checkpoint import name_map
 from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.placement import Shape
 from syncd.protocol.tensor_names import HubPiece
 from trainer_hooks.state.hub_names import name_map_of
 
-TABLES = Path(hub_tables.__file__).with_suffix(".json")
+TABLES = Path(name_map.__file__).with_name("hub_tables.json")
 _AUTO = (
     modeling_auto.AutoModelForCausalLM,
     modeling_auto.AutoModelForImageTextToText,
@@ -216,7 +216,7 @@ def tables(types: list[str]) -> Iterator[tuple[str, str, Any, Any, str]]:
             if reason is None:
                 tensors = shapes(model)
                 rules = rules_of(names, tensors)
-                again = hub_tables.apply_rules(rules, tensors, model_type)
+                again = name_map.apply_rules(rules, tensors, model_type)
                 reason = None if again == names else again.refused or "no general rules"
             if reason is not None:
                 rules = {_NUMBER.sub("#", name): [] for name in changed_names(model)}

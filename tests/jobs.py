@@ -20,8 +20,15 @@ from syncd.protocol.errors import SupersededError
 from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import NAME_MAP, RECEIPTS, STATE_POINTER, receipt_name
-from syncd.protocol.records import Latest, Receipt, ReceiptFile, SaveOutcomes, encode, parse
-from syncd.protocol.requests import RollbackRequest
+from syncd.protocol.records import (
+    Latest,
+    Receipt,
+    ReceiptFile,
+    RollbackRequest,
+    SaveOutcomes,
+    encode,
+    parse,
+)
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job

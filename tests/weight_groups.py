@@ -11,7 +11,7 @@ import torch
 
 from syncd.coordination.broadcast.addresses import listen
 from syncd.coordination.broadcast.group import WeightGroup
-from syncd.protocol.participants import GroupMember, Rendezvous
+from syncd.protocol.reports import GroupMember, Rendezvous
 
 #: Seconds: a guard, never what a test waits for.
 DEADLINE = 60.0

@@ -16,8 +16,7 @@ from syncd.protocol.names import (
     parse_shard_name,
 )
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job
-from syncd.storage.step_folders import make_step_folder, point
+from syncd.storage.job import Job, make_step_folder, point
 from trainer_hooks.writing.parts import make_mark
 
 __all__ = ["announce_dcp"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from explorer_hooks.reader import LeasedVersion
-from syncd.protocol.participants import Rendezvous
+from syncd.protocol.reports import Rendezvous
 
 __all__ = [
     "Engine",

@@ -29,7 +29,7 @@ from explorer_hooks.weights import WeightsReader
 from syncd.coordination.broadcast.group import KeptGroup
 from syncd.coordination.broadcast.weight_meta import WeightMeta
 from syncd.protocol.errors import EngineMismatchError, InvalidSettingsError
-from syncd.protocol.participants import Rendezvous
+from syncd.protocol.reports import Rendezvous
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

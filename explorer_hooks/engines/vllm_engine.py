@@ -18,7 +18,7 @@ from explorer_hooks.engines.vllm_workers import (
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.server_fit import Fits, check_names, fits_if_here
 from syncd.protocol.errors import EngineBrokenError
-from syncd.protocol.participants import Rendezvous
+from syncd.protocol.reports import Rendezvous
 
 #: No deadline, because a call of an ``LLM`` in this process cannot be given up.
 _NO_LIMIT: Final = math.inf

@@ -25,7 +25,7 @@ from syncd.protocol.errors import (
     ServerError,
     ServerRefusedError,
 )
-from syncd.protocol.participants import Rendezvous
+from syncd.protocol.reports import Rendezvous
 
 log = logging.getLogger(__name__)
 

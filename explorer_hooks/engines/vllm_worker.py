@@ -19,8 +19,8 @@ from explorer_hooks.server_fit import Fits, fits_if_here
 from syncd.coordination.broadcast.group import KeptGroup
 from syncd.coordination.broadcast.weight_meta import WeightMeta
 from syncd.protocol.errors import EngineMismatchError, SyncdError
-from syncd.protocol.participants import Rendezvous
 from syncd.protocol.records import parse
+from syncd.protocol.reports import Rendezvous
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,8 +23,8 @@ from syncd.protocol.errors import (
     ServerRefusedError,
 )
 from syncd.protocol.names import MODEL_CONFIG
-from syncd.protocol.participants import Rendezvous
 from syncd.protocol.records import SaveId, encode
+from syncd.protocol.reports import Rendezvous
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ import pydantic
 
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
-from syncd.protocol.records import AdaptedModel
+from syncd.protocol.records import AdaptedModel, Part
 
 #: All names in a PeftModel and in PEFT's files begin with this.
 PREFIX: Final = "base_model.model."
@@ -68,7 +68,7 @@ def are_two_models(one: str, other: str) -> bool | None:
     return None
 
 
-class AdapterConfig(pydantic.BaseModel):
+class AdapterConfig(Part):
     """The keys of ``adapter_config.json`` that syncd uses.
 
     Attributes:
@@ -76,8 +76,6 @@ class AdapterConfig(pydantic.BaseModel):
         bias: the base model's biases that the adapter trains: ``none``, ``all`` or ``lora_only``.
         base_model_name_or_path: None or empty if the base model was made from a config.
     """
-
-    model_config = pydantic.ConfigDict(frozen=True)
 
     peft_type: str
     bias: str = "none"
@@ -143,14 +141,11 @@ class Adapter(NamedTuple):
                 return None
             if match[0] == ".lora_magnitude_vector" and adapter == self.name:
                 return name[: match.end()]  # once a parameter: PEFT's files keep this name
-            return self._without_adapter(name)
+            if name.endswith(f".{self.name}"):
+                return name.removesuffix(f".{self.name}")
+            module, _, parameter = name.rpartition(".")
+            return f"{module.removesuffix(f'.{self.name}')}.{parameter}"
         return None
-
-    def _without_adapter(self, name: str) -> str:
-        if name.endswith(f".{self.name}"):
-            return name.removesuffix(f".{self.name}")
-        module, _, parameter = name.rpartition(".")
-        return f"{module.removesuffix(f'.{self.name}')}.{parameter}"
 
     def _beside_lora(self, name: str) -> str | None:
         """The saved name, if this is a tensor of ``modules_to_save`` or of trained tokens."""
@@ -194,7 +189,10 @@ def find_adapter(names: Iterable[str]) -> Adapter | None:
         halves[match["adapter"]][lora].add(match["half"])
     modules = {match["module"] for match in matches}
     is_wrapped = is_peft_model(names)
-    if not (is_wrapped or modules & _wrapped(names) or all(map(_ADAPTERS_OWN.search, names))):
+    layers = {
+        name[: match.start()] for name in names for match in re.finditer(re.escape(_WRAPPED), name)
+    }
+    if not (is_wrapped or modules & layers or all(map(_ADAPTERS_OWN.search, names))):
         return None
     if not is_wrapped and (inside := next((m for m in modules if f".{PREFIX}" in f".{m}"), None)):
         raise CheckpointError(
@@ -215,12 +213,6 @@ def find_adapter(names: Iterable[str]) -> Adapter | None:
         "" if is_wrapped else PREFIX,
         frozenset(halves.keys() - {adapter}),
     )
-
-
-def _wrapped(names: Iterable[str]) -> set[str]:
-    return {
-        name[: match.start()] for name in names for match in re.finditer(re.escape(_WRAPPED), name)
-    }
 
 
 def _chosen(adapters: Mapping[str, object]) -> str:

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.adapter import AdapterConfig, read_config
-from syncd.checkpoint.contents import SaveContents, look_inside
-from syncd.checkpoint.hub_tables import map_by_type
 from syncd.checkpoint.merging.cast import Caster
 from syncd.checkpoint.merging.merge import Merged, digest_safetensors, run_plan
 from syncd.checkpoint.merging.options import MergeOptions, Work
@@ -25,10 +23,9 @@ from syncd.checkpoint.model_folder import (
     write_index,
     write_name_map,
 )
-from syncd.checkpoint.name_map import NAME_MAP_LIMIT, NameMap
-from syncd.checkpoint.open_save import open_save
+from syncd.checkpoint.name_map import NAME_MAP_LIMIT, NameMap, map_by_type
+from syncd.checkpoint.open_save import SaveContents, look_inside, open_save
 from syncd.checkpoint.parallel import Check
-from syncd.checkpoint.remote import write_remote
 from syncd.checkpoint.safetensors_file import SafetensorsFile, content_digest
 from syncd.checkpoint.safetensors_header import broken
 from syncd.checkpoint.sandbox.isolated import IsolatedParser
@@ -40,6 +37,7 @@ from syncd.checkpoint.save import (
     WholeSave,
     confirm_unchanged,
 )
+from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, cast_dtype, is_floating, shown
 from syncd.protocol.errors import CheckpointError, NoRoomError, RecordError, SaveNotReadyError
 from syncd.protocol.names import (
@@ -50,10 +48,11 @@ from syncd.protocol.names import (
     MANIFEST,
     MODEL_CONFIG,
     NAME_MAP,
+    REMOTE_PATH,
 )
 from syncd.protocol.records import Kind, Manifest, Names, TensorEntry, VersionFile, encode
 from syncd.protocol.version_events import AdapterWithoutBase, CastTwice
-from syncd.storage.errnos import is_gone, is_no_record
+from syncd.storage.errnos import NO_RECORD, Ignoring, is_gone, is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage, signature
 
 log = logging.getLogger(__name__)
@@ -198,11 +197,28 @@ def build_step(
 
     For the other arguments and the errors see :func:`build_model_folder`.
     """
-    if isinstance(save, Remote):
-        return write_remote(storage, step, save, folder, sequence=sequence)
-    return build_model_folder(
-        storage, step / ACTOR, save, folder, options=options, work=work, sequence=sequence
+    if not isinstance(save, Remote):
+        return build_model_folder(
+            storage, step / ACTOR, save, folder, options=options, work=work, sequence=sequence
+        )
+    if look_into_step(storage, step, save.step) != save:
+        raise SaveNotReadyError(
+            f"{step / REMOTE_PATH} changed while syncd published it. Perhaps the trainer saved "
+            "the step again"
+        )
+    manifest = Manifest(
+        sequence=sequence,
+        step=save.step,
+        save_id=save.identity,
+        kind="remote",
+        checked="stillness",
+        digests="off",
+        files=(),
+        tensors=(),
+        remote=save.path,
     )
+    _write_manifest(storage, step, folder, manifest)
+    return manifest
 
 
 def _write_manifest(storage: Storage, actor: Path, folder: Path, manifest: Manifest) -> None:
@@ -341,8 +357,20 @@ def _copy_small_files(
     copied[HUGGINGFACE] = copy_model_files(
         storage, actor / HUGGINGFACE, folder, cancel=cancel, leave_out=leave_out
     )
-    for source, files in copied.items():
-        _check_small_files(storage, actor, save, f"{source}/", files)
+    found = {
+        f"{source}/{file.name}": (file.size, file.digest)
+        for source, files in copied.items()
+        for file in files
+    }
+    for name, file in save.vouched().items():
+        if name.partition("/")[0] not in copied:
+            continue
+        if name not in found and not storage.exists(actor / name):
+            raise SaveNotReadyError(
+                f"{actor / name} is gone, but the receipt of save {save.identity} lists it"
+            )
+        if found.get(name, (file.size, file.digest)) != (file.size, file.digest):
+            raise save.differs(actor / name)
     return tuple(file for files in copied.values() for file in files)
 
 
@@ -359,12 +387,9 @@ def _adapter_config(
             f"scaling of the adapter's weights. Write this file into {actor / LORA_ADAPTER} with "
             "PeftConfig.save_pretrained"
         )
-    try:
+    content = b""  # a file that is too long to be a config: read_config refuses it
+    with Ignoring(NO_RECORD):
         content = storage.read(folder / ADAPTER_CONFIG)
-    except OSError as error:
-        if not is_no_record(error):
-            raise
-        content = b""  # too long to be a config: read_config refuses it
     config = read_config(content, f"the {ADAPTER_CONFIG} of {actor}")
     if contents.adapter is not None and config.peft_type != "LORA":
         raise CheckpointError(
@@ -373,24 +398,6 @@ def _adapter_config(
             "the shards from the same model"
         )
     return config
-
-
-def _check_small_files(
-    storage: Storage, actor: Path, save: SavedWeights, prefix: str, copied: tuple[VersionFile, ...]
-) -> None:
-    found = {prefix + file.name: (file.size, file.digest) for file in copied}
-    for name, file in save.vouched().items():
-        if not name.startswith(prefix):
-            continue
-        if name not in found and not storage.exists(actor / name):
-            raise SaveNotReadyError(
-                f"{actor / name} is gone, but the receipt of save {save.identity} lists it"
-            )
-        if found.get(name, (file.size, file.digest)) != (file.size, file.digest):
-            raise SaveNotReadyError(
-                f"{actor / name} is not the file that the receipt of save {save.identity} lists: "
-                "the file is being replaced, or was damaged"
-            )
 
 
 @dataclass
@@ -439,7 +446,7 @@ class FreeSpace:
             # A merge may need less: it writes no linked files, and only a PEFT model's adapter.
             asked = (save.identity, options.cast, options.prefix, options.names)
             if self._sized is None or self._sized[0] != asked:
-                self._sized = asked, _weights_size(self.storage, actor, save, options, cancel)
+                self._sized = asked, self._weights_size(actor, save, options, cancel)
             needed = _SMALL_FILES + self._sized[1]
         if free.bytes is not None and free.bytes < needed:
             raise NoRoomError(
@@ -452,22 +459,17 @@ class FreeSpace:
                 "filesystem is almost out of inodes. Remove some files"
             )
 
-
-def _weights_size(
-    storage: Storage,
-    actor: Path,
-    save: SavedWeights,
-    options: MergeOptions,
-    cancel: Check,
-) -> int:
-    """The bytes of weights that a merge would write; 0 if it would link the file."""
-    with (
-        _judged_at_rest(storage, actor, save),
-        open_save(storage, actor, save, prefix=options.prefix, cancel=cancel) as opened,
-    ):
-        contents = look_inside(opened, cancel)
-        one_file = options._replace(max_file_size=sys.maxsize)
-        plan = contents.plan(one_file, bias="all", tied=False, cancel=cancel)
-        renamed = options.names == "hub" and f"{HUGGINGFACE}/{NAME_MAP}" in save.vouched()
-        linked = opened.full is not None and save.receipts and not (plan.casts or renamed)
-        return 0 if linked else plan.data_size
+    def _weights_size(
+        self, actor: Path, save: SavedWeights, options: MergeOptions, cancel: Check
+    ) -> int:
+        """The bytes of weights that a merge would write; 0 if it would link the file."""
+        with (
+            _judged_at_rest(self.storage, actor, save),
+            open_save(self.storage, actor, save, prefix=options.prefix, cancel=cancel) as opened,
+        ):
+            contents = look_inside(opened, cancel)
+            one_file = options._replace(max_file_size=sys.maxsize)
+            plan = contents.plan(one_file, bias="all", tied=False, cancel=cancel)
+            renamed = options.names == "hub" and f"{HUGGINGFACE}/{NAME_MAP}" in save.vouched()
+            linked = opened.full is not None and save.receipts and not (plan.casts or renamed)
+            return 0 if linked else plan.data_size

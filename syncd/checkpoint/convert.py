@@ -82,12 +82,14 @@ def look_at_step(job: Job, step: int) -> SavedWeights:
             or they are a LoRA adapter.
     """
     actor = job.layout.actor(step)
-    if not _is_full(job, step):
+    names, inside = job.storage.names(actor.parent), job.storage.names(actor)
+    foreign = RETIRED not in names and RECEIPTS not in inside
+    if FULL not in names and not (foreign and any(map(is_resumable_state, inside))):
         raise InvalidSettingsError(
             f"{job.layout.step(step)} holds no full checkpoint: merge its shards into a folder "
             f"of your own with 'syncd merge {actor} FOLDER'"
         )
-    if job.storage.exists(job.layout.step(step) / SAVING):
+    if SAVING in names:
         raise SaveNotReadyError(
             f"the trainer is still writing {job.layout.step(step)}, or ended before the save was "
             "complete"
@@ -244,14 +246,6 @@ def _is_adapter(actor: Path) -> SaveNotReadyError:
     return SaveNotReadyError(f"{actor} holds a LoRA adapter, which PEFT loads as it is")
 
 
-def _is_full(job: Job, step: int) -> bool:
-    names = job.storage.names(job.layout.step(step))
-    if FULL in names or RETIRED in names:
-        return FULL in names
-    inside = job.storage.names(job.layout.actor(step))
-    return RECEIPTS not in inside and any(map(is_resumable_state, inside))
-
-
 def _is_whole_model(storage: Storage, folder: Path) -> bool:
     names = set(storage.names(folder))
     if FULL_STATE_DICT in names:
@@ -275,7 +269,10 @@ def _put_in_place(storage: Storage, room: Path, folder: Path, manifest: Manifest
     weights = [file.name for file in manifest.files if is_weights_name(file.name)]
     storage.make_folder(folder, below=folder.parent)
     sought = [FULL_STATE_DICT, INDEX]
-    old = _listed(storage, folder).union(weights, filter(parse_part_name, storage.names(folder)))
+    old = {*weights, *filter(parse_part_name, storage.names(folder))}
+    with suppress(RecordError), Ignoring(GONE | NO_RECORD):
+        old.update(file.name for file in read_manifest(storage, folder).files)
+    old = set(filter(is_weights_name, old))
     for name in (*sought, *sorted(old.difference(sought))):
         storage.unlink_if_there(folder / name)
     storage.sync_folder(folder)
@@ -285,13 +282,6 @@ def _put_in_place(storage: Storage, room: Path, folder: Path, manifest: Manifest
             storage.sync_folder(folder)
         storage.rename(room / name, folder / name)
     storage.sync_folder(folder)
-
-
-def _listed(storage: Storage, folder: Path) -> set[str]:
-    with suppress(RecordError), Ignoring(GONE | NO_RECORD):
-        files = read_manifest(storage, folder).files
-        return {file.name for file in files if is_weights_name(file.name)}
-    return set()
 
 
 def _sweep(storage: Storage, actor: Path, sleep: Callable[[float], None]) -> None:

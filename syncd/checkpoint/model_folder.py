@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import stat
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path, PurePosixPath
@@ -188,9 +187,11 @@ def _regular_files(
     if status is None:
         return
     if not below.parts and not stat.S_ISDIR(status.st_mode):
+        what = "file" if stat.S_ISREG(status.st_mode) else "pipe, socket or device"
+        what = "link" if stat.S_ISLNK(status.st_mode) else what
         raise CheckpointError(
-            f"{root} is a {_kind(status)}, but must be the folder of the model's config and "
-            f"tokenizer: remove this {_kind(status)}, and save the step again"
+            f"{root} is a {what}, but must be the folder of the model's config and tokenizer: "
+            f"remove this {what}, and save the step again"
         )
     if len(below.parts) > _DEPTH_LIMIT:
         raise CheckpointError(
@@ -213,27 +214,16 @@ def _copy(
 ) -> tuple[int, str]:
     hasher = xxhash.xxh3_128()
     size = 0
-    reading = storage.open_read(source)
-    try:
-        writing = storage.create(target)
-        with storage.closing(writing):
-            while data := storage.read_part(reading, _BUFFER):
-                cancel()
-                size += len(data)
-                if size > limit:
-                    raise CheckpointError(
-                        f"{source} is larger than 1 GiB, or its folder is larger than 4 "
-                        "GiB: remove all files except the config and the tokenizer"
-                    )
-                hasher.update(data)
-                storage.write_all(writing, data)
-            storage.fsync(writing)
-    finally:
-        storage.release(reading)
+    with storage.reading(source) as reading, storage.closing(storage.create(target)) as writing:
+        while data := storage.read_part(reading, _BUFFER):
+            cancel()
+            size += len(data)
+            if size > limit:
+                raise CheckpointError(
+                    f"{source} is larger than 1 GiB, or its folder is larger than 4 GiB: remove "
+                    "all files except the config and the tokenizer"
+                )
+            hasher.update(data)
+            storage.write_all(writing, data)
+        storage.fsync(writing)
     return size, hasher.hexdigest()
-
-
-def _kind(status: os.stat_result) -> str:
-    if stat.S_ISLNK(status.st_mode):
-        return "link"
-    return "file" if stat.S_ISREG(status.st_mode) else "pipe, socket or device"

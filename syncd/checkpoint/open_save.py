@@ -1,17 +1,28 @@
-"""Opening a save's files of weights, through which a merge reads all bytes."""
+"""Opening a save's files of weights, and finding out what they contain."""
 
 from __future__ import annotations
 
+import errno
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final, NamedTuple
 
-from syncd.checkpoint.chunked_save import ChunkedSave, Opening, open_dcp, open_hugging_face
-from syncd.checkpoint.merging.options import Checked
-from syncd.checkpoint.merging.source_reader import Source
-from syncd.checkpoint.placement import Chunks, Local
+from syncd.checkpoint.adapter import Adapter, find_adapter, is_peft_model
+from syncd.checkpoint.dcp.dcp_file import DcpFile, OneByOne
+from syncd.checkpoint.dcp.dcp_metadata import Chunk, Chunked, StoredModel, whole_shapes
+from syncd.checkpoint.gc_pause import uncollected
+from syncd.checkpoint.merging.options import Checked, MergeOptions
+from syncd.checkpoint.merging.plan import MergePlan, ShardIndex, plan_merge
+from syncd.checkpoint.merging.source_reader import Source, SourceFile
+from syncd.checkpoint.name_map import NameMap
+from syncd.checkpoint.parallel import Check
+from syncd.checkpoint.placement import Chunks, Local, Position, Shape
 from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.safetensors_header import HeaderEntry
 from syncd.checkpoint.sandbox.isolated import IsolatedParser, ParseLimits
 from syncd.checkpoint.save import (
     PICKLED_ADAPTER,
@@ -22,12 +33,30 @@ from syncd.checkpoint.save import (
     SavedWeights,
     Shards,
 )
+from syncd.checkpoint.tensor_rules import TENSOR_LIMIT, shown
+from syncd.checkpoint.torch_files.pieces import PICKLE_LIMIT
 from syncd.checkpoint.torch_files.shard_file import ShardFile
-from syncd.protocol.errors import CheckpointError, SaveNotReadyError, ShardFormatError
-from syncd.protocol.names import DCP_METADATA
-from syncd.protocol.records import ReceiptFile
+from syncd.protocol.errors import (
+    CheckpointError,
+    CoverageError,
+    SaveNotReadyError,
+    ShardFormatError,
+)
+from syncd.protocol.names import ADAPTER_WEIGHTS, DCP_METADATA, LORA_ADAPTER
+from syncd.protocol.records import Kind
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
+
+_METADATA_MIB: Final = PICKLE_LIMIT // (1024 * 1024)
+#: Names with these prefixes are not weights, if nothing else shows which names are weights.
+_NO_MODEL: Final = ("optim.", "optimizer.", "optimizers.")
+
+
+class ChunkedSave(NamedTuple):
+    """The open files, and their indexes in the same order."""
+
+    indexes: Sequence[ShardIndex]
+    sources: Sequence[Source]
 
 
 @dataclass
@@ -35,18 +64,25 @@ class OpenSave:
     """A save with its files of weights open.
 
     Attributes:
+        prefix: the beginning of the model's tensor names; None to find it.
+        stack: closes the files.
         shards: in rank order; empty if the weights are not shards.
         chunked: the open files of a save of ``torch.distributed.checkpoint``.
         full: the single open file of a full state dict or an adapter.
         parser: the child process that reads all that may be damaged or hostile.
     """
 
+    storage: Storage
+    actor: Path
     save: SavedWeights
     parser: IsolatedParser
+    stack: ExitStack
+    cancel: Check
+    limits: ParseLimits
+    prefix: str | None
     shards: list[ShardFile] = field(default_factory=list)
     chunked: ChunkedSave | None = None
     full: SafetensorsFile | None = None
-    limits: ParseLimits = field(default_factory=ParseLimits)
     _found: int = 0
 
     @property
@@ -73,9 +109,17 @@ class OpenSave:
             max(1, len(value.locals)) if isinstance(value, Chunks) else 1
             for value in found.values()
         )
-        if self._found > self.limits.tensors:
-            raise _too_many(shard.path, self.limits, "tensors")
+        self.check_count(shard.path, self._found, "tensors")
         return found
+
+    def check_count(self, path: Path, count: int, what: str, more: int = 0) -> None:
+        """Raise ShardFormatError if the files up to this one have too many tensors or records."""
+        if count > self.limits.tensors + more:
+            raise ShardFormatError(
+                f"{path}: the files up to this one have more than {self.limits.tensors} {what}, "
+                "which would take gigabytes of memory to merge. Save the model's own state dict, "
+                "or use fewer ranks"
+            )
 
     def forget_tensors(self) -> None:
         """Drop the index of tensors, to free memory; the files stay open."""
@@ -112,35 +156,29 @@ def open_save(
             "adapter_model.safetensors"
         )
     vouched = save.vouched()
+
+    def check(path: Path, size: int, digest: str) -> None:
+        told = vouched.get(path.relative_to(actor).as_posix())
+        if told is not None and (told.size, told.digest) != (size, digest):
+            raise save.differs(path)
+
     job = actor.parent.parent if limits is None else None
     limits = limits or ParseLimits()
     records = 0
     with IsolatedParser(cancel=cancel, limits=limits, job=job) as parser, ExitStack() as stack:
-        opened = OpenSave(save, parser, limits=limits)
+        opened = OpenSave(storage, actor, save, parser, stack, cancel, limits, prefix)
         try:
             match save:
                 case Dcp() | HuggingFaceParts():  # these never have receipts
-                    given = Opening(
-                        storage=storage,
-                        actor=actor,
-                        files=tuple(name for name in save.weights if name != DCP_METADATA),
-                        parser=parser,
-                        prefix=prefix,
-                        tensor_limit=limits.tensors,
-                        cancel=cancel,
-                        stack=stack,
-                    )
-                    open_files = open_dcp if isinstance(save, Dcp) else open_hugging_face
-                    opened.chunked = open_files(given)
+                    read = _open_dcp if isinstance(save, Dcp) else _open_hugging_face
+                    opened.chunked = read(opened)
                 case FullStateDict() | LoraAdapter():
                     cancel()
                     (name,) = save.weights
                     full = SafetensorsFile.open(storage, actor / name, parse=parser.read_fields)
                     stack.callback(full.close)
                     opened.full = full
-                    _check_vouched(
-                        save, vouched.get(name), full.path, full.size, full.header_digest
-                    )
+                    check(full.path, full.size, full.header_digest)
                 case Shards():
                     for name in save.weights:
                         cancel()
@@ -149,11 +187,9 @@ def open_save(
                         opened.shards.append(shard)
                         records += len(shard.records)
                         # Some records of each file belong to no tensor.
-                        if records > limits.tensors + 100 * len(save.weights):
-                            raise _too_many(shard.path, limits, "records")
-                        _check_vouched(
-                            save, vouched.get(name), shard.path, shard.size, shard.directory_digest
-                        )
+                        most = 100 * len(save.weights)
+                        opened.check_count(shard.path, records, "records", most)
+                        check(shard.path, shard.size, shard.directory_digest)
         except OSError as error:
             if is_gone(error):
                 raise SaveNotReadyError(f"{error.filename or actor} is gone") from error
@@ -161,19 +197,293 @@ def open_save(
         yield opened
 
 
-def _check_vouched(
-    save: SavedWeights, told: ReceiptFile | None, path: Path, size: int, digest: str
-) -> None:
-    if told is not None and (told.size, told.digest) != (size, digest):
-        raise SaveNotReadyError(
-            f"{path} is not the file that the receipt of save {save.identity} lists: the file is "
-            "being replaced, or was damaged"
+@uncollected()
+def _open_dcp(given: OpenSave) -> ChunkedSave:
+    """Open a folder of ``.metadata`` and ``.distcp`` files, and find all chunks of the model.
+
+    Raises:
+        CheckpointError: a file cannot be read or contradicts the metadata, or
+            :func:`~syncd.checkpoint.dcp.dcp_metadata.read_metadata` fails.
+    """
+    path = given.actor / DCP_METADATA
+    contents = _read_metadata(given.storage, path, given.parser, given.prefix)
+    chunks: dict[str, list[tuple[str, Chunk]]] = defaultdict(list)
+    for name, tensor in contents.tensors.items():
+        for chunk in tensor.chunks:
+            chunks[chunk.file].append((name, chunk))
+    given.check_count(path, sum(map(len, chunks.values())), "chunks")
+    saved = given.save.weights[1:]
+    for name in sorted(chunks.keys() - set(saved)):
+        raise CoverageError(
+            f"{given.actor / name} is not there, but {DCP_METADATA} says that this file holds "
+            f"'{shown(chunks[name][0][0])}'. Save again"
+        )
+    # Open at least one file, so that the plan includes a model that has only empty tensors.
+    labels = [name for name in saved if name in chunks] or saved[:1]
+    parse = OneByOne(given.parser.read_tensor)
+    files: list[DcpFile] = []
+    found: list[dict[str, list[Local]]] = []
+    for label in labels:
+        file = DcpFile.open(given.storage, given.actor / label)
+        given.stack.callback(file.close)
+        parts: dict[str, list[Local]] = defaultdict(list)
+        for name, chunk in sorted(chunks.get(label, ()), key=lambda one: one[1].at):
+            given.cancel()
+            dtype, shape, _ = contents.tensors[name]
+            parts[name].append(file.look_up(name, dtype, shape, chunk, parse=parse))
+        files.append(file)
+        found.append(parts)
+    whole = {name: (dtype, shape) for name, (dtype, shape, _) in contents.tensors.items()}
+    return ChunkedSave(_indexes(labels, found, whole), files)
+
+
+def holds_model_only(storage: Storage, actor: Path, *, prefix: str | None, cancel: Check) -> bool:
+    """True if a folder of ``torch.distributed.checkpoint`` certainly holds only a model.
+
+    Raises:
+        OSError: no child process can be started.
+    """
+    try:
+        with IsolatedParser(cancel=cancel) as parser:
+            return _read_metadata(storage, actor / DCP_METADATA, parser, prefix).is_model_only
+    except CheckpointError:
+        return False  # the merge says why
+
+
+def _read_metadata(
+    storage: Storage, path: Path, parser: IsolatedParser, prefix: str | None
+) -> StoredModel:
+    try:
+        data = storage.read(path, PICKLE_LIMIT)
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        raise ShardFormatError(
+            f"{path} is larger than {_METADATA_MIB} MiB. Save only the model, or use fewer ranks"
+        ) from None
+    return parser.read_metadata(data, str(path), prefix=prefix)
+
+
+def _open_hugging_face(given: OpenSave) -> ChunkedSave:
+    """Open the files of ``HuggingFaceStorageWriter``.
+
+    The files do not say which part of a state dict a tensor comes from. Without a prefix, every
+    tensor therefore counts as the model's.
+
+    Raises:
+        CheckpointError: a file cannot be read or merged, two files disagree, no name begins with
+            the prefix, or there is an optimizer but no prefix.
+    """
+    prefix = given.prefix or ""
+    found: dict[str, list[Chunked]] = {}
+    sources = []
+    for label in given.save.weights:
+        given.cancel()
+        offsets: dict[str, Shape] = {}
+
+        def parse(header: bytes, where: str, told: dict[str, Shape] = offsets) -> list[HeaderEntry]:
+            chunked = given.parser.read_chunked_fields(header, where)
+            told.update((entry.name, begin) for entry, begin in chunked)
+            return [entry for entry, _ in chunked]
+
+        file = SafetensorsFile.open(given.storage, given.actor / label, parse=parse)
+        given.stack.callback(file.close)
+        found[label] = [
+            (entry._replace(name=entry.name.removeprefix(prefix)), offsets[entry.name])
+            for entry in file.entries
+            if entry.name.startswith(prefix) and entry.name != prefix
+        ]
+        for entry, _ in found[label]:
+            if given.prefix is None and entry.name.startswith(_NO_MODEL):
+                raise CheckpointError(
+                    f"{file.path} also holds '{shown(entry.name)}', which is not a weight. Save "
+                    "only the model, or give the model's prefix with --prefix (dcp_prefix)"
+                )
+        sources.append(SourceFile(file.path, file.fd))
+        given.check_count(file.path, sum(map(len, found.values())), "chunks")
+    whole = whole_shapes(found)
+    if prefix and not whole:
+        raise CheckpointError(
+            f"{given.actor} has no tensor whose name begins with {shown(prefix)!r}: give another "
+            "--prefix (dcp_prefix)"
+        )
+    parts = [
+        {
+            name: [Local(dtype, shape, at, end - at, "", Position(whole[name][1], begin))]
+            for (name, dtype, shape, at, end), begin in chunks
+            if 0 not in shape
+        }
+        for chunks in found.values()
+    ]
+    return ChunkedSave(_indexes(given.save.weights, parts, whole), sources)
+
+
+def _indexes(
+    labels: Sequence[str],
+    parts: Sequence[Mapping[str, Sequence[Local]]],
+    whole: Mapping[str, tuple[str, Shape]],
+) -> list[ShardIndex]:
+    """The index of each file.
+
+    The first index lists all tensors, so that the plan keeps the order of their names, and detects
+    tensors that have no part in any file.
+    """
+    return [
+        ShardIndex(
+            label,
+            {
+                name: Chunks(*whole[name], tuple(held.get(name, ())))
+                for name in (held if number else whole)
+            },
+        )
+        for number, (label, held) in enumerate(zip(labels, parts, strict=True))
+    ]
+
+
+class SaveContents(NamedTuple):
+    """The content of a save.
+
+    Attributes:
+        kind: the kind of version that the save becomes.
+        indexes: the index of each shard, or of the single file.
+        adapter: chooses and names the tensors to publish; None to publish all.
+    """
+
+    kind: Kind
+    indexes: Sequence[ShardIndex]
+    adapter: Adapter | None = None
+
+    def shapes(self) -> dict[str, Shape]:
+        """The shape of each whole tensor."""
+        found: dict[str, Shape] = {}
+        for index in self.indexes:
+            for name, value in index.tensors.items():
+                if isinstance(value, Chunks):
+                    found[name] = value.global_shape
+                elif value.position is not None:
+                    found[name] = value.position.global_shape
+                else:
+                    found[name] = value.local_shape
+        return found
+
+    def plan(
+        self,
+        options: MergeOptions,
+        *,
+        bias: str,
+        tied: bool,
+        hub: NameMap | None = None,
+        cancel: Check,
+    ) -> MergePlan:
+        """Plan the merge of the shards. An adapter becomes one file, because PEFT reads only one.
+
+        ``bias`` is the value in ``adapter_config.json``, and ``tied`` the value of
+        ``tie_word_embeddings``. ``hub`` is None to keep the trainer's names.
+
+        Raises:
+            CoverageError: the parts do not make whole tensors.
+        """
+        adapter = self.adapter
+        if self.kind == "full":
+            return plan_merge(
+                self.indexes,
+                max_file_size=options.max_file_size,
+                tied=tied,
+                hub=hub,
+                cast=options.cast,
+                cancel=cancel,
+            )
+        return plan_merge(
+            self.indexes,
+            max_file_size=sys.maxsize,
+            rename=str if adapter is None else lambda name: adapter.saved_name(name, bias),
+            stem=Path(ADAPTER_WEIGHTS).stem,
+            cast=options.cast,
+            cancel=cancel,
         )
 
+    def sources(self, opened: OpenSave, *, bias: str) -> Sequence[Source]:
+        """The open files for the plan. For an adapter, only its own tensors are in them."""
+        if opened.full is not None:
+            return [SourceFile(opened.full.path, opened.full.fd)]
+        if self.adapter is None:
+            return opened.sources
+        return [
+            SourceFile(
+                source.path,
+                source.fd,
+                source.has_crc,
+                {
+                    name: source.records[name]
+                    for name in _records(index, self.adapter, bias)
+                    if name in source.records  # safetensors files have none
+                },
+            )
+            for source, index in zip(opened.sources, self.indexes, strict=True)
+        ]
 
-def _too_many(path: Path, limits: ParseLimits, what: str) -> ShardFormatError:
-    return ShardFormatError(
-        f"{path}: the shards up to this one have more than {limits.tensors} {what}, which "
-        "would take gigabytes of memory to merge. Save the model's own state dict, or "
-        "use fewer ranks"
+
+def _records(index: ShardIndex, adapter: Adapter, bias: str) -> set[str]:
+    return {
+        local.record
+        for name, value in index.tensors.items()
+        if adapter.saved_name(name, bias) is not None
+        for local in (value.locals if isinstance(value, Chunks) else (value,))
+    }
+
+
+def look_inside(opened: OpenSave, cancel: Check) -> SaveContents:
+    """Index the tensors of a save, and find out its kind.
+
+    Raises:
+        CheckpointError: the save has too many tensors, or an adapter that no engine can load.
+    """
+    if opened.full is not None:
+        is_adapter = isinstance(opened.save, LoraAdapter)
+        _check_one_file(opened.full, is_adapter=is_adapter)
+        tensors = {
+            name: Local(dtype, shape, begin, end - begin, "", None)
+            for name, dtype, shape, begin, end in opened.full.entries
+        }
+        index = ShardIndex(opened.full.path.name, tensors)
+        return SaveContents("adapter" if is_adapter else "full", [index])
+    indexes = list(opened.chunked.indexes) if opened.chunked is not None else []
+    for shard in opened.shards:
+        cancel()
+        indexes.append(ShardIndex(shard.path.name, opened.tensors(shard)))
+    names = dict.fromkeys(name for index in indexes for name in index.tensors)
+    if len(names) > TENSOR_LIMIT:
+        raise CheckpointError(
+            f"{opened.sources[0].path.parent} has {len(names)} tensors in all, over the limit of "
+            f"{TENSOR_LIMIT}: save the model's own state dict"
+        )
+    adapter = find_adapter(names)
+    if adapter is None and is_peft_model(names):
+        raise _of_another_method(opened.sources[0].path.parent)
+    return SaveContents("full" if adapter is None else "adapter", indexes, adapter)
+
+
+def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:
+    found = find_adapter(entry.name for entry in file.entries)
+    if is_adapter and not file.entries:
+        raise CheckpointError(
+            f"{file.path} holds no tensors. Perhaps the trainer failed to gather the tensors. "
+            "Save the step again"
+        )
+    if found is None and not is_adapter and is_peft_model(entry.name for entry in file.entries):
+        raise _of_another_method(file.path)
+    if found is None or (is_adapter and found.name is None):
+        return
+    what = "an adapter with the tensor names of a PEFT model" if is_adapter else "a PEFT model"
+    raise CheckpointError(
+        f"{file.path} holds {what}, and no engine loads such a file. Save the adapter into "
+        f"{LORA_ADAPTER}/ with PeftModel.save_pretrained"
+    )
+
+
+def _of_another_method(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} holds a PEFT model of another method than LoRA, and no engine loads such a file. "
+        "Save the model that merge_and_unload() returns, or save the adapter into "
+        f"{LORA_ADAPTER}/ with PeftModel.save_pretrained"
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 import xxhash
 
@@ -17,6 +18,7 @@ from syncd.checkpoint.safetensors_header import (
     read_fields,
 )
 from syncd.checkpoint.tensor_rules import METADATA
+from syncd.closing import Closing
 from syncd.storage.fsio import Signature, Storage, signature
 
 #: The metadata key under which our hook stores a file's :func:`content_digest` in the header. The
@@ -42,7 +44,8 @@ def content_digest(tensor_digests: Iterable[bytes]) -> bytes:
     return xxhash.xxh3_128_digest(b"".join(tensor_digests))
 
 
-class SafetensorsFile(NamedTuple):
+@dataclass(frozen=True)
+class SafetensorsFile(Closing):
     """An open safetensors file whose header fits the size of the file.
 
     Close it, or use it as a context manager.
@@ -97,12 +100,6 @@ class SafetensorsFile(NamedTuple):
     def close(self) -> None:
         """Close the descriptor."""
         self.storage.release(self.fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _read_header(storage: Storage, fd: int, size: int, path: Path) -> bytes:

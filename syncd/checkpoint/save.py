@@ -11,6 +11,7 @@ import errno
 import stat
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final, TypeAlias
@@ -106,6 +107,13 @@ class _WholeSave:
     @property
     def known_as(self) -> str:
         return self.identity
+
+    def differs(self, path: Path) -> SaveNotReadyError:
+        """The error for a file that is not the one in a receipt."""
+        return SaveNotReadyError(
+            f"{path} is not the file that the receipt of save {self.identity} lists: the file is "
+            "being replaced, or was damaged"
+        )
 
     def vouched(self) -> dict[str, ReceiptFile]:
         """The files that the receipts list, by name inside ``actor/``."""
@@ -277,9 +285,12 @@ def _foreign_save(
             ranks[parsed[0]].add(parsed[1])
     whole = [size for size, found in ranks.items() if _missing_rank(size, found) is None]
     if len(whole) > 1:
-        told = _told_world_size(storage, actor)
+        told = None
+        with suppress(OSError, pydantic.ValidationError):
+            content = storage.read(actor / FSDP_CONFIG)
+            told = pydantic.TypeAdapter(dict[str, object]).validate_json(content).get("world_size")
         sizes = " and ".join(map(str, sorted(whole)[:5]))
-        if told not in whole:
+        if type(told) is not int or told not in whole:  # True is no size
             return Unfinished(
                 step,
                 f"{actor} holds complete shards of world sizes {sizes}, and {FSDP_CONFIG} does not "
@@ -387,15 +398,6 @@ def _missing_shard(ranks: Mapping[int, set[int]]) -> str:
     return f"{told}. The shards of world size {others} are incomplete too. Save again"
 
 
-def _told_world_size(storage: Storage, actor: Path) -> int | None:
-    try:
-        content = storage.read(actor / FSDP_CONFIG)
-        told = pydantic.TypeAdapter(dict[str, object]).validate_json(content).get("world_size")
-    except (OSError, pydantic.ValidationError):
-        return None
-    return told if type(told) is int else None  # True is no size
-
-
 def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
     """The identity of the save in a folder: a digest of its files' names, sizes, inodes and times.
 
@@ -411,11 +413,8 @@ def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
         status = storage.status(path)
         if status is not None and name in weights:
             # An open makes a network filesystem ask the server; a bare stat may be stale.
-            fd = storage.open_read(path)
-            try:
+            with storage.reading(path) as fd:
                 status = storage.fstat(fd)
-            finally:
-                storage.release(fd)
         if status is None:
             raise FileNotFoundError(errno.ENOENT, "disappeared while it was read", str(path))
         line = f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}\n"

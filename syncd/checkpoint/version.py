@@ -19,7 +19,7 @@ from syncd.checkpoint.safetensors_header import SAVE_AGAIN
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, VerificationError
 from syncd.protocol.names import MANIFEST, is_weights_name, printable
-from syncd.protocol.records import Manifest, TensorEntry, VersionFile, parse
+from syncd.protocol.records import Manifest, TensorEntry, VersionFile, encode, parse
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Draft, Storage
 
@@ -238,9 +238,8 @@ def _verify_weights(
 
 
 def _verify_other(storage: Storage, path: Path, file: VersionFile, copy: _Copy | None) -> None:
-    fd = storage.open_read(path)
     hasher = xxhash.xxh3_128()
-    try:
+    with storage.reading(path) as fd:
         _compare(path, "its size", storage.fstat(fd).st_size, file.size)
         with Draft(copy.storage, copy.path) if copy else nullcontext() as draft:
             while (file.digest is not None or draft) and (part := storage.read_part(fd, _BUFFER)):
@@ -249,8 +248,6 @@ def _verify_other(storage: Storage, path: Path, file: VersionFile, copy: _Copy |
                     draft.write(part)
             if draft:
                 draft.commit()
-    finally:
-        storage.release(fd)
     if file.digest is not None:
         _compare(path, "its digest", hasher.hexdigest(), file.digest)
 
@@ -259,3 +256,51 @@ def _compare(path: Path, what: str, found: object, told: object) -> None:
     if found != told:
         shown = f": {found} instead of {told}" if isinstance(found, int | str) else ""
         raise VerificationError(f"{path}: {what} is not what the manifest says{shown}")
+
+
+_CHUNK: Final = 64 * 1024 * 1024
+
+
+def republish(
+    storage: Storage,
+    source: Path,
+    folder: Path,
+    manifest: Manifest,
+    *,
+    cancel: Check,
+) -> None:
+    """Fill a folder with a published version's files, write the manifest last, and sync the folder.
+
+    The files are linked, or copied if this storage has no hard links. Links are safe, because no
+    file of a version ever changes. No other process may read ``folder``, and the caller must sync
+    its parent.
+
+    Raises:
+        VerificationError: a file's size differs from the size in the manifest.
+        FileNotFoundError: a file is missing.
+    """
+    made = {folder}
+    for file in manifest.files:
+        cancel()
+        target = folder / file.name
+        if target.parent not in made:
+            storage.make_folder(target.parent, below=folder)
+            made.add(target.parent)
+        if not storage.link_if_possible(source / file.name, target):
+            with (
+                storage.reading(source / file.name) as reading,
+                storage.closing(storage.create(target)) as writing,
+            ):
+                at = 0
+                while done := storage.copy_range(reading, writing, _CHUNK, at, at):
+                    cancel()
+                    at += done
+                storage.fsync(writing)
+        status = storage.status(target)
+        if status is None or status.st_size != file.size:
+            raise VerificationError(
+                f"{source / file.name} does not have {file.size} bytes: the file is damaged"
+            )
+    storage.write_new(folder / MANIFEST, encode(manifest))
+    for path in sorted(made, reverse=True):
+        storage.sync_folder(path)

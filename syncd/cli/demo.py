@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -23,18 +23,16 @@ from annotated_types import Ge, Le
 from rich.console import Console, Group
 from rich.live import Live
 from rich.spinner import Spinner
-from rich.table import Table
 from rich.text import Text
 
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.version import read_manifest
 from syncd.cli import options
 from syncd.cli.signals import cleaned_up
+from syncd.cli.status import page
 from syncd.daemon.config import Count
 from syncd.operate.job_state import look
 from syncd.protocol.errors import JobUnavailableError, RecordError, VerificationError
-from syncd.protocol.journal_lines import AuditLine
-from syncd.protocol.records import parse
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.torch_extra import require_torch
@@ -49,12 +47,6 @@ _LEASE_TIME: Final = 6.0
 #: Seconds after which an unchanged line is printed again, if stdout is not a terminal.
 _SILENCE: Final = 10.0
 _STARTING: Final = "importing torch in 4 processes"
-_DOES: Final = {
-    "starting": "starts",
-    "running": "rollouts",
-    "require_sync": "waits for weights",
-    "stopped": "done",
-}
 
 
 @options.as_command("demo --no-tty --keep")
@@ -86,7 +78,14 @@ def command(
             run.compare()
             screen.show("done", ends=True)
         if as_json:
-            click.echo(json.dumps(_as_json(run, screen.elapsed), indent=2))
+            answer = {
+                "steps": run.steps,
+                "seconds": round(screen.elapsed, 3),
+                "merge_seconds": list(run.merges.values()),
+                "trainer": run.said("rank-0"),
+                "explorers": {name: run.said(name) for name in _EXPLORERS},
+            }
+            click.echo(json.dumps(answer, indent=2))
         else:
             _summary(run, console, screen.elapsed, keep=keep)
 
@@ -169,11 +168,13 @@ class _Run:
         )
 
     def seen(self) -> dict[str, Any]:
-        """The state in ``syncd status``, and the pruned versions and steps."""
+        """The state in ``syncd status``."""
         found = look(self.job)
-        for version in found["versions"]:
-            self._note_merge(version["sequence"])
-        found["pruned"] = self._pruned()
+        sequences = {version["sequence"] for version in found["versions"]}
+        for sequence in sorted(sequences - self.merges.keys()):
+            with suppress(OSError, RecordError):  # pruned meanwhile
+                manifest = read_manifest(self.job.storage, self.job.layout.version(sequence))
+                self.merges[sequence] = manifest.timings["build"]
         return found
 
     def said(self, name: str) -> dict[str, Any]:
@@ -182,7 +183,9 @@ class _Run:
 
     def compare(self) -> None:
         for name in _EXPLORERS:
-            different = _differences(self.room / "truth.safetensors", self._held(name))
+            truth, held = _tensors(self.room / "truth.safetensors"), _tensors(self._held(name))
+            names = sorted(truth.keys() | held.keys())
+            different = [name for name in names if truth.get(name) != held.get(name)]
             if different:
                 raise VerificationError(
                     f"explorer {name} differs from the trainer in these tensors: "
@@ -204,25 +207,9 @@ class _Run:
     def _held(self, name: str) -> Path:
         return self.room / f"{name}.safetensors"
 
-    def _note_merge(self, sequence: int) -> None:
-        if sequence in self.merges:
-            return
-        try:
-            manifest = read_manifest(self.job.storage, self.job.layout.version(sequence))
-        except (OSError, RecordError):
-            return  # pruned meanwhile
-        self.merges[sequence] = manifest.timings["build"]
-
-    def _pruned(self) -> list[str]:
-        try:
-            lines = self.job.storage.read(self.job.layout.audit).splitlines()
-        except FileNotFoundError:
-            return []
-        return [parse(AuditLine, line, self.job.layout.audit).name for line in lines if line]
-
 
 class _Screen:
-    """On a terminal, a table that updates; otherwise a line for each change."""
+    """On a terminal, the page of ``syncd status``; otherwise a line for each change."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -257,9 +244,18 @@ class _Screen:
             words = Text.assemble((phase, "bold green"), f"   {self.elapsed:.1f} s")
             self._spinner.update(text=words)
             head = words if ends else self._spinner
-            self._live.update(Group(head, Text(), _table(self._seen)), refresh=ends)
+            size = self._console.size
+            shown = page(self._seen, time.time(), size.width, size.height) if self._seen else ""
+            self._live.update(Group(head, Text(), shown), refresh=ends)
             return
-        line = " | ".join([phase, *_brief(self._seen)])
+        parts, latest = [phase], self._seen.get("latest")
+        if latest:
+            explorers = [
+                f"{one['name']} {'v' + str(one['sequence']) if one['sequence'] else '-'}"
+                for one in self._seen["explorers"]
+            ]
+            parts += [f"v{latest['sequence']} published", ", ".join(explorers)]
+        line = " | ".join(parts)
         if line != self._said or self.elapsed > self._said_at + _SILENCE:
             self._said, self._said_at = line, self.elapsed
             self._console.print(f"{self.elapsed:5.1f} s  {line}", highlight=False, soft_wrap=True)
@@ -305,55 +301,6 @@ def _phase(seen: dict[str, Any], steps: int) -> str:
     return "ending the trainer and the explorers"
 
 
-def _brief(seen: dict[str, Any]) -> list[str]:
-    if not seen.get("latest"):
-        return []
-    explorers = [
-        f"{report['name']} {'v' + str(report['sequence']) if report['sequence'] else '-'}"
-        for report in seen["explorers"]
-    ]
-    return [f"v{seen['latest']['sequence']} published", ", ".join(explorers)]
-
-
-def _table(seen: dict[str, Any]) -> Group:
-    latest, daemon = (seen.get(name) or {} for name in ("latest", "daemon"))
-    pruned = seen.get("pruned", [])
-    facts = Table.grid(padding=(0, 2))
-    for name, value in {
-        "published": f"v{latest['sequence']}, step {latest['step']}" if latest else "-",
-        "merged": f"{daemon.get('counters', {}).get('merged_bytes', 0) / 1e6:.1f} MB",
-        "on disk": ", ".join(f"v{version['sequence']}" for version in seen.get("versions", ())),
-        "pruned": f"{len(pruned)}, the last: {', '.join(pruned[-2:])}" if pruned else "-",
-    }.items():
-        facts.add_row(Text(name, "bold"), value or "-")
-    explorers = Table("explorer", "serves", "step", "behind", "does", box=None, pad_edge=False)
-    found = {report["name"]: report for report in seen.get("explorers", ())}
-    for name in _EXPLORERS:
-        report = found.get(name)
-        if report is None:
-            explorers.add_row(name, "-", "-", "-", "starts")
-            continue
-        serves = report["sequence"]
-        explorers.add_row(
-            name,
-            Text(f"v{serves}", "green") if serves else "-",
-            str(report["step"]) if serves else "-",
-            str(report["behind"]),
-            _DOES.get(report["status"], report["status"]),
-        )
-    return Group(facts, Text(), explorers)
-
-
-def _as_json(run: _Run, seconds: float) -> dict[str, Any]:
-    return {
-        "steps": run.steps,
-        "seconds": round(seconds, 3),
-        "merge_seconds": list(run.merges.values()),
-        "trainer": run.said("rank-0"),
-        "explorers": {name: run.said(name) for name in _EXPLORERS},
-    }
-
-
 def _summary(run: _Run, console: Console, seconds: float, *, keep: bool) -> None:
     trainer = run.said("rank-0")
     merges = statistics.median(run.merges.values())
@@ -382,11 +329,6 @@ def _summary(run: _Run, console: Console, seconds: float, *, keep: bool) -> None
     lines += [Text(), Text("next:", "bold"), *(Text(f"  {line}") for line in following)]
     for line in lines:
         console.print(line, soft_wrap=True)
-
-
-def _differences(truth: Path, held: Path) -> list[str]:
-    left, right = _tensors(truth), _tensors(held)
-    return sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
 
 
 def _tensors(path: Path) -> dict[str, tuple[object, ...]]:

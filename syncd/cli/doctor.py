@@ -17,10 +17,8 @@ from rich.text import Text
 from syncd.cli import options
 from syncd.cli.signals import cleaned_up
 from syncd.daemon.config import Count, Seconds
-from syncd.doctor.deadlines import Deadlines
-from syncd.doctor.examination import Examination
-from syncd.doctor.finding import Finding, Severity, worst
-from syncd.doctor.visits import helper, join
+from syncd.doctor.examination import Deadlines, Examination, helper, join
+from syncd.doctor.finding import Finding, Severity
 from syncd.protocol.errors import UnfitStorageError
 from syncd.protocol.names import printable
 from syncd.storage.job import Job
@@ -80,16 +78,16 @@ def command(
             examination = Examination(examined, limits, report, status.update)
             findings = examination.run(helper if peer is None else None)
     failed = [finding.name for finding in findings if finding.verdict is Severity.FAIL]
+    counts = Counter(finding.verdict for finding in findings)
     if as_json:
         answer = {
             "job": str(root),
             "host": socket.gethostname(),
-            "verdict": worst(findings).value,
+            "verdict": max(counts, key=list(Severity).index, default=Severity.OK).value,
             "findings": [finding.model_dump(mode="json") for finding in findings],
         }
         click.echo(json.dumps(answer, indent=2))
     else:
-        counts = Counter(finding.verdict for finding in findings)
         click.echo(", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Severity))
     if failed:
         raise UnfitStorageError(

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from syncd.cli import options
 from syncd.daemon.config import Count
-from syncd.operate.history import DeltaHistory, Live, VersionHistory, history, told
+from syncd.operate.history import Live, VersionHistory, history, told
 from syncd.protocol.amounts import moment, size, span
 from syncd.protocol.names import printable
 from syncd.storage.job import Job
@@ -64,14 +64,15 @@ def command(
 
 
 def _cells(version: VersionHistory) -> tuple[str, ...]:
-    merge = _span(version.merge_seconds)
+    merge, delta = _span(version.merge_seconds), version.delta
+    made = "none" if delta is None or delta.bytes is None else size(delta.bytes)
     return (
         f"v{version.version}",
         "-" if version.step is None else str(version.step),
         "-" if version.published is None else moment(version.published),
         _span(version.latency_seconds),
         merge if version.of is None else f"= v{version.of}",
-        _delta(version.delta),
+        "-" if delta is None else made,
         _end(version),
     )
 
@@ -88,12 +89,6 @@ def _live(live: list[Live], room: int) -> str:
         left = max(room - len(later), 10)
         lines.append((name if len(name) <= left else f"…{name[1 - left :]}") + later)
     return "\n".join(lines) or "-"
-
-
-def _delta(delta: DeltaHistory | None) -> str:
-    if delta is None:
-        return "-"
-    return "none" if delta.bytes is None else size(delta.bytes)
 
 
 def _end(version: VersionHistory) -> str:

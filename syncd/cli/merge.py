@@ -8,7 +8,7 @@ from typing import Annotated
 
 from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.merging.options import MergeOptions, Work
-from syncd.checkpoint.save import LOOKED_FOR, SavedWeights, Unfinished, look_at_save
+from syncd.checkpoint.save import LOOKED_FOR, Unfinished, look_at_save
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.cli import options
 from syncd.cli.bars import bar
@@ -48,7 +48,13 @@ def command(
     out = out_dir.resolve()
     if storage.names(out):
         raise InvalidSettingsError(f"{out_dir} is not empty: give a new folder")
-    save = _look(storage, actor)
+    save = look_at_save(storage, actor, parse_step_folder(actor.parent.name) or 0)
+    if isinstance(save, Unfinished):
+        saved = storage.names(actor)
+        reason = save.reason if saved else f"{actor} is empty: looked for {LOOKED_FOR}"
+        if ACTOR in saved:
+            reason += f"; give its {ACTOR} folder instead: {actor / ACTOR}"
+        raise SaveNotReadyError(reason)
     room = out.with_name(f"{TEMPORARY}{out.name}-{secrets.token_hex(6)}")
     storage.make_folder(room, below=Path(out.anchor))
     with cleaned_up():
@@ -99,14 +105,3 @@ def command(
         f"merged {len(manifest.tensors)} tensors, {merged / 1e6:.1f} MB, into {out_dir}{what} in "
         f"{manifest.timings['build']:.2f} s (checked by {manifest.checked})"
     )
-
-
-def _look(storage: Storage, actor: Path) -> SavedWeights:
-    save = look_at_save(storage, actor, parse_step_folder(actor.parent.name) or 0)
-    if not isinstance(save, Unfinished):
-        return save
-    names = storage.names(actor)
-    reason = save.reason if names else f"{actor} is empty: looked for {LOOKED_FOR}"
-    if ACTOR in names:
-        reason += f"; give its {ACTOR} folder instead: {actor / ACTOR}"
-    raise SaveNotReadyError(reason)

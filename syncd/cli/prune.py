@@ -40,15 +40,14 @@ def command(
     pruned = Job.at(job)
     with at_work("checking" if dry_run else "pruning"):
         actions = would_prune(pruned, rules) if dry_run else prune_now(pruned, rules)
-    words = [dict(zip(("what", "name", "why"), _told(action), strict=True)) for action in actions]
+    words, lines = [], []
     done = "would delete" if dry_run else "deleted"
-    lines = [printable(f"{done} {_said(action)}") for action in actions] or ["nothing to delete"]
-    return {"job": str(job), "dry_run": dry_run, "deleted": words}, "\n".join(lines)
-
-
-def _said(action: Pruning) -> str:
-    what, name, why = _told(action)
-    return f"{name}: {why}" if what == "step" else f"{what} {name}: {why}"
+    for what, name, why in map(_told, actions):
+        words.append({"what": what, "name": name, "why": why})
+        kind = "" if what == "step" else f"{what} "
+        lines.append(printable(f"{done} {kind}{name}: {why}"))
+    answer = {"job": str(job), "dry_run": dry_run, "deleted": words}
+    return answer, "\n".join(lines) or "nothing to delete"
 
 
 def _told(action: Pruning) -> tuple[str, str, str]:

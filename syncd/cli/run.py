@@ -105,7 +105,13 @@ def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | Roo
         metrics = Metrics()
         exporter = Exporter(metrics, port=config.metrics_port, textfile=config.metrics_textfile)
         stack.enter_context(exporter)
-        read_again = _noting(configuration, lambda: metrics.reloaded.set(configuration.whole))
+
+        def read_again_and_note() -> RunConfig | None:
+            read = configuration.again()
+            metrics.reloaded.set(configuration.whole)
+            return read
+
+        read_again = read_again_and_note
         each_tick, meter_of, forget = exporter.tick, metrics.of_job, metrics.forget_job
     if root is None:
         job = configuration.current.job
@@ -116,14 +122,3 @@ def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | Roo
 
 def _nothing(*_: object) -> None:
     """Do nothing."""
-
-
-def _noting(
-    configuration: ConfigReloader, note: Callable[[], None]
-) -> Callable[[], RunConfig | None]:
-    def again() -> RunConfig | None:
-        config = configuration.again()
-        note()
-        return config
-
-    return again

@@ -1,26 +1,47 @@
-"""``syncd status``: the current state of a job."""
+"""``syncd status``: the current state of a job, as text for 80 columns that needs no colour."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import click
 from annotated_types import Gt
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from syncd.cli import options
 from syncd.cli.signals import cleaned_up
-from syncd.cli.status_page import page, table
 from syncd.daemon.config import Seconds
 from syncd.operate.job_state import jobs_at, look, look_anyway
+from syncd.protocol.amounts import ago, few, moment, size, span
 from syncd.protocol.errors import JobUnavailableError
+from syncd.protocol.names import printable
 from syncd.storage.job import Job
+
+#: The most explorers and the most events that the page shows; JSON has more.
+_EXPLORERS: Final = 20
+_EVENTS: Final = 8
+#: Explorers that are shown even on a low terminal.
+_LEAST: Final = 4
+#: The most reasons of faults, and the most queued rollbacks, that the page shows.
+_FAULTS: Final = 4
+_ROLLBACKS: Final = 3
+#: Lines around the explorers: the health, two empty lines, the header, the rest, and the prompt.
+_AROUND: Final = 6
+#: The colours of the levels of health, and of a trouble.
+_STYLES: Final = ("green", "yellow", "red")
+_BAD: Final = "bold red"
+_LABEL: Final = 9
 
 
 @options.as_command("status /shared/jobs/qwen-grpo --watch")
@@ -99,3 +120,329 @@ def _repeat(show: Callable[[], None], every: float | None) -> None:
     except KeyboardInterrupt:
         if every is None:
             raise
+
+
+def page(seen: dict[str, Any], now: float, width: int, height: int | None = None) -> RenderableType:
+    """The page of one job and its memory directory.
+
+    ``seen`` is the result of :func:`syncd.operate.job_state.look_anyway`. ``now`` is in seconds
+    since the epoch. ``height`` is None if the output is not a terminal.
+    """
+    health = seen["health"]
+    parts = [_text(health["text"], _STYLES[health["level"]]), *_job(seen, now, width, height)]
+    memory = seen.get("memory")
+    if memory is not None:
+        parts.append(Text())
+        if "unseen" in memory:
+            parts += _lines("memory", memory["unseen"], width)
+        else:
+            parts += _job(memory, now, width, height)
+    return Group(*parts)
+
+
+def table(seen: list[dict[str, Any]], now: float) -> RenderableType:
+    """A table of several jobs, one row each, below a line for each degraded job."""
+    found = _table("job", "daemon", "latest", "step", "explorers", "behind", "heard")
+    notes: list[Text] = []
+    for job in seen:
+        if job["health"]["level"]:
+            notes.append(_text(f"{job['job']} is {job['health']['text']}"))
+        if "unseen" in job:
+            found.add_row(*_cells(job["job"], "-", "-", "-", "-", "-", "-"))
+            continue
+        daemon, latest = job["daemon"], job["latest"]
+        live = [one for one in job["explorers"] if one["status"] != "stopped"]
+        found.add_row(
+            *_cells(
+                job["job"],
+                _state(job) if daemon else "none yet",
+                f"v{latest['sequence']}" if latest else "-",
+                latest["step"] if latest else "-",
+                len(live),
+                max((one["behind"] for one in live), default="-"),
+                ago(now, daemon["heard"]) if daemon else "-",
+            )
+        )
+    return Group(*(notes or [_text("healthy")]), found)
+
+
+def _job(seen: dict[str, Any], now: float, width: int, height: int | None) -> list[RenderableType]:
+    if "unseen" in seen:
+        return [*_lines("job", seen["job"], width), *_lines("unseen", seen["unseen"], width)]
+    parts: list[RenderableType] = []
+    for label, text in _facts(seen, now):
+        parts += _lines(label, text, width, style=_BAD if text.startswith("lost (") else "")
+    explorers = sorted(seen["explorers"], key=lambda one: bool(one["status"] == "stopped"))
+    parts += _faults(explorers, width)
+    left = _EXPLORERS if height is None else height - len(parts) - _AROUND
+    most = max(_LEAST, min(_EXPLORERS, left))
+    if explorers:
+        parts += [Text(), *_explorers(explorers, now, most)]
+    if seen["events"]:
+        left = _EVENTS if height is None else left - min(len(explorers), most)
+        parts += [Text(), *_events(seen["events"], width)[-max(1, left) :]]
+    return parts
+
+
+def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
+    daemon, latest, trainer = seen["daemon"], seen["latest"], seen["trainer"]
+    facts = [("job", seen["job"])]
+    if daemon is None:
+        facts.append(("daemon", "no daemon has served this job yet"))
+    else:
+        detail = f": {daemon['detail']}" if daemon["detail"] else ""
+        who = f"{daemon['host']} pid {daemon['pid']}, epoch {daemon['epoch']}"
+        heard = ago(now, daemon["heard"])
+        facts.append(("daemon", f"{_state(seen)}{detail} ({who}, heard {heard})"))
+        if daemon["merge"]:
+            facts.append(("merge", _merge(daemon["merge"])))
+        facts.append(("done", _done(daemon["counters"])))
+    if start := _how_to_start(seen):
+        facts.append(("start", start))
+    said = [] if latest is None else [latest["kind"], latest["dtype"]]
+    more = ", ".join(one for one in said if one not in {"full", None})
+    facts.append(
+        (
+            "latest",
+            f"version {latest['sequence']}, step {latest['step']}" + (f" ({more})" if more else ""),
+        )
+        if latest
+        else ("latest", "nothing is published yet")
+    )
+    if told := _names(seen):
+        facts.append(("names", told))
+    facts += [
+        ("rollback", f"to v{one['sequence']} is queued: {one['by']} asked {ago(now, one['time'])}")
+        for one in seen["rollbacks"][:_ROLLBACKS]
+    ]
+    if more := seen["rollbacks"][_ROLLBACKS:]:
+        facts.append(("", f"and {len(more)} more (--json)"))
+    if trainer is not None:
+        step = "" if trainer["step"] is None else f", announced step {trainer['step']}"
+        ranks = f"{trainer['world_size']} rank{'' if trainer['world_size'] == 1 else 's'}"
+        heard = ago(now, trainer["heard"])
+        state = trainer["trouble"] or trainer["status"]
+        facts.append(("trainer", f"{state}{step} ({ranks}, heard {heard})"))
+    if seen["paused"]:
+        by = seen["paused"]["by"]
+        facts.append(("paused", f"by {by}: nothing is published or pruned until 'syncd resume'"))
+    leased = [
+        f"{version['sequence']}"
+        + (" pinned" if version["pinned"] else "")
+        + (f" ({few(version['leases'])})" if version["leases"] else "")
+        for version in seen["versions"]
+    ]
+    facts.append(("on disk", ", ".join(leased) or "no version"))
+    if deltas := _deltas(seen):
+        facts.append(("deltas", deltas))
+    if seen["pinned_steps"]:
+        facts.append(("pinned", f"steps {', '.join(map(str, seen['pinned_steps']))}"))
+    if seen["quarantined"]:
+        facts.append(("refused", ", ".join(seen["quarantined"])))
+    if seen["free"] and seen["free"]["bytes"] is not None:
+        facts.append(("free", f"{size(seen['free']['bytes'])} on the job's filesystem"))
+    return facts
+
+
+def _deltas(seen: dict[str, Any]) -> str:
+    *older, newest = seen["deltas"] or [None]
+    told = []
+    if newest is not None:
+        told.append(
+            f"v{newest['base']} to v{newest['sequence']}: {size(newest['bytes'])}, "
+            f"{newest['changed']:.2%} of the elements"
+        )
+    if older:
+        told.append(f"{len(older)} older: {size(sum(one['bytes'] for one in older))}")
+    making, latest = seen["delta_progress"], seen["latest"]
+    if making and latest and making["sequence"] == latest["sequence"]:
+        if making["state"] == "making":
+            done = f" ({making['done'] / making['total']:.0%})" if making["total"] else ""
+            told.append(f"the delta to v{making['sequence']} is being made{done}")
+        elif making["state"] == "none":
+            told.append(f"no delta to v{making['sequence']}: {making['why']}")
+    return "; ".join(told)
+
+
+def _names(seen: dict[str, Any]) -> str:
+    """The kind of tensor names; empty if the daemon does not report it."""
+    names = (seen["daemon"] or {}).get("names")
+    if names is None:
+        return ""
+    without = [
+        one["name"]
+        for one in seen["explorers"]
+        if one["status"] != "stopped" and not one["hub_names"]
+    ]
+    told = "of the hub" if names == "hub" else "of the trainer's module"
+    return told + (
+        f"; {few(without)} did not report support for the hub's names" if without else ""
+    )
+
+
+def _how_to_start(seen: dict[str, Any]) -> str:
+    """Advice to start a daemon; empty if a daemon seems to run."""
+    daemon = seen["daemon"]
+    if "memory" not in seen:
+        return ""  # a memory directory: the daemon of the main job serves it
+    if not seen["daemon_lock_held"]:
+        why = "no daemon serves this job; start a daemon"
+    elif daemon is not None and daemon["trouble"]:
+        why = "if this daemon has ended, start another daemon"
+    else:
+        return ""
+    memory = daemon["memory_dir"] if daemon else None
+    more = ["--memory-dir", memory] if memory else []
+    return f"{why}: {shlex.join(['syncd', 'run', seen['job'], *more])}"
+
+
+def _state(seen: dict[str, Any]) -> str:
+    state = seen["daemon"]["trouble"] or seen["daemon"]["state"]
+    return "paused" if seen["paused"] and state == "watching" else str(state)
+
+
+def _merge(merge: dict[str, Any]) -> str:
+    done, total, seconds = merge["done"], merge["total"], merge["seconds"]
+    share = f"{done / total:.0%}" if total else "-"
+    left = f", {span(seconds * (total - done) / done)} left" if done else ""
+    return f"{size(done)} of {size(total)} ({share}) in {span(seconds)}{left}"
+
+
+def _done(counters: dict[str, int]) -> str:
+    # Retired versions are called "pruned", as in the log.
+    words = {name: name.replace("_", " ") for name in counters}
+    words |= {"versions_retired": "versions pruned"}
+    told = [
+        f"{size(count)} merged" if name == "merged_bytes" else f"{count} {words[name]}"
+        for name, count in counters.items()
+        if count
+    ]
+    return ", ".join(told) or "nothing yet"
+
+
+def _faults(reports: list[dict[str, Any]], width: int) -> list[RenderableType]:
+    names: dict[str, list[str]] = {}
+    for report in reports:
+        for why in (report["fault"], report["refused"], report["starting"]):
+            if why:
+                names.setdefault(why, []).append(report["name"])
+    found: list[RenderableType] = []
+    for why, who in list(names.items())[:_FAULTS]:
+        found += _lines("explorer", f"{few(who)}: {why}", width)
+    if len(names) > _FAULTS:
+        found += _lines("", f"and {len(names) - _FAULTS} more reasons (--json)", width)
+    return found
+
+
+def _explorers(reports: list[dict[str, Any]], now: float, most: int) -> list[RenderableType]:
+    """The table of explorers. If not all fit, stopped ones come last."""
+    if len(reports) > most:
+        reports = sorted(reports, key=lambda one: (one["status"] == "stopped", -one["behind"]))
+    found = _table("explorer", "status", "version", "step", "behind", "pause", "heard")
+    for report in reports[:most]:
+        trouble = report["trouble"]
+        found.add_row(
+            _text(report["name"]),
+            _text(trouble or report["status"], _BAD if trouble else ""),
+            *_cells(
+                report["sequence"] or ("-" if report["bench"] is None else "bench"),
+                next((n for n in (report["step"], report["bench"]) if n is not None), "-"),
+                report["behind"],
+                _pause(report["reload"]),
+                ago(now, report["heard"]),
+            ),
+        )
+    rest = reports[most:]
+    if not rest:
+        return [found]
+    behind = [one["behind"] for one in rest if one["status"] != "stopped"]
+    which = f"at most {max(behind)} behind" if behind else "all stopped"
+    return [found, _text(f"and {len(rest)} more, {which} (--json)")]
+
+
+def _pause(reload: dict[str, Any] | None) -> str:
+    if reload is None:
+        return "-"
+    staged = {None: "", True: ", staged", False: ", not staged"}[reload["staged"]]
+    by_delta = "" if reload["delta_bytes"] is None else " by delta"
+    return f"{span(reload['pause'])}{staged}{by_delta}"
+
+
+def _events(events: list[dict[str, Any]], width: int) -> list[RenderableType]:
+    told: list[tuple[float, str]] = []
+    # Consecutive "live" events of one version share a line.
+    for (what, version), group in groupby(events, lambda one: (one["event"], one.get("version"))):
+        same = list(group)
+        if what == "live":
+            names = [str(event.get("explorer")) for event in same]
+            told.append((same[-1]["time"], f"v{version} is live on {few(names)}"))
+        else:
+            told += [(event["time"], _event(event)) for event in same]
+    found: list[RenderableType] = []
+    for at, text in told[-_EVENTS:]:
+        found += _lines(moment(at), text, width, indent=16)
+    return found
+
+
+def _event(event: dict[str, Any]) -> str:  # noqa: PLR0911 - one return for each event
+    version, step = f"v{event.get('version')}", event.get("step")
+    by = event.get("by", "someone")
+    match event["event"]:
+        case "active":
+            return "a daemon took over"
+        case "published":
+            took = f"{size(event.get('bytes', 0))} in {span(event.get('seconds', 0.0))}"
+            but = f", with {event['why']}" if event.get("why") else ""
+            return f"published step {step} as {version}: {took}{but}"
+        case "names":
+            because = f", because {event['why']}" if event.get("why") else ""
+            return f"{version}: tensors have the names of the {event.get('names')}{because}"
+        case "adopted":
+            return f"adopted {version} of step {step}, which an earlier daemon had finished"
+        case "rolled_back":
+            return f"v{event.get('of')} is served again, as {version}: asked for by {by}"
+        case "refused":
+            return f"no rollback to v{event.get('of')} for {by}: {event.get('why')}"
+        case "delta":
+            what = f"{size(event.get('delta_bytes', 0))}, {event.get('changed', 0.0):.2%} changed"
+            return f"made the delta from v{event.get('of')} to {version}: {what}"
+        case "no_delta":
+            return f"no delta from v{event.get('of')} to {version}: {event.get('why')}"
+        case "skipped":
+            return f"skipped step {step}: a newer step was published"
+        case "quarantined":
+            return f"refused step {step}: {event.get('why')}"
+        case _:
+            what = "the lease of a dead explorer, " if event.get("what") == "lease" else ""
+            return f"pruned {what}{event.get('name')}: {event.get('why')}"
+
+
+def _table(*heads: str) -> Table:
+    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for head in heads:
+        found.add_column(head, overflow="fold")
+    return found
+
+
+def _cells(*cells: object) -> list[Text]:
+    """Cells of plain text, without markup and terminal escapes."""
+    return [_text(str(cell)) for cell in cells]
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text(printable(text), style)
+
+
+def _lines(
+    label: str, text: str, width: int, *, indent: int = _LABEL, style: str = ""
+) -> list[RenderableType]:
+    """A label and its text, wrapped with a hanging indent; a path is never cut."""
+    found = textwrap.wrap(
+        printable(text),
+        max(width - indent, 20),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    first, *others = found or [""]
+    head = f"{printable(label):<{indent - 1}} {first}"
+    return [Text(head, style), *(Text(" " * indent + line, style) for line in others)]

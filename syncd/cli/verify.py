@@ -18,8 +18,7 @@ from syncd.protocol.amounts import size
 from syncd.protocol.errors import InvalidSettingsError, RecordError, VerificationError
 from syncd.protocol.names import MANIFEST, parse_delta_folder, parse_version_folder, printable
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job
-from syncd.storage.step_folders import numbers_in
+from syncd.storage.job import Job, numbers_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +57,15 @@ def command(path: options.Existing, *, as_json: options.Json = False) -> None:
     results = []
     for folder in (*folders, *deltas):
         verified = _verified_delta if folder in deltas else _verified
-        results.append(verified(storage, folder))
+        try:
+            result = verified(storage, folder)
+        except (NoDeltaError, VerificationError, RecordError, OSError) as error:
+            result = _Verified(folder.name, "damaged", str(error))
+            if not storage.exists(folder):
+                result = _Verified(folder.name, "pruned", "pruned meanwhile")
+        results.append(result)
         if not as_json:
-            click.echo(printable(f"{folder.name}: {results[-1].said}"))
+            click.echo(printable(f"{folder.name}: {result.said}"))
     if as_json:
         click.echo(json.dumps({"folders": [asdict(result) for result in results]}, indent=2))
     wrong = [result.folder for result in results if result.outcome == "damaged"]
@@ -69,13 +74,8 @@ def command(path: options.Existing, *, as_json: options.Json = False) -> None:
 
 
 def _verified_delta(storage: Storage, folder: Path) -> _Verified:
-    try:
-        delta = read_delta(storage, folder)
-        verify_delta(storage, folder, delta)
-    except (NoDeltaError, RecordError, OSError) as error:
-        if not storage.exists(folder):
-            return _Verified(folder.name, "pruned", "pruned meanwhile")
-        return _Verified(folder.name, "damaged", str(error))
+    delta = read_delta(storage, folder)
+    verify_delta(storage, folder, delta)
     said = (
         f"delta from version {delta.base.sequence}, whole ({size(delta.bytes)}, "
         f"{changed_part(delta):.2%} of the elements)"
@@ -84,14 +84,9 @@ def _verified_delta(storage: Storage, folder: Path) -> _Verified:
 
 
 def _verified(storage: Storage, folder: Path) -> _Verified:
-    try:
-        manifest = read_manifest(storage, folder)
-        with bar(folder.name) as progress:
-            verify_version(storage, folder, manifest, progress=progress)
-    except (VerificationError, RecordError, OSError) as error:
-        if not storage.exists(folder):
-            return _Verified(folder.name, "pruned", "pruned meanwhile")
-        return _Verified(folder.name, "damaged", str(error))
+    manifest = read_manifest(storage, folder)
+    with bar(folder.name) as progress:
+        verify_version(storage, folder, manifest, progress=progress)
     if manifest.remote is not None:
         said = f"step {manifest.step}, remote: {manifest.remote}"
         return _Verified(folder.name, "remote", said, manifest.step, manifest.kind)

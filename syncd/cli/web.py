@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -36,7 +37,11 @@ def command(
     'ssh -L 8460:127.0.0.1:8460 HOST' there (HOST is this host), and open http://localhost:8460/.
     """
     for job in jobs:
-        _check_is_there(job)
+        with suppress(OSError):  # the page shows all other errors
+            try:
+                job.stat()
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise no_folder(job) from error
     shown = Jobs(jobs or options.configured_folders(), limit)
     with Server(shown, port) as server:
         told = json.dumps({"address": server.address}) if as_json else ""
@@ -46,13 +51,3 @@ def command(
             server.serve_forever()
         except KeyboardInterrupt:
             pass  # the normal end
-
-
-def _check_is_there(folder: Path) -> None:
-    """Raise an error only if a folder is missing: the page shows all other errors."""
-    try:
-        folder.stat()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise no_folder(folder) from error
-    except OSError:
-        pass

@@ -32,9 +32,8 @@ from syncd.protocol.names import parse_version_folder, step_folder
 from syncd.protocol.records import Manifest, Names
 from syncd.protocol.reports import BuildSettings, DaemonReport
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job, registering
+from syncd.storage.job import Job, check_on_disk, registering
 from syncd.storage.judge import Clock
-from syncd.storage.step_folders import check_on_disk
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +80,13 @@ class Bench:
         identity, since = None, 0.0
         while True:
             check_on_disk(self.job, step)
-            settings = self._settings()
+            daemon = self.job.read(DaemonReport, self.job.layout.daemon_report)
+            if daemon is None or daemon.builds is None:
+                raise JobUnavailableError(
+                    f"the daemon of {self.job.layout.root} has not reported how it builds "
+                    f"versions: start or restart it with syncd {__version__}"
+                )
+            settings = daemon.builds
             save = look_into_step(self.job.storage, self.job.layout.step(step), step)
             if save.identity != identity:
                 identity, since = save.identity, self.clock()
@@ -118,16 +123,6 @@ class Bench:
                 log.info("skipping %s: %s", layout.version(sequence), error)
         return None
 
-    def _settings(self) -> BuildSettings:
-        daemon = self.job.read(DaemonReport, self.job.layout.daemon_report)
-        if daemon is None or daemon.builds is None:
-            root = self.job.layout.root
-            raise JobUnavailableError(
-                f"the daemon of {root} has not reported how it builds versions: start or restart "
-                f"it with syncd {__version__}"
-            )
-        return daemon.builds
-
     def _build(self, save: WholeSave, settings: BuildSettings, wait: Wait) -> LeasedVersion:
         if len(self._builds) >= _MOST:
             raise InvalidSettingsError(
@@ -136,7 +131,16 @@ class Bench:
             )
         layout = self.job.layout
         folder = layout.bench / self.session / f"{step_folder(save.step)}-{secrets.token_hex(4)}"
-        options = self._options(settings)
+        latest = read_latest(self.job)
+        names = self._new_names if latest is None else latest.names or "trainer"
+        options = MergeOptions(
+            max_file_size=settings.max_shard_size,
+            digests=settings.digests,
+            cast=settings.cast,
+            prefix=settings.dcp_prefix,
+            names=settings.names or names,
+            may_keep=settings.names is None,
+        )
         build = _Build(self.job.storage, folder, self._builds)
         log.info("building step %d in %s", save.step, folder)
         try:
@@ -154,18 +158,6 @@ class Bench:
             if isinstance(error, CheckpointError):
                 raise SaveFailedError(f"step {save.step} cannot be built: {error}") from error
             raise
-
-    def _options(self, settings: BuildSettings) -> MergeOptions:
-        latest = read_latest(self.job)
-        names = self._new_names if latest is None else latest.names or "trainer"
-        return MergeOptions(
-            max_file_size=settings.max_shard_size,
-            digests=settings.digests,
-            cast=settings.cast,
-            prefix=settings.dcp_prefix,
-            names=settings.names or names,
-            may_keep=settings.names is None,
-        )
 
 
 @dataclass

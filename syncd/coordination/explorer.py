@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections.abc import Callable
@@ -18,10 +17,9 @@ from syncd.coordination.participant import become
 from syncd.coordination.roster import served
 from syncd.coordination.waiting import Cancellation
 from syncd.coordination.weight_waits import WeightWaits
-from syncd.protocol.errors import BroadcastError, SyncdError
-from syncd.protocol.participants import Offer, Rendezvous
+from syncd.protocol.errors import BroadcastError
 from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings, Version, may_produce
-from syncd.protocol.reports import ExplorerReport, Reload, SyncTerms, loads_with
+from syncd.protocol.reports import ExplorerReport, Offer, Reload, Rendezvous, SyncTerms, loads_with
 from syncd.storage.sessions import boot_id
 from syncd.torch_extra import require_torch
 
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
     import torch
 
     from syncd.coordination.broadcast.group import WeightGroup
-
-log = logging.getLogger(__name__)
 
 
 class ExplorerSynchronizer(Member[ExplorerReport]):
@@ -99,15 +95,6 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         me = self._me
         asks = status is RunningStatus.REQUIRE_SYNC and me.record.status != status.value
         become(me, status, old_status, requests=me.record.requests + asks, starting=None)
-
-    def close(self) -> None:
-        """Close this explorer (:meth:`.Member.close`), and clear ``starting`` in its report."""
-        if self.is_ours and self._me.record.starting is not None:
-            try:
-                self._me.update(starting=None)
-            except (OSError, SyncdError) as error:
-                log.warning("%s cannot report that it has stopped: %s", self.name, error)
-        super().close()
 
     def set_explorer_version(self, version: Version, refused: str | None = None) -> None:
         """Report the served version, and a newer version that was refused, with the reason."""

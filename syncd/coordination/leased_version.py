@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -11,6 +14,7 @@ from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.version import WEIGHTS, copy_version, read_manifest, verify_version
 from syncd.protocol.errors import (
+    InvalidSettingsError,
     ProtocolMismatchError,
     RecordError,
     VerificationError,
@@ -21,8 +25,8 @@ from syncd.protocol.records import Latest, Manifest
 from syncd.protocol.tensor_names import NameMapRecord
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
-from syncd.storage.job import Job
-from syncd.storage.record_files import ReadPolicy
+from syncd.storage.job import Job, ReadPolicy
+from syncd.storage.leases import Lease
 
 log = logging.getLogger(__name__)
 
@@ -99,10 +103,6 @@ class LeasedVersion:
         copy_version(
             self.storage, self.folder, self.manifest, to=storage, target=folder, cancel=cancel
         )
-
-    def with_hold(self, hold: Hold) -> LeasedVersion:
-        """The same version with another hold."""
-        return LeasedVersion(self.storage, self.folder, self.manifest, hold, source=self.source)
 
     def open_weights(self) -> Iterator[SafetensorsFile]:
         """Yield the safetensors files; each file stays open until the next file is requested."""
@@ -192,3 +192,128 @@ def hold_folder(storage: Storage, folder: Path, sequence: int, hold: Hold) -> Le
             sequence=sequence,
         )
     return LeasedVersion(storage, folder, manifest, hold)
+
+
+@dataclass(eq=False)
+class _SharedHold:
+    """One of the holds that share a lease."""
+
+    holds: Holds
+    folder: Path
+
+    def release(self) -> None:
+        self.holds.release(self)
+
+
+@dataclass
+class Holds:
+    """Takes and releases the leases of one participant, whose heartbeat is ``session``.
+
+    A lease ends when its last hold ends. If storage refuses, :meth:`settle` tries again. A fork of
+    the process takes and releases no lease.
+    """
+
+    job: Job
+    name: str
+    session: str
+
+    def __post_init__(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        #: Folder → its version, and the holds on it.
+        self._held: dict[Path, tuple[LeasedVersion, set[_SharedHold]]] = {}
+        #: Folder → its lease, if no hold is left but storage refused the release.
+        self._unreleased: dict[Path, Hold] = {}
+
+    def hold(self, sequence: int) -> LeasedVersion:
+        """Hold a version. For errors see :meth:`share`."""
+        folder = self.job.layout.version(sequence)
+        return self.share(folder, sequence, lambda: self._lease(sequence))
+
+    def hold_again(self, version: LeasedVersion) -> LeasedVersion:
+        """Hold a version again; raise VersionGoneError if the participant has released it."""
+
+        def gone() -> Hold:
+            raise VersionGoneError(
+                f"{version.folder} is no longer leased: this process has already released it. "
+                "Hold the newest version instead"
+            )
+
+        return self.share(version.folder, version.sequence, gone)
+
+    def share(self, folder: Path, sequence: int, lease: Callable[[], Hold]) -> LeasedVersion:
+        """Hold the folder of a version, or of a step that was built for a bench.
+
+        The folder's manifest must have this ``sequence``. ``lease`` takes the lease, and is called
+        only for the first hold.
+
+        Raises:
+            VersionGoneError: the folder is missing, or not visible here yet.
+            VerificationError: the folder's manifest is damaged, or has another sequence.
+            InvalidSettingsError: this process is a fork.
+        """
+        if os.getpid() != self._pid:  # a fork's leases would be its parent's files
+            raise InvalidSettingsError(
+                f"{self.name} belongs to process {self._pid}, but this process is a fork of that "
+                "process. Create the Reader or the hook again in this process"
+            )
+        with self._lock:
+            if folder not in self._held:
+                first = lease()
+                # A lease that storage refused to release is the same file, which is in use again.
+                self._unreleased.pop(folder, None)
+                try:
+                    version = hold_folder(self.job.storage, folder, sequence, first)
+                except BaseException:
+                    self._end(folder, first)
+                    raise
+                self._held[folder] = version, set()
+            version, holds = self._held[folder]
+            hold = _SharedHold(self, folder)
+            holds.add(hold)
+            return LeasedVersion(version.storage, folder, version.manifest, hold)
+
+    def end(self, folder: Path, lease: Hold) -> None:
+        """Release a lease that was taken for :meth:`share`, if nothing holds the folder."""
+        with self._lock:
+            if folder not in self._held:
+                self._end(folder, lease)
+
+    def settle(self) -> None:
+        """Release the leases that storage refused to release before. Call this regularly."""
+        if not self._unreleased or os.getpid() != self._pid:
+            return
+        with self._lock:
+            for folder, lease in list(self._unreleased.items()):
+                self._end(folder, lease)
+
+    def _lease(self, sequence: int) -> Lease:
+        try:
+            return Lease.take(self.job, sequence, self.name, self.session)
+        except OSError:  # perhaps the server made the lease nevertheless
+            unsure = Lease(self.job, sequence, self.name, self.session)
+            self._end(self.job.layout.version(sequence), unsure)
+            raise
+
+    def release(self, hold: _SharedHold) -> None:
+        """Release a hold, and with the last one the lease."""
+        if os.getpid() != self._pid:
+            return  # in a fork, for example when an iterator ends: the lease is the parent's
+        with self._lock:
+            version, holds = self._held.get(hold.folder, (None, set()))
+            if version is None or hold not in holds:
+                return
+            holds.discard(hold)
+            if not holds:
+                del self._held[hold.folder]
+                self._end(hold.folder, version)
+
+    def _end(self, folder: Path, lease: Hold) -> None:
+        try:
+            lease.release()
+        except OSError as error:
+            if folder not in self._unreleased:
+                log.warning("the lease of %s cannot be released yet: %s", folder, error)
+            self._unreleased[folder] = lease
+        else:
+            self._unreleased.pop(folder, None)

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple
 from syncd.closing import Closing
 from syncd.coordination.broadcast.offer import Offers
 from syncd.coordination.leased_version import LeasedVersion
-from syncd.coordination.participant import FirstReport, Participant, Report, become
+from syncd.coordination.participant import FirstReport, Participant, Report, StateFile, become
 from syncd.coordination.roster import Roster
-from syncd.coordination.saved_state import StateFile
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Cancellation, Wait, Waits
 from syncd.protocol.errors import (
@@ -25,13 +24,11 @@ from syncd.protocol.errors import (
     WaitTimeoutError,
 )
 from syncd.protocol.names import checked_name, printable
-from syncd.protocol.participants import SavedState
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version, given_or_default
-from syncd.protocol.reports import ExplorerReport, TrainerReport
+from syncd.protocol.reports import ExplorerReport, SavedState, TrainerReport
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job, registering
+from syncd.storage.job import Job, check_on_disk, registering
 from syncd.storage.judge import Clock
-from syncd.storage.step_folders import check_on_disk
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -197,7 +194,8 @@ class Member(Closing, Generic[Report]):
 
     def get_explorer_status_counts(self) -> dict[RunningStatus, int]:
         """The number of explorers by status; dead explorers are not counted."""
-        return self._roster.explorer_counts()
+        found = [report.status for report in self._roster.explorers()]
+        return {status: found.count(status.value) for status in RunningStatus}
 
     # -- versions ------------------------------------------------------------------------------
 
@@ -359,9 +357,10 @@ class Member(Closing, Generic[Report]):
         if not self.is_ours:
             return
         with self._waits.ended():
-            if self._me.record.status != RunningStatus.STOPPED.value:
+            starts = getattr(self._me.record, "starting", None) is not None
+            if starts or self._me.record.status != RunningStatus.STOPPED.value:
                 try:
-                    become(self._me, RunningStatus.STOPPED)
+                    become(self._me, RunningStatus.STOPPED, starting=None)
                 except (OSError, SyncdError) as error:
                     log.warning("%s cannot report that it has stopped: %s", self.name, error)
             try:

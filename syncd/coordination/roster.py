@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,9 @@ from syncd.protocol.errors import (
     SyncdError,
 )
 from syncd.protocol.names import TEMPORARY, printable
-from syncd.protocol.participants import session_of
 from syncd.protocol.policy import RunningStatus, Version, after_broadcast
 from syncd.protocol.records import R, SaveId, parse
-from syncd.protocol.reports import ExplorerReport, TrainerReport
+from syncd.protocol.reports import ExplorerReport, TrainerReport, session_of
 from syncd.storage.errnos import is_gone, is_unreadable
 from syncd.storage.fsio import RECORD_LIMIT, Signature, signature
 from syncd.storage.job import Job
@@ -106,11 +104,6 @@ class Roster:
         """The live explorers whose status is not ``stopped``. For errors see :meth:`explorers`."""
         stopped = RunningStatus.STOPPED.value
         return [one for one in self.explorers() if one.status != stopped]
-
-    def explorer_counts(self) -> dict[RunningStatus, int]:
-        """The number of explorers by status; dead explorers are not counted."""
-        found = Counter(RunningStatus(report.status) for report in self.explorers())
-        return {status: found[status] for status in RunningStatus}
 
     def trainer(self) -> TrainerReport | None:
         """The report of a live or ``stopped`` trainer; else None. Errors: see :meth:`explorers`."""

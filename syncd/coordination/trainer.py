@@ -26,8 +26,7 @@ from syncd.protocol.policy import (
 )
 from syncd.protocol.records import SaveId
 from syncd.protocol.reports import ExplorerReport, SyncTerms, TrainerReport
-from syncd.storage.record_files import IF_ANY
-from syncd.storage.step_folders import make_step_folder
+from syncd.storage.job import IF_ANY, make_step_folder
 from syncd.torch_extra import require_torch
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from syncd.checkpoint.tensor_rules import DTYPES
-from syncd.coordination.holds import Holds
-from syncd.coordination.leased_version import LeasedVersion, read_latest
+from syncd.coordination.leased_version import Holds, LeasedVersion, read_latest
 from syncd.protocol.errors import (
     EngineMismatchError,
     InvalidSettingsError,
@@ -31,10 +30,9 @@ from syncd.protocol.records import Receipt, SaveOutcome, SaveOutcomes, encode
 from syncd.protocol.reports import DaemonReport, TrainerReport
 from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring
 from syncd.storage.fsio import LONG_RECORD_LIMIT
-from syncd.storage.job import Job, daemon_hint
+from syncd.storage.job import Job, ask_server, daemon_hint, point
 from syncd.storage.judge import Clock, Judge, Liveness
 from syncd.storage.sessions import Session
-from syncd.storage.step_folders import ask_server, point
 from syncd.torch_extra import require_torch
 
 if TYPE_CHECKING:

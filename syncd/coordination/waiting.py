@@ -146,8 +146,13 @@ class Waits:
         try:
             for each in cancels:
                 each.check()  # ended() possibly had the turn before us, and closed the watcher
+            names = self.worth_a_look()
+            if self._watcher is None or names != self._watched:
+                if self._watcher is not None:
+                    self._watcher.close()
+                self._watcher, self._watched = Watcher(names), names
             with Wait(
-                self._hints(),
+                self._watcher,
                 timeout=deadline - self.clock(),
                 poll=self.poll,
                 cancels=cancels,
@@ -165,11 +170,3 @@ class Waits:
             if self._watcher is not None:
                 self._watcher.close()
             yield
-
-    def _hints(self) -> Watcher:
-        names = self.worth_a_look()
-        if self._watcher is None or names != self._watched:
-            if self._watcher is not None:
-                self._watcher.close()
-            self._watcher, self._watched = Watcher(names), names
-        return self._watcher

@@ -15,9 +15,8 @@ from syncd.coordination.roster import Roster
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Wait
 from syncd.protocol.errors import JobUnavailableError, SyncdError, WaitTimeoutError
-from syncd.protocol.participants import Offer
 from syncd.protocol.policy import RunningStatus, Version
-from syncd.protocol.reports import ExplorerReport, SyncTerms, TrainerReport
+from syncd.protocol.reports import ExplorerReport, Offer, SyncTerms, TrainerReport
 from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)
@@ -84,16 +83,13 @@ class WeightWaits:
         """Run the loop of all waits; see :meth:`.ExplorerSynchronizer.wait_for_weights`."""
         if ends_with_trainer:
             self.for_trainer(current, wait)
-        request = SyncRequest(self.me, self.roster, clock=self.clock, poll=self.poll)
+        request = SyncRequest(self, current)
         missed, watches_daemon = True, False
         try:
-            ending = (
-                Ending(self.versions, self.roster, request, current, clock=self.clock)
-                if ends_with_trainer
-                else None
-            )
             while True:
-                offer, is_over = self._look_at_trainer(joins, ending)
+                offer, is_over = self._look_at_trainer(
+                    joins, request if ends_with_trainer else None
+                )
                 if offer is not None:
                     missed = False
                     return offer
@@ -178,7 +174,7 @@ class WeightWaits:
         return why
 
     def _look_at_trainer(
-        self, joins: Callable[[], bool] | None, ending: Ending | None
+        self, joins: Callable[[], bool] | None, ending: SyncRequest | None
     ) -> tuple[Offer | None, bool]:
         """Check the trainer once; return the agreed offer, and True if the wait is over."""
         if joins is None and ending is None:
@@ -220,22 +216,30 @@ class WeightWaits:
             )
 
 
-@dataclass
 class SyncRequest:
-    """One wait's request to the trainer for a sync."""
+    """One wait's request to the trainer for a sync, and the end of this wait without one.
 
-    me: Participant[ExplorerReport]
-    roster: Roster
-    clock: Clock
-    poll: float
+    The wait is over, although nothing newer was published, when both of these conditions hold:
 
-    def __post_init__(self) -> None:
+    - The trainer has stopped or died, or has said since the wait began that nothing newer will
+      come. An explorer without a version still waits for its first one.
+    - The trainer's last save was published, skipped or quarantined. Explorers see the trainer's end
+      before the daemon has merged that save.
+
+    If no daemon lives to merge the save, the wait is over one lease time later, with a warning. If
+    no trainer has ever registered (for example with verl), the wait is over at once.
+    """
+
+    def __init__(self, waits: WeightWaits, current: Version | None) -> None:
+        self._waits, self._me, self._current = waits, waits.me, current
         self._looked = -math.inf
-        self._said: Said | str = "not asked yet"
+        self._answered: Said | str = "not asked yet"
+        self._before: Said | str = "not looked yet"
+        self._alone_since: float | None = None
 
-    def said(self) -> Said:
+    def _said(self) -> Said:
         """The trainer's latest answer that nothing newer will come."""
-        trainer = self.roster.trainer()
+        trainer = self._waits.roster.trainer()
         return (trainer.session, trainer.nothing_new) if trainer and trainer.nothing_new else None
 
     def repeat(self) -> None:
@@ -244,21 +248,21 @@ class SyncRequest:
         A call does nothing if the last check is less than ``poll`` seconds ago. If storage refuses
         the request, the next check tries again.
         """
-        now = self.clock()
-        if now - self._looked < self.poll:
+        now = self._waits.clock()
+        if now - self._looked < self._waits.poll:
             return
         self._looked = now
-        me = self.me
+        me = self._me
         try:
-            said = self.said()
-            if said == self._said:
+            said = self._said()
+            if said == self._answered:
                 return
             asked = me.record.requests + 1
             if me.record.status == RunningStatus.REQUIRE_SYNC.value:
                 me.update(requests=asked)
             else:
                 require_sync(me, requests=asked)
-            self._said = said
+            self._answered = said
         except (JobUnavailableError, OSError) as error:
             log.warning(
                 "%s cannot ask for weights now, and will try again: %s", me.record.name, error
@@ -269,7 +273,7 @@ class SyncRequest:
 
         If ``missed``, the explorer's report counts one more wait without newer weights.
         """
-        me = self.me
+        me = self._me
         count = me.record.nothing_new + missed
         if me.record.status == RunningStatus.REQUIRE_SYNC.value:
             back_to_running(me, nothing_new=count, joined=None)
@@ -283,56 +287,32 @@ class SyncRequest:
                     error,
                 )
 
-
-@dataclass
-class Ending:
-    """Decides when one wait is over although nothing newer was published.
-
-    The wait is over when both of these conditions hold:
-
-    - The trainer has stopped or died, or has said since the wait began that nothing newer will
-      come. An explorer without a version still waits for its first one.
-    - The trainer's last save was published, skipped or quarantined. Explorers see the trainer's end
-      before the daemon has merged that save.
-
-    If no daemon lives to merge the save, the wait is over one lease time later, with a warning. If
-    no trainer has ever registered (for example with verl), the wait is over at once.
-    """
-
-    versions: Versions
-    roster: Roster
-    request: SyncRequest
-    current: Version | None
-    clock: Clock
-
-    def __post_init__(self) -> None:
-        # Read before the sync is required, so that each later answer is an answer to this wait.
-        self._said = self.request.said()
-        self._alone_since: float | None = None
-
     def is_over(self, *, has_stopped: bool) -> bool:
         """True if the wait is over; ``has_stopped`` means that no trainer is running."""
-        if not has_stopped and (self.current is None or self.request.said() in {None, self._said}):
+        said = self._said()
+        if self._before == "not looked yet":
+            self._before = said  # before the sync is required: each later answer is to this wait
+        if not has_stopped and (self._current is None or said in {None, self._before}):
             return False
-        if has_stopped and not self.roster.has_had_trainer():
+        if has_stopped and not self._waits.roster.has_had_trainer():
             return True
-        step = self.versions.on_its_way()
+        step = self._waits.versions.on_its_way()
         return step is None or self._is_given_up(step)
 
     def _is_given_up(self, step: int) -> bool:
-        if self.versions.daemon_lives():
+        versions, now = self._waits.versions, self._waits.clock()
+        if versions.daemon_lives():
             self._alone_since = None
             return False
-        now = self.clock()
         if self._alone_since is None:
             self._alone_since = now
-        if now - self._alone_since < self.versions.lease_time:
+        if now - self._alone_since < versions.lease_time:
             return False
         log.warning(
             "step %d is saved but not published, and no daemon has worked in %s for %g s: "
             "not waiting for this step any longer. Start a daemon with `syncd run`",
             step,
-            self.versions.job.layout.root,
-            self.versions.lease_time,
+            versions.job.layout.root,
+            versions.lease_time,
         )
         return True

@@ -26,9 +26,8 @@ from syncd.protocol.errors import (
     VersionGoneError,
 )
 from syncd.protocol.names import printable
-from syncd.protocol.records import Manifest
+from syncd.protocol.records import Manifest, RollbackRequest
 from syncd.protocol.reports import MergeProgress
-from syncd.protocol.requests import RollbackRequest
 from syncd.protocol.version_events import (
     MergeEnded,
     ModelConfigChanged,

@@ -15,14 +15,13 @@ from syncd.daemon.steering import Steering
 from syncd.daemon.tenure import Tenure
 from syncd.protocol.events import CleanupDelayed, LeftoverRemoved, ReserveShort
 from syncd.protocol.names import HUGGINGFACE, LORA_ADAPTER, RECEIPTS, TEMPORARY
-from syncd.protocol.participants import session_of
+from syncd.protocol.reports import session_of
 from syncd.storage.calls import Kind
 from syncd.storage.errnos import GONE, NO_ROOM, NOT_EMPTY, REFUSED_HERE, Ignoring, is_gone
-from syncd.storage.job import Job
+from syncd.storage.job import Job, step_folders
 from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness
 from syncd.storage.probe_room import left_rooms
 from syncd.storage.reserve import Reserve
-from syncd.storage.step_folders import step_folders
 
 log = logging.getLogger(__name__)
 

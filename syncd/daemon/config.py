@@ -1,7 +1,7 @@
 """The keys of the daemon's configuration; a key is one field, and the text below it is its help.
 
 ``configuration.py`` reads the values, ``syncd.cli.options`` makes options of the fields, and
-``tests.pages`` the tables of the documentation.
+``tests.generated`` the lists of the documentation.
 """
 
 from __future__ import annotations

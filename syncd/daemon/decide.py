@@ -11,7 +11,7 @@ from typing import Final
 from syncd.checkpoint.save import Save, Unfinished, WholeSave
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.names import STATE_POINTER, printable, version_folder
-from syncd.protocol.requests import Pause, RollbackRequest
+from syncd.protocol.records import Pause, RollbackRequest
 
 #: Seconds to wait for a step's remote path, which trainers write right after they make the folder.
 _PATH_TIME: Final = 60.0

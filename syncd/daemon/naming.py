@@ -15,9 +15,8 @@ from syncd.protocol.amounts import few
 from syncd.protocol.names import NAME_MAP, printable
 from syncd.protocol.records import Latest, Manifest, Names
 from syncd.protocol.version_events import TrainerNames, VersionNames
-from syncd.storage.job import Job
+from syncd.storage.job import OF_OTHERS, Job
 from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness, Lookout
-from syncd.storage.record_files import OF_OTHERS
 
 
 @dataclass

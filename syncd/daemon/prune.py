@@ -39,9 +39,8 @@ from syncd.storage.append import append
 from syncd.storage.calls import Kind
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import GONE, NO_ROOM, NOT_EMPTY, Ignoring, is_gone
-from syncd.storage.job import Job
+from syncd.storage.job import Job, numbers_in
 from syncd.storage.judge import Clock
-from syncd.storage.step_folders import numbers_in
 
 log = logging.getLogger(__name__)
 

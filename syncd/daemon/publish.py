@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.build import FreeSpace, build_step
-from syncd.checkpoint.chunked_save import holds_model_only
 from syncd.checkpoint.merging.options import MergeOptions, Progress, Work, unheard
-from syncd.checkpoint.republish import republish
+from syncd.checkpoint.open_save import holds_model_only
 from syncd.checkpoint.save import Save, WholeSave
 from syncd.checkpoint.step_save import look_into_step
-from syncd.checkpoint.version import read_manifest
+from syncd.checkpoint.version import read_manifest, republish
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.naming import Naming
 from syncd.daemon.recover import look_back
@@ -36,18 +35,17 @@ from syncd.protocol.records import (
     Manifest,
     PublishNotice,
     Quarantine,
+    RollbackRequest,
     RolledBack,
     SaveOutcome,
     SaveOutcomes,
     encode,
 )
-from syncd.protocol.requests import RollbackRequest
 from syncd.protocol.version_events import DeltaDiscarded, VersionDiscarded
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import GONE, Ignoring, is_gone
-from syncd.storage.job import Job
+from syncd.storage.job import IF_ANY, Job
 from syncd.storage.judge import Clock
-from syncd.storage.record_files import IF_ANY
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,7 @@ from syncd.protocol.reports import DaemonReport, ExplorerReport
 from syncd.protocol.version_events import LatestUnusable, VersionDamaged
 from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring, is_no_record, is_refused_here
 from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT
-from syncd.storage.job import Job
-from syncd.storage.record_files import OF_OTHERS, ReadPolicy
-from syncd.storage.step_folders import numbers_in
+from syncd.storage.job import OF_OTHERS, Job, ReadPolicy, numbers_in
 
 log = logging.getLogger(__name__)
 

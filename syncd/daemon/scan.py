@@ -51,9 +51,8 @@ from syncd.protocol.records import SaveOutcome, parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Signature, Storage
-from syncd.storage.job import Job
+from syncd.storage.job import Job, has_marks, numbers_in, step_folders
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout
-from syncd.storage.step_folders import has_marks, numbers_in, step_folders
 
 log = logging.getLogger(__name__)
 

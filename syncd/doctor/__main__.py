@@ -6,8 +6,7 @@ import os
 import signal
 import sys
 
-from syncd.doctor.deadlines import Deadlines
-from syncd.doctor.visits import join
+from syncd.doctor.examination import Deadlines, join
 from syncd.protocol.errors import SyncdError
 from syncd.protocol.names import printable
 from syncd.storage.job import Job

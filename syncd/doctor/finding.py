@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Final
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
+
+#: The remedy if this user may not change another user's files.
+SHARE: Final = (
+    "run all processes as one user, or share the job with a group that all users are in "
+    "(--shared-group, umask 002)"
+)
 
 
 class Severity(Enum):
@@ -17,13 +24,11 @@ class Severity(Enum):
     FAIL = "fail"
 
 
-class Finding(BaseModel):
+class Finding(BaseModel, frozen=True):
     """The result of one probe. ``docs/doctor.md`` explains each name.
 
     ``advice`` is empty if no remedy is needed. ``measured`` has times in seconds, sizes in bytes.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     verdict: Severity
@@ -45,9 +50,3 @@ def warn(name: str, words: str, advice: str, **measured: float | None) -> Findin
 def fail(name: str, words: str, advice: str, **measured: float | None) -> Finding:
     """A finding with a failure."""
     return Finding(name=name, verdict=Severity.FAIL, words=words, advice=advice, measured=measured)
-
-
-def worst(findings: list[Finding]) -> Severity:
-    """The worst verdict of the findings; OK if there are no findings."""
-    verdicts = {finding.verdict for finding in findings}
-    return next((v for v in (Severity.FAIL, Severity.WARN) if v in verdicts), Severity.OK)

@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from syncd.doctor.finding import Finding, fail, ok, warn
-from syncd.doctor.job_findings import SHARE
+from syncd.doctor.finding import SHARE, Finding, fail, ok, warn
 from syncd.doctor.sides import DONE, ROUNDS, WAYS, Action, Answer, Here, ProbeCall, Request, There
 
 _FULL: Final = ("ENOTEMPTY", "EEXIST")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -92,12 +93,12 @@ def _put(storage: Storage, path: Path, data: bytes) -> None:
     storage.rename(draft, path)
 
 
+@dataclass
 class Here:
     """This process's calls, in ``room``."""
 
-    def __init__(self, storage: Storage, room: Path) -> None:
-        self._storage = storage
-        self._room = room
+    storage: Storage
+    room: Path
 
     def ask(self, call: ProbeCall) -> Answer:
         """Carry out a call."""
@@ -115,12 +116,15 @@ class Here:
             time.sleep(_PAUSE)
 
     def _answer(self, call: ProbeCall) -> Answer:
-        storage, path, text = self._storage, self._room / call.name, DONE
+        storage, path, text = self.storage, self.room / call.name, DONE
         match call.do:
             case "race":
                 return self._race(path, call.text)
             case "rewrite":
-                self._rewrite(path, call.seconds)
+                end, number = time.monotonic() + call.seconds, 0
+                while number == 0 or time.monotonic() < end:
+                    number += 1
+                    _put(storage, path, number.to_bytes(_BLOCK, "little") * _BLOCKS)
             case "reread":
                 return self._reread(path, call.seconds)
             case "read":
@@ -132,11 +136,11 @@ class Here:
             case "exists":
                 text = str(storage.exists(path))
             case action:
-                self._change(action, path, self._room / (call.other or ""), call.text)
+                self._change(action, path, self.room / (call.other or ""), call.text)
         return Answer(text=text)
 
     def _change(self, action: Action, path: Path, other: Path, text: str = "") -> None:
-        storage = self._storage
+        storage = self.storage
         match action:
             case "mkdir":
                 storage.mkdir(path)
@@ -172,19 +176,13 @@ class Here:
                 won.append(target.name)
         return Answer(names=tuple(won))
 
-    def _rewrite(self, path: Path, seconds: float) -> None:
-        end, number = time.monotonic() + seconds, 0
-        while number == 0 or time.monotonic() < end:
-            number += 1
-            _put(self._storage, path, number.to_bytes(_BLOCK, "little") * _BLOCKS)
-
     def _reread(self, path: Path, seconds: float) -> Answer:
         counts = {"read": 0, "torn": 0, "missing": 0}
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             counts["read"] += 1
             try:
-                data = self._storage.read(path)
+                data = self.storage.read(path)
             except OSError as error:
                 if not is_gone(error):
                     raise
@@ -258,23 +256,23 @@ class Channel:
         return record
 
 
+@dataclass
 class There:
     """The other process. It may take ``patience`` seconds more for an answer than for the call."""
 
-    def __init__(self, channel: Channel, patience: float) -> None:
-        self._channel = channel
-        self._patience = patience
-        # An answer has its request's number, so none is taken for the answer to a later request.
-        self._number = 0
+    channel: Channel
+    patience: float
+    #: An answer has its request's number, so none is taken for the answer to a later request.
+    _number: int = 0
 
     def begin(self, request: Request) -> None:
         """Send a request."""
         self._number += 1
-        self._channel.say(self._number, request)
+        self.channel.say(self._number, request)
 
     def end(self, seconds: float = 0) -> Answer:
         """Wait for the answer to a request that takes ``seconds``."""
-        return self._channel.hear(self._number, Answer, seconds + self._patience)
+        return self.channel.hear(self._number, Answer, seconds + self.patience)
 
     def ask(self, call: ProbeCall) -> Answer:
         """Let the process carry out a call."""

@@ -15,13 +15,11 @@ from typing import Final
 
 from syncd.protocol.errors import JobUnavailableError, VersionGoneError
 from syncd.protocol.names import version_folder
-from syncd.protocol.records import encode, parse
+from syncd.protocol.records import Pause, RollbackRequest, encode, parse
 from syncd.protocol.reports import DaemonReport
-from syncd.protocol.requests import Pause, RollbackRequest
 from syncd.storage.errnos import is_gone
-from syncd.storage.job import Job
+from syncd.storage.job import SILENT, Job
 from syncd.storage.judge import Clock, Judge, Liveness
-from syncd.storage.record_files import SILENT
 from syncd.storage.sessions import new_session_id
 
 #: Seconds between two looks for a daemon's answer.

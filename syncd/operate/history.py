@@ -16,8 +16,7 @@ from syncd.protocol.journal_lines import AuditLine, JournalLine
 from syncd.protocol.names import parse_version_folder
 from syncd.protocol.records import Latest
 from syncd.storage.append import last_lines
-from syncd.storage.job import Job
-from syncd.storage.record_files import IF_ANY, readable_lines
+from syncd.storage.job import IF_ANY, Job, readable_lines
 
 
 @dataclass(slots=True)

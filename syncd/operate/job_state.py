@@ -27,8 +27,7 @@ from syncd.protocol.reports import DaemonReport, DeltaProgress, ExplorerReport, 
 from syncd.storage.append import last_lines
 from syncd.storage.errnos import is_refused_here
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job
-from syncd.storage.record_files import IF_ANY, readable_lines
+from syncd.storage.job import IF_ANY, Job, readable_lines
 
 #: The most loads by explorers to show, and the most other events. The two are counted separately,
 #: because the loads of a large fleet would fill the list.

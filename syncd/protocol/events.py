@@ -21,7 +21,7 @@ NOTE: Final = "note"
 
 @dataclass_transform(frozen_default=True)
 class Event:
-    """An event of the log; ``python -m tests.generated`` makes the table of ``docs/logging.md``.
+    """An event of the log; ``python -m tests.generated`` makes the list of ``docs/logging.md``.
 
     An event's class derives from the class of its level. A class that derives from an event's class
     is another text or level of the same event.

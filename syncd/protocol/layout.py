@@ -16,10 +16,26 @@ from syncd.protocol.names import (
 
 
 @dataclass(frozen=True, slots=True)
+class Below:
+    """A path below the job directory."""
+
+    name: str
+
+    def __get__(self, layout: JobLayout, _: object) -> Path:
+        return layout.root / self.name
+
+
+@dataclass(frozen=True, slots=True)
 class JobLayout:
     """The paths of the job directory ``root``."""
 
     root: Path
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The folders that each process makes; without the first four no daemon works."""
+        work = (self.published, self.epochs, self.leases, self.sessions)
+        return (*work, self.explorers, self.quarantine, self.requests, self.bench, self.drafts)
 
     def step(self, step: int) -> Path:
         """``global_step_N``: the folder of a step."""
@@ -29,139 +45,95 @@ class JobLayout:
         """``global_step_N/actor``: the model's shards."""
         return self.step(step) / ACTOR
 
-    @property
-    def state_pointer(self) -> Path:
-        """The pointer to the newest step whose weights are whole."""
-        return self.root / STATE_POINTER
+    state_pointer = Below(STATE_POINTER)
+    """The pointer to the newest step whose weights are whole."""
 
-    @property
-    def checkpoint_pointer(self) -> Path:
-        """The pointer to the newest step that can be resumed from."""
-        return self.root / CHECKPOINT_POINTER
+    checkpoint_pointer = Below(CHECKPOINT_POINTER)
+    """The pointer to the newest step that can be resumed from."""
 
-    @property
-    def published(self) -> Path:
-        """The folder of all versions."""
-        return self.root / "published"
+    published = Below("published")
+    """The folder of all versions."""
 
     def version(self, sequence: int) -> Path:
         """``published/v000017``: one immutable version."""
         return self.published / version_folder(sequence)
 
-    @property
-    def deltas(self) -> Path:
-        """The folder of all deltas; missing before the first delta."""
-        return self.root / "deltas"
+    deltas = Below("deltas")
+    """The folder of all deltas; missing before the first delta."""
 
     def delta(self, sequence: int) -> Path:
         """``deltas/d000017``: the immutable delta to the version of this sequence."""
         return self.deltas / delta_folder(sequence)
 
-    @property
-    def state(self) -> Path:
-        """``.syncd``: all files of syncd except versions and deltas."""
-        return self.root / ".syncd"
+    state = Below(".syncd")
+    """``.syncd``: all files of syncd except versions and deltas."""
 
-    @property
-    def format(self) -> Path:
-        """The protocol version and lease time of this job, written once."""
-        return self.state / "format.json"
+    format = Below(".syncd/format.json")
+    """The protocol version and lease time of this job, written once."""
 
-    @property
-    def latest(self) -> Path:
-        """``LATEST``: the version that explorers should serve."""
-        return self.state / "LATEST"
+    latest = Below(".syncd/LATEST")
+    """``LATEST``: the version that explorers should serve."""
 
-    @property
-    def epochs(self) -> Path:
-        """The folder of the daemons' rooms."""
-        return self.state / "epoch"
+    epochs = Below(".syncd/epoch")
+    """The folder of the daemons' rooms."""
 
-    @property
-    def daemon_lock(self) -> Path:
-        """The lock that elects the working daemon."""
-        return self.state / "daemon.lock"
+    daemon_lock = Below(".syncd/daemon.lock")
+    """The lock that elects the working daemon."""
 
-    @property
-    def publish_lock(self) -> Path:
-        """The hint that the daemon is making a new version."""
-        return self.state / "publish.lock"
+    publish_lock = Below(".syncd/publish.lock")
+    """The hint that the daemon is making a new version."""
 
-    @property
-    def delta_progress(self) -> Path:
-        """The progress of the newest delta."""
-        return self.state / "delta_progress.json"
+    delta_progress = Below(".syncd/delta_progress.json")
+    """The progress of the newest delta."""
 
-    @property
-    def daemon_report(self) -> Path:
-        """The daemon's report about itself."""
-        return self.state / "daemon.json"
+    daemon_report = Below(".syncd/daemon.json")
+    """The daemon's report about itself."""
 
-    @property
-    def saves(self) -> Path:
-        """The outcomes of saves: published, skipped or quarantined."""
-        return self.state / "saves.json"
+    saves = Below(".syncd/saves.json")
+    """The outcomes of saves: published, skipped or quarantined."""
 
-    @property
-    def audit(self) -> Path:
-        """One line for every deletion; older lines are in a second file (:func:`older_lines`)."""
-        return self.state / "audit.jsonl"
+    audit = Below(".syncd/audit.jsonl")
+    """One line for every deletion; older lines are in a second file (:func:`older_lines`)."""
 
-    @property
-    def journal(self) -> Path:
-        """The history of saves and versions; older lines are in :func:`older_lines`."""
-        return self.state / "journal.jsonl"
+    journal = Below(".syncd/journal.jsonl")
+    """The history of saves and versions; older lines are in :func:`older_lines`."""
 
-    @property
-    def leases(self) -> Path:
-        """The lease folders of all versions."""
-        return self.state / "leases"
+    leases = Below(".syncd/leases")
+    """The lease folders of all versions."""
 
     def lease_folder(self, sequence: int) -> Path:
         """The folder with a version's leases; only the active daemon makes it."""
         return self.leases / version_folder(sequence)
 
-    @property
-    def sessions(self) -> Path:
-        """The folder of the processes' heartbeats."""
-        return self.state / "sessions"
+    sessions = Below(".syncd/sessions")
+    """The folder of the processes' heartbeats."""
 
     def session(self, session: str) -> Path:
         """The heartbeat of a session."""
         return self.sessions / f"{session}.lock"
 
-    @property
-    def explorers(self) -> Path:
-        """The folder of the explorers' reports."""
-        return self.state / "explorers"
+    explorers = Below(".syncd/explorers")
+    """The folder of the explorers' reports."""
 
     def explorer(self, name: str) -> Path:
         """An explorer's report about itself."""
         return self.explorers / f"{name}.json"
 
-    @property
-    def trainer_report(self) -> Path:
-        """The trainer's report about itself."""
-        return self.state / "trainer.json"
+    trainer_report = Below(".syncd/trainer.json")
+    """The trainer's report about itself."""
 
-    @property
-    def claims(self) -> Path:
-        """The folder of the claims of names."""
-        return self.state / "claims"
+    claims = Below(".syncd/claims")
+    """The folder of the claims of names."""
 
     def claim(self, role: str, name: str) -> Path:
         """The claim of an explorer's name, or of the job's trainer."""
         return self.claims / (f"explorer.{name}" if role == "explorer" else role)
 
-    @property
-    def offer(self) -> Path:
-        """The trainer's offer of a broadcast, and its members."""
-        return self.state / "broadcast" / "offer.json"
+    offer = Below(".syncd/broadcast/offer.json")
+    """The trainer's offer of a broadcast, and its members."""
 
-    @property
-    def rendezvous(self) -> Path:
-        """The address at which the members of a decided offer meet."""
-        return self.offer.with_name("group.json")
+    rendezvous = Below(".syncd/broadcast/group.json")
+    """The address at which the members of a decided offer meet."""
 
     def verdict(self, offer: str) -> Path:
         """The file that says if an offered broadcast takes place."""
@@ -172,44 +144,30 @@ class JobLayout:
         meta = self.state / "meta"
         return meta / (f"explorer_meta.{name}.json" if role == "explorer" else "trainer_meta.json")
 
-    @property
-    def drafts(self) -> Path:
-        """Temporary files for folders that others watch; a rename moves finished files there."""
-        return self.state / "drafts"
+    drafts = Below(".syncd/drafts")
+    """Temporary files for folders that others watch; a rename moves finished files there."""
 
-    @property
-    def reserve(self) -> Path:
-        """Files that reserve disk space for a take-over on a full disk."""
-        return self.state / "reserve"
+    reserve = Below(".syncd/reserve")
+    """Files that reserve disk space for a take-over on a full disk."""
 
-    @property
-    def paused(self) -> Path:
-        """The pause: while this file exists, nothing is published or pruned."""
-        return self.state / "paused.json"
+    paused = Below(".syncd/paused.json")
+    """The pause: while this file exists, nothing is published or pruned."""
 
-    @property
-    def requests(self) -> Path:
-        """The requests to the active daemon, and its answers."""
-        return self.state / "requests"
+    requests = Below(".syncd/requests")
+    """The requests to the active daemon, and its answers."""
 
     def request(self, request: str) -> Path:
         """One request, which the daemon replaces by its answer."""
         return self.requests / f"{request}.json"
 
-    @property
-    def bench(self) -> Path:
-        """A folder for each session of an explorer that builds steps to evaluate them."""
-        return self.state / "bench"
+    bench = Below(".syncd/bench")
+    """A folder for each session of an explorer that builds steps to evaluate them."""
 
-    @property
-    def doctor(self) -> Path:
-        """The folder in which ``syncd doctor`` measures storage."""
-        return self.state / "doctor"
+    doctor = Below(".syncd/doctor")
+    """The folder in which ``syncd doctor`` measures storage."""
 
-    @property
-    def quarantine(self) -> Path:
-        """The reasons why saves could not be published, one file for each save."""
-        return self.state / "quarantine"
+    quarantine = Below(".syncd/quarantine")
+    """The reasons why saves could not be published, one file for each save."""
 
 
 def older_lines(path: Path) -> Path:

@@ -47,8 +47,8 @@ DELTA: Final = "delta.json"
 TEMPORARY: Final = ".tmp-"
 
 _STEP = re.compile(r"global_step_(0|[1-9][0-9]{0,17})", re.ASCII)
-_VERSION = re.compile(r"v([0-9]{6,18})", re.ASCII)
-_DELTA = re.compile(r"d([0-9]{6,18})", re.ASCII)
+_VERSION = re.compile(r"v([0-9]{6}|[1-9][0-9]{6,17})", re.ASCII)
+_DELTA = re.compile(r"d([0-9]{6}|[1-9][0-9]{6,17})", re.ASCII)
 _SHARD = re.compile(
     r"(model|master)_world_size_([1-9][0-9]{0,6})_rank_(0|[1-9][0-9]{0,6})\.pt", re.ASCII
 )
@@ -83,7 +83,11 @@ def step_folder(step: int) -> str:
 
 def parse_step_folder(name: str) -> int | None:
     """The step in a step folder's name; None for other names."""
-    match = _STEP.fullmatch(name)
+    return _number(_STEP, name)
+
+
+def _number(pattern: re.Pattern[str], name: str) -> int | None:
+    match = pattern.fullmatch(name)
     return int(match[1]) if match else None
 
 
@@ -94,8 +98,7 @@ def version_folder(sequence: int) -> str:
 
 def parse_version_folder(name: str) -> int | None:
     """The sequence in a version folder's name; None for other names."""
-    match = _VERSION.fullmatch(name)
-    return int(match[1]) if match and version_folder(int(match[1])) == name else None
+    return _number(_VERSION, name)
 
 
 def delta_folder(sequence: int) -> str:
@@ -105,8 +108,7 @@ def delta_folder(sequence: int) -> str:
 
 def parse_delta_folder(name: str) -> int | None:
     """The sequence in a delta folder's name; None for other names."""
-    match = _DELTA.fullmatch(name)
-    return int(match[1]) if match and delta_folder(int(match[1])) == name else None
+    return _number(_DELTA, name)
 
 
 def shard_name(world_size: int, rank: int) -> str:
@@ -131,14 +133,17 @@ def extra_state_name(world_size: int, rank: int) -> str:
 
 def parse_shard_name(name: str) -> tuple[int, int] | None:
     """``(world_size, rank)`` in a name of :func:`shard_name`; None for other names."""
+    return _world_and_rank("model", name)
+
+
+def _world_and_rank(kind: str, name: str) -> tuple[int, int] | None:
     match = _SHARD.fullmatch(name)
-    return (int(match[2]), int(match[3])) if match and match[1] == "model" else None
+    return (int(match[2]), int(match[3])) if match and match[1] == kind else None
 
 
 def parse_master_name(name: str) -> tuple[int, int] | None:
     """``(world_size, rank)`` in a name of :func:`master_name`; None for other names."""
-    match = _SHARD.fullmatch(name)
-    return (int(match[2]), int(match[3])) if match and match[1] == "master" else None
+    return _world_and_rank("master", name)
 
 
 def distcp_order(name: str) -> tuple[int, int, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal, Self, TypeVar
 
@@ -70,10 +71,14 @@ def _names_a_heartbeat(session: str) -> str:
 SessionId = Annotated[str, AfterValidator(_names_a_heartbeat)]
 
 
-class Record(BaseModel):
-    """Base of all records: immutable, tagged with the protocol version, tolerant of new keys."""
+class Part(BaseModel):
+    """Base of the parts of records: immutable, tolerant of new keys."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+
+class Record(Part):
+    """Base of all records, which are tagged with the protocol version."""
 
     protocol: int = PROTOCOL
 
@@ -98,14 +103,15 @@ def parse(model: type[R], content: bytes | dict[str, object], where: object) -> 
         record = _read(model, content)
     except pydantic.ValidationError as error:
         # A newer protocol may have another shape, so only its tag can be expected.
-        _refuse_newer(content, where)
+        with suppress(pydantic.ValidationError):
+            _refuse_newer(_read(Record, content), where)
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
         wrong = f"{place[:_SHOWN]}: {first['msg'][:_SHOWN]}"
         raise RecordError(
             f"{printable(where)} is not a valid {model.__name__} record: {printable(wrong)}"
         ) from None
-    _refuse_newer_protocol(record, where)
+    _refuse_newer(record, where)
     return record
 
 
@@ -115,15 +121,7 @@ def _read(model: type[R], content: bytes | dict[str, object]) -> R:
     return model.model_validate(content)
 
 
-def _refuse_newer(content: bytes | dict[str, object], where: object) -> None:
-    try:
-        record = _read(Record, content)
-    except pydantic.ValidationError:
-        return
-    _refuse_newer_protocol(record, where)
-
-
-def _refuse_newer_protocol(record: Record, where: object) -> None:
+def _refuse_newer(record: Record, where: object) -> None:
     if record.protocol > PROTOCOL:
         shown = str(record.protocol)[:_SHOWN]
         raise ProtocolMismatchError(
@@ -167,14 +165,12 @@ class Latest(Record):
     names: Names | None = None
 
 
-class VersionFile(BaseModel):
+class VersionFile(Part):
     """A file of a version; ``digest`` is the xxh3-128 of its bytes.
 
     For a safetensors file, ``digest`` is the xxh3-128 of the header bytes, followed by the digests
     of the tensors (16 bytes each, in file order).
     """
-
-    model_config = ConfigDict(frozen=True)
 
     name: RelativePath
     size: Size
@@ -196,7 +192,7 @@ class TensorEntry:
     digest: Digest | None = None
 
 
-class RolledBack(BaseModel):
+class RolledBack(Part):
     """The origin of a version that republishes the older version ``sequence``.
 
     Attributes:
@@ -204,26 +200,22 @@ class RolledBack(BaseModel):
             daemon does not publish this save again, even while the pointer names it.
     """
 
-    model_config = ConfigDict(frozen=True)
-
     sequence: Sequence
     instead_of: str | None = None
     request: str
 
 
-class AdaptedModel(BaseModel):
+class AdaptedModel(Part):
     """The base model of an adapter, as ``adapter_config.json`` names it.
 
     ``name`` is a hub model or a folder on the trainer's host. ``revision`` is None for the newest.
     """
 
-    model_config = ConfigDict(frozen=True)
-
     name: Annotated[str, Field(min_length=1, max_length=4096)]
     revision: Annotated[str, Field(max_length=4096)] | None = None
 
 
-class NonFinite(BaseModel):
+class NonFinite(Part):
     """The tensors with NaN or Inf, of one or several files.
 
     Attributes:
@@ -231,8 +223,6 @@ class NonFinite(BaseModel):
         names: at most four of their names, shortened, because a daemon reads all receipts again and
             again.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     count: Size
     names: Annotated[tuple[Text, ...], FailFast()] = ()
@@ -322,14 +312,12 @@ class Manifest(Record):
         return self.save_id if back is None or back.instead_of is None else back.instead_of
 
 
-class DeltaEnd(BaseModel):
+class DeltaEnd(Part):
     """One of the two versions that a delta joins.
 
     ``content`` is the xxh3-128 over name, dtype, shape and digest of all tensors
     (:func:`syncd.deltas.ends.content_of`). The delta fits every version with this digest.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     sequence: Sequence
     save_id: str
@@ -391,14 +379,12 @@ def _check_step(save_id: str, step: int) -> None:
         raise ValueError(f"step is {step}, but save_id names step {saved.step}")
 
 
-class ReceiptFile(BaseModel):
+class ReceiptFile(Part):
     """A file that a receipt lists; ``nonfinite`` is None if the writer did not check.
 
     ``digest`` is the xxh3-128 of the part that ``over`` names: a torch.save file's zip central
     directory (which holds the CRC-32 of every record), a safetensors header, or all content.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     name: RelativePath
     size: Size
@@ -429,14 +415,14 @@ class Receipt(Record):
         return self
 
 
-class SaveOutcome(BaseModel):
+class SaveOutcome(Part):
     """The outcome of a save.
 
     ``model_only`` is True if a DCP save holds only a model; None if nobody has checked.
     """
 
     # pydantic before 2.10 reserves all names that begin with model_, and warns.
-    model_config = ConfigDict(frozen=True, protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=())
 
     identity: str
     outcome: Literal["published", "skipped", "quarantined"]
@@ -466,3 +452,31 @@ class PublishNotice(Record):
     sequence: Sequence
     step: Step
     session: str
+
+
+class Pause(Record):
+    """``.syncd/paused.json``: while this file exists, nothing is published or pruned.
+
+    Once the daemon has paused, its report repeats the ``id``.
+    """
+
+    id: str
+    by: Text
+    time: float
+
+
+class RollbackRequest(Record):
+    """``.syncd/requests/ID.json``: make an old version LATEST again, under a new sequence.
+
+    ``sequence`` is the old version, and ``made`` is the new one. The asking process writes
+    ``outcome`` ``asked``. The daemon replaces this request by its answer, which the asking process
+    removes.
+    """
+
+    id: str
+    sequence: Sequence
+    by: Text
+    time: float
+    outcome: Literal["asked", "done", "refused"] = "asked"
+    made: Sequence | None = None
+    why: Text = ""

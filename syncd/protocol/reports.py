@@ -2,13 +2,142 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
 
-from syncd.protocol.names import STATE_POINTER, PointerName
+from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.names import STATE_POINTER, PointerName, checked_name
 from syncd.protocol.policy import SyncSettings, SyncStyle, Version
-from syncd.protocol.records import Names, Record, Seconds, Sequence, SessionId, Size, Step, Text
+from syncd.protocol.records import (
+    Names,
+    Part,
+    Record,
+    Seconds,
+    Sequence,
+    SessionId,
+    Size,
+    Step,
+    Text,
+)
+
+
+class Claim(Record):
+    """The session that holds a participant's name, and its process. ``name`` is for people."""
+
+    session: str
+    name: Text | None = None
+    process: Text = ""
+
+
+class _Owned(BaseModel):
+    session: str
+
+
+def session_of(content: bytes) -> str | None:
+    """The session in a report or claim; None if it names no session that can be a file name.
+
+    Any protocol version is accepted, so that an older syncd can tell if a newer participant lives.
+    """
+    try:
+        return checked_name(_Owned.model_validate_json(content).session, "the session")
+    except (ValidationError, InvalidSettingsError):
+        return None
+
+
+class Holder(BaseModel):
+    """What a claim of any protocol version says about the holder of a name, if anything."""
+
+    name: str | None = None
+    process: str = ""
+
+    @classmethod
+    def of(cls, content: bytes) -> Self:
+        """The holder in a participant's claim."""
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError:
+            return cls()
+
+
+class OfferedMember(Part):
+    """An explorer that receives an offer; ``workers`` is the number of its ranks."""
+
+    name: str
+    session: str
+    workers: Annotated[int, Field(ge=1)] = 1
+
+
+OfferId = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
+
+
+class Offer(Record):
+    """``.syncd/broadcast/offer.json``: the trainer is ready to transfer the weights of a step.
+
+    Attributes:
+        members: all explorers that must join before the transfer.
+        decided: a copy of the verdict, for waiting explorers; None while the offer is open.
+            ``files``: the offer was never open, because the weights travel by the checkpoint path.
+    """
+
+    offer: OfferId
+    session: str
+    step: Step
+    members: tuple[OfferedMember, ...]
+    decided: Literal["go", "off", "files"] | None = None
+
+
+class OfferVerdict(Record):
+    """``.syncd/broadcast/OFFER.verdict``: the outcome of an offer; the first verdict counts."""
+
+    verdict: Literal["go", "off"]
+    session: str
+
+
+class GroupMember(OfferedMember):
+    """An explorer in a weight group: its workers have consecutive ranks from ``rank_offset`` on."""
+
+    rank_offset: Annotated[int, Field(ge=1)]
+
+
+class Rendezvous(Record):
+    """``.syncd/broadcast/group.json``: the address at which the members of a decided offer meet.
+
+    Rank 0 of the group is the trainer's rank 0. The workers of the explorers have the next ranks,
+    in the order of the offer. Each new group has a higher ``generation``. ``save_id`` names the
+    transferred weights.
+    """
+
+    offer: OfferId
+    generation: Annotated[int, Field(ge=1, lt=2**63)]
+    group_name: Annotated[str, Field(min_length=1, max_length=200)]
+    address: Annotated[str, Field(min_length=1, max_length=255)]
+    port: Annotated[int, Field(ge=1, le=65535)]
+    world_size: Annotated[int, Field(ge=1)]
+    backend: Literal["nccl", "gloo"]
+    members: tuple[GroupMember, ...]
+    save_id: Annotated[str, Field(min_length=1, max_length=200)]
+
+    @model_validator(mode="after")
+    def _ranks_are_contiguous(self) -> Self:
+        rank = 1
+        for member in self.members:
+            if member.rank_offset != rank:
+                raise ValueError(
+                    f"the first rank of {member.name} is {member.rank_offset}, but should be {rank}"
+                )
+            rank += member.workers
+        if rank != self.world_size:
+            raise ValueError(f"the group has {rank} ranks, but world_size is {self.world_size}")
+        return self
+
+
+class SavedState(Record):
+    """``.syncd/meta/…``: the last finished iteration and the user's own state, for resuming."""
+
+    iteration: Step
+    state: dict[str, JsonValue] = Field(default_factory=dict)
+
 
 #: The number of newest loads in an explorer's report. The daemon misses none, because it reads each
 #: report at least once in 8 rounds, and publishes at most one version a round.
@@ -17,7 +146,7 @@ LOADS_KEPT: Final = 16
 DELTA_SIGN: Final = 1.0
 
 
-class Load(BaseModel):
+class Load(Part):
     """A load: an explorer began to serve a version from files.
 
     Attributes:
@@ -25,15 +154,13 @@ class Load(BaseModel):
         delta_bytes: the bytes of deltas that were read instead of the version's files, if any.
     """
 
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
-
     sequence: Sequence
     time: float
     pause: Seconds | None = None
     delta_bytes: Size | None = None
 
 
-class Reload(BaseModel):
+class Reload(Part):
     """Durations of the load of an engine's present version, in seconds by the explorer's clock.
 
     Attributes:
@@ -50,8 +177,6 @@ class Reload(BaseModel):
         delta_bytes: the bytes of deltas that were read, if any.
         no_delta: the reason why a possible delta was not used.
     """
-
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     sequence: Size
     step: Step
@@ -91,10 +216,8 @@ def loads_with(
     return (*loads, load)[-LOADS_KEPT:]
 
 
-class SyncTerms(BaseModel):
+class SyncTerms(Part):
     """Sync settings that must be equal in a trainer and its explorers. Intervals are in steps."""
-
-    model_config = ConfigDict(frozen=True)
 
     style: Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")]
     trainer_interval: Size
@@ -228,10 +351,8 @@ class TrainerReport(Record):
     time: float
 
 
-class DaemonCounters(BaseModel):
+class DaemonCounters(Part):
     """Counters of a daemon's work since it took over."""
-
-    model_config = ConfigDict(frozen=True)
 
     published: Size = 0
     rolled_back: Size = 0
@@ -244,10 +365,8 @@ class DaemonCounters(BaseModel):
     merged_bytes: Size = 0
 
 
-class MergeProgress(BaseModel):
+class MergeProgress(Part):
     """The progress of the current merge: bytes of tensors, and seconds since the merge began."""
-
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     step: Step
     done: Size
@@ -274,14 +393,12 @@ class DeltaProgress(Record):
     time: float
 
 
-class BuildSettings(BaseModel):
+class BuildSettings(Part):
     """The daemon's settings for its versions; explorers build the steps that they evaluate so.
 
     ``names`` is None if the daemon chooses. A save without receipts is built once it has not
     changed for ``tick`` seconds.
     """
-
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     cast: Literal["bf16", "fp16", "fp32"] | None = None
     names: Names | None = None

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import FailFast, Field
 
-from syncd.protocol.records import Record, Size, Text
+from syncd.protocol.records import Part, Record, Size, Text
 
 
-class HubPiece(BaseModel):
+class HubPiece(Part):
     """A part of a trainer's tensor: one or several hub tensors, or a part of a hub tensor.
 
     :class:`~syncd.checkpoint.name_map.NameMap` explains the fields, and the order in which they
     apply.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     name: Annotated[str, Field(min_length=1, max_length=1000)]
     first: Size | None = None
@@ -25,10 +23,8 @@ class HubPiece(BaseModel):
     at: Size | None = None
 
 
-class MappedTensor(BaseModel):
+class MappedTensor(Part):
     """A trainer's tensor: its shape, and its pieces on the hub."""
-
-    model_config = ConfigDict(frozen=True)
 
     shape: Annotated[tuple[Size, ...], FailFast()]
     pieces: Annotated[tuple[HubPiece, ...], FailFast(), Field(min_length=1)]

@@ -18,7 +18,7 @@ from syncd.storage.errnos import (
     is_no_record,
 )
 from syncd.storage.fsio import Storage, named
-from syncd.storage.record_files import move_away
+from syncd.storage.job import move_away
 
 #: The size in bytes at which a new file is begun. The last append may exceed it.
 LIMIT: Final = 4 * 1024 * 1024
@@ -35,7 +35,12 @@ def append(storage: Storage, path: Path, data: bytes, *, durable: bool, limit: i
     """
     status = storage.status(path)
     if status is not None and status.st_size >= limit:
-        _turn_over(storage, path)
+        older = older_lines(path)
+        try:
+            storage.rename(path, older)
+        except IsADirectoryError:
+            move_away(storage, older)
+            storage.rename(path, older)
     try:
         fd = storage.open_append(path)
     except OSError as error:
@@ -49,15 +54,6 @@ def append(storage: Storage, path: Path, data: bytes, *, durable: bool, limit: i
             storage.fsync(fd)
     if durable:
         storage.sync_folder(path.parent)  # the file may be new
-
-
-def _turn_over(storage: Storage, path: Path) -> None:
-    older = older_lines(path)
-    try:
-        storage.rename(path, older)
-    except IsADirectoryError:
-        move_away(storage, older)
-        storage.rename(path, older)
 
 
 def last_lines(storage: Storage, path: Path, limit: int = 2 * LIMIT) -> list[bytes]:

@@ -17,7 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from syncd.storage.errnos import GONE, Ignoring, is_gone
+from syncd.storage.errnos import GONE, Ignoring
 
 #: The last name of a path and a descriptor of its folder, or the whole path and None.
 Place = tuple[str, int | None]
@@ -97,11 +97,8 @@ class Calls:
 
     def chmod(self, path: Path, mode: int) -> None:
         """Set the mode of a folder, but not through a link."""
-        fd = self._beneath.open_folder(path)
-        try:
+        with self._beneath.opened(path) as fd:
             os.fchmod(fd, mode)
-        finally:
-            os.close(fd)
 
     def create(self, path: Path) -> int:
         """Make a new file, and return its descriptor."""
@@ -151,13 +148,9 @@ class Calls:
 
     def sync_folder(self, path: Path) -> None:
         """Wait until a folder's names would survive a power loss."""
-        if not self._durable:
-            return
-        fd = self._beneath.open_folder(path)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        if self._durable:
+            with self._beneath.opened(path) as fd:
+                os.fsync(fd)
 
     # -- reads of storage ------------------------------------------------------------------------
 
@@ -193,28 +186,17 @@ class Calls:
 
     def names(self, path: Path) -> list[str]:
         """The names in a folder, sorted; empty if the folder is missing."""
-        try:
-            fd = self._beneath.open_folder(path)
-        except OSError as error:
-            if is_gone(error):
-                return []
-            raise
-        try:
+        with Ignoring(GONE), self._beneath.opened(path) as fd:
             return sorted(os.listdir(fd))
-        finally:
-            os.close(fd)
+        return []
 
     def kinds(self, path: Path) -> dict[str, Kind]:
         """The entries of a folder: name → kind. Raises NotADirectoryError for a link or a file."""
         status = self.status(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-        fd = self._beneath.open_folder(path)
-        try:
-            with os.scandir(fd) as found:
-                return {entry.name: kind_of(entry) for entry in found}
-        finally:
-            os.close(fd)
+        with self._beneath.opened(path) as fd, os.scandir(fd) as found:
+            return {entry.name: kind_of(entry) for entry in found}
 
     def status(self, path: Path) -> os.stat_result | None:
         """The status of a name; None if it does not exist. Links are not followed."""
@@ -293,10 +275,13 @@ class Beneath:
             OSError: ``ELOOP`` if a folder on the way is a link.
         """
         text = os.fspath(path)
-        parts = self._parts(_absolute(text))
-        if not parts:
+        whole = _absolute(text)
+        if not self._root or not whole.startswith(f"{self._root}/"):
             yield text, None
             return
+        parts = whole[len(self._root) + 1 :].split("/")
+        if ".." in parts:
+            raise OSError(errno.EINVAL, "the path contains '..', so syncd refuses it", whole)
         folder = os.open(self._root, os.O_PATH | _FOLDER)
         try:
             for part in parts[:-1]:
@@ -329,14 +314,14 @@ class Beneath:
                 return os.open(name, os.O_RDONLY | _FOLDER)
             return _step_into(name, folder, os.fspath(path), os.O_RDONLY)
 
-    def _parts(self, text: str) -> list[str]:
-        """The names on the way from the root to a path; empty if the path is not below the root."""
-        if not self._root or not text.startswith(f"{self._root}/"):
-            return []
-        parts = text[len(self._root) + 1 :].split("/")
-        if ".." in parts:
-            raise OSError(errno.EINVAL, "the path contains '..', so syncd refuses it", text)
-        return parts
+    @contextmanager
+    def opened(self, path: Path) -> Iterator[int]:
+        """Open a folder in the block."""
+        fd = self.open_folder(path)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
 
 def _absolute(text: str) -> str:

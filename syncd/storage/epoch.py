@@ -23,8 +23,7 @@ from syncd.protocol.names import version_folder
 from syncd.storage.calls import Kind
 from syncd.storage.errnos import GONE, NOT_EMPTY, Ignoring, is_gone
 from syncd.storage.fsio import Draft, Storage
-from syncd.storage.job import Job
-from syncd.storage.record_files import move_away
+from syncd.storage.job import Job, move_away
 
 log = logging.getLogger(__name__)
 
@@ -260,20 +259,19 @@ class Epoch:
             for folder, home in homes.items():
                 if folder != room and not _is_folder(self._storage, folder):
                     continue  # for example a link: it is moved with the other names in the room
-                for name, kind in self._found(folder):
+                names: dict[str, Kind] = {}
+                with Ignoring(GONE):
+                    names = self._storage.kinds(folder)
+                for name, kind in names.items():
                     if kind is not Kind.FOLDER or folder / name not in homes:
-                        self._take(folder / name, home)
+                        with Ignoring(GONE):  # this daemon or a third may have moved it already
+                            self._move(folder / name, home)
                 gone = self._removed(folder)
             if gone:
                 break
         else:
             raise JobUnavailableError(f"{room} cannot be emptied: its files cannot be removed")
         self._storage.sync_folder(room.parent)
-
-    def _found(self, folder: Path) -> list[tuple[str, Kind]]:
-        with Ignoring(GONE):
-            return list(self._storage.kinds(folder).items())
-        return []
 
     def _removed(self, folder: Path) -> bool:
         with Ignoring(NOT_EMPTY | GONE):
@@ -283,10 +281,6 @@ class Epoch:
         with Ignoring(GONE):
             self._storage.refresh(folder)
         return False
-
-    def _take(self, path: Path, into: Path) -> None:
-        with Ignoring(GONE):  # the room's daemon, or a third daemon, may have moved it already
-            self._move(path, into)
 
     def _move(self, path: Path, into: Path) -> Path:
         # The name may have the maximum length, so it is cut to have space for the suffix.
@@ -304,16 +298,11 @@ class Epoch:
             self._storage.rename(source, target)
         except OSError as error:
             if is_gone(error):
-                self._ask_anew(target.parent)
+                with suppress(OSError):  # it is gone, or not ours: use the cached state
+                    self._storage.refresh(target.parent)
             if not ours():
                 self.raise_if_superseded(error)
                 raise
-
-    def _ask_anew(self, folder: Path) -> None:
-        try:
-            self._storage.refresh(folder)
-        except OSError:
-            pass  # the folder is gone, or this user may not change it: use the cached state
 
     def _within(self, change: Callable[[Path], None], path: Path) -> None:
         try:

@@ -226,6 +226,15 @@ class Storage(Calls):
             done += count
         return done
 
+    @contextmanager
+    def reading(self, path: Path) -> Iterator[int]:
+        """Open a regular file for reading in the block."""
+        fd = self.open_read(path)
+        try:
+            yield fd
+        finally:
+            self.release(fd)
+
     def look_into(self, path: Path, look: Callable[[int], T]) -> T:
         """Open a regular file by name, and call ``look`` with its descriptor.
 
@@ -233,11 +242,8 @@ class Storage(Calls):
         """
 
         def look_once() -> T:
-            fd = self.open_read(path)
-            try:
+            with self.reading(path) as fd:
                 return look(fd)
-            finally:
-                self.release(fd)
 
         return again(look_once, {errno.ESTALE})
 

@@ -1,26 +1,95 @@
-"""A job directory: its storage, its paths, and the format on which all its processes agree."""
+"""A job directory: its storage, paths and step folders, and the format that all agree on."""
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shlex
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from syncd.protocol.errors import JobUnavailableError, ProtocolMismatchError, RecordError
+from syncd.protocol.errors import (
+    JobUnavailableError,
+    ProtocolMismatchError,
+    RecordError,
+    SaveNotReadyError,
+)
+from syncd.protocol.events import LeftAlone, RecordLost
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import TEMPORARY, parse_step_folder
 from syncd.protocol.records import DEFAULT_LEASE_TIME, Format, R, encode, parse
 from syncd.protocol.reports import LOADS_KEPT, DaemonReport, ExplorerReport, Load, TrainerReport
-from syncd.storage.errnos import is_gone, is_no_record, unwritable_storage
+from syncd.storage.errnos import (
+    GONE,
+    NOT_EMPTY,
+    REFUSED_HERE,
+    Ignoring,
+    again,
+    is_gone,
+    is_no_record,
+    is_unreadable,
+    unwritable_storage,
+)
 from syncd.storage.fsio import RECORD_LIMIT, Storage
-from syncd.storage.record_files import EXPECTED, IF_ANY, ReadPolicy
+
+log = logging.getLogger(__name__)
+
+
+def _warn(path: Path, error: Exception) -> None:
+    RecordLost(path, error).tell(log)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadPolicy:
+    """The failures of a read that raise no error: by default, a missing file and a damaged record.
+
+    Attributes:
+        absent: returns True for an OSError that counts as a missing file, which is not logged.
+        damaged: returns True for an OSError that counts as an unreadable record.
+        newer: if False, a record of a newer protocol raises; otherwise it counts as unreadable.
+        say: logs the path and the error of an unreadable record.
+    """
+
+    absent: Callable[[OSError], bool] = is_gone
+    damaged: Callable[[OSError], bool] = lambda _: False
+    newer: bool = True
+    say: Callable[[Path, Exception], None] = _warn
+
+
+EXPECTED: Final = ReadPolicy()
+#: Like :data:`EXPECTED`, but nothing is logged.
+SILENT: Final = ReadPolicy(say=lambda *_: None)
+#: For reading many files: unreadable files are ignored. Only a failure of the storage is an error.
+OF_OTHERS: Final = ReadPolicy(
+    absent=lambda error: is_gone(error) or is_unreadable(error),
+    say=lambda _, error: log.debug("%s", error),
+)
+#: For showing people every record that can be read: no failure is an error.
+IF_ANY: Final = ReadPolicy(absent=lambda _: True, say=lambda *_: None)
+
+
+def readable_lines(model: type[R], lines: Iterable[bytes], path: Path) -> Iterator[R]:
+    """The records in a file with one record a line. Torn, empty and newer lines are left out."""
+    for line in lines:
+        try:
+            record = parse(model, line, path)
+        except RecordError:
+            continue
+        yield record
+
+
+def move_away(storage: Storage, path: Path) -> None:
+    """Rename a foreign file or folder whose name syncd needs for its own file; delete nothing."""
+    away = path.with_name(f"{path.name}.moved-{secrets.token_hex(6)}")
+    storage.rename(path, away)
+    LeftAlone(away, f"it was {path.name}, but no file of syncd; you may remove it").tell(log)
+
 
 #: After this many lease times without a heartbeat, a process counts as lost. A judge needs one; the
 #: second is for clocks that differ.
@@ -58,17 +127,7 @@ class Job:
                 if status is None or not os.path.isdir(layout.root):
                     raise no_folder(layout.root)
                 self._check_is_no_part()
-                for folder in (
-                    layout.published,
-                    layout.epochs,
-                    layout.leases,
-                    layout.sessions,
-                    layout.explorers,
-                    layout.quarantine,
-                    layout.requests,
-                    layout.bench,
-                    layout.drafts,
-                ):
+                for folder in layout.folders:
                     storage.make_folder(folder, below=layout.root)
                 self.check_folders()
                 return self._agree(lease_time)
@@ -268,3 +327,79 @@ def daemon_hint(folder: Path, *, lives: bool, is_memory: bool = False) -> str:
         return f"see `syncd status {path}`, which shows what the daemon waits for"
     job = f"JOB --memory-dir {path}" if is_memory else path
     return f"no daemon works there: start `syncd run {job}`"
+
+
+def numbers_in(storage: Storage, folder: Path, parse: Callable[[str], int | None]) -> list[int]:
+    """The numbers of the versions, deltas or steps in a folder, lowest first."""
+    return sorted(n for name in storage.names(folder) if (n := parse(name)) is not None)
+
+
+def step_folders(job: Job) -> list[int]:
+    """The steps that have a folder, lowest first."""
+    return numbers_in(job.storage, job.layout.root, parse_step_folder)
+
+
+def has_marks(job: Job) -> bool:
+    """True if a folder has ``.syncd`` or a pointer file. The folder is not listed."""
+    at = job.layout
+    return any(map(job.storage.exists, (at.state, at.state_pointer, at.checkpoint_pointer)))
+
+
+def ask_server(job: Job) -> None:
+    """Make the next reads of pointers and step folders ask the server, not this client's cache."""
+    # A user who may only read the job sees changes when this client's cache expires.
+    with Ignoring(REFUSED_HERE):
+        job.storage.refresh(job.layout.root)
+
+
+def check_on_disk(job: Job, step: int) -> None:
+    """Check on the server that a step has a folder, because listings can be late.
+
+    Raises:
+        SaveNotReadyError: the step has no folder.
+        JobUnavailableError: the job is missing now, for example unmounted.
+    """
+    ask_server(job)
+    if job.storage.exists(job.layout.step(step)):
+        return
+    job.check_is_there()
+    there = ", ".join(map(str, step_folders(job)))
+    raise SaveNotReadyError(
+        f"step {step} is not on disk; the steps on disk are {there}"
+        if there
+        else f"step {step} is not on disk; {job.layout.root} has no steps"
+    )
+
+
+def make_step_folder(job: Job, step: int, *, mark: str | None = None) -> None:
+    """Make the step's folder, if it is missing, by a rename out of ``drafts/``.
+
+    So nothing is made in the mount point of an unmounted job. ``mark`` names an empty file that the
+    folder has from the start. Without it, another process that makes the folder at the same time
+    could replace the folder, because it is empty.
+    """
+    folder = job.layout.step(step)
+
+    def make() -> None:
+        draft = job.layout.drafts / f"{TEMPORARY}{folder.name}-{secrets.token_hex(6)}"
+        try:
+            job.storage.mkdir(draft)
+            if mark is not None:
+                job.storage.close(job.storage.create(draft / mark))
+            job.storage.rename(draft, folder)
+        except OSError as error:
+            with Ignoring(GONE):
+                if mark is not None:
+                    job.storage.unlink_if_there(draft / mark)
+                job.storage.rmdir(draft)
+            if error.errno in NOT_EMPTY:
+                return
+            raise
+        job.storage.sync_folder(folder.parent)
+
+    again(make)  # if this process was paused for long, a daemon may have deleted the draft
+
+
+def point(job: Job, pointer: Path, step: int) -> None:
+    """Write the number of a step into a pointer, by one rename."""
+    job.storage.replace(pointer, f"{step}\n".encode(), room=job.layout.drafts)

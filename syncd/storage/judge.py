@@ -18,7 +18,7 @@ from typing import Final
 
 from syncd.protocol.events import LeftAlone, PathIgnored, SessionGone, SessionLost
 from syncd.protocol.layout import JobLayout
-from syncd.storage.errnos import GONE, Ignoring, is_gone, is_refused_here, is_unreadable
+from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring, is_gone, is_unreadable
 from syncd.storage.fsio import Signature, Storage, signature
 from syncd.storage.job import Job
 from syncd.storage.repeats import Repeats
@@ -150,12 +150,9 @@ def sweep_broken(job: Job) -> None:
         job.layout.explorers,
         job.layout.requests,
     ):
-        try:
+        names: list[str] = []
+        with Ignoring(REFUSED_HERE):
             names = job.storage.names(folder)
-        except OSError as error:
-            if not is_refused_here(error):
-                raise
-            continue
         for name in names:
             if ".broken-" in name:
                 try:

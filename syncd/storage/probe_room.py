@@ -104,8 +104,8 @@ def rooms(job: Job, prefix: str) -> list[Path]:
 def sweep_rooms(job: Job) -> None:
     """Remove the rooms of killed runs of this host, and rooms without a mark."""
     for mark in left_rooms(job):
-        if _has_ended(job.storage, mark):
-            with suppress(PermissionError):  # the run was another user's
+        with Ignoring(GONE | NO_RECORD), suppress(PermissionError):  # perhaps another user's
+            if has_ended(job.storage.read(mark).decode(errors="replace")):
                 job.storage.unlink_if_there(mark)
     left_rooms(job)
 
@@ -130,10 +130,3 @@ def left_rooms(job: Job) -> list[Path]:
 def _remove_if_empty(storage: Storage, folder: Path) -> None:
     with Ignoring(GONE | NOT_EMPTY):
         storage.rmdir(folder)
-
-
-def _has_ended(storage: Storage, mark: Path) -> bool:
-    """True if the process that made a mark ran on this host, and has ended."""
-    with Ignoring(GONE | NO_RECORD):
-        return has_ended(storage.read(mark).decode(errors="replace"))
-    return False

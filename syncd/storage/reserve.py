@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Final
 
 from syncd.protocol.events import ReserveGivenUp
@@ -17,6 +18,7 @@ _SIZE: Final = 64 * 1024
 _PLENTY: Final = 16
 
 
+@dataclass
 class Reserve:
     """16 files of 64 KiB, which are removed when the disk is full.
 
@@ -24,24 +26,24 @@ class Reserve:
     deletions, if no other process uses the space first.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._names = [f"{number:02}" for number in range(_FILES)]
+    job: Job
 
     def fill(self) -> None:
         """Make missing files of the reserve, if there is enough free space."""
-        missing = set(self._names) - set(self._job.storage.names(self._job.layout.reserve))
+        missing = {f"{number:02}" for number in range(_FILES)}.difference(
+            self.job.storage.names(self.job.layout.reserve)
+        )
         if not missing:
             return
-        free = self._job.storage.free(self._job.layout.state)
+        free = self.job.storage.free(self.job.layout.state)
         if free.bytes is not None and free.bytes < _PLENTY * _FILES * _SIZE:
             return
         if free.inodes is not None and free.inodes < _PLENTY * _FILES:
             return
         try:
-            self._job.storage.make_folder(self._job.layout.reserve, below=self._job.layout.root)
+            self.job.storage.make_folder(self.job.layout.reserve, below=self.job.layout.root)
             for name in sorted(missing):
-                self._job.storage.write_new(self._job.layout.reserve / name, bytes(_SIZE))
+                self.job.storage.write_new(self.job.layout.reserve / name, bytes(_SIZE))
         except FileExistsError:
             pass  # another daemon fills it
         except OSError as error:
@@ -58,9 +60,9 @@ class Reserve:
     def give_up(self) -> bool:
         """Remove the files of the reserve; False if there were none."""
         freed = [
-            self._job.storage.unlink_if_there(self._job.layout.reserve / name)
-            for name in self._job.storage.names(self._job.layout.reserve)
+            self.job.storage.unlink_if_there(self.job.layout.reserve / name)
+            for name in self.job.storage.names(self.job.layout.reserve)
         ]
         if any(freed):
-            ReserveGivenUp(self._job.layout.reserve).tell(log)
+            ReserveGivenUp(self.job.layout.reserve).tell(log)
         return any(freed)

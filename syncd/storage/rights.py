@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Final
 
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import step_folder
 from syncd.storage.calls import Kind
 from syncd.storage.errnos import is_refused_here, read_only
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job
-from syncd.storage.step_folders import step_folders
+from syncd.storage.job import Job, step_folders
 
 #: The mode bits of a folder that its group may change, and whose new files get that group.
 _SHARED: Final = stat.S_ISGID | stat.S_IRWXG
@@ -47,7 +45,7 @@ def share_with_group(job: Job, group: str) -> None:
             f"shared_group {group}: user {os.geteuid()} is not in this group. Add the user to the "
             f"group, or add SupplementaryGroups={group} to the systemd unit"
         )
-    for folder in (job.layout.root, job.layout.state, *_ours(job.layout)):
+    for folder in (job.layout.root, job.layout.state, *job.layout.folders):
         status = job.storage.status(folder)
         if status is None or not stat.S_ISDIR(status.st_mode):
             continue  # opening the job makes the folder, or reports the fault
@@ -82,7 +80,7 @@ def check_rights(job: Job) -> None:
 
 def unwritable(job: Job) -> Path | None:
     """The first folder that a daemon must write to, but this user may not."""
-    for folder in (job.layout.root, job.layout.state, *_working(job.layout)):
+    for folder in (job.layout.root, job.layout.state, *job.layout.folders[:4]):
         if job.storage.exists(folder) and not job.storage.may_change(folder):
             return folder
     return None
@@ -134,15 +132,6 @@ def _kept_from_us(storage: Storage, step: Path) -> Path | None:
         return step
     folders = (step / name for name, kind in inner.items() if kind is Kind.FOLDER)
     return next((folder for folder in folders if not storage.may_change(folder)), None)
-
-
-def _working(layout: JobLayout) -> tuple[Path, ...]:
-    return (layout.published, layout.epochs, layout.leases, layout.sessions)
-
-
-def _ours(layout: JobLayout) -> tuple[Path, ...]:
-    others = (layout.explorers, layout.quarantine, layout.requests, layout.bench, layout.drafts)
-    return (*_working(layout), *others)
 
 
 def _number(group: str) -> int:

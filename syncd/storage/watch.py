@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -108,17 +109,17 @@ class Watcher(Closing):
                 return
 
 
+@dataclass(eq=False)
 class _Hints(FileSystemEventHandler):
     """Passes on the events that touch one of the wanted names."""
 
-    def __init__(self, wake: Callable[[], None], wanted: frozenset[str]) -> None:
-        self._wake = wake
-        self._wanted = wanted
+    wake: Callable[[], None]
+    wanted: frozenset[str]
 
     def on_any_event(self, event: FileSystemEvent) -> None:
         paths = (os.fsdecode(event.src_path), os.fsdecode(event.dest_path))
-        if any(os.path.basename(path) in self._wanted for path in paths):
-            self._wake()
+        if any(os.path.basename(path) in self.wanted for path in paths):
+            self.wake()
 
 
 class _Emitter(InotifyEmitter):

@@ -24,9 +24,8 @@ from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Wait
 from syncd.protocol.names import master_name, shard_name
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import SaveId, encode
+from syncd.protocol.records import RollbackRequest, SaveId, encode
 from syncd.protocol.reports import TrainerReport
-from syncd.protocol.requests import RollbackRequest
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.sessions import Session

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from syncd.protocol.participants import GroupMember, Rendezvous
 from syncd.protocol.records import encode, parse
+from syncd.protocol.reports import GroupMember, Rendezvous
 
 #: Seconds of everything in a group, where all goes well: a guard alone.
 DEADLINE: Final = 120.0

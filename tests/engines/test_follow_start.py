@@ -26,7 +26,7 @@ from explorer_hooks.engines.http_server import HttpServer
 from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.follow import command
 from explorer_hooks.hook import ExplorerHook
-from syncd.cli.status_page import page
+from syncd.cli.status import page
 from syncd.operate.job_state import look
 from syncd.protocol.errors import (
     InvalidSettingsError,

@@ -278,7 +278,7 @@ INSIDE = """
 import sys
 if __name__ == "__main__":
     job_dir, base = sys.argv[1:]
-    from syncd.protocol.participants import Rendezvous
+    from syncd.protocol.reports import Rendezvous
     from syncd.protocol.records import parse
     from vllm import SamplingParams
 {block}

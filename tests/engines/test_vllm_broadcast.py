@@ -12,7 +12,7 @@ from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.engines.vllm_workers import VLLMWorkers
 from explorer_hooks.reader import LeasedVersion, Reader
 from syncd.protocol.errors import BroadcastError, EngineBrokenError, EngineMismatchError
-from syncd.protocol.participants import Rendezvous
+from syncd.protocol.reports import Rendezvous
 from tests.engines.broadcast_trainer import DEADLINE, Trainer, trainer
 from tests.engines.test_vllm import PROMPTS, said
 from tests.engines.tiny_models import publish_model, state

@@ -24,7 +24,7 @@ from syncd.protocol.errors import (
     EngineMismatchError,
     ServerRefusedError,
 )
-from syncd.protocol.participants import GroupMember, Rendezvous
+from syncd.protocol.reports import GroupMember, Rendezvous
 
 ROUTES = ("/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/v1/completions")
 LABELS = ("/weight_info", "/update_weight_version")

@@ -25,8 +25,8 @@ from explorer_hooks.reader import LeasedVersion
 from syncd.coordination.broadcast.group import WeightGroup
 from syncd.coordination.broadcast.offer import ExplorerSide, Offers
 from syncd.coordination.tensors import bytes_of
-from syncd.protocol.participants import Rendezvous
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
+from syncd.protocol.reports import Rendezvous
 from tests.hooks import over
 from tests.multiprocess.peers import CONTEXT, Peer, Ranks, Told
 from tests.multiprocess.processes import DEADLINE, explorer_report, wait_until

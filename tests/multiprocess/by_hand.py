@@ -15,7 +15,7 @@ from typing import Final
 
 import xxhash
 
-from syncd.checkpoint.torch_files.torch_zip import central_directory_digest
+from syncd.checkpoint.torch_files.shard_file import central_directory_digest
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
@@ -28,8 +28,7 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import Receipt, ReceiptFile, SaveId, encode
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job
-from syncd.storage.step_folders import make_step_folder, point
+from syncd.storage.job import Job, make_step_folder, point
 from tests.shards import chunk, shard, sharded, tensor
 
 _CONFIG = b'{"model_type": "tiny"}'

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.participants import Offer
 from syncd.protocol.records import parse
-from syncd.protocol.reports import TrainerReport
+from syncd.protocol.reports import Offer, TrainerReport
 from tests.multiprocess.broadcasting import Cast, TrainerRanks, cast, ready
 from tests.multiprocess.peers import Peer
 from tests.multiprocess.processes import (

@@ -21,9 +21,7 @@ from typing import Any
 import pytest
 
 from syncd.cli.doctor import command
-from syncd.doctor.deadlines import Deadlines
-from syncd.doctor.examination import Examination
-from syncd.doctor.visits import facts_of, helper, join
+from syncd.doctor.examination import Deadlines, Examination, facts_of, helper, join
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from tests.doc_blocks import blocks

@@ -26,9 +26,9 @@ from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
 from syncd.coordination.broadcast.addresses import listen
 from syncd.coordination.broadcast.group import WeightGroup
 from syncd.protocol.errors import BroadcastError
-from syncd.protocol.participants import GroupMember, Rendezvous
 from syncd.protocol.policy import RunningStatus, SyncSettings
 from syncd.protocol.records import SaveId
+from syncd.protocol.reports import GroupMember, Rendezvous
 from tests.forked_programs import Forked
 from tests.multiprocess.processes import DEADLINE, wait_until
 

@@ -13,8 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncd.checkpoint.dcp.dcp_file import DcpFile
-from syncd.checkpoint.dcp.dcp_metadata import SavedName, StoredModel, read_metadata, select_model
-from syncd.checkpoint.dcp.hf_dcp import read_chunked_fields, whole_shapes
+from syncd.checkpoint.dcp.dcp_metadata import (
+    SavedName,
+    StoredModel,
+    read_chunked_fields,
+    read_metadata,
+    select_model,
+    whole_shapes,
+)
 from syncd.checkpoint.merging.plan import plan_merge
 from syncd.checkpoint.merging.tiling import Run, leaves
 from syncd.checkpoint.placement import Chunks, Local

@@ -27,8 +27,7 @@ from syncd.daemon.decide import (
     decide,
 )
 from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER
-from syncd.protocol.records import Receipt
-from syncd.protocol.requests import Pause, RollbackRequest
+from syncd.protocol.records import Pause, Receipt, RollbackRequest
 
 STEPS = st.integers(0, 6)
 SEQUENCES = st.integers(1, 8)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncd.protocol import journal_lines, layout, names, participants, records, reports, requests
+from syncd.protocol import journal_lines, layout, names, records, reports
 from syncd.protocol.errors import InvalidSettingsError, RecordError
 
 QUICK = settings(max_examples=40, deadline=None)
@@ -36,7 +36,7 @@ NEARLY = st.one_of(
 )
 MODELS = [
     model
-    for module in (journal_lines, participants, records, reports, requests)
+    for module in (journal_lines, records, reports)
     for model in vars(module).values()
     if isinstance(model, type)
     and issubclass(model, records.Record)

@@ -36,7 +36,7 @@ from syncd.checkpoint.placement import (
 )
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.tensor_rules import ITEMSIZE, PACKED, name_fault
-from syncd.checkpoint.torch_files.torch_zip import ZipRecord
+from syncd.checkpoint.torch_files.shard_file import ZipRecord
 from syncd.protocol.errors import CoverageError
 from syncd.storage.fsio import Storage
 from tests import dtensor_rules as rules

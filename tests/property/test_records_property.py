@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from syncd.protocol import participants, records
+from syncd.protocol import records, reports
 from syncd.protocol.errors import RecordError
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -80,7 +80,7 @@ def rendezvous(members: list[tuple[str, str, int]]) -> dict[str, Any]:
     told, rank = [], 1
     for name, session, workers in members:
         told.append(
-            participants.GroupMember(name=name, session=session, rank_offset=rank, workers=workers)
+            reports.GroupMember(name=name, session=session, rank_offset=rank, workers=workers)
         )
         rank += workers
     return {"members": tuple(told), "world_size": rank}
@@ -103,9 +103,9 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
 RECORDS[records.Manifest] = made(
     records.Manifest, manifest, kind=st.sampled_from(["full", "adapter"]), remote=st.none()
 )
-RECORDS[participants.Rendezvous] = made(
-    participants.Rendezvous,
-    lambda members, **rest: participants.Rendezvous(**rest | rendezvous(members)),
+RECORDS[reports.Rendezvous] = made(
+    reports.Rendezvous,
+    lambda members, **rest: reports.Rendezvous(**rest | rendezvous(members)),
     members=st.lists(st.tuples(TEXT, TEXT, st.integers(1, 8)), max_size=3),
 )
 JSON = st.recursive(

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from syncd.coordination.participant import HeldName, read_claim
 from syncd.protocol.errors import NameTakenError
-from syncd.protocol.participants import Claim
 from syncd.protocol.records import encode
-from syncd.storage.claims import HeldName, read_claim
+from syncd.protocol.reports import Claim
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.sessions import Session, _process, boot_id, has_ended, this_process

@@ -85,12 +85,14 @@ def test_every_command_has_help_an_example_that_it_takes_and_a_section_of_the_pa
 
 
 def defaults(name: str) -> dict[str, str]:
-    """Option → its default as the page has it, of the tables in a command's section."""
-    rows = re.findall(r"^\| (`--[^|]*) \| ([^|]*) \|", SECTIONS[name], re.MULTILINE)
+    """Option → its default as the page has it, in parentheses, of the lists in its section."""
+    items = re.findall(r"^- (`--(?:(?!: ).|\n  )*)", SECTIONS[name], re.MULTILINE)
     return {
-        option: default.strip("` ")
-        for words, default in rows
-        for option in re.findall(r"`(--[\w-]+)", words)
+        option: default.strip("`")
+        for item in items
+        for said in item.split(";")
+        for default in re.findall(r"\((.*)\)", said)
+        for option in re.findall(r"`(--[\w-]+)", said)
     }
 
 
@@ -186,12 +188,12 @@ def test_no_option_takes_a_bare_number_of_seconds_or_bytes_alone() -> None:
 
 def test_every_exit_code_is_documented_with_its_classes() -> None:
     api = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| (\d+) \|", api, re.MULTILINE)
+    rows = re.findall(r"^- `(\w+)` \((\d+)\): ", api, re.MULTILINE)
     documented = {name: int(code) for name, code in rows}
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     codes = {kind.__name__: kind.exit_code for kind in kinds if issubclass(kind, errors.SyncdError)}
     assert {name: documented.get(name) for name in codes} == codes
-    assert re.search(r"^\| 1 \| .*`OSError`", PAGE, re.MULTILINE)
+    assert re.search(r"^- 1: .*`OSError`", PAGE, re.MULTILINE)
 
 
 @pytest.mark.parametrize("language", ["bash", "zsh", "fish"])

@@ -21,16 +21,15 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from syncd.cli import cli, options
-from syncd.cli.status_page import page
+from syncd.cli.status import page
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.telling.journal import Journal
 from syncd.operate import job_state
 from syncd.operate.job_state import look, look_anyway
 from syncd.protocol.amounts import size, span
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, ProtocolMismatchError
-from syncd.protocol.records import encode
+from syncd.protocol.records import RollbackRequest, encode
 from syncd.protocol.reports import DaemonReport, ExplorerReport, MergeProgress, TrainerReport
-from syncd.protocol.requests import RollbackRequest
 from syncd.storage import job as storage_job
 from syncd.storage.job import Job
 from tests.jobs import SmallJob

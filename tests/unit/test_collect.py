@@ -13,9 +13,8 @@ import pytest
 from syncd.daemon.collect import Collector
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import JobUnavailableError
-from syncd.protocol.participants import Claim
 from syncd.protocol.records import encode, parse
-from syncd.protocol.reports import ExplorerReport
+from syncd.protocol.reports import Claim, ExplorerReport
 from syncd.storage.job import Job
 from syncd.storage.probe_room import ProbeRoom
 from syncd.storage.reserve import Reserve

@@ -23,19 +23,10 @@ from syncd.daemon.configuration import (
     load,
     misspelt,
     to_toml,
-    toml_value,
-    written,
 )
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.gone import GONE
 from tests.doc_blocks import blocks
-
-DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
-TABLE = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for line in DOCS.read_text().split("## Keys")[1].splitlines()
-    if line.startswith("| `") and line.count(" | ") == 4  # tables of keys, not of SyncSettings
-]
 
 
 def file(tmp_path: Path, content: str, name: str = "job.toml") -> Path:
@@ -384,19 +375,6 @@ def test_the_command_line_stays_above_a_file_that_is_read_again(tmp_path: Path) 
 
 
 # -- the documentation -----------------------------------------------------------------------------
-
-
-def test_the_documentation_lists_every_key_as_it_is() -> None:
-    defaults = written(RunConfig())
-    run = cli.get_command(click.Context(cli), "run")
-    assert run is not None
-    known = {option for p in run.params for option in p.opts} | {"JOB"}
-    assert sorted(row[0].strip("`") for row in TABLE) == sorted(KEYS)
-    for key, default, option, live, _ in TABLE:
-        name = key.strip("`")
-        assert default == f"`{toml_value(defaults[name])}`", name
-        assert option.strip("`") in known, name
-        assert live == ("yes" if name in LIVE_KEYS else "no"), name
 
 
 def test_the_example_of_the_documentation_can_be_used(tmp_path: Path) -> None:

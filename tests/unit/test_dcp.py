@@ -16,9 +16,9 @@ from click.testing import CliRunner
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 from syncd.checkpoint.build import FreeSpace
-from syncd.checkpoint.chunked_save import holds_model_only
 from syncd.checkpoint.dcp.dcp_metadata import SavedName, select_model
 from syncd.checkpoint.merging.options import MergeOptions
+from syncd.checkpoint.open_save import holds_model_only
 from syncd.checkpoint.save import FullStateDict, LoraAdapter, Save, look_at_save
 from syncd.cli import cli
 from syncd.daemon.scan import look_at_step

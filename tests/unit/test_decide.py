@@ -27,8 +27,7 @@ from syncd.daemon.decide import (
     decide,
 )
 from syncd.protocol.names import CHECKPOINT_POINTER
-from syncd.protocol.records import Receipt
-from syncd.protocol.requests import Pause, RollbackRequest
+from syncd.protocol.records import Pause, Receipt, RollbackRequest
 
 CONFIG = DaemonConfig()
 VOUCHED = (Receipt(save_id="run-9-0", step=9, rank=0, world_size=1, files=()),)

@@ -1,4 +1,4 @@
-"""Tables of settings in the pages: every setting there is, no other, each with its default."""
+"""Lists of settings in the pages: every setting there is, no other, each with its default."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from enum import Enum
 from inspect import signature
 from typing import Any
 
-import click
 import pytest
 
 from explorer_hooks import ExplorerHook
-from syncd.cli import cli
 from syncd.protocol.policy import SyncSettings, SyncStyle
 from tests.doc_blocks import text_of
 from tests.generated import PARTS, generated
@@ -29,17 +27,12 @@ WORDS: Mapping[object, set[str]] = {
 }  # fmt: skip
 
 
-def table(page: str, head: str) -> dict[str, str]:
-    """The rows of the tables whose first columns are so called: names → what the second says."""
-    found = {}
-    _, *parts = re.split(rf"^\| {re.escape(head)} \|.*\n\| ---.*\n", text_of(page), flags=re.M)
-    assert parts, f"{page} has no table | {head} |"
-    for part in parts:
-        for line in part[: part.find("\n\n")].splitlines():
-            names, second, *_ = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:])
-            for name in re.findall(r"`([\w-]+)", names):
-                found[name] = second
-    return found
+def items(page: str, heading: str) -> dict[str, str]:
+    """The items of a section's list: names → their default, in parentheses, empty without one."""
+    section = text_of(page).partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    found = re.findall(r"^- `(\w+)`(?: \((.*?)\))?: ", section, re.MULTILINE)
+    assert found, f"{page} has no list below {heading}"
+    return dict(found)
 
 
 def as_said(default: object) -> set[str]:
@@ -51,20 +44,12 @@ def as_said(default: object) -> set[str]:
     if isinstance(default, int | float):
         sizes = {1_000_000_000: "1 GB", 256 * 1024 * 1024: "256 MiB"}
         said = f"{default:g}" if default < 1_000_000 else str(default)
-        return {said, f"{said} s", sizes.get(int(default), said), f"{said} (none)", f"{said} (all)"}
+        return {said, f"{said} s", sizes.get(int(default), said), f"{said}, none", f"{said}, all"}
     return {f"`{default}`", str(default)}
 
 
 def settings(kind: type[Any]) -> dict[str, object]:
     return {field.name: field.default for field in fields(kind)}
-
-
-def run_options() -> dict[str, click.Option]:
-    run = cli.get_command(click.Context(cli), "run")
-    assert run is not None
-    # --json is every command's, and no setting.
-    found = [one for one in run.params if isinstance(one, click.Option) and one.name != "as_json"]
-    return {word: option for option in found for word in (*option.opts, *option.secondary_opts)}
 
 
 @pytest.mark.parametrize("page", PARTS)
@@ -73,17 +58,16 @@ def test_what_comes_from_the_code_is_as_the_code_is(page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "head", "kind", "all_of_them"),
+    ("page", "heading", "kind", "all_of_them"),
     [
-        ("docs/configuration.md", "`SyncSettings`", SyncSettings, True),
-        ("docs/broadcast.md", "`SyncSettings`", SyncSettings, False),
-        ("docs/trainer.md", "setting", SaveSettings, True),
+        ("docs/broadcast.md", "Settings", SyncSettings, False),
+        ("docs/trainer.md", "`SaveSettings`", SaveSettings, True),
     ],
 )
 def test_settings_are_those_that_there_are(
-    page: str, head: str, kind: type[Any], *, all_of_them: bool
+    page: str, heading: str, kind: type[Any], *, all_of_them: bool
 ) -> None:
-    known, told = settings(kind), table(page, head)
+    known, told = settings(kind), items(page, heading)
     assert told.keys() <= known.keys()
     assert told.keys() == known.keys() or not all_of_them
     assert {name: said for name, said in told.items() if said not in as_said(known[name])} == {}
@@ -107,27 +91,10 @@ def test_every_argument_is_on_the_page_that_promises_them(
     } == set()
 
 
-def test_options_of_the_daemon_are_those_that_there_are() -> None:
-    known = run_options()
-    section = text_of("docs/cli.md").split("## syncd run")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (`--[^|]*) \| ?([^|]*?) ?\|", section, re.MULTILINE)
-    told = {word: said for names, said in rows for word in re.findall(r"`(--[\w-]+)", names)}
-    told.pop("--json", None)
-    left_out = {"--config"} & known.keys() - told.keys()
-    turned_off = {word for word in known if word.startswith("--no-")}
-    assert told.keys() - turned_off == known.keys() - turned_off - left_out
-    wrong = {
-        name: (said, known[name].default)
-        for name, said in told.items()
-        if said not in as_said(known[name].default)
-    }
-    assert wrong == {}
-
-
 def test_the_table_of_calls_has_each_style_and_names_calls_that_there_are() -> None:
-    assert set(table("docs/explorer.md", "`style`")) == {style.value for style in SyncStyle}
-    calls = table("docs/explorer.md", "call")
     hooks = {*dir(ExplorerHook), *dir(TrainerHook)}
     section = text_of("docs/explorer.md").partition("### Which call for which style")[2]
     section = section.partition("\n### ")[0]
-    assert {*calls, *re.findall(r"`(\w+)\(", section)} - hooks == set()
+    styles = re.findall(r"^\| `(\w+)` \| ", section, re.MULTILINE)
+    assert set(styles) == {style.value for style in SyncStyle}
+    assert set(re.findall(r"`(\w+)\(", section)) - hooks == set()

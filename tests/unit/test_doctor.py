@@ -18,13 +18,20 @@ from typing import Any
 
 import pytest
 
-from syncd.doctor import job_findings
-from syncd.doctor.deadlines import Deadlines
-from syncd.doctor.examination import Examination
+from syncd.doctor import examination
+from syncd.doctor.examination import (
+    Deadlines,
+    Examination,
+    Facts,
+    facts_of,
+    join,
+    judge_hosts,
+    judge_mount,
+    serve,
+)
 from syncd.doctor.finding import Finding, Severity, fail
 from syncd.doctor.probes import PROBES, BrokenError, Pair, lease_verdict
 from syncd.doctor.sides import TALK, Channel, Here, ProbeCall, Request, There
-from syncd.doctor.visits import Facts, facts_of, join, serve
 from syncd.protocol.errors import JobUnavailableError
 from syncd.storage.calls import Free
 from syncd.storage.fsio import Storage
@@ -331,17 +338,17 @@ def facts(**changed: Any) -> Facts:
 @pytest.mark.parametrize(
     ("finding", "verdict", "said"),
     [
-        (job_findings.mount(facts()), OK, "nfs4 from server:/"),
-        (job_findings.mount(facts(options="rw,soft")), WARN, "soft"),
-        (job_findings.mount(facts(options="rw,nocto")), WARN, "nocto"),
-        (job_findings.mount(facts(options="ro")), FAIL, "read-only"),
-        (job_findings.hosts(facts(), facts(host="two", boot="b")), OK, "one and two"),
-        (job_findings.hosts(facts(), facts()), WARN, "one host"),
-        (job_findings.hosts(facts(), facts(options="clientaddr=two")), OK, "one and one"),
-        (job_findings.hosts(facts(), facts(boot="b")), WARN, "both called one"),
-        (job_findings.hosts(facts(), facts(host="two", boot="b", syncd="2")), WARN, "2 on two"),
+        (judge_mount(facts()), OK, "nfs4 from server:/"),
+        (judge_mount(facts(options="rw,soft")), WARN, "soft"),
+        (judge_mount(facts(options="rw,nocto")), WARN, "nocto"),
+        (judge_mount(facts(options="ro")), FAIL, "read-only"),
+        (judge_hosts(facts(), facts(host="two", boot="b")), OK, "one and two"),
+        (judge_hosts(facts(), facts()), WARN, "one host"),
+        (judge_hosts(facts(), facts(options="clientaddr=two")), OK, "one and one"),
+        (judge_hosts(facts(), facts(boot="b")), WARN, "both called one"),
+        (judge_hosts(facts(), facts(host="two", boot="b", syncd="2")), WARN, "2 on two"),
         (
-            job_findings.hosts(facts(), facts(host="two", boot="b", filesystem="xfs")),
+            judge_hosts(facts(), facts(host="two", boot="b", filesystem="xfs")),
             WARN,
             "nfs4 here, xfs on two",
         ),
@@ -368,23 +375,23 @@ def test_room_is_for_two_more_versions(
     job: SmallJob, monkeypatch: pytest.MonkeyPatch, free: Free, newest: int, verdict: Severity
 ) -> None:
     monkeypatch.setattr(FastStorage, "free", lambda *_: free)
-    monkeypatch.setattr(job_findings, "_newest", lambda _: newest)
-    assert job_findings.room(job).verdict is verdict
+    monkeypatch.setattr(examination, "_newest", lambda _: newest)
+    assert examination.judge_room(job).verdict is verdict
 
 
 def test_the_newest_version_is_the_measure_of_room(job: SmallJob) -> None:
     publish(job, 1)
-    assert "the newest version has" in job_findings.room(job).words
+    assert "the newest version has" in examination.judge_room(job).words
 
 
 def test_who_makes_files_for_another_user_or_cannot_prune_is_warned(
     job: SmallJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    squashed = job_findings.rights(Job(Squashing(), job.layout), job.layout.state)
+    squashed = examination.judge_rights(Job(Squashing(), job.layout), job.layout.state)
     assert squashed.verdict is WARN
     assert "belongs to 65534" in squashed.words
-    monkeypatch.setattr(job_findings, "unprunable", lambda _: "steps stay")
-    kept = job_findings.rights(job, job.layout.state)
+    monkeypatch.setattr(examination, "unprunable", lambda _: "steps stay")
+    kept = examination.judge_rights(job, job.layout.state)
     assert (kept.verdict, kept.words) == (WARN, "steps stay")
 
 

@@ -19,9 +19,9 @@ from syncd.coordination.broadcast.group import WeightGroup
 from syncd.coordination.broadcast.weight_meta import Header
 from syncd.coordination.member import Seams
 from syncd.protocol.errors import BroadcastError, EngineBrokenError, WaitTimeoutError
-from syncd.protocol.participants import Rendezvous
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version, may_produce
 from syncd.protocol.records import SaveId
+from syncd.protocol.reports import Rendezvous
 from tests.explorers import LONG, leased, publish, report
 from tests.jobs import SmallJob
 from tests.weight_groups import transfer

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from syncd.coordination.holds import Holds
-from syncd.coordination.leased_version import LeasedVersion
+from syncd.coordination.leased_version import Holds, LeasedVersion
 from syncd.protocol.errors import InvalidSettingsError, VersionGoneError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import MANIFEST, lease_marker

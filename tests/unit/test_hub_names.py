@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from transformers import AutoModel
 
-from syncd.checkpoint import hub_tables
+from syncd.checkpoint import name_map
 from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.name_map import NameMap
@@ -37,7 +37,7 @@ from tests.tiny_models import (
 from trainer_hooks.state.hub_names import name_map_of
 
 TYPES: Final[dict[str, dict[str, Any]]] = json.loads(
-    Path(hub_tables.__file__).with_suffix(".json").read_text()
+    Path(name_map.__file__).with_name("hub_tables.json").read_text()
 )["types"]
 USUAL: Final = {"qwen3_moe", "deepseek_v3", "mixtral", "qwen2_vl"}
 #: The tables that change names, and know them all.
@@ -122,7 +122,7 @@ def inside(fast: set[str], *others: str) -> list[Any]:
 def by_type(model: Any) -> NameMap | None:
     """The names of a model's tensors by its config alone."""
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
-    return hub_tables.map_by_type(config, shapes(model))
+    return name_map.map_by_type(config, shapes(model))
 
 
 def merged(actor: Path, out: Path, names: Names = "hub", sequence: int | None = None) -> Manifest:
@@ -201,11 +201,11 @@ def test_the_type_of_a_part_changes_its_names(outer: str, inner: str) -> None:
 def test_a_part_at_an_unknown_place_is_refused_if_its_names_would_change() -> None:
     config = {"model_type": "of_my_own", "llm": {"model_type": "qwen3_moe"}}
     stacked = {"llm.model.layers.0.mlp.experts.down_proj": (4, 8, 8)}
-    names = hub_tables.map_by_type(config, stacked)
+    names = name_map.map_by_type(config, stacked)
     assert names is not None
     assert "config.json names [] of type of_my_own" in str(names.refused)
-    assert hub_tables.map_by_type(config, {"llm.layers.0.mlp.experts.0.down_proj": (8, 8)}) is None
-    assert hub_tables.map_by_type({"model_type": ["llava"]}, stacked) is None
+    assert name_map.map_by_type(config, {"llm.layers.0.mlp.experts.0.down_proj": (8, 8)}) is None
+    assert name_map.map_by_type({"model_type": ["llava"]}, stacked) is None
 
 
 @pytest.mark.parametrize("sequence", [3, 0])
@@ -269,7 +269,7 @@ def test_a_head_of_another_class_is_refused_for_its_names_alone(tmp_path: Path) 
 @pytest.mark.parametrize("shape", [(), (8,), (4, 7, 4)])
 def test_a_tensor_that_cannot_be_cut_as_its_table_says_is_a_refusal(shape: tuple[int, ...]) -> None:
     config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
-    names = hub_tables.map_by_type(config, {"model.layers.0.mlp.experts.gate_up_proj": shape})
+    names = name_map.map_by_type(config, {"model.layers.0.mlp.experts.gate_up_proj": shape})
     assert names is not None
     assert "the table of qwen3_moe does not fit" in str(names.refused)
     assert "gate_up_proj" in str(names.refused)
@@ -308,7 +308,7 @@ def test_scales_that_would_keep_their_name_are_a_refusal() -> None:
     found = shapes(model)
     experts = next(name for name in found if name.endswith("experts.gate_up_proj"))
     found[f"{experts}_scale_inv"] = (found[experts][0], 1, 1)
-    named = hub_tables.map_by_type(config, found)
+    named = name_map.map_by_type(config, found)
     assert named is not None
     assert f"{experts}_scale_inv can have another name" in str(named.refused)
     plain = {name: torch.empty(shape, device="meta") for name, shape in found.items()}
@@ -367,7 +367,7 @@ def test_shards_that_cut_other_dimensions_are_split_too(tmp_path: Path) -> None:
 
 
 def test_the_page_lists_all_types() -> None:
-    page = (Path(hub_tables.__file__).parents[2] / "docs" / "names.md").read_text()
+    page = (Path(name_map.__file__).parents[2] / "docs" / "names.md").read_text()
     _, splits, renames, refuses = re.split(r"(?:ith a table that|A table can only)[^:]*:", page)
     split = {
         name

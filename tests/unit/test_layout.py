@@ -82,11 +82,9 @@ def test_a_name_that_could_not_stand_in_a_path_is_refused_and_named(name: str) -
 def test_all_of_ours_is_below_dot_syncd_published_or_deltas() -> None:
     job = layout.JobLayout(Path("/job"))
     ours = [
-        value
-        for name in dir(layout.JobLayout)
-        if isinstance(getattr(layout.JobLayout, name), property)
-        and name not in {"state_pointer", "checkpoint_pointer"}
-        and isinstance(value := getattr(job, name), Path)
+        getattr(job, name)
+        for name, value in vars(layout.JobLayout).items()
+        if isinstance(value, layout.Below) and name not in {"state_pointer", "checkpoint_pointer"}
     ]
     ours += [job.version(1), job.delta(1), job.lease_folder(1), job.session("s"), job.explorer("e")]
     assert len(ours) > 15

@@ -18,7 +18,7 @@ from syncd.protocol.events import JobFault, LeftAlone
 from syncd.protocol.journal_lines import JournalLine
 from syncd.protocol.reports import DaemonCounters
 from syncd.storage.repeats import Repeats
-from tests.doc_tables import DOCS, KINDS, page
+from tests.doc_lists import DOCS, KINDS, page
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import Daemon
 from tests.storages import Clock

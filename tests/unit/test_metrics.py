@@ -19,7 +19,7 @@ from syncd.daemon.telling.metrics import HOST, Exporter, Metrics, _JobMeter
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.records import encode
 from syncd.protocol.reports import ExplorerReport, Load, Reload, TrainerReport
-from tests.doc_tables import page
+from tests.doc_lists import page
 from tests.jobs import SmallJob
 from tests.lagging import Hosts
 from tests.ports import free_port
@@ -390,7 +390,7 @@ def described(metrics: Metrics) -> dict[str, tuple[str, set[str]]]:
     return found
 
 
-def test_the_page_has_the_table_of_the_metrics() -> None:
+def test_the_page_has_the_list_of_the_metrics() -> None:
     assert (DOCS / "metrics.md").read_text() == page("metrics.md")
 
 

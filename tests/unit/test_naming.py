@@ -14,15 +14,14 @@ from rich.console import Console
 
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.version import read_manifest
-from syncd.cli.status_page import page
+from syncd.cli.status import page
 from syncd.daemon.config import DaemonConfig, RunConfig
 from syncd.daemon.host.services import Services
 from syncd.daemon.telling.journal import read_journal
 from syncd.operate.job_state import look
 from syncd.protocol.names import NAME_MAP, RECEIPTS, receipt_name
-from syncd.protocol.records import Receipt, encode, parse
+from syncd.protocol.records import Receipt, RollbackRequest, encode, parse
 from syncd.protocol.reports import ExplorerReport
-from syncd.protocol.requests import RollbackRequest
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 from syncd.storage.sessions import Session
 from tests.jobs import LEASE_TIME, SmallJob

@@ -51,7 +51,7 @@ def test_the_page_has_each_name_of_a_module_and_no_other(module: str) -> None:
         rf"^## `{re.escape(module)}`$(.*?)(?=^## |\Z)", _text("api.md"), re.M | re.S
     )
     assert section, f"docs/api.md has no section on {module}"
-    told = re.findall(r"^\| `(\w+)` \|", section[1], re.MULTILINE)
+    told = re.findall(r"^- `(\w+)`[ :]", section[1], re.MULTILINE)
     assert sorted(told) == sorted(public(module))
 
 

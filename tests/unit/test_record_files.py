@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from syncd.protocol.errors import ProtocolMismatchError
-from syncd.protocol.records import encode
-from syncd.protocol.requests import Pause
+from syncd.protocol.records import Pause, encode
 from syncd.storage.errnos import is_unreadable
-from syncd.storage.job import Job
-from syncd.storage.record_files import (
+from syncd.storage.job import (
     EXPECTED,
     IF_ANY,
     OF_OTHERS,
     SILENT,
+    Job,
     ReadPolicy,
     readable_lines,
 )

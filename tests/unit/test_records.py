@@ -4,7 +4,6 @@ import pydantic
 import pytest
 
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
-from syncd.protocol.participants import GroupMember, Rendezvous
 from syncd.protocol.records import (
     PROTOCOL,
     Format,
@@ -18,7 +17,7 @@ from syncd.protocol.records import (
     encode,
     parse,
 )
-from syncd.protocol.reports import ExplorerReport
+from syncd.protocol.reports import ExplorerReport, GroupMember, Rendezvous
 
 LATEST = Latest(sequence=17, step=4, folder="v000017")
 

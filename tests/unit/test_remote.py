@@ -11,7 +11,8 @@ from torch import nn
 
 from explorer_hooks import ExplorerHook, TorchModule
 from explorer_hooks.reader import Reader
-from syncd.checkpoint.remote import write_remote
+from syncd.checkpoint.build import build_step
+from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.save import Remote, Unfinished
 from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.version import read_manifest
@@ -174,10 +175,13 @@ def test_a_path_that_changes_while_it_is_published_is_looked_at_again(job: Small
     folder = job.layout.step(9)
     save = look_into_step(STORAGE, folder, 9)
     point_to(job, 9, b"tinker://other")
+    assert isinstance(save, Remote)
     room = job.layout.root / "room"
     room.mkdir()
     with pytest.raises(SaveNotReadyError):
-        write_remote(STORAGE, folder, save, room, sequence=1)
+        build_step(
+            STORAGE, folder, save, room, options=MergeOptions(), work=Work(lambda: None), sequence=1
+        )
     assert list(room.iterdir()) == []
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from syncd.coordination import saved_state
-from syncd.coordination.saved_state import StateFile
+from syncd.coordination import participant
+from syncd.coordination.participant import StateFile
 from syncd.protocol.errors import InvalidSettingsError, ProtocolMismatchError, RecordError
 from syncd.storage.job import Job
 from tests.jobs import SmallJob
@@ -67,7 +67,7 @@ def nested(depth: int) -> list[Any]:
 def test_a_state_that_could_not_be_read_again_is_refused_and_changes_nothing(
     job: SmallJob, monkeypatch: pytest.MonkeyPatch, value: object
 ) -> None:
-    monkeypatch.setattr(saved_state, "LONG_RECORD_LIMIT", 1000)
+    monkeypatch.setattr(participant, "LONG_RECORD_LIMIT", 1000)
     file = state_file(job)
     file.save(1, {"key": nested(100)})
     with pytest.raises(InvalidSettingsError, match="cannot be read back"):

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from syncd.checkpoint.placement import Local
 from syncd.checkpoint.torch_files.pieces import Piece, Pieces, read_pieces
-from syncd.checkpoint.torch_files.shard_file import ShardFile
-from syncd.checkpoint.torch_files.torch_zip import central_directory_digest
+from syncd.checkpoint.torch_files.shard_file import ShardFile, central_directory_digest
 from syncd.protocol.errors import PlacementError, ShardFormatError, SyncdError
 from syncd.storage.fsio import Storage, signature
 from tests.shards import Built, Named, dtensor, shard, tensor, without_crc, zipped

@@ -12,9 +12,8 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.steering import Steering
 from syncd.operate.control import Control
 from syncd.protocol.errors import JobUnavailableError, VersionGoneError
-from syncd.protocol.records import Manifest, encode, parse
+from syncd.protocol.records import Manifest, Pause, RollbackRequest, encode, parse
 from syncd.protocol.reports import DaemonReport
-from syncd.protocol.requests import Pause, RollbackRequest
 from syncd.storage.job import Job
 from tests.jobs import SmallJob, published
 from tests.lagging import Hosts

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from syncd.daemon.collect import Collector
-from syncd.storage.job import Job
-from syncd.storage.step_folders import make_step_folder
+from syncd.storage.job import Job, make_step_folder
 from tests.jobs import SmallJob
 from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
 

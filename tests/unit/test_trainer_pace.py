@@ -18,8 +18,7 @@ from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import FULL, RECEIPTS, SAVING
 from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import SaveId
-from syncd.storage.job import Job
-from syncd.storage.step_folders import make_step_folder
+from syncd.storage.job import Job, make_step_folder
 from tests.hooks import DEADLINE
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import wait_until

@@ -11,7 +11,7 @@ from functools import cache
 
 from syncd.protocol import errors
 from tests.doc_blocks import ROOT, text_of
-from tests.doc_tables import KINDS
+from tests.doc_lists import KINDS
 
 PAGE = text_of("docs/troubleshooting.md")
 #: What one sees: an item up to its first colon outside code.

@@ -16,9 +16,9 @@ from explorer_hooks.hook import ExplorerHook
 from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
 from syncd.coordination.member import Seams
 from syncd.protocol.errors import WaitTimeoutError
-from syncd.protocol.participants import Rendezvous
 from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings, SyncStyle, Version
 from syncd.protocol.records import SaveOutcome, SaveOutcomes, encode
+from syncd.protocol.reports import Rendezvous
 from tests.explorers import LONG, publish, report
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.multiprocess.processes import wait_until

@@ -20,9 +20,8 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.telling.journal import Journal
 from syncd.deltas.ends import NoDeltaError
 from syncd.operate.job_state import look_anyway
-from syncd.protocol.records import Format, encode
+from syncd.protocol.records import Format, Pause, encode
 from syncd.protocol.reports import Load, MergeProgress, Reload, TrainerReport
-from syncd.protocol.requests import Pause
 from syncd.storage.job import Job
 from syncd.web import jobs
 from syncd.web.server import Server

@@ -17,8 +17,7 @@ from syncd.checkpoint.placement import Chunks, Local, Shape
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.tensor_rules import shown
 from syncd.checkpoint.torch_files.pieces import Piece, Pieces, read_pieces
-from syncd.checkpoint.torch_files.shard_file import ShardFile
-from syncd.checkpoint.torch_files.torch_zip import ZipRecord
+from syncd.checkpoint.torch_files.shard_file import ShardFile, ZipRecord
 from syncd.coordination.tensors import DTYPES
 from syncd.protocol.errors import CheckpointError, ShardFormatError
 from syncd.protocol.names import FULL_STATE_DICT

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from syncd.checkpoint import hub_tables
+from syncd.checkpoint import name_map
 from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.placement import Shape
 from syncd.checkpoint.tensor_rules import shown
@@ -67,7 +67,7 @@ class HubNames:
     def _says_nothing(self, names: NameMap) -> bool:
         """True if readers would assume the same names without the file."""
         config = getattr(_inside(self.model), "config", None)
-        known = config is not None and hub_tables.has_table(config.to_dict())
+        known = config is not None and name_map.has_table(config.to_dict())
         return not (names or names.refused or known)
 
     def _asked(self, tensors: Mapping[str, Tensor], base: nn.Module | None) -> NameMap | None:

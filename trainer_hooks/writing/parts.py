@@ -22,7 +22,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from syncd.checkpoint.safetensors_header import PAGE
 from syncd.checkpoint.tensor_rules import Cast
-from syncd.checkpoint.torch_files.torch_zip import central_directory_digest
+from syncd.checkpoint.torch_files.shard_file import central_directory_digest
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.records import ReceiptFile
 from syncd.storage.errnos import NO_ROOM

@@ -33,8 +33,7 @@ from syncd.protocol.names import (
     shard_name,
 )
 from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, SaveId, encode
-from syncd.storage.job import Job
-from syncd.storage.step_folders import make_step_folder
+from syncd.storage.job import Job, make_step_folder
 from trainer_hooks.writing.contents import RankContents
 from trainer_hooks.writing.notes import Notes
 from trainer_hooks.writing.parts import (

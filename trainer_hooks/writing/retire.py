@@ -10,8 +10,7 @@ from collections.abc import Collection
 
 from syncd.protocol.names import FULL, RETIRED, SAVING, parse_pointer
 from syncd.storage.errnos import GONE, Ignoring, is_gone
-from syncd.storage.job import Job
-from syncd.storage.step_folders import step_folders
+from syncd.storage.job import Job, step_folders
 
 log = logging.getLogger(__name__)
 

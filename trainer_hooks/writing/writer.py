@@ -24,8 +24,7 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import NonFinite, ReceiptFile, SaveId
 from syncd.storage.errnos import PASSING, is_gone
-from syncd.storage.job import Job
-from syncd.storage.step_folders import make_step_folder, point
+from syncd.storage.job import Job, make_step_folder, point
 from trainer_hooks.settings import WriteConcurrency
 from trainer_hooks.state.host_buffers import nonfinite_names
 from trainer_hooks.writing.contents import RankContents

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 from zlib_ng.zlib_ng import crc32
 
@@ -15,7 +15,7 @@ from syncd.checkpoint.dcp.dcp_metadata import Chunk
 from syncd.checkpoint.placement import Local, Position, Shape
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.checkpoint.torch_files.pieces import Piece
-from syncd.checkpoint.torch_files.torch_zip import ZipRecord, read_directory, read_records
+from syncd.checkpoint.torch_files.shard_file import ZipRecord, read_directory, read_records
 from syncd.protocol.errors import CoverageError, ShardFormatError
 from syncd.storage.fsio import Storage
 
@@ -29,11 +29,9 @@ _BEFORE: Final = 2 * 1024
 _AFTER: Final = 3 * 1024
 
 
-class ReadTensor(Protocol):
-    """Reads the piece of a tensor from its pickle, in this process or in a child."""
-
-    def __call__(self, data: bytes, where: str, name: str, *, intact: bool) -> Piece:
-        """See :func:`syncd.checkpoint.torch_files.pieces.read_tensor`."""
+#: Reads the piece of a tensor from its pickle, in a child process
+#: (:func:`syncd.checkpoint.torch_files.pieces.read_tensor`).
+ReadTensor = Callable[[bytes, str, str], Piece]
 
 
 @dataclass
@@ -98,7 +96,7 @@ class DcpFile:
         data = window.pread_all(self.fd, pickled.size, pickled.offset)
         if len(data) != pickled.size or (intact and crc32(data) != pickled.crc32):
             raise self._broken(name, chunk, "its data.pkl does not match its CRC-32")
-        piece = parse(data, str(self.path), name, intact=intact)
+        piece = parse(data, str(self.path), name)
         if (piece.dtype, piece.shape) != (dtype, chunk.shape):
             raise CoverageError(
                 f"{self.path}: the chunk of '{shown(name)}' at {chunk.offsets} is "
@@ -131,14 +129,13 @@ class OneByOne:
     Chunks of the same dtype and shape have equal pickles: 20,000 tensors need about a dozen.
     """
 
-    parse: Callable[[bytes, str, str], Piece]
+    parse: ReadTensor
 
     def __post_init__(self) -> None:
         self._known: dict[bytes, Piece] = {}
 
-    def __call__(self, data: bytes, where: str, name: str, *, intact: bool) -> Piece:
+    def __call__(self, data: bytes, where: str, name: str) -> Piece:
         """See :func:`syncd.checkpoint.torch_files.pieces.read_tensor`."""
-        del intact  # the same bytes are the same tensor, checked or not
         piece = self._known.get(data)
         if piece is None:
             if len(self._known) >= _KNOWN:
@@ -169,14 +166,14 @@ class _Windows:
         return data[offset - begin : offset - begin + count]
 
 
+@dataclass
 class _Item:
     """Shows an item as if it were a whole file."""
 
-    def __init__(self, windows: _Windows, chunk: Chunk) -> None:
-        self._windows = windows
-        self._at, self._length = chunk.at, chunk.length
+    windows: _Windows
+    chunk: Chunk
 
     def pread_all(self, fd: int, count: int, offset: int) -> bytes:
         del fd  # the windows know the file's descriptor
-        count = min(count, self._length - offset)
-        return self._windows.pread_all(count, self._at + offset) if count > 0 else b""
+        count = min(count, self.chunk.length - offset)
+        return self.windows.pread_all(count, self.chunk.at + offset) if count > 0 else b""

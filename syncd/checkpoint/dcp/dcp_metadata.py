@@ -12,12 +12,15 @@ all its tensors have the same parent, which :func:`select_model` finds.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from syncd.checkpoint.placement import Shape
-from syncd.checkpoint.tensor_rules import DTYPES, NUMBER_LIMIT, is_offset, shape_of, shown
+from syncd.checkpoint.safetensors_header import HeaderEntry, broken, read_fields
+from syncd.checkpoint.tensor_rules import DTYPES, METADATA, NUMBER_LIMIT, is_offset, shape_of, shown
 from syncd.checkpoint.torch_files.inert_pickle import DType, Inert, load_inert
 from syncd.checkpoint.torch_files.pieces import check_name
 from syncd.protocol.errors import CheckpointError, CoverageError, ShardFormatError
@@ -142,7 +145,16 @@ def _items(places: dict[Any, Any], where: str) -> dict[tuple[str, Shape | None],
         if (name, offsets) in found:
             raise ShardFormatError(f"{where} lists an item of '{shown(name)}' twice. Save again")
         found[name, offsets] = _place(name, place, where)
-    _check_disjoint(((*place, name) for (name, _), place in found.items()), where)
+    # Refuse overlapping items, and so the DCP format in which all items begin at 0.
+    before, end, other = "", 0, ""
+    for file, at, length, name in sorted((*place, name) for (name, _), place in found.items()):
+        if file == before and at < end:
+            raise ShardFormatError(
+                f"{where}: '{shown(other)}' and '{shown(name)}' overlap in {file}. Save again, in "
+                "the default format of FileSystemWriter (TORCH_SAVE)"
+            )
+        if file != before or at + length >= end:
+            before, end, other = file, at + length, name
     return found
 
 
@@ -161,19 +173,6 @@ def _place(name: str, place: Inert, where: str) -> _Place:
     if not is_offset(at) or not is_offset(length) or at + length >= NUMBER_LIMIT:
         raise ShardFormatError(f"{where}: '{shown(name)}' lies at an impossible offset. Save again")
     return str(file), at, length
-
-
-def _check_disjoint(places: Iterable[tuple[str, int, int, str]], where: str) -> None:
-    """Refuse overlapping items, and so the DCP format in which all items begin at 0."""
-    before, end, other = "", 0, ""
-    for file, at, length, name in sorted(places):
-        if file == before and at < end:
-            raise ShardFormatError(
-                f"{where}: '{shown(other)}' and '{shown(name)}' overlap in {file}. Save again, in "
-                "the default format of FileSystemWriter (TORCH_SAVE)"
-            )
-        if file != before or at + length >= end:
-            before, end, other = file, at + length, name
 
 
 def _stored(
@@ -335,3 +334,70 @@ def _told(entries: Mapping[str, SavedName]) -> str:
     cut = list(places)[:_TOLD]
     more = "…" if len(places) > len(cut) else ""
     return f"there are tensors under {', '.join(cut)}{more}" if cut else "it has no tensors at all"
+
+
+#: The key of the chunks' metadata in a file, and the key of a tensor's offsets in that metadata.
+SHARDING: Final = "DCP_SHARDING_INFO"
+_OFFSETS: Final = "saved_offsets"
+
+#: A tensor of a file, and its offset in the whole tensor.
+Chunked = tuple[HeaderEntry, Shape]
+
+
+def read_chunked_fields(header: bytes, where: str) -> list[Chunked]:
+    """The tensors that a header (its length and its JSON) lists, with offsets in the whole tensors.
+
+    Raises:
+        CheckpointError: the header is broken, lacks a tensor's offsets, or has a tensor that syncd
+            does not merge.
+    """
+    entries = read_fields(header, where)
+    told = json.loads(header[8:]).get(METADATA, {}).get(SHARDING)
+    offsets: object = None
+    if told is not None:
+        with suppress(ValueError, RecursionError):
+            offsets = json.loads(told)
+        if not isinstance(offsets, dict):
+            raise broken(where, f"its {SHARDING} is not a JSON object")
+    found = []
+    for entry in entries:
+        check_name(entry.name, where)
+        begin = (0,) * len(entry.shape)
+        if told is not None:
+            begin = _offsets(entry, offsets, where)
+        found.append((entry, begin))
+    return found
+
+
+def _offsets(entry: HeaderEntry, told: Any, where: str) -> Shape:
+    match told.get(entry.name):
+        case {"saved_offsets": value}:
+            found = shape_of(value)
+            if found is not None and len(found) == len(entry.shape):
+                ends = (begin + size for begin, size in zip(found, entry.shape, strict=True))
+                if all(end < NUMBER_LIMIT for end in ends):
+                    return found
+    raise broken(where, f"its {SHARDING} does not give the {_OFFSETS} of '{shown(entry.name)}'")
+
+
+def whole_shapes(files: Mapping[str, Iterable[Chunked]]) -> dict[str, tuple[str, Shape]]:
+    """The dtype and the shape of each whole tensor, from the parts in all files.
+
+    Raises:
+        CoverageError: two files disagree on a tensor's dtype, or on its number of dimensions.
+    """
+    found: dict[str, tuple[str, Shape]] = {}
+    first: dict[str, str] = {}
+    for label, chunks in files.items():
+        for (name, dtype, shape, _, _), begin in chunks:
+            end = tuple(map(sum, zip(begin, shape, strict=True)))
+            known_dtype, known = found.get(name, (dtype, end))
+            if (known_dtype, len(known)) != (dtype, len(end)):
+                raise CoverageError(
+                    f"{shown(name)} is {known_dtype} of {len(known)} dimensions in {first[name]} "
+                    f"but {dtype} of {len(end)} dimensions in {label}. Save again, with all ranks "
+                    "in one job"
+                )
+            first.setdefault(name, label)
+            found[name] = dtype, tuple(map(max, zip(known, end, strict=True)))
+    return found

@@ -6,35 +6,16 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from zlib_ng.zlib_ng import crc32
 
-from syncd.checkpoint.torch_files.torch_zip import ZipRecord
+from syncd.checkpoint.dcp.dcp_file import DcpFile
+from syncd.checkpoint.torch_files.shard_file import ShardFile, ZipRecord
 from syncd.protocol.errors import SaveNotReadyError, ShardFormatError
 from syncd.storage.fsio import Storage
 
 _BUFFER: Final = 1024 * 1024
-
-
-class Source(Protocol):
-    """An open shard."""
-
-    @property
-    def path(self) -> Path:
-        """The path of the file, for messages."""
-
-    @property
-    def fd(self) -> int:
-        """The descriptor, open for reading."""
-
-    @property
-    def has_crc(self) -> bool:
-        """True if the CRC-32 of the records can be checked."""
-
-    @property
-    def records(self) -> Mapping[str, ZipRecord]:
-        """The records of the zip, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +26,10 @@ class SourceFile:
     fd: int
     has_crc: bool = False
     records: Mapping[str, ZipRecord] = field(default_factory=dict)
+
+
+#: An open file: its path, its descriptor, and the records whose CRC-32 can be checked.
+Source = SourceFile | ShardFile | DcpFile
 
 
 @dataclass

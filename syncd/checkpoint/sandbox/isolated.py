@@ -14,14 +14,12 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
-from syncd.checkpoint.dcp.dcp_metadata import StoredModel
-from syncd.checkpoint.dcp.hf_dcp import Chunked
+from syncd.checkpoint.dcp.dcp_metadata import Chunked, StoredModel
 from syncd.checkpoint.safetensors_header import HeaderEntry
 from syncd.checkpoint.sandbox import wire
 from syncd.checkpoint.sandbox.child_process import ChildProcess, EndedError, described
-from syncd.checkpoint.sandbox.parser_child import EXIT_MEMORY
 from syncd.checkpoint.tensor_rules import TENSOR_LIMIT, shown
 from syncd.checkpoint.torch_files.pieces import Piece, Pieces
 from syncd.closing import Closing
@@ -148,7 +146,7 @@ class IsolatedParser(Closing):
         return self._ask(wire.METADATA, asked, where, "pickle", wire.read_contents)
 
     def read_chunked_fields(self, header: bytes, where: str) -> list[Chunked]:
-        """Call :func:`~syncd.checkpoint.dcp.hf_dcp.read_chunked_fields` in the child."""
+        """Call :func:`~syncd.checkpoint.dcp.dcp_metadata.read_chunked_fields` in the child."""
         return self._ask(
             wire.CHUNKED_HEADER,
             header,
@@ -203,7 +201,13 @@ class IsolatedParser(Closing):
             if tag == wire.DONE:
                 return
             if tag == wire.FAILED:
-                self._raise_failure(content, where)
+                kind, message = wire.read_failure(content)
+                if kind == wire.OUT_OF_MEMORY:
+                    raise _MemoryError
+                if kind not in wire.ERRORS:
+                    raise ValueError("the answer is an error of an unknown kind")
+                separator = "" if message.startswith((" ", ":")) else ": "
+                raise wire.ERRORS[kind](f"{where}{separator}{message}")
             if tag != wire.ROWS:
                 raise ValueError("the answer has a frame of an unknown kind")
             size += len(content)
@@ -231,7 +235,7 @@ class IsolatedParser(Closing):
         given = self.limits
         # Without ``site``, which may run code of other packages.
         self._child = child = ChildProcess(
-            "checkpoint.sandbox.parser_child",
+            "checkpoint.sandbox.wire",
             (given.memory, given.memory_factor, given.memory_most, given.cpu_seconds),
             where,
             task="read",
@@ -255,22 +259,13 @@ class IsolatedParser(Closing):
             )
         return child
 
-    def _raise_failure(self, content: bytes, where: str) -> NoReturn:
-        kind, message = wire.read_failure(content)
-        if kind == wire.OUT_OF_MEMORY:
-            raise _MemoryError
-        if kind not in wire.ERRORS:
-            raise ValueError("the answer is an error of an unknown kind")
-        separator = "" if message.startswith((" ", ":")) else ": "
-        raise wire.ERRORS[kind](f"{where}{separator}{message}")
-
     def _fault(self, child: ChildProcess, error: EndedError) -> str:
         """End the child; return the fault of the file as a verb phrase for a message."""
         limits = self.limits
         status = child.end()
         if status == -signal.SIGXCPU:
             return f"takes more than {limits.cpu_seconds} s of processor time to read"
-        if status == EXIT_MEMORY or isinstance(error, _MemoryError):
+        if status == wire.EXIT_MEMORY or isinstance(error, _MemoryError):
             return (
                 f"takes more memory to read than {limits.memory // _MIB} MiB plus "
                 f"{limits.memory_factor} times its size"

@@ -1,4 +1,7 @@
-"""The messages between a parsing child and its parent: requests as bytes, answers as JSON.
+"""The child process that reads untrusted pickles and JSON, and its messages with the parent.
+
+If the child exceeds its limits of memory or processor time, only it fails.
+
 
 A request is a kind, the number of bytes, and the bytes. An answer is any number of ``ROWS`` frames,
 then a ``DONE`` or a ``FAILED`` frame. A malicious file may have taken control of the child.
@@ -8,15 +11,30 @@ read an answer raise ValueError if a value is invalid.
 
 from __future__ import annotations
 
+import gc
+import io
 import json
+import math
+import os
+import resource
+import signal
 import struct
 import sys
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import suppress
+from itertools import starmap
 from typing import Any, Final
 
-from syncd.checkpoint.dcp.dcp_metadata import Chunk, Stored, StoredModel, is_distcp
+from syncd.checkpoint.dcp.dcp_metadata import (
+    Chunk,
+    Stored,
+    StoredModel,
+    is_distcp,
+    read_chunked_fields,
+    read_metadata,
+)
 from syncd.checkpoint.placement import Position, Shape
-from syncd.checkpoint.safetensors_header import HeaderEntry, checked_entry
+from syncd.checkpoint.safetensors_header import HeaderEntry, checked_entry, read_fields
 from syncd.checkpoint.tensor_rules import (
     ITEMSIZE,
     PART_LIMIT,
@@ -25,7 +43,7 @@ from syncd.checkpoint.tensor_rules import (
     shape_of,
     shown,
 )
-from syncd.checkpoint.torch_files.pieces import Piece, Pieces
+from syncd.checkpoint.torch_files.pieces import Piece, Pieces, read_pieces, read_tensor
 from syncd.protocol.errors import (
     CheckpointError,
     CoverageError,
@@ -52,6 +70,7 @@ FAILED: Final = b"!"
 FRAME_LIMIT: Final = 1024 * 1024
 _BATCH: Final = 64 * 1024
 _TEXT_LIMIT: Final = 200
+_NO_PIECE: Final = "the answer lists something that is not a piece of a tensor"
 
 #: The kinds of error in ``FAILED``. Any other kind is a bug in syncd, or a lie.
 ERRORS: Final = {
@@ -131,13 +150,8 @@ def _json(content: bytes) -> Row:
 def piece_row(name: str, piece: Piece | Pieces) -> Row:
     """The piece or pieces of a named tensor, as a row."""
     if isinstance(piece, Piece):
-        return [name, *_fields(piece)]
-    return [name, piece.dtype, piece.shape, list(map(_fields, piece.pieces))]
-
-
-def _fields(piece: Piece) -> list[Row]:
-    dtype, shape, key, offset, position = piece
-    return [dtype, shape, key, offset, position]
+        return [name, *piece]
+    return [name, piece.dtype, piece.shape, list(map(list, piece.pieces))]
 
 
 def read_piece(row: Row, known: dict[Hashable, Any]) -> tuple[str, Piece | Pieces]:
@@ -145,22 +159,20 @@ def read_piece(row: Row, known: dict[Hashable, Any]) -> tuple[str, Piece | Piece
 
     ``known`` has the positions and shapes of earlier rows, so that equal objects are kept once.
     """
-    if not isinstance(row, list) or not row or name_fault(row[0]) is not None:
-        raise ValueError("the answer lists something that is not a piece of a tensor")
-    name, *fields = row
-    if len(fields) == 5:
-        return name, _read_piece(fields, known)
-    match fields:
-        case [str(dtype), sizes, list(parts)]:
-            shape = shape_of(sizes)
-            if dtype in ITEMSIZE and shape is not None:
+    if isinstance(row, list) and row and name_fault(row[0]) is None:
+        name, *fields = row
+        if len(fields) == 5:
+            return name, _read_piece(fields, known)
+        match fields:
+            case [str(dtype), sizes, list(parts)] if dtype in ITEMSIZE:
+                shape = shape_of(sizes)
                 pieces = tuple(_read_piece(part, known) for part in parts)
-                if all(
+                if shape is not None and all(
                     piece.dtype == dtype and piece.position and piece.position.global_shape == shape
                     for piece in pieces
                 ):
                     return name, Pieces(dtype, shape, pieces)
-    raise ValueError("the answer lists something that is not a piece of a tensor")
+    raise ValueError(_NO_PIECE)
 
 
 def read_bare(row: Row) -> Piece:
@@ -173,21 +185,15 @@ def read_bare(row: Row) -> Piece:
 
 
 def _read_piece(fields: Row, known: dict[Hashable, Any]) -> Piece:
-    if isinstance(fields, list) and len(fields) == 5:
+    if isinstance(fields, list) and len(fields) == 5:  # faster than a pattern
         dtype, sizes, key, offset, where = fields
         shape = shape_of(sizes)
-        if (
-            isinstance(dtype, str)
-            and dtype in ITEMSIZE
-            and shape is not None
-            and isinstance(key, str)
-            and len(key) <= _TEXT_LIMIT
-            and is_offset(offset)
-        ):
+        is_text = isinstance(dtype, str) and isinstance(key, str) and len(key) <= _TEXT_LIMIT
+        if is_text and dtype in ITEMSIZE and shape is not None and is_offset(offset):
             shape = known.setdefault(shape, shape)
             position = None if where is None else _position(where, shape, known)
             return Piece(sys.intern(dtype), shape, sys.intern(key), offset, position)
-    raise ValueError("the answer lists something that is not a piece of a tensor")
+    raise ValueError(_NO_PIECE)
 
 
 def read_entry(row: Row) -> HeaderEntry:
@@ -196,11 +202,6 @@ def read_entry(row: Row) -> HeaderEntry:
     if entry is None:
         raise ValueError("the answer lists something that is not an entry of the file's header")
     return entry
-
-
-def chunked_row(entry: HeaderEntry, offsets: Shape) -> Row:
-    """A header's entry and its offsets, as a row."""
-    return [*entry, offsets]
 
 
 def read_chunked(row: Row) -> tuple[HeaderEntry, Shape]:
@@ -267,11 +268,16 @@ def read_contents(rows: Iterable[Row]) -> StoredModel:
                 if shape is None or not known:
                     raise ValueError("the answer has an invalid tensor")
                 found[name] = dtype, shape, []
-            case [begin, sizes, str(file), at, length] if name in found:
-                chunk = _chunk(begin, sizes, file, at, length)
-                if chunk is None or len(chunk.shape) != len(found[name][1]):
+            case [begin, sizes, file, at, length] if name in found:
+                offsets, shape = shape_of(begin), shape_of(sizes)
+                if (
+                    offsets is None
+                    or shape is None
+                    or not len(offsets) == len(shape) == len(found[name][1])
+                    or not (is_distcp(file) and is_offset(at) and is_offset(length))
+                ):
                     raise ValueError("the answer has an invalid chunk")
-                found[name][2].append(chunk)
+                found[name][2].append(Chunk(offsets, shape, sys.intern(file), at, length))
             case _:
                 raise ValueError("the answer lists something that is neither a tensor nor a chunk")
     tensors = {
@@ -280,32 +286,132 @@ def read_contents(rows: Iterable[Row]) -> StoredModel:
     return StoredModel(tensors, is_model_only)
 
 
-def _chunk(begin: Row, sizes: Row, file: str, at: Row, length: Row) -> Chunk | None:
-    offsets, shape = shape_of(begin), shape_of(sizes)
-    if offsets is None or shape is None or len(offsets) != len(shape):
-        return None
-    if not is_distcp(file) or not is_offset(at) or not is_offset(length):
-        return None
-    return Chunk(offsets, shape, sys.intern(file), at, length)
-
-
 def _position(row: Row, shape: Shape, known: dict[Hashable, Any]) -> Position:
     match row:
         case [list(whole), list(offsets), mesh] if mesh is None or is_offset(mesh):
             key = (tuple(whole), tuple(offsets), mesh)
-            try:
+            with suppress(TypeError):  # an offset is a list, for example
                 position: Position | None = known.get(key)
-            except TypeError:
-                raise ValueError(
-                    "the answer gives an invalid position for a tensor's piece"
-                ) from None
-            if position is None:
-                sizes, begin = shape_of(whole), shape_of(offsets)
-                if sizes is None or begin is None:
-                    raise ValueError("the answer gives an invalid position for a tensor's piece")
-                position = known[key] = Position(sizes, begin, mesh)
-            # The shape of a part without elements may have any number of dimensions.
-            dimensions = len(position.global_shape)
-            if len(position.offsets) == dimensions and (dimensions == len(shape) or 0 in shape):
-                return position
+                if position is None:
+                    sizes, begin = shape_of(whole), shape_of(offsets)
+                    if sizes is not None and begin is not None:
+                        position = known[key] = Position(sizes, begin, mesh)
+                # The shape of a part without elements may have any number of dimensions.
+                fits = len(whole) == len(shape) or 0 in shape
+                if position is not None and len(offsets) == len(whole) and fits:
+                    return position
     raise ValueError("the answer gives an invalid position for a tensor's piece")
+
+
+#: Exit status if there is not even memory to report the lack of it.
+EXIT_MEMORY: Final = 70
+_PAGE: Final = resource.getpagesize()
+
+
+def run() -> None:
+    """Call :func:`main` with the command-line arguments after the path."""
+    try:
+        main(*map(int, sys.argv[2:]))
+    except MemoryError:
+        os._exit(EXIT_MEMORY)
+    except BrokenPipeError:
+        pass  # the parent has gone
+
+
+def main(memory: int, memory_factor: int, memory_most: int, cpu_seconds: int) -> None:
+    """Answer requests until standard input ends. The limits are those of ``ParseLimits``."""
+    _confine()
+    base = _address_space()
+    # Lower the hard limit for good: a request can change only the soft limit below it.
+    resource.setrlimit(resource.RLIMIT_AS, (base + memory_most, base + memory_most))
+    gc.disable()  # collections would take half of the time and find nothing
+    requests, answers = io.FileIO(0, "r"), io.FileIO(1, "w")
+    _send(answers, frame(READY, b""))
+    while head := _take(requests, REQUEST.size):
+        kind, length = REQUEST.unpack(head)
+        allowed = min(memory + memory_factor * length, memory_most)
+        resource.setrlimit(resource.RLIMIT_AS, (base + allowed, base + memory_most))
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        spent = math.ceil(used.ru_utime + used.ru_stime)
+        resource.setrlimit(resource.RLIMIT_CPU, (spent + cpu_seconds, resource.RLIM_INFINITY))
+        try:
+            _answer(answers, kind, _take(requests, length))
+        except MemoryError:
+            _send(answers, failure(OUT_OF_MEMORY, ""))
+        gc.collect()
+
+
+def _confine() -> None:
+    """Drop rights that parsing does not need, and be the first to be killed if memory is short."""
+    try:
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
+            score.write("1000")
+    except OSError:
+        pass  # a container without /proc: then the kernel chooses by size
+    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
+        resource.setrlimit(limit, (0, 0))
+    # Only the kernel and the parent may end this child. Ignore signals to the whole service.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGXCPU})
+
+
+def _address_space() -> int:
+    try:
+        with open("/proc/self/statm", "rb") as statm:
+            return int(statm.read().split()[0]) * _PAGE
+    except OSError:
+        return 256 * 1024 * 1024  # no /proc: more than this process has
+
+
+def _answer(answers: io.FileIO, kind: bytes, data: bytes) -> None:
+    try:
+        for part in frames(_ROWS[kind](data)):
+            _send(answers, part)
+    except tuple(ERRORS.values()) as error:
+        if isinstance(error.__cause__, MemoryError):
+            raise error.__cause__ from None
+        _send(answers, failure(type(error).__name__, str(error)))
+
+
+# Messages begin with the file's name, which the parent adds. Pickles are read in C even if no
+# CRC-32 vouches for the bytes: the limit bounds the memory that a damaged memo index takes.
+
+
+def _tensor(data: bytes) -> Iterable[Row]:
+    name, pickled = read_asked(data)
+    return [piece_row("", read_tensor(pickled, "", name or ""))]
+
+
+def _metadata(data: bytes) -> Iterable[Row]:
+    prefix, pickled = read_asked(data)
+    return contents_rows(read_metadata(pickled, "", prefix=prefix, intact=True))
+
+
+_ROWS: Final[dict[bytes, Callable[[bytes], Iterable[Row]]]] = {
+    PICKLE: lambda data: starmap(piece_row, read_pieces(data, "", intact=True).items()),
+    TENSOR: _tensor,
+    METADATA: _metadata,
+    HEADER: lambda data: read_fields(data, ""),
+    CHUNKED_HEADER: lambda data: ([*entry, at] for entry, at in read_chunked_fields(data, "")),
+    NAME_MAP: name_map_rows,
+}
+
+
+def _take(requests: io.FileIO, count: int) -> bytes:
+    data = bytearray(count)
+    view = memoryview(data)
+    while view:
+        done = requests.readinto(view)
+        if not done:
+            return b""
+        view = view[done:]
+    view.release()
+    return bytes(data)
+
+
+def _send(answers: io.FileIO, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[answers.write(view) :]

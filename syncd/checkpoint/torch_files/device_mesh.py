@@ -52,15 +52,11 @@ def read_mesh(mesh: Inert) -> Mesh | None:
         or not all(index < size for index, size in zip(at, shape, strict=True))
     ):
         return None
-    ranks = _ranks(mesh.state.get("_flatten_rank_map", mesh.state.get("_flatten_mesh_list")))
+    members = mesh.state.get("_flatten_rank_map", mesh.state.get("_flatten_mesh_list"))
+    listed = isinstance(members, tuple | list) and all(map(is_offset, members))
+    ranks: Shape = tuple(members) if listed else ()
     ascends = tuple(_ascends(ranks, *axis) for axis in axes)
     return Mesh(shape, at, ascends, _identity(ranks, mesh.state.get("_rank"), axes, at))
-
-
-def _ranks(value: object) -> Shape:
-    if not isinstance(value, tuple | list) or not all(map(is_offset, value)):
-        return ()
-    return tuple(value)
 
 
 def _identity(

@@ -99,13 +99,16 @@ def read_pieces(
     }
 
 
-def read_tensor(data: bytes, where: str, name: str, *, intact: bool) -> Piece:
+def read_tensor(data: bytes, where: str, name: str) -> Piece:
     """The piece of a pickle that holds a single tensor, not a state dict.
 
     Raises:
         ShardFormatError: the pickle is broken, would run code, or holds no mergeable tensor.
     """
-    return _Reader(where).bare(name, load_inert(data, where, intact=intact))
+    reader, value = _Reader(where), load_inert(data, where, intact=True)
+    if not isinstance(value, TensorRef):
+        raise reader.wrong(name, f"is of type {type(value).__name__}, not a tensor")
+    return Piece(*reader.part(name, value), None)
 
 
 def check_name(name: object, where: str) -> str:
@@ -155,37 +158,34 @@ class _Reader:
             case DTensorRef():
                 return self._dtensor(name, value)
             case TensorRef():
-                return Piece(*self._part(name, value), None)
+                return Piece(*self.part(name, value), None)
             case ShardedTensorRef():
                 return self._sharded(name, value)
-        raise self._wrong(
+        raise self.wrong(
             name,
             f"is of type {type(value).__name__}, not a tensor. Leave this entry out of the save",
         )
 
-    def bare(self, name: str, value: object) -> Piece:
-        if not isinstance(value, TensorRef):
-            raise self._wrong(name, f"is of type {type(value).__name__}, not a tensor")
-        return Piece(*self._part(name, value), None)
-
-    def _wrong(self, name: object, what: str) -> ShardFormatError:
+    def wrong(self, name: object, what: str) -> ShardFormatError:
         return _wrong(self._where, name, what)
 
     def _dtensor(self, name: str, tensor: DTensorRef) -> Piece | Pieces:
         local = tensor.state.get("_local_tensor")
         if not isinstance(local, TensorRef):
-            raise self._wrong(name, "is a DTensor without a local tensor")
-        dtype, shape, key, offset = self._part(name, local)
+            raise self.wrong(name, "is a DTensor without a local tensor")
+        dtype, shape, key, offset = self.part(name, local)
         spec = tensor.state.get("_spec")
         mesh = spec.state.get("mesh") if isinstance(spec, Inert) else None
         if not isinstance(spec, Inert) or not isinstance(mesh, Inert):
-            raise self._wrong(name, "is a DTensor without a spec or a mesh")
+            raise self.wrong(name, "is a DTensor without a spec or a mesh")
         told = read_spec(tensor, spec.state)
         known = (id(mesh), shape, told)
         position = self._positions.get(known)
         if position is None:
             label = {"tensor": shown(name), "file": self._where}
-            layout = sharding(told, self._mesh(mesh), **label)
+            if id(mesh) not in self._meshes:
+                self._meshes[id(mesh)] = read_mesh(mesh)
+            layout = sharding(told, self._meshes[id(mesh)], **label)
             if isinstance(layout, tuple):
                 return Pieces(dtype, layout, ())
             position = place(shape, layout, **label)
@@ -196,9 +196,9 @@ class _Reader:
         shape = shape_of(tensor.shape)
         chunks = tensor.state[0] if isinstance(tensor.state, tuple) and tensor.state else None
         if not isinstance(tensor.dtype, DType) or shape is None or not isinstance(chunks, list):
-            raise self._wrong(name, "is a ShardedTensor that cannot be read")
+            raise self.wrong(name, "is a ShardedTensor that cannot be read")
         if len(chunks) > _CHUNK_LIMIT:
-            raise self._wrong(
+            raise self.wrong(
                 name,
                 f"is a ShardedTensor of {len(chunks)} chunks on one rank, over the limit of "
                 f"{_CHUNK_LIMIT}",
@@ -214,7 +214,7 @@ class _Reader:
                     "(FSDP1 on top of another sharding), which syncd does not merge. Build FSDP "
                     "with a device_mesh, or use fully_shard"
                 )
-            part = self._part(name, local)
+            part = self.part(name, local)
             offsets = shape_of(told.state.get("shard_offsets"))
             sizes = shape_of(told.state.get("shard_sizes"))
             if (
@@ -223,49 +223,43 @@ class _Reader:
                 or part[:2] != (dtype, sizes)
                 or not len(offsets) == len(sizes) == len(shape)
             ):
-                raise self._wrong(name, "is a ShardedTensor whose chunks contradict its metadata")
+                raise self.wrong(name, "is a ShardedTensor whose chunks contradict its metadata")
             pieces.append(Piece(*part, Position(shape, offsets)))
         return Pieces(dtype, shape, tuple(pieces))
 
     def _dtype(self, name: str, tensor: TensorRef | DType) -> str:
         dtype = tensor.name if isinstance(tensor, DType) else tensor.dtype
         if dtype not in DTYPES:
-            raise self._wrong(
+            raise self.wrong(
                 name,
                 f"has dtype {dtype}, which syncd does not merge. Save this tensor in another "
                 "dtype, or leave it out of the save",
             )
         return DTYPES[dtype][0]
 
-    def _part(self, name: str, tensor: TensorRef) -> tuple[str, Shape, str, int]:
+    def part(self, name: str, tensor: TensorRef) -> tuple[str, Shape, str, int]:
         storage, shape, stride = tensor.storage, shape_of(tensor.shape), shape_of(tensor.stride)
         if not isinstance(storage, StorageRef) or shape is None or stride is None:
-            raise self._wrong(name, "is a tensor that cannot be read")
+            raise self.wrong(name, "is a tensor that cannot be read")
         if tensor.bits:
             fault = "is a negated or conjugated view. Save the result of resolve_neg()"
-            raise self._wrong(name, f"{fault} or resolve_conj()")
+            raise self.wrong(name, f"{fault} or resolve_conj()")
         dtype = self._dtype(name, tensor)
         if (shape, stride) not in self._contiguous:
             if len(shape) != len(stride) or not _contiguous(shape, stride):
                 sizes = f"(shape {shape}, stride {stride})"
                 fault = f"is not contiguous {shown(sizes)}"
-                raise self._wrong(name, f"{fault}: save a copy, made with tensor.contiguous()")
+                raise self.wrong(name, f"{fault}: save a copy, made with tensor.contiguous()")
             self._contiguous.add((shape, stride))
         key, offset = storage.key, tensor.offset
         if not (key.isascii() and key.isprintable()) or len(key) > _KEY_LIMIT:
-            raise self._wrong(name, f"is in a storage with an impossible name, {shown(key)!r}")
+            raise self.wrong(name, f"is in a storage with an impossible name, {shown(key)!r}")
         if not is_offset(offset):
-            raise self._wrong(
+            raise self.wrong(
                 name,
                 f"lies outside its record data/{key}. The file is damaged. Save the file again",
             )
         return dtype, shape, key, offset
-
-    def _mesh(self, mesh: Inert) -> Mesh | None:
-        known = id(mesh)
-        if known not in self._meshes:
-            self._meshes[known] = read_mesh(mesh)
-        return self._meshes[known]
 
 
 def _contiguous(shape: Shape, stride: Shape) -> bool:

@@ -26,7 +26,7 @@ from syncd.coordination.broadcast.group_backends import (
     within,
 )
 from syncd.protocol.errors import BroadcastError
-from syncd.protocol.participants import Rendezvous
+from syncd.protocol.reports import Rendezvous
 
 if TYPE_CHECKING:
     import socket

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from syncd.coordination.broadcast.addresses import address_towards
-from syncd.protocol.participants import Rendezvous
+from syncd.protocol.reports import Rendezvous
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

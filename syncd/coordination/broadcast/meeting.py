@@ -11,7 +11,7 @@ from syncd.coordination.broadcast.addresses import listen, own_address
 from syncd.coordination.broadcast.offer import Agreed, Offers
 from syncd.coordination.waiting import Wait
 from syncd.protocol.errors import BroadcastError
-from syncd.protocol.participants import GroupMember, Offer, Rendezvous
+from syncd.protocol.reports import GroupMember, Offer, Rendezvous
 
 if TYPE_CHECKING:
     import torch

@@ -17,10 +17,16 @@ from syncd.coordination.participant import Participant, back_to_running, require
 from syncd.coordination.roster import Roster
 from syncd.coordination.waiting import Wait
 from syncd.protocol.names import TEMPORARY
-from syncd.protocol.participants import Offer, OfferedMember, OfferVerdict, Rendezvous
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import encode, parse
-from syncd.protocol.reports import ExplorerReport, TrainerReport
+from syncd.protocol.reports import (
+    ExplorerReport,
+    Offer,
+    OfferedMember,
+    OfferVerdict,
+    Rendezvous,
+    TrainerReport,
+)
 from syncd.storage.errnos import GONE, Ignoring
 from syncd.storage.job import Job
 

@@ -34,9 +34,8 @@ from syncd.protocol.version_events import (
     Waiting,
 )
 from syncd.storage.append import LIMIT, append, last_lines
-from syncd.storage.job import Job
+from syncd.storage.job import OF_OTHERS, Job, readable_lines
 from syncd.storage.judge import Clock
-from syncd.storage.record_files import OF_OTHERS, readable_lines
 from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)

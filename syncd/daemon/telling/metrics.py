@@ -1,4 +1,4 @@
-"""The metrics of a daemon, by Prometheus' conventions; ``docs/metrics.md`` has their table.
+"""The metrics of a daemon, by Prometheus' conventions; ``docs/metrics.md`` has their list.
 
 They are served over HTTP on loopback, and written to a file for the node exporter.
 
@@ -44,9 +44,8 @@ from syncd.protocol.version_events import (
     VersionPublished,
     VersionRolledBack,
 )
-from syncd.storage.job import Job
+from syncd.storage.job import OF_OTHERS, Job
 from syncd.storage.judge import Clock
-from syncd.storage.record_files import OF_OTHERS
 from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)
