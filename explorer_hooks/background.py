@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Final
 
 from explorer_hooks.pipeline import Pipeline
@@ -29,68 +29,24 @@ _LONGEST_PAUSE: Final = 4.0
 _AWAY: Final = 1.5
 
 
-def follow(
-    pull: Callable[[], object],
-    *,
-    pause: Callable[[float], bool],
-    poll: float,
-    is_away: Callable[[], bool] = lambda: False,
-) -> None:
-    """Pull again and again, until cancelled.
+@dataclass
+class Follower:
+    """Runs at most one thread that follows the job.
 
     After a refused version, the next pull waits for a newer version. After an error of storage or
-    ``on_remote``, an unavailable job or a broken engine, pause and pull again. Other errors are
-    raised.
-
-    Args:
-        pull: waits for a newer version, and loads it.
-        pause: waits for a number of seconds; returns True if the wait was cancelled.
-        poll: seconds to pause after the first failure. Each further failure doubles the pause, up
-            to 4 s.
-        is_away: True if the engine does not answer at all. Then the next pull waits until the
-            engine answers, because a pull could read a whole version for nothing.
+    ``on_remote``, an unavailable job or a broken engine, the thread pauses and pulls again: first
+    after ``poll`` seconds, then after twice the last pause, up to 4 s. If ``is_away`` says that the
+    engine does not answer at all, the thread waits until it does, because a pull could read a whole
+    version for nothing. Any other error ends the thread.
     """
-    poll = min(poll, _LONGEST_PAUSE)
-    seconds = poll
-    while True:
-        try:
-            pull()
-        except CancelledError:
-            return
-        except (RefusedError, WaitTimeoutError):
-            seconds = poll
-        except (OSError, OnRemoteError, JobUnavailableError, EngineBrokenError) as error:
-            log.warning("cannot load a version. Trying again in %.3g s: %s", seconds, error)
-            if pause(seconds) or _await(is_away, pause):
-                return
-            seconds = min(2 * seconds, _LONGEST_PAUSE)
-        else:
-            seconds = poll
 
-
-def _await(is_away: Callable[[], bool], pause: Callable[[float], bool]) -> bool:
-    if is_away():
-        log.warning("the engine does not answer; waiting until it does")
-        while not pause(_AWAY):
-            if not is_away():
-                return False
-        return True
-    return False
-
-
-class Follower:
-    """Runs at most one thread that follows the job."""
-
-    def __init__(
-        self, name: str, serving: Pipeline, poll: float, is_away: Callable[[], bool]
-    ) -> None:
-        self._name = name
-        self._serving = serving
-        self._poll = poll
-        self._is_away = is_away
-        self._cancel = Cancellation()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+    name: str
+    serving: Pipeline
+    poll: float
+    is_away: Callable[[], bool]
+    _cancel: Cancellation = field(default_factory=Cancellation)
+    _thread: threading.Thread | None = None
+    _error: BaseException | None = None
 
     @property
     def is_on(self) -> bool:
@@ -106,17 +62,10 @@ class Follower:
             return
         self._error = None
         self._cancel = cancel = Cancellation()
-        self._serving.follows()
-        work = partial(
-            follow,
-            partial(pull, cancel),
-            pause=cancel.pause,
-            poll=self._poll,
-            is_away=self._is_away,
-        )
+        self.serving.follows()
         # A daemon thread, so that storage that never answers does not keep the process from ending.
         self._thread = threading.Thread(
-            target=self._run, args=(work,), name="syncd-follower", daemon=True
+            target=self._run, args=(pull, cancel), name="syncd-follower", daemon=True
         )
         self._thread.start()
 
@@ -139,8 +88,8 @@ class Follower:
             return
         self.stop()  # otherwise this death could be reported after a new thread has begun
         raise NotFollowingError(
-            f"the background thread of {self._name} has ended: {error!r}. The engine still serves "
-            f"{self._serving.version or 'its initial weights'}. To continue, call start() or "
+            f"the background thread of {self.name} has ended: {error!r}. The engine still serves "
+            f"{self.serving.version or 'its initial weights'}. To continue, call start() or "
             "pull()"
         ) from error
 
@@ -149,7 +98,7 @@ class Follower:
         self.check()
         if self.is_on:
             raise InvalidSettingsError(
-                f"a background thread of {self._name} already follows the job. To get the "
+                f"a background thread of {self.name} already follows the job. To get the "
                 "versions of that thread, read hook.version or call hook.wait_until_served(). To "
                 "call pull() yourself, call stop() first"
             )
@@ -158,7 +107,7 @@ class Follower:
         self, timeout: float | None, newer_than: Version | None, cancel: Cancellation
     ) -> Version:
         """See :meth:`~explorer_hooks.hook.ExplorerHook.wait_until_served`."""
-        found = self._serving.wait(
+        found = self.serving.wait(
             lambda served: _is_other(served, newer_than) or not self._follows or cancel.is_done,
             timeout,
         )
@@ -168,15 +117,15 @@ class Follower:
             newer = f" newer than {newer_than}" if newer_than else ""
             if not self._follows:
                 raise InvalidSettingsError(
-                    f"{self._name} serves no version{newer}, and no thread follows the job in the "
+                    f"{self.name} serves no version{newer}, and no thread follows the job in the "
                     "background. Call start() or pull() first"
                 )
             why = "run 'syncd status' to see what the daemon is waiting for"
-            if (refused := self._serving.refused) is not None:
+            if (refused := self.serving.refused) is not None:
                 why = f"it refused {refused}"
-            why = self._serving.fault or why
+            why = self.serving.fault or why
             raise WaitTimeoutError(
-                f"{self._name} served no version{newer} within {timeout:g} s: {why}"
+                f"{self.name} served no version{newer} within {timeout:g} s: {why}"
             )
         return found
 
@@ -184,23 +133,42 @@ class Follower:
     def _follows(self) -> bool:
         return self.is_on and self._error is None
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _run(self, pull: Callable[[Cancellation], object], cancel: Cancellation) -> None:
         try:
-            work()
+            self._follow(pull, cancel)
         except BaseException as error:  # check() raises it in the caller's thread
             log.error(
                 "the background thread of %s died, so this explorer does not follow the job any "
                 "more. To continue, call start() or pull()",
-                self._name,
+                self.name,
                 exc_info=True,
             )
             if self._thread is not threading.current_thread():
                 return  # its own callback stopped it; another thread may follow by now
             self._error = error
-            self._serving.follows_no_more(
+            self.serving.follows_no_more(
                 "the background thread died, so this explorer does not follow the job any more: "
                 f"{error!r}"
             )
+
+    def _follow(self, pull: Callable[[Cancellation], object], cancel: Cancellation) -> None:
+        first = seconds = min(self.poll, _LONGEST_PAUSE)
+        while not cancel.is_done:
+            try:
+                pull(cancel)
+            except CancelledError:
+                return
+            except (RefusedError, WaitTimeoutError):
+                seconds = first
+            except (OSError, OnRemoteError, JobUnavailableError, EngineBrokenError) as error:
+                log.warning("cannot load a version. Trying again in %.3g s: %s", seconds, error)
+                if not cancel.pause(seconds) and self.is_away():
+                    log.warning("the engine does not answer; waiting until it does")
+                    while not cancel.pause(_AWAY) and self.is_away():
+                        pass
+                seconds = min(2 * seconds, _LONGEST_PAUSE)
+            else:
+                seconds = first
 
 
 def _is_other(version: Version | None, than: Version | None) -> bool:

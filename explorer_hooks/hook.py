@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,11 +11,16 @@ from typing import TYPE_CHECKING, Literal, Self, overload
 
 from explorer_hooks.background import Follower
 from explorer_hooks.engines.base import Engine, MayBeAway, MayStartLater, TakesHubNames, WeightTaker
-from explorer_hooks.fast_path import ExplorerBroadcasts
 from explorer_hooks.pipeline import Pipeline
 from explorer_hooks.puller import Puller
 from explorer_hooks.reader import LeasedVersion
-from explorer_hooks.reload import OnRemote, OnRemoteError, RefusedError
+from explorer_hooks.reload import (
+    ExplorerBroadcasts,
+    OnRemote,
+    OnRemoteError,
+    RefusedError,
+    Reloader,
+)
 from explorer_hooks.staging import Staging
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.member import POLL, Seams
@@ -119,11 +125,11 @@ class ExplorerHook:
             hub_names=isinstance(engine, TakesHubNames) and engine.hub_names,
             seams=Seams(storage=storage, poll=poll),
         )
-        self._fast_path: ExplorerBroadcasts | None = None
+        fast_path = None
         try:
             if settings.method is SyncMethod.NCCL:
                 if isinstance(engine, WeightTaker):
-                    self._fast_path = ExplorerBroadcasts(self._sync, engine)
+                    fast_path = ExplorerBroadcasts(self._sync, engine)
                 else:
                     log.warning(
                         "%s: the engine cannot receive broadcasts; loading versions from files",
@@ -131,13 +137,12 @@ class ExplorerHook:
                     )
             self._pipeline = Pipeline(
                 self._sync,
-                engine,
+                Reloader(engine, on_remote),
                 staging=staging,
-                before_load=before_load,
-                on_remote=on_remote,
-                fast_path=self._fast_path,
+                before_load=before_load or (lambda _: None),
+                fast_path=fast_path,
             )
-            self._puller = Puller(self._sync, self._pipeline, self._fast_path, self._cancel, poll)
+            self._puller = Puller(self._sync, self._pipeline, self._cancel, poll)
             is_away = engine.is_away if isinstance(engine, MayBeAway) else lambda: False
             self._follower = Follower(name, self._pipeline, poll, is_away)
             if isinstance(engine, MayStartLater):
@@ -259,7 +264,9 @@ class ExplorerHook:
         self._check_open()
         self._follower.check_off()
         try:
-            return self._puller.newest(timeout, asks=True, cancel=self._cancel)
+            return self._puller.newest(
+                math.inf if timeout is None else timeout, asks=True, cancel=self._cancel
+            )
         except WaitTimeoutError:
             if timeout is None or timeout > 0:
                 raise
@@ -338,7 +345,7 @@ class ExplorerHook:
         waits = True
         try:
             if waits := self._waits(step):
-                self._puller.sync(self._settings.sync_timeout)
+                self._puller.after_step(self._settings.sync_timeout)
             else:  # the engine may lack versions that were published as files
                 self._puller.what_is_there()
         except RefusedError:
@@ -356,7 +363,7 @@ class ExplorerHook:
         """Start a background thread, which loads the newest version after each publication.
 
         The thread requests syncs only with style ``explorer_driven``.
-        :func:`~explorer_hooks.background.follow` lists the errors that the thread survives. If the
+        :class:`~explorer_hooks.background.Follower` lists the errors that the thread survives. If the
         thread dies, the next :meth:`pull`, :meth:`after_step`, :meth:`may_produce` or
         :meth:`wait_until_served` raises NotFollowingError, once. If the thread already runs, the
         call does nothing.
@@ -367,7 +374,7 @@ class ExplorerHook:
         self._check_open()
         self._cancel.check()
         asks = self._settings.style is SyncStyle.EXPLORER_DRIVEN
-        self._follower.start(lambda cancel: self._puller.newest(None, asks=asks, cancel=cancel))
+        self._follower.start(lambda cancel: self._puller.newest(math.inf, asks=asks, cancel=cancel))
 
     def stop(self) -> None:
         """End the background thread, if there is one, and wait for a load in progress."""
@@ -416,8 +423,8 @@ class ExplorerHook:
             stack.callback(self._sync.close)
             stack.callback(self._pipeline.close)
             stack.callback(self._engine.close)
-            if self._fast_path is not None:
-                stack.callback(self._fast_path.close)
+            if self._pipeline.fast_path is not None:
+                stack.callback(self._pipeline.fast_path.engine.leave)
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -457,7 +464,7 @@ class ExplorerHook:
             raise refused.error from refused.error.__cause__
 
     def _waits(self, step: int) -> bool:
-        if self._fast_path is None:
+        if self._pipeline.fast_path is None:
             return True
         try:
             # Without a trainer the policy does not wait, not even for the first weights.
