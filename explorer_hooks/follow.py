@@ -269,13 +269,12 @@ class CommandEngine(InProcessEngine):
     def __init__(self, command: str, *, timeout: float, fits: Fits | None = None) -> None:
         self._command = command
         self._timeout = timeout
-        self._fits = fits
+        self._fits = fits or Fits()
         self._learns = fits is None
 
     def check(self, version: LeasedVersion) -> None:
         """Compare a full model with the base model, or with the last accepted full model."""
-        if self._fits is not None:
-            self._fits.check(version)
+        self._fits.check(version)
 
     def load(self, version: LeasedVersion) -> None:
         """Run the command, and wait until it ends.
@@ -330,7 +329,7 @@ class LinkEngine(InProcessEngine):
 
     def __init__(self, path: Path, *, fits: Fits | None = None) -> None:
         self._path = path.absolute()
-        self._fits = fits
+        self._fits = fits or Fits()
         self._storage = Storage()
         if not self._path.parent.is_dir():
             raise InvalidSettingsError(
@@ -349,8 +348,7 @@ class LinkEngine(InProcessEngine):
 
     def check(self, version: LeasedVersion) -> None:
         """Compare a full model with the base model, if one is given."""
-        if self._fits is not None:
-            self._fits.check(version)
+        self._fits.check(version)
 
     def load(self, version: LeasedVersion) -> None:
         """Point the link to the version's folder, by one atomic rename."""

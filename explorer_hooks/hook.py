@@ -363,10 +363,9 @@ class ExplorerHook:
         """Start a background thread, which loads the newest version after each publication.
 
         The thread requests syncs only with style ``explorer_driven``.
-        :class:`~explorer_hooks.background.Follower` lists the errors that the thread survives. If the
-        thread dies, the next :meth:`pull`, :meth:`after_step`, :meth:`may_produce` or
-        :meth:`wait_until_served` raises NotFollowingError, once. If the thread already runs, the
-        call does nothing.
+        :class:`~explorer_hooks.background.Follower` lists the errors that it survives. If it dies,
+        the next :meth:`pull`, :meth:`after_step`, :meth:`may_produce` or :meth:`wait_until_served`
+        raises NotFollowingError, once. If the thread already runs, the call does nothing.
 
         Raises:
             CancelledError: the hook was cancelled or closed.

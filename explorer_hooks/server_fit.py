@@ -55,7 +55,8 @@ class Fits:
     """Compares versions with the model of a server. EngineMismatchError lists the differences.
 
     Args:
-        of: the manifest of a version that the server serves, or the server's model folder.
+        of: the manifest of a version that the server serves, or the server's model folder; None if
+            the model is unknown, so that everything fits.
         casts: True if floating dtypes may differ, because the server casts them, as vLLM does.
         whose: the name of the server, for messages.
 
@@ -63,18 +64,43 @@ class Fits:
         InvalidSettingsError: the folder holds no readable model.
     """
 
+    _ties = False
+    _wanted: dict[str, TensorSpec] | None = None
+
     def __init__(
-        self, of: Manifest | str | Path, *, casts: bool = False, whose: str = "the server"
+        self,
+        of: Manifest | str | Path | None = None,
+        *,
+        casts: bool = False,
+        whose: str = "the server",
     ) -> None:
         self._casts = casts
         self._whose = whose
-        self._ties = False
         if isinstance(of, Manifest):
-            self._wanted = self._alike(tensor_specs(of))
-        else:
-            folder = Path(of).absolute()
-            self._ties = _ties(folder)
-            self._wanted = self._alike(model_tensors(folder))
+            self.learn(of)
+        elif of is not None:
+            self._read(of)
+
+    @property
+    def is_known(self) -> bool:
+        """True if there is a model to compare with."""
+        return self._wanted is not None
+
+    def learn(self, manifest: Manifest) -> None:
+        """Compare with this full model from now on, if the server's model is unknown."""
+        if not self.is_known:
+            self._wanted = self._alike(tensor_specs(manifest))
+
+    def read_if_here(self, named: str) -> None:
+        """Compare with the model path that a server reports, if it can be read on this host.
+
+        A relative path is not read, because it can be a name on the hub.
+        """
+        if Path(named).is_absolute() and Path(named).is_dir():
+            try:
+                self._read(named)
+            except InvalidSettingsError as error:
+                log.warning("%s: %s", self._whose, error)
 
     def check(self, version: LeasedVersion) -> None:
         """Compare every name, dtype and shape of a full model; accept other kinds."""
@@ -86,12 +112,20 @@ class Fits:
         self, given: Mapping[str, TensorSpec], what: str, names: GivenNames = SAME_NAMES
     ) -> None:
         """Compare the names, dtypes and shapes of tensors with the server's model."""
-        alike, wanted = names.by_hub(self._alike(given)), names.by_hub(self._wanted)
-        refuse(what, self._whose, differences(alike, wanted, self._whose, names.shown))
+        if self._wanted is not None:
+            alike, wanted = names.by_hub(self._alike(given)), names.by_hub(self._wanted)
+            refuse(what, self._whose, differences(alike, wanted, self._whose, names.shown))
 
     def has_names_of(self, version: LeasedVersion) -> bool:
         """True if server and version have equal tensor names, except a tied output embedding."""
-        return self._alike(tensor_specs(version.manifest)).keys() == self._wanted.keys()
+        given = self._alike(tensor_specs(version.manifest))
+        return self._wanted is not None and given.keys() == self._wanted.keys()
+
+    def _read(self, of: str | Path) -> None:
+        folder = Path(of).absolute()
+        tensors = model_tensors(folder)
+        self._ties = _ties(folder)
+        self._wanted = self._alike(tensors)
 
     def _alike(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """The tensors to compare, without a tied output embedding, which may be missing."""
@@ -102,20 +136,6 @@ class Fits:
             for name, spec in tensors.items()
             if not (self._ties and is_output_embedding(name))
         }
-
-
-def fits_if_here(named: str, whose: str) -> Fits | None:
-    """Make a :class:`Fits` of the model path that a server reports; None if it cannot be read here.
-
-    A relative path is not read, because it can be a name on the hub.
-    """
-    if not (Path(named).is_absolute() and Path(named).is_dir()):
-        return None
-    try:
-        return Fits(named, casts=True, whose=whose)
-    except InvalidSettingsError as error:
-        log.warning("%s: %s", whose, error)
-        return None
 
 
 def model_tensors(folder: Path) -> dict[str, TensorSpec]:

@@ -107,8 +107,8 @@ class HttpServer:
         *,
         params: Mapping[str, str] | None = None,
         timeout: float | None = None,
-    ) -> Any:
-        """Send a request with ``body`` as JSON, and return the JSON of the answer, or None.
+    ) -> dict[str, Any]:
+        """Send a request with ``body`` as JSON; return the answer's JSON object, or an empty dict.
 
         ``timeout`` (in seconds) limits each read and each write. The limit to connect is at most 3
         s.
@@ -147,7 +147,8 @@ class HttpServer:
             status = response.status_code
             hint = _WRONG_KEY if status == httpx2.codes.UNAUTHORIZED else ""
             raise ServerRefusedError(f"{said}{hint}", answer=_json(text), status=status)
-        return _json(text)
+        answer = _json(text)
+        return answer if isinstance(answer, dict) else {}
 
     def _hidden(self, text: str) -> str:
         """A text without the keys, which some servers repeat in their errors."""
@@ -197,12 +198,11 @@ class HttpServer:
     def read_routes(self, timeout: float | None = None) -> None:
         """Read the server's routes; raise ServerRefusedError if the server does not list them."""
         try:
-            told = self.ask("GET /openapi.json", timeout=timeout)
+            paths = self.ask("GET /openapi.json", timeout=timeout).get("paths")
         except ServerRefusedError as error:
             if error.status == httpx2.codes.UNAUTHORIZED:
                 raise
             raise ServerRefusedError(f"{error}. {_UNLISTED}") from error
-        paths = told.get("paths") if isinstance(told, dict) else None
         if not isinstance(paths, dict):
             raise ServerRefusedError(f"{self.url}/openapi.json lists no paths. {_UNLISTED}")
         self._routes = frozenset(

@@ -13,7 +13,7 @@ from explorer_hooks.engines.fitting import check_kind
 from explorer_hooks.engines.http_server import HttpServer
 from explorer_hooks.engines.server_calls import ServerCalls
 from explorer_hooks.reader import LeasedVersion
-from explorer_hooks.server_fit import Fits, check_names, fits_if_here
+from explorer_hooks.server_fit import Fits, check_names
 from syncd.protocol.errors import (
     EngineBrokenError,
     InvalidSettingsError,
@@ -120,7 +120,7 @@ class ServerEngine(ServerCalls):
             transport=transport,
         )
         self._whose = f"the server at {self._server.url}"
-        self._fits = Fits(base, casts=True, whose=self._whose) if base is not None else None
+        self._fits = Fits(base, casts=True, whose=self._whose)
         self._is_local = _is_here(self._server.url.host) if is_local is None else is_local
         self._lora_name = lora_name
         self._load_timeout = load_timeout
@@ -169,7 +169,7 @@ class ServerEngine(ServerCalls):
         self._server.wait_until_up(self._start_timeout, self._say_waiting, self._cancel)
         self._kinds = self._find_kinds()
         named = self._read_model()
-        if self._fits is None:
+        if not self._fits.is_known:
             log.warning(
                 "%s reports no model folder that exists on this host. Therefore syncd cannot check "
                 "whether the first version fits the server's model. For this check, set base "
@@ -197,8 +197,7 @@ class ServerEngine(ServerCalls):
         check_kind(version, self._kinds)
         if not self._takes_names_of(version):
             check_names(version, self._whose)
-        if self._fits is not None:
-            self._fits.check(version)
+        self._fits.check(version)
 
     def prepare(self, version: LeasedVersion) -> None:
         """Check the server again, because another server may have replaced it.
@@ -275,8 +274,7 @@ class ServerEngine(ServerCalls):
         self._proof = lambda: self._prove(version.kind, label(version))
         if version.kind == "full":
             self._loaded = {}  # adapters of the previous model do not fit this one
-            if self._fits is None:
-                self._fits = Fits(version.manifest, casts=True, whose=self._whose)
+            self._fits.learn(version.manifest)
         self._loaded[version.kind] = str(version.folder)
 
     def reset_cache(self) -> None:
@@ -365,7 +363,7 @@ class ServerEngine(ServerCalls):
         """Read the model folder that the server names, if it is on this host; return its path."""
         named = self._named_folder()
         if named is not None:
-            self._fits = fits_if_here(named, self._whose) or self._fits
+            self._fits.read_if_here(named)
         return named
 
     def _say_waiting(self, why: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 from explorer_hooks.engines.server_engine import ServerEngine
 from explorer_hooks.reader import LeasedVersion
@@ -63,31 +63,30 @@ class SGLangServer(ServerEngine):
     def _find_kinds(self) -> frozenset[str]:
         for route in (_PAUSE, _RESUME, _UPDATE, _FLUSH, _GENERATE):
             self._server.require(route, "use SGLang 0.5 or newer")
-        try:
-            self._info = next(route for route in _INFO if self._server.has(route))
-        except StopIteration:
+        infos = [route for route in _INFO if self._server.has(route)]
+        if not infos:
             raise InvalidSettingsError(
                 f"{self._whose} does not report the version that it serves: it has no route "
                 f"{' or '.join(_INFO)}. Use SGLang 0.5 or newer"
-            ) from None
+            )
+        self._info = infos[0]
         # An adapter is labelled by a separate request.
-        takes = self._server.has(_LOAD_ADAPTER) and self._server.has(_LABEL)
-        adapters = {"adapter"} if takes else set()
-        return frozenset({"full"} | adapters)
+        takes = self._server.has(_LOAD_ADAPTER) and self._can_label()
+        return frozenset({"full", "adapter"} if takes else {"full"})
 
     def _named_folder(self) -> str | None:
-        path = self._told().get("model_path")
+        path = self._server.ask(self._info).get("model_path")
         return path if isinstance(path, str) else None
 
     def _serves_what_it_names(self, said: str | None) -> bool:  # noqa: ARG002 # other servers need it
         return True  # it names the folder that it loaded last
 
     def _said_label(self) -> str | None:
-        said = self._told().get("weight_version")
+        said = self._server.ask(self._info).get("weight_version")
         return said if isinstance(said, str) else None
 
     def _set_label(self, text: str) -> None:
-        if self._server.has(_LABEL):
+        if self._can_label():
             self._server.ask(_LABEL, {"new_version": text, "abort_all_requests": False})
 
     def _can_label(self) -> bool:
@@ -159,19 +158,20 @@ class SGLangServer(ServerEngine):
     def _load_folder(self, kind: str, folder: str, name: str) -> None:
         if kind == "adapter":
             self._unload_adapter()
-            adapter = {"lora_name": self._lora_name, "lora_path": folder}
-            self._accepted(self._server.ask(_LOAD_ADAPTER, adapter, timeout=self._load_timeout))
+            self._ask_to_load(_LOAD_ADAPTER, {"lora_name": self._lora_name, "lora_path": folder})
             return
         # The cache is flushed by a separate request. If this request flushed it, and SGLang refused
         # the flush, the request would fail although the weights have changed. Some releases then
         # exit.
-        body = {
-            "model_path": folder,
-            "flush_cache": False,
-            "abort_all_requests": False,
-            "weight_version": name,
-        }
-        self._accepted(self._server.ask(_UPDATE, body, timeout=self._load_timeout))
+        self._ask_to_load(
+            _UPDATE,
+            {
+                "model_path": folder,
+                "flush_cache": False,
+                "abort_all_requests": False,
+                "weight_version": name,
+            },
+        )
         if "adapter" in self._loaded:
             self._unload_adapter()
 
@@ -188,10 +188,9 @@ class SGLangServer(ServerEngine):
         }
         if kind == "adapter":
             body["lora_path"] = self._lora_name
-        told = self._server.ask(_GENERATE, body, timeout=self._load_timeout)
-        answer = told if isinstance(told, dict) else {}
+        answer = self._server.ask(_GENERATE, body, timeout=self._load_timeout)
         if "error" in answer or not ("text" in answer or "output_ids" in answer):
-            raise ServerRefusedError(f"the server generates no token: {told}", answer=told)
+            raise ServerRefusedError(f"the server generates no token: {answer}", answer=answer)
         meta = answer.get("meta_info")
         said = meta.get("weight_version") if isinstance(meta, dict) else None
         if said not in {None, name}:
@@ -199,12 +198,9 @@ class SGLangServer(ServerEngine):
                 f"the server generates with the weights {said} instead of {name}"
             )
 
-    def _told(self) -> dict[str, Any]:
-        told = self._server.ask(self._info)
-        return told if isinstance(told, dict) else {}
-
-    def _accepted(self, told: object) -> None:
-        """Raise an error if an answer with a success status reports a failure."""
-        if isinstance(told, dict) and told.get("success") is False:
-            why = told.get("message") or told.get("error_message") or told
-            raise ServerRefusedError(f"{self._whose}: {why}", answer=told)
+    def _ask_to_load(self, route: str, body: dict[str, object]) -> None:
+        """Raise an error also if an answer with a success status reports a failure."""
+        answer = self._server.ask(route, body, timeout=self._load_timeout)
+        if answer.get("success") is False:
+            why = answer.get("message") or answer.get("error_message") or answer
+            raise ServerRefusedError(f"{self._whose}: {why}", answer=answer)

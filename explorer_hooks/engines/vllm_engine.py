@@ -16,7 +16,7 @@ from explorer_hooks.engines.vllm_workers import (
     workers_of,
 )
 from explorer_hooks.reader import LeasedVersion
-from explorer_hooks.server_fit import Fits, check_names, fits_if_here
+from explorer_hooks.server_fit import Fits, check_names
 from syncd.protocol.errors import EngineBrokenError
 from syncd.protocol.reports import Rendezvous
 
@@ -71,11 +71,10 @@ class VLLMEngine(InProcessEngine):
         self._workers = VLLMWorkers(
             lambda method, kwargs, _: llm.collective_rpc(method, kwargs=kwargs), "this vLLM"
         )
-        self._fits: Fits | None = None
-        if base is not None:
-            self._fits = Fits(base, casts=True, whose="this vLLM")
-        elif isinstance(named := getattr(getattr(llm, "model_config", None), "model", None), str):
-            self._fits = fits_if_here(named, "this vLLM")
+        self._fits = Fits(base, casts=True, whose="this vLLM")
+        named = getattr(getattr(llm, "model_config", None), "model", None)
+        if base is None and isinstance(named, str):
+            self._fits.read_if_here(named)
 
     def check(self, version: LeasedVersion) -> None:
         """Compare a version with the base model, or else with the first version that was loaded.
@@ -88,8 +87,7 @@ class VLLMEngine(InProcessEngine):
         check_kind(version, self.kinds)
         if not takes_names_of(version, self._fits):
             check_names(version, "this vLLM")
-        if self._fits is not None:
-            self._fits.check(version)
+        self._fits.check(version)
         engine = getattr(self._llm, "llm_engine", None)
         self._workers.check_reload(version, getattr(engine, "vllm_config", None))
 
@@ -102,8 +100,7 @@ class VLLMEngine(InProcessEngine):
         """
         self._workers.load_folder(str(version.folder), _NO_LIMIT)
         self._prove(f"version {version.sequence}")
-        if self._fits is None:
-            self._fits = Fits(version.manifest, casts=True, whose="this vLLM")
+        self._fits.learn(version.manifest)
 
     @cached_property
     def workers(self) -> int:

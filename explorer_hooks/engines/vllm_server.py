@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
+from explorer_hooks.engines.http_server import HttpServer
 from explorer_hooks.engines.server_engine import ServerEngine
-from explorer_hooks.engines.vllm_session import TransferSession
+from explorer_hooks.engines.vllm_plugin import BACKEND
 from explorer_hooks.engines.vllm_workers import (
     VLLMWorkers,
     label_received,
@@ -44,6 +46,12 @@ _GENERATE: Final = "POST /inference/v1/generate"
 _COMPLETE: Final = "POST /v1/completions"
 _MODELS: Final = "GET /v1/models"
 _OPTIONS: Final = "GET /server_info"
+_INIT: Final = "POST /init_weight_transfer_engine"
+_START: Final = "POST /start_weight_update"
+_UPDATE: Final = "POST /update_weights"
+_FINISH: Final = "POST /finish_weight_update"
+#: vLLM's name for a worker's transfer object, which returns its state when it is called.
+_STATE: Final = "weight_transfer_engine"
 #: vLLM's label for the weights that it was started with.
 _UNLABELLED: Final = "default"
 
@@ -147,10 +155,9 @@ class VLLMServer(ServerEngine):
     def _find_config(self) -> dict[str, Any] | None:
         """The configuration; None if unknown. Cached, because an answer takes seconds."""
         if self._config is None and self._server.has(_OPTIONS):
-            told = self._server.ask(
+            config = self._server.ask(
                 _OPTIONS, params={"config_format": "json"}, timeout=self._load_timeout
-            )
-            config = told.get("vllm_config") if isinstance(told, dict) else None
+            ).get("vllm_config")
             self._config = config if isinstance(config, dict) else None
         return self._config
 
@@ -159,8 +166,8 @@ class VLLMServer(ServerEngine):
         self._unload_adapter()
 
     def _call(self, method: str, kwargs: dict[str, object], timeout: float) -> object:
-        told = self._server.ask(_RPC, {"method": method, "kwargs": kwargs}, timeout=timeout)
-        return told.get("results") if isinstance(told, dict) else None
+        body = {"method": method, "kwargs": kwargs}
+        return self._server.ask(_RPC, body, timeout=timeout).get("results")
 
     # -- weights from folders ----------------------------------------------------------------------
 
@@ -216,8 +223,8 @@ class VLLMServer(ServerEngine):
             self._server.require(
                 _CHECKER, "this vLLM cannot compute checksums of its weights; use checksums=False"
             )
-        adapters = {"adapter"} if self._server.has(_LOAD_ADAPTER) else set()
-        return frozenset({"full"} | adapters)
+        takes = self._server.has(_LOAD_ADAPTER)
+        return frozenset({"full", "adapter"} if takes else {"full"})
 
     def _named_folder(self) -> str | None:
         for model in self._models():
@@ -231,8 +238,7 @@ class VLLMServer(ServerEngine):
     def _said_label(self) -> str | None:
         if not self._can_label():
             return None
-        told = self._server.ask(_INFO)
-        said = told.get("weight_version") if isinstance(told, dict) else None
+        said = self._server.ask(_INFO).get("weight_version")
         if said == _UNLABELLED:
             self._forget_config()  # it may have been restarted with other options
         return said if isinstance(said, str) else None
@@ -248,8 +254,8 @@ class VLLMServer(ServerEngine):
         return self._server.has(_INFO) and self._server.has(_LABEL)
 
     def _may_be_paused(self) -> bool:
-        told = self._server.ask(_IS_PAUSED) if self._server.has(_IS_PAUSED) else None
-        return not (isinstance(told, dict) and told.get("is_paused") is False)
+        can_tell = self._server.has(_IS_PAUSED)
+        return not can_tell or self._server.ask(_IS_PAUSED).get("is_paused") is not False
 
     def _serves_adapter(self) -> bool:
         return any(m.get("id") == self._lora_name and m.get("parent") for m in self._models())
@@ -280,7 +286,7 @@ class VLLMServer(ServerEngine):
         # Held requests go back to the queue, and their prefixes of the old weights are dropped.
         params = {"reset_running_requests": "true", "reset_external": "true"}
         told = self._server.ask(_RESET, params=params, timeout=self._load_timeout)
-        if isinstance(told, dict) and told.get("success") is False:
+        if told.get("success") is False:
             raise ServerRefusedError(
                 "the prefix cache still holds entries of the old weights", answer=told
             )
@@ -308,9 +314,8 @@ class VLLMServer(ServerEngine):
             self._server.ask(_UNLOAD_ADAPTER, {"lora_name": self._lora_name})
 
     def _models(self) -> list[dict[str, Any]]:
-        told = self._server.ask(_MODELS)
-        data = told.get("data") if isinstance(told, dict) else None
-        return [model for model in data or [] if isinstance(model, dict)]
+        data = self._server.ask(_MODELS).get("data") or []
+        return [model for model in data if isinstance(model, dict)]
 
     def _prove(self, kind: str, name: str) -> None:
         model = self._lora_name if kind == "adapter" else self._base_name()
@@ -343,7 +348,7 @@ class VLLMServer(ServerEngine):
         if not self._checksums:
             return
         told = self._server.ask(_CHECKER, {"action": "checksum"}, timeout=self._load_timeout)
-        found = told.get("checksums") if isinstance(told, dict) else None
+        found = told.get("checksums")
         key = (version.sequence, version.manifest.save_id)
         # The digests after the first load count, however often the version is loaded again.
         before = self._digests.pop(key, found)
@@ -358,7 +363,94 @@ class VLLMServer(ServerEngine):
             )
 
 
-def _first_choice(told: object) -> Mapping[str, Any]:
-    choices = told.get("choices") if isinstance(told, dict) else None
+def _first_choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    choices = answer.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else None
     return first if isinstance(first, dict) else {}
+
+
+@dataclass
+class TransferSession:
+    """Drives the weight transfer of one server, with ``timeout`` seconds for each request."""
+
+    server: HttpServer
+    whose: str
+    timeout: float
+    _said: str | None = None
+
+    def is_there(self, config: Mapping[str, Any] | None) -> bool:
+        """True if the server has a usable transfer. If it is unusable, log the reason."""
+        transfer = (config or {}).get("weight_transfer_config")
+        if not (isinstance(transfer, dict) and transfer.get("backend") == BACKEND):
+            return False
+        why = self._why_not(config or {})
+        if why is not None and why != self._said:
+            log.warning("%s %s, so versions are loaded by reload_weights", self.whose, why)
+        self._said = why
+        return why is None
+
+    def _why_not(self, config: Mapping[str, Any]) -> str | None:
+        for route in (_INIT, _START, _UPDATE, _FINISH):
+            if not self.server.has(route):
+                return f"has no route {route}"
+        if (config.get("parallel_config") or {}).get("data_parallel_size") != 1:
+            return (
+                "has --data-parallel-size above 1, but only one of the server's replicas reports "
+                "its state"
+            )
+        try:
+            differences = self._state()[0].get("differences")
+        except ServerRefusedError as error:
+            return f"does not report the state of its weight transfer ({error})"
+        return f"has a vLLM with another interface ({differences})" if differences else None
+
+    def load(self, folder: str, name: str) -> None:
+        """Let all workers load a folder, and label the weights with ``name``.
+
+        Raises:
+            ServerError: the model may have parts of two versions, except if the message says that
+                the weights are unchanged.
+        """
+        self._ask(_INIT, {"init_info": {}})
+        self._open()
+        try:
+            self._ask(_UPDATE, {"update_info": {"folder": folder, "label": name}})
+        except ServerRefusedError as error:
+            raise ServerRefusedError(
+                f"{self.whose} did not load {folder}: {error}", answer=error.answer
+            ) from error
+        if any(one["holds"] != name for one in self._state()):
+            raise ServerRefusedError(
+                f"{self.whose} does not have the weights of {folder} after it loaded them. "
+                "Another hook may be loading into the same server"
+            )
+        self._ask(_FINISH, {"weight_version": name})
+
+    def _open(self) -> None:
+        """Start an update, or continue the update of a killed hook."""
+        opened = {one["is_open"] for one in self._state()}
+        if opened == {True}:
+            return
+        if True in opened:
+            try:
+                self._ask(_FINISH, {})  # for the workers that did not raise the last error
+            except ServerRefusedError as refused:
+                log.debug(
+                    "no action is needed: a worker had already ended its update, and refused to "
+                    "end it again: %s",
+                    refused,
+                )
+        self._ask(_START)
+
+    def _state(self) -> list[Mapping[str, object]]:
+        told = self._ask(_RPC, {"method": _STATE, "kwargs": {}})
+        states = told.get("results")
+        wanted = {"is_open", "holds"}
+        if not states or not all(isinstance(one, dict) and wanted <= one.keys() for one in states):
+            raise ServerRefusedError(
+                f"{self.whose} gave an unexpected answer about its weight transfer: {told}"
+            )
+        return list(states)
+
+    def _ask(self, route: str, body: object = None) -> dict[str, Any]:
+        return self.server.ask(route, body, timeout=self.timeout)

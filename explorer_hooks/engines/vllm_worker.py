@@ -14,8 +14,8 @@ import torch
 
 from explorer_hooks.broadcast import WeightReceiver
 from explorer_hooks.engines.fitting import TensorSpec
-from explorer_hooks.engines.vllm_reload import reload_whole
-from explorer_hooks.server_fit import Fits, fits_if_here
+from explorer_hooks.engines.vllm_transfer import reload_whole
+from explorer_hooks.server_fit import Fits
 from syncd.coordination.broadcast.group import KeptGroup
 from syncd.coordination.broadcast.weight_meta import WeightMeta
 from syncd.protocol.errors import EngineMismatchError, SyncdError
@@ -94,7 +94,7 @@ class Membership:
         self._kept = KeptGroup()
         self._known: WeightMeta | None = None
         self._received: Iterator[tuple[str, Tensor]] | None = None
-        self._fits: Fits | None = None
+        self._fits = Fits(casts=True, whose="this vLLM")
 
     def receive(
         self,
@@ -114,8 +114,8 @@ class Membership:
             BroadcastError: the transfer failed, and this worker has left the group.
         """
         self._received = None
-        if self._fits is None:
-            self._fits = fits_if_here(model, "this vLLM")
+        if not self._fits.is_known:
+            self._fits.read_if_here(model)
         where = torch.device("cpu") if rendezvous.backend == "gloo" else device
         group = self._kept.open(rendezvous, rank, deadline=deadline, device=where)
         try:
@@ -144,9 +144,8 @@ class Membership:
         self._kept.close()
 
     def _check(self, meta: WeightMeta) -> None:
-        if self._fits is not None:
-            given = {one.name: TensorSpec(one.dtype, one.shape) for one in meta.tensors}
-            self._fits.check_tensors(given, "the broadcast")
+        given = {one.name: TensorSpec(one.dtype, one.shape) for one in meta.tensors}
+        self._fits.check_tensors(given, "the broadcast")
 
 
 def _reload(worker: SyncdWorker, **source: object) -> None:

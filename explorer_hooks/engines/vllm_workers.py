@@ -201,14 +201,14 @@ class VLLMWorkers:
         return [one for one in answers if one["failed"] is not None]
 
 
-def takes_names_of(version: LeasedVersion, fits: Fits | None) -> bool:
+def takes_names_of(version: LeasedVersion, fits: Fits) -> bool:
     """True if vLLM accepts the names of a version's tensors.
 
     vLLM accepts the names of the checkpoint that it was started with. For the model types in
     ``_BY_BOTH`` it also accepts the trainer's names. With other names vLLM could fail in the middle
-    of the load. ``fits`` describes the served model; None if it is unknown, as are its names then.
+    of the load. ``fits`` describes the served model.
     """
-    if version.kind != "full" or (fits is not None and fits.has_names_of(version)):
+    if version.kind != "full" or fits.has_names_of(version):
         return True
     config = _config_of(version)
     return isinstance(config, dict) and config.get("model_type") in _BY_BOTH

@@ -256,7 +256,7 @@ def test_a_label_that_nobody_can_change_is_none() -> None:
 def test_an_llm_of_a_folder_without_weights_takes_its_first_version_unseen(tmp_path: Path) -> None:
     """As with ``load_format="dummy"``."""
     llm: Any = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)))
-    assert VLLMEngine(llm)._fits is None
+    assert not VLLMEngine(llm)._fits.is_known
 
 
 @pytest.mark.parametrize(
