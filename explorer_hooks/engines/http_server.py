@@ -85,6 +85,14 @@ class HttpServer:
         )
         self._routes: frozenset[str] = frozenset()
 
+    @property
+    def is_here(self) -> bool:
+        """True if the server's address is on this host's loopback interface."""
+        try:
+            return ipaddress.ip_address(self.url.host).is_loopback
+        except ValueError:
+            return self.url.host == "localhost"
+
     def has(self, route: str) -> bool:
         """True if the server has a route, by the cached list of routes."""
         if not self._routes:

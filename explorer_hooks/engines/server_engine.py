@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
 from explorer_hooks.engines.fitting import check_kind
 from explorer_hooks.engines.http_server import HttpServer
-from explorer_hooks.engines.server_calls import ServerCalls
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.server_fit import Fits, check_names
 from syncd.protocol.errors import (
@@ -30,6 +29,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+LABEL: Final = "POST /update_weight_version"
 #: The beginning of a label during a load. If a server keeps such a label, a hook was killed, and
 #: the weights are unknown.
 LOADING: Final = "syncd-loading"
@@ -39,7 +39,7 @@ _STEP: Final = "step-"
 _GIVEN_BACK: Final = "given-back"
 
 
-class ServerEngine(ServerCalls):
+class ServerEngine(ABC):
     """Loads versions into a server, from folders that the server can read.
 
     Promised:
@@ -86,8 +86,17 @@ class ServerEngine(ServerCalls):
     modes: ClassVar[tuple[str, ...]]
     #: The routes that need the admin key, if the server has one.
     _admin: ClassVar[tuple[str, ...]] = ()
-    #: Every server knows the hub's names.
+    #: The route that reports the label, and what else a request to set the label has.
+    _info: str
+    _label_options: ClassVar[dict[str, object]] = {}
     hub_names: bool = True
+    _torn: str | None = None
+    _model_is_torn = False
+    _uncached: str | None = None
+    _others: tuple[str, float] | None = None
+    _has_adapters = False
+    _received: str | None = None
+    _proof: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -121,20 +130,13 @@ class ServerEngine(ServerCalls):
         )
         self._whose = f"the server at {self._server.url}"
         self._fits = Fits(base, casts=True, whose=self._whose)
-        self._is_local = _is_here(self._server.url.host) if is_local is None else is_local
+        self._is_local = self._server.is_here if is_local is None else is_local
         self._lora_name = lora_name
         self._load_timeout = load_timeout
         self._start_timeout = start_timeout
         self._cancel = cancel
         self._kinds = frozenset({"full", "adapter"})
         self._loaded: dict[str, str] = {}
-        self._torn: str | None = None
-        self._model_is_torn = False
-        self._uncached: str | None = None
-        self._others: tuple[str, float] | None = None
-        self._has_adapters = False
-        self._received: str | None = None
-        self._proof: Callable[[], None] | None = None
         self._told_waiting: Callable[[str], object] = lambda _: None
 
     # -- the engine's protocol ---------------------------------------------------------------------
@@ -171,22 +173,19 @@ class ServerEngine(ServerCalls):
         named = self._read_model()
         if not self._fits.is_known:
             log.warning(
-                "%s reports no model folder that exists on this host. Therefore syncd cannot check "
-                "whether the first version fits the server's model. For this check, set base "
-                "(--base) to the model folder that the server was started with",
+                "%s reports no model folder of this host, so the first version is not checked. To "
+                "check it, set base (--base) to the folder that the server was started with",
                 self._whose,
             )
         said = self._said_label()
-        if said is not None and said.startswith(LOADING):
+        if said.startswith(LOADING):
             self._was_left(said)
             self._pause()
             return
         if named is not None and self._serves_what_it_names(said):
             self._loaded = {"full": named}
         if not self._can_label() and self._may_be_paused():
-            self._torn = (
-                "a load was perhaps interrupted, and this server cannot report interrupted loads"
-            )
+            self._torn = "a load was perhaps interrupted, which this server cannot report"
             self._model_is_torn = True
             log.warning("not resuming %s until the next load: %s", self._whose, self._torn)
         else:
@@ -209,7 +208,7 @@ class ServerEngine(ServerCalls):
         self._find_kinds()
         said = self._must(self._said_label)
         is_ours = (self._torn or self._uncached) is not None
-        if said is not None and said.startswith(LOADING) and not is_ours:
+        if said.startswith(LOADING) and not is_ours:
             self._check_left(said)
         else:
             self._others = None
@@ -235,7 +234,9 @@ class ServerEngine(ServerCalls):
             EngineBrokenError: the server failed, and the version is not the cause.
         """
         before = self._must(self._said_label)
-        if before is not None and not before.startswith(LOADING):
+        if before.startswith(LOADING):
+            before = ""
+        if before:
             self._model_is_torn = False  # the server was restarted since
             if not before.startswith((_STEP, _GIVEN_BACK)):
                 self._torn = self._uncached = self._proof = None
@@ -245,8 +246,7 @@ class ServerEngine(ServerCalls):
         torn = self._torn
         if version.kind == "adapter" and self._model_is_torn:
             raise EngineBrokenError(
-                f"cannot load an adapter into {self._whose}: {torn}. Load a full model first, or "
-                "restart the server"
+                f"cannot load an adapter into {self._whose}: {torn}. Load a full model first"
             )
         self._torn = f"it has not loaded version {version.sequence}"
         loading = f"{LOADING}-{version.kind}"
@@ -258,20 +258,16 @@ class ServerEngine(ServerCalls):
             self._load_folder(version.kind, str(version.folder), name)
             self._loaded_well(version)
         except ServerRefusedError as error:
+            name = before or _GIVEN_BACK
             if self._uncached is not None:
                 name = f"{loading}-{_GIVEN_BACK}"
-            else:
-                name = before if before and not before.startswith(LOADING) else _GIVEN_BACK
             if self._give_back(version, name, error):
                 self._set_label(name)
                 self._torn = torn if version.kind == "adapter" else None
                 self._model_is_torn &= version.kind == "adapter"
             raise
-        self._uncached = label(version)
-        self._torn = None
-        self._model_is_torn = False
+        self._has_loaded(version.kind, label(version))
         self._received = None
-        self._proof = lambda: self._prove(version.kind, label(version))
         if version.kind == "full":
             self._loaded = {}  # adapters of the previous model do not fit this one
             self._fits.learn(version.manifest)
@@ -309,10 +305,9 @@ class ServerEngine(ServerCalls):
             self._proof = None
 
     def still_serves(self, version: LeasedVersion) -> bool:
-        """True if the server reports this version, or weights of a later broadcast.
+        """True if the server reports this version, weights of a later broadcast, or no label.
 
-        Also True for a server without labels, because its weights cannot be told apart. False if
-        the server's workers do not answer.
+        False if its workers do not answer.
         """
         if self._torn is not None or self._uncached is not None:
             return False
@@ -323,36 +318,30 @@ class ServerEngine(ServerCalls):
             log.warning("%s does not report the version that it serves: %s", self._whose, error)
             return False
         given = self._received or label(version)
-        if said is not None and said != given and said.startswith((_STEP, LOADING)):
+        if said != given and said.startswith((_STEP, LOADING)):
             log.warning(
-                "%s has %s, but this hook loaded %s. Another hook may be loading into the same "
-                "server. Use only one hook for each server",
+                "%s has %s, but this hook loaded %s. Use only one hook for each server",
                 self._whose,
                 said,
                 given,
             )
-        return said is None or said == given
+        return said in {"", given}
 
     def is_loaded(self) -> bool:
-        """True if the server answers, and was not restarted since syncd's last load began.
-
-        Without labels a restart is not seen. The engine need not be attached.
-        """
+        """True if the server answers, and has a label of syncd, or no labels. Needs no attach."""
         try:
             self._find_kinds()
             said = self._said_label()
         except SyncdError:
             return False
-        return said is None or said.startswith((_STEP, LOADING))
+        return not said or said.startswith((_STEP, LOADING))
 
     def is_away(self) -> bool:
         """True if the server does not answer."""
         try:
             self._server.read_routes()
-        except ServerUnreachableError:
-            return True
-        except ServerRefusedError:
-            pass  # it answers; the next pull reports the error
+        except ServerError as error:  # an error that it answers is reported by the next pull
+            return isinstance(error, ServerUnreachableError)
         return False
 
     def close(self) -> None:
@@ -361,10 +350,72 @@ class ServerEngine(ServerCalls):
 
     def _read_model(self) -> str | None:
         """Read the model folder that the server names, if it is on this host; return its path."""
-        named = self._named_folder()
-        if named is not None:
+        if (named := self._named_folder()) is not None:
             self._fits.read_if_here(named)
         return named
+
+    # -- the calls that differ between kinds of servers --------------------------------------------
+
+    @abstractmethod
+    def _takes_names_of(self, version: LeasedVersion) -> bool:
+        """True if the server finds tensors by their names in the version."""
+
+    @abstractmethod
+    def _find_kinds(self) -> frozenset[str]:
+        """The kinds of versions that the server can load, by its routes."""
+
+    @abstractmethod
+    def _named_folder(self) -> str | None:
+        """The model folder that the server reports. It has the served tensors' names and shapes."""
+
+    @abstractmethod
+    def _serves_what_it_names(self, said: str) -> bool:
+        """True if the label ``said`` shows that the server serves :meth:`_named_folder`."""
+
+    @abstractmethod
+    def _said_label(self) -> str:
+        """The label of the server's weights; empty if they have none."""
+
+    def _ask_workers(self) -> None:  # noqa: B027 # not every server can ask them
+        """Wait for an answer of the server's workers."""
+
+    def _can_label(self) -> bool:
+        return self._server.has(self._info) and self._server.has(LABEL)
+
+    def _set_label(self, text: str) -> None:
+        if self._can_label():
+            self._server.ask(LABEL, {"new_version": text, **self._label_options})
+
+    @abstractmethod
+    def _may_be_paused(self) -> bool:
+        """True if the server is perhaps paused. Only called for a server without labels."""
+
+    @abstractmethod
+    def _serves_adapter(self) -> bool:
+        """True if running requests can use an adapter from syncd."""
+
+    @abstractmethod
+    def _pause(self) -> None:
+        """Hold, finish or abort running requests, by the mode, and let new requests wait."""
+
+    @abstractmethod
+    def _resume(self) -> None:
+        """Serve again. Must work if the server is not paused."""
+
+    @abstractmethod
+    def _reset_cache(self) -> None:
+        """Empty the prefix cache."""
+
+    @abstractmethod
+    def _load_folder(self, kind: str, folder: str, name: str) -> None:
+        """Load an adapter, or a full model and unload the adapter; some servers set the label."""
+
+    def _loaded_well(self, version: LeasedVersion) -> None:  # noqa: B027 # not every server can check
+        """Check the loaded weights during the pause."""
+
+    @abstractmethod
+    def _prove(self, kind: str, name: str) -> None:
+        """Generate one token. If the server reports the label of its weights, check the label."""
 
     def _say_waiting(self, why: str) -> None:
         self._told_waiting(why)
@@ -377,10 +428,8 @@ class ServerEngine(ServerCalls):
             self._others = said, now
         if now < self._others[1] + self._load_timeout:
             raise EngineBrokenError(
-                f"{self._whose} is in the middle of a load by another hook ({said}), but a server "
-                "can have only one hook. If the other hook still runs, stop it. If it was killed, "
-                "restart the server. Or wait: this hook loads its own version "
-                f"{self._load_timeout:g} s after it first saw the other load"
+                f"{self._whose} is in the middle of a load by another hook ({said}). Stop that "
+                f"hook. After {self._load_timeout:g} s this hook loads its own version"
             )
         self._was_left(said)
 
@@ -406,10 +455,14 @@ class ServerEngine(ServerCalls):
             load()
         except ServerError as error:
             raise EngineBrokenError(f"{self._whose} did not load {name}: {error}") from error
-        self._uncached = self._received = name
+        self._has_loaded("full", name)
+        self._received = name
+
+    def _has_loaded(self, kind: str, name: str) -> None:
         self._torn = None
         self._model_is_torn = False
-        self._proof = lambda: self._prove("full", name)
+        self._uncached = name
+        self._proof = lambda: self._prove(kind, name)
 
     def _give_back(self, version: LeasedVersion, name: str, error: ServerRefusedError) -> bool:
         """Load the old weights again after a refused load; return True if the server has them."""
@@ -426,10 +479,7 @@ class ServerEngine(ServerCalls):
         try:
             self._load_folder(version.kind, folder, name)
         except (ServerRefusedError, OSError) as again:
-            self._torn = (
-                f"it failed to load version {version.sequence}, and then failed to load {folder} "
-                f"again: {again}"
-            )
+            self._torn = f"it failed to load version {version.sequence}, and then {folder}: {again}"
             log.error("%s: %s", self._whose, self._torn)
             return False
         return True
@@ -447,12 +497,3 @@ class ServerEngine(ServerCalls):
 def label(version: LeasedVersion) -> str:
     """The label of a version in a server, for example ``step-3-version-17``."""
     return f"{_STEP}{version.step}-version-{version.sequence}"
-
-
-def _is_here(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

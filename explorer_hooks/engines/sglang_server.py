@@ -10,7 +10,7 @@ import logging
 import time
 from typing import ClassVar, Final
 
-from explorer_hooks.engines.server_engine import ServerEngine
+from explorer_hooks.engines.server_engine import LABEL, ServerEngine
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import InvalidSettingsError, ServerBusyError, ServerRefusedError
 
@@ -20,7 +20,6 @@ _PAUSE: Final = "POST /pause_generation"
 _RESUME: Final = "POST /continue_generation"
 _UPDATE: Final = "POST /update_weights_from_disk"
 _FLUSH: Final = "POST /flush_cache"
-_LABEL: Final = "POST /update_weight_version"
 _INFO: Final = ("GET /model_info", "GET /get_model_info")
 _LOAD_ADAPTER: Final = "POST /load_lora_adapter"
 _UNLOAD_ADAPTER: Final = "POST /unload_lora_adapter"
@@ -53,8 +52,9 @@ class SGLangServer(ServerEngine):
     """
 
     modes: ClassVar[tuple[str, ...]] = ("retract", "abort")
-    _admin = (_PAUSE, _RESUME, _UPDATE, _FLUSH, _LABEL, _LOAD_ADAPTER, _UNLOAD_ADAPTER)
+    _admin = (_PAUSE, _RESUME, _UPDATE, _FLUSH, LABEL, _LOAD_ADAPTER, _UNLOAD_ADAPTER)
     _info = _INFO[0]
+    _label_options: ClassVar[dict[str, object]] = {"abort_all_requests": False}
     _is_flushed = False
 
     def _takes_names_of(self, version: LeasedVersion) -> bool:  # noqa: ARG002 # others look
@@ -78,19 +78,12 @@ class SGLangServer(ServerEngine):
         path = self._server.ask(self._info).get("model_path")
         return path if isinstance(path, str) else None
 
-    def _serves_what_it_names(self, said: str | None) -> bool:  # noqa: ARG002 # other servers need it
+    def _serves_what_it_names(self, said: str) -> bool:  # noqa: ARG002 # other servers need it
         return True  # it names the folder that it loaded last
 
-    def _said_label(self) -> str | None:
+    def _said_label(self) -> str:
         said = self._server.ask(self._info).get("weight_version")
-        return said if isinstance(said, str) else None
-
-    def _set_label(self, text: str) -> None:
-        if self._can_label():
-            self._server.ask(_LABEL, {"new_version": text, "abort_all_requests": False})
-
-    def _can_label(self) -> bool:
-        return self._server.has(_LABEL)
+        return said if isinstance(said, str) else ""
 
     def _may_be_paused(self) -> bool:
         return True  # the server does not report it

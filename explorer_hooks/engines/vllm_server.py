@@ -35,8 +35,6 @@ _PAUSE: Final = "POST /pause"
 _RESUME: Final = "POST /resume"
 _RPC: Final = "POST /collective_rpc"
 _RESET: Final = "POST /reset_prefix_cache"
-_LABEL: Final = "POST /update_weight_version"
-_INFO: Final = "GET /weight_info"
 _IS_PAUSED: Final = "GET /is_paused"
 _CHECKER: Final = "POST /weight_checker"
 _RESET_ENCODER: Final = "POST /reset_encoder_cache"
@@ -91,6 +89,7 @@ class VLLMServer(ServerEngine):
     """
 
     modes: ClassVar[tuple[str, ...]] = ("keep", "wait", "abort")
+    _info = "GET /weight_info"
 
     def __init__(self, url: str, *, checksums: bool = False, **options: Any) -> None:
         super().__init__(url, **options)
@@ -232,26 +231,17 @@ class VLLMServer(ServerEngine):
                 return str(model["root"])
         return None
 
-    def _serves_what_it_names(self, said: str | None) -> bool:
+    def _serves_what_it_names(self, said: str) -> bool:
         return said == _UNLABELLED  # it always names the folder that it was started with
 
-    def _said_label(self) -> str | None:
-        if not self._can_label():
-            return None
-        said = self._server.ask(_INFO).get("weight_version")
+    def _said_label(self) -> str:
+        said = self._server.ask(self._info).get("weight_version") if self._can_label() else None
         if said == _UNLABELLED:
             self._forget_config()  # it may have been restarted with other options
-        return said if isinstance(said, str) else None
+        return said if isinstance(said, str) else ""
 
     def _ask_workers(self) -> None:
         self._server.ask(_RPC, {"method": "check_health", "kwargs": {}})
-
-    def _set_label(self, text: str) -> None:
-        if self._can_label():
-            self._server.ask(_LABEL, {"new_version": text})
-
-    def _can_label(self) -> bool:
-        return self._server.has(_INFO) and self._server.has(_LABEL)
 
     def _may_be_paused(self) -> bool:
         can_tell = self._server.has(_IS_PAUSED)

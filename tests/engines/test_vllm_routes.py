@@ -250,7 +250,7 @@ def test_a_label_that_nobody_can_change_is_none() -> None:
     routes = Routes("/weight_info", "/is_paused")
     engine = routes.engine()
     engine.attach()
-    assert engine._said_label() is None
+    assert not engine._said_label()
 
 
 def test_an_llm_of_a_folder_without_weights_takes_its_first_version_unseen(tmp_path: Path) -> None:
