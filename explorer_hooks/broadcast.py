@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from itertools import islice, starmap
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 import xxhash
@@ -58,12 +60,7 @@ def greet(
     return arriving
 
 
-class _Receiving(NamedTuple):
-    bucket: Bucket
-    memory: Tensor
-    broadcasting: Broadcasting
-
-
+@dataclass
 class Arriving(Generic[T]):
     """A transfer whose handshake is complete.
 
@@ -71,20 +68,17 @@ class Arriving(Generic[T]):
         fault: the reason why :meth:`end` must refuse the transfer, if any.
     """
 
-    def __init__(
-        self, group: WeightGroup, header: Header, meta: WeightMeta, image: Image, prepared: T
-    ) -> None:
-        self.header = header
-        self.meta = meta
-        self.image = image
-        self.prepared = prepared
-        self.fault: str | None = None
-        self._group = group
-        self._digests: list[bytes] = []
+    group: WeightGroup
+    header: Header
+    meta: WeightMeta
+    image: Image
+    prepared: T
+    fault: str | None = None
+    _digests: list[bytes] = field(default_factory=list)
 
     def fill_image(self, content: Tensor) -> None:
         """Receive all tensors into ``content`` (host memory), at the offsets of :attr:`image`."""
-        if self._group.device.type == "cpu":
+        if self.group.device.type == "cpu":
             for _ in self._buckets(content):
                 pass
             return
@@ -92,7 +86,7 @@ class Arriving(Generic[T]):
             for bucket, arrived in self._buckets():
                 content[bucket.begin :][: bucket.size].copy_(arrived, non_blocking=True)
         finally:  # also on an error, because the memory may be freed then
-            wait_for_copies({self._group.device})
+            wait_for_copies({self.group.device})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors on the group's device, each valid until the next."""
@@ -111,18 +105,18 @@ class Arriving(Generic[T]):
                 yield spec.name, as_tensor(flat, spec)
         for spec in self.meta.tensors:
             if not spec.nbytes:
-                none = torch.empty(0, dtype=torch.uint8, device=self._group.device)
+                none = torch.empty(0, dtype=torch.uint8, device=self.group.device)
                 yield spec.name, as_tensor(none, spec)
 
     def end(self) -> None:
         """Confirm the last byte, and wait until all members have confirmed it."""
         if self.header.has_digests:
-            told = _told(self._group, DIGEST * len(self._digests))
+            told = _told(self.group, DIGEST * len(self._digests))
             if told != b"".join(self._digests):
                 self.fault = "their digests differ from the digests that the trainer sent"
         if self.fault is not None:
-            raise _refused(self._group, f"refusing the received weights: {self.fault}")
-        _go_on_if_all(self._group)
+            raise _refused(self.group, f"refusing the received weights: {self.fault}")
+        _go_on_if_all(self.group)
 
     def _buckets(self, into: Tensor | None = None) -> Iterator[tuple[Bucket, Tensor]]:
         """Yield arrived buckets. Without ``into``, each is valid only until the next bucket."""
@@ -130,26 +124,25 @@ class Arriving(Generic[T]):
         most = max((bucket.size for bucket in buckets), default=0)
         ahead = AHEAD if into is not None else AT_A_TIME
         kept = [
-            torch.empty(most, dtype=torch.uint8, device=self._group.device)
+            torch.empty(most, dtype=torch.uint8, device=self.group.device)
             for _ in buckets[:ahead]
             if into is None
         ]
 
-        def begin(number: int) -> _Receiving:
-            bucket = buckets[number]
+        def begin(number: int, bucket: Bucket) -> tuple[Bucket, Tensor, Broadcasting]:
             room = kept[number % ahead] if into is None else into[bucket.begin :]
             memory = room[: bucket.size]
-            return _Receiving(bucket, memory, self._group.broadcast(memory))
+            return bucket, memory, self.group.broadcast(memory)
 
-        coming = deque(begin(number) for number in range(min(ahead, len(buckets))))
-        for number in range(len(buckets)):
-            one = coming.popleft()
-            one.broadcasting.wait()
+        rest = starmap(begin, enumerate(buckets))
+        coming = deque(islice(rest, ahead))
+        while coming:
+            bucket, memory, broadcasting = coming.popleft()
+            broadcasting.wait()
             if self.header.has_digests:
-                self._digests.append(xxhash.xxh3_128_digest(bytes_of(one.memory.cpu())))
-            yield one.bucket, one.memory
-            if number + ahead < len(buckets):
-                coming.append(begin(number + ahead))
+                self._digests.append(xxhash.xxh3_128_digest(bytes_of(memory.cpu())))
+            yield bucket, memory
+            coming.extend(islice(rest, 1))
 
 
 def _refused(group: WeightGroup, why: str) -> BroadcastError:
@@ -301,7 +294,7 @@ def _receive_parts(arriving: Arriving[T], found: Fit, views: Sequence[Tensor]) -
             own = target.of(whole).to(view.device, view.dtype)
             if not torch.equal(_bytes(own), _bytes(view)):
                 arriving.fault = differ(target.name, name, "the module")
-    synchronize({view.device for view in views} - {torch.device("cpu")})
+    synchronize(views)
 
 
 def _is_image(targets: Sequence[Target], arriving: Arriving[T]) -> bool:

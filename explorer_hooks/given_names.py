@@ -94,29 +94,29 @@ class GivenNames:
         """The pieces of a version's tensor; empty if the map has no other name for it."""
         name, shape = tensor.name, tensor.shape
         if self.given == "trainer":
-            return [_piece(name, shape, part) for part in self._hub(name, shape)]
+            return [
+                NamedPiece(
+                    name, _in_trainer(shape, part), part.name, _in_hub(part), part.transposed
+                )
+                for part in self._hub(name, shape)
+            ]
         pieces = [
             _place(name, place, own)
             for place in self._map.trainer(name)
             if (own := place.shape) is not None
         ]
-        fits = pieces and _around(piece.own_box for piece in pieces) == shape
+        fits = pieces and _around(piece.own_box.ends for piece in pieces) == shape
         return pieces if fits else []
 
     def by_hub(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """Rename tensors to the hub's names."""
         found: dict[str, TensorSpec] = {}
-        joined: set[str] = set()
         for name, spec in tensors.items():
             parts = self._hub(name, spec.shape)
             for part in parts:
-                shape = part.shape
-                if part.at is not None:  # the parts may come in any order
-                    end = part.at + shape[0]
-                    if part.name in joined:
-                        end = max(end, found[part.name].shape[0])
-                    joined.add(part.name)
-                    shape = (end, *shape[1:])
+                shape = _in_hub(part).ends
+                if part.at is not None and part.name in found:  # the parts may come in any order
+                    shape = _around((shape, found[part.name].shape))
                 found[part.name] = TensorSpec(spec.dtype, shape)
             if not parts:
                 found[name] = spec
@@ -149,10 +149,6 @@ def names_of(version: LeasedVersion) -> GivenNames:
     return GivenNames(version.name_map(), version.manifest.names)
 
 
-def _piece(name: str, shape: Shape, part: HubPart) -> NamedPiece:
-    return NamedPiece(name, _in_trainer(shape, part), part.name, _in_hub(part), part.transposed)
-
-
 def _place(hub: str, place: TrainerPart, own: Shape) -> NamedPiece:
     box = _in_trainer(own, place)
     shape = box.shape if place.index is None else box.shape[1:]
@@ -175,8 +171,8 @@ def _in_hub(part: HubPart) -> Box:
     return Box(offsets if part.at is None else (part.at, *offsets[1:]), part.shape)
 
 
-def _around(boxes: Iterable[Box]) -> Shape:
-    return tuple(map(max, zip(*(box.ends for box in boxes), strict=True)))
+def _around(ends: Iterable[Shape]) -> Shape:
+    return tuple(map(max, zip(*ends, strict=False)))
 
 
 def _swapped(shape: Shape) -> Shape:

@@ -23,6 +23,11 @@ from syncd.protocol.records import Names
 __all__ = ["Box", "WeightsReader"]
 
 
+def slices(box: Box) -> tuple[slice, ...]:
+    """The index of a part in its tensor."""
+    return tuple(map(slice, box.offsets, box.ends))
+
+
 class Span(NamedTuple):
     """Bytes at an offset in a file, and memory of their size. The WeightsReader closes the file."""
 
@@ -148,8 +153,7 @@ class WeightsReader(Closing):
                 f"{list(box.shape)} at {list(box.offsets)}"
             )
         if opened.memory is not None:
-            index = tuple(slice(begin, begin + count) for begin, count in zip(*box, strict=True))
-            return self.get_weight(name)[index].contiguous()
+            return self.get_weight(name)[slices(box)].contiguous()
         return self._read(entry, box)
 
     def state_dict_iterator(self, names: Names | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -201,9 +205,8 @@ class WeightsReader(Closing):
         dtype = torch_dtype(self._told[pieces[0].own].dtype)
         joined = torch.empty(tuple(map(max, ends)), dtype=dtype)
         for piece in pieces:
-            box = zip(piece.other_box.offsets, piece.other_box.ends, strict=True)
-            place = joined[tuple(slice(begin, end) for begin, end in box)]
-            piece.seen_from_own(place).copy_(self.get_slice(piece.own, piece.own_box))
+            place = piece.seen_from_own(joined[slices(piece.other_box)])
+            place.copy_(self.get_slice(piece.own, piece.own_box))
         return joined
 
     def _find(self, name: str) -> tuple[_OpenFile, HeaderEntry]:

@@ -12,6 +12,7 @@ The checks write the versions themselves, and need neither a daemon nor torch.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -202,13 +203,21 @@ def a_read_error_at_any_tensor_changes_nothing(subject: Subject, folder: Path) -
     engine.load(first)
     storage = FailingStorage()
     second = subject.version(folder, 2, storage=storage)
-    for place in _places(second):
+    places = [
+        (file.path, entry)
+        for file in second.open_weights()
+        for entry in file.entries
+        if entry.end > entry.begin
+    ]
+    for path, entry in places:
         for call in (engine.prepare, engine.load):
-            storage.place = place
+            storage.place = path, entry
             failed = _fails(call, second)
             storage.place = None
             if call == engine.load:
-                _require(failed, f"load() did not fail, although {place} could not be read")
+                _require(
+                    failed, f"load() did not fail, although {entry.name} in {path} was unreadable"
+                )
                 _survives(subject, engine, first)
             _serves(subject, engine, first)
         engine.load(second)
@@ -252,13 +261,6 @@ CHECKS: Final[tuple[Check, ...]] = (
 def name_of(check: Check) -> str:
     """The name of a check, for the ids of a parametrized test."""
     return getattr(check, "__name__", str(check))
-
-
-def _places(version: LeasedVersion) -> Iterator[FileSpan]:
-    for file in version.open_weights():
-        for entry in file.entries:
-            if entry.end > entry.begin:
-                yield FileSpan(file.path, entry.begin, entry.end, entry.name)
 
 
 def _misfits(subject: Subject) -> Iterator[tuple[str, dict[str, TensorBytes]]]:
@@ -308,25 +310,12 @@ def _require(holds: bool, what: str) -> None:
         raise ConformanceError(what)
 
 
-@dataclass(frozen=True, slots=True)
-class FileSpan:
-    """The bytes of one tensor in a file."""
-
-    path: Path
-    begin: int
-    end: int
-    tensor: str
-
-    def __str__(self) -> str:
-        return f"{self.tensor} in {self.path}"
-
-
 class FailingStorage(Storage):
-    """Storage that raises ``EIO`` for reads that overlap ``place``."""
+    """Storage that raises ``EIO`` for reads that overlap ``place``, a file and its tensor."""
 
     def __init__(self) -> None:
         super().__init__(durable=False)
-        self.place: FileSpan | None = None
+        self.place: tuple[Path, HeaderEntry] | None = None
         self._paths: dict[int, Path] = {}
 
     def open_read(self, path: Path) -> int:
@@ -346,14 +335,10 @@ class FailingStorage(Storage):
         return super().pread_into(fd, part, offset)
 
     def _look(self, fd: int, offset: int, count: int) -> None:
-        place = self.place
-        if (
-            place is not None
-            and self._paths.get(fd) == place.path
-            and offset < place.end
-            and place.begin < offset + count
-        ):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(place.path))
+        path, entry = self.place or (None, None)
+        overlaps = entry and offset < entry.end and entry.begin < offset + count
+        if overlaps and self._paths.get(fd) == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
 
 class TensorBytes(NamedTuple):
@@ -376,10 +361,7 @@ def random_tensors(specs: Mapping[str, TensorSpec], seed: int) -> dict[str, Tens
     chance = random.Random(seed)  # noqa: S311 - nothing is secret
     found = {}
     for name, (dtype, shape) in specs.items():
-        count = ITEMSIZE[dtype]
-        for size in shape:
-            count *= size
-        content = chance.randbytes(count)
+        content = chance.randbytes(ITEMSIZE[dtype] * math.prod(shape))
         if dtype == "BOOL":  # a bool is 0 or 1
             content = bytes(byte & 1 for byte in content)
         found[name] = TensorBytes(dtype, shape, content)

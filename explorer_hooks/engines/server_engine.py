@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
@@ -439,20 +440,19 @@ class ServerEngine(ABC):
         self._model_is_torn = not said.startswith(f"{LOADING}-adapter")
         log.warning("%s stays paused until the next load: %s", self._whose, self._torn)
 
-    def _take_received(self, name: str, load: Callable[[], None]) -> None:
-        """Let the server load a full model that its workers have received, and label it ``name``.
+    @contextmanager
+    def _receiving(self, name: str) -> Iterator[None]:
+        """In the block the server loads a full model that its workers have received.
 
-        After a failure the old weights are not loaded again, because their folder may be deleted.
-
-        Raises:
-            EngineBrokenError: the weights are unknown. The server stays paused until a load.
+        After a failure it stays paused until a load (EngineBrokenError): the weights are unknown,
+        and the folder of the old weights may be deleted.
         """
         self._torn = f"it has not loaded {name}"
         self._model_is_torn = True
         self._loaded, self._received = {}, None
         try:
             self._set_label(f"{LOADING}-full-{name}")
-            load()
+            yield
         except ServerError as error:
             raise EngineBrokenError(f"{self._whose} did not load {name}: {error}") from error
         self._has_loaded("full", name)

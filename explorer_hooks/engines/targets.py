@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from explorer_hooks.engines.fitting import named, refuse
 from explorer_hooks.given_names import SAME_NAMES, GivenNames, NamedPiece
 from explorer_hooks.reader import LeasedVersion
-from explorer_hooks.weights import WeightsReader
+from explorer_hooks.weights import WeightsReader, slices
 from syncd.checkpoint.boxes import Box, common, holds, whole
 from syncd.checkpoint.tensor_rules import shown
 from syncd.coordination.broadcast.weight_meta import Described
@@ -69,9 +69,7 @@ class Target(NamedTuple):
 
     def of(self, whole: Tensor) -> Tensor:
         """View this target's part of the whole tensor, without a copy."""
-        return whole[
-            tuple(slice(begin, begin + size) for begin, size in zip(*self.box, strict=True))
-        ]
+        return whole[slices(self.box)]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -313,8 +311,7 @@ def _cut(target: Target, piece: NamedPiece) -> Sequence[Target]:
     if part is None:
         return ()
     ahead = (a - b for a, b in zip(part.offsets, target.box.offsets, strict=True))
-    inside = tuple(slice(a, a + n) for a, n in zip(ahead, part.shape, strict=True))
-    local = piece.seen_from_own(target.tensor[inside])
+    local = piece.seen_from_own(target.tensor[slices(Box(tuple(ahead), part.shape))])
     return (target._replace(tensor=local, box=piece.to_own(part)),)
 
 

@@ -112,7 +112,8 @@ class VLLMServer(ServerEngine):
         """
         if self._world is None:
             try:
-                self._world = self._find_workers()
+                config = self._find_config() or {}
+                self._world = workers_of(config.get("parallel_config")) if config else 0
             except ServerError as error:
                 log.warning(
                     "%s does not report its configuration, so it receives no broadcasts now: %s",
@@ -140,16 +141,14 @@ class VLLMServer(ServerEngine):
                 until a version is loaded.
         """
         self._workers.receive(rendezvous, rank_offset, deadline)
-        self._take_received(label_received(rendezvous), self._load_received)
+        with self._receiving(label_received(rendezvous)):
+            self._workers.load(self._load_timeout)
+            self._unload_adapter()
 
     def leave(self) -> None:
         """Let the workers leave the weight group, and release received weights."""
         if self._world:
             self._workers.leave()
-
-    def _find_workers(self) -> int:
-        config = self._find_config()
-        return workers_of(config.get("parallel_config") or {}) if config is not None else 0
 
     def _find_config(self) -> dict[str, Any] | None:
         """The configuration; None if unknown. Cached, because an answer takes seconds."""
@@ -159,10 +158,6 @@ class VLLMServer(ServerEngine):
             ).get("vllm_config")
             self._config = config if isinstance(config, dict) else None
         return self._config
-
-    def _load_received(self) -> None:
-        self._workers.load(self._load_timeout)
-        self._unload_adapter()
 
     def _call(self, method: str, kwargs: dict[str, object], timeout: float) -> object:
         body = {"method": method, "kwargs": kwargs}
@@ -178,9 +173,7 @@ class VLLMServer(ServerEngine):
                 extension, and would keep some of the old weights.
         """
         super().check(version)
-        if version.kind != "full":
-            return
-        if self._has_transfer():
+        if version.kind != "full" or self._has_transfer():
             return
         try:
             self._workers.check_reload(version, self._told_config())
@@ -251,20 +244,17 @@ class VLLMServer(ServerEngine):
         return any(m.get("id") == self._lora_name and m.get("parent") for m in self._models())
 
     def _pause(self) -> None:
-        self._pause_by(self._mode_now())
+        # A held request keeps the adapter that it began with, whose folder may be deleted.
+        mode = "wait" if self._mode == "keep" and self._has_adapters else self._mode
+        if mode == "wait" and (self._torn or self._uncached) is not None:
+            # In mode wait, vLLM would first finish the held requests, with unknown weights.
+            mode = "abort" if self._has_adapters else "keep"
+        self._pause_by(mode)
 
     def _pause_by(self, mode: str) -> None:
         # Reset the caches only once, after the load.
         params = {"mode": mode, "clear_cache": "false"}
         self._server.ask(_PAUSE, params=params, timeout=self._load_timeout)
-
-    def _mode_now(self) -> str:
-        # A held request keeps the adapter that it began with, whose folder may be deleted.
-        mode = "wait" if self._mode == "keep" and self._has_adapters else self._mode
-        if mode == "wait" and (self._torn or self._uncached) is not None:
-            # In mode wait, vLLM would first finish the held requests, with unknown weights.
-            return "abort" if self._has_adapters else "keep"
-        return mode
 
     def _resume(self) -> None:
         self._server.ask(_RESUME)
@@ -308,7 +298,12 @@ class VLLMServer(ServerEngine):
         return [model for model in data if isinstance(model, dict)]
 
     def _prove(self, kind: str, name: str) -> None:
-        model = self._lora_name if kind == "adapter" else self._base_name()
+        model: object = self._lora_name
+        if kind == "full":
+            bases = [each.get("id") for each in self._models() if not each.get("parent")]
+            if not bases:
+                raise ServerRefusedError("the server lists no model")
+            model = bases[0]
         if self._server.has(_GENERATE):
             body: dict[str, object] = {
                 "model": model,
@@ -327,12 +322,6 @@ class VLLMServer(ServerEngine):
             told = self._server.ask(_COMPLETE, body, timeout=self._load_timeout)
             if not _first_choice(told):
                 raise ServerRefusedError("the server generates no token", answer=told)
-
-    def _base_name(self) -> str:
-        for model in self._models():
-            if not model.get("parent"):
-                return str(model.get("id"))
-        raise ServerRefusedError("the server lists no model")
 
     def _loaded_well(self, version: LeasedVersion) -> None:
         if not self._checksums:
