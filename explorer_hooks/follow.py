@@ -26,10 +26,9 @@ from explorer_hooks.engines.http_server import place
 from explorer_hooks.engines.server_engine import ServerEngine
 from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.engines.vllm_server import VLLMServer
-from explorer_hooks.followers import Followers
+from explorer_hooks.followers import Followers, ready_file
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import LeasedVersion
-from explorer_hooks.ready import ready_file
 from explorer_hooks.server_fit import Fits
 from explorer_hooks.staging import Staging
 from syncd.cli import options

@@ -6,13 +6,15 @@ The trainer and the hub can name, split or join tensors differently. No data are
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from explorer_hooks.engines.fitting import TensorSpec
 from syncd.checkpoint.boxes import Box, whole
 from syncd.checkpoint.name_map import HubPart, NameMap, TrainerPart
 from syncd.checkpoint.placement import Shape
 from syncd.checkpoint.tensor_rules import shown
+from syncd.coordination.broadcast.weight_meta import Described
 from syncd.protocol.errors import CoverageError
 from syncd.protocol.records import Names
 from syncd.protocol.tensor_names import NameMapRecord
@@ -60,37 +62,19 @@ class NamedPiece(NamedTuple):
         return len(self.own_box.shape) - len(self.other_box.shape)
 
 
-class NamedShape(Protocol):
-    """A tensor's name and shape."""
-
-    @property
-    def name(self) -> str:
-        """The tensor's name."""
-
-    @property
-    def shape(self) -> Shape:
-        """The tensor's shape."""
-
-
+@dataclass(frozen=True)
 class GivenNames:
     """The names of a version's tensors in the trainer's module and on the hub.
 
     Attributes:
+        name_map: the names. Its ``refused`` is the reason why the hub's names are unknown, if any.
         given: the names in the version: ``trainer`` or ``hub``.
-        unknown: the reason why the hub's names are unknown; None if they are known.
     """
 
-    def __init__(self, name_map: NameMap, given: Names) -> None:
-        self._map = name_map
-        self.given = given
-        self.unknown = name_map.refused
+    name_map: NameMap
+    given: Names
 
-    @property
-    def of_trainer(self) -> GivenNames:
-        """The same map, for tensors with the trainer's names."""
-        return GivenNames(self._map, "trainer")
-
-    def pieces_of(self, tensor: NamedShape) -> list[NamedPiece]:
+    def pieces_of(self, tensor: Described) -> list[NamedPiece]:
         """The pieces of a version's tensor; empty if the map has no other name for it."""
         name, shape = tensor.name, tensor.shape
         if self.given == "trainer":
@@ -102,7 +86,7 @@ class GivenNames:
             ]
         pieces = [
             _place(name, place, own)
-            for place in self._map.trainer(name)
+            for place in self.name_map.trainer(name)
             if (own := place.shape) is not None
         ]
         fits = pieces and _around(piece.own_box.ends for piece in pieces) == shape
@@ -124,19 +108,19 @@ class GivenNames:
 
     def shown(self, name: str) -> str:
         """Format a name for messages, with the tensor's other name."""
-        if (shape := self._map.tensors().get(name)) is not None:
-            first, *others = dict.fromkeys(part.name for part in self._map.hub(name, shape))
+        if (shape := self.name_map.tensors().get(name)) is not None:
+            first, *others = dict.fromkeys(part.name for part in self.name_map.hub(name, shape))
             return f"{shown(name)} (on the hub {shown(first)}{', …' if others else ''})"
-        (first_place, *_) = self._map.trainer(name)
+        (first_place, *_) = self.name_map.trainer(name)
         if first_place.shape is not None:
             return f"{shown(name)} (in the trainer's module {shown(first_place.name)})"
         return shown(name)
 
     def _hub(self, name: str, shape: Shape) -> list[HubPart]:
-        if name not in self._map:
+        if name not in self.name_map:
             return []
         try:
-            return self._map.hub(name, shape)
+            return self.name_map.hub(name, shape)
         except CoverageError:
             return []  # the map seems to be another model's
 

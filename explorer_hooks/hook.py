@@ -146,7 +146,7 @@ class ExplorerHook:
             is_away = engine.is_away if isinstance(engine, MayBeAway) else lambda: False
             self._follower = Follower(name, self._pipeline, poll, is_away)
             if isinstance(engine, MayStartLater):
-                engine.on_waiting(self._say_starting)
+                engine.on_waiting(self._pipeline.report)
             engine.attach()
             self._sync.set_explorer_status(RunningStatus.RUNNING)
         except BaseException:
@@ -437,17 +437,6 @@ class ExplorerHook:
             raise CancelledError(
                 f"the ExplorerHook {self._sync.name} is closed, and loads no more versions. "
                 "Make a new ExplorerHook"
-            )
-
-    def _say_starting(self, why: str) -> None:
-        try:
-            self._sync.report(None, starting=why)
-        except OSError as error:
-            log.warning(
-                "%s cannot report to the job that its server is still starting, so 'syncd status' "
-                "may not show it: %s",
-                self._sync.name,
-                error,
             )
 
     def _step(

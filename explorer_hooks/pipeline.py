@@ -165,8 +165,10 @@ class Pipeline:
             self._changed.notify_all()
         self.report()
 
-    def report(self) -> None:
+    def report(self, starting: str | None = None) -> None:
         """Write this explorer's report. If storage fails, only log the error.
+
+        ``starting`` is the reason why the engine is not running yet.
 
         Raises:
             NameTakenError: another explorer took the name while this explorer counted as dead.
@@ -184,11 +186,12 @@ class Pipeline:
                 delta_base=self.staging.base if self.staging and not bench else None,
                 workers=self.fast_path.engine.workers if self.fast_path and self.joins() else 0,
                 group=self.fast_path.group if self.fast_path else None,
+                starting=starting,
             )
         except OSError as error:
             log.warning(
-                "%s cannot report its version to the job, so 'syncd status' may show an older "
-                "version: %s",
+                "%s cannot report its state to the job, so 'syncd status' may show an older one: "
+                "%s",
                 self.sync.name,
                 error,
             )

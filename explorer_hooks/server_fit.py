@@ -36,10 +36,10 @@ def check_names(version: LeasedVersion, whose: str) -> None:
     names = names_of(version)
     if names.given == "hub":
         return
-    if names.unknown is not None:
+    if names.name_map.refused is not None:
         raise EngineMismatchError(
             f"the tensors of {named(version)} have the names of the trainer's module, but {whose} "
-            f"needs the hub's names, which are unknown: {names.unknown}"
+            f"needs the hub's names, which are unknown: {names.name_map.refused}"
         )
     for tensor in version.manifest.tensors:
         for piece in names.pieces_of(tensor)[:1]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import torch
@@ -52,19 +53,6 @@ class _OtherNames(NamedTuple):
     pieces: Mapping[str, Sequence[NamedPiece]]
     of: Mapping[str, Sequence[str]]
 
-    @classmethod
-    def of_version(cls, version: LeasedVersion) -> _OtherNames:
-        names = names_of(version)
-        pieces: dict[str, list[NamedPiece]] = {}
-        of: dict[str, list[str]] = {}
-        for tensor in version.manifest.tensors:
-            for piece in names.pieces_of(tensor):
-                others = of.setdefault(piece.own, [])
-                if piece.other not in pieces:
-                    others.append(piece.other)
-                pieces.setdefault(piece.other, []).append(piece)
-        return cls(pieces, of)
-
 
 _NO_OTHERS: Final = _OtherNames({}, {})
 
@@ -93,7 +81,6 @@ class WeightsReader(Closing):
         self._version = version
         self._maps = mmap
         self._told = {entry.name: entry for entry in version.manifest.tensors}
-        self._others: _OtherNames | None = None
         self._open: dict[str, _OpenFile] = {}
 
     def close(self) -> None:
@@ -194,11 +181,18 @@ class WeightsReader(Closing):
             span.read()
         return tensor
 
-    @property
+    @cached_property
     def _other_names(self) -> _OtherNames:
-        if self._others is None:
-            self._others = _OtherNames.of_version(self._version)
-        return self._others
+        names = names_of(self._version)
+        pieces: dict[str, list[NamedPiece]] = {}
+        of: dict[str, list[str]] = {}
+        for tensor in self._told.values():
+            for piece in names.pieces_of(tensor):
+                others = of.setdefault(piece.own, [])
+                if piece.other not in pieces:
+                    others.append(piece.other)
+                pieces.setdefault(piece.other, []).append(piece)
+        return _OtherNames(pieces, of)
 
     def _join(self, pieces: Sequence[NamedPiece]) -> Tensor:
         ends = zip(*(piece.other_box.ends for piece in pieces), strict=True)

@@ -73,9 +73,15 @@ class HttpServer:
         self._api_key = None if api_key is None else _checked(api_key)
         self._other_keys = {route: _checked(key) for route, key in other_keys.items()}
         self._timeout = timeout
+        try:
+            trusted = True if cacert is None else ssl.create_default_context(cafile=cacert)
+        except OSError as error:  # an SSLError is one
+            raise InvalidSettingsError(
+                f"{cacert} contains no certificate in PEM format: {error}"
+            ) from error
         self._client = httpx2.Client(
             base_url=self.url,
-            verify=True if cacert is None else _trusting(cacert),
+            verify=trusted,
             timeout=_limits(timeout),
             transport=transport,
             # A server closes the connection after an error, so each request has its own connection.
@@ -253,15 +259,6 @@ def _address(url: str) -> httpx2.URL:
             "API key in SYNCD_API_KEY or as api_key, not in the address"
         )
     return address
-
-
-def _trusting(cacert: str | Path) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=cacert)
-    except OSError as error:  # an SSLError is one
-        raise InvalidSettingsError(
-            f"{cacert} contains no certificate in PEM format: {error}"
-        ) from error
 
 
 def _limits(timeout: float) -> httpx2.Timeout:

@@ -128,17 +128,6 @@ class Fit(NamedTuple):
     unknown: list[tuple[str, str]]
 
 
-class _Filling(NamedTuple):
-    """A tensor of the version that fills a tensor of the module; with ``piece``, a part of it."""
-
-    entry: DescribedTensor
-    piece: NamedPiece | None = None
-
-    @property
-    def part(self) -> Box | None:
-        return self.piece.other_box if self.piece is not None else None
-
-
 def find_targets(
     entries: Iterable[DescribedTensor],
     tensors: Mapping[str, Tensor],
@@ -159,20 +148,21 @@ def find_targets(
     Raises:
         EngineMismatchError: some tensors do not fit.
     """
-    given: dict[str, dict[Box | None, _Filling]] = {}
+    given: dict[str, dict[Box | None, tuple[DescribedTensor, NamedPiece | None]]] = {}
     wrong: list[str] = []
     renames = False
     for entry in entries:
         renames = renames or rename(entry.name) != entry.name
-        for name, filling in _fillings(entry, tensors, rename, names):
+        for name, piece in _fillings(entry, tensors, rename, names):
             others = given.setdefault(name, {})
-            if same := others.get(filling.part):
-                wrong.append(f"{shown(entry.name)} and {shown(same.entry.name)} are both renamed "
+            part = piece.other_box if piece is not None else None
+            if same := others.get(part):
+                wrong.append(f"{shown(entry.name)} and {shown(same[0].name)} are both renamed "
                              f"to {shown(name)}")  # fmt: skip
             elif name not in tensors:
                 told = names.shown(name) if name == entry.name else _told(entry.name, name)
                 wrong.append(f"{told} is not in {whose}")
-            others[filling.part] = filling
+            others[part] = entry, piece
     filled = {_memory(value) for name, value in tensors.items() if name in given}
     missing = [
         name
@@ -229,8 +219,8 @@ def _prefixed(given: Iterable[str], wanted: Iterable[str]) -> str:
 
 def _fillings(
     entry: DescribedTensor, tensors: Mapping[str, Tensor], rename: Rename, names: GivenNames
-) -> Iterator[tuple[str, _Filling]]:
-    """Yield the names of the module's tensors that ``entry`` fills, wholly or in part."""
+) -> Iterator[tuple[str, NamedPiece | None]]:
+    """Yield the names of the module's tensors that ``entry`` fills, and with which part of it."""
     name = rename(entry.name)
     others = [(rename(piece.other), piece) for piece in names.pieces_of(entry)]
     if any(other in tensors for other, _ in others) and (
@@ -238,9 +228,9 @@ def _fillings(
     ):
         for other, piece in others:
             if other is not None:
-                yield other, _Filling(entry, piece)
+                yield other, piece
     elif name is not None:
-        yield name, _Filling(entry)
+        yield name, None
 
 
 def compare_tied(version: LeasedVersion, unknown: Sequence[tuple[str, str]], whose: str) -> None:

@@ -231,7 +231,7 @@ class TorchModule(InProcessEngine):
         with self._lock_to_look():
             tensors = tensors_of(self._module)
         # A broadcast has the trainer's names; the last version's map has the hub's names, too.
-        names = self._names.of_trainer
+        names = GivenNames(self._names.name_map, "trainer")
         return self._compared(meta.tensors, tensors, names, "the broadcast")
 
     def close(self) -> None:

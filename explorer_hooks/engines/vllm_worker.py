@@ -59,16 +59,13 @@ class SyncdWorker:
         The arguments are those of :meth:`~explorer_hooks.engines.base.WeightTaker.receive`:
         ``rendezvous`` (as JSON), ``rank_offset`` and ``deadline``.
         """
-        member = self._syncd_membership
-        if member is None:
-            member = self._syncd_membership = Membership()
+        member = self._syncd_membership = self._syncd_membership or Membership()
         return _answer(
             lambda: member.receive(
+                self,
                 parse(Rendezvous, rendezvous.encode(), "the rendezvous"),
                 rank_offset + self.rank,
-                deadline=deadline,
-                device=self.device,
-                model=str(self.model_config.model),
+                deadline,
             )
         )
 
@@ -97,26 +94,20 @@ class Membership:
         self._fits = Fits(casts=True, whose="this vLLM")
 
     def receive(
-        self,
-        rendezvous: Rendezvous,
-        rank: int,
-        *,
-        deadline: float,
-        device: torch.device,
-        model: str,
+        self, worker: SyncdWorker, rendezvous: Rendezvous, rank: int, deadline: float
     ) -> None:
-        """Receive a whole transfer, which must fit the model in the folder ``model``.
+        """Receive a whole transfer, which must fit the model that the worker was started with.
 
         Without that folder on this host, nothing is compared. With gloo the transfer uses host
-        memory, not ``device``.
+        memory, not the worker's device.
 
         Raises:
             BroadcastError: the transfer failed, and this worker has left the group.
         """
         self._received = None
         if not self._fits.is_known:
-            self._fits.read_if_here(model)
-        where = torch.device("cpu") if rendezvous.backend == "gloo" else device
+            self._fits.read_if_here(str(worker.model_config.model))
+        where = torch.device("cpu") if rendezvous.backend == "gloo" else worker.device
         group = self._kept.open(rendezvous, rank, deadline=deadline, device=where)
         try:
             receiver = WeightReceiver(group, known=self._known)

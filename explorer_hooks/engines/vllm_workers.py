@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from explorer_hooks.engines.fitting import named
@@ -73,6 +74,7 @@ def _fields(config: object) -> Mapping[str, object]:
     return vars(config) if config is not None else {}
 
 
+@dataclass
 class VLLMWorkers:
     """Calls the workers of one vLLM. For broadcasts the vLLM must have syncd's extension.
 
@@ -80,12 +82,11 @@ class VLLMWorkers:
         half_loaded: True if the last load has failed, or may have failed.
     """
 
-    def __init__(self, rpc: CollectiveRpc, whose: str) -> None:
-        self.half_loaded = False
-        self._repacks = False
-        self._warned = False
-        self._rpc = rpc
-        self._whose = whose
+    rpc: CollectiveRpc
+    whose: str
+    half_loaded: bool = False
+    _repacks: bool = False
+    _warned: bool = False
 
     def check_reload(self, version: LeasedVersion, vllm_config: object) -> None:
         """Check that a reload will change the whole model, and choose how the workers load it.
@@ -107,7 +108,7 @@ class VLLMWorkers:
                     "%s does not report whether it runs on a CPU. On a CPU, a reload may keep "
                     "old weights in a tied output layer or in experts. On a GPU, ignore this "
                     "warning",
-                    self._whose,
+                    self.whose,
                 )
         elif str(device).startswith("cpu"):
             parallel = _fields(told.get("parallel_config"))
@@ -115,7 +116,7 @@ class VLLMWorkers:
             stays = None if self._repacks else _left_by_reload(version)
             if stays is not None:
                 raise EngineMismatchError(
-                    f"cannot load {named(version)} into {self._whose}: {stays}. On a CPU, "
+                    f"cannot load {named(version)} into {self.whose}: {stays}. On a CPU, "
                     "vLLM's own reload would therefore keep old weights. For a server, use "
                     f'--weight-transfer-config \'{{"backend": "syncd"}}\'. For an LLM in this '
                     f"process, use --worker-extension-cls {EXTENSION}. Without these options, "
@@ -133,9 +134,9 @@ class VLLMWorkers:
         self.half_loaded = True
         for _ in range(times):
             if not self._repacks:
-                self._rpc("reload_weights", {"weights_path": folder}, timeout)
+                self.rpc("reload_weights", {"weights_path": folder}, timeout)
             elif failed := self._ask("syncd_load_folder", {"folder": folder}, timeout):
-                raise ServerRefusedError(f"{self._whose} did not load {folder}: {_told(failed)}")
+                raise ServerRefusedError(f"{self.whose} did not load {folder}: {_told(failed)}")
         self.half_loaded = False
 
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
@@ -146,7 +147,7 @@ class VLLMWorkers:
         """
         if self.half_loaded:
             raise BroadcastError(
-                f"{self._whose} must load a version from files first, because a load has failed"
+                f"{self.whose} must load a version from files first, because a load has failed"
             )
         kwargs: dict[str, object] = {
             "rendezvous": encode(rendezvous).decode(),
@@ -158,11 +159,11 @@ class VLLMWorkers:
         except Exception as error:
             self.leave()
             raise BroadcastError(
-                f"{self._whose} did not take part in the transfer: {error}"
+                f"{self.whose} did not take part in the transfer: {error}"
             ) from error
         if failed:
             self.leave()
-            why = f"{self._whose}: {_told(failed)}"
+            why = f"{self.whose}: {_told(failed)}"
             misfits = any(one.get("misfits") for one in failed)
             raise BroadcastError(why) from EngineMismatchError(why) if misfits else None
 
@@ -172,7 +173,7 @@ class VLLMWorkers:
         failed = self._ask("syncd_load", {}, timeout)
         if failed:
             raise EngineBrokenError(
-                f"{self._whose} did not load the received weights: {_told(failed)}"
+                f"{self.whose} did not load the received weights: {_told(failed)}"
             )
         self.half_loaded = False
 
@@ -186,7 +187,7 @@ class VLLMWorkers:
             log.warning(
                 "the workers of %s did not confirm that they left the weight group. They may hold "
                 "received weights in memory until the next broadcast: %s",
-                self._whose,
+                self.whose,
                 failed,
             )
 
@@ -194,10 +195,10 @@ class VLLMWorkers:
         self, method: str, kwargs: dict[str, object], timeout: float
     ) -> list[Mapping[str, object]]:
         """Call a method of all workers; return the answers of the workers that failed."""
-        told = self._rpc(method, kwargs, timeout + _GRACE)
+        told = self.rpc(method, kwargs, timeout + _GRACE)
         answers = told if isinstance(told, list) else []
         if not answers or not all(isinstance(one, dict) and "failed" in one for one in answers):
-            raise ServerError(f"{self._whose} gave an unexpected answer to {method}: {told}")
+            raise ServerError(f"{self.whose} gave an unexpected answer to {method}: {told}")
         return [one for one in answers if one["failed"] is not None]
 
 
