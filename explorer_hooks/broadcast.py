@@ -186,6 +186,7 @@ def as_tensor(flat: Tensor, spec: WeightSpec) -> Tensor:
     return flat.view(torch_dtype(spec.dtype)).view(spec.shape)
 
 
+@dataclass
 class WeightReceiver:
     """Receives one transfer per call, together with all other members of the group.
 
@@ -193,12 +194,11 @@ class WeightReceiver:
     error the group is unusable: leave it. Not thread-safe.
 
     Attributes:
-        meta: the list of tensors of the last transfer that began; at first, ``known``.
+        meta: the list of tensors of the last transfer that began; at first, of an earlier one.
     """
 
-    def __init__(self, group: WeightGroup, *, known: WeightMeta | None = None) -> None:
-        self.meta = known
-        self._group = group
+    group: WeightGroup
+    meta: WeightMeta | None = None
 
     def receive(self, fits: Callable[[WeightMeta], object]) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors, in host memory, once every receiver has confirmed the last byte.
@@ -214,7 +214,7 @@ class WeightReceiver:
 
         def prepare(meta: WeightMeta, image: Image) -> HostMemory:
             fits(meta)
-            return HostMemory(image.size, self._group.device)
+            return HostMemory(image.size, self.group.device)
 
         arriving = self._greet(prepare)
         memory = arriving.prepared
@@ -241,7 +241,8 @@ class WeightReceiver:
         try:
             arriving = self._greet(prepare)
             found, content = arriving.prepared
-            if _is_image(found.targets, arriving):
+            specs = [(spec.name, whole_box(spec.shape)) for spec in arriving.meta.tensors]
+            if [(target.name, target.box) for target in found.targets] == specs:
                 arriving.fill_image(content)
             else:
                 _receive_parts(arriving, found, buffer.views)
@@ -275,7 +276,7 @@ class WeightReceiver:
                 ) from error
 
     def _greet(self, prepare: Callable[[WeightMeta, Image], T]) -> Arriving[T]:
-        arriving = greet(self._group, self.meta, prepare)
+        arriving = greet(self.group, self.meta, prepare)
         self.meta = arriving.meta
         return arriving
 
@@ -295,12 +296,6 @@ def _receive_parts(arriving: Arriving[T], found: Fit, views: Sequence[Tensor]) -
             if not torch.equal(_bytes(own), _bytes(view)):
                 arriving.fault = differ(target.name, name, "the module")
     synchronize(views)
-
-
-def _is_image(targets: Sequence[Target], arriving: Arriving[T]) -> bool:
-    return [(target.name, target.box) for target in targets] == [
-        (spec.name, whole_box(spec.shape)) for spec in arriving.meta.tensors
-    ]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import add, sub
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from explorer_hooks.engines.fitting import TensorSpec
@@ -43,14 +44,14 @@ class NamedPiece(NamedTuple):
 
     def to_own(self, part: Box) -> Box:
         """Convert a part of ``other``, which must be inside this piece, to a part of ``own``."""
-        offsets = tuple(a - b for a, b in zip(part.offsets, self.other_box.offsets, strict=True))
-        shape, more = part.shape, self._more
-        if self.swaps:
-            offsets, shape = _swapped(offsets), _swapped(shape)
-        offsets, shape = (0,) * more + offsets, (1,) * more + shape
-        if more < 0:
-            offsets, shape = offsets[-more:], shape[-more:]
-        return Box(tuple(a + b for a, b in zip(offsets, self.own_box.offsets, strict=True)), shape)
+        own, other = self.own_box, self.other_box
+
+        def turned(shape: Shape, size: int) -> Shape:
+            shape = _swapped(shape) if self.swaps else shape
+            return shape[-self._more :] if self._more < 0 else (size,) * self._more + shape
+
+        ahead = turned(tuple(map(sub, part.offsets, other.offsets)), 0)
+        return Box(tuple(map(add, ahead, own.offsets)), turned(part.shape, 1))
 
     def seen_from_own(self, part: Tensor) -> Tensor:
         """View a part of ``other`` with the order and number of dimensions of ``own``."""
@@ -89,7 +90,7 @@ class GivenNames:
             for place in self.name_map.trainer(name)
             if (own := place.shape) is not None
         ]
-        fits = pieces and _around(piece.own_box.ends for piece in pieces) == shape
+        fits = pieces and around(piece.own_box.ends for piece in pieces) == shape
         return pieces if fits else []
 
     def by_hub(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
@@ -100,7 +101,7 @@ class GivenNames:
             for part in parts:
                 shape = _in_hub(part).ends
                 if part.at is not None and part.name in found:  # the parts may come in any order
-                    shape = _around((shape, found[part.name].shape))
+                    shape = around((shape, found[part.name].shape))
                 found[part.name] = TensorSpec(spec.dtype, shape)
             if not parts:
                 found[name] = spec
@@ -141,21 +142,22 @@ def _place(hub: str, place: TrainerPart, own: Shape) -> NamedPiece:
 
 
 def _in_trainer(shape: Shape, part: HubPart | TrainerPart) -> Box:
-    offsets, sizes = list(whole(shape).offsets), list(shape)
+    offsets, sizes = [0] * len(shape), list(shape)
     if part.index is not None:
         offsets[0], sizes[0] = part.index, 1
     if part.rows is not None:
-        dim = 0 if part.index is None else 1
+        dim = int(part.index is not None)
         offsets[dim], sizes[dim] = part.rows[0], part.rows[1] - part.rows[0]
     return Box(tuple(offsets), tuple(sizes))
 
 
 def _in_hub(part: HubPart) -> Box:
-    offsets = whole(part.shape).offsets
-    return Box(offsets if part.at is None else (part.at, *offsets[1:]), part.shape)
+    box = whole(part.shape)
+    return box if part.at is None else Box((part.at, *box.offsets[1:]), part.shape)
 
 
-def _around(ends: Iterable[Shape]) -> Shape:
+def around(ends: Iterable[Shape]) -> Shape:
+    """The least shape that holds parts with these ends."""
     return tuple(map(max, zip(*ends, strict=False)))
 
 

@@ -6,13 +6,13 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, overload
 
-from explorer_hooks.background import Follower
 from explorer_hooks.engines.base import Engine, MayBeAway, MayStartLater, TakesHubNames, WeightTaker
 from explorer_hooks.pipeline import Pipeline
-from explorer_hooks.puller import Puller
+from explorer_hooks.puller import Follower, Puller
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.reload import (
     ExplorerBroadcasts,
@@ -264,9 +264,7 @@ class ExplorerHook:
         self._check_open()
         self._follower.check_off()
         try:
-            return self._puller.newest(
-                math.inf if timeout is None else timeout, asks=True, cancel=self._cancel
-            )
+            return self._puller.newest(math.inf if timeout is None else timeout, asks=True)
         except WaitTimeoutError:
             if timeout is None or timeout > 0:
                 raise
@@ -363,7 +361,7 @@ class ExplorerHook:
         """Start a background thread, which loads the newest version after each publication.
 
         The thread requests syncs only with style ``explorer_driven``.
-        :class:`~explorer_hooks.background.Follower` lists the errors that it survives. If it dies,
+        :class:`~explorer_hooks.puller.Follower` lists the errors that it survives. If it dies,
         the next :meth:`pull`, :meth:`after_step`, :meth:`may_produce` or :meth:`wait_until_served`
         raises NotFollowingError, once. If the thread already runs, the call does nothing.
 
@@ -373,7 +371,11 @@ class ExplorerHook:
         self._check_open()
         self._cancel.check()
         asks = self._settings.style is SyncStyle.EXPLORER_DRIVEN
-        self._follower.start(lambda cancel: self._puller.newest(math.inf, asks=asks, cancel=cancel))
+        self._follower.start(
+            lambda cancel: replace(self._puller, cancel=cancel).newest(math.inf, asks=asks)
+        )
+        if self._cancel.is_done:  # since the check
+            self._follower.cancel()
 
     def stop(self) -> None:
         """End the background thread, if there is one, and wait for a load in progress."""

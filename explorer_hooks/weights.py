@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from explorer_hooks.given_names import NamedPiece, names_of
+from explorer_hooks.given_names import NamedPiece, around, names_of
 from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.boxes import Box, extents, holds, whole
 from syncd.checkpoint.safetensors_file import SafetensorsFile
@@ -195,9 +195,8 @@ class WeightsReader(Closing):
         return _OtherNames(pieces, of)
 
     def _join(self, pieces: Sequence[NamedPiece]) -> Tensor:
-        ends = zip(*(piece.other_box.ends for piece in pieces), strict=True)
-        dtype = torch_dtype(self._told[pieces[0].own].dtype)
-        joined = torch.empty(tuple(map(max, ends)), dtype=dtype)
+        shape = around(piece.other_box.ends for piece in pieces)
+        joined = torch.empty(shape, dtype=torch_dtype(self._told[pieces[0].own].dtype))
         for piece in pieces:
             place = piece.seen_from_own(joined[slices(piece.other_box)])
             place.copy_(self.get_slice(piece.own, piece.own_box))

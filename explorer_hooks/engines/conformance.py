@@ -176,8 +176,7 @@ def resume_and_close_can_be_called_at_any_time(subject: Subject, folder: Path) -
 
 def check_refuses_what_does_not_fit(subject: Subject, folder: Path) -> None:
     """``check`` refuses wrong tensors and unsupported kinds, and changes nothing."""
-    engine, first = subject.make(), subject.version(folder, 1)
-    engine.load(first)
+    engine, first = _loaded(subject, folder)
     for number, (what, wrong) in enumerate(_misfits(subject), 2):
         version = subject.version(folder, number, tensors=wrong)
         _refused(engine, version, what)
@@ -199,8 +198,7 @@ def check_refuses_what_does_not_fit(subject: Subject, folder: Path) -> None:
 
 def a_read_error_at_any_tensor_changes_nothing(subject: Subject, folder: Path) -> None:
     """After a read error the engine serves the old weights, and a later ``load`` works."""
-    engine, first = subject.make(), subject.version(folder, 1)
-    engine.load(first)
+    engine, first = _loaded(subject, folder)
     storage = FailingStorage()
     second = subject.version(folder, 2, storage=storage)
     places = [
@@ -228,8 +226,7 @@ def a_read_error_at_any_tensor_changes_nothing(subject: Subject, folder: Path) -
 
 def a_file_that_is_cut_short_changes_nothing(subject: Subject, folder: Path) -> None:
     """``load`` of a truncated file fails, and the engine serves the old weights."""
-    engine, first = subject.make(), subject.version(folder, 1)
-    engine.load(first)
+    engine, first = _loaded(subject, folder)
     storage = Storage(durable=False)
     second = subject.version(folder, 2, storage=storage)
     names = sorted({entry.file for entry in second.manifest.tensors}, reverse=True)
@@ -261,6 +258,12 @@ CHECKS: Final[tuple[Check, ...]] = (
 def name_of(check: Check) -> str:
     """The name of a check, for the ids of a parametrized test."""
     return getattr(check, "__name__", str(check))
+
+
+def _loaded(subject: Subject, folder: Path) -> tuple[Engine, LeasedVersion]:
+    engine, version = subject.make(), subject.version(folder, 1)
+    engine.load(version)
+    return engine, version
 
 
 def _misfits(subject: Subject) -> Iterator[tuple[str, dict[str, TensorBytes]]]:
@@ -416,12 +419,10 @@ def make_version(
 
 
 def _grouped(names: Sequence[str], kind: Kind) -> dict[str, Sequence[str]]:
-    if not names:
-        return {}
-    if kind == "adapter":
+    if names and kind == "adapter":
         return {ADAPTER_WEIGHTS: names}
-    if len(names) == 1:
-        return {"model.safetensors": names}
+    if len(names) < 2:
+        return {"model.safetensors": names} if names else {}
     half = len(names) // 2
     return {
         "model-00001-of-00002.safetensors": names[:half],

@@ -8,7 +8,6 @@ import ssl
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import httpx2
@@ -22,7 +21,7 @@ from syncd.protocol.errors import (
 #: The statuses of a proxy's answers while the server behind the proxy is away or starts.
 _AWAY: Final = frozenset({502, 503, 504})
 #: The schemes that are supported, with their default ports.
-_PORTS: Final = MappingProxyType({"http": 80, "https": 443})
+_PORTS: Final = {"http": 80, "https": 443}
 #: The names of this host in a server's address. They count as one host.
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"})  # noqa: S104 # compared only
 _LONGEST_TEXT: Final = 500
@@ -64,14 +63,14 @@ class HttpServer:
         url: str,
         *,
         api_key: str | None = None,
-        other_keys: Mapping[str, str] = MappingProxyType({}),
+        other_keys: Mapping[str, str] | None = None,
         cacert: str | Path | None = None,
         timeout: float = 30.0,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
         self.url = _address(url)
         self._api_key = None if api_key is None else _checked(api_key)
-        self._other_keys = {route: _checked(key) for route, key in other_keys.items()}
+        self._other_keys = {route: _checked(key) for route, key in (other_keys or {}).items()}
         self._timeout = timeout
         try:
             trusted = True if cacert is None else ssl.create_default_context(cafile=cacert)
@@ -152,6 +151,10 @@ class HttpServer:
             raise ServerUnreachableError(f"{self.url}: {route}: {what}: {hint}") from error
         is_page = "html" in response.headers.get("content-type", "")
         text = self._hidden(response.text)
+        try:
+            answer = json.loads(text)
+        except json.JSONDecodeError:
+            answer = None
         shown = response.reason_phrase if is_page else text[:_LONGEST_TEXT]
         said = f"{self.url}: {route}: {response.status_code} {shown}"
         if response.status_code in _AWAY:
@@ -160,8 +163,7 @@ class HttpServer:
         if not response.is_success:  # redirections are not followed, so nothing was done
             status = response.status_code
             hint = _WRONG_KEY if status == httpx2.codes.UNAUTHORIZED else ""
-            raise ServerRefusedError(f"{said}{hint}", answer=_json(text), status=status)
-        answer = _json(text)
+            raise ServerRefusedError(f"{said}{hint}", answer=answer, status=status)
         return answer if isinstance(answer, dict) else {}
 
     def _hidden(self, text: str) -> str:
@@ -273,10 +275,3 @@ def _checked(key: str) -> str:
             "accent. Check SYNCD_API_KEY and SYNCD_ADMIN_API_KEY, or the arguments"
         )
     return key
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return None

@@ -124,7 +124,7 @@ class ServerEngine(ABC):
         self._server = HttpServer(
             url,
             api_key=api_key,
-            other_keys=dict.fromkeys(self._admin, admin_api_key) if admin_api_key else {},
+            other_keys=dict.fromkeys(self._admin, admin_api_key) if admin_api_key else None,
             cacert=cacert,
             timeout=timeout,
             transport=transport,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import sub
 from typing import Final, NamedTuple, Protocol
 
 import torch
@@ -300,8 +301,8 @@ def _cut(target: Target, piece: NamedPiece) -> Sequence[Target]:
     part = common(target.box, piece.other_box)
     if part is None:
         return ()
-    ahead = (a - b for a, b in zip(part.offsets, target.box.offsets, strict=True))
-    local = piece.seen_from_own(target.tensor[slices(Box(tuple(ahead), part.shape))])
+    inside = Box(tuple(map(sub, part.offsets, target.box.offsets)), part.shape)
+    local = piece.seen_from_own(target.tensor[slices(inside)])
     return (target._replace(tensor=local, box=piece.to_own(part)),)
 
 

@@ -207,7 +207,7 @@ class TorchModule(InProcessEngine):
         device = next(cuda, _CPU) if rendezvous.backend == "nccl" else _CPU
         try:
             group = self._group.open(rendezvous, rank_offset, deadline=deadline, device=device)
-            receiver = WeightReceiver(group, known=self._known)
+            receiver = WeightReceiver(group, self._known)
             if self._in_place == "staged":
                 targets = receiver.receive_into(self._buffer, self._fit_received)
                 with self._changing():

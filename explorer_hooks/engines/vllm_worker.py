@@ -110,7 +110,7 @@ class Membership:
         where = torch.device("cpu") if rendezvous.backend == "gloo" else worker.device
         group = self._kept.open(rendezvous, rank, deadline=deadline, device=where)
         try:
-            receiver = WeightReceiver(group, known=self._known)
+            receiver = WeightReceiver(group, self._known)
             arriving = receiver.receive(self._check)
             first = next(arriving)  # all weights have arrived when the first one is returned
         except BaseException:
