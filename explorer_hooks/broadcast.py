@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice, starmap
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -35,34 +35,29 @@ if TYPE_CHECKING:
     from syncd.coordination.broadcast.group import Broadcasting, WeightGroup
 
 
-T = TypeVar("T")
-
-
-def greet(
-    group: WeightGroup, known: WeightMeta | None, prepare: Callable[[WeightMeta, Image], T]
-) -> Arriving[T]:
-    """Do the handshake of a transfer. Return once all members are prepared for it.
+@contextmanager
+def greet(group: WeightGroup, known: WeightMeta | None) -> Iterator[Arriving]:
+    """Do the handshake of a transfer. The block must prepare for the yielded transfer.
 
     ``known`` is the list of tensors (the meta) of an earlier transfer, if any. The trainer sends
-    the meta only if a member does not know it. If ``prepare`` raises an error, no tensor is sent.
+    the meta only if a member does not know it. After the block, all members are prepared for the
+    transfer. If the block raises an error, no tensor is sent.
     """
     header = Header.decode(_told(group, HEADER))
     meta = known if known is not None and known.digest == header.digest else None
     told = None if group.agree(meta is not None) else _told(group, header.meta_bytes)
     try:
         meta = meta or _decoded(told, header)
-        image = Image.of(meta, header.bucket_bytes)
-        arriving = Arriving(group, header, meta, image, prepare(meta, image))
+        yield Arriving(group, header, meta, Image.of(meta, header.bucket_bytes))
     # Whatever the error is, the other members must learn that this one takes no part.
     except Exception as error:
         raise _refused(group, f"cannot receive the trainer's broadcast: {error}") from error
     _go_on_if_all(group)
-    return arriving
 
 
 @dataclass
-class Arriving(Generic[T]):
-    """A transfer whose handshake is complete.
+class Arriving:
+    """A transfer that the trainer has announced.
 
     Attributes:
         fault: the reason why :meth:`end` must refuse the transfer, if any.
@@ -72,7 +67,6 @@ class Arriving(Generic[T]):
     header: Header
     meta: WeightMeta
     image: Image
-    prepared: T
     fault: str | None = None
     _digests: list[bytes] = field(default_factory=list)
 
@@ -211,13 +205,9 @@ class WeightReceiver:
             BroadcastError: a receiver has failed, or has refused the tensors. No tensor was
                 yielded.
         """
-
-        def prepare(meta: WeightMeta, image: Image) -> HostMemory:
-            fits(meta)
-            return HostMemory(image.size, self.group.device)
-
-        arriving = self._greet(prepare)
-        memory = arriving.prepared
+        with self._greet() as arriving:
+            fits(arriving.meta)
+            memory = HostMemory(arriving.image.size, self.group.device)
         arriving.fill_image(memory.content)
         arriving.end()
         for offset, spec in zip(arriving.image.offsets, arriving.meta.tensors, strict=True):
@@ -233,14 +223,10 @@ class WeightReceiver:
             BroadcastError: see :meth:`receive`. Or two tensors of one target have different
                 contents.
         """
-
-        def prepare(meta: WeightMeta, _: Image) -> tuple[Fit, Tensor]:
-            found = fit(meta)
-            return found, buffer.lay_out(found.targets)
-
         try:
-            arriving = self._greet(prepare)
-            found, content = arriving.prepared
+            with self._greet() as arriving:
+                found = fit(arriving.meta)
+                content = buffer.lay_out(found.targets)
             specs = [(spec.name, whole_box(spec.shape)) for spec in arriving.meta.tensors]
             if [(target.name, target.box) for target in found.targets] == specs:
                 arriving.fill_image(content)
@@ -263,8 +249,8 @@ class WeightReceiver:
             BroadcastError: see :meth:`receive`. No target was changed.
             EngineBrokenError: the transfer failed half-way. Some targets may have new content.
         """
-        arriving = self._greet(lambda meta, _: fit(meta))
-        found = arriving.prepared
+        with self._greet() as arriving:
+            found = fit(arriving.meta)
         with changing:
             try:
                 _receive_parts(arriving, found, [target.tensor for target in found.targets])
@@ -275,14 +261,15 @@ class WeightReceiver:
                     "version from the files"
                 ) from error
 
-    def _greet(self, prepare: Callable[[WeightMeta, Image], T]) -> Arriving[T]:
-        arriving = greet(self.group, self.meta, prepare)
+    @contextmanager
+    def _greet(self) -> Iterator[Arriving]:
+        with greet(self.group, self.meta) as arriving:
+            yield arriving
         self.meta = arriving.meta
-        return arriving
 
 
 @torch.no_grad()
-def _receive_parts(arriving: Arriving[T], found: Fit, views: Sequence[Tensor]) -> None:
+def _receive_parts(arriving: Arriving, found: Fit, views: Sequence[Tensor]) -> None:
     """Fill each target's view with its part of a tensor, and wait until all devices have it."""
     parts: dict[str, list[tuple[Target, Tensor]]] = {}
     for target, view in zip(found.targets, views, strict=True):

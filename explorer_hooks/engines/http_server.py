@@ -164,7 +164,7 @@ class HttpServer:
             status = response.status_code
             hint = _WRONG_KEY if status == httpx2.codes.UNAUTHORIZED else ""
             raise ServerRefusedError(f"{said}{hint}", answer=answer, status=status)
-        return answer if isinstance(answer, dict) else {}
+        return json_object(answer)
 
     def _hidden(self, text: str) -> str:
         """A text without the keys, which some servers repeat in their errors."""
@@ -227,6 +227,11 @@ class HttpServer:
             if isinstance(methods, dict)
             for method in methods
         )
+
+
+def json_object(value: object) -> dict[str, Any]:
+    """The value, if it is a JSON object; otherwise an empty dict."""
+    return value if isinstance(value, dict) else {}
 
 
 def place(url: str) -> tuple[str, int, str]:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from explorer_hooks.engines.fitting import check_kind
 from explorer_hooks.engines.http_server import HttpServer
@@ -202,8 +202,7 @@ class ServerEngine(ABC):
     def prepare(self, version: LeasedVersion) -> None:
         """Check the server again, because another server may have replaced it.
 
-        Raises:
-            EngineBrokenError: another hook is loading into the server.
+        EngineBrokenError if another hook is loading into the server.
         """
         self._server.forget_routes()
         self._find_kinds()
@@ -275,11 +274,7 @@ class ServerEngine(ABC):
         self._loaded[version.kind] = str(version.folder)
 
     def reset_cache(self) -> None:
-        """Empty the server's prefix cache.
-
-        Raises:
-            EngineBrokenError: the server refuses to empty its cache.
-        """
+        """Empty the server's prefix cache; EngineBrokenError if the server refuses to."""
         self._must(self._reset_cache)
         name = self._uncached
         if name is not None:
@@ -348,6 +343,10 @@ class ServerEngine(ABC):
     def close(self) -> None:
         """Close the connections; the server keeps running."""
         self._server.close()
+
+    def _ask(self, route: str, body: object = None, **params: str) -> dict[str, Any]:
+        """Send a request that can take as long as a load."""
+        return self._server.ask(route, body, params=params, timeout=self._load_timeout)
 
     def _read_model(self) -> str | None:
         """Read the model folder that the server names, if it is on this host; return its path."""

@@ -10,6 +10,7 @@ import logging
 import time
 from typing import ClassVar, Final
 
+from explorer_hooks.engines.http_server import json_object
 from explorer_hooks.engines.server_engine import LABEL, ServerEngine
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import InvalidSettingsError, ServerBusyError, ServerRefusedError
@@ -98,7 +99,7 @@ class SGLangServer(ServerEngine):
         if self._torn is None and self._uncached is None:
             self._pause_flushed(mode)
         else:  # the server must not serve its present weights, even for a moment
-            self._ask_to_pause(mode)
+            self._ask(_PAUSE, {"mode": mode})
 
     def _resume(self) -> None:
         self._server.ask(_RESUME, {})
@@ -121,7 +122,7 @@ class SGLangServer(ServerEngine):
     def _pause_flushed(self, mode: str) -> None:
         """Pause with empty caches. Serve between attempts, so that requests can end."""
         for seconds in (*_BETWEEN_FLUSHES, None):
-            self._ask_to_pause(mode)
+            self._ask(_PAUSE, {"mode": mode})
             try:
                 self._flush()
             except ServerRefusedError as error:
@@ -141,11 +142,8 @@ class SGLangServer(ServerEngine):
             else:
                 return
 
-    def _ask_to_pause(self, mode: str) -> None:
-        self._server.ask(_PAUSE, {"mode": mode}, timeout=self._load_timeout)
-
     def _flush(self) -> None:
-        self._server.ask(_FLUSH, timeout=self._load_timeout)
+        self._ask(_FLUSH)
         self._is_flushed = True
 
     def _load_folder(self, kind: str, folder: str, name: str) -> None:
@@ -181,11 +179,10 @@ class SGLangServer(ServerEngine):
         }
         if kind == "adapter":
             body["lora_path"] = self._lora_name
-        answer = self._server.ask(_GENERATE, body, timeout=self._load_timeout)
+        answer = self._ask(_GENERATE, body)
         if "error" in answer or not ("text" in answer or "output_ids" in answer):
             raise ServerRefusedError(f"the server generates no token: {answer}", answer=answer)
-        meta = answer.get("meta_info")
-        said = meta.get("weight_version") if isinstance(meta, dict) else None
+        said = json_object(answer.get("meta_info")).get("weight_version")
         if said not in {None, name}:
             raise ServerRefusedError(
                 f"the server generates with the weights {said} instead of {name}"
@@ -193,7 +190,7 @@ class SGLangServer(ServerEngine):
 
     def _ask_to_load(self, route: str, body: dict[str, object]) -> None:
         """Raise an error also if an answer with a success status reports a failure."""
-        answer = self._server.ask(route, body, timeout=self._load_timeout)
+        answer = self._ask(route, body)
         if answer.get("success") is False:
             why = answer.get("message") or answer.get("error_message") or answer
             raise ServerRefusedError(f"{self._whose}: {why}", answer=answer)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from explorer_hooks.engines.http_server import HttpServer
+from explorer_hooks.engines.http_server import HttpServer, json_object
 from explorer_hooks.engines.server_engine import ServerEngine
 from explorer_hooks.engines.vllm_plugin import BACKEND
 from explorer_hooks.engines.vllm_workers import (
@@ -90,16 +91,17 @@ class VLLMServer(ServerEngine):
 
     modes: ClassVar[tuple[str, ...]] = ("keep", "wait", "abort")
     _info = "GET /weight_info"
+    _world: int | None = 0
+    _transfers: bool | None = None
 
     def __init__(self, url: str, *, checksums: bool = False, **options: Any) -> None:
         super().__init__(url, **options)
         self._checksums = checksums
         self._digests: dict[tuple[int, str], object] = {}
         self._workers = VLLMWorkers(self._call, self._whose)
-        self._world: int | None = 0
-        self._config: dict[str, Any] | None = None
+        #: Cached, because an answer takes seconds; empty if unknown.
+        self._config: dict[str, Any] = {}
         self._session = TransferSession(self._server, self._whose, self._load_timeout)
-        self._transfers: bool | None = None
 
     # -- weights by broadcast ----------------------------------------------------------------------
 
@@ -112,7 +114,7 @@ class VLLMServer(ServerEngine):
         """
         if self._world is None:
             try:
-                config = self._find_config() or {}
+                config = self._find_config()
                 self._world = workers_of(config.get("parallel_config")) if config else 0
             except ServerError as error:
                 log.warning(
@@ -150,13 +152,10 @@ class VLLMServer(ServerEngine):
         if self._world:
             self._workers.leave()
 
-    def _find_config(self) -> dict[str, Any] | None:
-        """The configuration; None if unknown. Cached, because an answer takes seconds."""
-        if self._config is None and self._server.has(_OPTIONS):
-            config = self._server.ask(
-                _OPTIONS, params={"config_format": "json"}, timeout=self._load_timeout
-            ).get("vllm_config")
-            self._config = config if isinstance(config, dict) else None
+    def _find_config(self) -> Mapping[str, Any]:
+        if not self._config and self._server.has(_OPTIONS):
+            answer = self._ask(_OPTIONS, config_format="json")
+            self._config = json_object(answer.get("vllm_config"))
         return self._config
 
     def _call(self, method: str, kwargs: dict[str, object], timeout: float) -> object:
@@ -186,7 +185,7 @@ class VLLMServer(ServerEngine):
             self._transfers = self._session.is_there(self._told_config())
         return self._transfers
 
-    def _told_config(self) -> dict[str, Any] | None:
+    def _told_config(self) -> Mapping[str, Any]:
         try:
             return self._find_config()
         except ServerRefusedError as error:
@@ -195,10 +194,10 @@ class VLLMServer(ServerEngine):
                 self._whose,
                 error,
             )
-            return None
+            return {}
 
     def _forget_config(self) -> None:
-        self._config = self._transfers = None
+        self._config, self._transfers = {}, None
 
     def _takes_names_of(self, version: LeasedVersion) -> bool:
         return takes_names_of(version, self._fits)
@@ -253,8 +252,7 @@ class VLLMServer(ServerEngine):
 
     def _pause_by(self, mode: str) -> None:
         # Reset the caches only once, after the load.
-        params = {"mode": mode, "clear_cache": "false"}
-        self._server.ask(_PAUSE, params=params, timeout=self._load_timeout)
+        self._ask(_PAUSE, mode=mode, clear_cache="false")
 
     def _resume(self) -> None:
         self._server.ask(_RESUME)
@@ -264,8 +262,7 @@ class VLLMServer(ServerEngine):
             # Requests that arrived since the pause would be finished with the old adapter.
             self._pause_by("abort")
         # Held requests go back to the queue, and their prefixes of the old weights are dropped.
-        params = {"reset_running_requests": "true", "reset_external": "true"}
-        told = self._server.ask(_RESET, params=params, timeout=self._load_timeout)
+        told = self._ask(_RESET, reset_running_requests="true", reset_external="true")
         if told.get("success") is False:
             raise ServerRefusedError(
                 "the prefix cache still holds entries of the old weights", answer=told
@@ -277,8 +274,7 @@ class VLLMServer(ServerEngine):
         if kind == "adapter":
             # Not load_inplace: vLLM below 0.33 would read the folder for each batch, for ever.
             self._unload_adapter()
-            body: dict[str, object] = {"lora_name": self._lora_name, "lora_path": folder}
-            self._server.ask(_LOAD_ADAPTER, body, timeout=self._load_timeout)
+            self._ask(_LOAD_ADAPTER, {"lora_name": self._lora_name, "lora_path": folder})
             return
         if self._has_transfer():
             self._workers.half_loaded = True
@@ -310,7 +306,7 @@ class VLLMServer(ServerEngine):
                 "token_ids": [1],
                 "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
             }
-            told = self._server.ask(_GENERATE, body, timeout=self._load_timeout)
+            told = self._ask(_GENERATE, body)
             spans = _first_choice(told).get("weight_versions") or []
             said = {span.get("version") for span in spans if isinstance(span, dict)}
             if said - {None, name}:
@@ -319,14 +315,14 @@ class VLLMServer(ServerEngine):
                 )
         else:
             body = {"model": model, "prompt": [1], "max_tokens": 1, "temperature": 0.0}
-            told = self._server.ask(_COMPLETE, body, timeout=self._load_timeout)
+            told = self._ask(_COMPLETE, body)
             if not _first_choice(told):
                 raise ServerRefusedError("the server generates no token", answer=told)
 
     def _loaded_well(self, version: LeasedVersion) -> None:
         if not self._checksums:
             return
-        told = self._server.ask(_CHECKER, {"action": "checksum"}, timeout=self._load_timeout)
+        told = self._ask(_CHECKER, {"action": "checksum"})
         found = told.get("checksums")
         key = (version.sequence, version.manifest.save_id)
         # The digests after the first load count, however often the version is loaded again.
@@ -344,8 +340,7 @@ class VLLMServer(ServerEngine):
 
 def _first_choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
     choices = answer.get("choices")
-    first = choices[0] if isinstance(choices, list) and choices else None
-    return first if isinstance(first, dict) else {}
+    return json_object(choices[0] if isinstance(choices, list) and choices else None)
 
 
 @dataclass
@@ -357,12 +352,11 @@ class TransferSession:
     timeout: float
     _said: str | None = None
 
-    def is_there(self, config: Mapping[str, Any] | None) -> bool:
+    def is_there(self, config: Mapping[str, Any]) -> bool:
         """True if the server has a usable transfer. If it is unusable, log the reason."""
-        transfer = (config or {}).get("weight_transfer_config")
-        if not (isinstance(transfer, dict) and transfer.get("backend") == BACKEND):
+        if json_object(config.get("weight_transfer_config")).get("backend") != BACKEND:
             return False
-        why = self._why_not(config or {})
+        why = self._why_not(config)
         if why is not None and why != self._said:
             log.warning("%s %s, so versions are loaded by reload_weights", self.whose, why)
         self._said = why
@@ -372,7 +366,7 @@ class TransferSession:
         for route in (_INIT, _START, _UPDATE, _FINISH):
             if not self.server.has(route):
                 return f"has no route {route}"
-        if (config.get("parallel_config") or {}).get("data_parallel_size") != 1:
+        if json_object(config.get("parallel_config")).get("data_parallel_size") != 1:
             return (
                 "has --data-parallel-size above 1, but only one of the server's replicas reports "
                 "its state"
@@ -411,14 +405,8 @@ class TransferSession:
         if opened == {True}:
             return
         if True in opened:
-            try:
+            with suppress(ServerRefusedError):  # by a worker that had ended its update already
                 self._ask(_FINISH, {})  # for the workers that did not raise the last error
-            except ServerRefusedError as refused:
-                log.debug(
-                    "no action is needed: a worker had already ended its update, and refused to "
-                    "end it again: %s",
-                    refused,
-                )
         self._ask(_START)
 
     def _state(self) -> list[Mapping[str, object]]:
