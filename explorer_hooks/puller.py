@@ -59,8 +59,7 @@ class Puller:
 
         With ``asks``, the wait requests a sync.
         """
-        deadline = time.monotonic() + timeout
-        with self._turn(deadline):
+        with self._turn(timeout) as deadline:
             self.pipeline.ends_bench()
             while True:
                 with self._with_refusal():
@@ -81,8 +80,7 @@ class Puller:
 
     def after_step(self, timeout: float) -> None:
         """Wait for newer weights and load them, unless the trainer has none, or has stopped."""
-        deadline = time.monotonic() + timeout
-        with self._turn(deadline):
+        with self._turn(timeout) as deadline:
             self._restore()
             self.pipeline.ends_bench()
             while True:
@@ -102,14 +100,13 @@ class Puller:
 
     def what_is_there(self) -> None:
         """Load newer weights if they are published already; otherwise raise WaitTimeoutError."""
-        with self._turn(time.monotonic()):
+        with self._turn(0):
             self._restore()
             self.newest(0, asks=False)
 
     def step(self, step: int, timeout: float) -> Version:
         """Let the daemon publish a step, and load it."""
-        deadline = time.monotonic() + timeout
-        with self._turn(deadline):
+        with self._turn(timeout) as deadline:
             self._restore()
             while True:
                 version = self.sync.set_model_state_dict_with_step_num(
@@ -124,8 +121,7 @@ class Puller:
 
     def step_alone(self, step: int, timeout: float) -> Version:
         """Load a step, without changing the other explorers."""
-        deadline = time.monotonic() + timeout
-        with self._turn(deadline):
+        with self._turn(timeout) as deadline:
             self._restore()
             serves = self.pipeline.serves_of_files
             held = self.sync.hold_step(
@@ -178,7 +174,9 @@ class Puller:
         return version
 
     @contextmanager
-    def _turn(self, deadline: float) -> Iterator[None]:
+    def _turn(self, timeout: float) -> Iterator[float]:
+        """Wait for the other threads; yield the deadline."""
+        deadline = time.monotonic() + timeout
         while not self.lock.acquire(timeout=min(_left(deadline), self.poll)):
             self.cancel.check()
             if not _left(deadline):
@@ -187,7 +185,7 @@ class Puller:
                 )
         try:
             self.cancel.check()
-            yield
+            yield deadline
         finally:
             self.lock.release()
 

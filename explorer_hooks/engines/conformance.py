@@ -319,13 +319,6 @@ class FailingStorage(Storage):
     def __init__(self) -> None:
         super().__init__(durable=False)
         self.place: tuple[Path, HeaderEntry] | None = None
-        self._paths: dict[int, Path] = {}
-
-    def open_read(self, path: Path) -> int:
-        """Open the file."""
-        fd = super().open_read(path)
-        self._paths[fd] = path
-        return fd
 
     def pread(self, fd: int, count: int, offset: int) -> bytes:
         """Read bytes, or raise ``EIO``."""
@@ -340,7 +333,7 @@ class FailingStorage(Storage):
     def _look(self, fd: int, offset: int, count: int) -> None:
         path, entry = self.place or (None, None)
         overlaps = entry and offset < entry.end and entry.begin < offset + count
-        if overlaps and self._paths.get(fd) == path:
+        if path and overlaps and os.path.samestat(os.fstat(fd), path.stat()):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
 

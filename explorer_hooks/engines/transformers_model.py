@@ -158,9 +158,8 @@ class TransformersModel(TorchModule):
         mine = self._base_model or _loaded_from(self._module)
         if told is None or mine is None:
             return None
-        if self._base_model is not None:
-            differs: bool | None = told.name != mine
-        else:
+        differs: bool | None = told.name != mine
+        if self._base_model is None:
             differs = are_two_models(told.name, mine)
         if differs is None and self._said != told.name:
             self._said = told.name

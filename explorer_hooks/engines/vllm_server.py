@@ -14,13 +14,13 @@ from typing import Any, ClassVar, Final
 
 from explorer_hooks.engines.http_server import HttpServer, json_object
 from explorer_hooks.engines.server_engine import ServerEngine
-from explorer_hooks.engines.vllm_plugin import BACKEND
-from explorer_hooks.engines.vllm_workers import (
+from explorer_hooks.engines.vllm_engine import (
     VLLMWorkers,
     label_received,
     takes_names_of,
     workers_of,
 )
+from explorer_hooks.engines.vllm_plugin import BACKEND
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import (
     EngineMismatchError,
@@ -74,7 +74,7 @@ class VLLMServer(ServerEngine):
     If the server was started with ``--weight-transfer-config '{"backend": "syncd"}'``, syncd's own
     weight transfer loads full models. Otherwise vLLM's ``reload_weights`` does. The server can take
     broadcasts if it was started with ``--worker-extension-cls`` and
-    :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
+    :data:`~explorer_hooks.engines.vllm_engine.EXTENSION`.
 
     Args:
         url: the address of one server.

@@ -1,6 +1,6 @@
 """Methods that syncd adds to vLLM's workers: broadcasts, and reloads that are correct on a CPU.
 
-:mod:`.vllm_workers` calls these methods by ``collective_rpc``.
+:class:`~.vllm_engine.VLLMWorkers` calls these methods by ``collective_rpc``.
 """
 
 from __future__ import annotations

@@ -15,9 +15,8 @@ import torch
 
 from explorer_hooks.engines.conformance import TensorBytes, make_version
 from explorer_hooks.engines.server_engine import LOADING
-from explorer_hooks.engines.vllm_engine import VLLMEngine
+from explorer_hooks.engines.vllm_engine import EXTENSION, VLLMEngine, workers_of
 from explorer_hooks.engines.vllm_server import VLLMServer
-from explorer_hooks.engines.vllm_workers import EXTENSION, workers_of
 from syncd.protocol.errors import (
     BroadcastError,
     EngineBrokenError,
