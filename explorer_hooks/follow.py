@@ -38,7 +38,6 @@ from syncd.protocol.names import TEMPORARY
 from syncd.protocol.policy import SyncMethod, SyncSettings, SyncStyle, Version
 from syncd.storage.fsio import Storage
 
-log = logging.getLogger(__name__)
 _SHELL: Final = "/bin/sh"
 _SERVERS: Mapping[str, type[ServerEngine]] = {"vllm": VLLMServer, "sglang": SGLangServer}
 
@@ -196,7 +195,7 @@ def command(
                 start_timeout=start_timeout,
             )
     else:
-        fits = Fits(base, casts=True, whose=str(base)) if base is not None else None
+        fits = Fits(base, casts=True, whose=str(base))
         if run is not None:
             engine = CommandEngine(run, timeout=timeout, fits=fits)
         elif link is not None:
@@ -259,17 +258,17 @@ class CommandEngine(InProcessEngine):
     """Runs a shell command for each version. Exit status 0 accepts the version.
 
     After ``timeout`` seconds, the command's process group is killed. ``fits`` is the model to
-    compare versions with; None for the last version that the command accepted.
+    compare versions with; if unknown, it is the last version that the command accepted.
     """
 
-    kinds: frozenset[str] = frozenset({"full", "adapter", "remote"})
+    kinds = frozenset({"full", "adapter", "remote"})
     hub_names = True  # a folder from the hub has the hub's names, too
 
     def __init__(self, command: str, *, timeout: float, fits: Fits | None = None) -> None:
         self._command = command
         self._timeout = timeout
         self._fits = fits or Fits()
-        self._learns = fits is None
+        self._learns = not self._fits.is_known
 
     def check(self, version: LeasedVersion) -> None:
         """Compare a full model with the base model, or with the last accepted full model."""
@@ -323,7 +322,7 @@ class LinkEngine(InProcessEngine):
         InvalidSettingsError: ``path`` exists and is not a link, or its parent folder is missing.
     """
 
-    kinds: frozenset[str] = frozenset({"full", "adapter"})
+    kinds = frozenset({"full", "adapter"})
     hub_names = True
 
     def __init__(self, path: Path, *, fits: Fits | None = None) -> None:
@@ -359,4 +358,3 @@ class LinkEngine(InProcessEngine):
             self._storage.unlink_if_there(draft)
             raise
         self._storage.sync_folder(self._path.parent)
-        log.info("%s now points to %s", self._path, version.folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, overload
@@ -110,7 +110,6 @@ class ExplorerHook:
         self._settings, why = given_or_default("settings", SyncSettings, settings).normalised(
             lora="full" not in engine.kinds, tinker=on_remote is not None
         )
-        given, settings = settings, self._settings
         if why is not None:
             log.warning("%s", why)
         self._engine = engine
@@ -119,7 +118,7 @@ class ExplorerHook:
         self._sync = ExplorerSynchronizer(
             job_dir,
             name,
-            settings=settings if given is not None else None,  # without them only pull() works
+            settings=self._settings if settings is not None else None,  # else only pull() works
             memory_dir=memory_dir,
             workers=0,  # until there is a version to fall back to
             hub_names=isinstance(engine, TakesHubNames) and engine.hub_names,
@@ -127,7 +126,7 @@ class ExplorerHook:
         )
         fast_path = None
         try:
-            if settings.method is SyncMethod.NCCL:
+            if self._settings.method is SyncMethod.NCCL:
                 if isinstance(engine, WeightTaker):
                     fast_path = ExplorerBroadcasts(self._sync, engine)
                 else:
@@ -260,17 +259,13 @@ class ExplorerHook:
             NotFollowingError: the background thread has died.
             InvalidSettingsError: a background thread follows the job (:meth:`start`).
         """
-        check_timeout(timeout)
-        self._check_open()
-        self._follower.check_off()
-        try:
-            return self._puller.newest(math.inf if timeout is None else timeout, asks=True)
-        except WaitTimeoutError:
-            if timeout is None or timeout > 0:
-                raise
-            return None
-        except (RefusedError, OnRemoteError) as refused:
-            raise refused.error from refused.error.__cause__
+        with self._pulling(timeout):
+            try:
+                return self._puller.newest(math.inf if timeout is None else timeout, asks=True)
+            except WaitTimeoutError:
+                if timeout != 0:
+                    raise
+                return None
 
     def pull_step(self, step: int, timeout: float | None = None) -> Version:
         """Let the daemon publish a saved step as the newest version, and load that version.
@@ -287,7 +282,8 @@ class ExplorerHook:
             WaitTimeoutError: the step was not published in time.
             Exception: for the other errors see :meth:`pull`.
         """
-        return self._step(self._puller.step, step, timeout)
+        with self._pulling(timeout) as seconds:
+            return self._puller.step(step, seconds)
 
     def load_step(self, step: int, timeout: float | None = None) -> Version:
         """Load a saved step into this engine only, to evaluate it, even while a trainer runs.
@@ -306,7 +302,8 @@ class ExplorerHook:
             WaitTimeoutError: the save was not complete in time.
             Exception: for the other errors see :meth:`pull`.
         """
-        return self._step(self._puller.step_alone, step, timeout)
+        with self._pulling(timeout) as seconds:
+            return self._puller.step_alone(step, seconds)
 
     def sync_is_due(self, step: int) -> bool:
         """Return True if :meth:`after_step` will sync. Then first let running requests finish."""
@@ -441,15 +438,14 @@ class ExplorerHook:
                 "Make a new ExplorerHook"
             )
 
-    def _step(
-        self, take: Callable[[int, float], Version], step: int, timeout: float | None
-    ) -> Version:
+    @contextmanager
+    def _pulling(self, timeout: float | None) -> Iterator[float]:
+        """Check that this thread can pull; yield the timeout of a step, in seconds."""
         check_timeout(timeout)
         self._check_open()
         self._follower.check_off()
-        seconds = self._settings.sync_timeout if timeout is None else timeout
         try:
-            return take(step, seconds)
+            yield self._settings.sync_timeout if timeout is None else timeout
         except (RefusedError, OnRemoteError) as refused:
             raise refused.error from refused.error.__cause__
 

@@ -47,13 +47,20 @@ class HostBuffer:
 
         Each view begins at a multiple of 64 bytes.
         """
-        content = self._memory_for(targets)
+        size = _size(targets)
+        devices = {target.tensor.device for target in targets} - {_CPU}
+        device = min(devices, key=str, default=_CPU)
+        memory = self._memory
+        if memory is None or memory.content.nbytes < size or device.type != self._device.type:
+            self.close()  # the old block must not be held beside the new one
+            memory = self._memory = HostMemory(size, device)
+            self._device = device
         self.views, at = [], 0
         for target in targets:
-            memory = content[at : at + target.nbytes]
-            self.views.append(memory.view(target.dtype).view(target.box.shape))
+            flat = memory.content[at : at + target.nbytes]
+            self.views.append(flat.view(target.dtype).view(target.box.shape))
             at += padded(target.nbytes)
-        return content[:at]
+        return memory.content[:at]
 
     def read(self, reader: WeightsReader, targets: Sequence[Target]) -> None:
         """Read the new content into ``views``, without changing the targets."""
@@ -86,7 +93,9 @@ class HostBuffer:
         )
         # Tensor.copy_ would be many times slower on busy processors, because its threads wait for
         # one another after each tensor.
-        self._run(partial(_move, batch) for batch in _batches(cuts, lambda move: len(move[0])))
+        self._run(
+            partial(_move, batch) for batch in _batches(cuts, lambda move: len(move[0]), _BATCH)
+        )
         synchronize(tensors)
 
     def fill(self, reader: WeightsReader, targets: Sequence[Target]) -> None:
@@ -100,7 +109,9 @@ class HostBuffer:
         self._read_parts(reader, parts)
         others = [target for target in targets if not _is_plain(target)]
         # The largest batch comes first: its memory is enough for the others.
-        for batch in sorted(_bounded(others), key=_size, reverse=True):
+        for batch in sorted(
+            _batches(others, lambda target: target.nbytes, _BOUND), key=_size, reverse=True
+        ):
             self.read(reader, batch)
             self.copy(batch)
 
@@ -109,22 +120,11 @@ class HostBuffer:
         self.views = []
         self._memory = None
 
-    def _memory_for(self, targets: Sequence[Target]) -> Tensor:
-        size = _size(targets)
-        devices = {target.tensor.device for target in targets} - {_CPU}
-        device = min(devices, key=str, default=_CPU)
-        memory = self._memory
-        if memory is None or memory.content.nbytes < size or device.type != self._device.type:
-            self.close()  # the old block must not be held beside the new one
-            memory = self._memory = HostMemory(size, device)
-            self._device = device
-        return memory.content
-
     def _read_parts(self, reader: WeightsReader, parts: Sequence[_Part]) -> None:
         reader.open(part.name for part in parts)  # before the threads, which share the reader
         cuts = chain.from_iterable(map(_cut, parts))
         # Batches of parts, not of reads: a part can need one read for each row.
-        batches = _batches(cuts, lambda part: len(part.into))
+        batches = _batches(cuts, lambda part: len(part.into), _BATCH)
         self._run(partial(_read, reader, batch) for batch in batches)
 
     def _run(self, tasks: Iterable[Callable[[Check], None]]) -> None:
@@ -144,16 +144,16 @@ def _read(reader: WeightsReader, batch: Sequence[_Part], check: Check) -> None:
             span.read()
 
 
-def _batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Group items of at most 16 MiB into batches of about 16 MiB."""
+def _batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Group items into batches of at most ``limit`` bytes, or of one larger item."""
     batch: list[T] = []
     total = 0
     for item in items:
-        batch.append(item)
-        total += size(item)
-        if total >= _BATCH:
+        if batch and total + size(item) > limit:
             yield batch
             batch, total = [], 0
+        batch.append(item)
+        total += size(item)
     if batch:
         yield batch
 
@@ -184,20 +184,7 @@ def _is_plain(target: Target) -> bool:
     return tensor.device == _CPU and tensor.is_contiguous() and tensor.dtype == target.dtype
 
 
-def _bounded(targets: Sequence[Target]) -> Iterator[list[Target]]:
-    group: list[Target] = []
-    size = 0
-    for target in targets:
-        if group and size + target.nbytes > _BOUND:
-            yield group
-            group, size = [], 0
-        group.append(target)
-        size += padded(target.nbytes)
-    if group:
-        yield group
-
-
-def _size(targets: Sequence[Target]) -> int:
+def _size(targets: Iterable[Target]) -> int:
     return sum(padded(target.nbytes) for target in targets)
 
 

@@ -90,7 +90,7 @@ class ServerEngine(ABC):
     #: The route that reports the label, and what else a request to set the label has.
     _info: str
     _label_options: ClassVar[dict[str, object]] = {}
-    hub_names: bool = True
+    hub_names = True
     _torn: str | None = None
     _model_is_torn = False
     _uncached: str | None = None
@@ -479,7 +479,6 @@ class ServerEngine(ABC):
             self._load_folder(version.kind, folder, name)
         except (ServerRefusedError, OSError) as again:
             self._torn = f"it failed to load version {version.sequence}, and then {folder}: {again}"
-            log.error("%s: %s", self._whose, self._torn)
             return False
         return True
 

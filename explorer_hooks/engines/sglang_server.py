@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from typing import ClassVar, Final
 
 from explorer_hooks.engines.http_server import json_object
@@ -52,7 +53,7 @@ class SGLangServer(ServerEngine):
         InvalidSettingsError: ``url``, ``mode`` or ``base`` is wrong.
     """
 
-    modes: ClassVar[tuple[str, ...]] = ("retract", "abort")
+    modes = ("retract", "abort")
     _admin = (_PAUSE, _RESUME, _UPDATE, _FLUSH, LABEL, _LOAD_ADAPTER, _UNLOAD_ADAPTER)
     _info = _INFO[0]
     _label_options: ClassVar[dict[str, object]] = {"abort_all_requests": False}
@@ -167,10 +168,8 @@ class SGLangServer(ServerEngine):
             self._unload_adapter()
 
     def _unload_adapter(self) -> None:
-        try:
+        with suppress(ServerRefusedError):  # there may be no adapter
             self._server.ask(_UNLOAD_ADAPTER, {"lora_name": self._lora_name})
-        except ServerRefusedError as error:
-            log.debug("there is no adapter to unload: %s", error)
 
     def _prove(self, kind: str, name: str) -> None:
         body: dict[str, object] = {

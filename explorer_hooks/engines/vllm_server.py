@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from explorer_hooks.engines.http_server import HttpServer, json_object
 from explorer_hooks.engines.server_engine import ServerEngine
@@ -89,7 +89,7 @@ class VLLMServer(ServerEngine):
         InvalidSettingsError: ``url``, ``mode`` or ``base`` is wrong.
     """
 
-    modes: ClassVar[tuple[str, ...]] = ("keep", "wait", "abort")
+    modes = ("keep", "wait", "abort")
     _info = "GET /weight_info"
     _world: int | None = 0
     _transfers: bool | None = None
@@ -301,7 +301,7 @@ class VLLMServer(ServerEngine):
                 raise ServerRefusedError("the server lists no model")
             model = bases[0]
         if self._server.has(_GENERATE):
-            body: dict[str, object] = {
+            body = {
                 "model": model,
                 "token_ids": [1],
                 "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
