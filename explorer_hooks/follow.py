@@ -13,6 +13,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -254,6 +255,7 @@ def _ends() -> Iterator[Callable[[Callable[[], None]], None]]:
             signal.signal(number, handler)
 
 
+@dataclass
 class CommandEngine(InProcessEngine):
     """Runs a shell command for each version. Exit status 0 accepts the version.
 
@@ -264,15 +266,16 @@ class CommandEngine(InProcessEngine):
     kinds = frozenset({"full", "adapter", "remote"})
     hub_names = True  # a folder from the hub has the hub's names, too
 
-    def __init__(self, command: str, *, timeout: float, fits: Fits | None = None) -> None:
-        self._command = command
-        self._timeout = timeout
-        self._fits = fits or Fits()
-        self._learns = not self._fits.is_known
+    command: str
+    timeout: float
+    fits: Fits = field(default_factory=Fits)
+
+    def __post_init__(self) -> None:
+        self._learns = not self.fits.is_known
 
     def check(self, version: LeasedVersion) -> None:
         """Compare a full model with the base model, or with the last accepted full model."""
-        self._fits.check(version)
+        self.fits.check(version)
 
     def load(self, version: LeasedVersion) -> None:
         """Run the command, and wait until it ends.
@@ -289,13 +292,13 @@ class CommandEngine(InProcessEngine):
         if version.remote_path is not None:
             told["SYNCD_REMOTE_PATH"] = version.remote_path
         process = subprocess.Popen(  # noqa: S603 # running the user's own command is its purpose
-            [_SHELL, "-c", self._command],
+            [_SHELL, "-c", self.command],
             env=os.environ | told,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
         try:
-            status = process.wait(self._timeout)
+            status = process.wait(self.timeout)
         except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -303,8 +306,7 @@ class CommandEngine(InProcessEngine):
                 raise
             raise CommandFailedError(
                 f"the command for version {version.sequence} did not finish within "
-                f"{self._timeout:g} s, so syncd killed it. Increase --timeout, or find out why "
-                "the command hangs"
+                f"{self.timeout:g} s, so syncd killed it. Increase --timeout, or mend the command"
             ) from error
         if status:
             raise CommandFailedError(
@@ -312,9 +314,10 @@ class CommandEngine(InProcessEngine):
                 f"{version.step}, in {version.folder}"
             )
         if self._learns and version.kind == "full":
-            self._fits = Fits(version.manifest, whose="the last version that the command accepted")
+            self.fits = Fits(version.manifest, whose="the last version that the command accepted")
 
 
+@dataclass
 class LinkEngine(InProcessEngine):
     """Points a symbolic link to each version's folder.
 
@@ -325,9 +328,11 @@ class LinkEngine(InProcessEngine):
     kinds = frozenset({"full", "adapter"})
     hub_names = True
 
-    def __init__(self, path: Path, *, fits: Fits | None = None) -> None:
-        self._path = path.absolute()
-        self._fits = fits or Fits()
+    path: Path
+    fits: Fits = field(default_factory=Fits)
+
+    def __post_init__(self) -> None:
+        self._path = self.path.absolute()
         self._storage = Storage()
         if not self._path.parent.is_dir():
             raise InvalidSettingsError(
@@ -346,7 +351,7 @@ class LinkEngine(InProcessEngine):
 
     def check(self, version: LeasedVersion) -> None:
         """Compare a full model with the base model, if one is given."""
-        self._fits.check(version)
+        self.fits.check(version)
 
     def load(self, version: LeasedVersion) -> None:
         """Point the link to the version's folder, by one atomic rename."""

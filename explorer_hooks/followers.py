@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -31,6 +32,7 @@ _LOOK: Final = 0.5
 Opens = Callable[[Callable[[], None]], AbstractContextManager[ExplorerHook]]
 
 
+@dataclass
 class Followers:
     """Explorers that follow one job, each with its own thread and server.
 
@@ -41,16 +43,11 @@ class Followers:
     ``served`` is called in the explorer's thread, with the explorer's name and each served version.
     """
 
-    def __init__(
-        self,
-        opens: Mapping[str, Opens],
-        served: Callable[[str, Version], object],
-        *,
-        again: float = _AGAIN,
-    ) -> None:
-        self._opens = opens
-        self._served = served
-        self._again = again
+    opens: Mapping[str, Opens]
+    served: Callable[[str, Version], object]
+    again: float = _AGAIN
+
+    def __post_init__(self) -> None:
         self._ended = threading.Event()
         self._hooks: dict[str, ExplorerHook] = {}
         self._errors: list[Exception] = []
@@ -71,7 +68,7 @@ class Followers:
         """
         threads = [
             threading.Thread(target=self._follow, args=[name], name=f"syncd-{name}")
-            for name in self._opens
+            for name in self.opens
         ]
         for thread in threads:
             thread.start()
@@ -84,7 +81,7 @@ class Followers:
     def _follow(self, name: str) -> None:
         while not self._ended.is_set():
             try:
-                with self._opens[name](self._check) as hook:
+                with self.opens[name](self._check) as hook:
                     self._hooks[name] = hook
                     self._check()  # end() may have run before the hook was listed
                     self._refused.pop(name, None)
@@ -94,11 +91,11 @@ class Followers:
             except (SyncdError, OSError) as error:
                 if isinstance(error, JobUnavailableError | InvalidSettingsError):
                     self._refused[name] = error
-                    if len(self._refused) == len(self._opens):
+                    if len(self._refused) == len(self.opens):
                         self._fail(error)
                         return
-                log.error("%s: %s; trying again in %g s", name, error, self._again)
-                self._ended.wait(self._again)
+                log.error("%s: %s; trying again in %g s", name, error, self.again)
+                self._ended.wait(self.again)
             except Exception as error:
                 self._fail(error)
                 raise
@@ -107,7 +104,7 @@ class Followers:
 
     def _tell(self, name: str, version: Version) -> None:
         try:
-            self._served(name, version)
+            self.served(name, version)
         except Exception as error:
             # This is not an error of the server. For example, stdout may be closed.
             self._fail(error)

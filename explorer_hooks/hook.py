@@ -137,9 +137,9 @@ class ExplorerHook:
             self._pipeline = Pipeline(
                 self._sync,
                 Reloader(engine, on_remote),
-                staging=staging,
-                before_load=before_load or (lambda _: None),
-                fast_path=fast_path,
+                staging,
+                before_load or (lambda _: None),
+                fast_path,
             )
             self._puller = Puller(self._sync, self._pipeline, self._cancel, poll)
             is_away = engine.is_away if isinstance(engine, MayBeAway) else lambda: False

@@ -284,8 +284,7 @@ class Follower:
         self.stop()  # otherwise this death could be reported after a new thread has begun
         raise NotFollowingError(
             f"the background thread of {self.name} has ended: {error!r}. The engine still serves "
-            f"{self.serving.version or 'its initial weights'}. To continue, call start() or "
-            "pull()"
+            f"{self.serving.version or 'its initial weights'}. Call start() or pull()"
         ) from error
 
     def check_off(self) -> None:
@@ -293,9 +292,8 @@ class Follower:
         self.check()
         if self.is_on:
             raise InvalidSettingsError(
-                f"a background thread of {self.name} already follows the job. To get the "
-                "versions of that thread, read hook.version or call hook.wait_until_served(). To "
-                "call pull() yourself, call stop() first"
+                f"a background thread of {self.name} already follows the job. Read hook.version, "
+                "or call hook.wait_until_served(). To call pull() yourself, call stop() first"
             )
 
     def wait_until_served(

@@ -44,10 +44,9 @@ def check_names(version: LeasedVersion, whose: str) -> None:
     for tensor in version.manifest.tensors:
         for piece in names.pieces_of(tensor)[:1]:
             raise EngineMismatchError(
-                f"the tensors of {named(version)} have the names of the trainer's module, but "
-                f"{whose} needs the hub's names. A load would skip {shown(tensor.name)}, whose "
-                f"hub name is {shown(piece.other)}, and would keep the old weights of this "
-                "tensor. Let the daemon publish the hub's names: syncd run --names hub"
+                f"{whose} needs the hub's names, but the tensors of {named(version)} have those of "
+                f"the trainer's module. A load would skip {shown(tensor.name)}, whose hub name is "
+                f"{shown(piece.other)}. Let the daemon publish them: syncd run --names hub"
             )
 
 

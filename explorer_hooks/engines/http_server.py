@@ -196,8 +196,7 @@ class HttpServer:
                 if waited >= timeout:
                     raise ServerUnreachableError(
                         f"the server did not start to answer within {timeout:g} s: {error}. Read "
-                        "the server's log, or increase start_timeout (syncd follow "
-                        "--start-timeout)"
+                        "its log, or increase start_timeout (syncd follow --start-timeout)"
                     ) from error
                 if now >= next_word:
                     next_word = now + _WORD

@@ -82,8 +82,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
         raise EngineMismatchError(
             "the module is wrapped in FullyShardedDataParallel, whose state dict is a copy of "
-            "the weights. Serve an unwrapped module, or a module that was sharded with "
-            "fully_shard"
+            "the weights. Serve an unwrapped module, or one that was sharded with fully_shard"
         )
     state = module.state_dict(keep_vars=True)
     tensors = {
@@ -95,9 +94,8 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     copies = sorted(name for name, value in tensors.items() if id(value) not in own)
     if copies:
         raise EngineMismatchError(
-            f"{shown(copies[0])} in the module's state dict cannot be filled in place, because it "
-            "is not a parameter or buffer of the module. A state_dict hook computes this tensor. "
-            "Serve a module without that hook"
+            f"{shown(copies[0])} in the module's state dict cannot be filled in place, because a "
+            "state_dict hook computes it. Serve a module without that hook"
         )
     return tensors
 

@@ -95,10 +95,8 @@ class TransformersModel(TorchModule):
         except EngineMismatchError as error:
             if _converts(self._module):
                 raise EngineMismatchError(
-                    f"{error}. transformers renames tensors of this model when it saves or loads "
-                    "the model. Publish versions with the tensor names of the model's "
-                    f"state_dict(), or with a {NAME_MAP} that maps the version's names to the "
-                    "names of the state_dict()"
+                    f"{error}. transformers renames tensors of this model when it saves it. "
+                    f"Publish the names of its state_dict(), or a {NAME_MAP} that maps to them"
                 ) from error
             raise
         if self._config is not None:
@@ -165,8 +163,7 @@ class TransformersModel(TorchModule):
             self._said = told.name
             log.warning(
                 "version %d is an adapter for %s, and the model was loaded from %s. syncd cannot "
-                "tell whether these are the same model. Pass the base model's name: "
-                "TransformersModel(model, base_model=NAME)",
+                "tell whether these are the same model. Pass its name as base_model",
                 version.sequence,
                 shown(told.name),
                 shown(mine),
@@ -193,8 +190,7 @@ def _forget_prompts(module: Any, manager: Any) -> None:
     if manager.is_running():
         log.warning(
             "continuous batching runs while the weights change, so its output mixes old and new "
-            "weights. Stop continuous batching during each load, or hold the lock of the "
-            "TransformersModel while continuous batching runs"
+            "weights. Stop it during each load, or let it hold the lock of the TransformersModel"
         )
         return
     try:

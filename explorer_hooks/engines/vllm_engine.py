@@ -234,9 +234,8 @@ class VLLMWorkers:
             if not self._warned:
                 self._warned = True
                 log.warning(
-                    "%s does not report whether it runs on a CPU. On a CPU, a reload may keep "
-                    "old weights in a tied output layer or in experts. On a GPU, ignore this "
-                    "warning",
+                    "%s does not report whether it runs on a CPU. There, a reload may keep old "
+                    "weights in a tied output layer or in experts. On a GPU, ignore this warning",
                     self.whose,
                 )
         elif str(device).startswith("cpu"):
@@ -245,11 +244,10 @@ class VLLMWorkers:
             stays = None if self._repacks else _left_by_reload(version)
             if stays is not None:
                 raise EngineMismatchError(
-                    f"cannot load {named(version)} into {self.whose}: {stays}. On a CPU, "
-                    "vLLM's own reload would therefore keep old weights. For a server, use "
-                    f'--weight-transfer-config \'{{"backend": "syncd"}}\'. For an LLM in this '
-                    f"process, use --worker-extension-cls {EXTENSION}. Without these options, "
-                    "restart vLLM from each version's folder (syncd follow --command)"
+                    f"cannot load {named(version)} into {self.whose}: {stays}. On a CPU, vLLM's "
+                    "own reload would keep old weights. For a server, use "
+                    f'--weight-transfer-config \'{{"backend": "syncd"}}\'; for an LLM, '
+                    f"--worker-extension-cls {EXTENSION}. Or restart vLLM from each folder"
                 )
 
     def load_folder(self, folder: str, timeout: float) -> None:

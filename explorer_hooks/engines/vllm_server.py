@@ -332,8 +332,7 @@ class VLLMServer(ServerEngine):
         if before != found:
             raise ServerRefusedError(
                 f"the server loaded version {version.sequence} again, but the digests of its "
-                "weights differ from the digests after the first load. One of the two loads was "
-                "wrong",
+                "weights differ from the digests after the first load",
                 answer=told,
             )
 
