@@ -14,6 +14,7 @@ from typing import Final
 from explorer_hooks.bench import serve
 from explorer_hooks.engines.server_engine import ServerEngine
 from explorer_hooks.hook import ExplorerHook
+from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import (
     CancelledError,
     InvalidSettingsError,
@@ -48,14 +49,14 @@ class Followers:
     again: float = _AGAIN
 
     def __post_init__(self) -> None:
-        self._ended = threading.Event()
+        self._cancel = Cancellation()
         self._hooks: dict[str, ExplorerHook] = {}
         self._errors: list[Exception] = []
         self._refused: dict[str, Exception] = {}  # until the explorer could be opened
 
     def end(self) -> None:
         """Make :meth:`run` return soon. A signal handler may call this."""
-        self._ended.set()
+        self._cancel.cancel()
         for hook in list(self._hooks.values()):
             hook.cancel()
 
@@ -79,11 +80,11 @@ class Followers:
             raise self._errors[0]
 
     def _follow(self, name: str) -> None:
-        while not self._ended.is_set():
+        while not self._cancel.is_done:
             try:
-                with self.opens[name](self._check) as hook:
+                with self.opens[name](self._cancel.check) as hook:
                     self._hooks[name] = hook
-                    self._check()  # end() may have run before the hook was listed
+                    self._cancel.check()  # end() may have run before the hook was listed
                     self._refused.pop(name, None)
                     serve(hook, partial(self._tell, name))
             except CancelledError:
@@ -95,7 +96,7 @@ class Followers:
                         self._fail(error)
                         return
                 log.error("%s: %s; trying again in %g s", name, error, self.again)
-                self._ended.wait(self.again)
+                self._cancel.pause(self.again)
             except Exception as error:
                 self._fail(error)
                 raise
@@ -113,10 +114,6 @@ class Followers:
     def _fail(self, error: Exception) -> None:
         self._errors.append(error)
         self.end()
-
-    def _check(self) -> None:
-        if self._ended.is_set():
-            raise CancelledError("following the job was cancelled")
 
 
 @contextmanager

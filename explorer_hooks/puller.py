@@ -300,15 +300,17 @@ class Follower:
         self, timeout: float | None, newer_than: Version | None, cancel: Cancellation
     ) -> Version:
         """See :meth:`~explorer_hooks.hook.ExplorerHook.wait_until_served`."""
-        found = self.serving.wait(
-            lambda served: _is_other(served, newer_than) or not self._follows or cancel.is_done,
-            timeout,
-        )
+
+        def ends(served: Version | None) -> bool:
+            is_off = not self.is_on or self._error is not None
+            return _is_other(served, newer_than) or is_off or cancel.is_done
+
+        found = self.serving.wait(ends, timeout)
         self.check()
         cancel.check()
         if found is None or not _is_other(found, newer_than):
             newer = f" newer than {newer_than}" if newer_than else ""
-            if not self._follows:
+            if not self.is_on:
                 raise InvalidSettingsError(
                     f"{self.name} serves no version{newer}, and no thread follows the job in the "
                     "background. Call start() or pull() first"
@@ -321,10 +323,6 @@ class Follower:
                 f"{self.name} served no version{newer} within {timeout:g} s: {why}"
             )
         return found
-
-    @property
-    def _follows(self) -> bool:
-        return self.is_on and self._error is None
 
     def _run(self, pull: Callable[[Cancellation], object], cancel: Cancellation) -> None:
         try:

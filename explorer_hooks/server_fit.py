@@ -145,9 +145,15 @@ def model_tensors(folder: Path) -> dict[str, TensorSpec]:
     """
     storage = Storage()
     try:
-        names = _weight_files(storage, folder)
+        names = {name for name in storage.names(folder) if name.endswith(WEIGHTS)}
+        if INDEX in storage.names(folder):
+            index = json.loads(storage.read((folder / INDEX).resolve(), LONG_RECORD_LIMIT))
+            told = index.get("weight_map") if isinstance(index, dict) else None
+            if not isinstance(told, dict):
+                raise ShardFormatError(f"{INDEX} has no weight_map")
+            names = set(map(str, told.values()))
         found: dict[str, TensorSpec] = {}
-        for name in names:
+        for name in sorted(names):
             with SafetensorsFile.open(storage, (folder / name).resolve()) as opened:
                 found |= {e.name: TensorSpec(e.dtype, tuple(e.shape)) for e in opened.entries}
     except (OSError, ValueError, CheckpointError) as error:
@@ -155,17 +161,6 @@ def model_tensors(folder: Path) -> dict[str, TensorSpec]:
     if not found:
         raise InvalidSettingsError(f"{folder} has no *.safetensors file to compare versions with")
     return found
-
-
-def _weight_files(storage: Storage, folder: Path) -> list[str]:
-    names = [name for name in storage.names(folder) if name.endswith(WEIGHTS)]
-    if INDEX not in storage.names(folder):
-        return names
-    index = json.loads(storage.read((folder / INDEX).resolve(), LONG_RECORD_LIMIT))
-    told = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(told, dict):
-        raise ShardFormatError(f"{INDEX} has no weight_map")
-    return sorted({str(name) for name in told.values()})
 
 
 def _ties(folder: Path) -> bool:

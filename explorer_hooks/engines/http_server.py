@@ -156,12 +156,12 @@ class HttpServer:
         except json.JSONDecodeError:
             answer = None
         shown = response.reason_phrase if is_page else text[:_LONGEST_TEXT]
-        said = f"{self.url}: {route}: {response.status_code} {shown}"
-        if response.status_code in _AWAY:
+        status = response.status_code
+        said = f"{self.url}: {route}: {status} {shown}"
+        if status in _AWAY:
             self.forget_routes()
             raise ServerUnreachableError(said)
         if not response.is_success:  # redirections are not followed, so nothing was done
-            status = response.status_code
             hint = _WRONG_KEY if status == httpx2.codes.UNAUTHORIZED else ""
             raise ServerRefusedError(f"{said}{hint}", answer=answer, status=status)
         return json_object(answer)

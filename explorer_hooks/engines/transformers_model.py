@@ -95,8 +95,8 @@ class TransformersModel(TorchModule):
         except EngineMismatchError as error:
             if _converts(self._module):
                 raise EngineMismatchError(
-                    f"{error}. transformers renames tensors of this model when it saves it. "
-                    f"Publish the names of its state_dict(), or a {NAME_MAP} that maps to them"
+                    f"{error}. transformers renames tensors when it saves this model. Publish "
+                    f"the names of the model's state_dict(), or a {NAME_MAP} that maps to them"
                 ) from error
             raise
         if self._config is not None:
@@ -153,8 +153,9 @@ class TransformersModel(TorchModule):
     def _other_base(self, version: LeasedVersion) -> str | None:
         """The reason why an adapter is for another model; None if none is known."""
         told = version.manifest.base_model
-        mine = self._base_model or _loaded_from(self._module)
-        if told is None or mine is None:
+        base: Any = getattr(self._module, "get_base_model", lambda: self._module)()
+        mine = self._base_model or getattr(base, "name_or_path", None)
+        if told is None or not mine:
             return None
         differs: bool | None = told.name != mine
         if self._base_model is None:
@@ -216,11 +217,6 @@ def _adapter_config(model: nn.Module, adapter: str) -> dict[str, Any] | None:
     config = configs[adapter].to_dict()
     told = {key: config[key] for key in _COMPUTES if key in config}
     return dict(json.loads(json.dumps(told)))  # in JSON, tuples become lists
-
-
-def _loaded_from(model: nn.Module) -> str | None:
-    base: Any = getattr(model, "get_base_model", lambda: model)()
-    return getattr(base, "name_or_path", None) or None
 
 
 def _generation_config(version: LeasedVersion) -> Any:
