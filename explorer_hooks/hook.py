@@ -337,17 +337,13 @@ class ExplorerHook:
             raise InvalidSettingsError("with style fully_async, call start() before the first step")
         if self._follower.is_on or not self.sync_is_due(step):
             return self.version
-        waits = True
         try:
-            if waits := self._waits(step):
+            if self._waits(step):
                 self._puller.after_step(self._settings.sync_timeout)
             else:  # the engine may lack versions that were published as files
                 self._puller.what_is_there()
         except RefusedError:
             pass  # it is in the log and in the report
-        except WaitTimeoutError:
-            if waits:
-                raise
         except (OSError, OnRemoteError) as error:
             log.warning("%s keeps its present weights: %s", self._sync.name, error)
         return self.version

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -99,8 +99,8 @@ class Puller:
                     self._look_again(error, deadline)
 
     def what_is_there(self) -> None:
-        """Load newer weights if they are published already; otherwise raise WaitTimeoutError."""
-        with self._turn(0):
+        """Load newer weights if they are published already."""
+        with suppress(WaitTimeoutError), self._turn(0):
             self._restore()
             self.newest(0, asks=False)
 
