@@ -1,4 +1,4 @@
-"""Loads and syncd's weight transfer inside vLLM's workers.
+"""Loads weights inside vLLM's workers, on its own or as vLLM's weight transfer ``syncd``.
 
 :mod:`.vllm_plugin` registers :func:`make_transfer`, which
 :class:`~.vllm_server.TransferSession` drives.
