@@ -94,8 +94,6 @@ def _is_full(job: Job, number: int) -> bool:
     names = job.storage.names(job.layout.step(number))
     if SAVING in names or RETIRED in names:
         return False
-    if FULL in names:
-        return True
-    return ACTOR in names and any(
-        map(is_resumable_state, job.storage.names(job.layout.actor(number)))
-    )
+    if FULL in names or ACTOR not in names:
+        return FULL in names
+    return any(map(is_resumable_state, job.storage.names(job.layout.actor(number))))

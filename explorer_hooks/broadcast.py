@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from itertools import islice, starmap
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -33,58 +35,44 @@ if TYPE_CHECKING:
     from syncd.coordination.broadcast.group import Broadcasting, WeightGroup
 
 
-T = TypeVar("T")
-
-
-def greet(
-    group: WeightGroup, known: WeightMeta | None, prepare: Callable[[WeightMeta, Image], T]
-) -> Arriving[T]:
-    """Do the handshake of a transfer. Return once all members are prepared for it.
+@contextmanager
+def greet(group: WeightGroup, known: WeightMeta | None) -> Iterator[Arriving]:
+    """Do the handshake of a transfer. The block must prepare for the yielded transfer.
 
     ``known`` is the list of tensors (the meta) of an earlier transfer, if any. The trainer sends
-    the meta only if a member does not know it. If ``prepare`` raises an error, no tensor is sent.
+    the meta only if a member does not know it. After the block, all members are prepared for the
+    transfer. If the block raises an error, no tensor is sent.
     """
     header = Header.decode(_told(group, HEADER))
     meta = known if known is not None and known.digest == header.digest else None
     told = None if group.agree(meta is not None) else _told(group, header.meta_bytes)
     try:
         meta = meta or _decoded(told, header)
-        image = Image.of(meta, header.bucket_bytes)
-        arriving = Arriving(group, header, meta, image, prepare(meta, image))
+        yield Arriving(group, header, meta, Image.of(meta, header.bucket_bytes))
     # Whatever the error is, the other members must learn that this one takes no part.
     except Exception as error:
         raise _refused(group, f"cannot receive the trainer's broadcast: {error}") from error
     _go_on_if_all(group)
-    return arriving
 
 
-class _Receiving(NamedTuple):
-    bucket: Bucket
-    memory: Tensor
-    broadcasting: Broadcasting
-
-
-class Arriving(Generic[T]):
-    """A transfer whose handshake is complete.
+@dataclass
+class Arriving:
+    """A transfer that the trainer has announced.
 
     Attributes:
         fault: the reason why :meth:`end` must refuse the transfer, if any.
     """
 
-    def __init__(
-        self, group: WeightGroup, header: Header, meta: WeightMeta, image: Image, prepared: T
-    ) -> None:
-        self.header = header
-        self.meta = meta
-        self.image = image
-        self.prepared = prepared
-        self.fault: str | None = None
-        self._group = group
-        self._digests: list[bytes] = []
+    group: WeightGroup
+    header: Header
+    meta: WeightMeta
+    image: Image
+    fault: str | None = None
+    _digests: list[bytes] = field(default_factory=list)
 
     def fill_image(self, content: Tensor) -> None:
         """Receive all tensors into ``content`` (host memory), at the offsets of :attr:`image`."""
-        if self._group.device.type == "cpu":
+        if self.group.device.type == "cpu":
             for _ in self._buckets(content):
                 pass
             return
@@ -92,7 +80,7 @@ class Arriving(Generic[T]):
             for bucket, arrived in self._buckets():
                 content[bucket.begin :][: bucket.size].copy_(arrived, non_blocking=True)
         finally:  # also on an error, because the memory may be freed then
-            wait_for_copies({self._group.device})
+            wait_for_copies({self.group.device})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors on the group's device, each valid until the next."""
@@ -111,18 +99,18 @@ class Arriving(Generic[T]):
                 yield spec.name, as_tensor(flat, spec)
         for spec in self.meta.tensors:
             if not spec.nbytes:
-                none = torch.empty(0, dtype=torch.uint8, device=self._group.device)
+                none = torch.empty(0, dtype=torch.uint8, device=self.group.device)
                 yield spec.name, as_tensor(none, spec)
 
     def end(self) -> None:
         """Confirm the last byte, and wait until all members have confirmed it."""
         if self.header.has_digests:
-            told = _told(self._group, DIGEST * len(self._digests))
+            told = _told(self.group, DIGEST * len(self._digests))
             if told != b"".join(self._digests):
                 self.fault = "their digests differ from the digests that the trainer sent"
         if self.fault is not None:
-            raise _refused(self._group, f"refusing the received weights: {self.fault}")
-        _go_on_if_all(self._group)
+            raise _refused(self.group, f"refusing the received weights: {self.fault}")
+        _go_on_if_all(self.group)
 
     def _buckets(self, into: Tensor | None = None) -> Iterator[tuple[Bucket, Tensor]]:
         """Yield arrived buckets. Without ``into``, each is valid only until the next bucket."""
@@ -130,26 +118,25 @@ class Arriving(Generic[T]):
         most = max((bucket.size for bucket in buckets), default=0)
         ahead = AHEAD if into is not None else AT_A_TIME
         kept = [
-            torch.empty(most, dtype=torch.uint8, device=self._group.device)
+            torch.empty(most, dtype=torch.uint8, device=self.group.device)
             for _ in buckets[:ahead]
             if into is None
         ]
 
-        def begin(number: int) -> _Receiving:
-            bucket = buckets[number]
+        def begin(number: int, bucket: Bucket) -> tuple[Bucket, Tensor, Broadcasting]:
             room = kept[number % ahead] if into is None else into[bucket.begin :]
             memory = room[: bucket.size]
-            return _Receiving(bucket, memory, self._group.broadcast(memory))
+            return bucket, memory, self.group.broadcast(memory)
 
-        coming = deque(begin(number) for number in range(min(ahead, len(buckets))))
-        for number in range(len(buckets)):
-            one = coming.popleft()
-            one.broadcasting.wait()
+        rest = starmap(begin, enumerate(buckets))
+        coming = deque(islice(rest, ahead))
+        while coming:
+            bucket, memory, broadcasting = coming.popleft()
+            broadcasting.wait()
             if self.header.has_digests:
-                self._digests.append(xxhash.xxh3_128_digest(bytes_of(one.memory.cpu())))
-            yield one.bucket, one.memory
-            if number + ahead < len(buckets):
-                coming.append(begin(number + ahead))
+                self._digests.append(xxhash.xxh3_128_digest(bytes_of(memory.cpu())))
+            yield bucket, memory
+            coming.extend(islice(rest, 1))
 
 
 def _refused(group: WeightGroup, why: str) -> BroadcastError:
@@ -193,6 +180,7 @@ def as_tensor(flat: Tensor, spec: WeightSpec) -> Tensor:
     return flat.view(torch_dtype(spec.dtype)).view(spec.shape)
 
 
+@dataclass
 class WeightReceiver:
     """Receives one transfer per call, together with all other members of the group.
 
@@ -200,12 +188,11 @@ class WeightReceiver:
     error the group is unusable: leave it. Not thread-safe.
 
     Attributes:
-        meta: the list of tensors of the last transfer that began; at first, ``known``.
+        meta: the list of tensors of the last transfer that began; at first, of an earlier one.
     """
 
-    def __init__(self, group: WeightGroup, *, known: WeightMeta | None = None) -> None:
-        self.meta = known
-        self._group = group
+    group: WeightGroup
+    meta: WeightMeta | None = None
 
     def receive(self, fits: Callable[[WeightMeta], object]) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors, in host memory, once every receiver has confirmed the last byte.
@@ -218,13 +205,9 @@ class WeightReceiver:
             BroadcastError: a receiver has failed, or has refused the tensors. No tensor was
                 yielded.
         """
-
-        def prepare(meta: WeightMeta, image: Image) -> HostMemory:
-            fits(meta)
-            return HostMemory(image.size, self._group.device)
-
-        arriving = self._greet(prepare)
-        memory = arriving.prepared
+        with self._greet() as arriving:
+            fits(arriving.meta)
+            memory = HostMemory(arriving.image.size, self.group.device)
         arriving.fill_image(memory.content)
         arriving.end()
         for offset, spec in zip(arriving.image.offsets, arriving.meta.tensors, strict=True):
@@ -240,15 +223,12 @@ class WeightReceiver:
             BroadcastError: see :meth:`receive`. Or two tensors of one target have different
                 contents.
         """
-
-        def prepare(meta: WeightMeta, _: Image) -> tuple[Fit, Tensor]:
-            found = fit(meta)
-            return found, buffer.lay_out(found.targets)
-
         try:
-            arriving = self._greet(prepare)
-            found, content = arriving.prepared
-            if _is_image(found.targets, arriving):
+            with self._greet() as arriving:
+                found = fit(arriving.meta)
+                content = buffer.lay_out(found.targets)
+            specs = [(spec.name, whole_box(spec.shape)) for spec in arriving.meta.tensors]
+            if [(target.name, target.box) for target in found.targets] == specs:
                 arriving.fill_image(content)
             else:
                 _receive_parts(arriving, found, buffer.views)
@@ -269,8 +249,8 @@ class WeightReceiver:
             BroadcastError: see :meth:`receive`. No target was changed.
             EngineBrokenError: the transfer failed half-way. Some targets may have new content.
         """
-        arriving = self._greet(lambda meta, _: fit(meta))
-        found = arriving.prepared
+        with self._greet() as arriving:
+            found = fit(arriving.meta)
         with changing:
             try:
                 _receive_parts(arriving, found, [target.tensor for target in found.targets])
@@ -281,14 +261,15 @@ class WeightReceiver:
                     "version from the files"
                 ) from error
 
-    def _greet(self, prepare: Callable[[WeightMeta, Image], T]) -> Arriving[T]:
-        arriving = greet(self._group, self.meta, prepare)
+    @contextmanager
+    def _greet(self) -> Iterator[Arriving]:
+        with greet(self.group, self.meta) as arriving:
+            yield arriving
         self.meta = arriving.meta
-        return arriving
 
 
 @torch.no_grad()
-def _receive_parts(arriving: Arriving[T], found: Fit, views: Sequence[Tensor]) -> None:
+def _receive_parts(arriving: Arriving, found: Fit, views: Sequence[Tensor]) -> None:
     """Fill each target's view with its part of a tensor, and wait until all devices have it."""
     parts: dict[str, list[tuple[Target, Tensor]]] = {}
     for target, view in zip(found.targets, views, strict=True):
@@ -301,13 +282,7 @@ def _receive_parts(arriving: Arriving[T], found: Fit, views: Sequence[Tensor]) -
             own = target.of(whole).to(view.device, view.dtype)
             if not torch.equal(_bytes(own), _bytes(view)):
                 arriving.fault = differ(target.name, name, "the module")
-    synchronize({view.device for view in views} - {torch.device("cpu")})
-
-
-def _is_image(targets: Sequence[Target], arriving: Arriving[T]) -> bool:
-    return [(target.name, target.box) for target in targets] == [
-        (spec.name, whole_box(spec.shape)) for spec in arriving.meta.tensors
-    ]
+    synchronize(views)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

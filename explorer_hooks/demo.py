@@ -19,12 +19,9 @@ from syncd.cli.demo_model import TinyTransformer
 def main() -> None:
     """Follow the job, save the final weights, and print a summary."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--job", type=Path, required=True)
-    parser.add_argument("--name", required=True)
-    parser.add_argument("--last-step", type=int, required=True)
-    parser.add_argument("--rollout-seconds", type=float, required=True)
-    parser.add_argument("--timeout", type=float, required=True)
-    parser.add_argument("--held", type=Path, required=True)
+    kinds = {"job": Path, "name": str, "last-step": int, "held": Path}
+    for name, kind in (kinds | {"rollout-seconds": float, "timeout": float}).items():
+        parser.add_argument(f"--{name}", type=kind, required=True)
     given = parser.parse_args()
     torch.manual_seed(1)
     model = TinyTransformer()

@@ -13,6 +13,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -26,10 +27,9 @@ from explorer_hooks.engines.http_server import place
 from explorer_hooks.engines.server_engine import ServerEngine
 from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.engines.vllm_server import VLLMServer
-from explorer_hooks.followers import Followers
+from explorer_hooks.followers import Followers, ready_file
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import LeasedVersion
-from explorer_hooks.ready import ready_file
 from explorer_hooks.server_fit import Fits
 from explorer_hooks.staging import Staging
 from syncd.cli import options
@@ -39,7 +39,6 @@ from syncd.protocol.names import TEMPORARY
 from syncd.protocol.policy import SyncMethod, SyncSettings, SyncStyle, Version
 from syncd.storage.fsio import Storage
 
-log = logging.getLogger(__name__)
 _SHELL: Final = "/bin/sh"
 _SERVERS: Mapping[str, type[ServerEngine]] = {"vllm": VLLMServer, "sglang": SGLangServer}
 
@@ -197,7 +196,7 @@ def command(
                 start_timeout=start_timeout,
             )
     else:
-        fits = Fits(base, casts=True, whose=str(base)) if base is not None else None
+        fits = Fits(base, casts=True, whose=str(base))
         if run is not None:
             engine = CommandEngine(run, timeout=timeout, fits=fits)
         elif link is not None:
@@ -256,26 +255,27 @@ def _ends() -> Iterator[Callable[[Callable[[], None]], None]]:
             signal.signal(number, handler)
 
 
+@dataclass
 class CommandEngine(InProcessEngine):
     """Runs a shell command for each version. Exit status 0 accepts the version.
 
     After ``timeout`` seconds, the command's process group is killed. ``fits`` is the model to
-    compare versions with; None for the last version that the command accepted.
+    compare versions with; if unknown, it is the last version that the command accepted.
     """
 
-    kinds: frozenset[str] = frozenset({"full", "adapter", "remote"})
+    kinds = frozenset({"full", "adapter", "remote"})
     hub_names = True  # a folder from the hub has the hub's names, too
 
-    def __init__(self, command: str, *, timeout: float, fits: Fits | None = None) -> None:
-        self._command = command
-        self._timeout = timeout
-        self._fits = fits
-        self._learns = fits is None
+    command: str
+    timeout: float
+    fits: Fits = field(default_factory=Fits)
+
+    def __post_init__(self) -> None:
+        self._learns = not self.fits.is_known
 
     def check(self, version: LeasedVersion) -> None:
         """Compare a full model with the base model, or with the last accepted full model."""
-        if self._fits is not None:
-            self._fits.check(version)
+        self.fits.check(version)
 
     def load(self, version: LeasedVersion) -> None:
         """Run the command, and wait until it ends.
@@ -292,13 +292,13 @@ class CommandEngine(InProcessEngine):
         if version.remote_path is not None:
             told["SYNCD_REMOTE_PATH"] = version.remote_path
         process = subprocess.Popen(  # noqa: S603 # running the user's own command is its purpose
-            [_SHELL, "-c", self._command],
+            [_SHELL, "-c", self.command],
             env=os.environ | told,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
         try:
-            status = process.wait(self._timeout)
+            status = process.wait(self.timeout)
         except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -306,8 +306,7 @@ class CommandEngine(InProcessEngine):
                 raise
             raise CommandFailedError(
                 f"the command for version {version.sequence} did not finish within "
-                f"{self._timeout:g} s, so syncd killed it. Increase --timeout, or find out why "
-                "the command hangs"
+                f"{self.timeout:g} s, so syncd killed it. Increase --timeout, or mend the command"
             ) from error
         if status:
             raise CommandFailedError(
@@ -315,9 +314,10 @@ class CommandEngine(InProcessEngine):
                 f"{version.step}, in {version.folder}"
             )
         if self._learns and version.kind == "full":
-            self._fits = Fits(version.manifest, whose="the last version that the command accepted")
+            self.fits = Fits(version.manifest, whose="the last version that the command accepted")
 
 
+@dataclass
 class LinkEngine(InProcessEngine):
     """Points a symbolic link to each version's folder.
 
@@ -325,12 +325,14 @@ class LinkEngine(InProcessEngine):
         InvalidSettingsError: ``path`` exists and is not a link, or its parent folder is missing.
     """
 
-    kinds: frozenset[str] = frozenset({"full", "adapter"})
+    kinds = frozenset({"full", "adapter"})
     hub_names = True
 
-    def __init__(self, path: Path, *, fits: Fits | None = None) -> None:
-        self._path = path.absolute()
-        self._fits = fits
+    path: Path
+    fits: Fits = field(default_factory=Fits)
+
+    def __post_init__(self) -> None:
+        self._path = self.path.absolute()
         self._storage = Storage()
         if not self._path.parent.is_dir():
             raise InvalidSettingsError(
@@ -349,8 +351,7 @@ class LinkEngine(InProcessEngine):
 
     def check(self, version: LeasedVersion) -> None:
         """Compare a full model with the base model, if one is given."""
-        if self._fits is not None:
-            self._fits.check(version)
+        self.fits.check(version)
 
     def load(self, version: LeasedVersion) -> None:
         """Point the link to the version's folder, by one atomic rename."""
@@ -362,4 +363,3 @@ class LinkEngine(InProcessEngine):
             self._storage.unlink_if_there(draft)
             raise
         self._storage.sync_folder(self._path.parent)
-        log.info("%s now points to %s", self._path, version.folder)

@@ -6,13 +6,16 @@ The trainer and the hub can name, split or join tensors differently. No data are
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from operator import add, sub
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from explorer_hooks.engines.fitting import TensorSpec
 from syncd.checkpoint.boxes import Box, whole
 from syncd.checkpoint.name_map import HubPart, NameMap, TrainerPart
 from syncd.checkpoint.placement import Shape
 from syncd.checkpoint.tensor_rules import shown
+from syncd.coordination.broadcast.weight_meta import Described
 from syncd.protocol.errors import CoverageError
 from syncd.protocol.records import Names
 from syncd.protocol.tensor_names import NameMapRecord
@@ -41,14 +44,14 @@ class NamedPiece(NamedTuple):
 
     def to_own(self, part: Box) -> Box:
         """Convert a part of ``other``, which must be inside this piece, to a part of ``own``."""
-        offsets = tuple(a - b for a, b in zip(part.offsets, self.other_box.offsets, strict=True))
-        shape, more = part.shape, self._more
-        if self.swaps:
-            offsets, shape = _swapped(offsets), _swapped(shape)
-        offsets, shape = (0,) * more + offsets, (1,) * more + shape
-        if more < 0:
-            offsets, shape = offsets[-more:], shape[-more:]
-        return Box(tuple(a + b for a, b in zip(offsets, self.own_box.offsets, strict=True)), shape)
+        own, other = self.own_box, self.other_box
+
+        def turned(shape: Shape, size: int) -> Shape:
+            shape = _swapped(shape) if self.swaps else shape
+            return shape[-self._more :] if self._more < 0 else (size,) * self._more + shape
+
+        ahead = turned(tuple(map(sub, part.offsets, other.offsets)), 0)
+        return Box(tuple(map(add, ahead, own.offsets)), turned(part.shape, 1))
 
     def seen_from_own(self, part: Tensor) -> Tensor:
         """View a part of ``other`` with the order and number of dimensions of ``own``."""
@@ -60,63 +63,45 @@ class NamedPiece(NamedTuple):
         return len(self.own_box.shape) - len(self.other_box.shape)
 
 
-class NamedShape(Protocol):
-    """A tensor's name and shape."""
-
-    @property
-    def name(self) -> str:
-        """The tensor's name."""
-
-    @property
-    def shape(self) -> Shape:
-        """The tensor's shape."""
-
-
+@dataclass(frozen=True)
 class GivenNames:
     """The names of a version's tensors in the trainer's module and on the hub.
 
     Attributes:
+        name_map: the names. Its ``refused`` is the reason why the hub's names are unknown, if any.
         given: the names in the version: ``trainer`` or ``hub``.
-        unknown: the reason why the hub's names are unknown; None if they are known.
     """
 
-    def __init__(self, name_map: NameMap, given: Names) -> None:
-        self._map = name_map
-        self.given = given
-        self.unknown = name_map.refused
+    name_map: NameMap
+    given: Names
 
-    @property
-    def of_trainer(self) -> GivenNames:
-        """The same map, for tensors with the trainer's names."""
-        return GivenNames(self._map, "trainer")
-
-    def pieces_of(self, tensor: NamedShape) -> list[NamedPiece]:
+    def pieces_of(self, tensor: Described) -> list[NamedPiece]:
         """The pieces of a version's tensor; empty if the map has no other name for it."""
         name, shape = tensor.name, tensor.shape
         if self.given == "trainer":
-            return [_piece(name, shape, part) for part in self._hub(name, shape)]
+            return [
+                NamedPiece(
+                    name, _in_trainer(shape, part), part.name, _in_hub(part), part.transposed
+                )
+                for part in self._hub(name, shape)
+            ]
         pieces = [
             _place(name, place, own)
-            for place in self._map.trainer(name)
+            for place in self.name_map.trainer(name)
             if (own := place.shape) is not None
         ]
-        fits = pieces and _around(piece.own_box for piece in pieces) == shape
+        fits = pieces and around(piece.own_box.ends for piece in pieces) == shape
         return pieces if fits else []
 
     def by_hub(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """Rename tensors to the hub's names."""
         found: dict[str, TensorSpec] = {}
-        joined: set[str] = set()
         for name, spec in tensors.items():
             parts = self._hub(name, spec.shape)
             for part in parts:
-                shape = part.shape
-                if part.at is not None:  # the parts may come in any order
-                    end = part.at + shape[0]
-                    if part.name in joined:
-                        end = max(end, found[part.name].shape[0])
-                    joined.add(part.name)
-                    shape = (end, *shape[1:])
+                shape = _in_hub(part).ends
+                if part.at is not None and part.name in found:  # the parts may come in any order
+                    shape = around((shape, found[part.name].shape))
                 found[part.name] = TensorSpec(spec.dtype, shape)
             if not parts:
                 found[name] = spec
@@ -124,19 +109,19 @@ class GivenNames:
 
     def shown(self, name: str) -> str:
         """Format a name for messages, with the tensor's other name."""
-        if (shape := self._map.tensors().get(name)) is not None:
-            first, *others = dict.fromkeys(part.name for part in self._map.hub(name, shape))
+        if (shape := self.name_map.tensors().get(name)) is not None:
+            first, *others = dict.fromkeys(part.name for part in self.name_map.hub(name, shape))
             return f"{shown(name)} (on the hub {shown(first)}{', …' if others else ''})"
-        (first_place, *_) = self._map.trainer(name)
+        (first_place, *_) = self.name_map.trainer(name)
         if first_place.shape is not None:
             return f"{shown(name)} (in the trainer's module {shown(first_place.name)})"
         return shown(name)
 
     def _hub(self, name: str, shape: Shape) -> list[HubPart]:
-        if name not in self._map:
+        if name not in self.name_map:
             return []
         try:
-            return self._map.hub(name, shape)
+            return self.name_map.hub(name, shape)
         except CoverageError:
             return []  # the map seems to be another model's
 
@@ -149,10 +134,6 @@ def names_of(version: LeasedVersion) -> GivenNames:
     return GivenNames(version.name_map(), version.manifest.names)
 
 
-def _piece(name: str, shape: Shape, part: HubPart) -> NamedPiece:
-    return NamedPiece(name, _in_trainer(shape, part), part.name, _in_hub(part), part.transposed)
-
-
 def _place(hub: str, place: TrainerPart, own: Shape) -> NamedPiece:
     box = _in_trainer(own, place)
     shape = box.shape if place.index is None else box.shape[1:]
@@ -161,22 +142,23 @@ def _place(hub: str, place: TrainerPart, own: Shape) -> NamedPiece:
 
 
 def _in_trainer(shape: Shape, part: HubPart | TrainerPart) -> Box:
-    offsets, sizes = list(whole(shape).offsets), list(shape)
+    offsets, sizes = [0] * len(shape), list(shape)
     if part.index is not None:
         offsets[0], sizes[0] = part.index, 1
     if part.rows is not None:
-        dim = 0 if part.index is None else 1
+        dim = int(part.index is not None)
         offsets[dim], sizes[dim] = part.rows[0], part.rows[1] - part.rows[0]
     return Box(tuple(offsets), tuple(sizes))
 
 
 def _in_hub(part: HubPart) -> Box:
-    offsets = whole(part.shape).offsets
-    return Box(offsets if part.at is None else (part.at, *offsets[1:]), part.shape)
+    box = whole(part.shape)
+    return box if part.at is None else Box((part.at, *box.offsets[1:]), part.shape)
 
 
-def _around(boxes: Iterable[Box]) -> Shape:
-    return tuple(map(max, zip(*(box.ends for box in boxes), strict=True)))
+def around(ends: Iterable[Shape]) -> Shape:
+    """The least shape that holds parts with these ends."""
+    return tuple(map(max, zip(*ends, strict=False)))
 
 
 def _swapped(shape: Shape) -> Shape:

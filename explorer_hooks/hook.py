@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, overload
 
-from explorer_hooks.background import Follower
 from explorer_hooks.engines.base import Engine, MayBeAway, MayStartLater, TakesHubNames, WeightTaker
-from explorer_hooks.fast_path import ExplorerBroadcasts
 from explorer_hooks.pipeline import Pipeline
-from explorer_hooks.puller import Puller
+from explorer_hooks.puller import Follower, Puller
 from explorer_hooks.reader import LeasedVersion
-from explorer_hooks.reload import OnRemote, OnRemoteError, RefusedError
+from explorer_hooks.reload import (
+    ExplorerBroadcasts,
+    OnRemote,
+    OnRemoteError,
+    RefusedError,
+    Reloader,
+)
 from explorer_hooks.staging import Staging
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.member import POLL, Seams
@@ -104,7 +110,6 @@ class ExplorerHook:
         self._settings, why = given_or_default("settings", SyncSettings, settings).normalised(
             lora="full" not in engine.kinds, tinker=on_remote is not None
         )
-        given, settings = settings, self._settings
         if why is not None:
             log.warning("%s", why)
         self._engine = engine
@@ -113,17 +118,17 @@ class ExplorerHook:
         self._sync = ExplorerSynchronizer(
             job_dir,
             name,
-            settings=settings if given is not None else None,  # without them only pull() works
+            settings=self._settings if settings is not None else None,  # else only pull() works
             memory_dir=memory_dir,
             workers=0,  # until there is a version to fall back to
             hub_names=isinstance(engine, TakesHubNames) and engine.hub_names,
             seams=Seams(storage=storage, poll=poll),
         )
-        self._fast_path: ExplorerBroadcasts | None = None
+        fast_path = None
         try:
-            if settings.method is SyncMethod.NCCL:
+            if self._settings.method is SyncMethod.NCCL:
                 if isinstance(engine, WeightTaker):
-                    self._fast_path = ExplorerBroadcasts(self._sync, engine)
+                    fast_path = ExplorerBroadcasts(self._sync, engine)
                 else:
                     log.warning(
                         "%s: the engine cannot receive broadcasts; loading versions from files",
@@ -131,17 +136,16 @@ class ExplorerHook:
                     )
             self._pipeline = Pipeline(
                 self._sync,
-                engine,
-                staging=staging,
-                before_load=before_load,
-                on_remote=on_remote,
-                fast_path=self._fast_path,
+                Reloader(engine, on_remote),
+                staging,
+                before_load or (lambda _: None),
+                fast_path,
             )
-            self._puller = Puller(self._sync, self._pipeline, self._fast_path, self._cancel, poll)
+            self._puller = Puller(self._sync, self._pipeline, self._cancel, poll)
             is_away = engine.is_away if isinstance(engine, MayBeAway) else lambda: False
             self._follower = Follower(name, self._pipeline, poll, is_away)
             if isinstance(engine, MayStartLater):
-                engine.on_waiting(self._say_starting)
+                engine.on_waiting(self._pipeline.report)
             engine.attach()
             self._sync.set_explorer_status(RunningStatus.RUNNING)
         except BaseException:
@@ -255,17 +259,13 @@ class ExplorerHook:
             NotFollowingError: the background thread has died.
             InvalidSettingsError: a background thread follows the job (:meth:`start`).
         """
-        check_timeout(timeout)
-        self._check_open()
-        self._follower.check_off()
-        try:
-            return self._puller.newest(timeout, asks=True, cancel=self._cancel)
-        except WaitTimeoutError:
-            if timeout is None or timeout > 0:
-                raise
-            return None
-        except (RefusedError, OnRemoteError) as refused:
-            raise refused.error from refused.error.__cause__
+        with self._pulling(timeout):
+            try:
+                return self._puller.newest(math.inf if timeout is None else timeout, asks=True)
+            except WaitTimeoutError:
+                if timeout != 0:
+                    raise
+                return None
 
     def pull_step(self, step: int, timeout: float | None = None) -> Version:
         """Let the daemon publish a saved step as the newest version, and load that version.
@@ -282,7 +282,8 @@ class ExplorerHook:
             WaitTimeoutError: the step was not published in time.
             Exception: for the other errors see :meth:`pull`.
         """
-        return self._step(self._puller.step, step, timeout)
+        with self._pulling(timeout) as seconds:
+            return self._puller.step(step, seconds)
 
     def load_step(self, step: int, timeout: float | None = None) -> Version:
         """Load a saved step into this engine only, to evaluate it, even while a trainer runs.
@@ -301,7 +302,8 @@ class ExplorerHook:
             WaitTimeoutError: the save was not complete in time.
             Exception: for the other errors see :meth:`pull`.
         """
-        return self._step(self._puller.step_alone, step, timeout)
+        with self._pulling(timeout) as seconds:
+            return self._puller.step_alone(step, seconds)
 
     def sync_is_due(self, step: int) -> bool:
         """Return True if :meth:`after_step` will sync. Then first let running requests finish."""
@@ -335,17 +337,13 @@ class ExplorerHook:
             raise InvalidSettingsError("with style fully_async, call start() before the first step")
         if self._follower.is_on or not self.sync_is_due(step):
             return self.version
-        waits = True
         try:
-            if waits := self._waits(step):
-                self._puller.sync(self._settings.sync_timeout)
+            if self._waits(step):
+                self._puller.after_step(self._settings.sync_timeout)
             else:  # the engine may lack versions that were published as files
                 self._puller.what_is_there()
         except RefusedError:
             pass  # it is in the log and in the report
-        except WaitTimeoutError:
-            if waits:
-                raise
         except (OSError, OnRemoteError) as error:
             log.warning("%s keeps its present weights: %s", self._sync.name, error)
         return self.version
@@ -356,10 +354,9 @@ class ExplorerHook:
         """Start a background thread, which loads the newest version after each publication.
 
         The thread requests syncs only with style ``explorer_driven``.
-        :func:`~explorer_hooks.background.follow` lists the errors that the thread survives. If the
-        thread dies, the next :meth:`pull`, :meth:`after_step`, :meth:`may_produce` or
-        :meth:`wait_until_served` raises NotFollowingError, once. If the thread already runs, the
-        call does nothing.
+        :class:`~explorer_hooks.puller.Follower` lists the errors that it survives. If it dies,
+        the next :meth:`pull`, :meth:`after_step`, :meth:`may_produce` or :meth:`wait_until_served`
+        raises NotFollowingError, once. If the thread already runs, the call does nothing.
 
         Raises:
             CancelledError: the hook was cancelled or closed.
@@ -367,7 +364,11 @@ class ExplorerHook:
         self._check_open()
         self._cancel.check()
         asks = self._settings.style is SyncStyle.EXPLORER_DRIVEN
-        self._follower.start(lambda cancel: self._puller.newest(None, asks=asks, cancel=cancel))
+        self._follower.start(
+            lambda cancel: replace(self._puller, cancel=cancel).newest(math.inf, asks=asks)
+        )
+        if self._cancel.is_done:  # since the check
+            self._follower.cancel()
 
     def stop(self) -> None:
         """End the background thread, if there is one, and wait for a load in progress."""
@@ -416,8 +417,8 @@ class ExplorerHook:
             stack.callback(self._sync.close)
             stack.callback(self._pipeline.close)
             stack.callback(self._engine.close)
-            if self._fast_path is not None:
-                stack.callback(self._fast_path.close)
+            if self._pipeline.fast_path is not None:
+                stack.callback(self._pipeline.fast_path.engine.leave)
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -433,31 +434,19 @@ class ExplorerHook:
                 "Make a new ExplorerHook"
             )
 
-    def _say_starting(self, why: str) -> None:
-        try:
-            self._sync.report(None, starting=why)
-        except OSError as error:
-            log.warning(
-                "%s cannot report to the job that its server is still starting, so 'syncd status' "
-                "may not show it: %s",
-                self._sync.name,
-                error,
-            )
-
-    def _step(
-        self, take: Callable[[int, float], Version], step: int, timeout: float | None
-    ) -> Version:
+    @contextmanager
+    def _pulling(self, timeout: float | None) -> Iterator[float]:
+        """Check that this thread can pull; yield the timeout of a step, in seconds."""
         check_timeout(timeout)
         self._check_open()
         self._follower.check_off()
-        seconds = self._settings.sync_timeout if timeout is None else timeout
         try:
-            return take(step, seconds)
+            yield self._settings.sync_timeout if timeout is None else timeout
         except (RefusedError, OnRemoteError) as refused:
             raise refused.error from refused.error.__cause__
 
     def _waits(self, step: int) -> bool:
-        if self._fast_path is None:
+        if self._pipeline.fast_path is None:
             return True
         try:
             # Without a trainer the policy does not wait, not even for the first weights.

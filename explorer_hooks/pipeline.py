@@ -8,14 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
-from explorer_hooks.engines.base import Engine
-from explorer_hooks.engines.fitting import named
-from explorer_hooks.fast_path import ExplorerBroadcasts, Transfer
+from explorer_hooks.engines.fitting import check_kind, named
 from explorer_hooks.reader import LeasedVersion
-from explorer_hooks.reload import OnRemote, RefusedError, Reloader, refuses
+from explorer_hooks.reload import ExplorerBroadcasts, RefusedError, Reloader, Take, refuses
 from explorer_hooks.staging import NotStagedError, Staging
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.waiting import Cancellation
@@ -32,6 +30,7 @@ _LOOK: Final = 0.1
 _STILL: Final = 2.0
 
 
+@dataclass
 class Pipeline:
     """Knows the version that an engine serves, and loads the next version.
 
@@ -43,34 +42,26 @@ class Pipeline:
         last: the measurements of the last load or broadcast.
     """
 
-    def __init__(
-        self,
-        sync: ExplorerSynchronizer,
-        engine: Engine,
-        *,
-        staging: Staging | None,
-        before_load: Callable[[LeasedVersion], object] | None,
-        on_remote: OnRemote | None,
-        fast_path: ExplorerBroadcasts | None = None,
-    ) -> None:
-        if staging is not None and not engine.is_local:
+    sync: ExplorerSynchronizer
+    reloader: Reloader
+    staging: Staging | None
+    before_load: Callable[[LeasedVersion], object]
+    fast_path: ExplorerBroadcasts | None
+    held: LeasedVersion | None = None
+    last: Reload | None = None
+    _received: SaveId | None = None
+    _benches: bool = False
+    _broken: str | None = None
+    _abandoned: str | None = None
+    _refused: tuple[Version, str] | None = None
+    _looked: float = -math.inf
+    _is_verified: bool = True
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def __post_init__(self) -> None:
+        if self.staging is not None and not self.reloader.engine.is_local:
             log.warning("the engine also reads weights on other hosts, so staging is off")
-            staging = None
-        self._sync = sync
-        self._staging = staging
-        self._fast_path = fast_path
-        self.held: LeasedVersion | None = None
-        self.last: Reload | None = None
-        self._received: SaveId | None = None
-        self._benches = False
-        self._broken: str | None = None
-        self._abandoned: str | None = None
-        self._refused: tuple[Version, str] | None = None
-        self._changed = threading.Condition()
-        self._reloader = Reloader(engine, on_remote)
-        self._before_load = before_load
-        self._looked = -math.inf
-        self._is_verified = True
+            self.staging = None
 
     # -- the served version: for any thread ---------------------------------------------
 
@@ -113,16 +104,14 @@ class Pipeline:
         refused = self._refused
         return refused[1] if refused is not None and refused[0] == self.floor else None
 
-    @property
     def joins(self) -> bool:
         """True if the engine takes part in broadcasts now.
 
         Before its first version it does not: after a failed broadcast, it needs a version to load.
         """
-        fast_path = self._fast_path
-        if fast_path is None or not fast_path.fits or self._benches:
+        if self.fast_path is None or not self.fast_path.fits or self._benches:
             return False
-        return bool(self.held) and not self.is_broken
+        return self.held is not None and not self.is_broken
 
     @contextmanager
     def hold_again(self) -> Iterator[LeasedVersion]:
@@ -131,12 +120,12 @@ class Pipeline:
             held = self.held
             if held is None:
                 raise InvalidSettingsError(
-                    f"{self._sync.name} serves no version yet. Call pull() first"
+                    f"{self.sync.name} serves no version yet. Call pull() first"
                 )
-            if self._staging is not None and held.source != held.folder:
-                again = self._staging.hold_again(held)
+            if self.staging is not None and held.source != held.folder:
+                again = self.staging.hold_again(held)
             else:
-                again = self._sync.hold(held)
+                again = self.sync.hold(held)
         try:
             yield again
         finally:
@@ -176,38 +165,41 @@ class Pipeline:
             self._changed.notify_all()
         self.report()
 
-    def report(self) -> None:
+    def report(self, starting: str | None = None) -> None:
         """Write this explorer's report. If storage fails, only log the error.
+
+        ``starting`` is the reason why the engine is not running yet.
 
         Raises:
             NameTakenError: another explorer took the name while this explorer counted as dead.
         """
         version = self.version
-        benches = self._benches and version is not None
+        bench = version if self._benches else None
         try:
-            self._sync.report(
-                None if benches else version,
+            self.sync.report(
+                None if bench else version,
                 refused=self._refused[1] if self._refused else None,
-                reload=None if benches else self.last,
-                bench=version.step if benches and version else None,
+                reload=None if bench else self.last,
+                bench=bench.step if bench else None,
                 fault=self.fault,
                 received=str(self._received) if self._received else None,
-                delta_base=self._staging.base if self._staging and not benches else None,
-                workers=self._fast_path.workers if self._fast_path and self.joins else 0,
-                group=self._fast_path.group if self._fast_path else None,
+                delta_base=self.staging.base if self.staging and not bench else None,
+                workers=self.fast_path.engine.workers if self.fast_path and self.joins() else 0,
+                group=self.fast_path.group if self.fast_path else None,
+                starting=starting,
             )
         except OSError as error:
             log.warning(
-                "%s cannot report its version to the job, so 'syncd status' may show an older "
-                "version: %s",
-                self._sync.name,
+                "%s cannot report its state to the job, so 'syncd status' may show an older one: "
+                "%s",
+                self.sync.name,
                 error,
             )
 
     # -- the next version: one thread at a time --------------------------------------------------
 
-    def receive(self, transfer: Transfer) -> None:
-        """Let the engine receive the weights of a broadcast, and report the new weights.
+    def receive(self, save_id: SaveId, take: Take) -> None:
+        """Let the engine receive the weights of a save by broadcast, and report them.
 
         Raises the errors of :meth:`~explorer_hooks.reload.Reloader.receive` and of ``before_load``.
         """
@@ -215,14 +207,10 @@ class Pipeline:
         assert held is not None  # noqa: S101 - an engine without a version does not join
         try:
             begun = time.monotonic()
-            if self._before_load is not None:
-                self._before_load(held)
+            self.before_load(held)
             told = Reload(
-                sequence=held.sequence,
-                step=transfer.save_id.step,
-                prepare=time.monotonic() - begun,
-            )
-            told = self._reloader.receive(transfer.take, told)
+                sequence=held.sequence, step=save_id.step, prepare=time.monotonic() - begun
+            ).model_copy(update=self.reloader.receive(take))
         except EngineBrokenError as error:
             self._broken = str(error)
             raise
@@ -232,11 +220,11 @@ class Pipeline:
             raise
         else:
             with self._changed:
-                self.last, self._received = told, transfer.save_id
+                self.last, self._received = told, save_id
                 self._changed.notify_all()
             log.info(
                 "%s serves step %d, received by broadcast in %.3f s, with a pause of %.3f s",
-                self._sync.name,
+                self.sync.name,
                 told.step,
                 told.seconds,
                 told.pause,
@@ -258,7 +246,7 @@ class Pipeline:
             Exception: storage, the engine or a callback failed. The next try may succeed.
         """
         try:
-            leased = self._sync.hold(version)
+            leased = self.sync.hold(version)
         except VerificationError as error:
             raise self._refusal(version, error) from error
         try:
@@ -269,24 +257,25 @@ class Pipeline:
         if has_received:
             self._adopt(leased)
             return False
-        self._take(leased, cancel)
+        self.load(leased, cancel)
         return True
 
-    def take_step(self, leased: LeasedVersion, cancel: Cancellation) -> None:
-        """Load a leased step to evaluate it; release the step after an error."""
-        self._take(leased, cancel, benches=True)
+    def load(self, leased: LeasedVersion, cancel: Cancellation, *, benches: bool = False) -> None:
+        """Load a leased version, or a step to evaluate it; release the version after an error.
 
-    def _take(self, leased: LeasedVersion, cancel: Cancellation, *, benches: bool = False) -> None:
+        See :meth:`take` for the errors.
+        """
+        taker = self.reloader.taker(leased)
         using = [leased]  # to release if the load fails
         blames = True
         try:
-            self._reloader.check_kind(leased)
+            check_kind(leased, taker.kinds)
             begun = time.monotonic()
             ready, staged, why = leased, None, None
             # Each byte is read once, also with a stage: the copy is verified while it is made.
-            if self._staging is not None and leased.kind != "remote":
+            if self.staging is not None and leased.kind != "remote":
                 try:
-                    ready, staged = self._staging.stage(leased, cancel=cancel.check), True
+                    ready, staged = self.staging.stage(leased, cancel=cancel.check), True
                     using.append(ready)
                 except NotStagedError as error:
                     staged, why = False, str(error)
@@ -297,13 +286,12 @@ class Pipeline:
                     )
             if ready is leased:
                 leased.verify(cancel=cancel.check)
-            self._reloader.check(ready)
+            taker.check(ready)
             verified = time.monotonic()
             blames = False  # an error of running requests is not the version's fault
-            if self._before_load is not None:
-                self._before_load(ready)
+            self.before_load(ready)
             blames = True
-            self._reloader.prepare(ready)
+            taker.prepare(ready)
             cancel.check()
             told = Reload(
                 sequence=leased.sequence,
@@ -312,10 +300,10 @@ class Pipeline:
                 prepare=time.monotonic() - verified,
                 staged=staged,
                 not_staged=why,
-                **(asdict(self._staging.fetched) if self._staging and staged else {}),
+                **(asdict(self.staging.fetched) if self.staging and staged else {}),
             )
             # Cannot be cancelled from here on: the engine reads the files.
-            told = self._reload(ready, told)
+            told = told.model_copy(update=self._reload(ready))
         except BaseException as error:
             _release(*using)
             if blames and refuses(error):
@@ -330,18 +318,18 @@ class Pipeline:
             self.last, self._refused, self._broken = told, None, None
             self._received, self._is_verified = None, True
             self._changed.notify_all()
-        if self._fast_path is not None:
-            self._fast_path.fits = True
-        if self._staging is not None:
-            self._staging.serves(ready.folder)
+        if self.fast_path is not None:
+            self.fast_path.fits = True
+        if self.staging is not None:
+            self.staging.serves(ready.folder)
         # Only now release, by unlink, the leases on the old version and on a version with a copy.
         _release(leased if ready is not leased else None, before)
-        if self._staging is not None:
-            self._staging.tidy()
+        if self.staging is not None:
+            self.staging.tidy()
         self.report()
         log.info(
             "%s serves %s, loaded in %.3f s, with a pause of %.3f s",
-            self._sync.name,
+            self.sync.name,
             named(ready),
             told.seconds,
             told.pause,
@@ -361,7 +349,7 @@ class Pipeline:
                     f"{self._broken}. Version {held.sequence} cannot be loaded again: {error}"
                 ) from error
         try:
-            self._reloader.restore(held)
+            self.reloader.restore(held)
         except EngineBrokenError as error:
             if self._broken != str(error):
                 self._broken = str(error)
@@ -379,7 +367,7 @@ class Pipeline:
         if held is None or now < self._looked + _STILL:
             return
         self._looked = now
-        if not self._reloader.still_serves(held):
+        if not self.reloader.taker(held).still_serves(held):
             self._broken = (
                 f"the engine has lost version {held.sequence}: the engine was restarted, or cannot "
                 "be reached"
@@ -391,14 +379,13 @@ class Pipeline:
         """Release the held versions."""
         with self._changed:
             held, self.held = self.held, None
-        if held is not None:
-            held.release()
-        if self._staging is not None:
-            self._staging.tidy()
+        _release(held)
+        if self.staging is not None:
+            self.staging.tidy()
 
-    def _reload(self, ready: LeasedVersion, told: Reload) -> Reload:
+    def _reload(self, ready: LeasedVersion) -> dict[str, float]:
         try:
-            return self._reloader.reload(ready, self.held, told)
+            return self.reloader.reload(ready, self.held)
         except EngineBrokenError as error:
             self._broken = str(error)
             raise
@@ -421,7 +408,7 @@ class Pipeline:
         if received is None or saved is None or version.manifest.rolled_back is not None:
             return False
         if saved.run != received.run:
-            return self._sync.current_run() == received.run
+            return self.sync.current_run() == received.run
         return not saved.is_newer_than(received)
 
     def _adopt(self, version: LeasedVersion) -> None:
@@ -431,12 +418,11 @@ class Pipeline:
             if self._refused is not None and self._refused[0].sequence < version.sequence:
                 self._refused = None
             self._changed.notify_all()
-        if before is not None:
-            before.release()
-        if self._staging is not None:
-            self._staging.tidy()
+        _release(before)
+        if self.staging is not None:
+            self.staging.tidy()
         self.report()
-        log.info("%s already has the weights of version %d", self._sync.name, version.sequence)
+        log.info("%s already has the weights of version %d", self.sync.name, version.sequence)
 
     def _refusal(self, version: Version, error: BaseException) -> RefusedError:
         if version.sequence:

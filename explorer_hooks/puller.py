@@ -1,22 +1,26 @@
-"""Pull newer weights, in one thread at a time."""
+"""Pull newer weights, in one thread at a time: the caller's, or one in the background."""
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Final
 
-from explorer_hooks.fast_path import ExplorerBroadcasts
 from explorer_hooks.pipeline import Pipeline
+from explorer_hooks.reload import OnRemoteError, RefusedError
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import (
     BroadcastError,
+    CancelledError,
     EngineBrokenError,
+    InvalidSettingsError,
     JobUnavailableError,
+    NotFollowingError,
     VersionGoneError,
     WaitTimeoutError,
 )
@@ -25,7 +29,13 @@ from syncd.protocol.reports import Offer
 
 log = logging.getLogger(__name__)
 
+#: The most seconds between two tries. Short, because a restarted server has old weights meanwhile.
+_LONGEST_PAUSE: Final = 4.0
+#: Seconds between two checks whether an engine that did not answer is back.
+_AWAY: Final = 1.5
 
+
+@dataclass
 class Puller:
     """Waits for newer weights, and lets the pipeline load them.
 
@@ -33,132 +43,107 @@ class Puller:
     the engine is broken, each method first loads the engine's previous version. But :meth:`newest`
     tries a newer version before that.
 
-    Each method can raise WaitTimeoutError, CancelledError, and the errors of
-    :meth:`~explorer_hooks.pipeline.Pipeline.take`.
+    Timeouts are in seconds. Each method can raise WaitTimeoutError, CancelledError, and the errors
+    of :meth:`~explorer_hooks.pipeline.Pipeline.take`.
     """
 
-    def __init__(
-        self,
-        sync: ExplorerSynchronizer,
-        pipeline: Pipeline,
-        fast_path: ExplorerBroadcasts | None,
-        cancel: Cancellation,
-        poll: float,
-    ) -> None:
-        self._sync = sync
-        self._pipeline = pipeline
-        self._fast_path = fast_path
-        self._cancel = cancel
-        self._poll = poll
-        #: Re-entrant, because a signal handler on the same thread may call close().
-        self.lock = threading.RLock()
+    sync: ExplorerSynchronizer
+    pipeline: Pipeline
+    cancel: Cancellation
+    poll: float
+    #: Re-entrant, because a signal handler on the same thread may call close().
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def newest(self, timeout: float | None, *, asks: bool, cancel: Cancellation) -> Version:
+    def newest(self, timeout: float, *, asks: bool) -> Version:
         """Wait for a newer version, even without a trainer, and load it.
 
-        With ``asks``, the wait requests a sync. ``timeout`` is in seconds; None sets no limit.
+        With ``asks``, the wait requests a sync.
         """
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        with self._turn(deadline, cancel):
-            self._pipeline.ends_bench()
+        with self._turn(timeout) as deadline:
+            self.pipeline.ends_bench()
             while True:
-                left = None if timeout is None else max(0.0, deadline - time.monotonic())
                 with self._with_refusal():
-                    newest = self._wait(left, asks=asks, cancel=cancel)
-                was_broken = self._pipeline.is_broken
+                    newest = self._wait(_left(deadline), asks=asks)
+                was_broken = self.pipeline.is_broken
                 try:
-                    if newest is not None and self._take(newest, cancel):
+                    if newest is not None and self._take(newest):
                         return self._served()
                 except VersionGoneError as error:
-                    self._look_again(error, deadline, cancel)
+                    self._look_again(error, deadline)
                 except Exception:
-                    if was_broken and not (self._cancel.is_done or cancel.is_done):
-                        self._give_back()
+                    if was_broken and not self.cancel.is_done:
+                        try:
+                            self.pipeline.restore()
+                        except EngineBrokenError as error:
+                            log.warning("%s", error)
                     raise
 
-    def sync(self, timeout: float) -> None:
+    def after_step(self, timeout: float) -> None:
         """Wait for newer weights and load them, unless the trainer has none, or has stopped."""
-        deadline = time.monotonic() + timeout
-        with self._turn(deadline, self._cancel):
+        with self._turn(timeout) as deadline:
             self._restore()
-            self._pipeline.ends_bench()
+            self.pipeline.ends_bench()
             while True:
-                left = max(0.0, deadline - time.monotonic())
                 try:
                     with self._with_refusal():
-                        newest = self._wait_until_told(left)
-                    if newest is None or self._take(newest, self._cancel):
+                        newest = self.sync.wait_for_weights(
+                            self.pipeline.floor,
+                            joins=self.pipeline.joins,
+                            ends_with_trainer=True,
+                            timeout=_left(deadline),
+                            cancel=self.cancel,
+                        )
+                    if newest is None or self._take(newest):
                         return
                 except (VersionGoneError, JobUnavailableError) as error:
-                    self._look_again(error, deadline, self._cancel)
+                    self._look_again(error, deadline)
 
     def what_is_there(self) -> None:
-        """Load newer weights if they are published already; otherwise raise WaitTimeoutError."""
-        with self._turn(time.monotonic(), self._cancel):
+        """Load newer weights if they are published already."""
+        with suppress(WaitTimeoutError), self._turn(0):
             self._restore()
-            self.newest(0, asks=False, cancel=self._cancel)
+            self.newest(0, asks=False)
 
     def step(self, step: int, timeout: float) -> Version:
         """Let the daemon publish a step, and load it."""
-        deadline = time.monotonic() + timeout
-        with self._turn(deadline, self._cancel):
+        with self._turn(timeout) as deadline:
             self._restore()
             while True:
-                version = self._sync.set_model_state_dict_with_step_num(
-                    step, timeout=max(0.0, deadline - time.monotonic()), cancel=self._cancel
+                version = self.sync.set_model_state_dict_with_step_num(
+                    step, timeout=_left(deadline), cancel=self.cancel
                 )
                 try:
-                    if version is not None and version != self._pipeline.version:
-                        self._pipeline.take(version, self._cancel, exactly=True)
+                    if version is not None and version != self.pipeline.version:
+                        self.pipeline.take(version, self.cancel, exactly=True)
                     return self._served()
                 except VersionGoneError as error:
-                    self._look_again(error, deadline, self._cancel)
+                    self._look_again(error, deadline)
 
     def step_alone(self, step: int, timeout: float) -> Version:
         """Load a step, without changing the other explorers."""
-        deadline = time.monotonic() + timeout
-        with self._turn(deadline, self._cancel):
+        with self._turn(timeout) as deadline:
             self._restore()
-            serves = self._pipeline.serves_of_files
-            left = max(0.0, deadline - time.monotonic())
-            held = self._sync.hold_step(step, serves=serves, timeout=left, cancel=self._cancel)
+            serves = self.pipeline.serves_of_files
+            held = self.sync.hold_step(
+                step, serves=serves, timeout=_left(deadline), cancel=self.cancel
+            )
             if held is not serves:
-                self._pipeline.take_step(held, self._cancel)
+                self.pipeline.load(held, self.cancel, benches=True)
             return self._served()
 
-    # -- waiting ----------------------------------------------------------------------
-
-    def _wait(
-        self, timeout: float | None, *, asks: bool, cancel: Cancellation
-    ) -> Version | Offer | None:
-        floor = self._pipeline.floor
-        if self._fast_path is None or timeout == 0:
-            return self._sync.wait_for_newer(
-                floor, asks=asks, timeout=timeout, cancel=cancel, look=self._look
+    def _wait(self, timeout: float, *, asks: bool) -> Version | Offer | None:
+        floor = self.pipeline.floor
+        if self.pipeline.fast_path is None or timeout == 0:
+            return self.sync.wait_for_newer(
+                floor, asks=asks, timeout=timeout, cancel=self.cancel, look=self._look
             )
-        return self._sync.wait_for_weights(
+        return self.sync.wait_for_weights(
             floor,
-            joins=self._joins,
+            joins=self.pipeline.joins,
             ends_with_trainer=False,
             timeout=timeout,
-            cancel=cancel,
+            cancel=self.cancel,
             look=self._look,
-        )
-
-    def _wait_until_told(self, timeout: float) -> Version | Offer | None:
-        """Wait for newer weights; return None if the trainer has none, or has stopped."""
-        floor = self._pipeline.floor
-        if self._fast_path is None:
-            newest = self._sync.wait_new_model_state_dict(
-                floor, timeout=timeout, cancel=self._cancel
-            )
-            return None if newest == floor else newest
-        return self._sync.wait_for_weights(
-            floor,
-            joins=self._joins,
-            ends_with_trainer=True,
-            timeout=timeout,
-            cancel=self._cancel,
         )
 
     @contextmanager
@@ -166,42 +151,41 @@ class Puller:
         try:
             yield
         except WaitTimeoutError as error:
-            refused = self._pipeline.refused
+            refused = self.pipeline.refused
             if refused is None:
                 raise
-            raise WaitTimeoutError(f"{error}; {self._sync.name} refused {refused}") from None
+            raise WaitTimeoutError(f"{error}; {self.sync.name} refused {refused}") from None
 
-    def _joins(self) -> bool:
-        return self._pipeline.joins
-
-    def _take(self, newest: Version | Offer, cancel: Cancellation) -> bool:
+    def _take(self, newest: Version | Offer) -> bool:
         """Load a version or receive a broadcast; return True if the weights changed."""
         if isinstance(newest, Version):
-            return self._pipeline.take(newest, cancel)
-        assert self._fast_path is not None  # noqa: S101 - nobody else joins
+            return self.pipeline.take(newest, self.cancel)
+        assert self.pipeline.fast_path is not None  # noqa: S101 - nobody else joins
         try:
-            self._pipeline.receive(self._fast_path.meet(cancel))
+            self.pipeline.receive(*self.pipeline.fast_path.meet(self.cancel))
         except BroadcastError as error:
             log.warning("step %d was not received by broadcast: %s", newest.step, error)
             return False
         return True
 
     def _served(self) -> Version:
-        version = self._pipeline.version
+        version = self.pipeline.version
         assert version is not None  # noqa: S101 - it was just taken
         return version
 
     @contextmanager
-    def _turn(self, deadline: float, cancel: Cancellation) -> Iterator[None]:
-        while not self.lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), self._poll))):
-            self._check(cancel)
-            if time.monotonic() >= deadline:
+    def _turn(self, timeout: float) -> Iterator[float]:
+        """Wait for the other threads; yield the deadline."""
+        deadline = time.monotonic() + timeout
+        while not self.lock.acquire(timeout=min(_left(deadline), self.poll)):
+            self.cancel.check()
+            if not _left(deadline):
                 raise WaitTimeoutError(
-                    f"another thread of {self._sync.name} was pulling until the timeout"
+                    f"another thread of {self.sync.name} was pulling until the timeout"
                 )
         try:
-            self._check(cancel)
-            yield
+            self.cancel.check()
+            yield deadline
         finally:
             self.lock.release()
 
@@ -211,36 +195,175 @@ class Puller:
         If that fails, the caller can load a newer published version; without one, raise
         EngineBrokenError.
         """
-        if not self._pipeline.is_broken:
+        if not self.pipeline.is_broken:
             try:
-                self._pipeline.check_engine()
+                self.pipeline.check_engine()
             except EngineBrokenError as error:
                 log.warning("%s", error)
         try:
-            self._pipeline.restore()
+            self.pipeline.restore()
         except EngineBrokenError as error:
             # Its previous version may be deleted.
-            newest, floor = self._sync.get_latest_model_version(), self._pipeline.floor
+            newest, floor = self.sync.get_latest_model_version(), self.pipeline.floor
             if newest is None or (floor is not None and newest.sequence <= floor.sequence):
                 raise
             log.warning("%s; loading version %d instead", error, newest.sequence)
 
-    def _check(self, cancel: Cancellation) -> None:
-        self._cancel.check()
-        cancel.check()
-
     def _look(self) -> None:
-        self._pipeline.restore()
-        self._pipeline.check_engine()
+        self.pipeline.restore()
+        self.pipeline.check_engine()
 
-    def _give_back(self) -> None:
-        try:
-            self._pipeline.restore()
-        except EngineBrokenError as error:
-            log.warning("%s", error)
-
-    def _look_again(self, error: Exception, deadline: float, cancel: Cancellation) -> None:
-        if time.monotonic() >= deadline:
+    def _look_again(self, error: Exception, deadline: float) -> None:
+        if not _left(deadline):
             raise WaitTimeoutError(str(error)) from error
         log.info("%s; checking again for a newer version", error)
-        cancel.pause(self._poll)
+        self.cancel.pause(self.poll)
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+@dataclass
+class Follower:
+    """Runs at most one thread that follows the job.
+
+    After a refused version, the next pull waits for a newer version. After an error of storage or
+    ``on_remote``, an unavailable job or a broken engine, the thread pauses and pulls again: first
+    after ``poll`` seconds, then after twice the last pause, up to 4 s. If ``is_away`` says that the
+    engine does not answer at all, the thread waits until it does, because a pull could read a whole
+    version for nothing. Any other error ends the thread.
+    """
+
+    name: str
+    serving: Pipeline
+    poll: float
+    is_away: Callable[[], bool]
+    _cancel: Cancellation = field(default_factory=Cancellation)
+    _thread: threading.Thread | None = None
+    _error: BaseException | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """True from :meth:`start` until the thread is stopped or its death is reported."""
+        return self._thread is not None
+
+    def start(self, pull: Callable[[Cancellation], object]) -> None:
+        """Start the thread; do nothing if it runs already.
+
+        ``pull`` must end when its Cancellation is cancelled.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self._error = None
+        self._cancel = cancel = Cancellation()
+        self.serving.follows()
+        # A daemon thread, so that storage that never answers does not keep the process from ending.
+        self._thread = threading.Thread(
+            target=self._run, args=(pull, cancel), name="syncd-follower", daemon=True
+        )
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """Ask the thread to end. Any thread or signal handler may call this."""
+        self._cancel.cancel()
+
+    def stop(self) -> None:
+        """End the thread, and wait until it has ended."""
+        self.cancel()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        self._error = None
+
+    def check(self) -> None:
+        """Raise NotFollowingError, once, if the thread has died."""
+        error = self._error
+        if error is None:
+            return
+        self.stop()  # otherwise this death could be reported after a new thread has begun
+        raise NotFollowingError(
+            f"the background thread of {self.name} has ended: {error!r}. The engine still serves "
+            f"{self.serving.version or 'its initial weights'}. Call start() or pull()"
+        ) from error
+
+    def check_off(self) -> None:
+        """Raise InvalidSettingsError if the thread runs, because another pull would wait for it."""
+        self.check()
+        if self.is_on:
+            raise InvalidSettingsError(
+                f"a background thread of {self.name} already follows the job. Read hook.version, "
+                "or call hook.wait_until_served(). To call pull() yourself, call stop() first"
+            )
+
+    def wait_until_served(
+        self, timeout: float | None, newer_than: Version | None, cancel: Cancellation
+    ) -> Version:
+        """See :meth:`~explorer_hooks.hook.ExplorerHook.wait_until_served`."""
+
+        def ends(served: Version | None) -> bool:
+            is_off = not self.is_on or self._error is not None
+            return _is_other(served, newer_than) or is_off or cancel.is_done
+
+        found = self.serving.wait(ends, timeout)
+        self.check()
+        cancel.check()
+        if found is None or not _is_other(found, newer_than):
+            newer = f" newer than {newer_than}" if newer_than else ""
+            if not self.is_on:
+                raise InvalidSettingsError(
+                    f"{self.name} serves no version{newer}, and no thread follows the job in the "
+                    "background. Call start() or pull() first"
+                )
+            why = "run 'syncd status' to see what the daemon is waiting for"
+            if (refused := self.serving.refused) is not None:
+                why = f"it refused {refused}"
+            why = self.serving.fault or why
+            raise WaitTimeoutError(
+                f"{self.name} served no version{newer} within {timeout:g} s: {why}"
+            )
+        return found
+
+    def _run(self, pull: Callable[[Cancellation], object], cancel: Cancellation) -> None:
+        try:
+            self._follow(pull, cancel)
+        except BaseException as error:  # check() raises it in the caller's thread
+            log.error(
+                "the background thread of %s died, so this explorer does not follow the job any "
+                "more. To continue, call start() or pull()",
+                self.name,
+                exc_info=True,
+            )
+            if self._thread is not threading.current_thread():
+                return  # its own callback stopped it; another thread may follow by now
+            self._error = error
+            self.serving.follows_no_more(
+                "the background thread died, so this explorer does not follow the job any more: "
+                f"{error!r}"
+            )
+
+    def _follow(self, pull: Callable[[Cancellation], object], cancel: Cancellation) -> None:
+        first = seconds = min(self.poll, _LONGEST_PAUSE)
+        while not cancel.is_done:
+            try:
+                pull(cancel)
+            except CancelledError:
+                return
+            except (RefusedError, WaitTimeoutError):
+                seconds = first
+            except (OSError, OnRemoteError, JobUnavailableError, EngineBrokenError) as error:
+                log.warning("cannot load a version. Trying again in %.3g s: %s", seconds, error)
+                if not cancel.pause(seconds) and self.is_away():
+                    log.warning("the engine does not answer; waiting until it does")
+                    while not cancel.pause(_AWAY) and self.is_away():
+                        pass
+                seconds = min(2 * seconds, _LONGEST_PAUSE)
+            else:
+                seconds = first
+
+
+def _is_other(version: Version | None, than: Version | None) -> bool:
+    """True if ``version`` is newer. A broadcast changes only its step."""
+    return version is not None and (
+        than is None or (version != than and version.sequence >= than.sequence)
+    )

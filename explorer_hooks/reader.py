@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -95,13 +96,13 @@ class Reader(Closing):
             WaitTimeoutError: nothing newer was published in time.
             CancelledError: the reader was cancelled or closed.
         """
-        deadline = None if timeout is None else self._clock() + timeout
+        deadline = self._clock() + (math.inf if timeout is None else timeout)
         while True:
             self.check_open()
             latest = self.latest()
             if latest is not None and latest.sequence > newer_than:
                 return latest
-            left = self._poll if deadline is None else deadline - self._clock()
+            left = deadline - self._clock()
             if left <= 0:
                 lives = self._job.storage.exists(self._job.layout.daemon_lock)
                 raise WaitTimeoutError(
@@ -130,14 +131,13 @@ class Reader(Closing):
             WaitTimeoutError, CancelledError: see :meth:`wait`.
             VerificationError: the newest version's manifest is damaged.
         """
-        deadline = None if timeout is None else self._clock() + timeout
+        deadline = self._clock() + (math.inf if timeout is None else timeout)
         while True:
-            left = None if deadline is None else max(0.0, deadline - self._clock())
-            latest = self.wait(newer_than, left)
+            latest = self.wait(newer_than, max(0.0, deadline - self._clock()))
             try:
                 return self.lease(latest)
             except VersionGoneError as error:
-                if deadline is not None and self._clock() >= deadline:
+                if self._clock() >= deadline:
                     raise WaitTimeoutError(str(error)) from error
                 log.info("%s; checking again for a newer version", error)
                 self._watcher.wait(self._poll)

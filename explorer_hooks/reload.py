@@ -1,14 +1,17 @@
-"""Load a version into an engine: pause, load, resume. After an error, load the previous version."""
+"""Change an engine's weights: pause, load or receive, resume. After an error, go back."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-from explorer_hooks.engines.base import Engine
-from explorer_hooks.engines.fitting import check_kind
+from explorer_hooks.engines.base import Engine, InProcessEngine, WeightTaker
 from explorer_hooks.reader import LeasedVersion
+from syncd.coordination.explorer import ExplorerSynchronizer
+from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import (
     BroadcastError,
     CancelledError,
@@ -16,12 +19,15 @@ from syncd.protocol.errors import (
     EngineMismatchError,
     JobUnavailableError,
 )
-from syncd.protocol.reports import Reload
+from syncd.protocol.records import SaveId
+from syncd.protocol.reports import Rendezvous
 
 log = logging.getLogger(__name__)
 
 #: Called with the path of a version of kind ``remote``, and the version.
 OnRemote = Callable[[str, LeasedVersion], object]
+#: Lets the engine receive a transfer, with the errors of ``WeightTaker.receive``.
+Take = Callable[[], None]
 
 
 class RefusedError(Exception):
@@ -51,33 +57,24 @@ def refuses(error: BaseException) -> bool:
     return isinstance(error, Exception) and not isinstance(error, passing)
 
 
+@dataclass(frozen=True)
 class Reloader:
     """Loads versions into one engine, or gives them to ``on_remote`` (kind ``remote``).
 
     A paused engine is always resumed. If a load fails, the previous version is loaded again.
     """
 
-    def __init__(self, engine: Engine, on_remote: OnRemote | None = None) -> None:
-        self._engine = engine
-        self._on_remote = on_remote
+    engine: Engine
+    on_remote: OnRemote | None
 
-    def check_kind(self, version: LeasedVersion) -> None:
-        """Check that the engine or ``on_remote`` takes versions of this kind."""
-        if not self._goes_to_on_remote(version):
-            check_kind(version, self._engine.kinds)
+    def taker(self, version: LeasedVersion) -> Engine:
+        """The engine, or ``on_remote``, which loads versions of this kind."""
+        if self.on_remote is not None and version.remote_path is not None:
+            return _Remote(self.on_remote, version.remote_path)
+        return self.engine
 
-    def check(self, version: LeasedVersion) -> None:
-        """Let the engine compare a version's names, shapes and dtypes with its model."""
-        if not self._goes_to_on_remote(version):
-            self._engine.check(version)
-
-    def prepare(self, version: LeasedVersion) -> None:
-        """Let the engine prepare the load while it still serves."""
-        if not self._goes_to_on_remote(version):
-            self._engine.prepare(version)
-
-    def reload(self, version: LeasedVersion, before: LeasedVersion | None, told: Reload) -> Reload:
-        """Load an accepted version instead of ``before``; return ``told`` with the times.
+    def reload(self, version: LeasedVersion, before: LeasedVersion | None) -> dict[str, float]:
+        """Load an accepted version instead of ``before``; return the times for a ``Reload``.
 
         Raises:
             EngineBrokenError: the engine has neither version, or does not serve.
@@ -85,63 +82,51 @@ class Reloader:
                 None, the engine may have a part of the new version.
         """
         begun = time.monotonic()
-        # A pause that failed may have stopped the engine nevertheless.
-        with _Resumed(self._engine):
-            self._engine.pause()
+        with self._paused():
             loading = time.monotonic()
             try:
-                self._load(version)
-                loaded = time.monotonic()
-                self._engine.reset_cache()
+                self.taker(version).load(version)
+                load = time.monotonic() - loading
+                self.engine.reset_cache()
             except Exception as error:
                 self._go_back(before, error)
                 raise
-        pause = time.monotonic() - begun
-        return told.model_copy(update={"pause": pause, "load": loaded - loading})
+        return {"pause": time.monotonic() - begun, "load": load}
 
-    def receive(self, take: Callable[[], None], told: Reload) -> Reload:
-        """Let the engine receive a broadcast; return ``told`` with the times.
+    def receive(self, take: Take) -> dict[str, float]:
+        """Let the engine receive a broadcast; return the times for a ``Reload``.
 
         Raises:
             BroadcastError: the broadcast failed. The engine is unchanged.
             EngineBrokenError: the engine's weights are unknown, or the engine does not serve.
         """
         begun = time.monotonic()
-        with _Resumed(self._engine):
-            try:
-                self._engine.pause()
-            except EngineBrokenError:
-                raise
-            except Exception as error:
+        loading = None
+        try:
+            with self._paused():
+                loading = time.monotonic()
+                take()
+                load = time.monotonic() - loading
+                self.engine.reset_cache()
+        except (BroadcastError, EngineBrokenError):
+            raise
+        except Exception as error:
+            if loading is None:
                 raise BroadcastError(
                     f"the engine could not be paused for the broadcast: {error}"
                 ) from error
-            loading = time.monotonic()
-            try:
-                take()
-                loaded = time.monotonic()
-                self._engine.reset_cache()
-            except (BroadcastError, EngineBrokenError):
-                raise
-            except Exception as error:
-                raise EngineBrokenError(
-                    f"the engine failed while it received a broadcast: {error}. The weights that "
-                    "the engine serves are unknown"
-                ) from error
-        pause = time.monotonic() - begun
-        return told.model_copy(update={"pause": pause, "load": loaded - loading})
-
-    def still_serves(self, version: LeasedVersion) -> bool:
-        """True if the engine still has ``version``, which must be the last loaded version."""
-        return self._goes_to_on_remote(version) or self._engine.still_serves(version)
+            raise EngineBrokenError(
+                f"the engine failed while it received a broadcast: {error}. The weights that "
+                "the engine serves are unknown"
+            ) from error
+        return {"pause": time.monotonic() - begun, "load": load}
 
     def restore(self, version: LeasedVersion) -> None:
         """Load a broken engine's version again; EngineBrokenError if the engine stays broken."""
         try:
-            with _Resumed(self._engine):
-                self._engine.pause()
-                self._load(version)
-                self._engine.reset_cache()
+            with self._paused():
+                self.taker(version).load(version)
+                self.engine.reset_cache()
         except EngineBrokenError:
             raise
         except Exception as error:
@@ -150,25 +135,34 @@ class Reloader:
                 f"{version.sequence} has failed: {error}"
             ) from error
 
-    def _load(self, version: LeasedVersion) -> None:
-        if self._on_remote is None or version.remote_path is None:
-            self._engine.load(version)
-            return
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Pause the engine, and resume it at the end, even if the pause fails."""
+        failed: BaseException | None = None
         try:
-            self._on_remote(version.remote_path, version)
-        except Exception as error:
-            # Only EngineMismatchError says for certain that the version is at fault.
-            if isinstance(error, EngineMismatchError) or not refuses(error):
-                raise
-            raise OnRemoteError(version.remote_path, error) from error
+            self.engine.pause()
+            yield
+        except BaseException as error:
+            failed = error
+            raise
+        finally:
+            try:
+                self.engine.resume()
+            except Exception as refused:
+                before = f" after {failed}" if failed is not None else ""
+                raise EngineBrokenError(
+                    f"the engine does not serve, because it could not be resumed{before}: "
+                    f"{refused}",
+                    refuses=failed is not None and refuses(failed),
+                ) from refused
 
     def _go_back(self, before: LeasedVersion | None, error: Exception) -> None:
         if before is None:
             return
         log.warning("loading the previous version %d again: %s", before.sequence, error)
         try:
-            self._load(before)
-            self._engine.reset_cache()
+            self.taker(before).load(before)
+            self.engine.reset_cache()
         except Exception as again:  # noqa: BLE001 - raised with the error that came before it
             raise EngineBrokenError(
                 f"the engine did not load the new version ({error}), and could not load its "
@@ -177,25 +171,62 @@ class Reloader:
                 refuses=refuses(error),
             ) from error
 
-    def _goes_to_on_remote(self, version: LeasedVersion) -> bool:
-        return self._on_remote is not None and version.kind == "remote"
 
+@dataclass(frozen=True)
+class _Remote(InProcessEngine):
+    """Gives a version of kind ``remote`` to ``on_remote``."""
 
-class _Resumed:
-    """A context that resumes the engine at its end, even after an error."""
+    on_remote: OnRemote
+    path: str
+    kinds = frozenset({"remote"})
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def check(self, version: LeasedVersion) -> None:
+        """Do nothing, because only ``on_remote`` can tell whether the version fits."""
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+    def load(self, version: LeasedVersion) -> None:
+        """Call ``on_remote``."""
         try:
-            self._engine.resume()
-        except Exception as refused:
-            before = f" after {error}" if error is not None else ""
-            raise EngineBrokenError(
-                f"the engine does not serve, because it could not be resumed{before}: {refused}",
-                refuses=error is not None and refuses(error),
-            ) from refused
+            self.on_remote(self.path, version)
+        except Exception as error:
+            # Only EngineMismatchError says for certain that the version is at fault.
+            if isinstance(error, EngineMismatchError) or not refuses(error):
+                raise
+            raise OnRemoteError(self.path, error) from error
+
+
+@dataclass
+class ExplorerBroadcasts:
+    """Lets one engine take part in transfers (method ``nccl``).
+
+    Attributes:
+        fits: False after a transfer whose tensors did not fit, until the engine has loaded a
+            version.
+        group: the weight group that the engine's workers are in, if any.
+    """
+
+    sync: ExplorerSynchronizer
+    engine: WeightTaker
+    fits: bool = True
+    group: str | None = None
+
+    def meet(self, cancel: Cancellation) -> tuple[SaveId, Take]:
+        """Wait for the group of the agreed broadcast."""
+        rendezvous, rank_offset = self.sync.rendezvous(cancel=cancel)
+        save_id = SaveId.parse(rendezvous.save_id)
+        if save_id is None:
+            raise BroadcastError(
+                f"the announced save id is {rendezvous.save_id!r}, but a TrainerHook makes no such "
+                "save ids"
+            )
+        return save_id, lambda: self._take(rendezvous, rank_offset)
+
+    def _take(self, rendezvous: Rendezvous, rank_offset: int) -> None:
+        group, self.group = self.group, None
+        try:
+            self.engine.receive(rendezvous, rank_offset, self.sync.settings.broadcast_timeout)
+        except BroadcastError as error:
+            self.fits = not isinstance(error.__cause__, EngineMismatchError)
+            raise
+        if group != rendezvous.group_name:
+            log.info("%s has joined weight group %s", self.sync.name, rendezvous.group_name)
+        self.group = rendezvous.group_name

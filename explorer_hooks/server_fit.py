@@ -36,18 +36,17 @@ def check_names(version: LeasedVersion, whose: str) -> None:
     names = names_of(version)
     if names.given == "hub":
         return
-    if names.unknown is not None:
+    if names.name_map.refused is not None:
         raise EngineMismatchError(
             f"the tensors of {named(version)} have the names of the trainer's module, but {whose} "
-            f"needs the hub's names, which are unknown: {names.unknown}"
+            f"needs the hub's names, which are unknown: {names.name_map.refused}"
         )
     for tensor in version.manifest.tensors:
         for piece in names.pieces_of(tensor)[:1]:
             raise EngineMismatchError(
-                f"the tensors of {named(version)} have the names of the trainer's module, but "
-                f"{whose} needs the hub's names. A load would skip {shown(tensor.name)}, whose "
-                f"hub name is {shown(piece.other)}, and would keep the old weights of this "
-                "tensor. Let the daemon publish the hub's names: syncd run --names hub"
+                f"{whose} needs the hub's names, but the tensors of {named(version)} have those of "
+                f"the trainer's module. A load would skip {shown(tensor.name)}, whose hub name is "
+                f"{shown(piece.other)}. Let the daemon publish them: syncd run --names hub"
             )
 
 
@@ -55,7 +54,8 @@ class Fits:
     """Compares versions with the model of a server. EngineMismatchError lists the differences.
 
     Args:
-        of: the manifest of a version that the server serves, or the server's model folder.
+        of: the manifest of a version that the server serves, or the server's model folder; None if
+            the model is unknown, so that everything fits.
         casts: True if floating dtypes may differ, because the server casts them, as vLLM does.
         whose: the name of the server, for messages.
 
@@ -63,18 +63,43 @@ class Fits:
         InvalidSettingsError: the folder holds no readable model.
     """
 
+    _ties = False
+    _wanted: dict[str, TensorSpec] | None = None
+
     def __init__(
-        self, of: Manifest | str | Path, *, casts: bool = False, whose: str = "the server"
+        self,
+        of: Manifest | str | Path | None = None,
+        *,
+        casts: bool = False,
+        whose: str = "the server",
     ) -> None:
         self._casts = casts
         self._whose = whose
-        self._ties = False
         if isinstance(of, Manifest):
-            self._wanted = self._alike(tensor_specs(of))
-        else:
-            folder = Path(of).absolute()
-            self._ties = _ties(folder)
-            self._wanted = self._alike(model_tensors(folder))
+            self.learn(of)
+        elif of is not None:
+            self._read(of)
+
+    @property
+    def is_known(self) -> bool:
+        """True if there is a model to compare with."""
+        return self._wanted is not None
+
+    def learn(self, manifest: Manifest) -> None:
+        """Compare with this full model from now on, if the server's model is unknown."""
+        if not self.is_known:
+            self._wanted = self._alike(tensor_specs(manifest))
+
+    def read_if_here(self, named: str) -> None:
+        """Compare with the model path that a server reports, if it can be read on this host.
+
+        A relative path is not read, because it can be a name on the hub.
+        """
+        if Path(named).is_absolute() and Path(named).is_dir():
+            try:
+                self._read(named)
+            except InvalidSettingsError as error:
+                log.warning("%s: %s", self._whose, error)
 
     def check(self, version: LeasedVersion) -> None:
         """Compare every name, dtype and shape of a full model; accept other kinds."""
@@ -86,12 +111,20 @@ class Fits:
         self, given: Mapping[str, TensorSpec], what: str, names: GivenNames = SAME_NAMES
     ) -> None:
         """Compare the names, dtypes and shapes of tensors with the server's model."""
-        alike, wanted = names.by_hub(self._alike(given)), names.by_hub(self._wanted)
-        refuse(what, self._whose, differences(alike, wanted, self._whose, names.shown))
+        if self._wanted is not None:
+            alike, wanted = names.by_hub(self._alike(given)), names.by_hub(self._wanted)
+            refuse(what, self._whose, differences(alike, wanted, self._whose, names.shown))
 
     def has_names_of(self, version: LeasedVersion) -> bool:
         """True if server and version have equal tensor names, except a tied output embedding."""
-        return self._alike(tensor_specs(version.manifest)).keys() == self._wanted.keys()
+        given = self._alike(tensor_specs(version.manifest))
+        return self._wanted is not None and given.keys() == self._wanted.keys()
+
+    def _read(self, of: str | Path) -> None:
+        folder = Path(of).absolute()
+        tensors = model_tensors(folder)
+        self._ties = _ties(folder)
+        self._wanted = self._alike(tensors)
 
     def _alike(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """The tensors to compare, without a tied output embedding, which may be missing."""
@@ -104,20 +137,6 @@ class Fits:
         }
 
 
-def fits_if_here(named: str, whose: str) -> Fits | None:
-    """Make a :class:`Fits` of the model path that a server reports; None if it cannot be read here.
-
-    A relative path is not read, because it can be a name on the hub.
-    """
-    if not (Path(named).is_absolute() and Path(named).is_dir()):
-        return None
-    try:
-        return Fits(named, casts=True, whose=whose)
-    except InvalidSettingsError as error:
-        log.warning("%s: %s", whose, error)
-        return None
-
-
 def model_tensors(folder: Path) -> dict[str, TensorSpec]:
     """List the tensors of a Hugging Face model folder, from the headers of its safetensors files.
 
@@ -126,9 +145,15 @@ def model_tensors(folder: Path) -> dict[str, TensorSpec]:
     """
     storage = Storage()
     try:
-        names = _weight_files(storage, folder)
+        names = {name for name in storage.names(folder) if name.endswith(WEIGHTS)}
+        if INDEX in storage.names(folder):
+            index = json.loads(storage.read((folder / INDEX).resolve(), LONG_RECORD_LIMIT))
+            told = index.get("weight_map") if isinstance(index, dict) else None
+            if not isinstance(told, dict):
+                raise ShardFormatError(f"{INDEX} has no weight_map")
+            names = set(map(str, told.values()))
         found: dict[str, TensorSpec] = {}
-        for name in names:
+        for name in sorted(names):
             with SafetensorsFile.open(storage, (folder / name).resolve()) as opened:
                 found |= {e.name: TensorSpec(e.dtype, tuple(e.shape)) for e in opened.entries}
     except (OSError, ValueError, CheckpointError) as error:
@@ -136,17 +161,6 @@ def model_tensors(folder: Path) -> dict[str, TensorSpec]:
     if not found:
         raise InvalidSettingsError(f"{folder} has no *.safetensors file to compare versions with")
     return found
-
-
-def _weight_files(storage: Storage, folder: Path) -> list[str]:
-    names = [name for name in storage.names(folder) if name.endswith(WEIGHTS)]
-    if INDEX not in storage.names(folder):
-        return names
-    index = json.loads(storage.read((folder / INDEX).resolve(), LONG_RECORD_LIMIT))
-    told = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(told, dict):
-        raise ShardFormatError(f"{INDEX} has no weight_map")
-    return sorted({str(name) for name in told.values()})
 
 
 def _ties(folder: Path) -> bool:

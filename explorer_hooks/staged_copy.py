@@ -6,6 +6,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from syncd.protocol.names import MANIFEST
@@ -13,6 +14,7 @@ from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 
 
+@dataclass
 class StagedCopy:
     """One process's hold on a whole copy.
 
@@ -20,20 +22,19 @@ class StagedCopy:
     cannot end its parent's hold.
     """
 
-    def __init__(self, storage: Storage, folder: Path, fd: int) -> None:
-        self._storage = storage
-        self._fd = fd
-        self._pid = os.getpid()
-        self.folder = folder
+    storage: Storage
+    folder: Path
+    fd: int
+    _pid: int = field(default_factory=os.getpid)
 
     def release(self) -> None:
         """Release the copy. Safe to call twice."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
             if os.getpid() == self._pid:
                 # Closing is not enough: forks have the same lock for as long as they live.
                 fcntl.flock(fd, fcntl.LOCK_UN)
-            self._storage.release(fd)
+            self.storage.release(fd)
 
     @staticmethod
     @contextmanager
@@ -63,8 +64,10 @@ def hold(storage: Storage, folder: Path) -> StagedCopy | None:
         raise
     # A process with an exclusive lock is about to remove the copy. If the copy was removed and
     # made again between the open and the lock, this lock is on the removed copy.
-    if _locked(fd, fcntl.LOCK_SH) and _is_still(storage, fd, path):
-        return StagedCopy(storage, folder, fd)
+    if _locked(fd, fcntl.LOCK_SH):
+        there = storage.status(path)
+        if there is not None and os.path.samestat(there, storage.fstat(fd)):
+            return StagedCopy(storage, folder, fd)
     storage.release(fd)
     return None
 
@@ -75,8 +78,3 @@ def _locked(fd: int, kind: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _is_still(storage: Storage, fd: int, path: Path) -> bool:
-    found = storage.status(path)
-    return found is not None and os.path.samestat(found, storage.fstat(fd))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from explorer_hooks.given_names import NamedPiece, names_of
+from explorer_hooks.given_names import NamedPiece, around, names_of
 from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.boxes import Box, extents, holds, whole
 from syncd.checkpoint.safetensors_file import SafetensorsFile
@@ -21,6 +22,11 @@ from syncd.protocol.errors import InvalidSettingsError, VerificationError
 from syncd.protocol.records import Names
 
 __all__ = ["Box", "WeightsReader"]
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """The index of a part in its tensor."""
+    return tuple(map(slice, box.offsets, box.ends))
 
 
 class Span(NamedTuple):
@@ -46,19 +52,6 @@ class _OtherNames(NamedTuple):
 
     pieces: Mapping[str, Sequence[NamedPiece]]
     of: Mapping[str, Sequence[str]]
-
-    @classmethod
-    def of_version(cls, version: LeasedVersion) -> _OtherNames:
-        names = names_of(version)
-        pieces: dict[str, list[NamedPiece]] = {}
-        of: dict[str, list[str]] = {}
-        for tensor in version.manifest.tensors:
-            for piece in names.pieces_of(tensor):
-                others = of.setdefault(piece.own, [])
-                if piece.other not in pieces:
-                    others.append(piece.other)
-                pieces.setdefault(piece.other, []).append(piece)
-        return cls(pieces, of)
 
 
 _NO_OTHERS: Final = _OtherNames({}, {})
@@ -88,7 +81,6 @@ class WeightsReader(Closing):
         self._version = version
         self._maps = mmap
         self._told = {entry.name: entry for entry in version.manifest.tensors}
-        self._others: _OtherNames | None = None
         self._open: dict[str, _OpenFile] = {}
 
     def close(self) -> None:
@@ -148,8 +140,7 @@ class WeightsReader(Closing):
                 f"{list(box.shape)} at {list(box.offsets)}"
             )
         if opened.memory is not None:
-            index = tuple(slice(begin, begin + count) for begin, count in zip(*box, strict=True))
-            return self.get_weight(name)[index].contiguous()
+            return self.get_weight(name)[slices(box)].contiguous()
         return self._read(entry, box)
 
     def state_dict_iterator(self, names: Names | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -190,20 +181,25 @@ class WeightsReader(Closing):
             span.read()
         return tensor
 
-    @property
+    @cached_property
     def _other_names(self) -> _OtherNames:
-        if self._others is None:
-            self._others = _OtherNames.of_version(self._version)
-        return self._others
+        names = names_of(self._version)
+        pieces: dict[str, list[NamedPiece]] = {}
+        of: dict[str, list[str]] = {}
+        for tensor in self._told.values():
+            for piece in names.pieces_of(tensor):
+                others = of.setdefault(piece.own, [])
+                if piece.other not in pieces:
+                    others.append(piece.other)
+                pieces.setdefault(piece.other, []).append(piece)
+        return _OtherNames(pieces, of)
 
     def _join(self, pieces: Sequence[NamedPiece]) -> Tensor:
-        ends = zip(*(piece.other_box.ends for piece in pieces), strict=True)
-        dtype = torch_dtype(self._told[pieces[0].own].dtype)
-        joined = torch.empty(tuple(map(max, ends)), dtype=dtype)
+        shape = around(piece.other_box.ends for piece in pieces)
+        joined = torch.empty(shape, dtype=torch_dtype(self._told[pieces[0].own].dtype))
         for piece in pieces:
-            box = zip(piece.other_box.offsets, piece.other_box.ends, strict=True)
-            place = joined[tuple(slice(begin, end) for begin, end in box)]
-            piece.seen_from_own(place).copy_(self.get_slice(piece.own, piece.own_box))
+            place = piece.seen_from_own(joined[slices(piece.other_box)])
+            place.copy_(self.get_slice(piece.own, piece.own_box))
         return joined
 
     def _find(self, name: str) -> tuple[_OpenFile, HeaderEntry]:

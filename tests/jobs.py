@@ -14,7 +14,8 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Decision
 from syncd.daemon.delta_maker import DeltaWork
 from syncd.daemon.loop import Loop
-from syncd.daemon.telling.meter import Meter
+from syncd.daemon.telling.journal import Meter
+from syncd.daemon.tenure import Tenure
 from syncd.protocol.errors import SupersededError
 from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.layout import JobLayout
@@ -199,19 +200,10 @@ class SmallJob(Job):
                 raise SupersededError(f"{self.layout.daemon_lock} is held")
             stack.callback(lock.release)
             epoch = Epoch.take_over(self)
-            loop = Rounds(
-                self,
-                config or DaemonConfig(),
-                session,
-                lock,
-                judge,
-                epoch,
-                cancel=nothing,
-                meter=meter,
-                deltas=deltas,
-                clock=clock,
-                wall=lambda: 0.0,
+            tenure = Tenure(
+                self, session, epoch, judge, meter=meter or Meter(), clock=clock, wall=lambda: 0.0
             )
+            loop = Rounds(tenure, config or DaemonConfig(), work=deltas or DeltaWork())
             loop.hosts = self.hosts
             try:
                 if begin:

@@ -12,6 +12,7 @@ The checks write the versions themselves, and need neither a daemon nor torch.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -175,11 +176,11 @@ def resume_and_close_can_be_called_at_any_time(subject: Subject, folder: Path) -
 
 def check_refuses_what_does_not_fit(subject: Subject, folder: Path) -> None:
     """``check`` refuses wrong tensors and unsupported kinds, and changes nothing."""
-    engine, first = subject.make(), subject.version(folder, 1)
-    engine.load(first)
+    engine, first = _loaded(subject, folder)
     for number, (what, wrong) in enumerate(_misfits(subject), 2):
         version = subject.version(folder, number, tensors=wrong)
-        _refused(engine, version, what)
+        refused = _fails(engine.check, version, EngineMismatchError)
+        _require(refused, f"check() did not refuse a version with {what}")
         _serves(subject, engine, first)
     for number, kind in enumerate(("full", "adapter", "remote"), 1000):
         if kind in engine.kinds:
@@ -191,24 +192,32 @@ def check_refuses_what_does_not_fit(subject: Subject, folder: Path) -> None:
             kind=kind,  # type: ignore[arg-type] # one of these three
             remote="elsewhere" if kind == "remote" else None,
         )
-        _refused(engine, version, f"kind {kind}")
+        refused = _fails(engine.check, version, EngineMismatchError)
+        _require(refused, f"check() did not refuse a version of kind {kind}")
         _serves(subject, engine, first)
     engine.close()
 
 
 def a_read_error_at_any_tensor_changes_nothing(subject: Subject, folder: Path) -> None:
     """After a read error the engine serves the old weights, and a later ``load`` works."""
-    engine, first = subject.make(), subject.version(folder, 1)
-    engine.load(first)
+    engine, first = _loaded(subject, folder)
     storage = FailingStorage()
     second = subject.version(folder, 2, storage=storage)
-    for place in _places(second):
+    places = [
+        (file.path, entry)
+        for file in second.open_weights()
+        for entry in file.entries
+        if entry.end > entry.begin
+    ]
+    for path, entry in places:
         for call in (engine.prepare, engine.load):
-            storage.place = place
+            storage.place = path, entry
             failed = _fails(call, second)
             storage.place = None
             if call == engine.load:
-                _require(failed, f"load() did not fail, although {place} could not be read")
+                _require(
+                    failed, f"load() did not fail, although {entry.name} in {path} was unreadable"
+                )
                 _survives(subject, engine, first)
             _serves(subject, engine, first)
         engine.load(second)
@@ -219,8 +228,7 @@ def a_read_error_at_any_tensor_changes_nothing(subject: Subject, folder: Path) -
 
 def a_file_that_is_cut_short_changes_nothing(subject: Subject, folder: Path) -> None:
     """``load`` of a truncated file fails, and the engine serves the old weights."""
-    engine, first = subject.make(), subject.version(folder, 1)
-    engine.load(first)
+    engine, first = _loaded(subject, folder)
     storage = Storage(durable=False)
     second = subject.version(folder, 2, storage=storage)
     names = sorted({entry.file for entry in second.manifest.tensors}, reverse=True)
@@ -254,11 +262,10 @@ def name_of(check: Check) -> str:
     return getattr(check, "__name__", str(check))
 
 
-def _places(version: LeasedVersion) -> Iterator[FileSpan]:
-    for file in version.open_weights():
-        for entry in file.entries:
-            if entry.end > entry.begin:
-                yield FileSpan(file.path, entry.begin, entry.end, entry.name)
+def _loaded(subject: Subject, folder: Path) -> tuple[Engine, LeasedVersion]:
+    engine, version = subject.make(), subject.version(folder, 1)
+    engine.load(version)
+    return engine, version
 
 
 def _misfits(subject: Subject) -> Iterator[tuple[str, dict[str, TensorBytes]]]:
@@ -274,18 +281,14 @@ def _misfits(subject: Subject) -> Iterator[tuple[str, dict[str, TensorBytes]]]:
     yield "an extra name", fitting | random_tensors(more, 3)
 
 
-def _refused(engine: Engine, version: LeasedVersion, what: str) -> None:
-    try:
-        engine.check(version)
-    except EngineMismatchError:
-        return
-    raise ConformanceError(f"check() did not refuse a version with {what}")
-
-
-def _fails(call: Callable[[LeasedVersion], None], version: LeasedVersion) -> bool:
+def _fails(
+    call: Callable[[LeasedVersion], None],
+    version: LeasedVersion,
+    error: type[Exception] = Exception,  # each engine has its own errors
+) -> bool:
     try:
         call(version)
-    except Exception:  # noqa: BLE001 - each engine has its own errors
+    except error:
         return True
     return False
 
@@ -308,32 +311,12 @@ def _require(holds: bool, what: str) -> None:
         raise ConformanceError(what)
 
 
-@dataclass(frozen=True, slots=True)
-class FileSpan:
-    """The bytes of one tensor in a file."""
-
-    path: Path
-    begin: int
-    end: int
-    tensor: str
-
-    def __str__(self) -> str:
-        return f"{self.tensor} in {self.path}"
-
-
 class FailingStorage(Storage):
-    """Storage that raises ``EIO`` for reads that overlap ``place``."""
+    """Storage that raises ``EIO`` for reads that overlap ``place``, a file and its tensor."""
 
     def __init__(self) -> None:
         super().__init__(durable=False)
-        self.place: FileSpan | None = None
-        self._paths: dict[int, Path] = {}
-
-    def open_read(self, path: Path) -> int:
-        """Open the file."""
-        fd = super().open_read(path)
-        self._paths[fd] = path
-        return fd
+        self.place: tuple[Path, HeaderEntry] | None = None
 
     def pread(self, fd: int, count: int, offset: int) -> bytes:
         """Read bytes, or raise ``EIO``."""
@@ -346,14 +329,10 @@ class FailingStorage(Storage):
         return super().pread_into(fd, part, offset)
 
     def _look(self, fd: int, offset: int, count: int) -> None:
-        place = self.place
-        if (
-            place is not None
-            and self._paths.get(fd) == place.path
-            and offset < place.end
-            and place.begin < offset + count
-        ):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(place.path))
+        path, entry = self.place or (None, None)
+        overlaps = entry and offset < entry.end and entry.begin < offset + count
+        if path and overlaps and os.path.samestat(os.fstat(fd), path.stat()):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
 
 class TensorBytes(NamedTuple):
@@ -376,10 +355,7 @@ def random_tensors(specs: Mapping[str, TensorSpec], seed: int) -> dict[str, Tens
     chance = random.Random(seed)  # noqa: S311 - nothing is secret
     found = {}
     for name, (dtype, shape) in specs.items():
-        count = ITEMSIZE[dtype]
-        for size in shape:
-            count *= size
-        content = chance.randbytes(count)
+        content = chance.randbytes(ITEMSIZE[dtype] * math.prod(shape))
         if dtype == "BOOL":  # a bool is 0 or 1
             content = bytes(byte & 1 for byte in content)
         found[name] = TensorBytes(dtype, shape, content)
@@ -434,12 +410,10 @@ def make_version(
 
 
 def _grouped(names: Sequence[str], kind: Kind) -> dict[str, Sequence[str]]:
-    if not names:
-        return {}
-    if kind == "adapter":
+    if names and kind == "adapter":
         return {ADAPTER_WEIGHTS: names}
-    if len(names) == 1:
-        return {"model.safetensors": names}
+    if len(names) < 2:
+        return {"model.safetensors": names} if names else {}
     half = len(names) // 2
     return {
         "model-00001-of-00002.safetensors": names[:half],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -205,7 +206,8 @@ class FakeEngine:
         if hang is not None:
             hang.wait()
         for fault in self._faults:
-            if fault.is_due(what, sequence):
+            is_due = fault.times > 0 and fault.what == what
+            if is_due and fault.sequence in {None, sequence}:
                 fault.times -= 1
                 if fault.torn:
                     with self._changed:
@@ -218,18 +220,13 @@ class FakeEngine:
             self._changed.notify_all()
 
 
+@dataclass
 class _Fault:
-    def __init__(
-        self, what: str, error: BaseException, times: int, sequence: int | None, torn: bool
-    ) -> None:
-        self.what = what
-        self.error = error
-        self.times = times
-        self.torn = torn
-        self._sequence = sequence
-
-    def is_due(self, what: str, sequence: int | None) -> bool:
-        return self.times > 0 and self.what == what and self._sequence in {None, sequence}
+    what: str
+    error: BaseException
+    times: int
+    sequence: int | None
+    torn: bool
 
 
 def content_of(version: LeasedVersion, look: Callable[[], None] = lambda: None) -> str:

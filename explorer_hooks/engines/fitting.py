@@ -39,8 +39,7 @@ def check_kind(version: LeasedVersion, kinds: Container[str]) -> None:
     if version.remote_path is not None:
         raise EngineMismatchError(
             f"{what} is of kind remote, but this engine loads only from storage. Pass "
-            f"{shown(version.remote_path)} (LeasedVersion.remote_path) to the service that has "
-            "the weights"
+            f"{shown(version.remote_path)} to the service that has the weights"
         )
     if version.kind == "adapter":
         raise EngineMismatchError(

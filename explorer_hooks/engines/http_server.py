@@ -8,7 +8,6 @@ import ssl
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import httpx2
@@ -22,7 +21,7 @@ from syncd.protocol.errors import (
 #: The statuses of a proxy's answers while the server behind the proxy is away or starts.
 _AWAY: Final = frozenset({502, 503, 504})
 #: The schemes that are supported, with their default ports.
-_PORTS: Final = MappingProxyType({"http": 80, "https": 443})
+_PORTS: Final = {"http": 80, "https": 443}
 #: The names of this host in a server's address. They count as one host.
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"})  # noqa: S104 # compared only
 _LONGEST_TEXT: Final = 500
@@ -64,18 +63,24 @@ class HttpServer:
         url: str,
         *,
         api_key: str | None = None,
-        other_keys: Mapping[str, str] = MappingProxyType({}),
+        other_keys: Mapping[str, str] | None = None,
         cacert: str | Path | None = None,
         timeout: float = 30.0,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
         self.url = _address(url)
         self._api_key = None if api_key is None else _checked(api_key)
-        self._other_keys = {route: _checked(key) for route, key in other_keys.items()}
+        self._other_keys = {route: _checked(key) for route, key in (other_keys or {}).items()}
         self._timeout = timeout
+        try:
+            trusted = True if cacert is None else ssl.create_default_context(cafile=cacert)
+        except OSError as error:  # an SSLError is one
+            raise InvalidSettingsError(
+                f"{cacert} contains no certificate in PEM format: {error}"
+            ) from error
         self._client = httpx2.Client(
             base_url=self.url,
-            verify=True if cacert is None else _trusting(cacert),
+            verify=trusted,
             timeout=_limits(timeout),
             transport=transport,
             # A server closes the connection after an error, so each request has its own connection.
@@ -84,6 +89,14 @@ class HttpServer:
             trust_env=False,
         )
         self._routes: frozenset[str] = frozenset()
+
+    @property
+    def is_here(self) -> bool:
+        """True if the server's address is on this host's loopback interface."""
+        try:
+            return ipaddress.ip_address(self.url.host).is_loopback
+        except ValueError:
+            return self.url.host == "localhost"
 
     def has(self, route: str) -> bool:
         """True if the server has a route, by the cached list of routes."""
@@ -107,8 +120,8 @@ class HttpServer:
         *,
         params: Mapping[str, str] | None = None,
         timeout: float | None = None,
-    ) -> Any:
-        """Send a request with ``body`` as JSON, and return the JSON of the answer, or None.
+    ) -> dict[str, Any]:
+        """Send a request with ``body`` as JSON; return the answer's JSON object, or an empty dict.
 
         ``timeout`` (in seconds) limits each read and each write. The limit to connect is at most 3
         s.
@@ -138,16 +151,20 @@ class HttpServer:
             raise ServerUnreachableError(f"{self.url}: {route}: {what}: {hint}") from error
         is_page = "html" in response.headers.get("content-type", "")
         text = self._hidden(response.text)
+        try:
+            answer = json.loads(text)
+        except json.JSONDecodeError:
+            answer = None
         shown = response.reason_phrase if is_page else text[:_LONGEST_TEXT]
-        said = f"{self.url}: {route}: {response.status_code} {shown}"
-        if response.status_code in _AWAY:
+        status = response.status_code
+        said = f"{self.url}: {route}: {status} {shown}"
+        if status in _AWAY:
             self.forget_routes()
             raise ServerUnreachableError(said)
         if not response.is_success:  # redirections are not followed, so nothing was done
-            status = response.status_code
             hint = _WRONG_KEY if status == httpx2.codes.UNAUTHORIZED else ""
-            raise ServerRefusedError(f"{said}{hint}", answer=_json(text), status=status)
-        return _json(text)
+            raise ServerRefusedError(f"{said}{hint}", answer=answer, status=status)
+        return json_object(answer)
 
     def _hidden(self, text: str) -> str:
         """A text without the keys, which some servers repeat in their errors."""
@@ -179,8 +196,7 @@ class HttpServer:
                 if waited >= timeout:
                     raise ServerUnreachableError(
                         f"the server did not start to answer within {timeout:g} s: {error}. Read "
-                        "the server's log, or increase start_timeout (syncd follow "
-                        "--start-timeout)"
+                        "its log, or increase start_timeout (syncd follow --start-timeout)"
                     ) from error
                 if now >= next_word:
                     next_word = now + _WORD
@@ -197,12 +213,11 @@ class HttpServer:
     def read_routes(self, timeout: float | None = None) -> None:
         """Read the server's routes; raise ServerRefusedError if the server does not list them."""
         try:
-            told = self.ask("GET /openapi.json", timeout=timeout)
+            paths = self.ask("GET /openapi.json", timeout=timeout).get("paths")
         except ServerRefusedError as error:
             if error.status == httpx2.codes.UNAUTHORIZED:
                 raise
             raise ServerRefusedError(f"{error}. {_UNLISTED}") from error
-        paths = told.get("paths") if isinstance(told, dict) else None
         if not isinstance(paths, dict):
             raise ServerRefusedError(f"{self.url}/openapi.json lists no paths. {_UNLISTED}")
         self._routes = frozenset(
@@ -211,6 +226,11 @@ class HttpServer:
             if isinstance(methods, dict)
             for method in methods
         )
+
+
+def json_object(value: object) -> dict[str, Any]:
+    """The value, if it is a JSON object; otherwise an empty dict."""
+    return value if isinstance(value, dict) else {}
 
 
 def place(url: str) -> tuple[str, int, str]:
@@ -247,15 +267,6 @@ def _address(url: str) -> httpx2.URL:
     return address
 
 
-def _trusting(cacert: str | Path) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=cacert)
-    except OSError as error:  # an SSLError is one
-        raise InvalidSettingsError(
-            f"{cacert} contains no certificate in PEM format: {error}"
-        ) from error
-
-
 def _limits(timeout: float) -> httpx2.Timeout:
     return httpx2.Timeout(timeout, connect=min(timeout, _CONNECT))
 
@@ -268,10 +279,3 @@ def _checked(key: str) -> str:
             "accent. Check SYNCD_API_KEY and SYNCD_ADMIN_API_KEY, or the arguments"
         )
     return key
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return None

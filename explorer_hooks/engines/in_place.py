@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from itertools import chain
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ _BOUND: Final = 256 * 1024 * 1024
 
 _CPU: Final = torch.device("cpu")
 
+T = TypeVar("T")
+
 
 class HostBuffer:
     """Host memory for new content, kept between uses, and pinned if the targets are not on the CPU.
@@ -44,47 +47,6 @@ class HostBuffer:
 
         Each view begins at a multiple of 64 bytes.
         """
-        content = self._memory_for(targets)
-        self.views, at = [], 0
-        for target in targets:
-            memory = content[at : at + target.nbytes]
-            self.views.append(memory.view(target.dtype).view(target.box.shape))
-            at += padded(target.nbytes)
-        return content[:at]
-
-    def read(self, reader: WeightsReader, targets: Sequence[Target]) -> None:
-        """Read the new content into ``views``, without changing the targets."""
-        self.lay_out(targets)
-        parts = [
-            _Part(target.name, target.box, bytes_of(view))
-            for target, view in zip(targets, self.views, strict=True)
-        ]
-        _read_parts(reader, parts, self._threads)
-
-    @torch.no_grad()
-    def copy(self, targets: Sequence[Target]) -> None:
-        """Copy ``views`` into the targets, after earlier work on the devices, such as a forward.
-
-        On return, every device has the new content. The targets must have the dtypes and shapes of
-        those in :meth:`lay_out`.
-        """
-        devices = {target.tensor.device for target in targets} - {_CPU}
-        synchronize(devices)
-        moves: list[_Move] = []
-        for target, view in zip(targets, self.views, strict=True):
-            if _is_plain(target):
-                moves.append(_Move(bytes_of(view), bytes_of(target.tensor)))
-            else:
-                target.tensor.copy_(view, non_blocking=True)
-        _move(moves, self._threads)
-        synchronize(devices)
-
-    def close(self) -> None:
-        """Release the memory."""
-        self.views = []
-        self._memory = None
-
-    def _memory_for(self, targets: Sequence[Target]) -> Tensor:
         size = _size(targets)
         devices = {target.tensor.device for target in targets} - {_CPU}
         device = min(devices, key=str, default=_CPU)
@@ -93,41 +55,86 @@ class HostBuffer:
             self.close()  # the old block must not be held beside the new one
             memory = self._memory = HostMemory(size, device)
             self._device = device
-        return memory.content
+        self.views, at = [], 0
+        for target in targets:
+            flat = memory.content[at : at + target.nbytes]
+            self.views.append(flat.view(target.dtype).view(target.box.shape))
+            at += padded(target.nbytes)
+        return memory.content[:at]
 
+    def read(self, reader: WeightsReader, targets: Sequence[Target]) -> None:
+        """Read the new content into ``views``, without changing the targets."""
+        self.lay_out(targets)
+        parts = [
+            _Part(target.name, target.box, bytes_of(view))
+            for target, view in zip(targets, self.views, strict=True)
+        ]
+        self._read_parts(reader, parts)
 
-def fill_directly(
-    reader: WeightsReader, targets: Sequence[Target], buffer: HostBuffer, threads: int
-) -> None:
-    """Read directly into the targets. An error can leave the targets partly filled.
+    @torch.no_grad()
+    def copy(self, targets: Sequence[Target]) -> None:
+        """Copy ``views`` into the targets, after earlier work on the devices, such as a forward.
 
-    Contiguous targets on the CPU with the version's dtype are filled without a copy. The others are
-    filled through ``buffer``, in batches of at most 256 MiB or of one larger target.
-    """
-    parts: list[_Part] = []
-    others: list[Target] = []
-    for target in targets:
-        if _is_plain(target):
-            parts.append(_Part(target.name, target.box, bytes_of(target.tensor)))
-        else:
-            others.append(target)
-    _read_parts(reader, parts, threads)
-    # The largest batch comes first: its memory is enough for the others.
-    for batch in sorted(_bounded(others), key=_size, reverse=True):
-        buffer.read(reader, batch)
-        buffer.copy(batch)
+        On return, every device has the new content. The targets must have the dtypes and shapes of
+        those in :meth:`lay_out`.
+        """
+        tensors = [target.tensor for target in targets]
+        synchronize(tensors)
+        moves: list[tuple[memoryview, memoryview]] = []
+        for target, view in zip(targets, self.views, strict=True):
+            if _is_plain(target):
+                moves.append((bytes_of(view), bytes_of(target.tensor)))
+            else:
+                target.tensor.copy_(view, non_blocking=True)
+        cuts = (
+            (source[at : at + _BATCH], target[at : at + _BATCH])
+            for source, target in moves
+            for at in range(0, len(source), _BATCH)
+        )
+        # Tensor.copy_ would be many times slower on busy processors, because its threads wait for
+        # one another after each tensor.
+        self._run(
+            partial(_move, batch) for batch in _batches(cuts, lambda move: len(move[0]), _BATCH)
+        )
+        synchronize(tensors)
+
+    def fill(self, reader: WeightsReader, targets: Sequence[Target]) -> None:
+        """Read directly into the targets. An error can leave the targets partly filled.
+
+        Contiguous targets on the CPU with the version's dtype are filled without a copy. The others
+        are filled through this buffer, in batches of at most 256 MiB or of one larger target.
+        """
+        plain = [target for target in targets if _is_plain(target)]
+        parts = [_Part(target.name, target.box, bytes_of(target.tensor)) for target in plain]
+        self._read_parts(reader, parts)
+        others = [target for target in targets if not _is_plain(target)]
+        # The largest batch comes first: its memory is enough for the others.
+        for batch in sorted(
+            _batches(others, lambda target: target.nbytes, _BOUND), key=_size, reverse=True
+        ):
+            self.read(reader, batch)
+            self.copy(batch)
+
+    def close(self) -> None:
+        """Release the memory."""
+        self.views = []
+        self._memory = None
+
+    def _read_parts(self, reader: WeightsReader, parts: Sequence[_Part]) -> None:
+        reader.open(part.name for part in parts)  # before the threads, which share the reader
+        cuts = chain.from_iterable(map(_cut, parts))
+        # Batches of parts, not of reads: a part can need one read for each row.
+        batches = _batches(cuts, lambda part: len(part.into), _BATCH)
+        self._run(partial(_read, reader, batch) for batch in batches)
+
+    def _run(self, tasks: Iterable[Callable[[Check], None]]) -> None:
+        run_side_by_side(list(tasks), threads=threads_here(self._threads), look=lambda: None)
 
 
 class _Part(NamedTuple):
     name: str
     box: Box
     into: memoryview
-
-
-def _read_parts(reader: WeightsReader, parts: Sequence[_Part], threads: int) -> None:
-    reader.open(part.name for part in parts)  # before the threads, which share the reader
-    tasks = [partial(_read, reader, batch) for batch in _batches(parts)]
-    run_side_by_side(tasks, threads=threads_here(threads), look=lambda: None)
 
 
 def _read(reader: WeightsReader, batch: Sequence[_Part], check: Check) -> None:
@@ -137,17 +144,16 @@ def _read(reader: WeightsReader, batch: Sequence[_Part], check: Check) -> None:
             span.read()
 
 
-def _batches(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Group parts, or slices of large parts, into batches of about 16 MiB."""
-    batch: list[_Part] = []  # parts, not reads: a part can need one read for each row
-    size = 0
-    for part in parts:
-        for cut in _cut(part):
-            batch.append(cut)
-            size += len(cut.into)
-            if size >= _BATCH:
-                yield batch
-                batch, size = [], 0
+def _batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Group items into batches of at most ``limit`` bytes, or of one larger item."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        if batch and total + size(item) > limit:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size(item)
     if batch:
         yield batch
 
@@ -166,32 +172,7 @@ def _cut(part: _Part) -> Iterator[_Part]:
         yield _Part(part.name, box, part.into[at * row : end * row])
 
 
-class _Move(NamedTuple):
-    source: memoryview
-    target: memoryview
-
-
-def _move(moves: Sequence[_Move], threads: int) -> None:
-    """Copy memory in batches.
-
-    ``Tensor.copy_`` would be many times slower on busy processors, because its threads wait for one
-    another after each tensor.
-    """
-    tasks = []
-    batch: list[_Move] = []
-    size = 0
-    for source, target in moves:
-        for at in range(0, len(source), _BATCH):
-            batch.append(_Move(source[at : at + _BATCH], target[at : at + _BATCH]))
-            size += len(batch[-1].source)
-            if size >= _BATCH:
-                tasks.append(partial(_move_batch, batch))
-                batch, size = [], 0
-    tasks.append(partial(_move_batch, batch))
-    run_side_by_side(tasks, threads=threads_here(threads), look=lambda: None)
-
-
-def _move_batch(batch: Sequence[_Move], check: Check) -> None:
+def _move(batch: Sequence[tuple[memoryview, memoryview]], check: Check) -> None:
     del check  # no copy is stopped half-way, because no copy can fail
     for source, target in batch:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
@@ -203,24 +184,11 @@ def _is_plain(target: Target) -> bool:
     return tensor.device == _CPU and tensor.is_contiguous() and tensor.dtype == target.dtype
 
 
-def _bounded(targets: Sequence[Target]) -> Iterator[list[Target]]:
-    group: list[Target] = []
-    size = 0
-    for target in targets:
-        if group and size + target.nbytes > _BOUND:
-            yield group
-            group, size = [], 0
-        group.append(target)
-        size += padded(target.nbytes)
-    if group:
-        yield group
-
-
-def _size(targets: Sequence[Target]) -> int:
+def _size(targets: Iterable[Target]) -> int:
     return sum(padded(target.nbytes) for target in targets)
 
 
-def synchronize(devices: set[torch.device]) -> None:
-    """Wait for all work on these devices."""
-    for device in devices:
+def synchronize(tensors: Iterable[Tensor]) -> None:
+    """Wait for all work on the tensors' devices."""
+    for device in {tensor.device for tensor in tensors} - {_CPU}:
         torch.accelerator.synchronize(device)

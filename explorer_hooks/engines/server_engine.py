@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from explorer_hooks.engines.fitting import check_kind
 from explorer_hooks.engines.http_server import HttpServer
-from explorer_hooks.engines.server_calls import ServerCalls
 from explorer_hooks.reader import LeasedVersion
-from explorer_hooks.server_fit import Fits, check_names, fits_if_here
+from explorer_hooks.server_fit import Fits, check_names
 from syncd.protocol.errors import (
     EngineBrokenError,
     InvalidSettingsError,
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+LABEL: Final = "POST /update_weight_version"
 #: The beginning of a label during a load. If a server keeps such a label, a hook was killed, and
 #: the weights are unknown.
 LOADING: Final = "syncd-loading"
@@ -39,7 +40,7 @@ _STEP: Final = "step-"
 _GIVEN_BACK: Final = "given-back"
 
 
-class ServerEngine(ServerCalls):
+class ServerEngine(ABC):
     """Loads versions into a server, from folders that the server can read.
 
     Promised:
@@ -86,8 +87,17 @@ class ServerEngine(ServerCalls):
     modes: ClassVar[tuple[str, ...]]
     #: The routes that need the admin key, if the server has one.
     _admin: ClassVar[tuple[str, ...]] = ()
-    #: Every server knows the hub's names.
-    hub_names: bool = True
+    #: The route that reports the label, and what else a request to set the label has.
+    _info: str
+    _label_options: ClassVar[dict[str, object]] = {}
+    hub_names = True
+    _torn: str | None = None
+    _model_is_torn = False
+    _uncached: str | None = None
+    _others: tuple[str, float] | None = None
+    _has_adapters = False
+    _received: str | None = None
+    _proof: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -114,27 +124,20 @@ class ServerEngine(ServerCalls):
         self._server = HttpServer(
             url,
             api_key=api_key,
-            other_keys=dict.fromkeys(self._admin, admin_api_key) if admin_api_key else {},
+            other_keys=dict.fromkeys(self._admin, admin_api_key) if admin_api_key else None,
             cacert=cacert,
             timeout=timeout,
             transport=transport,
         )
         self._whose = f"the server at {self._server.url}"
-        self._fits = Fits(base, casts=True, whose=self._whose) if base is not None else None
-        self._is_local = _is_here(self._server.url.host) if is_local is None else is_local
+        self._fits = Fits(base, casts=True, whose=self._whose)
+        self._is_local = self._server.is_here if is_local is None else is_local
         self._lora_name = lora_name
         self._load_timeout = load_timeout
         self._start_timeout = start_timeout
         self._cancel = cancel
         self._kinds = frozenset({"full", "adapter"})
         self._loaded: dict[str, str] = {}
-        self._torn: str | None = None
-        self._model_is_torn = False
-        self._uncached: str | None = None
-        self._others: tuple[str, float] | None = None
-        self._has_adapters = False
-        self._received: str | None = None
-        self._proof: Callable[[], None] | None = None
         self._told_waiting: Callable[[str], object] = lambda _: None
 
     # -- the engine's protocol ---------------------------------------------------------------------
@@ -169,24 +172,21 @@ class ServerEngine(ServerCalls):
         self._server.wait_until_up(self._start_timeout, self._say_waiting, self._cancel)
         self._kinds = self._find_kinds()
         named = self._read_model()
-        if self._fits is None:
+        if not self._fits.is_known:
             log.warning(
-                "%s reports no model folder that exists on this host. Therefore syncd cannot check "
-                "whether the first version fits the server's model. For this check, set base "
-                "(--base) to the model folder that the server was started with",
+                "%s reports no model folder of this host, so the first version is not checked. To "
+                "check it, set base (--base) to the folder that the server was started with",
                 self._whose,
             )
         said = self._said_label()
-        if said is not None and said.startswith(LOADING):
+        if said.startswith(LOADING):
             self._was_left(said)
             self._pause()
             return
         if named is not None and self._serves_what_it_names(said):
             self._loaded = {"full": named}
         if not self._can_label() and self._may_be_paused():
-            self._torn = (
-                "a load was perhaps interrupted, and this server cannot report interrupted loads"
-            )
+            self._torn = "a load was perhaps interrupted, which this server cannot report"
             self._model_is_torn = True
             log.warning("not resuming %s until the next load: %s", self._whose, self._torn)
         else:
@@ -197,20 +197,18 @@ class ServerEngine(ServerCalls):
         check_kind(version, self._kinds)
         if not self._takes_names_of(version):
             check_names(version, self._whose)
-        if self._fits is not None:
-            self._fits.check(version)
+        self._fits.check(version)
 
     def prepare(self, version: LeasedVersion) -> None:
         """Check the server again, because another server may have replaced it.
 
-        Raises:
-            EngineBrokenError: another hook is loading into the server.
+        EngineBrokenError if another hook is loading into the server.
         """
         self._server.forget_routes()
         self._find_kinds()
         said = self._must(self._said_label)
         is_ours = (self._torn or self._uncached) is not None
-        if said is not None and said.startswith(LOADING) and not is_ours:
+        if said.startswith(LOADING) and not is_ours:
             self._check_left(said)
         else:
             self._others = None
@@ -236,7 +234,9 @@ class ServerEngine(ServerCalls):
             EngineBrokenError: the server failed, and the version is not the cause.
         """
         before = self._must(self._said_label)
-        if before is not None and not before.startswith(LOADING):
+        if before.startswith(LOADING):
+            before = ""
+        if before:
             self._model_is_torn = False  # the server was restarted since
             if not before.startswith((_STEP, _GIVEN_BACK)):
                 self._torn = self._uncached = self._proof = None
@@ -246,8 +246,7 @@ class ServerEngine(ServerCalls):
         torn = self._torn
         if version.kind == "adapter" and self._model_is_torn:
             raise EngineBrokenError(
-                f"cannot load an adapter into {self._whose}: {torn}. Load a full model first, or "
-                "restart the server"
+                f"cannot load an adapter into {self._whose}: {torn}. Load a full model first"
             )
         self._torn = f"it has not loaded version {version.sequence}"
         loading = f"{LOADING}-{version.kind}"
@@ -259,32 +258,23 @@ class ServerEngine(ServerCalls):
             self._load_folder(version.kind, str(version.folder), name)
             self._loaded_well(version)
         except ServerRefusedError as error:
+            name = before or _GIVEN_BACK
             if self._uncached is not None:
                 name = f"{loading}-{_GIVEN_BACK}"
-            else:
-                name = before if before and not before.startswith(LOADING) else _GIVEN_BACK
             if self._give_back(version, name, error):
                 self._set_label(name)
                 self._torn = torn if version.kind == "adapter" else None
                 self._model_is_torn &= version.kind == "adapter"
             raise
-        self._uncached = label(version)
-        self._torn = None
-        self._model_is_torn = False
+        self._has_loaded(version.kind, label(version))
         self._received = None
-        self._proof = lambda: self._prove(version.kind, label(version))
         if version.kind == "full":
             self._loaded = {}  # adapters of the previous model do not fit this one
-            if self._fits is None:
-                self._fits = Fits(version.manifest, casts=True, whose=self._whose)
+            self._fits.learn(version.manifest)
         self._loaded[version.kind] = str(version.folder)
 
     def reset_cache(self) -> None:
-        """Empty the server's prefix cache.
-
-        Raises:
-            EngineBrokenError: the server refuses to empty its cache.
-        """
+        """Empty the server's prefix cache; EngineBrokenError if the server refuses to."""
         self._must(self._reset_cache)
         name = self._uncached
         if name is not None:
@@ -311,10 +301,9 @@ class ServerEngine(ServerCalls):
             self._proof = None
 
     def still_serves(self, version: LeasedVersion) -> bool:
-        """True if the server reports this version, or weights of a later broadcast.
+        """True if the server reports this version, weights of a later broadcast, or no label.
 
-        Also True for a server without labels, because its weights cannot be told apart. False if
-        the server's workers do not answer.
+        False if its workers do not answer.
         """
         if self._torn is not None or self._uncached is not None:
             return False
@@ -325,48 +314,108 @@ class ServerEngine(ServerCalls):
             log.warning("%s does not report the version that it serves: %s", self._whose, error)
             return False
         given = self._received or label(version)
-        if said is not None and said != given and said.startswith((_STEP, LOADING)):
+        if said != given and said.startswith((_STEP, LOADING)):
             log.warning(
-                "%s has %s, but this hook loaded %s. Another hook may be loading into the same "
-                "server. Use only one hook for each server",
+                "%s has %s, but this hook loaded %s. Use only one hook for each server",
                 self._whose,
                 said,
                 given,
             )
-        return said is None or said == given
+        return said in {"", given}
 
     def is_loaded(self) -> bool:
-        """True if the server answers, and was not restarted since syncd's last load began.
-
-        Without labels a restart is not seen. The engine need not be attached.
-        """
+        """True if the server answers, and has a label of syncd, or no labels. Needs no attach."""
         try:
             self._find_kinds()
             said = self._said_label()
         except SyncdError:
             return False
-        return said is None or said.startswith((_STEP, LOADING))
+        return not said or said.startswith((_STEP, LOADING))
 
     def is_away(self) -> bool:
         """True if the server does not answer."""
         try:
             self._server.read_routes()
-        except ServerUnreachableError:
-            return True
-        except ServerRefusedError:
-            pass  # it answers; the next pull reports the error
+        except ServerError as error:  # an error that it answers is reported by the next pull
+            return isinstance(error, ServerUnreachableError)
         return False
 
     def close(self) -> None:
         """Close the connections; the server keeps running."""
         self._server.close()
 
+    def _ask(self, route: str, body: object = None, **params: str) -> dict[str, Any]:
+        """Send a request that can take as long as a load."""
+        return self._server.ask(route, body, params=params, timeout=self._load_timeout)
+
     def _read_model(self) -> str | None:
         """Read the model folder that the server names, if it is on this host; return its path."""
-        named = self._named_folder()
-        if named is not None:
-            self._fits = fits_if_here(named, self._whose) or self._fits
+        if (named := self._named_folder()) is not None:
+            self._fits.read_if_here(named)
         return named
+
+    # -- the calls that differ between kinds of servers --------------------------------------------
+
+    @abstractmethod
+    def _takes_names_of(self, version: LeasedVersion) -> bool:
+        """True if the server finds tensors by their names in the version."""
+
+    @abstractmethod
+    def _find_kinds(self) -> frozenset[str]:
+        """The kinds of versions that the server can load, by its routes."""
+
+    @abstractmethod
+    def _named_folder(self) -> str | None:
+        """The model folder that the server reports. It has the served tensors' names and shapes."""
+
+    @abstractmethod
+    def _serves_what_it_names(self, said: str) -> bool:
+        """True if the label ``said`` shows that the server serves :meth:`_named_folder`."""
+
+    @abstractmethod
+    def _said_label(self) -> str:
+        """The label of the server's weights; empty if they have none."""
+
+    def _ask_workers(self) -> None:  # noqa: B027 # not every server can ask them
+        """Wait for an answer of the server's workers."""
+
+    def _can_label(self) -> bool:
+        return self._server.has(self._info) and self._server.has(LABEL)
+
+    def _set_label(self, text: str) -> None:
+        if self._can_label():
+            self._server.ask(LABEL, {"new_version": text, **self._label_options})
+
+    @abstractmethod
+    def _may_be_paused(self) -> bool:
+        """True if the server is perhaps paused. Only called for a server without labels."""
+
+    @abstractmethod
+    def _serves_adapter(self) -> bool:
+        """True if running requests can use an adapter from syncd."""
+
+    @abstractmethod
+    def _pause(self) -> None:
+        """Hold, finish or abort running requests, by the mode, and let new requests wait."""
+
+    @abstractmethod
+    def _resume(self) -> None:
+        """Serve again. Must work if the server is not paused."""
+
+    @abstractmethod
+    def _reset_cache(self) -> None:
+        """Empty the prefix cache."""
+
+    @abstractmethod
+    def _load_folder(self, kind: str, folder: str, name: str) -> None:
+        """Load an adapter, or a full model and unload the adapter; some servers set the label."""
+
+    def _loaded_well(self, version: LeasedVersion) -> None:  # noqa: B027 # not every server can check
+        """Check the loaded weights during the pause."""
+
+    @abstractmethod
+    def _prove(self, kind: str, name: str) -> None:
+        """Generate one token. If the server reports the label of its weights, check the label."""
 
     def _say_waiting(self, why: str) -> None:
         self._told_waiting(why)
@@ -379,10 +428,8 @@ class ServerEngine(ServerCalls):
             self._others = said, now
         if now < self._others[1] + self._load_timeout:
             raise EngineBrokenError(
-                f"{self._whose} is in the middle of a load by another hook ({said}), but a server "
-                "can have only one hook. If the other hook still runs, stop it. If it was killed, "
-                "restart the server. Or wait: this hook loads its own version "
-                f"{self._load_timeout:g} s after it first saw the other load"
+                f"{self._whose} is in the middle of a load by another hook ({said}). Stop that "
+                f"hook. After {self._load_timeout:g} s this hook loads its own version"
             )
         self._was_left(said)
 
@@ -392,26 +439,29 @@ class ServerEngine(ServerCalls):
         self._model_is_torn = not said.startswith(f"{LOADING}-adapter")
         log.warning("%s stays paused until the next load: %s", self._whose, self._torn)
 
-    def _take_received(self, name: str, load: Callable[[], None]) -> None:
-        """Let the server load a full model that its workers have received, and label it ``name``.
+    @contextmanager
+    def _receiving(self, name: str) -> Iterator[None]:
+        """In the block the server loads a full model that its workers have received.
 
-        After a failure the old weights are not loaded again, because their folder may be deleted.
-
-        Raises:
-            EngineBrokenError: the weights are unknown. The server stays paused until a load.
+        After a failure it stays paused until a load (EngineBrokenError): the weights are unknown,
+        and the folder of the old weights may be deleted.
         """
         self._torn = f"it has not loaded {name}"
         self._model_is_torn = True
         self._loaded, self._received = {}, None
         try:
             self._set_label(f"{LOADING}-full-{name}")
-            load()
+            yield
         except ServerError as error:
             raise EngineBrokenError(f"{self._whose} did not load {name}: {error}") from error
-        self._uncached = self._received = name
+        self._has_loaded("full", name)
+        self._received = name
+
+    def _has_loaded(self, kind: str, name: str) -> None:
         self._torn = None
         self._model_is_torn = False
-        self._proof = lambda: self._prove("full", name)
+        self._uncached = name
+        self._proof = lambda: self._prove(kind, name)
 
     def _give_back(self, version: LeasedVersion, name: str, error: ServerRefusedError) -> bool:
         """Load the old weights again after a refused load; return True if the server has them."""
@@ -428,11 +478,7 @@ class ServerEngine(ServerCalls):
         try:
             self._load_folder(version.kind, folder, name)
         except (ServerRefusedError, OSError) as again:
-            self._torn = (
-                f"it failed to load version {version.sequence}, and then failed to load {folder} "
-                f"again: {again}"
-            )
-            log.error("%s: %s", self._whose, self._torn)
+            self._torn = f"it failed to load version {version.sequence}, and then {folder}: {again}"
             return False
         return True
 
@@ -449,12 +495,3 @@ class ServerEngine(ServerCalls):
 def label(version: LeasedVersion) -> str:
     """The label of a version in a server, for example ``step-3-version-17``."""
     return f"{_STEP}{version.step}-version-{version.sequence}"
-
-
-def _is_here(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, ClassVar, Final
+from contextlib import suppress
+from typing import ClassVar, Final
 
-from explorer_hooks.engines.server_engine import ServerEngine
+from explorer_hooks.engines.http_server import json_object
+from explorer_hooks.engines.server_engine import LABEL, ServerEngine
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import InvalidSettingsError, ServerBusyError, ServerRefusedError
 
@@ -20,7 +22,6 @@ _PAUSE: Final = "POST /pause_generation"
 _RESUME: Final = "POST /continue_generation"
 _UPDATE: Final = "POST /update_weights_from_disk"
 _FLUSH: Final = "POST /flush_cache"
-_LABEL: Final = "POST /update_weight_version"
 _INFO: Final = ("GET /model_info", "GET /get_model_info")
 _LOAD_ADAPTER: Final = "POST /load_lora_adapter"
 _UNLOAD_ADAPTER: Final = "POST /unload_lora_adapter"
@@ -52,9 +53,10 @@ class SGLangServer(ServerEngine):
         InvalidSettingsError: ``url``, ``mode`` or ``base`` is wrong.
     """
 
-    modes: ClassVar[tuple[str, ...]] = ("retract", "abort")
-    _admin = (_PAUSE, _RESUME, _UPDATE, _FLUSH, _LABEL, _LOAD_ADAPTER, _UNLOAD_ADAPTER)
+    modes = ("retract", "abort")
+    _admin = (_PAUSE, _RESUME, _UPDATE, _FLUSH, LABEL, _LOAD_ADAPTER, _UNLOAD_ADAPTER)
     _info = _INFO[0]
+    _label_options: ClassVar[dict[str, object]] = {"abort_all_requests": False}
     _is_flushed = False
 
     def _takes_names_of(self, version: LeasedVersion) -> bool:  # noqa: ARG002 # others look
@@ -63,35 +65,27 @@ class SGLangServer(ServerEngine):
     def _find_kinds(self) -> frozenset[str]:
         for route in (_PAUSE, _RESUME, _UPDATE, _FLUSH, _GENERATE):
             self._server.require(route, "use SGLang 0.5 or newer")
-        try:
-            self._info = next(route for route in _INFO if self._server.has(route))
-        except StopIteration:
+        infos = [route for route in _INFO if self._server.has(route)]
+        if not infos:
             raise InvalidSettingsError(
                 f"{self._whose} does not report the version that it serves: it has no route "
                 f"{' or '.join(_INFO)}. Use SGLang 0.5 or newer"
-            ) from None
+            )
+        self._info = infos[0]
         # An adapter is labelled by a separate request.
-        takes = self._server.has(_LOAD_ADAPTER) and self._server.has(_LABEL)
-        adapters = {"adapter"} if takes else set()
-        return frozenset({"full"} | adapters)
+        takes = self._server.has(_LOAD_ADAPTER) and self._can_label()
+        return frozenset({"full", "adapter"} if takes else {"full"})
 
     def _named_folder(self) -> str | None:
-        path = self._told().get("model_path")
+        path = self._server.ask(self._info).get("model_path")
         return path if isinstance(path, str) else None
 
-    def _serves_what_it_names(self, said: str | None) -> bool:  # noqa: ARG002 # other servers need it
+    def _serves_what_it_names(self, said: str) -> bool:  # noqa: ARG002 # other servers need it
         return True  # it names the folder that it loaded last
 
-    def _said_label(self) -> str | None:
-        said = self._told().get("weight_version")
-        return said if isinstance(said, str) else None
-
-    def _set_label(self, text: str) -> None:
-        if self._server.has(_LABEL):
-            self._server.ask(_LABEL, {"new_version": text, "abort_all_requests": False})
-
-    def _can_label(self) -> bool:
-        return self._server.has(_LABEL)
+    def _said_label(self) -> str:
+        said = self._server.ask(self._info).get("weight_version")
+        return said if isinstance(said, str) else ""
 
     def _may_be_paused(self) -> bool:
         return True  # the server does not report it
@@ -106,7 +100,7 @@ class SGLangServer(ServerEngine):
         if self._torn is None and self._uncached is None:
             self._pause_flushed(mode)
         else:  # the server must not serve its present weights, even for a moment
-            self._ask_to_pause(mode)
+            self._ask(_PAUSE, {"mode": mode})
 
     def _resume(self) -> None:
         self._server.ask(_RESUME, {})
@@ -129,7 +123,7 @@ class SGLangServer(ServerEngine):
     def _pause_flushed(self, mode: str) -> None:
         """Pause with empty caches. Serve between attempts, so that requests can end."""
         for seconds in (*_BETWEEN_FLUSHES, None):
-            self._ask_to_pause(mode)
+            self._ask(_PAUSE, {"mode": mode})
             try:
                 self._flush()
             except ServerRefusedError as error:
@@ -149,37 +143,33 @@ class SGLangServer(ServerEngine):
             else:
                 return
 
-    def _ask_to_pause(self, mode: str) -> None:
-        self._server.ask(_PAUSE, {"mode": mode}, timeout=self._load_timeout)
-
     def _flush(self) -> None:
-        self._server.ask(_FLUSH, timeout=self._load_timeout)
+        self._ask(_FLUSH)
         self._is_flushed = True
 
     def _load_folder(self, kind: str, folder: str, name: str) -> None:
         if kind == "adapter":
             self._unload_adapter()
-            adapter = {"lora_name": self._lora_name, "lora_path": folder}
-            self._accepted(self._server.ask(_LOAD_ADAPTER, adapter, timeout=self._load_timeout))
+            self._ask_to_load(_LOAD_ADAPTER, {"lora_name": self._lora_name, "lora_path": folder})
             return
         # The cache is flushed by a separate request. If this request flushed it, and SGLang refused
         # the flush, the request would fail although the weights have changed. Some releases then
         # exit.
-        body = {
-            "model_path": folder,
-            "flush_cache": False,
-            "abort_all_requests": False,
-            "weight_version": name,
-        }
-        self._accepted(self._server.ask(_UPDATE, body, timeout=self._load_timeout))
+        self._ask_to_load(
+            _UPDATE,
+            {
+                "model_path": folder,
+                "flush_cache": False,
+                "abort_all_requests": False,
+                "weight_version": name,
+            },
+        )
         if "adapter" in self._loaded:
             self._unload_adapter()
 
     def _unload_adapter(self) -> None:
-        try:
+        with suppress(ServerRefusedError):  # there may be no adapter
             self._server.ask(_UNLOAD_ADAPTER, {"lora_name": self._lora_name})
-        except ServerRefusedError as error:
-            log.debug("there is no adapter to unload: %s", error)
 
     def _prove(self, kind: str, name: str) -> None:
         body: dict[str, object] = {
@@ -188,23 +178,18 @@ class SGLangServer(ServerEngine):
         }
         if kind == "adapter":
             body["lora_path"] = self._lora_name
-        told = self._server.ask(_GENERATE, body, timeout=self._load_timeout)
-        answer = told if isinstance(told, dict) else {}
+        answer = self._ask(_GENERATE, body)
         if "error" in answer or not ("text" in answer or "output_ids" in answer):
-            raise ServerRefusedError(f"the server generates no token: {told}", answer=told)
-        meta = answer.get("meta_info")
-        said = meta.get("weight_version") if isinstance(meta, dict) else None
+            raise ServerRefusedError(f"the server generates no token: {answer}", answer=answer)
+        said = json_object(answer.get("meta_info")).get("weight_version")
         if said not in {None, name}:
             raise ServerRefusedError(
                 f"the server generates with the weights {said} instead of {name}"
             )
 
-    def _told(self) -> dict[str, Any]:
-        told = self._server.ask(self._info)
-        return told if isinstance(told, dict) else {}
-
-    def _accepted(self, told: object) -> None:
-        """Raise an error if an answer with a success status reports a failure."""
-        if isinstance(told, dict) and told.get("success") is False:
-            why = told.get("message") or told.get("error_message") or told
-            raise ServerRefusedError(f"{self._whose}: {why}", answer=told)
+    def _ask_to_load(self, route: str, body: dict[str, object]) -> None:
+        """Raise an error also if an answer with a success status reports a failure."""
+        answer = self._ask(route, body)
+        if answer.get("success") is False:
+            why = answer.get("message") or answer.get("error_message") or answer
+            raise ServerRefusedError(f"{self._whose}: {why}", answer=answer)

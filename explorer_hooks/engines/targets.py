@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import sub
 from typing import Final, NamedTuple, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from explorer_hooks.engines.fitting import named, refuse
 from explorer_hooks.given_names import SAME_NAMES, GivenNames, NamedPiece
 from explorer_hooks.reader import LeasedVersion
-from explorer_hooks.weights import WeightsReader
+from explorer_hooks.weights import WeightsReader, slices
 from syncd.checkpoint.boxes import Box, common, holds, whole
 from syncd.checkpoint.tensor_rules import shown
 from syncd.coordination.broadcast.weight_meta import Described
@@ -69,9 +70,7 @@ class Target(NamedTuple):
 
     def of(self, whole: Tensor) -> Tensor:
         """View this target's part of the whole tensor, without a copy."""
-        return whole[
-            tuple(slice(begin, begin + size) for begin, size in zip(*self.box, strict=True))
-        ]
+        return whole[slices(self.box)]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -83,8 +82,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
         raise EngineMismatchError(
             "the module is wrapped in FullyShardedDataParallel, whose state dict is a copy of "
-            "the weights. Serve an unwrapped module, or a module that was sharded with "
-            "fully_shard"
+            "the weights. Serve an unwrapped module, or one that was sharded with fully_shard"
         )
     state = module.state_dict(keep_vars=True)
     tensors = {
@@ -96,9 +94,8 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     copies = sorted(name for name, value in tensors.items() if id(value) not in own)
     if copies:
         raise EngineMismatchError(
-            f"{shown(copies[0])} in the module's state dict cannot be filled in place, because it "
-            "is not a parameter or buffer of the module. A state_dict hook computes this tensor. "
-            "Serve a module without that hook"
+            f"{shown(copies[0])} in the module's state dict cannot be filled in place, because a "
+            "state_dict hook computes it. Serve a module without that hook"
         )
     return tensors
 
@@ -130,17 +127,6 @@ class Fit(NamedTuple):
     unknown: list[tuple[str, str]]
 
 
-class _Filling(NamedTuple):
-    """A tensor of the version that fills a tensor of the module; with ``piece``, a part of it."""
-
-    entry: DescribedTensor
-    piece: NamedPiece | None = None
-
-    @property
-    def part(self) -> Box | None:
-        return self.piece.other_box if self.piece is not None else None
-
-
 def find_targets(
     entries: Iterable[DescribedTensor],
     tensors: Mapping[str, Tensor],
@@ -161,20 +147,21 @@ def find_targets(
     Raises:
         EngineMismatchError: some tensors do not fit.
     """
-    given: dict[str, dict[Box | None, _Filling]] = {}
+    given: dict[str, dict[Box | None, tuple[DescribedTensor, NamedPiece | None]]] = {}
     wrong: list[str] = []
     renames = False
     for entry in entries:
         renames = renames or rename(entry.name) != entry.name
-        for name, filling in _fillings(entry, tensors, rename, names):
+        for name, piece in _fillings(entry, tensors, rename, names):
             others = given.setdefault(name, {})
-            if same := others.get(filling.part):
-                wrong.append(f"{shown(entry.name)} and {shown(same.entry.name)} are both renamed "
+            part = piece.other_box if piece is not None else None
+            if same := others.get(part):
+                wrong.append(f"{shown(entry.name)} and {shown(same[0].name)} are both renamed "
                              f"to {shown(name)}")  # fmt: skip
             elif name not in tensors:
                 told = names.shown(name) if name == entry.name else _told(entry.name, name)
                 wrong.append(f"{told} is not in {whose}")
-            others[filling.part] = filling
+            others[part] = entry, piece
     filled = {_memory(value) for name, value in tensors.items() if name in given}
     missing = [
         name
@@ -231,8 +218,8 @@ def _prefixed(given: Iterable[str], wanted: Iterable[str]) -> str:
 
 def _fillings(
     entry: DescribedTensor, tensors: Mapping[str, Tensor], rename: Rename, names: GivenNames
-) -> Iterator[tuple[str, _Filling]]:
-    """Yield the names of the module's tensors that ``entry`` fills, wholly or in part."""
+) -> Iterator[tuple[str, NamedPiece | None]]:
+    """Yield the names of the module's tensors that ``entry`` fills, and with which part of it."""
     name = rename(entry.name)
     others = [(rename(piece.other), piece) for piece in names.pieces_of(entry)]
     if any(other in tensors for other, _ in others) and (
@@ -240,9 +227,9 @@ def _fillings(
     ):
         for other, piece in others:
             if other is not None:
-                yield other, _Filling(entry, piece)
+                yield other, piece
     elif name is not None:
-        yield name, _Filling(entry)
+        yield name, None
 
 
 def compare_tied(version: LeasedVersion, unknown: Sequence[tuple[str, str]], whose: str) -> None:
@@ -312,9 +299,8 @@ def _cut(target: Target, piece: NamedPiece) -> Sequence[Target]:
     part = common(target.box, piece.other_box)
     if part is None:
         return ()
-    ahead = (a - b for a, b in zip(part.offsets, target.box.offsets, strict=True))
-    inside = tuple(slice(a, a + n) for a, n in zip(ahead, part.shape, strict=True))
-    local = piece.seen_from_own(target.tensor[inside])
+    inside = Box(tuple(map(sub, part.offsets, target.box.offsets)), part.shape)
+    local = piece.seen_from_own(target.tensor[slices(inside)])
     return (target._replace(tensor=local, box=piece.to_own(part)),)
 
 

@@ -11,7 +11,7 @@ import torch
 from explorer_hooks.broadcast import WeightReceiver
 from explorer_hooks.engines.base import InProcessEngine
 from explorer_hooks.engines.fitting import check_kind, named
-from explorer_hooks.engines.in_place import HostBuffer, fill_directly
+from explorer_hooks.engines.in_place import HostBuffer
 from explorer_hooks.engines.targets import (
     DescribedTensor,
     Fit,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 InPlace = Literal["staged", "direct"]
 
 _WAYS: Final = ("staged", "direct")
-_THREADS: Final = 4
+_CPU: Final = torch.device("cpu")
 
 
 class TorchModule(InProcessEngine):
@@ -105,7 +105,7 @@ class TorchModule(InProcessEngine):
         cast: bool = False,
         in_place: InPlace = "staged",
         lock: AbstractContextManager[Any] | None = None,
-        threads: int = _THREADS,
+        threads: int = 4,
     ) -> None:
         if in_place not in _WAYS:
             raise InvalidSettingsError(
@@ -132,7 +132,6 @@ class TorchModule(InProcessEngine):
         self._cast = cast
         self._in_place = in_place
         self._lock = lock if lock is not None else nullcontext()
-        self._threads = threads
         self._buffer = HostBuffer(threads)
         self._prepared: object = None
         self._group = KeptGroup()
@@ -151,7 +150,7 @@ class TorchModule(InProcessEngine):
 
     def prepare(self, version: LeasedVersion) -> None:
         """With ``staged``, read the version into host memory, without changing the module."""
-        targets = self._targets(version)
+        targets = self._fit(version).targets
         if self._in_place == "staged":
             self._read_ahead(version, targets)
 
@@ -163,7 +162,7 @@ class TorchModule(InProcessEngine):
             VerificationError, ShardFormatError, OSError: the version cannot be read. With
                 ``direct``, the module may be torn, and a note on the error says so.
         """
-        targets = self._targets(version)
+        targets = self._fit(version).targets
         if self._in_place == "staged":
             if self._prepared != _reading(version, targets):
                 self._read_ahead(version, targets)
@@ -175,7 +174,7 @@ class TorchModule(InProcessEngine):
             reader.open({target.name for target in targets})
             with self._changing():
                 try:
-                    fill_directly(reader, targets, self._buffer, self._threads)
+                    self._buffer.fill(reader, targets)
                 except Exception as error:
                     error.add_note(
                         f"{self._whose} now has a mix of {named(version)} and its previous "
@@ -203,10 +202,12 @@ class TorchModule(InProcessEngine):
                 torn.
         """
         self._prepared = None
-        device = self._receives_on(rendezvous.backend)
+        devices = (value.device for value in self._module.parameters())
+        cuda = (device for device in devices if device.type == "cuda")
+        device = next(cuda, _CPU) if rendezvous.backend == "nccl" else _CPU
         try:
             group = self._group.open(rendezvous, rank_offset, deadline=deadline, device=device)
-            receiver = WeightReceiver(group, known=self._known)
+            receiver = WeightReceiver(group, self._known)
             if self._in_place == "staged":
                 targets = receiver.receive_into(self._buffer, self._fit_received)
                 with self._changing():
@@ -222,11 +223,6 @@ class TorchModule(InProcessEngine):
         """Leave the weight group, if there is one."""
         self._group.close()
 
-    def _receives_on(self, backend: str) -> torch.device:
-        devices = (value.device for value in self._module.parameters())
-        cuda = (device for device in devices if device.type == "cuda")
-        return next(cuda, torch.device("cpu")) if backend == "nccl" else torch.device("cpu")
-
     def _fit_received(self, meta: WeightMeta) -> Fit:
         if "full" not in self.kinds:
             raise EngineMismatchError(
@@ -235,7 +231,7 @@ class TorchModule(InProcessEngine):
         with self._lock_to_look():
             tensors = tensors_of(self._module)
         # A broadcast has the trainer's names; the last version's map has the hub's names, too.
-        names = self._names.of_trainer
+        names = GivenNames(self._names.name_map, "trainer")
         return self._compared(meta.tensors, tensors, names, "the broadcast")
 
     def close(self) -> None:
@@ -269,9 +265,6 @@ class TorchModule(InProcessEngine):
     def _tensors(self, version: LeasedVersion) -> dict[str, Tensor]:  # noqa: ARG002 - for subclasses
         """The module's tensors that a version fills, by name."""
         return tensors_of(self._module)
-
-    def _targets(self, version: LeasedVersion) -> list[Target]:
-        return self._fit(version).targets
 
     def _fit(self, version: LeasedVersion) -> Fit:
         check_kind(version, self.kinds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -95,14 +95,12 @@ class TransformersModel(TorchModule):
         except EngineMismatchError as error:
             if _converts(self._module):
                 raise EngineMismatchError(
-                    f"{error}. transformers renames tensors of this model when it saves or loads "
-                    "the model. Publish versions with the tensor names of the model's "
-                    f"state_dict(), or with a {NAME_MAP} that maps the version's names to the "
-                    "names of the state_dict()"
+                    f"{error}. transformers renames tensors when it saves this model. Publish "
+                    f"the names of the model's state_dict(), or a {NAME_MAP} that maps to them"
                 ) from error
             raise
         if self._config is not None:
-            self._check_adapter(version, self._config)
+            refuse(named(version), self._whose, self._adapter_faults(version, self._config))
         elif self._takes_generation_config:
             self._generation = _generation_config(version)
         return fit
@@ -132,47 +130,41 @@ class TransformersModel(TorchModule):
 
     def _renamed(self, name: str) -> str | None:
         """Remove the prefix of adapter files if the model is not wrapped in a PeftModel."""
-        if self._config is None or _is_wrapped(self._module):
+        own = self._module.named_parameters()
+        if self._config is None or any(each.startswith(PREFIX) for each, _ in own):
             return name
         return name.removeprefix(PREFIX)
 
-    def _check_adapter(self, version: LeasedVersion, mine: Mapping[str, Any]) -> None:
-        told = _json(version, ADAPTER_CONFIG)
-        wrong = [
-            f"{key} is {told[key]!r} in the version's {ADAPTER_CONFIG}, but {mine[key]!r} in the "
-            "model's adapter"
-            for key in _COMPUTES
-            if told is not None and key in told and key in mine and told[key] != mine[key]
-        ]
+    def _adapter_faults(self, version: LeasedVersion, mine: Mapping[str, Any]) -> Iterator[str]:
+        theirs = _json(version, ADAPTER_CONFIG) or {}
+        for key in _COMPUTES:
+            if key in theirs and key in mine and theirs[key] != mine[key]:
+                yield (
+                    f"{key} is {theirs[key]!r} in the version's {ADAPTER_CONFIG}, but "
+                    f"{mine[key]!r} in the model's adapter"
+                )
         if (fault := self._other_base(version)) is not None:
-            wrong.append(fault)
-        merged = next(
-            (name for name, module in self._module.named_modules()
-             if self._adapter in getattr(module, "merged_adapters", ())),
-            None,
-        )  # fmt: skip
-        if merged is not None:
-            wrong.append(
-                f"the model's adapter is merged into {merged}, so call unmerge_adapter() first"
-            )
-        refuse(named(version), self._whose, wrong)
+            yield fault
+        for name, module in self._module.named_modules():
+            if self._adapter in getattr(module, "merged_adapters", ()):
+                yield f"the model's adapter is merged into {name}, so call unmerge_adapter() first"
+                break
 
     def _other_base(self, version: LeasedVersion) -> str | None:
         """The reason why an adapter is for another model; None if none is known."""
         told = version.manifest.base_model
-        mine = self._base_model or _loaded_from(self._module)
-        if told is None or mine is None:
+        base: Any = getattr(self._module, "get_base_model", lambda: self._module)()
+        mine = self._base_model or getattr(base, "name_or_path", None)
+        if told is None or not mine:
             return None
-        if self._base_model is not None:
-            differs: bool | None = told.name != mine
-        else:
+        differs: bool | None = told.name != mine
+        if self._base_model is None:
             differs = are_two_models(told.name, mine)
         if differs is None and self._said != told.name:
             self._said = told.name
             log.warning(
                 "version %d is an adapter for %s, and the model was loaded from %s. syncd cannot "
-                "tell whether these are the same model. Pass the base model's name: "
-                "TransformersModel(model, base_model=NAME)",
+                "tell whether these are the same model. Pass its name as base_model",
                 version.sequence,
                 shown(told.name),
                 shown(mine),
@@ -199,8 +191,7 @@ def _forget_prompts(module: Any, manager: Any) -> None:
     if manager.is_running():
         log.warning(
             "continuous batching runs while the weights change, so its output mixes old and new "
-            "weights. Stop continuous batching during each load, or hold the lock of the "
-            "TransformersModel while continuous batching runs"
+            "weights. Stop it during each load, or let it hold the lock of the TransformersModel"
         )
         return
     try:
@@ -223,19 +214,9 @@ def _adapter_config(model: nn.Module, adapter: str) -> dict[str, Any] | None:
             f"the model has no adapter {adapter!r}, only {', '.join(map(repr, configs))}. Pass "
             "the name of one of the model's adapters: TransformersModel(model, adapter=NAME)"
         )
-    config: dict[str, Any] = configs[adapter].to_dict()
+    config = configs[adapter].to_dict()
     told = {key: config[key] for key in _COMPUTES if key in config}
-    as_json: dict[str, Any] = json.loads(json.dumps(told))  # in JSON, tuples become lists
-    return as_json
-
-
-def _loaded_from(model: nn.Module) -> str | None:
-    base: Any = getattr(model, "get_base_model", lambda: model)()
-    return getattr(base, "name_or_path", None) or None
-
-
-def _is_wrapped(model: nn.Module) -> bool:
-    return any(name.startswith(PREFIX) for name, _ in model.named_parameters())
+    return dict(json.loads(json.dumps(told)))  # in JSON, tuples become lists
 
 
 def _generation_config(version: LeasedVersion) -> Any:

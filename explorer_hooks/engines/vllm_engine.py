@@ -1,25 +1,51 @@
-"""The engine for a ``vllm.LLM`` in this process."""
+"""The engine for a ``vllm.LLM`` in this process, and the calls to the workers of any vLLM.
+
+vLLM's own ``nccl`` transfer is not used. It has no deadlines, so the server would hang if the
+trainer dies. It changes the model before all weights have arrived, and works only on GPUs.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from explorer_hooks.engines.base import InProcessEngine
-from explorer_hooks.engines.fitting import check_kind
-from explorer_hooks.engines.vllm_workers import (
-    VLLMWorkers,
-    label_received,
-    takes_names_of,
-    workers_of,
-)
+from explorer_hooks.engines.fitting import check_kind, named
 from explorer_hooks.reader import LeasedVersion
-from explorer_hooks.server_fit import Fits, check_names, fits_if_here
-from syncd.protocol.errors import EngineBrokenError
+from explorer_hooks.server_fit import Fits, check_names
+from syncd.checkpoint.merging.plan import is_output_embedding
+from syncd.protocol.errors import (
+    BroadcastError,
+    EngineBrokenError,
+    EngineMismatchError,
+    ServerError,
+    ServerRefusedError,
+)
+from syncd.protocol.names import MODEL_CONFIG
+from syncd.protocol.records import SaveId, encode
 from syncd.protocol.reports import Rendezvous
 
+log = logging.getLogger(__name__)
+
+#: The value of ``--worker-extension-cls`` that vLLM must be started with.
+EXTENSION: Final = "explorer_hooks.engines.vllm_worker.SyncdWorker"
+
+
+#: The model types whose experts vLLM also loads by the names of transformers' modules, as
+#: tests showed.
+_BY_BOTH: Final = frozenset({"olmoe", "qwen2_moe", "qwen3_moe"})
+
+#: Seconds for an answer, in addition to those of the call itself.
+_GRACE: Final = 60.0
+
+#: Calls each worker's method with this name and arguments, within seconds; returns all answers.
+CollectiveRpc = Callable[[str, dict[str, object], float], object]
 #: No deadline, because a call of an ``LLM`` in this process cannot be given up.
 _NO_LIMIT: Final = math.inf
 
@@ -51,7 +77,7 @@ class VLLMEngine(InProcessEngine):
     engine is broken.
 
     The LLM can take broadcasts if it was made with ``worker_extension_cls`` and
-    :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
+    :data:`~EXTENSION`.
 
     Args:
         llm: an ``LLM`` of vLLM 0.12 or newer.
@@ -71,11 +97,10 @@ class VLLMEngine(InProcessEngine):
         self._workers = VLLMWorkers(
             lambda method, kwargs, _: llm.collective_rpc(method, kwargs=kwargs), "this vLLM"
         )
-        self._fits: Fits | None = None
-        if base is not None:
-            self._fits = Fits(base, casts=True, whose="this vLLM")
-        elif isinstance(named := getattr(getattr(llm, "model_config", None), "model", None), str):
-            self._fits = fits_if_here(named, "this vLLM")
+        self._fits = Fits(base, casts=True, whose="this vLLM")
+        named = getattr(getattr(llm, "model_config", None), "model", None)
+        if base is None and isinstance(named, str):
+            self._fits.read_if_here(named)
 
     def check(self, version: LeasedVersion) -> None:
         """Compare a version with the base model, or else with the first version that was loaded.
@@ -88,8 +113,7 @@ class VLLMEngine(InProcessEngine):
         check_kind(version, self.kinds)
         if not takes_names_of(version, self._fits):
             check_names(version, "this vLLM")
-        if self._fits is not None:
-            self._fits.check(version)
+        self._fits.check(version)
         engine = getattr(self._llm, "llm_engine", None)
         self._workers.check_reload(version, getattr(engine, "vllm_config", None))
 
@@ -102,8 +126,7 @@ class VLLMEngine(InProcessEngine):
         """
         self._workers.load_folder(str(version.folder), _NO_LIMIT)
         self._prove(f"version {version.sequence}")
-        if self._fits is None:
-            self._fits = Fits(version.manifest, casts=True, whose="this vLLM")
+        self._fits.learn(version.manifest)
 
     @cached_property
     def workers(self) -> int:
@@ -148,3 +171,215 @@ class VLLMEngine(InProcessEngine):
                 "vLLM's prefix cache still holds entries of the old weights, because vLLM is still "
                 "generating. Call pull() only between calls of generate()"
             )
+
+
+def workers_of(parallel_config: object) -> int:
+    """The number of a vLLM's ranks in a weight group; 0 if it cannot take broadcasts.
+
+    ``parallel_config`` is vLLM's ParallelConfig, or a dict with its fields.
+    """
+    told = _fields(parallel_config)
+    if told.get("worker_extension_cls") != EXTENSION:
+        log.warning(
+            "this vLLM cannot receive broadcasts, so it loads versions from files. To receive "
+            "broadcasts, start vLLM with --worker-extension-cls %s",
+            EXTENSION,
+        )
+        return 0
+    if told.get("data_parallel_size") != 1:
+        # With data parallelism vLLM returns only the answers of one replica.
+        log.warning(
+            "a vLLM with --data-parallel-size above 1 cannot receive broadcasts; loading versions "
+            "from files"
+        )
+        return 0
+    size = told.get("world_size")
+    return size if isinstance(size, int) else 0
+
+
+def _fields(config: object) -> Mapping[str, object]:
+    if isinstance(config, dict):
+        return config
+    return vars(config) if config is not None else {}
+
+
+@dataclass
+class VLLMWorkers:
+    """Calls the workers of one vLLM. For broadcasts the vLLM must have syncd's extension.
+
+    Attributes:
+        half_loaded: True if the last load has failed, or may have failed.
+    """
+
+    rpc: CollectiveRpc
+    whose: str
+    half_loaded: bool = False
+    _repacks: bool = False
+    _warned: bool = False
+
+    def check_reload(self, version: LeasedVersion, vllm_config: object) -> None:
+        """Check that a reload will change the whole model, and choose how the workers load it.
+
+        On a CPU, vLLM's own reload is wrong for experts, and for an output layer that is tied
+        to the embedding. syncd's extension reloads both correctly. ``vllm_config`` is vLLM's
+        VllmConfig, a dict with its fields, or None.
+
+        Raises:
+            EngineMismatchError: a part of the model would keep its old weights.
+        """
+        told = _fields(vllm_config)
+        device = _fields(told.get("device_config")).get("device")
+        self._repacks = False
+        if device is None:
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "%s does not report whether it runs on a CPU. There, a reload may keep old "
+                    "weights in a tied output layer or in experts. On a GPU, ignore this warning",
+                    self.whose,
+                )
+        elif str(device).startswith("cpu"):
+            parallel = _fields(told.get("parallel_config"))
+            self._repacks = parallel.get("worker_extension_cls") == EXTENSION
+            stays = None if self._repacks else _left_by_reload(version)
+            if stays is not None:
+                raise EngineMismatchError(
+                    f"cannot load {named(version)} into {self.whose}: {stays}. On a CPU, vLLM's "
+                    "own reload would keep old weights. For a server, use "
+                    f'--weight-transfer-config \'{{"backend": "syncd"}}\'; for an LLM, '
+                    f"--worker-extension-cls {EXTENSION}. Or restart vLLM from each folder"
+                )
+
+    def load_folder(self, folder: str, timeout: float) -> None:
+        """Let all workers load a model folder, with ``timeout`` seconds for each load.
+
+        After an error the model may have parts of two versions. The next call then loads twice,
+        because vLLM counts the failed load's layers as part of the next load, and could skip
+        layers.
+        """
+        times = 2 if self.half_loaded else 1
+        self.half_loaded = True
+        for _ in range(times):
+            if not self._repacks:
+                self.rpc("reload_weights", {"weights_path": folder}, timeout)
+            elif failed := self._ask("syncd_load_folder", {"folder": folder}, timeout):
+                raise ServerRefusedError(f"{self.whose} did not load {folder}: {_told(failed)}")
+        self.half_loaded = False
+
+    def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
+        """Let all workers receive a transfer into memory, without changing the model.
+
+        Raises:
+            BroadcastError: see :meth:`~explorer_hooks.engines.base.WeightTaker.receive`.
+        """
+        if self.half_loaded:
+            raise BroadcastError(
+                f"{self.whose} must load a version from files first, because a load has failed"
+            )
+        kwargs: dict[str, object] = {
+            "rendezvous": encode(rendezvous).decode(),
+            "rank_offset": rank_offset,
+            "deadline": deadline,
+        }
+        try:
+            failed = self._ask("syncd_receive", kwargs, 2 * deadline)
+        except Exception as error:
+            self.leave()
+            raise BroadcastError(
+                f"{self.whose} did not take part in the transfer: {error}"
+            ) from error
+        if failed:
+            self.leave()
+            why = f"{self.whose}: {_told(failed)}"
+            misfits = any(one.get("misfits") for one in failed)
+            raise BroadcastError(why) from EngineMismatchError(why) if misfits else None
+
+    def load(self, timeout: float) -> None:
+        """Let all workers load the received weights. After an error the weights are unknown."""
+        self.half_loaded = True
+        failed = self._ask("syncd_load", {}, timeout)
+        if failed:
+            raise EngineBrokenError(
+                f"{self.whose} did not load the received weights: {_told(failed)}"
+            )
+        self.half_loaded = False
+
+    def leave(self) -> None:
+        """Let the workers leave the group, and release received weights. Raises no error."""
+        try:
+            failed = _told(self._ask("syncd_leave", {}, 0))
+        except Exception as error:  # noqa: BLE001 # an LLM may raise anything; logging it is all that can be done
+            failed = str(error)
+        if failed:
+            log.warning(
+                "the workers of %s did not confirm that they left the weight group. They may hold "
+                "received weights in memory until the next broadcast: %s",
+                self.whose,
+                failed,
+            )
+
+    def _ask(
+        self, method: str, kwargs: dict[str, object], timeout: float
+    ) -> list[Mapping[str, object]]:
+        """Call a method of all workers; return the answers of the workers that failed."""
+        told = self.rpc(method, kwargs, timeout + _GRACE)
+        answers = told if isinstance(told, list) else []
+        if not answers or not all(isinstance(one, dict) and "failed" in one for one in answers):
+            raise ServerError(f"{self.whose} gave an unexpected answer to {method}: {told}")
+        return [one for one in answers if one["failed"] is not None]
+
+
+def takes_names_of(version: LeasedVersion, fits: Fits) -> bool:
+    """True if vLLM accepts the names of a version's tensors.
+
+    vLLM accepts the names of the checkpoint that it was started with. For the model types in
+    ``_BY_BOTH`` it also accepts the trainer's names. With other names vLLM could fail in the middle
+    of the load. ``fits`` describes the served model.
+    """
+    if version.kind != "full" or fits.has_names_of(version):
+        return True
+    config = _config_of(version)
+    return isinstance(config, dict) and config.get("model_type") in _BY_BOTH
+
+
+def _config_of(version: LeasedVersion) -> object:
+    if any(file.name == MODEL_CONFIG for file in version.manifest.files):
+        try:
+            return json.loads(version.read_file(MODEL_CONFIG))
+        except (ValueError, RecursionError):
+            pass  # the config does not tell
+    return None
+
+
+def _left_by_reload(version: LeasedVersion) -> str | None:
+    """Name the weights that vLLM's own reload leaves wrong on a CPU; None if there are none.
+
+    Layers may be tied if the config has no ``tie_word_embeddings``: transformers before release 5
+    writes this key only if its value is False.
+    """
+    config = _config_of(version)
+    names = [tensor.name for tensor in version.manifest.tensors]
+    parts, part = [], config
+    while isinstance(part, dict):
+        parts.append(part)
+        part = part.get("text_config")
+    keys = [key for each in parts for key, value in each.items() if value]
+    if any("expert" in name.lower() or "moe" in name.lower() for name in (*names, *keys)):
+        return "the model has experts"
+    if not any(map(is_output_embedding, names)):
+        return "the model's output layer is tied to the embedding"
+    said = [each.get("tie_word_embeddings") for each in parts]
+    if True in said or False not in said:
+        return f"the model's output layer is perhaps tied to the embedding (see {MODEL_CONFIG})"
+    return None
+
+
+def _told(failed: list[Mapping[str, object]]) -> str:
+    return "; ".join(sorted({str(one["failed"]) for one in failed}))
+
+
+def label_received(rendezvous: Rendezvous) -> str:
+    """The label of received weights in a server, from their step and save."""
+    saved = SaveId.parse(rendezvous.save_id)
+    step = f"step-{saved.step}-" if saved is not None else ""
+    return f"{step}broadcast-{rendezvous.save_id}"

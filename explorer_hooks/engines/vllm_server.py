@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
 
+from explorer_hooks.engines.http_server import HttpServer, json_object
 from explorer_hooks.engines.server_engine import ServerEngine
-from explorer_hooks.engines.vllm_session import TransferSession
-from explorer_hooks.engines.vllm_workers import (
+from explorer_hooks.engines.vllm_engine import (
     VLLMWorkers,
     label_received,
     takes_names_of,
     workers_of,
 )
+from explorer_hooks.engines.vllm_plugin import BACKEND
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import (
     EngineMismatchError,
@@ -33,8 +36,6 @@ _PAUSE: Final = "POST /pause"
 _RESUME: Final = "POST /resume"
 _RPC: Final = "POST /collective_rpc"
 _RESET: Final = "POST /reset_prefix_cache"
-_LABEL: Final = "POST /update_weight_version"
-_INFO: Final = "GET /weight_info"
 _IS_PAUSED: Final = "GET /is_paused"
 _CHECKER: Final = "POST /weight_checker"
 _RESET_ENCODER: Final = "POST /reset_encoder_cache"
@@ -44,6 +45,12 @@ _GENERATE: Final = "POST /inference/v1/generate"
 _COMPLETE: Final = "POST /v1/completions"
 _MODELS: Final = "GET /v1/models"
 _OPTIONS: Final = "GET /server_info"
+_INIT: Final = "POST /init_weight_transfer_engine"
+_START: Final = "POST /start_weight_update"
+_UPDATE: Final = "POST /update_weights"
+_FINISH: Final = "POST /finish_weight_update"
+#: vLLM's name for a worker's transfer object, which returns its state when it is called.
+_STATE: Final = "weight_transfer_engine"
 #: vLLM's label for the weights that it was started with.
 _UNLABELLED: Final = "default"
 
@@ -67,7 +74,7 @@ class VLLMServer(ServerEngine):
     If the server was started with ``--weight-transfer-config '{"backend": "syncd"}'``, syncd's own
     weight transfer loads full models. Otherwise vLLM's ``reload_weights`` does. The server can take
     broadcasts if it was started with ``--worker-extension-cls`` and
-    :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
+    :data:`~explorer_hooks.engines.vllm_engine.EXTENSION`.
 
     Args:
         url: the address of one server.
@@ -82,17 +89,19 @@ class VLLMServer(ServerEngine):
         InvalidSettingsError: ``url``, ``mode`` or ``base`` is wrong.
     """
 
-    modes: ClassVar[tuple[str, ...]] = ("keep", "wait", "abort")
+    modes = ("keep", "wait", "abort")
+    _info = "GET /weight_info"
+    _world: int | None = 0
+    _transfers: bool | None = None
 
     def __init__(self, url: str, *, checksums: bool = False, **options: Any) -> None:
         super().__init__(url, **options)
         self._checksums = checksums
         self._digests: dict[tuple[int, str], object] = {}
         self._workers = VLLMWorkers(self._call, self._whose)
-        self._world: int | None = 0
-        self._config: dict[str, Any] | None = None
+        #: Cached, because an answer takes seconds; empty if unknown.
+        self._config: dict[str, Any] = {}
         self._session = TransferSession(self._server, self._whose, self._load_timeout)
-        self._transfers: bool | None = None
 
     # -- weights by broadcast ----------------------------------------------------------------------
 
@@ -105,7 +114,8 @@ class VLLMServer(ServerEngine):
         """
         if self._world is None:
             try:
-                self._world = self._find_workers()
+                config = self._find_config()
+                self._world = workers_of(config.get("parallel_config")) if config else 0
             except ServerError as error:
                 log.warning(
                     "%s does not report its configuration, so it receives no broadcasts now: %s",
@@ -133,34 +143,24 @@ class VLLMServer(ServerEngine):
                 until a version is loaded.
         """
         self._workers.receive(rendezvous, rank_offset, deadline)
-        self._take_received(label_received(rendezvous), self._load_received)
+        with self._receiving(label_received(rendezvous)):
+            self._workers.load(self._load_timeout)
+            self._unload_adapter()
 
     def leave(self) -> None:
         """Let the workers leave the weight group, and release received weights."""
         if self._world:
             self._workers.leave()
 
-    def _find_workers(self) -> int:
-        config = self._find_config()
-        return workers_of(config.get("parallel_config") or {}) if config is not None else 0
-
-    def _find_config(self) -> dict[str, Any] | None:
-        """The configuration; None if unknown. Cached, because an answer takes seconds."""
-        if self._config is None and self._server.has(_OPTIONS):
-            told = self._server.ask(
-                _OPTIONS, params={"config_format": "json"}, timeout=self._load_timeout
-            )
-            config = told.get("vllm_config") if isinstance(told, dict) else None
-            self._config = config if isinstance(config, dict) else None
+    def _find_config(self) -> Mapping[str, Any]:
+        if not self._config and self._server.has(_OPTIONS):
+            answer = self._ask(_OPTIONS, config_format="json")
+            self._config = json_object(answer.get("vllm_config"))
         return self._config
 
-    def _load_received(self) -> None:
-        self._workers.load(self._load_timeout)
-        self._unload_adapter()
-
     def _call(self, method: str, kwargs: dict[str, object], timeout: float) -> object:
-        told = self._server.ask(_RPC, {"method": method, "kwargs": kwargs}, timeout=timeout)
-        return told.get("results") if isinstance(told, dict) else None
+        body = {"method": method, "kwargs": kwargs}
+        return self._server.ask(_RPC, body, timeout=timeout).get("results")
 
     # -- weights from folders ----------------------------------------------------------------------
 
@@ -172,9 +172,7 @@ class VLLMServer(ServerEngine):
                 extension, and would keep some of the old weights.
         """
         super().check(version)
-        if version.kind != "full":
-            return
-        if self._has_transfer():
+        if version.kind != "full" or self._has_transfer():
             return
         try:
             self._workers.check_reload(version, self._told_config())
@@ -187,7 +185,7 @@ class VLLMServer(ServerEngine):
             self._transfers = self._session.is_there(self._told_config())
         return self._transfers
 
-    def _told_config(self) -> dict[str, Any] | None:
+    def _told_config(self) -> Mapping[str, Any]:
         try:
             return self._find_config()
         except ServerRefusedError as error:
@@ -196,10 +194,10 @@ class VLLMServer(ServerEngine):
                 self._whose,
                 error,
             )
-            return None
+            return {}
 
     def _forget_config(self) -> None:
-        self._config = self._transfers = None
+        self._config, self._transfers = {}, None
 
     def _takes_names_of(self, version: LeasedVersion) -> bool:
         return takes_names_of(version, self._fits)
@@ -216,8 +214,8 @@ class VLLMServer(ServerEngine):
             self._server.require(
                 _CHECKER, "this vLLM cannot compute checksums of its weights; use checksums=False"
             )
-        adapters = {"adapter"} if self._server.has(_LOAD_ADAPTER) else set()
-        return frozenset({"full"} | adapters)
+        takes = self._server.has(_LOAD_ADAPTER)
+        return frozenset({"full", "adapter"} if takes else {"full"})
 
     def _named_folder(self) -> str | None:
         for model in self._models():
@@ -225,50 +223,36 @@ class VLLMServer(ServerEngine):
                 return str(model["root"])
         return None
 
-    def _serves_what_it_names(self, said: str | None) -> bool:
+    def _serves_what_it_names(self, said: str) -> bool:
         return said == _UNLABELLED  # it always names the folder that it was started with
 
-    def _said_label(self) -> str | None:
-        if not self._can_label():
-            return None
-        told = self._server.ask(_INFO)
-        said = told.get("weight_version") if isinstance(told, dict) else None
+    def _said_label(self) -> str:
+        said = self._server.ask(self._info).get("weight_version") if self._can_label() else None
         if said == _UNLABELLED:
             self._forget_config()  # it may have been restarted with other options
-        return said if isinstance(said, str) else None
+        return said if isinstance(said, str) else ""
 
     def _ask_workers(self) -> None:
         self._server.ask(_RPC, {"method": "check_health", "kwargs": {}})
 
-    def _set_label(self, text: str) -> None:
-        if self._can_label():
-            self._server.ask(_LABEL, {"new_version": text})
-
-    def _can_label(self) -> bool:
-        return self._server.has(_INFO) and self._server.has(_LABEL)
-
     def _may_be_paused(self) -> bool:
-        told = self._server.ask(_IS_PAUSED) if self._server.has(_IS_PAUSED) else None
-        return not (isinstance(told, dict) and told.get("is_paused") is False)
+        can_tell = self._server.has(_IS_PAUSED)
+        return not can_tell or self._server.ask(_IS_PAUSED).get("is_paused") is not False
 
     def _serves_adapter(self) -> bool:
         return any(m.get("id") == self._lora_name and m.get("parent") for m in self._models())
 
     def _pause(self) -> None:
-        self._pause_by(self._mode_now())
-
-    def _pause_by(self, mode: str) -> None:
-        # Reset the caches only once, after the load.
-        params = {"mode": mode, "clear_cache": "false"}
-        self._server.ask(_PAUSE, params=params, timeout=self._load_timeout)
-
-    def _mode_now(self) -> str:
         # A held request keeps the adapter that it began with, whose folder may be deleted.
         mode = "wait" if self._mode == "keep" and self._has_adapters else self._mode
         if mode == "wait" and (self._torn or self._uncached) is not None:
             # In mode wait, vLLM would first finish the held requests, with unknown weights.
-            return "abort" if self._has_adapters else "keep"
-        return mode
+            mode = "abort" if self._has_adapters else "keep"
+        self._pause_by(mode)
+
+    def _pause_by(self, mode: str) -> None:
+        # Reset the caches only once, after the load.
+        self._ask(_PAUSE, mode=mode, clear_cache="false")
 
     def _resume(self) -> None:
         self._server.ask(_RESUME)
@@ -278,9 +262,8 @@ class VLLMServer(ServerEngine):
             # Requests that arrived since the pause would be finished with the old adapter.
             self._pause_by("abort")
         # Held requests go back to the queue, and their prefixes of the old weights are dropped.
-        params = {"reset_running_requests": "true", "reset_external": "true"}
-        told = self._server.ask(_RESET, params=params, timeout=self._load_timeout)
-        if isinstance(told, dict) and told.get("success") is False:
+        told = self._ask(_RESET, reset_running_requests="true", reset_external="true")
+        if told.get("success") is False:
             raise ServerRefusedError(
                 "the prefix cache still holds entries of the old weights", answer=told
             )
@@ -291,8 +274,7 @@ class VLLMServer(ServerEngine):
         if kind == "adapter":
             # Not load_inplace: vLLM below 0.33 would read the folder for each batch, for ever.
             self._unload_adapter()
-            body: dict[str, object] = {"lora_name": self._lora_name, "lora_path": folder}
-            self._server.ask(_LOAD_ADAPTER, body, timeout=self._load_timeout)
+            self._ask(_LOAD_ADAPTER, {"lora_name": self._lora_name, "lora_path": folder})
             return
         if self._has_transfer():
             self._workers.half_loaded = True
@@ -308,19 +290,23 @@ class VLLMServer(ServerEngine):
             self._server.ask(_UNLOAD_ADAPTER, {"lora_name": self._lora_name})
 
     def _models(self) -> list[dict[str, Any]]:
-        told = self._server.ask(_MODELS)
-        data = told.get("data") if isinstance(told, dict) else None
-        return [model for model in data or [] if isinstance(model, dict)]
+        data = self._server.ask(_MODELS).get("data") or []
+        return [model for model in data if isinstance(model, dict)]
 
     def _prove(self, kind: str, name: str) -> None:
-        model = self._lora_name if kind == "adapter" else self._base_name()
+        model: object = self._lora_name
+        if kind == "full":
+            bases = [each.get("id") for each in self._models() if not each.get("parent")]
+            if not bases:
+                raise ServerRefusedError("the server lists no model")
+            model = bases[0]
         if self._server.has(_GENERATE):
-            body: dict[str, object] = {
+            body = {
                 "model": model,
                 "token_ids": [1],
                 "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
             }
-            told = self._server.ask(_GENERATE, body, timeout=self._load_timeout)
+            told = self._ask(_GENERATE, body)
             spans = _first_choice(told).get("weight_versions") or []
             said = {span.get("version") for span in spans if isinstance(span, dict)}
             if said - {None, name}:
@@ -329,21 +315,15 @@ class VLLMServer(ServerEngine):
                 )
         else:
             body = {"model": model, "prompt": [1], "max_tokens": 1, "temperature": 0.0}
-            told = self._server.ask(_COMPLETE, body, timeout=self._load_timeout)
+            told = self._ask(_COMPLETE, body)
             if not _first_choice(told):
                 raise ServerRefusedError("the server generates no token", answer=told)
-
-    def _base_name(self) -> str:
-        for model in self._models():
-            if not model.get("parent"):
-                return str(model.get("id"))
-        raise ServerRefusedError("the server lists no model")
 
     def _loaded_well(self, version: LeasedVersion) -> None:
         if not self._checksums:
             return
-        told = self._server.ask(_CHECKER, {"action": "checksum"}, timeout=self._load_timeout)
-        found = told.get("checksums") if isinstance(told, dict) else None
+        told = self._ask(_CHECKER, {"action": "checksum"})
+        found = told.get("checksums")
         key = (version.sequence, version.manifest.save_id)
         # The digests after the first load count, however often the version is loaded again.
         before = self._digests.pop(key, found)
@@ -352,13 +332,91 @@ class VLLMServer(ServerEngine):
         if before != found:
             raise ServerRefusedError(
                 f"the server loaded version {version.sequence} again, but the digests of its "
-                "weights differ from the digests after the first load. One of the two loads was "
-                "wrong",
+                "weights differ from the digests after the first load",
                 answer=told,
             )
 
 
-def _first_choice(told: object) -> Mapping[str, Any]:
-    choices = told.get("choices") if isinstance(told, dict) else None
-    first = choices[0] if isinstance(choices, list) and choices else None
-    return first if isinstance(first, dict) else {}
+def _first_choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    choices = answer.get("choices")
+    return json_object(choices[0] if isinstance(choices, list) and choices else None)
+
+
+@dataclass
+class TransferSession:
+    """Drives the weight transfer of one server, with ``timeout`` seconds for each request."""
+
+    server: HttpServer
+    whose: str
+    timeout: float
+    _said: str | None = None
+
+    def is_there(self, config: Mapping[str, Any]) -> bool:
+        """True if the server has a usable transfer. If it is unusable, log the reason."""
+        if json_object(config.get("weight_transfer_config")).get("backend") != BACKEND:
+            return False
+        why = self._why_not(config)
+        if why is not None and why != self._said:
+            log.warning("%s %s, so versions are loaded by reload_weights", self.whose, why)
+        self._said = why
+        return why is None
+
+    def _why_not(self, config: Mapping[str, Any]) -> str | None:
+        for route in (_INIT, _START, _UPDATE, _FINISH):
+            if not self.server.has(route):
+                return f"has no route {route}"
+        if json_object(config.get("parallel_config")).get("data_parallel_size") != 1:
+            return (
+                "has --data-parallel-size above 1, but only one of the server's replicas reports "
+                "its state"
+            )
+        try:
+            differences = self._state()[0].get("differences")
+        except ServerRefusedError as error:
+            return f"does not report the state of its weight transfer ({error})"
+        return f"has a vLLM with another interface ({differences})" if differences else None
+
+    def load(self, folder: str, name: str) -> None:
+        """Let all workers load a folder, and label the weights with ``name``.
+
+        Raises:
+            ServerError: the model may have parts of two versions, except if the message says that
+                the weights are unchanged.
+        """
+        self._ask(_INIT, {"init_info": {}})
+        self._open()
+        try:
+            self._ask(_UPDATE, {"update_info": {"folder": folder, "label": name}})
+        except ServerRefusedError as error:
+            raise ServerRefusedError(
+                f"{self.whose} did not load {folder}: {error}", answer=error.answer
+            ) from error
+        if any(one["holds"] != name for one in self._state()):
+            raise ServerRefusedError(
+                f"{self.whose} does not have the weights of {folder} after it loaded them. "
+                "Another hook may be loading into the same server"
+            )
+        self._ask(_FINISH, {"weight_version": name})
+
+    def _open(self) -> None:
+        """Start an update, or continue the update of a killed hook."""
+        opened = {one["is_open"] for one in self._state()}
+        if opened == {True}:
+            return
+        if True in opened:
+            with suppress(ServerRefusedError):  # by a worker that had ended its update already
+                self._ask(_FINISH, {})  # for the workers that did not raise the last error
+        self._ask(_START)
+
+    def _state(self) -> list[Mapping[str, object]]:
+        told = self._ask(_RPC, {"method": _STATE, "kwargs": {}})
+        states = told.get("results")
+        wanted = {"is_open", "holds"}
+        if not states or not all(isinstance(one, dict) and wanted <= one.keys() for one in states):
+            raise ServerRefusedError(
+                f"{self.whose} gave an unexpected answer about its weight transfer: {told}"
+            )
+        return list(states)
+
+    def _ask(self, route: str, body: object = None) -> dict[str, Any]:
+        return self.server.ask(route, body, timeout=self.timeout)

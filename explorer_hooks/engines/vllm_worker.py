@@ -1,6 +1,6 @@
 """Methods that syncd adds to vLLM's workers: broadcasts, and reloads that are correct on a CPU.
 
-:mod:`.vllm_workers` calls these methods by ``collective_rpc``.
+:class:`~.vllm_engine.VLLMWorkers` calls these methods by ``collective_rpc``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 from explorer_hooks.broadcast import WeightReceiver
 from explorer_hooks.engines.fitting import TensorSpec
-from explorer_hooks.engines.vllm_reload import reload_whole
-from explorer_hooks.server_fit import Fits, fits_if_here
+from explorer_hooks.engines.vllm_transfer import reload_whole
+from explorer_hooks.server_fit import Fits
 from syncd.coordination.broadcast.group import KeptGroup
 from syncd.coordination.broadcast.weight_meta import WeightMeta
 from syncd.protocol.errors import EngineMismatchError, SyncdError
@@ -59,16 +59,13 @@ class SyncdWorker:
         The arguments are those of :meth:`~explorer_hooks.engines.base.WeightTaker.receive`:
         ``rendezvous`` (as JSON), ``rank_offset`` and ``deadline``.
         """
-        member = self._syncd_membership
-        if member is None:
-            member = self._syncd_membership = Membership()
+        member = self._syncd_membership = self._syncd_membership or Membership()
         return _answer(
             lambda: member.receive(
+                self,
                 parse(Rendezvous, rendezvous.encode(), "the rendezvous"),
                 rank_offset + self.rank,
-                deadline=deadline,
-                device=self.device,
-                model=str(self.model_config.model),
+                deadline,
             )
         )
 
@@ -94,32 +91,26 @@ class Membership:
         self._kept = KeptGroup()
         self._known: WeightMeta | None = None
         self._received: Iterator[tuple[str, Tensor]] | None = None
-        self._fits: Fits | None = None
+        self._fits = Fits(casts=True, whose="this vLLM")
 
     def receive(
-        self,
-        rendezvous: Rendezvous,
-        rank: int,
-        *,
-        deadline: float,
-        device: torch.device,
-        model: str,
+        self, worker: SyncdWorker, rendezvous: Rendezvous, rank: int, deadline: float
     ) -> None:
-        """Receive a whole transfer, which must fit the model in the folder ``model``.
+        """Receive a whole transfer, which must fit the model that the worker was started with.
 
         Without that folder on this host, nothing is compared. With gloo the transfer uses host
-        memory, not ``device``.
+        memory, not the worker's device.
 
         Raises:
             BroadcastError: the transfer failed, and this worker has left the group.
         """
         self._received = None
-        if self._fits is None:
-            self._fits = fits_if_here(model, "this vLLM")
-        where = torch.device("cpu") if rendezvous.backend == "gloo" else device
+        if not self._fits.is_known:
+            self._fits.read_if_here(str(worker.model_config.model))
+        where = torch.device("cpu") if rendezvous.backend == "gloo" else worker.device
         group = self._kept.open(rendezvous, rank, deadline=deadline, device=where)
         try:
-            receiver = WeightReceiver(group, known=self._known)
+            receiver = WeightReceiver(group, self._known)
             arriving = receiver.receive(self._check)
             first = next(arriving)  # all weights have arrived when the first one is returned
         except BaseException:
@@ -144,9 +135,8 @@ class Membership:
         self._kept.close()
 
     def _check(self, meta: WeightMeta) -> None:
-        if self._fits is not None:
-            given = {one.name: TensorSpec(one.dtype, one.shape) for one in meta.tensors}
-            self._fits.check_tensors(given, "the broadcast")
+        given = {one.name: TensorSpec(one.dtype, one.shape) for one in meta.tensors}
+        self._fits.check_tensors(given, "the broadcast")
 
 
 def _reload(worker: SyncdWorker, **source: object) -> None:

@@ -130,33 +130,29 @@ def take_model_files(storage: Storage, actor: Path, base: Path) -> Iterator[list
     taken: list[str] = []
     try:
         with _gone_means_changed(storage, actor):
-            _take(storage, folder, base, [*sorted(names), MODEL_CONFIG], taken)
+            storage.make_folder(folder, below=actor)
+            for name in (*sorted(names), MODEL_CONFIG):
+                if storage.exists(folder / name):
+                    continue
+                content = Storage().read((base / name).resolve(), FILE_LIMIT)
+                draft = folder / f"{TEMPORARY}{name}-{secrets.token_hex(6)}"
+                try:
+                    storage.write_new(draft, content)
+                    if name == MODEL_CONFIG:
+                        storage.sync_folder(folder)
+                    if not storage.link_if_possible(draft, folder / name):
+                        storage.rename(draft, folder / name)
+                    taken.append(name)
+                except FileExistsError:
+                    pass  # the trainer has just written its own file
+                finally:
+                    storage.unlink_if_there(draft)
+            storage.sync_folder(folder)
         yield taken
     except BaseException:
         for name in reversed(taken):
             storage.unlink_if_there(folder / name)
         raise
-
-
-def _take(storage: Storage, folder: Path, base: Path, names: list[str], taken: list[str]) -> None:
-    storage.make_folder(folder, below=folder.parent)
-    for name in names:
-        if storage.exists(folder / name):
-            continue
-        content = Storage().read((base / name).resolve(), FILE_LIMIT)
-        draft = folder / f"{TEMPORARY}{name}-{secrets.token_hex(6)}"
-        try:
-            storage.write_new(draft, content)
-            if name == MODEL_CONFIG:
-                storage.sync_folder(folder)
-            if not storage.link_if_possible(draft, folder / name):
-                storage.rename(draft, folder / name)
-            taken.append(name)
-        except FileExistsError:
-            pass  # the trainer has just written its own file
-        finally:
-            storage.unlink_if_there(draft)
-    storage.sync_folder(folder)
 
 
 def has_weights(storage: Storage, folder: Path, save: SavedWeights) -> bool:

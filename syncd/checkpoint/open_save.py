@@ -52,13 +52,6 @@ _METADATA_MIB: Final = PICKLE_LIMIT // (1024 * 1024)
 _NO_MODEL: Final = ("optim.", "optimizer.", "optimizers.")
 
 
-class ChunkedSave(NamedTuple):
-    """The open files, and their indexes in the same order."""
-
-    indexes: Sequence[ShardIndex]
-    sources: Sequence[Source]
-
-
 @dataclass
 class OpenSave:
     """A save with its files of weights open.
@@ -67,7 +60,8 @@ class OpenSave:
         prefix: the beginning of the model's tensor names; None to find it.
         stack: closes the files.
         shards: in rank order; empty if the weights are not shards.
-        chunked: the open files of a save of ``torch.distributed.checkpoint``.
+        chunked: the open files of a save of ``torch.distributed.checkpoint``, if it is one.
+        indexes: the indexes of these files, in the same order.
         files: the open safetensors files of whole tensors (a full state dict, named tensors), or
             the single file of an adapter.
         parser: the child process that reads all that may be damaged or hostile.
@@ -82,14 +76,15 @@ class OpenSave:
     limits: ParseLimits
     prefix: str | None
     shards: list[ShardFile] = field(default_factory=list)
-    chunked: ChunkedSave | None = None
+    chunked: list[Source] = field(default_factory=list)
+    indexes: Sequence[ShardIndex] = ()
     files: list[SafetensorsFile] = field(default_factory=list)
     _found: int = 0
 
     @property
     def sources(self) -> Sequence[Source]:
         """The open shards, or the open files of ``torch.distributed.checkpoint``."""
-        return self.shards if self.chunked is None else self.chunked.sources
+        return self.shards or self.chunked
 
     @property
     def checked(self) -> Checked:
@@ -126,8 +121,7 @@ class OpenSave:
         """Drop the index of tensors, to free memory; the files stay open."""
         for shard in self.shards:
             shard.forget_tensors()
-        if self.chunked is not None:
-            self.chunked = self.chunked._replace(indexes=())
+        self.indexes = ()
 
 
 @contextmanager
@@ -172,7 +166,7 @@ def open_save(
             match save:
                 case Dcp() | HuggingFaceParts(receipts=()):
                     read = _open_dcp if isinstance(save, Dcp) else _open_hugging_face
-                    opened.chunked = read(opened)
+                    opened.indexes = read(opened)
                 case FullStateDict() | LoraAdapter() | HuggingFaceParts():
                     for name in save.weights:
                         cancel()
@@ -199,7 +193,7 @@ def open_save(
 
 
 @uncollected()
-def _open_dcp(given: OpenSave) -> ChunkedSave:
+def _open_dcp(given: OpenSave) -> list[ShardIndex]:
     """Open a folder of ``.metadata`` and ``.distcp`` files, and find all chunks of the model.
 
     Raises:
@@ -222,7 +216,6 @@ def _open_dcp(given: OpenSave) -> ChunkedSave:
     # Open at least one file, so that the plan includes a model that has only empty tensors.
     labels = [name for name in saved if name in chunks] or saved[:1]
     parse = OneByOne(given.parser.read_tensor)
-    files: list[DcpFile] = []
     found: list[dict[str, list[Local]]] = []
     for label in labels:
         file = DcpFile.open(given.storage, given.actor / label)
@@ -232,10 +225,10 @@ def _open_dcp(given: OpenSave) -> ChunkedSave:
             given.cancel()
             dtype, shape, _ = contents.tensors[name]
             parts[name].append(file.look_up(name, dtype, shape, chunk, parse=parse))
-        files.append(file)
+        given.chunked.append(file)
         found.append(parts)
     whole = {name: (dtype, shape) for name, (dtype, shape, _) in contents.tensors.items()}
-    return ChunkedSave(_indexes(labels, found, whole), files)
+    return _indexes(labels, found, whole)
 
 
 def holds_model_only(storage: Storage, actor: Path, *, prefix: str | None, cancel: Check) -> bool:
@@ -265,7 +258,7 @@ def _read_metadata(
     return parser.read_metadata(data, str(path), prefix=prefix)
 
 
-def _open_hugging_face(given: OpenSave) -> ChunkedSave:
+def _open_hugging_face(given: OpenSave) -> list[ShardIndex]:
     """Open the files of ``HuggingFaceStorageWriter``.
 
     The files do not say which part of a state dict a tensor comes from. Without a prefix, every
@@ -277,7 +270,6 @@ def _open_hugging_face(given: OpenSave) -> ChunkedSave:
     """
     prefix = given.prefix or ""
     found: dict[str, list[Chunked]] = {}
-    sources = []
     for label in given.save.weights:
         given.cancel()
         offsets: dict[str, Shape] = {}
@@ -300,7 +292,7 @@ def _open_hugging_face(given: OpenSave) -> ChunkedSave:
                     f"{file.path} also holds '{shown(entry.name)}', which is not a weight. Save "
                     "only the model, or give the model's prefix with --prefix (dcp_prefix)"
                 )
-        sources.append(SourceFile(file.path, file.fd))
+        given.chunked.append(SourceFile(file.path, file.fd))
         given.check_count(file.path, sum(map(len, found.values())), "chunks")
     whole = whole_shapes(found)
     if prefix and not whole:
@@ -316,7 +308,7 @@ def _open_hugging_face(given: OpenSave) -> ChunkedSave:
         }
         for chunks in found.values()
     ]
-    return ChunkedSave(_indexes(given.save.weights, parts, whole), sources)
+    return _indexes(given.save.weights, parts, whole)
 
 
 def _indexes(
@@ -444,7 +436,7 @@ def look_inside(opened: OpenSave, cancel: Check) -> SaveContents:
         indexes = [_index(file, is_adapter=is_adapter) for file in opened.files]
         _check_names(indexes, opened.files[0].path.parent)
         return SaveContents("adapter" if is_adapter else "full", indexes)
-    indexes = list(opened.chunked.indexes) if opened.chunked is not None else []
+    indexes = list(opened.indexes)
     for shard in opened.shards:
         cancel()
         indexes.append(ShardIndex(shard.path.name, opened.tensors(shard)))

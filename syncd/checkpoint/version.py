@@ -1,4 +1,4 @@
-"""Reading a version's manifest, and verifying and copying the version's files."""
+"""A version's manifest and files: reading, verifying, copying, and publishing them again."""
 
 from __future__ import annotations
 

@@ -22,10 +22,9 @@ from syncd.daemon.configuration import (
     load,
     misspelt,
 )
-from syncd.daemon.hang import HangGuard
 from syncd.daemon.host.services import RootServices, Services
-from syncd.daemon.notify import ServiceManager
-from syncd.daemon.telling.meter import MeterOf, unmetered
+from syncd.daemon.signs import HangGuard, ServiceManager
+from syncd.daemon.telling.journal import MeterOf, unmetered
 from syncd.deltas.making import why_not_here
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.events import Misspelt, RootServed
@@ -93,8 +92,7 @@ def _load(file: Path | None, said: dict[str, GivenValue]) -> Configuration:
 def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | RootServices:
     """Make the daemons; their hang guard and metrics run until the stack is closed."""
     config, root = configuration.current.config, configuration.current.root
-    manager = ServiceManager.of_environment()
-    guard = HangGuard(config.hang_time, manager, together=root is None)
+    guard = HangGuard(config.hang_time, ServiceManager.of_environment(), together=root is None)
     stack.enter_context(guard)
     read_again = configuration.again
     each_tick: Callable[[], None] = _nothing
@@ -102,8 +100,7 @@ def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | Roo
     forget: Callable[[Path], None] = _nothing
     if config.metrics_port or config.metrics_textfile is not None:
         # Imported here, so that a daemon without metrics needs less memory.
-        from syncd.daemon.telling.metrics import Metrics  # noqa: PLC0415
-        from syncd.daemon.telling.metrics_export import Exporter  # noqa: PLC0415
+        from syncd.daemon.telling.metrics import Exporter, Metrics  # noqa: PLC0415
 
         metrics = Metrics()
         exporter = Exporter(metrics, port=config.metrics_port, textfile=config.metrics_textfile)
@@ -117,26 +114,10 @@ def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | Roo
         read_again = read_again_and_note
         each_tick, meter_of, forget = exporter.tick, metrics.of_job, metrics.forget_job
     if root is None:
-        return Services(
-            configuration.current.job,
-            config,
-            read_again=read_again,
-            each_tick=each_tick,
-            meter_of=meter_of,
-            manager=manager,
-            guard=guard,
-        )
+        job = configuration.current.job
+        return Services(job, config, guard, read_again, each_tick, meter_of)
     RootServed(root).tell(log)
-    return RootServices(
-        root,
-        config,
-        read_again=read_again,
-        each_tick=each_tick,
-        meter_of=meter_of,
-        forget=forget,
-        manager=manager,
-        guard=guard,
-    )
+    return RootServices(root, config, guard, read_again, each_tick, meter_of, forget)
 
 
 def _nothing(*_: object) -> None:

@@ -193,24 +193,17 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
         detail = f": {daemon['detail']}" if daemon["detail"] else ""
         who = f"{daemon['host']} pid {daemon['pid']}, epoch {daemon['epoch']}"
         heard = ago(now, daemon["heard"])
-        facts.append(("daemon", f"{_state(seen)}{detail} ({who}, heard {heard})"))
-        if daemon["merge"]:
-            facts.append(("merge", _merge(daemon["merge"])))
-        facts.append(("done", _done(daemon["counters"])))
-    if start := _how_to_start(seen):
-        facts.append(("start", start))
-    said = [] if latest is None else [latest["kind"], latest["dtype"]]
-    more = ", ".join(one for one in said if one not in {"full", None})
-    facts.append(
-        (
-            "latest",
-            f"version {latest['sequence']}, step {latest['step']}" + (f" ({more})" if more else ""),
-        )
-        if latest
-        else ("latest", "nothing is published yet")
-    )
-    if told := _names(seen):
-        facts.append(("names", told))
+        facts += [
+            ("daemon", f"{_state(seen)}{detail} ({who}, heard {heard})"),
+            ("merge", _merge(daemon["merge"]) if daemon["merge"] else ""),
+            ("done", _done(daemon["counters"])),
+        ]
+    served = "nothing is published yet"
+    if latest:
+        said = [one for one in (latest["kind"], latest["dtype"]) if one not in {"full", None}]
+        more = f" ({', '.join(said)})" if said else ""
+        served = f"version {latest['sequence']}, step {latest['step']}{more}"
+    facts += [("start", _how_to_start(seen)), ("latest", served), ("names", _names(seen))]
     facts += [
         ("rollback", f"to v{one['sequence']} is queued: {one['by']} asked {ago(now, one['time'])}")
         for one in seen["rollbacks"][:_ROLLBACKS]
@@ -232,16 +225,16 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
         + (f" ({few(version['leases'])})" if version["leases"] else "")
         for version in seen["versions"]
     ]
-    facts.append(("on disk", ", ".join(leased) or "no version"))
-    if deltas := _deltas(seen):
-        facts.append(("deltas", deltas))
-    if seen["pinned_steps"]:
-        facts.append(("pinned", f"steps {', '.join(map(str, seen['pinned_steps']))}"))
-    if seen["quarantined"]:
-        facts.append(("refused", ", ".join(seen["quarantined"])))
-    if seen["free"] and seen["free"]["bytes"] is not None:
-        facts.append(("free", f"{size(seen['free']['bytes'])} on the job's filesystem"))
-    return facts
+    pinned = ", ".join(map(str, seen["pinned_steps"]))
+    free = seen["free"] and seen["free"]["bytes"]
+    facts += [
+        ("on disk", ", ".join(leased) or "no version"),
+        ("deltas", _deltas(seen)),
+        ("pinned", f"steps {pinned}" if pinned else ""),
+        ("refused", ", ".join(seen["quarantined"])),
+        ("free", "" if free is None else f"{size(free)} on the job's filesystem"),
+    ]
+    return [(label, text) for label, text in facts if text]
 
 
 def _deltas(seen: dict[str, Any]) -> str:

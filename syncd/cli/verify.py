@@ -13,12 +13,12 @@ from syncd.cli import options
 from syncd.cli.bars import bar
 from syncd.deltas.delta_folder import read_delta, verify_delta
 from syncd.deltas.ends import NoDeltaError
-from syncd.operate.delta_state import changed_part, delta_sequences
+from syncd.operate.job_state import changed_part
 from syncd.protocol.amounts import size
 from syncd.protocol.errors import InvalidSettingsError, RecordError, VerificationError
-from syncd.protocol.names import MANIFEST, parse_version_folder, printable
+from syncd.protocol.names import MANIFEST, parse_delta_folder, parse_version_folder, printable
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job
+from syncd.storage.job import Job, numbers_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +42,18 @@ def command(path: options.Existing, *, as_json: options.Json = False) -> None:
     """
     storage = Storage(path)
     job = Job.at(path, storage)
-    if storage.exists(path / MANIFEST):
-        folders = [path]
-    else:
-        published = job.layout.published
-        folders = [
-            published / name
-            for name in storage.names(published)
-            if parse_version_folder(name) is not None
-        ]
+    folders, deltas = [path], []
+    if not storage.exists(path / MANIFEST):
+        versions = numbers_in(storage, job.layout.published, parse_version_folder)
+        folders = [job.layout.version(sequence) for sequence in versions]
+        sequences = numbers_in(storage, job.layout.deltas, parse_delta_folder)
+        deltas = [job.layout.delta(sequence) for sequence in sequences]
     if not folders:
         raise InvalidSettingsError(
             f"{path} is neither a version nor a job with published versions. If this is "
             f"a job, 'syncd status {path}' shows what the daemon waits for. If this is no job, "
             "give the folder of a version or of a job"
         )
-    deltas = [] if folders == [path] else [job.layout.delta(one) for one in delta_sequences(job)]
     results = []
     for folder in (*folders, *deltas):
         verified = _verified_delta if folder in deltas else _verified

@@ -1,4 +1,4 @@
-"""A leased version, with its manifest and files; and the reader of LATEST. Needs no torch."""
+"""A leased version, the holds that share its lease, and the reader of LATEST. Needs no torch."""
 
 from __future__ import annotations
 
@@ -103,6 +103,10 @@ class LeasedVersion:
         copy_version(
             self.storage, self.folder, self.manifest, to=storage, target=folder, cancel=cancel
         )
+
+    def with_hold(self, hold: Hold) -> LeasedVersion:
+        """The same version with another hold."""
+        return LeasedVersion(self.storage, self.folder, self.manifest, hold, source=self.source)
 
     def open_weights(self) -> Iterator[SafetensorsFile]:
         """Yield the safetensors files; each file stays open until the next file is requested."""
@@ -271,7 +275,7 @@ class Holds:
             version, holds = self._held[folder]
             hold = _SharedHold(self, folder)
             holds.add(hold)
-            return LeasedVersion(version.storage, folder, version.manifest, hold)
+            return version.with_hold(hold)
 
     def end(self, folder: Path, lease: Hold) -> None:
         """Release a lease that was taken for :meth:`share`, if nothing holds the folder."""

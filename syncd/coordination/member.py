@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple
 
+from syncd.checkpoint.tensor_rules import DTYPES
 from syncd.closing import Closing
 from syncd.coordination.broadcast.offer import Offers
-from syncd.coordination.leased_version import LeasedVersion
+from syncd.coordination.leased_version import LeasedVersion, read_latest
 from syncd.coordination.participant import FirstReport, Participant, Report, StateFile, become
 from syncd.coordination.roster import Roster
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Cancellation, Wait, Waits
 from syncd.protocol.errors import (
+    EngineMismatchError,
     InvalidSettingsError,
     SaveFailedError,
     SyncdError,
@@ -29,6 +31,7 @@ from syncd.protocol.reports import ExplorerReport, SavedState, TrainerReport
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job, check_on_disk, registering
 from syncd.storage.judge import Clock
+from syncd.torch_extra import require_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Role = Literal["trainer", "explorer"]
+#: safetensors' name of a dtype → torch's.
+_TORCH_NAMES: Final = {name: f"torch.{torch_name}" for torch_name, (name, _) in DTYPES.items()}
 #: The most seconds between two checks for changed files.
 POLL: Final = 0.5
 
@@ -210,7 +215,17 @@ class Member(Closing, Generic[Report]):
         Otherwise it is the folder of the trainer's shards, or None if the shards were pruned. For a
         version of kind ``remote`` it is always the remote path, a string.
         """
-        return self._versions.path(use_huggingface=use_huggingface)
+        job = self._versions.job
+        newest = read_latest(job)
+        if newest is None:
+            return None
+        if newest.kind == "remote":
+            with self._versions.held() as version:
+                return version.remote_path if version else None
+        if use_huggingface:
+            return job.layout.version(newest.sequence)
+        actor = job.layout.actor(newest.step)
+        return actor if job.storage.exists(actor) else None
 
     def get_model_state_dict_iterator(
         self, version: Version | None = None
@@ -224,7 +239,19 @@ class Member(Closing, Generic[Report]):
             VerificationError: a tensor differs from the manifest.
             EngineMismatchError: the version's folder contains no weights.
         """
-        yield from self._versions.stream(version)
+        require_torch("reading a version's tensors")
+        # Only callers that want tensors import torch.
+        from syncd.coordination.tensors import stream  # noqa: PLC0415
+
+        with self._versions.held(version) as held:
+            if held is None:
+                return
+            if not held.manifest.tensors:
+                raise EngineMismatchError(
+                    f"version {held.sequence} (step {held.step}) is {held.kind}: its weights are "
+                    "not in its folder. Load the weights from its remote_path"
+                )
+            yield from stream(held)
 
     def get_state_dict_meta(
         self, version: Version | None = None
@@ -236,7 +263,11 @@ class Member(Closing, Generic[Report]):
         Raises:
             VersionGoneError: the version was retired.
         """
-        return self._versions.metadata(version)
+        with self._versions.held(version) as held:
+            return [
+                (entry.name, _TORCH_NAMES.get(entry.dtype, entry.dtype), entry.shape)
+                for entry in (held.manifest.tensors if held else ())
+            ]
 
     def hold(self, version: Version | LeasedVersion) -> LeasedVersion:
         """Hold a version: its files stay until the caller releases it.

@@ -6,12 +6,10 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from syncd.checkpoint.tensor_rules import DTYPES
 from syncd.coordination.leased_version import Holds, LeasedVersion, read_latest
 from syncd.protocol.errors import (
-    EngineMismatchError,
     InvalidSettingsError,
     JobUnavailableError,
     SaveNotReadyError,
@@ -33,17 +31,11 @@ from syncd.storage.fsio import LONG_RECORD_LIMIT
 from syncd.storage.job import Job, ask_server, daemon_hint, point
 from syncd.storage.judge import Clock, Judge, Liveness
 from syncd.storage.sessions import Session
-from syncd.torch_extra import require_torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
 #: Attempts to hold the newest version, if each one is retired before it can be held.
 _ATTEMPTS: Final = 10
-#: safetensors' name of a dtype → torch's.
-_TORCH_NAMES: Final = {name: f"torch.{torch_name}" for torch_name, (name, _) in DTYPES.items()}
 
 
 class Versions:
@@ -119,45 +111,6 @@ class Versions:
                     raise
                 log.info("%s; checking again for a newer version", error)
         return None
-
-    def stream(self, wanted: Version | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield a version's tensors; see :meth:`.Member.get_model_state_dict_iterator`."""
-        require_torch("reading a version's tensors")
-        # Only callers that want tensors import torch.
-        from syncd.coordination.tensors import stream  # noqa: PLC0415
-
-        with self.held(wanted) as version:
-            if version is None:
-                return
-            if not version.manifest.tensors:
-                raise EngineMismatchError(
-                    f"version {version.sequence} (step {version.step}) is {version.kind}: its "
-                    "weights are not in its folder. Load the weights from its remote_path"
-                )
-            yield from stream(version)
-
-    def metadata(self, wanted: Version | None = None) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Describe each tensor; see :meth:`.Member.get_state_dict_meta`."""
-        with self.held(wanted) as version:
-            if version is None:
-                return []
-            return [
-                (entry.name, _TORCH_NAMES.get(entry.dtype, entry.dtype), entry.shape)
-                for entry in version.manifest.tensors
-            ]
-
-    def path(self, *, use_huggingface: bool) -> Path | str | None:
-        """The newest weights, without a hold; see :meth:`.Member.get_latest_model_path`."""
-        newest = read_latest(self.job)
-        if newest is None:
-            return None
-        if newest.kind == "remote":
-            with self.held() as version:
-                return version.remote_path if version else None
-        if use_huggingface:
-            return self.job.layout.version(newest.sequence)
-        actor = self.job.layout.actor(newest.step)
-        return actor if self.job.storage.exists(actor) else None
 
     def outcome(self, step: int) -> SaveOutcome | None:
         """The recorded outcome of a step's last save; None if there is none yet."""

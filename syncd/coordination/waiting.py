@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from syncd.protocol.errors import CancelledError, WaitTimeoutError
 from syncd.storage.judge import Clock
@@ -64,7 +64,7 @@ class Cancellation:
 
 @dataclass
 class Wait:
-    """One wait, as a context manager. ``watcher`` ends pauses early; the caller must close it."""
+    """One wait. ``watcher`` ends pauses early; the caller must close it."""
 
     watcher: Watcher
     timeout: float
@@ -89,15 +89,6 @@ class Wait:
         """Raise CancelledError if the wait was cancelled."""
         for cancel in self.cancels:
             cancel.check()
-
-    def __enter__(self) -> Self:
-        for cancel in self.cancels:
-            cancel.attach(self.watcher.wake)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for cancel in self.cancels:
-            cancel.detach(self.watcher.wake)
 
 
 @dataclass
@@ -151,15 +142,13 @@ class Waits:
                 if self._watcher is not None:
                     self._watcher.close()
                 self._watcher, self._watched = Watcher(names), names
-            with Wait(
-                self._watcher,
-                timeout=deadline - self.clock(),
-                poll=self.poll,
-                cancels=cancels,
-                clock=self.clock,
-            ) as wait:
-                yield wait
+            for each in cancels:
+                each.attach(self._watcher.wake)
+            yield Wait(self._watcher, deadline - self.clock(), self.poll, cancels, self.clock)
         finally:
+            for each in cancels:
+                if self._watcher is not None:
+                    each.detach(self._watcher.wake)
             self._turn.release()
 
     @contextmanager

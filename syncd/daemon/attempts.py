@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -11,9 +12,9 @@ from syncd.checkpoint.save import Save, WholeSave
 from syncd.daemon.collect import Tidying
 from syncd.daemon.delta_maker import DeltaMaker
 from syncd.daemon.publish import Publisher
+from syncd.daemon.report import Reporter
 from syncd.daemon.steering import Steering
-from syncd.daemon.telling.journal import Journal
-from syncd.daemon.telling.report import Reporter
+from syncd.daemon.tenure import Tenure
 from syncd.daemon.turns import LateError
 from syncd.protocol.errors import (
     CheckpointError,
@@ -38,8 +39,6 @@ from syncd.protocol.version_events import (
     VersionRolledBack,
 )
 from syncd.storage.errnos import NO_ROOM
-from syncd.storage.job import Job
-from syncd.storage.judge import Clock
 
 #: The most seconds between two attempts at a merge that storage refuses.
 _LONGEST_WAIT: Final = 30.0
@@ -47,6 +46,7 @@ _LONGEST_WAIT: Final = 30.0
 _ROLLBACK_ATTEMPTS: Final = 6
 
 
+@dataclass
 class Attempts:
     """Publishes saves and carries out rollbacks; tries again after some failures.
 
@@ -54,25 +54,16 @@ class Attempts:
         no_room: True if the last attempt to publish a save failed because the disk was too full.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        publisher: Publisher,
-        journal: Journal,
-        reporter: Reporter,
-        tidying: Tidying,
-        deltas: DeltaMaker,
-        *,
-        clock: Clock,
-    ) -> None:
-        self._job = job
-        self._publisher = publisher
-        self._journal = journal
-        self._reporter = reporter
-        self._tidying = tidying
-        self._deltas = deltas
-        self._clock = clock
-        self._steering = Steering(job)
+    tenure: Tenure
+    publisher: Publisher
+    reporter: Reporter
+    tidying: Tidying
+    deltas: DeltaMaker
+
+    def __post_init__(self) -> None:
+        self._job, self._clock = self.tenure.job, self.tenure.clock
+        self._journal = self.tenure.journal
+        self._steering = Steering(self._job)
         self.no_room = False
         self._tried: str | None = None
         self._again_at = 0.0
@@ -80,11 +71,11 @@ class Attempts:
         self._asked: str | None = None
         self._refusals = 0
 
-    def publish(self, save: WholeSave, whole_since: float, tick: float, heard: Progress) -> str:  # noqa: PLR0911 - one return for each way it ends
+    def publish(self, save: WholeSave, whole_since: float, heard: Progress) -> str:  # noqa: PLR0911 - one return for each way it ends
         """Publish a save, or quarantine it; returns the reason if the save has to wait, else "".
 
         ``whole_since`` is the ``clock`` time when the save was first seen in its present state.
-        After the first failure the save waits ``tick`` seconds. Each further failure doubles the
+        After the first failure the save waits a tick. Each further failure doubles the
         wait, up to 30 s.
 
         Raises:
@@ -97,36 +88,36 @@ class Attempts:
         if self._steering.is_paused():
             return "paused"
         self.no_room = False
-        begun, before = self._clock(), self._publisher.latest
+        begun, before = self._clock(), self.publisher.latest
         try:
-            self._publisher.check_finite(save)
+            self.publisher.check_finite(save)
             self._check_room(save)
-            self._reporter.report("merging", f"step {save.step}")
-            manifest = self._publisher.publish(
+            self.reporter.report("merging", f"step {save.step}")
+            manifest = self.publisher.publish(
                 save,
                 progress=self._progress(save, begun, heard),
-                delta_from=partial(self._deltas.announce, before),
+                delta_from=partial(self.deltas.announce, before),
             )
-            self._deltas.begin()
+            self.deltas.begin()
         except (SaveNotReadyError, NoRoomError) as error:
-            return self._try_later(str(error), error, tick)
+            return self._try_later(str(error), error)
         except CheckpointError as error:
             self.give_up(save, error)
             return ""
         except OSError as error:
             self._job.check_is_there()
-            return self._try_later(f"step {save.step} could not be merged: {error}", error, tick)
+            return self._try_later(f"step {save.step} could not be merged: {error}", error)
         except SyncdError:
             raise
         except LateError as error:
-            self._tidying.after(error)
+            self.tidying.after(error)
             self._journal.tell(MergeEnded(save.step, str(error)))
             return f"step {save.step}: {error}"
         except MemoryError as error:
             why = f"step {save.step}: not enough memory to merge it now"
-            return self._try_later(why, error, tick)
+            return self._try_later(why, error)
         except Exception as error:  # noqa: BLE001 - a bug in syncd is logged with its traceback
-            path = self._publisher.outcomes.quarantine(save, error)
+            path = self.publisher.outcomes.quarantine(save, error)
             why = f"a bug in syncd: {type(error).__name__}: {error}"
             self._journal.tell(SaveFault(save.step, path, why, error))
             return ""
@@ -149,7 +140,7 @@ class Attempts:
 
     def give_up(self, save: Save, error: CheckpointError) -> None:
         """Quarantine a save."""
-        path = self._publisher.outcomes.quarantine(save, error)
+        path = self.publisher.outcomes.quarantine(save, error)
         self._journal.tell(SaveQuarantined(save.step, error, path))
 
     def roll_back(self, request: RollbackRequest) -> None:
@@ -164,14 +155,14 @@ class Attempts:
             self._asked, self._refusals = request.id, 0
         by = printable(request.by)
         try:
-            manifest = self._publisher.republish(request)
+            manifest = self.publisher.republish(request)
         except (VersionGoneError, VerificationError, RecordError, OSError) as error:
             self._job.check_is_there()
             self._refusals += 1
             if isinstance(error, OSError) and self._refusals < _ROLLBACK_ATTEMPTS:
                 raise
             self._journal.tell(RollbackRefused(request.sequence, error, by))
-            self._publisher.answer(request, made=None, why=str(error))
+            self.publisher.answer(request, made=None, why=str(error))
             return
         self._journal.tell(
             VersionRolledBack(
@@ -183,7 +174,7 @@ class Attempts:
             )
         )
         self._say_names()
-        self._publisher.answer(request, made=manifest.sequence, why="")
+        self.publisher.answer(request, made=manifest.sequence, why="")
 
     def _say_published(self, manifest: Manifest, begun: float, whole_since: float) -> None:
         now, found = self._clock(), manifest.nonfinite
@@ -205,7 +196,7 @@ class Attempts:
             self._journal.tell(event)
 
     def _say_names(self) -> None:
-        if (change := self._publisher.naming.change) is not None:
+        if (change := self.publisher.naming.change) is not None:
             self._journal.tell(change)
 
     def _progress(self, save: WholeSave, begun: float, heard: Progress) -> Progress:
@@ -213,26 +204,26 @@ class Attempts:
 
         def tell(done: int, total: int) -> None:
             heard(done, total)
-            if self._reporter.may_say_more():
+            if self.reporter.may_say_more():
                 seconds = self._clock() - begun
                 merge = MergeProgress(step=save.step, done=done, total=total, seconds=seconds)
-                self._reporter.report("merging", f"step {save.step}", merge)
+                self.reporter.report("merging", f"step {save.step}", merge)
 
         return tell
 
     def _check_room(self, save: WholeSave) -> None:
         try:
-            self._publisher.check_room(save)
+            self.publisher.check_room(save)
         except NoRoomError as error:
-            if not self._tidying.gave_up_deltas(error):
+            if not self.tidying.gave_up_deltas(error):
                 raise
-            self._publisher.check_room(save)
+            self.publisher.check_room(save)
 
-    def _try_later(self, why: str, error: Exception, tick: float) -> str:
+    def _try_later(self, why: str, error: Exception) -> str:
         self._journal.meter.failed(error)
-        self._tidying.after(error)
+        self.tidying.after(error)
         code = error.errno if isinstance(error, OSError) else None
         self.no_room = isinstance(error, NoRoomError) or code in NO_ROOM
-        self._wait = min(_LONGEST_WAIT, 2 * self._wait or tick)
+        self._wait = min(_LONGEST_WAIT, 2 * self._wait or self.publisher.config.tick)
         self._again_at = self._clock() + self._wait
         return f"{why}; trying again in {self._wait:g} s"

@@ -5,23 +5,23 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Final
 
 from syncd.daemon.prune import Pruner
 from syncd.daemon.steering import Steering
-from syncd.daemon.telling.journal import Journal
+from syncd.daemon.tenure import Tenure
 from syncd.protocol.events import CleanupDelayed, LeftoverRemoved, ReserveShort
 from syncd.protocol.names import HUGGINGFACE, LORA_ADAPTER, RECEIPTS, TEMPORARY
 from syncd.protocol.reports import session_of
 from syncd.storage.calls import Kind
-from syncd.storage.errnos import NO_ROOM, NOT_EMPTY, is_gone, is_refused_here
+from syncd.storage.errnos import GONE, NO_ROOM, NOT_EMPTY, REFUSED_HERE, Ignoring, is_gone
 from syncd.storage.job import Job, step_folders
 from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness
 from syncd.storage.probe_room import left_rooms
 from syncd.storage.reserve import Reserve
-from syncd.storage.sessions import Session
 
 log = logging.getLogger(__name__)
 
@@ -40,33 +40,28 @@ _LOOKS_AT_A_TIME: Final = 64
 _DEEPEST: Final = 4
 
 
+@dataclass
 class Tidying:
     """Cleans up a job while its daemon is active."""
 
-    def __init__(
-        self,
-        job: Job,
-        session: Session,
-        pruner: Pruner,
-        reserve: Reserve,
-        journal: Journal,
-        *,
-        clock: Clock,
-    ) -> None:
-        self._pruner = pruner
-        self._reserve = reserve
-        self._journal = journal
-        self._clock = clock
-        self._collector = Collector(job, max(_GRACE, 2 * session.lease_time), clock=clock)
-        self._kept_room_at = clock()
+    tenure: Tenure
+    pruner: Pruner
+
+    def __post_init__(self) -> None:
+        job, self._clock = self.tenure.job, self.tenure.clock
+        self._reserve = Reserve(job)
+        self._tell = self.tenure.journal.tell
+        grace = max(_GRACE, 2 * self.tenure.session.lease_time)
+        self._collector = Collector(job, grace, self._clock)
+        self._kept_room_at = self._clock()
         self._untidy = False
 
     def begin(self) -> None:
         """Finish the previous daemon's deletions; call this once, after the take-over."""
         try:
-            self._pruner.sweep()
+            self.pruner.sweep()
         except OSError as error:  # a failed deletion must not delay new weights
-            self._journal.tell(CleanupDelayed(error))
+            self._tell(CleanupDelayed(error))
             self.after(error)
         self._keep_room()
 
@@ -86,9 +81,9 @@ class Tidying:
         if isinstance(error, OSError) and error.errno not in NO_ROOM:
             return False
         try:
-            return self._pruner.prune_all_deltas("the disk has no room for a version")
+            return self.pruner.prune_all_deltas("the disk has no room for a version")
         except OSError as refused:
-            self._journal.tell(CleanupDelayed(refused))
+            self._tell(CleanupDelayed(refused))
             return False
 
     def run_once(self, leased: Iterable[str]) -> None:
@@ -103,24 +98,25 @@ class Tidying:
             self._keep_room()
         self._collector.run_once(leased)
         if self._untidy:
-            self._pruner.sweep()
+            self.pruner.sweep()
             self._untidy = False
 
     def end(self) -> None:
         """Remove unfinished files, as far as storage allows."""
         try:
-            self._pruner.sweep()
+            self.pruner.sweep()
         except OSError as error:
-            self._journal.tell(CleanupDelayed(error))
+            self._tell(CleanupDelayed(error))
 
     def _keep_room(self) -> None:
         self._kept_room_at = self._clock()
         try:
             self._reserve.fill()
         except OSError as error:
-            self._journal.tell(ReserveShort(error))
+            self._tell(ReserveShort(error))
 
 
+@dataclass
 class Collector:
     """Removes leftovers that have not changed for ``grace`` seconds; each call does a bounded part.
 
@@ -130,13 +126,16 @@ class Collector:
     again.
     """
 
-    def __init__(self, job: Job, grace: float, *, clock: Clock) -> None:
-        self._job = job
-        self._steering = Steering(job)
-        self._clock = clock
+    job: Job
+    grace: float
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        self._storage, self._layout = self.job.storage, self.job.layout
+        self._steering = Steering(self.job)
         # Merges may follow each other for hours without a look, so this judge counts pauses.
-        self._judge = Judge(job.storage, grace, clock=clock, counts_pauses=True)
-        self._at = clock()
+        self._judge = Judge(self._storage, self.grace, self.clock, counts_pauses=True)
+        self._at = self.clock()
         self._steps: deque[int] = deque()
         self._watched: set[Path] = set()
         self._leased: frozenset[str] = frozenset()
@@ -150,10 +149,10 @@ class Collector:
         self._leased = frozenset(leased)
         if self._round is None:
             # A little shorter than the longest time between two looks that the judge counts.
-            period = self._judge.lease_time / (LOOKS_PER_LEASE + 1)
-            if self._clock() - self._at < period:
+            period = self.grace / (LOOKS_PER_LEASE + 1)
+            if self.clock() - self._at < period:
                 return
-            self._at = self._clock()
+            self._at = self.clock()
             self._round = self._go_round()
         looks = sum(1 for _ in islice(self._round, _LOOKS_AT_A_TIME))
         if looks < _LOOKS_AT_A_TIME:
@@ -167,7 +166,8 @@ class Collector:
             elif not self._is_leased(path) and len(self._watched) < _MOST:
                 self._watched.add(path)
         for path in sorted(self._watched):
-            if self._is_leased(path) or not self._is_still_left(path):
+            found_again = self._is_participants(path) and not self._is_orphan(path)
+            if found_again or self._is_leased(path):
                 self._watched.discard(path)
             else:
                 self._look(path)
@@ -175,25 +175,19 @@ class Collector:
         self._judge.forget_all_but(self._watched)
 
     def _is_leased(self, path: Path) -> bool:
-        return path.parent == self._job.layout.sessions and path.stem in self._leased
-
-    def _is_still_left(self, path: Path) -> bool:
-        return not self._is_participants(path) or self._is_orphan(path)
+        return path.parent == self._layout.sessions and path.stem in self._leased
 
     def _is_participants(self, path: Path) -> bool:
         """True for a report or a claim."""
         if path.name.startswith(TEMPORARY):
             return False
-        layout = self._job.layout
-        is_report = path.parent == layout.explorers and path.suffix == ".json"
-        return is_report or path.parent == layout.claims
+        is_report = path.parent == self._layout.explorers and path.suffix == ".json"
+        return is_report or path.parent == self._layout.claims
 
     def _is_orphan(self, path: Path) -> bool:
         try:
-            session = session_of(self._job.storage.read(path))
-            return session is not None and not self._job.storage.exists(
-                self._job.layout.session(session)
-            )
+            session = session_of(self._storage.read(path))
+            return session is not None and not self._storage.exists(self._layout.session(session))
         except OSError as error:
             log.debug("cannot check whether %s is orphaned: %s", path, error)
             return False
@@ -212,14 +206,14 @@ class Collector:
 
     def _found(self) -> Iterator[Path | None]:
         """Yield leftovers (also filelock's) and all heartbeats; None if a check finds nothing."""
-        layout = self._job.layout
+        layout = self._layout
         for folder in (layout.drafts, layout.explorers, layout.quarantine, layout.requests):
             yield from self._temporaries(folder)
         yield from self._temporaries(layout.state)
         yield from self._steering.answered()
         yield from self._rooms()
         if not self._steps:
-            self._steps.extend(reversed(step_folders(self._job)))
+            self._steps.extend(reversed(step_folders(self.job)))
         for _ in range(min(_STEPS_PER_ROUND, len(self._steps))):
             step = self._steps.popleft()
             actor = layout.actor(step)
@@ -228,20 +222,17 @@ class Collector:
             yield from self._temporaries(actor / HUGGINGFACE, depth=_DEEPEST)
         yield from self._orphans()
         # Heartbeats come last, because thousands of live heartbeats must not displace leftovers.
-        for name in self._job.storage.names(layout.sessions):
+        for name in self._storage.names(layout.sessions):
             yield layout.sessions / name
 
     def _orphans(self) -> Iterator[Path | None]:
         """Yield reports and claims of sessions without a heartbeat; None for the others."""
         # This client's cache may lack the heartbeat of a new participant.
-        self._job.storage.refresh(self._job.layout.sessions)
-        for folder in (self._job.layout.explorers, self._job.layout.claims):
-            try:
-                names = self._job.storage.names(folder)
-            except OSError as error:
-                if not is_refused_here(error):
-                    raise
-                continue
+        self._storage.refresh(self._layout.sessions)
+        for folder in (self._layout.explorers, self._layout.claims):
+            names: list[str] = []
+            with Ignoring(REFUSED_HERE):
+                names = self._storage.names(folder)
             for path in (folder / name for name in names):
                 if self._is_participants(path):
                     yield path if self._is_orphan(path) else None
@@ -249,13 +240,13 @@ class Collector:
     def _rooms(self) -> Iterator[Path]:
         """Yield the mark files of doctor runs; remove folders without a mark file."""
         try:
-            yield from left_rooms(self._job)
+            yield from left_rooms(self.job)
         except OSError as error:
-            log.debug("cannot remove leftovers in %s now: %s", self._job.layout.doctor, error)
+            log.debug("cannot remove leftovers in %s now: %s", self._layout.doctor, error)
 
     def _temporaries(self, folder: Path, *, depth: int = 0) -> Iterator[Path]:
         try:
-            found = self._job.storage.kinds(folder)
+            found = self._storage.kinds(folder)
         except OSError as error:
             if not is_gone(error):
                 log.debug("cannot list %s now: %s", folder, error)
@@ -270,15 +261,12 @@ class Collector:
 
     def _draft(self, path: Path) -> Iterator[Path]:
         """Yield the files in a temporary folder, or remove the empty folder."""
-        try:
-            inside = self._job.storage.kinds(path)
+        with Ignoring(GONE | NOT_EMPTY):
+            inside = self._storage.kinds(path)
             for name, kind in inside.items():
                 if kind is Kind.FOLDER:
                     yield from self._draft(path / name)
                 else:
                     yield path / name
             if not inside:
-                self._job.storage.rmdir(path)
-        except OSError as error:
-            if not is_gone(error) and error.errno not in NOT_EMPTY:
-                raise
+                self._storage.rmdir(path)

@@ -109,17 +109,18 @@ def load(
         if (name := PREFIX + key.upper()) in environ
     }
     given |= options or {}
-    values = {key: one.value for key, one in given.items()}
-    for key in given.keys() & KEYS:
-        if values[key] == "" and NoneType in KEYS[key].marks:
-            values[key] = None
-    wrong = {key: line for key, one in given.items() if (line := _misplaced(key, one))}
+    optional = {key for key in KEYS if NoneType in KEYS[key].marks}
+    values = {
+        key: None if one.value == "" and key in optional else one.value
+        for key, one in given.items()
+    }
+    wrong = {key: _line(key, one) for key, one in given.items() if _is_misplaced(key, one)}
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         for one in error.errors(include_url=False):
             key = str(one["loc"][0]) if one["loc"] else ""
-            wrong.setdefault(key, _refused(key, given))
+            wrong.setdefault(key, _refused(key, given[key]))
     if wrong:
         raise InvalidSettingsError("\n".join(wrong.values()))
     sources = {key: given[key].source if key in given else DEFAULT for key in KEYS}
@@ -158,6 +159,7 @@ def toml_value(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 
+@dataclass
 class ConfigReloader:
     """A configuration that can be read again while the daemon runs.
 
@@ -172,47 +174,37 @@ class ConfigReloader:
         whole: True if all values that were read last are in force.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], Configuration],
-        *,
-        applied: Callable[[RunConfig], None] = lambda _: None,
-    ) -> None:
-        self._read = read
-        self._applied = applied
-        self.current = read()
+    read: Callable[[], Configuration]
+    applied: Callable[[RunConfig], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        self.current = self.read()
         self.whole = True
-        applied(self.current.config)
+        self.applied(self.current.config)
 
     def again(self) -> RunConfig | None:
         """Read the configuration again; returns the values in force, or None after an error."""
         self.whole = False
         try:
-            asked = self._read()
+            asked = self.read()
         except InvalidSettingsError as error:
             ConfigRefused(self.current.file, "; ".join(str(error).split("\n"))).tell(log)
             return None
         before, after = written(self.current.config), written(asked.config)
         changed = {key for key in KEYS if before[key] != after[key]}
         for key in sorted(changed):
-            self._say(key, before[key], after[key])
-        live = changed & LIVE_KEYS
+            kind = ConfigChanged if key in LIVE_KEYS else ConfigNeedsRestart
+            kind(key, after[key], before[key]).tell(log)
+        live, stays = changed & LIVE_KEYS, changed - LIVE_KEYS
         config = self.current.config.model_copy(
             update={key: getattr(asked.config, key) for key in live}
         )
-        sources = {
-            key: self.current.sources[key] if key in changed - live else asked.sources[key]
-            for key in KEYS
-        }
+        sources = {**asked.sources, **{key: self.current.sources[key] for key in stays}}
         self.current = replace(asked, config=config, sources=sources)
-        self.whole = live == changed
-        self._applied(config)
+        self.whole = not stays
+        self.applied(config)
         ConfigRead(asked.file, len(live)).tell(log)
         return config
-
-    def _say(self, key: str, before: object, after: object) -> None:
-        kind = ConfigChanged if key in LIVE_KEYS else ConfigNeedsRestart
-        kind(key, after, before).tell(log)
 
 
 def _from_file(file: Path) -> dict[str, GivenValue]:
@@ -234,23 +226,27 @@ def _from_file(file: Path) -> dict[str, GivenValue]:
     return {key: GivenValue(value, printable(file)) for key, value in found.items()}
 
 
-def _misplaced(key: str, one: GivenValue) -> str | None:
-    """The error for a relative path or a path with NUL, else None."""
-    if one.is_local or key not in KEYS or KEYS[key].base is not Path:
-        return None
+def _is_misplaced(key: str, one: GivenValue) -> bool:
+    """True for a relative path, or a path with NUL."""
     path = one.value
-    if not isinstance(path, str) or not path or (Path(path).is_absolute() and "\0" not in path):
-        return None
-    return _line(key, one)
+    if one.is_local or key not in KEYS or KEYS[key].base is not Path or not isinstance(path, str):
+        return False
+    return bool(path) and (not Path(path).is_absolute() or "\0" in path)
 
 
-def _refused(key: str, given: Mapping[str, GivenValue]) -> str:
-    one = given[key]
-    if key not in KEYS:
-        if isinstance(one.value, dict):
-            return f"{one.source}: {printable(f'[{key}]')}: unknown key: {_NO_TABLES}"
-        return f"{one.source}: {printable(f'{key} = {_shown(one.value)}')}: {no_such_key(key)}"
-    return _line(key, one)
+def _refused(key: str, one: GivenValue) -> str:
+    if key in KEYS:
+        return _line(key, one)
+    shown = f"{key} = {_shown(one.value)}"
+    if isinstance(one.value, dict):
+        shown, why = f"[{key}]", f"unknown key: {_NO_TABLES}"
+    elif key in GONE:
+        why = f"this key was removed: {GONE[key]}"
+    elif meant := nearest(key):
+        why = f"unknown key; did you mean {meant}?"
+    else:
+        why = "unknown key: 'syncd config show' lists all keys"
+    return f"{one.source}: {printable(shown)}: {why}"
 
 
 def _line(key: str, one: GivenValue) -> str:
@@ -266,17 +262,6 @@ def _shown(value: object) -> str:
 
 def nearest(key: str) -> str | None:
     """The most similar known key, if any is similar."""
-    found = difflib.get_close_matches(key, KEYS, n=1, cutoff=_ALIKE)
     if key == "dtype":  # after the option
         return "cast"
-    return found[0] if found else None
-
-
-def no_such_key(key: str) -> str:
-    """The message for an unknown key."""
-    if key in GONE:
-        return f"this key was removed: {GONE[key]}"
-    meant = nearest(key)
-    if meant is not None:
-        return f"unknown key; did you mean {meant}?"
-    return "unknown key: 'syncd config show' lists all keys"
+    return next(iter(difflib.get_close_matches(key, KEYS, n=1, cutoff=_ALIKE)), None)

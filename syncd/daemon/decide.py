@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
@@ -28,7 +28,7 @@ class PointerState(Enum):
     NEGATIVE = "is negative: no step yet"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pointer:
     """The content of a pointer file. ``why`` is the error if the file cannot be read."""
 
@@ -37,7 +37,7 @@ class Pointer:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LeaseSeen:
     """A lease. ``dead_for``: seconds since its session was found dead; None if it is not dead."""
 
@@ -46,7 +46,7 @@ class LeaseSeen:
     dead_for: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepSeen:
     """A step folder with a recorded outcome of its last save.
 
@@ -77,7 +77,7 @@ class StepSeen:
     unread: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeltaSeen:
     """A delta on disk; ``sequence`` is the sequence of its target version."""
 
@@ -85,7 +85,7 @@ class DeltaSeen:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Observation:
     """A job at one moment.
 
@@ -130,33 +130,33 @@ class Observation:
     announced_step: int | None = None
     living: Collection[str] = ()
     pause: Pause | None = None
-    rollbacks: tuple[RollbackRequest, ...] = ()
+    rollbacks: Sequence[RollbackRequest] = ()
     served_request: str | None = None
     delta_versions: Collection[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Publish:
     """Merge this save and make it LATEST."""
 
     save: WholeSave
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GiveUp:
     """Quarantine a step whose save did not become complete in time."""
 
     save: Unfinished
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Republish:
     """Publish an old version again, and answer the request."""
 
     request: RollbackRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AnswerRequest:
     """Answer a rollback request; ``made`` is the new version's sequence, None for a refusal."""
 
@@ -165,7 +165,7 @@ class AnswerRequest:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Skip:
     """Record that a save will not be published, because the pointer names a newer step."""
 
@@ -173,14 +173,14 @@ class Skip:
     identity: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Forget:
     """Remove the recorded outcome of a step that has no folder."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DropLease:
     """Remove the lease of a dead explorer."""
 
@@ -189,7 +189,7 @@ class DropLease:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RetireVersion:
     """Delete a version, unless there is a lease on it."""
 
@@ -197,14 +197,14 @@ class RetireVersion:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CloseLeaseFolder:
     """Remove the lease folder of a deleted version."""
 
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PruneDelta:
     """Delete a delta."""
 
@@ -212,7 +212,7 @@ class PruneDelta:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PruneStep:
     """Delete a step folder if its content has not changed since the scan."""
 
@@ -220,7 +220,7 @@ class PruneStep:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Learn:
     """Find out if a save holds only a model, so that its step folder may be pruned."""
 
@@ -242,7 +242,7 @@ Action = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decision:
     """The actions of a round in order, and the reason if the daemon waits.
 
@@ -336,12 +336,12 @@ def _leases(seen: Observation, config: DaemonConfig) -> Iterable[DropLease]:
 def _versions(
     seen: Observation, config: DaemonConfig
 ) -> Iterable[RetireVersion | CloseLeaseFolder]:
-    """Versions below LATEST that no retention rule keeps.
+    """Versions below LATEST that are neither among the newest nor leased.
 
     Nothing above LATEST is touched, because after a take-over a lease folder there may belong to
     the other daemon's next version.
     """
-    keep = kept((v for v in seen.versions if v <= seen.latest), [keep_newest(config.keep)])
+    keep = newest((v for v in seen.versions if v <= seen.latest), config.keep)
     leased = {lease.sequence for lease in seen.leases}  # also pins, which are in the same folders
     leased.update(request.sequence for request in seen.rollbacks)
     leased.update(seen.delta_versions)
@@ -375,21 +375,9 @@ def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
             yield PruneDelta(delta.sequence, why)
 
 
-#: Takes all published sequences, lowest first; returns the sequences that must stay.
-KeepRule = Callable[[Sequence[int]], frozenset[int]]
-
-
-def keep_newest(count: int) -> KeepRule:
-    """A rule that keeps the newest ``count`` versions; ValueError if ``count`` is below 1."""
-    if count < 1:
-        raise ValueError(f"keep_newest({count}): the count must be at least 1")
-    return lambda sequences: frozenset(sequences[-count:])
-
-
-def kept(sequences: Iterable[int], rules: Iterable[KeepRule]) -> frozenset[int]:
-    """The versions that at least one rule keeps."""
-    ordered = sorted(sequences)
-    return frozenset().union(*(rule(ordered) for rule in rules))
+def newest(sequences: Iterable[int], count: int) -> frozenset[int]:
+    """The newest ``count`` versions, which stay even if nobody leases them."""
+    return frozenset(sorted(sequences)[-count:])
 
 
 def _steps(seen: Observation, config: DaemonConfig) -> Iterable[PruneStep | Learn]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Final, Literal, Protocol
 
 from syncd.checkpoint.merging.options import Progress, Work
 from syncd.checkpoint.version import read_manifest
+from syncd.daemon.tenure import Tenure
 from syncd.deltas.ends import NoDeltaError
 from syncd.deltas.making import DeltaChild, why_not_here
 from syncd.deltas.whole_version import WholeVersion
@@ -25,7 +25,6 @@ from syncd.protocol.names import delta_folder, version_folder
 from syncd.protocol.records import Delta, Latest, Manifest, encode
 from syncd.protocol.reports import DELTA_SIGN, DeltaProgress
 from syncd.protocol.version_events import DeltaFault, DeltaMade, DeltaOvertaken, NoDelta
-from syncd.storage.epoch import Epoch
 from syncd.storage.job import Job
 
 log = logging.getLogger(__name__)
@@ -126,6 +125,7 @@ class _Making:
     background: InBackground | None = None
 
 
+@dataclass
 class DeltaMaker:
     """Makes the delta to each new version from the previous version; one delta at a time.
 
@@ -136,20 +136,12 @@ class DeltaMaker:
         takers: the hosts with a live explorer that could use a delta.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        epoch: Epoch,
-        work: DeltaWork,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        self._job = job
-        self._epoch = epoch
-        self._work = work
-        self._clock = clock
-        self._wall = wall
+    tenure: Tenure
+    work: DeltaWork
+
+    def __post_init__(self) -> None:
+        self._job, self._epoch = self.tenure.job, self.tenure.epoch
+        self._clock, self._wall = self.tenure.clock, self.tenure.wall
         self.mode: Mode = "off"
         self.takers: Collection[str] = ()
         self._announced: _Making | None = None
@@ -207,7 +199,7 @@ class DeltaMaker:
         names = {_ALL, delta_folder(making.target.sequence)}
         self._epoch.in_background |= names
         try:
-            making.background = self._work.start(lambda: self._run(making))
+            making.background = self.work.start(lambda: self._run(making))
         except RuntimeError as error:  # no more threads
             making.outcome = NoDelta(making.target.sequence, making.base, f"{error}", error)
             self._epoch.in_background -= names
@@ -240,7 +232,7 @@ class DeltaMaker:
     def _why_not_now(self, target: Manifest) -> str:
         if target.digests == "off":
             return "versions have no digests (digests = false), which deltas need"
-        if why := self._work.why_not_here():
+        if why := self.work.why_not_here():
             return why
         self._collect()
         if self._making is not None:
@@ -282,7 +274,7 @@ class DeltaMaker:
                     self._tell(making, "making", done=done, total=total)
 
             # Write the blocks, and then delta.json. Fsync each file, and then the folder.
-            delta = self._work.make(job, base, target, folder, cancel=cancel, progress=progress)
+            delta = self.work.make(job, base, target, folder, cancel=cancel, progress=progress)
             job.storage.sync_folder(folder)
             cancel()
             self._open_folder()

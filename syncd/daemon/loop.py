@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from syncd.checkpoint.save import WholeSave
 from syncd.daemon.attempts import Attempts
@@ -30,113 +29,58 @@ from syncd.daemon.decide import (
     decide,
 )
 from syncd.daemon.delta_maker import DeltaMaker, DeltaWork
-from syncd.daemon.naming import Naming
-from syncd.daemon.notify import JobNotice
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
+from syncd.daemon.report import Reporter
 from syncd.daemon.scan import Known, Scanner
-from syncd.daemon.telling.going_live import GoingLive
-from syncd.daemon.telling.journal import Journal, JournalFile, lasting
-from syncd.daemon.telling.meter import Meter
-from syncd.daemon.telling.report import Reporter
+from syncd.daemon.signs import JobNotice
+from syncd.daemon.telling.journal import GoingLive, lasting
+from syncd.daemon.tenure import Tenure
 from syncd.daemon.turns import OTHERS_FIRST, Turn
-from syncd.protocol.errors import (
-    CheckpointError,
-    SupersededError,
-)
+from syncd.protocol.errors import CheckpointError
 from syncd.protocol.events import DaemonActive
 from syncd.protocol.names import parse_lease_marker
 from syncd.protocol.version_events import MergeLate, NoDelta, SaveSkipped, VersionAdopted
-from syncd.storage.epoch import Epoch
-from syncd.storage.job import Job
-from syncd.storage.judge import Clock, Judge
-from syncd.storage.reserve import Reserve
-from syncd.storage.sessions import DaemonLock, Session
 
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Loop:
     """The active daemon of one job, from its take-over to its end.
 
-    Args:
-        cancel: called between chunks of a merge; raises an error to stop the merge.
-        publishes: if False, the loop makes no new versions.
-
     Attributes:
         config: the configuration of the next round. Only the keys in ``LIVE_KEYS`` may change.
+        publishes: if False, the loop makes no new versions.
+        pruned: the deletions of the last round.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        config: DaemonConfig,
-        session: Session,
-        lock: DaemonLock,
-        judge: Judge,
-        epoch: Epoch,
-        *,
-        cancel: Callable[[], None],
-        publishes: bool = True,
-        turn: Turn | None = None,
-        notice: JobNotice | None = None,
-        meter: Meter | None = None,
-        deltas: DeltaWork | None = None,
-        clock: Clock = time.monotonic,
-        wall: Clock = time.time,
-    ) -> None:
-        self._job = job
-        self.config = config
-        self._lock = lock
-        self._epoch = epoch
-        self._clock = clock
-        self._publishes = publishes
-        self._turn = turn or Turn()
-        self._notice = notice or JobNotice()
+    tenure: Tenure
+    config: DaemonConfig
+    publishes: bool = True
+    turn: Turn = field(default_factory=Turn)
+    notice: JobNotice = field(default_factory=JobNotice)
+    work: DeltaWork = field(default_factory=DeltaWork)
+
+    def __post_init__(self) -> None:
+        tenure, job = self.tenure, self.tenure.job
+        self._job, self._clock, self._journal = job, tenure.clock, tenure.journal
         self.pruned: list[Pruning] = []
-        self._cancel = cancel
         self._refused_turn = False
         self._no_room = False  # the disk is too full for the save that the pointer names
         self._merging: int | None = None  # the step of the save that is merged now
-        self._scanner = Scanner(job, config.pointer, judge, clock=clock)
-        self._pruner = Pruner(job, epoch, session.id, needed=self._scanner.is_needed, wall=wall)
-        self._publisher = Publisher(
-            job,
-            config,
-            epoch,
-            session.id,
-            Naming(job, judge.lease_time, clock=clock),
-            cancel=self._may_go_on,
-            wall=wall,
-            clock=clock,
+        self._scanner = Scanner(job, self.config.pointer, tenure.judge, clock=tenure.clock)
+        self._pruner = Pruner(
+            job, tenure.epoch, tenure.session.id, self._scanner.is_needed, tenure.wall
         )
+        self._publisher = Publisher(tenure, self.config, self._may_go_on)
         self._outcomes = self._publisher.outcomes
-        self._meter = meter or Meter()
-        self._journal = Journal(self._meter, JournalFile(job, wall=wall), clock=clock)
         self._going_live = GoingLive(job)
-        reserve = Reserve(job)
-        self._reporter = Reporter(
-            job.layout,
-            epoch,
-            session,
-            self._publisher,
-            self._journal,
-            self._notice,
-            reserve,
-            config.memory_dir,
-            clock=clock,
-            wall=wall,
-        )
-        self._tidying = Tidying(job, session, self._pruner, reserve, self._journal, clock=clock)
-        self._deltas = DeltaMaker(job, epoch, deltas or DeltaWork(), clock=clock, wall=wall)
+        self._reporter = Reporter(tenure, self._publisher, self.notice)
+        self._tidying = Tidying(tenure, self._pruner)
+        self._deltas = DeltaMaker(tenure, self.work)
         self._attempts = Attempts(
-            job,
-            self._publisher,
-            self._journal,
-            self._reporter,
-            self._tidying,
-            self._deltas,
-            clock=clock,
+            tenure, self._publisher, self._reporter, self._tidying, self._deltas
         )
         self._prunings_left = False
 
@@ -146,7 +90,7 @@ class Loop:
         self._deltas.forget_others()
         self._tidying.begin()
         self._reporter.report("watching")
-        self._journal.tell(DaemonActive(self._job.layout.root, self._epoch.number))
+        self._journal.tell(DaemonActive(self._job.layout.root, self.tenure.epoch.number))
         if adopted is not None:
             self._journal.tell(VersionAdopted(adopted.sequence, adopted.step, adopted.kind))
 
@@ -158,8 +102,6 @@ class Loop:
             JobUnavailableError: the job's folder does not exist now.
             CancelledError: ``cancel`` stopped a merge.
         """
-        if self._lock.lost:
-            raise SupersededError(f"another daemon has taken the lock of {self._job.layout.root}")
         self.pruned.clear()
         started = self._clock()
         config = self.config
@@ -168,21 +110,20 @@ class Loop:
         self._look_at_deltas()
         seen = self._scanner.scan(self._known(), config)
         decision = decide(seen, config)
-        self._notice.ready()  # before a merge, which may take minutes
+        self.notice.ready()  # before a merge, which may take minutes
         waiting_for = decision.waiting_for
         begun = self._clock()
         whole_since = begun - seen.save_still_for
-        self._meter.scanned(seen)
+        self.tenure.meter.scanned(seen)
         refused: dict[str, str] = {}
         # New weights first. After a merge the observation is too old to prune by, so the next round
         # prunes first; otherwise merges that follow each other would starve the pruning.
         actions = sorted(decision.actions, key=_is_pruning, reverse=self._prunings_left)
-        merges = any(isinstance(action, Publish | Learn) for action in actions)
-        if not merges:
-            self._turn.leave()
+        if not any(isinstance(action, Publish | Learn) for action in actions):
+            self.turn.leave()
         self._prunings_left = self._refused_turn = self._no_room = False
         for action in actions:
-            self._cancel()
+            self.tenure.cancel()
             if _is_pruning(action) and self._clock() - begun > config.tick:
                 self._prunings_left = True  # new weights do not wait for the deletion of old ones
                 continue
@@ -201,7 +142,7 @@ class Loop:
         self._journal.waiting(waiting_for, no_room=self._no_room)
         self._reporter.pause = seen.pause.id if seen.pause else None
         self._reporter.report("watching", waiting_for)
-        self._meter.round_ended(self._clock() - started)
+        self.tenure.meter.round_ended(self._clock() - started)
         return decision
 
     @property
@@ -223,7 +164,7 @@ class Loop:
 
     def _act(self, action: Action, whole_since: float) -> str:
         match action:
-            case Publish() | Republish() if not self._publishes:
+            case Publish() | Republish() if not self.publishes:
                 pass
             case Publish(save):
                 return self._publish_in_turn(save, whole_since)
@@ -239,8 +180,8 @@ class Loop:
                 self._journal.tell(SaveSkipped(action.step))
             case Forget():
                 self._outcomes.forget(action.step)
-            case CloseLeaseFolder():
-                self._pruner.close_lease_folder(action)
+            case CloseLeaseFolder(sequence):
+                self._pruner.close_leases(sequence)
             case Learn(step):
                 self._learn_in_turn(step)
             case DropLease() | RetireVersion() | PruneDelta() | PruneStep():
@@ -267,7 +208,7 @@ class Loop:
 
     def _note(self, refused: dict[str, str], action: Action, error: OSError) -> None:
         self._job.check_is_there()
-        self._meter.failed(error)
+        self.tenure.meter.failed(error)
         self._tidying.after(error)
         what = type(action).__name__
         refused.setdefault(what, f"storage refuses the action {what}: {error}. Trying again")
@@ -299,7 +240,7 @@ class Loop:
             self._deltas.takers = self._going_live.takers(seen.living)
         except OSError as error:
             self._job.check_is_there()
-            self._meter.failed(error)  # the next round looks again
+            self.tenure.meter.failed(error)  # the next round looks again
 
     def _known(self) -> Known:
         latest = self._publisher.latest
@@ -314,16 +255,16 @@ class Loop:
         )
 
     def _publish_in_turn(self, save: WholeSave, whole_since: float) -> str:
-        if not self._turn.take(save.identity):
+        if not self.turn.take(save.identity):
             self._refused_turn = True
             return OTHERS_FIRST
         self._merging = save.step
         try:
-            return self._attempts.publish(save, whole_since, self.config.tick, self._turn.progress)
+            return self._attempts.publish(save, whole_since, self.turn.progress)
         finally:
             self._no_room = self._attempts.no_room
             self._merging = None
-            self._turn.leave()
+            self.turn.leave()
 
     def _learn_in_turn(self, step: int) -> None:
         """Find out whether a save holds only a model, if this job may merge now.
@@ -331,18 +272,18 @@ class Loop:
         This needs a turn, because it uses as much memory as planning a merge. A save of this job
         that waits for a turn comes first.
         """
-        if not self._refused_turn and self._turn.take():
+        if not self._refused_turn and self.turn.take():
             try:
-                self._outcomes.learn(step, prefix=self.config.dcp_prefix, cancel=self._cancel)
+                self._outcomes.learn(step, prefix=self.config.dcp_prefix, cancel=self.tenure.cancel)
             finally:
-                self._turn.leave()
+                self.turn.leave()
             self._scanner.look_again()
 
     def _may_go_on(self) -> None:
         """Raise an error if the current work on a version must end."""
-        self._cancel()
+        self.tenure.cancel()
         step = self._merging
-        if step is not None and self._turn.check(lambda: self._scanner.points_elsewhere(step)):
+        if step is not None and self.turn.check(lambda: self._scanner.points_elsewhere(step)):
             MergeLate(step, self._job.layout.actor(step)).tell(log)
 
 

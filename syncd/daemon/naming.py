@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Final
+from dataclasses import dataclass
 
+from syncd.protocol.amounts import few
 from syncd.protocol.names import NAME_MAP, printable
 from syncd.protocol.records import Latest, Manifest, Names
 from syncd.protocol.version_events import TrainerNames, VersionNames
 from syncd.storage.job import OF_OTHERS, Job
 from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness, Lookout
 
-#: The most explorers that a message names.
-_NAMED: Final = 4
 
-
+@dataclass
 class Naming:
     """Chooses the names of a job's next version.
 
@@ -32,12 +31,14 @@ class Naming:
         change: the change of names that came with the newest version, if any.
     """
 
-    def __init__(self, job: Job, lease_time: float, *, clock: Clock = time.monotonic) -> None:
-        self._job = job
-        judge = Judge(job.storage, lease_time, clock=clock, counts_pauses=True)
-        self._often = lease_time / LOOKS_PER_LEASE
-        self._lookout = Lookout(judge, job.layout, tick=self._often, clock=clock)
-        self._clock = clock
+    job: Job
+    lease_time: float
+    clock: Clock = time.monotonic
+
+    def __post_init__(self) -> None:
+        judge = Judge(self.job.storage, self.lease_time, self.clock, counts_pauses=True)
+        self._often = self.lease_time / LOOKS_PER_LEASE
+        self._lookout = Lookout(judge, self.job.layout, tick=self._often, clock=self.clock)
         self._looked_at = -math.inf
         self._kept: Names | None = None
         self._is_new = True
@@ -47,7 +48,7 @@ class Naming:
 
     def look(self) -> None:
         """Before the first version, find dead explorers, so that :meth:`choose` ignores them."""
-        if self._is_new and self._clock() >= self._looked_at + self._often:
+        if self._is_new and self.clock() >= self._looked_at + self._often:
             self._without()
 
     def choose(self, told: Names | None) -> Names:
@@ -60,7 +61,7 @@ class Naming:
         without = self._without()
         if not without:
             return "hub"
-        shown = ", ".join(map(printable, without[:_NAMED])) + ", …" * (len(without) > _NAMED)
+        shown = few([printable(name) for name in without])
         self._why = f"{shown} did not report support for the hub's names"
         return "trainer"
 
@@ -88,9 +89,9 @@ class Naming:
         self._why = ""
 
     def _without(self) -> list[str]:
-        self._looked_at = self._clock()
-        names = self._job.storage.names(self._job.layout.explorers)
-        found = [one for one in self._job.explorer_reports(names, OF_OTHERS) if not one.hub_names]
+        self._looked_at = self.clock()
+        names = self.job.storage.names(self.job.layout.explorers)
+        found = [one for one in self.job.explorer_reports(names, OF_OTHERS) if not one.hub_names]
         living = self._lookout.look({one.session for one in found})
         return sorted(one.name for one in found if living[one.session] is Liveness.ALIVE)
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 from syncd.daemon.decide import (
-    CloseLeaseFolder,
     DropLease,
     PruneDelta,
     PruneStep,
     RetireVersion,
     StepSeen,
 )
-from syncd.daemon.steps import look_at_step
+from syncd.daemon.scan import look_at_step
 from syncd.protocol.events import LeftAlone, RecordUnwritten
 from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.names import (
@@ -37,14 +38,23 @@ from syncd.protocol.version_events import Pruned, PutBack
 from syncd.storage.append import append
 from syncd.storage.calls import Kind
 from syncd.storage.epoch import Epoch
-from syncd.storage.errnos import NO_ROOM, NOT_EMPTY, is_gone
-from syncd.storage.job import Job
+from syncd.storage.errnos import GONE, NO_ROOM, NOT_EMPTY, Ignoring, is_gone
+from syncd.storage.job import Job, numbers_in
+from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)
 
+_What = Literal["version", "step", "lease", "delta"]
+#: A kind of deletion → the names of its folders.
+_FOLDERS: Final[dict[_What, Callable[[str], int | None]]] = {
+    "step": parse_step_folder,
+    "version": parse_version_folder,
+    "delta": parse_delta_folder,
+}
 _LEFT: Final = "marked for deletion, but not yet deleted when this daemon took over"
 
 
+@dataclass
 class Pruner:
     """Carries out the decided deletions; checks once more before a deletion is final.
 
@@ -52,20 +62,14 @@ class Pruner:
     folder is put back.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        epoch: Epoch,
-        session: str,
-        *,
-        needed: Callable[[int], bool] = lambda _: False,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        self._job = job
-        self._epoch = epoch
-        self._session = session
-        self._needed = needed
-        self._wall = wall
+    job: Job
+    epoch: Epoch
+    session: str
+    needed: Callable[[int], bool] = lambda _: False
+    wall: Clock = time.time
+
+    def __post_init__(self) -> None:
+        self._storage, self._layout = self.job.storage, self.job.layout
         self._on_record: set[str] = set()
         self._end_of_torn = b""
 
@@ -75,41 +79,36 @@ class Pruner:
         Leasing ends with the rmdir of the lease folder. The server refuses the rmdir if the folder
         is not empty.
         """
-        if not self._close_leases(action.sequence):
+        if not self.close_leases(action.sequence):
             return False
         try:
-            doomed = self._epoch.condemn(self._job.layout.version(action.sequence))
+            doomed = self.epoch.condemn(self._layout.version(action.sequence))
         except FileNotFoundError:
-            return not self._job.storage.exists(self._job.layout.version(action.sequence))
+            return not self._storage.exists(self._layout.version(action.sequence))
         self._record("version", version_folder(action.sequence), action.why)
-        self._job.storage.remove_tree(doomed)
+        self._storage.remove_tree(doomed)
         return True
 
     def prune_delta(self, action: PruneDelta) -> None:
         """Delete a delta. Deltas have no leases, because readers can read the version instead."""
         try:
-            doomed = self._epoch.condemn(self._job.layout.delta(action.sequence))
+            doomed = self.epoch.condemn(self._layout.delta(action.sequence))
         except FileNotFoundError:
             return
         self._record("delta", delta_folder(action.sequence), action.why)
-        self._job.storage.remove_tree(doomed)
+        self._storage.remove_tree(doomed)
 
     def prune_all_deltas(self, why: str) -> bool:
         """Delete all deltas; returns whether there was any delta."""
-        names = self._job.storage.names(self._job.layout.deltas)
-        found = [sequence for name in names if (sequence := parse_delta_folder(name)) is not None]
+        found = numbers_in(self._storage, self._layout.deltas, parse_delta_folder)
         for sequence in found:
             self.prune_delta(PruneDelta(sequence, why))
         return bool(found)
 
-    def close_lease_folder(self, action: CloseLeaseFolder) -> None:
-        """Remove the lease folder of a deleted version, if it is empty."""
-        self._close_leases(action.sequence)
-
     def drop_lease(self, action: DropLease) -> bool:
         """Remove a dead explorer's lease; returns False if the lease was already gone."""
-        path = self._job.layout.lease_folder(action.sequence) / action.marker
-        if not self._job.storage.unlink_if_there(path):
+        path = self._layout.lease_folder(action.sequence) / action.marker
+        if not self._storage.unlink_if_there(path):
             return False
         self._record("lease", f"{version_folder(action.sequence)}/{action.marker}", action.why)
         return True
@@ -120,13 +119,13 @@ class Pruner:
         If the content has changed since the decision, put the folder back, and return False.
         """
         step = action.seen.step
-        folder = self._job.layout.step(step)
+        folder = self._layout.step(step)
         # Sync the newer pointer, because after a power loss an old pointer could name this step.
-        self._job.storage.sync_folder(self._job.layout.root)
+        self._storage.sync_folder(self._layout.root)
         try:
-            trash = self._epoch.set_aside(folder)
+            trash = self.epoch.set_aside(folder)
         except FileNotFoundError:
-            return not self._job.storage.exists(folder)
+            return not self._storage.exists(folder)
         outcome = SaveOutcome.model_validate(
             {
                 "identity": action.seen.recorded,
@@ -136,7 +135,7 @@ class Pruner:
         )
         try:
             found = self._look_anew(trash, step, outcome)
-            needed = self._needed(step)
+            needed = self.needed(step)
         except OSError:
             self._put_back(trash, folder)  # never delete an unreadable folder
             raise
@@ -144,9 +143,9 @@ class Pruner:
             PutBack(folder, "it changed while it was being pruned").tell(log)
             self._put_back(trash, folder)
             return False
-        doomed = self._epoch.condemn(trash)
+        doomed = self.epoch.condemn(trash)
         self._record("step", step_folder(step), action.why)
-        self._job.storage.remove_tree(doomed)
+        self._storage.remove_tree(doomed)
         return True
 
     def sweep(self) -> None:
@@ -154,38 +153,35 @@ class Pruner:
 
         A folder in ``doomed/`` may get a second line in the audit log.
         """
-        for trash in self._epoch.undecided():
+        for trash in self.epoch.undecided():
             name = trash.name.partition("-")[0]
             if parse_step_folder(name) is None:
                 # Daemons set aside only step folders, and another name could lead anywhere.
                 LeftAlone(trash, "no daemon put it there").tell(log)
                 continue
-            folder = self._job.layout.root / name
+            folder = self._layout.root / name
             PutBack(folder, "the daemon that was pruning it has ended").tell(log)
             try:
                 self._put_back(trash, folder)
             except (IsADirectoryError, NotADirectoryError) as error:
                 LeftAlone(trash, f"cannot put it back: {error}").tell(log)
-        for doomed in self._epoch.condemned():
+        for doomed in self.epoch.condemned():
             if doomed.name in self._on_record:
                 continue
             name = doomed.name.partition("-")[0]
-            if parse_step_folder(name) is not None:
-                self._record("step", name, _LEFT)
-            elif parse_version_folder(name) is not None:
-                self._record("version", name, _LEFT)
-            elif parse_delta_folder(name) is not None:
-                self._record("delta", name, _LEFT)
+            for what, parse in _FOLDERS.items():
+                if parse(name) is not None:
+                    self._record(what, name, _LEFT)
             self._on_record.add(doomed.name)
-        self._epoch.sweep()
+        self.epoch.sweep()
 
     def sweep_benches(self, names: Iterable[str]) -> None:
         """Delete these files and folders in ``bench/``."""
         refused: OSError | None = None
         for name in names:
             try:
-                doomed = self._epoch.condemn(self._job.layout.bench / name)
-                self._job.storage.remove_tree(doomed)
+                doomed = self.epoch.condemn(self._layout.bench / name)
+                self._storage.remove_tree(doomed)
             except OSError as error:
                 refused = refused or error  # raised last, so that the others are removed
         if refused is not None:
@@ -195,37 +191,33 @@ class Pruner:
         """The folder's content on the server; this client's cache may be outdated."""
         actor = folder / ACTOR
         for part in (folder, actor):
-            try:
-                self._job.storage.refresh(part)
-            except OSError as error:
-                if not is_gone(error):
-                    raise
-        for name in {RECEIPTS, HUGGINGFACE, LORA_ADAPTER}.intersection(
-            self._job.storage.names(actor)
-        ):
-            self._job.storage.refresh(actor / name)
+            with Ignoring(GONE):
+                self._storage.refresh(part)
+        for name in {RECEIPTS, HUGGINGFACE, LORA_ADAPTER}.intersection(self._storage.names(actor)):
+            self._storage.refresh(actor / name)
         # A first open may still find an old file, so only the second look counts.
-        look_at_step(self._job.storage, folder, step, outcome)
-        return look_at_step(self._job.storage, folder, step, outcome)
+        look_at_step(self._storage, folder, step, outcome)
+        return look_at_step(self._storage, folder, step, outcome)
 
-    def _close_leases(self, sequence: int) -> bool:
-        folder = self._job.layout.lease_folder(sequence)
+    def close_leases(self, sequence: int) -> bool:
+        """Remove the lease folder of a version, if it is empty; returns whether it is gone."""
+        folder = self._layout.lease_folder(sequence)
         try:
-            self._job.storage.rmdir(folder)
+            self._storage.rmdir(folder)
         except OSError as error:
             if error.errno in NOT_EMPTY:
                 return False
             if not is_gone(error):
                 raise
             # Before the folder was made, this client may have cached that its name is missing.
-            self._job.storage.refresh(folder.parent)
-            return folder.name not in self._job.storage.names(folder.parent)
+            self._storage.refresh(folder.parent)
+            return folder.name not in self._storage.names(folder.parent)
         return True
 
     def _put_back(self, trash: Path, folder: Path) -> None:
         """Put a folder back, or only its missing files if its name is in use again."""
         try:
-            self._job.storage.rename(trash, folder)
+            self._storage.rename(trash, folder)
         except OSError as error:
             if error.errno not in NOT_EMPTY:
                 raise
@@ -233,39 +225,35 @@ class Pruner:
             return
         self._link_back(trash, folder)
         # Condemn the trash before deleting, so that no successor puts back a part of it.
-        doomed = self._epoch.condemn(trash)
+        doomed = self.epoch.condemn(trash)
         self._link_back(
             doomed, folder
         )  # files that a trainer wrote meanwhile through an open handle
-        self._job.storage.remove_tree(doomed)
+        self._storage.remove_tree(doomed)
 
     def _link_back(self, trash: Path, folder: Path) -> None:
-        self._job.storage.make_folder(folder, below=self._job.layout.root)
-        self._job.storage.refresh(trash)  # a renamed folder keeps this client's cache
-        for name, kind in self._job.storage.kinds(trash).items():
+        self._storage.make_folder(folder, below=self._layout.root)
+        self._storage.refresh(trash)  # a renamed folder keeps this client's cache
+        for name, kind in self._storage.kinds(trash).items():
             if kind is Kind.FOLDER:
                 self._link_back(trash / name, folder / name)
             elif name != SAVING:  # a trainer that saves there makes its own
-                try:
-                    self._job.storage.link(trash / name, folder / name)
-                except FileExistsError:
-                    pass  # the newer file stays
-        self._job.storage.sync_folder(folder)  # before the other names are deleted
+                with suppress(FileExistsError):  # the newer file stays
+                    self._storage.link(trash / name, folder / name)
+        self._storage.sync_folder(folder)  # before the other names are deleted
 
-    def _record(
-        self, what: Literal["version", "step", "lease", "delta"], name: str, why: str
-    ) -> None:
+    def _record(self, what: _What, name: str, why: str) -> None:
         Pruned(what, name, why).tell(log)
-        line = AuditLine(time=self._wall(), what=what, name=name, why=why, session=self._session)
+        line = AuditLine(time=self.wall(), what=what, name=name, why=why, session=self.session)
         try:
             # Write the line before the deletion that it records.
             data = self._end_of_torn + encode(line)
-            append(self._job.storage, self._job.layout.audit, data, durable=True)
+            append(self._storage, self._layout.audit, data, durable=True)
         except OSError as error:
             self._end_of_torn = b"\n"  # the file may now end with a part of the line
             if error.errno not in NO_ROOM:
                 raise
             # A full disk must not stop the deletions that free it.
-            RecordUnwritten(self._job.layout.audit, error).tell(log)
+            RecordUnwritten(self._layout.audit, error).tell(log)
         else:
             self._end_of_torn = b""

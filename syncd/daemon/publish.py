@@ -1,42 +1,51 @@
-"""Publishing: merge a save inside the daemon's room, commit the version, and update LATEST."""
+"""Publishing: merge a save inside the daemon's room, commit the version, and update LATEST.
+
+``saves.json`` records what became of each save.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import stat
-import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.build import FreeSpace, build_step
 from syncd.checkpoint.merging.options import MergeOptions, Progress, Work, unheard
-from syncd.checkpoint.save import WholeSave
+from syncd.checkpoint.open_save import holds_model_only
+from syncd.checkpoint.save import Save, WholeSave
+from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.version import read_manifest, republish
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.naming import Naming
-from syncd.daemon.outcomes import Outcomes
 from syncd.daemon.recover import look_back
+from syncd.daemon.tenure import Tenure
 from syncd.protocol.errors import (
     JobUnavailableError,
     NonFiniteError,
     VersionGoneError,
 )
-from syncd.protocol.events import CleanupDelayed, LatestDamaged
+from syncd.protocol.events import CleanupDelayed, LatestDamaged, RecordUnwritten
 from syncd.protocol.names import parse_version_folder, version_folder
 from syncd.protocol.records import (
     Latest,
     Manifest,
     PublishNotice,
+    Quarantine,
     RollbackRequest,
     RolledBack,
+    SaveOutcome,
+    SaveOutcomes,
     encode,
 )
 from syncd.protocol.version_events import DeltaDiscarded, VersionDiscarded
 from syncd.storage.epoch import Epoch
-from syncd.storage.errnos import is_gone
+from syncd.storage.errnos import GONE, Ignoring, is_gone
 from syncd.storage.job import IF_ANY, Job
+from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)
 
@@ -51,39 +60,27 @@ def _no_delta(_: Manifest) -> None:
     """Make no delta."""
 
 
+@dataclass
 class Publisher:
     """Makes the versions of a job, one at a time.
 
-    Args:
-        cancel: see :class:`Loop`.
-
     Attributes:
+        cancel: called between chunks of a merge; raises an error to stop the merge.
         latest: LATEST as this daemon last wrote or found it; None before the first version.
         latest_bytes: the bytes of LATEST's files; None if that version is damaged.
         published_save, served_request: see :class:`Observation`.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        config: DaemonConfig,
-        epoch: Epoch,
-        session: str,
-        naming: Naming,
-        *,
-        cancel: Callable[[], None],
-        wall: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._job = job
-        self.config = config
-        self._epoch = epoch
-        self._session = session
-        self.naming = naming
-        self._cancel = cancel
-        self._clock = clock
+    tenure: Tenure
+    config: DaemonConfig
+    cancel: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        job, self._epoch = self.tenure.job, self.tenure.epoch
+        self._job, self._clock = job, self.tenure.clock
+        self.naming = Naming(job, self.tenure.judge.lease_time, self._clock)
         self._floor = 0
-        self._looked_at = clock()
+        self._looked_at = self._clock()
         self._damaged: Latest | None = None  # LATEST as it was before the damage that was logged
         advice = "make room there, or lower --keep"
         self._free_space = FreeSpace(job.storage, job.layout.epochs, job.layout.root, advice=advice)
@@ -91,7 +88,7 @@ class Publisher:
         self.latest_bytes: int | None = None
         self.published_save: str | None = None
         self.served_request: str | None = None
-        self.outcomes = Outcomes(job, epoch, wall=wall)
+        self.outcomes = Outcomes(job, self._epoch, self.tenure.wall)
 
     def recover(self) -> Manifest | None:
         """Read the records after a take-over; adopt or discard the versions above LATEST.
@@ -151,7 +148,7 @@ class Publisher:
     def check_room(self, save: WholeSave) -> None:
         """Raise NoRoomError if the disk lacks space; also raises the errors of :meth:`publish`."""
         self._free_space.check(
-            self._job.layout.actor(save.step), save, self._merge_options(), self._cancel
+            self._job.layout.actor(save.step), save, self._merge_options(), self.cancel
         )
 
     def check_finite(self, save: WholeSave) -> None:
@@ -183,7 +180,7 @@ class Publisher:
                 save,
                 folder,
                 options=self._merge_options(),
-                work=Work(self._cancel, progress, self._clock),
+                work=Work(self.cancel, progress, self._clock),
                 sequence=sequence,
             )
 
@@ -225,7 +222,7 @@ class Publisher:
                 update={"sequence": sequence, "rolled_back": back, "timings": {}}
             )
             try:
-                republish(self._job.storage, source, folder, manifest, cancel=self._cancel)
+                republish(self._job.storage, source, folder, manifest, cancel=self.cancel)
             except FileNotFoundError as error:
                 if not self._job.storage.exists(folder):
                     raise
@@ -258,7 +255,7 @@ class Publisher:
         folder = epoch.start_version(sequence)  # mkdir building/VERSION
         try:
             # Write publish.lock and rename it, without fsync, because the file is only a hint.
-            notice = PublishNotice(sequence=sequence, step=step, session=self._session)
+            notice = PublishNotice(sequence=sequence, step=step, session=self.tenure.session.id)
             epoch.replace_file(self._job.layout.publish_lock, encode(notice), durable=False)
             # Write the files, and then manifest.json. Fsync each file, and then the folder.
             manifest = build(folder, sequence)
@@ -324,3 +321,106 @@ class Publisher:
         )
         self._epoch.replace_file(self._job.layout.latest, encode(latest))
         self.latest = latest
+
+
+@dataclass
+class Outcomes:
+    """The outcomes of saves, as the active daemon records them.
+
+    An outcome counts even if storage refuses to write it; :meth:`write_again` writes it later.
+    ``of_step`` maps each step to the outcome of its last save.
+    """
+
+    job: Job
+    epoch: Epoch
+    wall: Clock
+
+    def __post_init__(self) -> None:
+        self._unwritten = False
+        self.of_step: dict[int, SaveOutcome] = {}
+
+    def published(self, step: int, identity: str, sequence: int) -> None:
+        """Record that a save was published."""
+        outcome = SaveOutcome(identity=identity, outcome="published", sequence=sequence)
+        self._put_on_record(step, outcome)
+
+    def found_published(self, manifest: Manifest) -> None:
+        """Record that a save was published, according to a previous daemon's manifest."""
+        recorded = self.of_step.get(manifest.step)
+        # The recorded save may be a later, quarantined save, which must not be tried again.
+        if recorded is not None and recorded.outcome == "quarantined":
+            return
+        outcome = SaveOutcome(
+            identity=manifest.save_id, outcome="published", sequence=manifest.sequence
+        )
+        if recorded is not None and recorded.identity == manifest.save_id:
+            outcome = outcome.model_copy(update={"model_only": recorded.model_only})
+        self._put_on_record(manifest.step, outcome)
+
+    def skip(self, step: int, identity: str) -> None:
+        """Record that a save will never be published."""
+        self._put_on_record(step, SaveOutcome(identity=identity, outcome="skipped"))
+
+    def quarantine(self, save: Save, error: Exception) -> Path:
+        """Record that a save can never be published; returns the record's path."""
+        identity = save.known_as or ""
+        name = hashlib.blake2s(identity.encode(), digest_size=6).hexdigest()
+        path = self.job.layout.quarantine / f"step_{save.step}-{name}.json"
+        record = Quarantine(
+            step=save.step,
+            identity=identity,
+            error=type(error).__name__,
+            reason=str(error),
+            time=self.wall(),
+        )
+        try:
+            self.epoch.replace_file(path, encode(record))
+        except OSError as refused:
+            RecordUnwritten(path, refused).tell(log)
+        self._put_on_record(save.step, SaveOutcome(identity=identity, outcome="quarantined"))
+        return path
+
+    def learn(self, step: int, *, prefix: str | None, cancel: Callable[[], None]) -> None:
+        """Record whether a save of torch.distributed.checkpoint holds only a model.
+
+        Does nothing if the step folder no longer holds the recorded save. ``cancel`` is called
+        between reads, and raises an error to stop the work. ``prefix`` is the prefix of the model's
+        tensor names; None means that it is detected.
+
+        Raises:
+            OSError: storage failed; nothing was recorded.
+        """
+        outcome = self.of_step.get(step)
+        if outcome is None:
+            return
+        storage, layout = self.job.storage, self.job.layout
+        with Ignoring(GONE):
+            actor = layout.actor(step)
+            model_only = holds_model_only(storage, actor, prefix=prefix, cancel=cancel)
+            if look_into_step(storage, layout.step(step), step).identity == outcome.identity:
+                self._put_on_record(step, outcome.model_copy(update={"model_only": model_only}))
+
+    def forget(self, step: int) -> None:
+        """Remove the outcome of a step."""
+        if self.of_step.pop(step, None) is not None:
+            self._write()
+
+    def write_again(self) -> None:
+        """Write ``saves.json`` if the last write failed."""
+        if self._unwritten:
+            self._write()
+
+    def _put_on_record(self, step: int, outcome: SaveOutcome) -> None:
+        if self.of_step.get(step) != outcome:
+            self.of_step[step] = outcome
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            self.epoch.replace_file(self.job.layout.saves, encode(SaveOutcomes(steps=self.of_step)))
+        except OSError as error:
+            if not self._unwritten:
+                RecordUnwritten(self.job.layout.saves, error).tell(log)
+            self._unwritten = True
+        else:
+            self._unwritten = False

@@ -4,24 +4,43 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.save import Save, Unfinished, is_saved_over
 from syncd.checkpoint.step_save import look_into_step
-from syncd.daemon.complaints import LetBe
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import DeltaSeen, LeaseSeen, Observation, Pointer, PointerState
-from syncd.daemon.steering import Steering
-from syncd.daemon.steps import LOOK_AGAIN, Steps
+from syncd.daemon.decide import (
+    DeltaSeen,
+    LeaseSeen,
+    Observation,
+    Pointer,
+    PointerState,
+    StepSeen,
+)
+from syncd.daemon.steering import LetBe, Steering
 from syncd.protocol.errors import RecordError
 from syncd.protocol.names import (
+    ACTOR,
     CHECKPOINT_POINTER,
+    CRITIC,
     DCP_METADATA,
+    FULL,
+    FULL_STATE_DICT,
+    HUGGINGFACE,
+    LORA_ADAPTER,
+    PINNED,
+    RECEIPTS,
+    REMOTE_PATH,
+    RETIRED,
+    SAVING,
     STATE_POINTER,
+    is_dcp_file,
     is_name,
+    is_resumable_state,
     parse_delta_folder,
     parse_lease_marker,
     parse_pointer,
@@ -30,19 +49,23 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import SaveOutcome, parse
 from syncd.protocol.reports import TrainerReport
-from syncd.storage.errnos import is_gone, is_refused_here
-from syncd.storage.fsio import Signature
-from syncd.storage.job import Job, has_marks
+from syncd.storage.errnos import is_gone
+from syncd.storage.fsio import Signature, Storage
+from syncd.storage.job import Job, has_marks, numbers_in, step_folders
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout
 
 log = logging.getLogger(__name__)
 
 _POINTER_LIMIT: Final = 4096
+#: How many step folders one look reads; the rest wait for the next look.
+_AT_A_TIME: Final = 64
+#: Seconds after which an unchanged folder is read again.
+LOOK_AGAIN: Final = 60.0
 #: How many names in a folder without a pointer are checked, to find a job below it.
 _MOST_BELOW: Final = 100
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Known:
     """The daemon's own knowledge of a job; see :class:`Observation` and :class:`Outcomes`.
 
@@ -58,6 +81,7 @@ class Known:
     sessions: Collection[str] = ()
 
 
+@dataclass
 class Scanner:
     """Scans one job, and remembers results that need not be read again.
 
@@ -65,19 +89,16 @@ class Scanner:
         dead_benches: the names in ``bench/`` that are no live session.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        pointer: str,
-        judge: Judge,
-        *,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._job = job
-        self._pointer_file = job.layout.root / pointer
-        self._longest_tick = judge.lease_time / 4
-        self._lookout = Lookout(judge, job.layout, tick=self._longest_tick, clock=clock)
-        self._clock = clock
+    job: Job
+    pointer: str
+    judge: Judge
+    clock: Clock = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._storage, self._layout = self.job.storage, self.job.layout
+        self._pointer_file = self._layout.root / self.pointer
+        self._longest_tick = self.judge.lease_time / 4
+        self._lookout = Lookout(self.judge, self._layout, tick=self._longest_tick, clock=self.clock)
         self._save: Save | None = None
         self._save_since = 0.0
         self._looked: object = None  # pointer and save as they were at the last look
@@ -88,28 +109,28 @@ class Scanner:
         self._benches: list[str] = []
         self.dead_benches: list[str] = []
         self._delta_bytes: dict[int, int] = {}  # a delta never changes
-        self._steps = Steps(job, clock=clock)
-        self._let_be = LetBe(clock=clock)
-        self._steering = Steering(job)
+        self._steps = Steps(self.job, self.clock)
+        self._let_be = LetBe(clock=self.clock)
+        self._steering = Steering(self.job)
         self._below: str | None = None  # a hint about a job in a subfolder, once looked for
 
     def scan(self, known: Known, config: DaemonConfig) -> Observation:
         """Scan once; JobUnavailableError if the job's folder, or ``.syncd`` in it, is missing."""
-        self._job.check_is_there()
+        self.job.check_is_there()
         self._lookout.tick = min(config.tick, self._longest_tick)
         pointer, pointer_key = self._pointer(self._pointer_file)
-        checkpoint, checkpoint_key = self._pointer(self._job.layout.checkpoint_pointer)
+        checkpoint, checkpoint_key = self._pointer(self._layout.checkpoint_pointer)
         self._look_at_pointed(pointer, pointer_key, known)
         benched = self._benched()
         save = self._save
         outcome = known.outcomes.get(save.step) if save else None
-        versions = self._versions(self._job.layout.published)
-        lease_folders = self._versions(self._job.layout.leases)
+        versions = numbers_in(self._storage, self._layout.published, parse_version_folder)
+        lease_folders = numbers_in(self._storage, self._layout.leases, parse_version_folder)
         # A listing may be outdated, so look up the lease folder of each version that seems retired.
-        lease_folders += tuple(
+        lease_folders += (
             sequence
             for sequence in sorted(set(versions).difference(lease_folders))
-            if self._job.storage.exists(self._job.layout.lease_folder(sequence))
+            if self._storage.exists(self._layout.lease_folder(sequence))
         )
         steps, unrecorded, vanished = self._steps.look(
             pointer, (pointer_key, checkpoint_key, known.published_save, config), known.outcomes
@@ -119,7 +140,7 @@ class Scanner:
             checkpoint=checkpoint,
             instead=self._instead(known) if pointer.state is PointerState.MISSING else "",
             save=save,
-            save_still_for=self._clock() - self._save_since,
+            save_still_for=self.clock() - self._save_since,
             quarantined=outcome is not None
             and save is not None
             and outcome.outcome == "quarantined"
@@ -127,9 +148,9 @@ class Scanner:
             published_save=known.published_save,
             latest=known.latest,
             full_bytes=known.full_bytes,
-            versions=versions,
+            versions=tuple(versions),
             deltas=self._deltas(),
-            lease_folders=lease_folders,
+            lease_folders=tuple(lease_folders),
             leases=tuple(self._leases(lease_folders, known.sessions)),
             living=self._living,
             steps=steps,
@@ -163,11 +184,11 @@ class Scanner:
         This method asks the server, because the step's folder is already in the trash. It opens
         each file twice, because on some storage the first open may still find the old file.
         """
-        for folder in (self._job.layout.root, self._job.layout.state):
-            self._job.storage.refresh(folder)
+        for folder in (self._layout.root, self._layout.state):
+            self._storage.refresh(folder)
         for _ in range(2):
             pointer, _ = self._pointer(self._pointer_file)
-            checkpoint, _ = self._pointer(self._job.layout.checkpoint_pointer)
+            checkpoint, _ = self._pointer(self._layout.checkpoint_pointer)
             announced = self._announced()
         if pointer.step is None:
             return True
@@ -178,7 +199,7 @@ class Scanner:
 
     def _pointer(self, path: Path) -> tuple[Pointer, Signature | None]:
         try:
-            content, key = self._job.storage.read_with_signature(path, _POINTER_LIMIT)
+            content, key = self._storage.read_with_signature(path, _POINTER_LIMIT)
         except OSError as error:
             if is_gone(error):
                 return Pointer(PointerState.MISSING), None
@@ -191,11 +212,8 @@ class Scanner:
         return Pointer(PointerState.STEP, step), key
 
     def _instead(self, known: Known) -> str:
-        name = (
-            STATE_POINTER if self._pointer_file.name == CHECKPOINT_POINTER else CHECKPOINT_POINTER
-        )
-        there = self._job.storage.exists(self._job.layout.root / name)
-        if there:
+        (name,) = {STATE_POINTER, CHECKPOINT_POINTER} - {self.pointer}
+        if self._storage.exists(self._layout.root / name):
             return f"{name} is there: give --pointer {name}"
         if known.latest:
             return ""
@@ -204,7 +222,7 @@ class Scanner:
         return self._below
 
     def _job_below(self) -> str:
-        root, storage = self._job.layout.root, self._job.storage
+        root, storage = self._layout.root, self._storage
         names = sorted(name for name in storage.names(root) if not name.startswith("."))
         for name in names[:_MOST_BELOW]:
             try:
@@ -223,29 +241,26 @@ class Scanner:
         if (
             self._settled == (key, known.published_save)
             and self._save is not None
-            and self._clock() - self._settled_at < LOOK_AGAIN
+            and self.clock() - self._settled_at < LOOK_AGAIN
         ):
             return
-        save = look_into_step(self._job.storage, self._job.layout.step(pointer.step), pointer.step)
+        save = look_into_step(self._storage, self._layout.step(pointer.step), pointer.step)
         outcome = known.outcomes.get(save.step)
         if (
             outcome is not None
             and outcome.outcome == "published"
             and is_saved_over(save.identity or "", outcome.identity)
         ):
-            actor = self._job.layout.actor(save.step)
+            actor = self._layout.actor(save.step)
             why = (
                 f"a trainer is saving into {actor} again: the .distcp files changed, but "
                 f"{DCP_METADATA}, the last file, did not. If the save is complete, run 'touch' on "
                 f"{DCP_METADATA}"
             )
             save = Unfinished(save.step, why)
-        if self._save is None or (save.step, save.known_as) != (
-            self._save.step,
-            self._save.known_as,
-        ):
-            self._save_since = self._clock()
-        self._save = save
+        seen, self._save = self._save, save
+        if seen is None or (save.step, save.known_as) != (seen.step, seen.known_as):
+            self._save_since = self.clock()
         settled = save.identity is not None and (
             save.identity == known.published_save
             or (
@@ -259,39 +274,27 @@ class Scanner:
         before, self._looked = self._looked, (key, save.identity)
         settled = settled and before == self._looked
         self._settled = (key, known.published_save) if settled else None
-        self._settled_at = self._clock()
-
-    def _versions(self, folder: Path) -> tuple[int, ...]:
-        found = (parse_version_folder(name) for name in self._job.storage.names(folder))
-        return tuple(sequence for sequence in found if sequence is not None)
+        self._settled_at = self.clock()
 
     def _deltas(self) -> tuple[DeltaSeen, ...]:
-        folder = self._job.layout.deltas
-        try:
-            found = {parse_delta_folder(name) for name in self._job.storage.names(folder)} - {None}
-            before = self._delta_bytes
-            self._delta_bytes = {
-                sequence: before[sequence] if sequence in before else self._size(sequence)
-                for sequence in found
-                if sequence is not None
-            }
-        except OSError as error:
-            if not is_refused_here(error):
-                raise
-            self._let_be.say(folder, error)
-            return ()
-        return tuple(DeltaSeen(*item) for item in sorted(self._delta_bytes.items()))
+        before, folder = self._delta_bytes, self._layout.deltas
+        seen: dict[int, int] = {}
+        with self._let_be.ignoring(folder):
+            sequences = numbers_in(self._storage, folder, parse_delta_folder)
+            self._delta_bytes = {n: before[n] if n in before else self._size(n) for n in sequences}
+            seen = self._delta_bytes
+        return tuple(DeltaSeen(*item) for item in seen.items())
 
     def _size(self, sequence: int) -> int:
-        folder = self._job.layout.delta(sequence)
-        found = (self._job.storage.status(folder / n) for n in self._job.storage.names(folder))
+        folder = self._layout.delta(sequence)
+        found = (self._storage.status(folder / name) for name in self._storage.names(folder))
         return sum(status.st_size for status in found if status is not None)
 
-    def _leases(self, sequences: tuple[int, ...], others: Collection[str]) -> list[LeaseSeen]:
+    def _leases(self, sequences: Iterable[int], others: Collection[str]) -> list[LeaseSeen]:
         held = [
-            (sequence, marker, parsed[1] if parsed else None)
+            (sequence, marker, parsed[1] if parsed else "")
             for sequence in sequences
-            for marker in self._markers(self._job.layout.lease_folder(sequence))
+            for marker in self._markers(self._layout.lease_folder(sequence))
             for parsed in [parse_lease_marker(marker)]
         ]
         sessions = {session for _, _, session in held if session}
@@ -299,25 +302,24 @@ class Scanner:
         living = frozenset(who for who, seen in liveness.items() if seen is Liveness.ALIVE)
         self._living = living
         self.dead_benches = [name for name in self._benches if name and name not in living]
-        now = self._clock()
+        now = self.clock()
         dead = liveness.keys() - living
         self._dead_since = {name: self._dead_since.get(name, now) for name in dead}
-        found: list[LeaseSeen] = []
-        for sequence, marker, session in held:
-            # A name of another format is kept as a lease: somebody put it there on purpose.
-            since = self._dead_since.get(session) if session else None
-            found.append(LeaseSeen(sequence, marker, None if since is None else now - since))
-        return found
+        dead_for = {name: now - since for name, since in self._dead_since.items()}
+        # A name of another format is kept as a lease: somebody put it there on purpose.
+        return [
+            LeaseSeen(sequence, marker, dead_for.get(session)) for sequence, marker, session in held
+        ]
 
     def _benched(self, *, refreshed: bool = False) -> frozenset[int]:
         """The steps that explorers build or evaluate."""
 
         def listed(folder: Path) -> list[str]:
-            if refreshed and self._job.storage.may_change(folder):
-                self._job.storage.refresh(folder)
+            if refreshed and self._storage.may_change(folder):
+                self._storage.refresh(folder)
             return self._markers(folder)
 
-        bench = self._job.layout.bench
+        bench = self._layout.bench
         self._benches = listed(bench)
         builds = (name for session in self._benches for name in listed(bench / session))
         steps = (parse_step_folder(name.partition("-")[0]) for name in builds)
@@ -325,19 +327,172 @@ class Scanner:
 
     def _markers(self, folder: Path) -> list[str]:
         """The names of leases or builds; an unreadable folder counts as one unnamed lease."""
-        try:
-            return self._job.storage.names(folder)
-        except OSError as error:
-            if not is_refused_here(error):
-                raise
-            self._let_be.say(folder, error)
-            return [""]
+        names = [""]
+        with self._let_be.ignoring(folder):
+            names[:] = self._storage.names(folder)
+        return names
 
     def _announced(self) -> int | None:
-        path = self._job.layout.trainer_report
+        path = self._layout.trainer_report
         try:
-            return parse(TrainerReport, self._job.storage.read(path), path).step or 0
+            return parse(TrainerReport, self._storage.read(path), path).step or 0
         except RecordError:
             return 0  # the report is unreadable: prune nothing
         except OSError as error:
             return None if is_gone(error) else 0
+
+
+@dataclass
+class Steps:
+    """Looks into step folders in turn."""
+
+    job: Job
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        self._key: object = None
+        self._at = 0.0
+        self._due: deque[int] = deque()
+        self._again = False
+        self._pointed: int | None = None
+        self._passed: frozenset[int] = frozenset()
+        #: Step and save → the pointer when this later save was first seen below it.
+        self._saved_again: dict[tuple[int, str | None], int] = {}
+        self._let_be = LetBe(clock=self.clock)
+
+    @property
+    def has_more(self) -> bool:
+        """True if step folders remain for the next look."""
+        return bool(self._due) or self._again
+
+    def look_again(self) -> None:
+        """Make all step folders due again."""
+        self._key = None
+
+    def look(
+        self, pointer: Pointer, key: object, outcomes: Mapping[int, SaveOutcome]
+    ) -> tuple[tuple[StepSeen, ...], tuple[Save, ...], tuple[int, ...]]:
+        """Look into some of the step folders that are due; a changed ``key`` makes all folders due.
+
+        Returns the folders with a recorded outcome, the skipped saves that are not recorded yet,
+        and the steps with a recorded outcome but without a folder.
+        """
+        self._refill(pointer, key, outcomes)
+        seen: list[StepSeen] = []
+        unrecorded: list[Save] = []
+        vanished: list[int] = []
+        for _ in range(min(_AT_A_TIME, len(self._due))):
+            step = self._due.popleft()
+            outcome = outcomes.get(step)
+            folder = self.job.layout.step(step)
+            with self._let_be.ignoring(folder):
+                if outcome is not None:
+                    look = look_at_step(self.job.storage, folder, step, outcome)
+                    if look is None:
+                        vanished.append(step)
+                        continue
+                    seen.append(look)
+                    if look.found in {None, outcome.identity}:
+                        continue
+                    # else the step was saved again, and the pointer may have passed that save too
+                if pointer.step is not None and step < pointer.step:
+                    save = self._skipped_save(folder, step)
+                    # Without receipts, a trainer may be writing there in place at this moment,
+                    # unless the pointer has moved up since the save looked the same.
+                    if save is not None and (
+                        outcome is None
+                        or save.receipts
+                        or self._saved_again.setdefault((step, save.identity), pointer.step)
+                        < pointer.step
+                    ):
+                        unrecorded.append(save)
+        return tuple(seen), tuple(unrecorded), tuple(vanished)
+
+    def _refill(self, pointer: Pointer, key: object, outcomes: Mapping[int, SaveOutcome]) -> None:
+        """Make step folders due if ``key`` has changed, and about once a minute.
+
+        The newest folders come first. Then an unfinished cycle continues, so that old folders get
+        their turn even if the pointers move often.
+        """
+        now = self.clock()
+        moved = key != self._key
+        is_time = not self._due and now - self._at >= LOOK_AGAIN
+        if not (moved or is_time or (self._again and not self._due)):
+            return
+        steps = set(step_folders(self.job))
+        self._note_passed(pointer, steps, is_time=is_time)
+        ordered = sorted(steps | outcomes.keys(), reverse=True)
+        if self._due:
+            newest = ordered[: _AT_A_TIME // 2]
+            self._due = deque(dict.fromkeys([*newest, *self._due]))
+        else:
+            self._due = deque(ordered)
+        # This cycle may have read some folders before the move, so one more cycle must follow.
+        self._again = len(self._due) != len(ordered)
+        self._key, self._at = key, now
+
+    def _note_passed(self, pointer: Pointer, steps: set[int], *, is_time: bool) -> None:
+        """Remember the folders that existed when the daemon saw the pointer move up.
+
+        If a trainer without syncd's hook resumes at a lower step, it writes saves below the pointer
+        before it moves the pointer back. Such saves must not count as skipped.
+        """
+        if pointer.step is None:
+            return  # the pointer is being written; keep its last step
+        before, self._pointed = self._pointed, pointer.step
+        if before is not None and before < pointer.step:
+            self._passed = frozenset(steps)
+        elif before != pointer.step or is_time:
+            self._passed = frozenset()
+
+    def _skipped_save(self, folder: Path, step: int) -> Save | None:
+        """The save of a step below the pointer, if the save counts as skipped."""
+        if any(self.job.storage.exists(folder / mark) for mark in (FULL, SAVING)):
+            return None
+        save = look_into_step(self.job.storage, folder, step)
+        passed = bool(save.receipts) or step in self._passed
+        return save if save.identity is not None and passed else None
+
+
+def look_at_step(
+    storage: Storage, folder: Path, step: int, outcome: SaveOutcome
+) -> StepSeen | None:
+    """The content and the recorded outcome of a step folder; None if there is no folder."""
+    names = set(storage.names(folder))
+    if not names and not storage.exists(folder):
+        return None
+    actor_names = storage.names(folder / ACTOR)
+    retired, full = RETIRED in names, FULL in names
+    is_dcp = any(map(is_dcp_file, actor_names))
+    beside = any(is_resumable_state(name) and not is_dcp_file(name) for name in actor_names) or (
+        # Trainers that save so may need other files to resume.
+        (is_dcp or REMOTE_PATH in names)
+        and not names <= {REMOTE_PATH, RETIRED, PINNED, ACTOR, CRITIC, FULL, SAVING}
+    )
+    if is_dcp:  # resuming may need other names, such as an optimizer's folder
+        told = {HUGGINGFACE, LORA_ADAPTER, FULL_STATE_DICT, RECEIPTS}
+        beside = beside or any(not is_dcp_file(name) and name not in told for name in actor_names)
+    # Only a pickle shows whether a DCP save holds only a model. If unread, it counts as resumable.
+    unread = is_dcp and not beside and outcome.model_only is None
+    resumable = beside or (is_dcp and not outcome.model_only)
+    # A failed save leaves an empty critic folder.
+    critic = CRITIC in names and bool(storage.names(folder / CRITIC))
+    kept = full or SAVING in names or PINNED in names
+    protected = kept or (((resumable and not unread) or critic) and not retired)
+    # A protected folder is never pruned, so its files need no look.
+    found = None if protected else look_into_step(storage, folder, step, actor_names).identity
+    return StepSeen(
+        step=step,
+        outcome=outcome.outcome,
+        recorded=outcome.identity,
+        found=found,
+        has_receipts=RECEIPTS in actor_names,
+        full=full,
+        retired=retired,
+        saving=SAVING in names,
+        resumable=resumable,
+        critic=critic,
+        pinned=PINNED in names,
+        model_only=outcome.model_only,
+        unread=unread,
+    )

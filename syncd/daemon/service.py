@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.hang import AnsweredStorage
 from syncd.daemon.loop import Loop
-from syncd.daemon.notify import JobNotice
-from syncd.daemon.presence import Participants
-from syncd.daemon.telling.meter import MeterOf, unmetered
-from syncd.daemon.turns import Turn, Turns
+from syncd.daemon.signs import JobNotice
+from syncd.daemon.telling.journal import MeterOf, unmetered
+from syncd.daemon.tenure import Tenure
+from syncd.daemon.turns import Turn
 from syncd.protocol.errors import (
     CancelledError,
     JobUnavailableError,
@@ -29,13 +31,12 @@ from syncd.protocol.events import (
     DaemonStopped,
     RightsMissing,
 )
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
-from syncd.storage.judge import Judge, sweep_broken
+from syncd.storage.judge import Clock, Judge, Liveness, Lookout, sweep_broken
 from syncd.storage.repeats import Repeats
 from syncd.storage.reserve import Reserve
 from syncd.storage.rights import TO_DELETE, check_rights, share_with_group, unprunable
@@ -48,8 +49,11 @@ log = logging.getLogger(__name__)
 #: A look may still show old files. So the job counts as published only if this many rounds, begun
 #: after all participants had gone, find nothing to publish.
 _QUIET: Final = 2
+#: The suffix of heartbeats; filelock briefly makes files with other suffixes beside them.
+_HEARTBEAT: Final = ".lock"
 
 
+@dataclass
 class Service:
     """The daemon of one job in this process: active, or standing by for the active daemon.
 
@@ -58,54 +62,53 @@ class Service:
     commit.
 
     Args:
+        storage: of the job; by default nothing counts its answers.
         may_end: called before ``exit_when_idle`` ends :meth:`run`; returns False to continue.
-        answered: called after storage has answered a call, to report progress.
         each_tick: called between two rounds, on the thread of :meth:`run`.
         turn: decides if this job may merge now; by default it always may.
-
-    Raises:
-        InvalidSettingsError: ``shared_group`` does not exist, or the job's folders cannot be given
-            to that group.
-        JobUnavailableError: the job's folder does not exist, or this user may not write to it.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        config: DaemonConfig,
-        *,
-        may_end: Callable[[], bool] = lambda: True,
-        answered: Callable[[], None] = lambda: None,
-        notice: JobNotice | None = None,
-        each_tick: Callable[[], None] = lambda: None,
-        turn: Turn | None = None,
-        meter_of: MeterOf = unmetered,
-        storage: Storage | None = None,
-    ) -> None:
-        root = root.absolute()
-        self._config = config
-        self._job = Job(storage or AnsweredStorage(root, answered), JobLayout(root))
-        self._notice = notice or JobNotice()
-        self._may_end = may_end
-        self._each_tick = each_tick
-        self._turn = turn or Turns(1, lambda _: 0.0).of(str(root), self.wake)
-        self._meter = meter_of(self._job)
-        self._meter.active(yes=False)
+    root: Path
+    config: DaemonConfig
+    storage: Storage | None = None
+    may_end: Callable[[], bool] = lambda: True
+    notice: JobNotice = field(default_factory=JobNotice)
+    each_tick: Callable[[], None] = lambda: None
+    turn: Turn = field(default_factory=Turn)
+    meter_of: MeterOf = unmetered
+
+    def __post_init__(self) -> None:
+        self._watcher = Watcher({})  # to be woken; run() adds and removes its watches
         self._stopping = False
         self._held: tuple[Session, DaemonLock] | None = None
         self._quiet_rounds = 0
-        self._away = False
+        self._away = True
+        self._is_open = False
+
+    def open(self) -> None:
+        """Open the job, without the observations of an earlier :meth:`run`.
+
+        Raises:
+            InvalidSettingsError: ``shared_group`` does not exist, or the folders cannot be given
+                to that group.
+            JobUnavailableError: the job's folder does not exist, or this user may not write to it.
+        """
+        self.root = self.root.absolute()
+        self._job = Job.at(self.root, self.storage)
+        self._meter = self.meter_of(self._job)
+        self._meter.active(yes=False)
+        self._quiet_rounds = 0
         self._said = ""
-        self._rights_seen = not config.prune_steps
+        self._rights_seen = not self.config.prune_steps
         self._repeats = Repeats()
-        self._lease_time = self._open_job()
+        self._open_job()
         self._device: int | None = None
         self._inode: int | None = None
         self._remember_folder()
-        if self._lease_time != config.lease_time:
-            ConfigUnheard("lease_time", config.lease_time, self._lease_time).tell(log)
-        self._participants = self._participants_of_job()
-        self._watcher = Watcher({})  # to be woken; run() adds and removes its watches
+        if self._lease_time != self.config.lease_time:
+            ConfigUnheard("lease_time", self.config.lease_time, self._lease_time).tell(log)
+        self._away = False
+        self._is_open = True
 
     def stop(self) -> None:
         """Ask :meth:`run` to return; any thread or signal handler may call this."""
@@ -121,12 +124,15 @@ class Service:
         self.stop()
         if (held := self._held) is not None:
             session, lock = held
-            lock.release()
-            session.close()
+            try:
+                lock.release()
+                session.close()
+            except OSError as error:
+                log.debug("cannot remove the heartbeats of %s: %s", self.root, error)
 
     def reload(self, config: DaemonConfig) -> None:
         """Apply new values of ``LIVE_KEYS`` from the next round on; any thread may call this."""
-        self._config = config
+        self.config = config
         self._watcher.wake()
 
     def wake(self) -> None:
@@ -134,23 +140,28 @@ class Service:
         self._watcher.wake()
 
     def run(self) -> None:
-        """Serve until stopped, or until the setting ``exit_when_idle`` ends this daemon."""
-        root = self._job.layout.root
+        """Serve until stopped, or until the setting ``exit_when_idle`` ends this daemon.
+
+        Raises the errors of :meth:`open`, if that has not been called before.
+        """
+        if not self._is_open:
+            self.open()
+        self._is_open = False
         with self._watcher:
-            self._watcher.watch({root: frozenset({STATE_POINTER, CHECKPOINT_POINTER})})
+            self._watcher.watch({self.root: frozenset({STATE_POINTER, CHECKPOINT_POINTER})})
             while not self._stopping:
                 try:
                     self._stand_by_and_serve()
                 except SupersededError as error:
-                    self._say(DaemonStandsBy(root, error))
+                    self._say(DaemonStandsBy(self.root, error))
                 except CancelledError:
                     DaemonStopped().tell(log)
                 except SyncdError as error:
                     self._away |= isinstance(error, JobUnavailableError)
-                    self._say(DaemonPaused(root, error))
+                    self._say(DaemonPaused(self.root, error))
                 except OSError as error:
                     # After an error of storage, decide nothing and delete nothing.
-                    self._say(DaemonPaused(root, error), change=f"paused: {error.strerror}")
+                    self._say(DaemonPaused(self.root, error), change=f"paused: {error.strerror}")
                     if error.errno in NO_ROOM and self._gave_up_reserve():
                         continue
                 if not self._stopping:
@@ -164,11 +175,11 @@ class Service:
     @property
     def _tick(self) -> float:
         """Seconds between two rounds: short enough to see heartbeats and not to seem to hang."""
-        return min(self._config.tick, self._lease_time / 4, self._config.hang_time / 4)
+        return min(self.config.tick, self._lease_time / 4, self.config.hang_time / 4)
 
     def _wait(self) -> None:
         self._watcher.wait(self._tick)
-        self._each_tick()
+        self.each_tick()
 
     def _stand_by_and_serve(self) -> None:
         self._check_there()
@@ -176,8 +187,7 @@ class Service:
         lease_time = self._job.read_format().lease_time
         if lease_time != self._lease_time:
             # A new job has replaced this job: forget the observations of the old participants.
-            self._lease_time = lease_time
-            self._participants = self._participants_of_job()
+            self._agree(lease_time)
         self._away = False
         with Session(self._job.layout, self._lease_time, prefix=DAEMON_SESSION) as session:
             judge = Judge(self._job.storage, self._lease_time)
@@ -188,15 +198,19 @@ class Service:
                     self._serve(session, lock)
             finally:
                 self._held = None
-                self._turn.leave()
+                self.turn.leave()
                 lock.release()
 
-    def _open_job(self) -> float:
-        if self._config.shared_group is not None:
-            share_with_group(self._job, self._config.shared_group)
-        lease_time = self._job.open(lease_time=self._config.lease_time).lease_time
+    def _open_job(self) -> None:
+        if self.config.shared_group is not None:
+            share_with_group(self._job, self.config.shared_group)
+        self._agree(self._job.open(lease_time=self.config.lease_time).lease_time)
         check_rights(self._job)
-        return lease_time
+
+    def _agree(self, lease_time: float) -> None:
+        """Watch the participants of a job from now on, by its lease time."""
+        self._lease_time = lease_time
+        self._participants = Participants(self._job, lease_time)
 
     def _check_there(self) -> None:
         """Check that the job is there; open a new job that has replaced it."""
@@ -205,8 +219,7 @@ class Service:
         except JobUnavailableError:
             if not self._is_made_anew():
                 raise
-            self._lease_time = self._open_job()
-            self._participants = self._participants_of_job()  # without the old job's participants
+            self._open_job()
         self._remember_folder()
 
     def _is_made_anew(self) -> bool:
@@ -216,17 +229,16 @@ class Service:
         its inode. Another device means that the storage is not mounted.
         """
         layout, storage = self._job.layout, self._job.storage
-        folder, pointer = storage.status(layout.root), layout.root / self._config.pointer
+        folder, pointer = storage.status(layout.root), layout.root / self.config.pointer
         if folder is None or not storage.exists(pointer):
             if folder is None or not storage.exists(layout.published):
-                self._inode = (
-                    None  # a folder that appears now is another job, even with the same inode
-                )
+                # A folder that appears now is another job, even with the same inode.
+                self._inode = None
             return False
         return folder.st_dev == self._device and folder.st_ino != self._inode
 
     def _remember_folder(self) -> None:
-        folder = self._job.storage.status(self._job.layout.root)
+        folder = self._job.storage.status(self.root)
         if folder is not None:
             self._device, self._inode = folder.st_dev, folder.st_ino
 
@@ -234,9 +246,9 @@ class Service:
         while not self._stopping:
             if lock.try_acquire():
                 return True
-            self._notice.ready()
+            self.notice.ready()
             why = "another daemon is working on this job"
-            self._say(DaemonStandsBy(self._job.layout.root, why))
+            self._say(DaemonStandsBy(self.root, why))
             self._look_for_participants()
             self._quiet_rounds = _QUIET  # the other daemon publishes the rest
             self._wait()
@@ -245,27 +257,24 @@ class Service:
     def _serve(self, session: Session, lock: DaemonLock) -> None:
         epoch = Epoch.take_over(self._job)
         sweep_broken(self._job)
-        loop = Loop(
+        tenure = Tenure(
             self._job,
-            self._config,
             session,
-            lock,
+            epoch,
             # Merges may follow each other for hours, so this judge counts pauses to find dead
             # explorers. The grace of their leases is longer than any error of this judge.
             Judge(self._job.storage, self._lease_time, counts_pauses=True),
-            epoch,
-            cancel=self._check_stopping,
-            turn=self._turn,
-            notice=self._notice,
-            meter=self._meter,
+            self._check_stopping,
+            self._meter,
         )
+        loop = Loop(tenure, self.config, turn=self.turn, notice=self.notice)
         loop.begin()
         self._quiet_rounds = 0
         self._meter.active(yes=True)
         try:
             while not self._stopping:
-                self._round(loop)
-                if self._participants.gone and self.is_idle and self._may_end():
+                self._round(loop, lock)
+                if self._participants.gone and self.is_idle and self.may_end():
                     DaemonEnds().tell(log)
                     self._stopping = True
                     return
@@ -276,29 +285,28 @@ class Service:
             if epoch.is_live():
                 loop.end()
 
-    def _round(self, loop: Loop) -> None:
+    def _round(self, loop: Loop, lock: DaemonLock) -> None:
         quiet, self._quiet_rounds = self._quiet_rounds, 0
         try:
             # Look for participants first, because participants that are gone now have written
             # everything. A participant that is alive may write again after the round.
             self._look_for_participants()
             self._look_at_rights()
-            loop.config = self._config  # any thread may replace self._config meanwhile
+            if lock.lost:
+                raise SupersededError(f"another daemon has taken the lock of {self.root}")
+            loop.config = self.config  # any thread may replace self.config meanwhile
             if not loop.run_once().pending and not self._participants.alive:
                 self._quiet_rounds = quiet + 1
         except OSError as error:
             if not self._job.is_there():
                 raise
-            self._say(DaemonPaused(self._job.layout.root, error))
+            self._say(DaemonPaused(self.root, error))
         else:
             self._repeats.forget(self._said)
             self._said = ""
 
-    def _participants_of_job(self) -> Participants:
-        return Participants(self._job, self._lease_time)
-
     def _look_for_participants(self) -> None:
-        if self._config.exit_when_idle:
+        if self.config.exit_when_idle:
             self._participants.look(self._tick)
 
     def _look_at_rights(self) -> None:
@@ -308,7 +316,7 @@ class Service:
         found = unprunable(self._job)
         self._rights_seen = found is not None
         if found:
-            RightsMissing(self._job.layout.root, f"{found}: {TO_DELETE}").tell(log)
+            RightsMissing(self.root, f"{found}: {TO_DELETE}").tell(log)
 
     def _gave_up_reserve(self) -> bool:
         """Delete the reserve on a full disk, so that the daemon can take over."""
@@ -327,7 +335,7 @@ class Service:
 
         ``change`` is compared instead of the text if names in the text differ each time.
         """
-        self._notice.status(str(event))
+        self.notice.status(str(event))
         if isinstance(event.reason, Exception):
             self._meter.failed(event.reason)
         state = change or str(event)
@@ -336,3 +344,69 @@ class Service:
             self._said = state
         if self._repeats.due(state):
             event.tell(log)
+
+
+@dataclass
+class Participants:
+    """Watches the heartbeats of a job's trainers and explorers.
+
+    A participant that died before this process began never makes :attr:`gone` true. A trainer
+    without hooks has no heartbeat, so it is not seen.
+
+    Attributes:
+        alive: True if a participant was certainly or possibly alive at the last look.
+    """
+
+    job: Job
+    lease_time: float
+    clock: Clock = time.monotonic
+
+    def __post_init__(self) -> None:
+        judge = Judge(self.job.storage, self.lease_time, self.clock)
+        self._lookout = Lookout(judge, self.job.layout, tick=self.lease_time / 4, clock=self.clock)
+        self._before: dict[str, float] | None = None
+        self._seen = False
+        self.alive = True
+
+    @property
+    def gone(self) -> bool:
+        """True if participants were alive since this process began, but none is alive now."""
+        return self._seen and not self.alive
+
+    def look(self, tick: float) -> None:
+        """Look at all heartbeats; ``tick`` is the approximate number of seconds between two calls.
+
+        Raises:
+            OSError: storage failed, or the job is missing. The results of the previous look stay.
+        """
+        self._lookout.tick = tick
+        found, alive = self._look()
+        if not alive or self._before is None:
+            # A daemon can end if nobody is alive, so ask the server for newcomers.
+            self.job.storage.refresh(self.job.layout.sessions)
+            found, alive = self._look()
+        now = self.clock()
+        if self._before is None:  # heartbeats from before this process may be of dead processes
+            self._before = dict.fromkeys(found, now)
+        self.alive = bool(alive)
+        before = self._before
+        # A heartbeat that disappears sooner than this was removed by its owner, because the daemon
+        # removes dead heartbeats later. The value exceeds the proof below by more than a tick, so
+        # that a participant that leaves between two looks is noticed.
+        soon = 2.5 * self.lease_time
+        left = [now - before.pop(who) < soon for who in before.keys() - found]
+        # A dead participant may still look alive for a lease time. One that looks alive for longer
+        # than that was alive when this process first looked.
+        proof = 2 * self.lease_time
+        stayed = [now - before.get(who, -math.inf) > proof for who in alive]
+        self._seen = self._seen or any(left) or any(stayed)
+
+    def _look(self) -> tuple[set[str], list[str]]:
+        """All heartbeats, and those that are alive."""
+        found = {
+            name.removesuffix(_HEARTBEAT)
+            for name in self.job.storage.names(self.job.layout.sessions)
+            if name.endswith(_HEARTBEAT) and not name.startswith(DAEMON_SESSION)
+        }
+        seen = self._lookout.look(found).items()
+        return found, [who for who, liveness in seen if liveness is Liveness.ALIVE]

@@ -11,17 +11,18 @@ from typing import Any, Final
 
 from syncd.daemon.steering import Steering
 from syncd.daemon.telling.journal import read_journal
-from syncd.operate.delta_state import deltas_on_disk
+from syncd.deltas.delta_folder import read_delta
 from syncd.protocol.amounts import few, span
-from syncd.protocol.errors import JobUnavailableError, SyncdError
+from syncd.protocol.errors import JobUnavailableError, RecordError, SyncdError
 from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.names import (
     PINNED,
+    parse_delta_folder,
     parse_lease_marker,
     parse_step_folder,
     parse_version_folder,
 )
-from syncd.protocol.records import DEFAULT_LEASE_TIME, Format, Latest
+from syncd.protocol.records import DEFAULT_LEASE_TIME, Delta, Format, Latest
 from syncd.protocol.reports import DaemonReport, DeltaProgress, ExplorerReport, TrainerReport
 from syncd.storage.append import last_lines
 from syncd.storage.errnos import is_refused_here
@@ -118,15 +119,12 @@ def _look(job: Job) -> dict[str, Any]:
         "latest": latest.model_dump() if latest else None,
         "trainer": _process(job, trainer, lease_time),
         "versions": [
-            {
-                "sequence": sequence,
-                "leases": _leases(_names(storage, layout.lease_folder(sequence))),
-                "pinned": _is_there(storage, layout.lease_folder(sequence) / PINNED),
-            }
+            {"sequence": sequence, "leases": _leases(markers), "pinned": PINNED in markers}
             for name in _names(storage, layout.published)
             if (sequence := parse_version_folder(name)) is not None
+            for markers in [_names(storage, layout.lease_folder(sequence))]
         ],
-        "deltas": deltas_on_disk(job),
+        "deltas": _deltas(job),
         "delta_progress": making.model_dump() if making else None,
         "pinned_steps": [
             step
@@ -207,6 +205,23 @@ def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:
         return _look(Job.at(folder))
     except (SyncdError, ValueError) as error:  # ValueError: a path with a null character
         return {"unseen": str(error)}
+
+
+def _deltas(job: Job) -> list[dict[str, Any]]:
+    """The readable deltas, oldest first."""
+    found = []
+    for sequence in filter(None, map(parse_delta_folder, _names(job.storage, job.layout.deltas))):
+        # A delta can be pruned meanwhile, or damaged: 'syncd verify' says that.
+        with suppress(OSError, RecordError):
+            delta = read_delta(job.storage, job.layout.delta(sequence))
+            told = {"sequence": sequence, "base": delta.base.sequence, "bytes": delta.bytes}
+            found.append({**told, "changed": changed_part(delta)})
+    return found
+
+
+def changed_part(delta: Delta) -> float:
+    """The fraction of elements that differ between the two versions, from 0 to 1."""
+    return delta.changed / delta.elements if delta.elements else 0.0
 
 
 def _names(storage: Storage, folder: Path) -> list[str]:

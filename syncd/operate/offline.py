@@ -19,6 +19,7 @@ from syncd.daemon.decide import (
 from syncd.daemon.loop import Loop
 from syncd.daemon.scan import Known, Scanner
 from syncd.daemon.steering import Steering
+from syncd.daemon.tenure import Tenure
 from syncd.protocol.errors import JobUnavailableError, RecordError
 from syncd.protocol.events import LockWatched
 from syncd.protocol.records import Latest, SaveOutcome, SaveOutcomes, parse
@@ -90,16 +91,8 @@ def _prune(job: Job, config: DaemonConfig, sleep: Callable[[float], None]) -> li
     with Session(job.layout, lease_time, prefix=DAEMON_SESSION) as session:
         lock = _take_lock(job, lease_time, sleep)
         try:
-            loop = Loop(
-                job,
-                config,
-                session,
-                lock,
-                Judge(job.storage, lease_time),
-                Epoch.take_over(job),
-                cancel=lambda: None,
-                publishes=False,
-            )
+            tenure = Tenure(job, session, Epoch.take_over(job), Judge(job.storage, lease_time))
+            loop = Loop(tenure, config, publishes=False)
             loop.begin()
             try:
                 found: dict[Pruning, None] = {}

@@ -1,4 +1,4 @@
-"""Reports: files in which each trainer, explorer and daemon describes itself."""
+"""Reports in which trainer, explorers and daemon describe themselves, and their agreements."""
 
 from __future__ import annotations
 

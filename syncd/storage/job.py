@@ -329,10 +329,14 @@ def daemon_hint(folder: Path, *, lives: bool, is_memory: bool = False) -> str:
     return f"no daemon works there: start `syncd run {job}`"
 
 
+def numbers_in(storage: Storage, folder: Path, parse: Callable[[str], int | None]) -> list[int]:
+    """The numbers of the versions, deltas or steps in a folder, lowest first."""
+    return sorted(n for name in storage.names(folder) if (n := parse(name)) is not None)
+
+
 def step_folders(job: Job) -> list[int]:
     """The steps that have a folder, lowest first."""
-    found = (parse_step_folder(name) for name in job.storage.names(job.layout.root))
-    return sorted(step for step in found if step is not None)
+    return numbers_in(job.storage, job.layout.root, parse_step_folder)
 
 
 def has_marks(job: Job) -> bool:

@@ -6,14 +6,16 @@ visitor for long.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, Generic, TypedDict, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from syncd.operate.history import told
 from syncd.operate.job_state import jobs_at, look_anyway
@@ -48,12 +50,10 @@ class Jobs:
         patience: float = PATIENCE,
     ) -> None:
         self._limit = limit
-        self._pace = _Pace(every=every, patience=patience)
-        self._folders = [_Folder(folder) for folder in folders]
-        self._looks = [SharedLook(folder.jobs, **self._pace) for folder in self._folders]
+        self._pace = every, patience
+        self._looks = {folder: SharedLook(_jobs_in(folder), *self._pace) for folder in folders}
         self._changing = threading.Lock()
         self._known: dict[Path, _Job] = {}
-        self._numbered: dict[int, _Job] = {}
         self._numbers = count()
 
     def overview(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Jobs:
         history can have several megabytes.
         """
         with self._changing:
-            job = self._numbered.get(number)
+            job = next((job for job in self._known.values() if job.number == number), None)
         if job is None:
             return None
         job.history.begin()
@@ -100,61 +100,51 @@ class Jobs:
         }
 
     def _current(self) -> list[_Job]:
-        for look in self._looks:
+        for look in self._looks.values():
             look.begin()
         found = [
-            path
-            for folder, look in zip(self._folders, self._looks, strict=True)
-            for path in look.answer().found or [folder.path]
+            path for folder, look in self._looks.items() for path in look.answer().found or [folder]
         ]
         with self._changing:
-            self._forget_all_but(found)
+            for path, job in list(self._known.items()):
+                if path not in found and not (job.status.is_reading or job.history.is_reading):
+                    del self._known[path]
             return [self._job(path) for path in dict.fromkeys(found)]
-
-    def _forget_all_but(self, found: Sequence[Path]) -> None:
-        gone = [job for path, job in self._known.items() if path not in found]
-        for job in gone:
-            if not (job.status.is_reading or job.history.is_reading):
-                del self._known[job.folder], self._numbered[job.number]
 
     def _job(self, folder: Path) -> _Job:
         if folder not in self._known:
-            job = _Job(folder, next(self._numbers), self._limit, self._pace)
-            self._known[folder] = self._numbered[job.number] = job
+            self._known[folder] = _Job(
+                folder,
+                next(self._numbers),
+                SharedLook(partial(look_anyway, folder), *self._pace),
+                SharedLook(partial(_history, folder, self._limit), *self._pace),
+            )
         return self._known[folder]
 
 
-class _Pace(TypedDict):
-    every: float
-    patience: float
+def _jobs_in(folder: Path) -> Callable[[], list[Path]]:
+    """Lists the jobs in the folder; if none can be found now, the jobs found before."""
+    before = [folder]
+
+    def look() -> list[Path]:
+        nonlocal before
+        # If this fails, each of the jobs shows that its storage does not answer.
+        with suppress(JobUnavailableError, OSError):
+            found = jobs_at(folder)
+            before = before if found == [folder] else found
+        return before
+
+    return look
 
 
-class _Folder:
-    """A job, or a folder that contains jobs."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._found = [path]
-
-    def jobs(self) -> list[Path]:
-        """The jobs in the folder; if none can be found now, the jobs found before."""
-        try:
-            found = jobs_at(self.path)
-        except (JobUnavailableError, OSError):
-            return self._found  # each of them shows that its storage does not answer
-        if found != [self.path]:
-            self._found = found
-        return self._found
-
-
+@dataclass(frozen=True)
 class _Job:
     """One job. Its number is unique in this process."""
 
-    def __init__(self, folder: Path, number: int, limit: int, pace: _Pace) -> None:
-        self.folder = folder
-        self.number = number
-        self.status = SharedLook(partial(look_anyway, folder), **pace)
-        self.history = SharedLook(partial(_history, folder, limit), **pace)
+    folder: Path
+    number: int
+    status: SharedLook[dict[str, Any]]
+    history: SharedLook[dict[str, Any]]
 
 
 def _history(folder: Path, limit: int) -> dict[str, Any]:
@@ -164,7 +154,7 @@ def _history(folder: Path, limit: int) -> dict[str, Any]:
         return {"job": str(folder), "unseen": str(error)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LastRead(Generic[T]):
     """The data of the last read; times are in seconds since the epoch.
 
@@ -177,12 +167,13 @@ class LastRead(Generic[T]):
     silent_since: float | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Reading:
     begun: float  # monotonic
     at: float  # seconds since the epoch
 
 
+@dataclass(eq=False)
 class SharedLook(Generic[T]):
     """Calls ``look`` in a separate thread, when a visitor asks and the last read is old enough.
 
@@ -191,28 +182,22 @@ class SharedLook(Generic[T]):
     ``patience`` seconds a read counts as unanswered.
     """
 
-    def __init__(
-        self,
-        look: Callable[[], T],
-        *,
-        every: float = EVERY,
-        patience: float = PATIENCE,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._look = look
-        self._every = every
-        self._patience = patience
-        self._clock = clock
+    look: Callable[[], T]
+    every: float = EVERY
+    patience: float = PATIENCE
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._changed = threading.Condition()
         self._reading: _Reading | None = None
-        self._due = float("-inf")
+        self._due = -math.inf
         self._found: T | None = None
         self._read: float | None = None
 
     def begin(self) -> None:
         """Start a read, if none is running and the last read is old enough."""
         with self._changed:
-            now = self._clock()
+            now = self.clock()
             if self._reading is not None or now < self._due:
                 return
             reading = _Reading(now, time.time())
@@ -232,19 +217,19 @@ class SharedLook(Generic[T]):
             reading = self._reading
             if reading is None:
                 return LastRead(self._found, self._read, None)
-            left = reading.begun + self._patience - self._clock()
+            left = reading.begun + self.patience - self.clock()
             ended = self._changed.wait_for(lambda: self._reading is not reading, max(0.0, left))
             return LastRead(self._found, self._read, None if ended else reading.at)
 
     def _go(self, reading: _Reading) -> None:
         try:
-            found = self._look()
+            found = self.look()
             with self._changed:
                 self._found, self._read = found, reading.at
         finally:
             with self._changed:
-                now = self._clock()
+                now = self.clock()
                 rest = min(_REST * (now - reading.begun), _LONGEST_REST)
-                self._due = now + max(self._every, rest)
+                self._due = now + max(self.every, rest)
                 self._reading = None
                 self._changed.notify_all()

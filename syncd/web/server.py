@@ -16,19 +16,6 @@ from syncd.web.jobs import Jobs
 #: The most connections at a time.
 _MOST: Final = 64
 _PAGE: Final = "page.html"
-_FILES: Final = (
-    _PAGE,
-    "page.css",
-    "icon.svg",
-    "page.js",
-    "view.js",
-    "versions.js",
-    "events.js",
-    "charts.js",
-    "parts.js",
-    "words.js",
-    "dom.js",
-)
 _KINDS: Final = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -64,13 +51,10 @@ class Server(LoopbackServer):
 
     def __init__(self, jobs: Jobs, port: int) -> None:
         self.jobs = jobs
-        page = resources.files("syncd.web")
         self.files = {
-            "/" if name == _PAGE else f"/{name}": (
-                page.joinpath(name).read_bytes(),
-                _KINDS[PurePath(name).suffix],
-            )
-            for name in _FILES
+            "/" if file.name == _PAGE else f"/{file.name}": (file.read_bytes(), kind)
+            for file in resources.files("syncd.web").iterdir()
+            if (kind := _KINDS.get(PurePath(file.name).suffix))
         }
         try:
             super().__init__(port, _Request, _MOST)

@@ -26,6 +26,7 @@ from explorer_hooks import reader
 from explorer_hooks.reader import LeasedVersion
 from syncd.daemon.loop import Loop
 from syncd.daemon.prune import Pruner
+from syncd.daemon.tenure import Tenure
 from syncd.operate.offline import would_prune
 from syncd.protocol.errors import (
     CancelledError,
@@ -43,7 +44,7 @@ from syncd.protocol.reports import TrainerReport
 from syncd.storage.epoch import Epoch
 from syncd.storage.job import Job
 from syncd.storage.judge import Judge
-from syncd.storage.sessions import DaemonLock, Session
+from syncd.storage.sessions import Session
 from tests.crash.invariants import CONFIG
 from tests.jobs import LEASE_TIME
 from tests.made_deltas import work
@@ -427,23 +428,18 @@ class Rules:
     def begin(self, actor: Actor, layout: JobLayout, clock: Clock, *, publishes: bool) -> Loop:
         """Take over, with no lock that could keep two daemons apart."""
         epoch = self.epoch.take_over(Job(actor.storage, layout))
-        loop = Loop(
+        name = f"{actor.name}-session".replace(" ", "-")
+        tenure = Tenure(
             Job(actor.storage, layout),
-            CONFIG.model_copy(update={"deltas": "on"}),
-            cast(
-                "Session",
-                SimpleNamespace(
-                    id=f"{actor.name}-session".replace(" ", "-"), lease_time=LEASE_TIME
-                ),
-            ),
-            cast("DaemonLock", SimpleNamespace(lost=False)),
-            Judge(actor.storage, LEASE_TIME, clock=clock),
+            cast("Session", SimpleNamespace(id=name, lease_time=LEASE_TIME)),
             epoch,
-            cancel=actor.raise_if_asked_to_stop,
-            publishes=publishes,
-            deltas=work(),
+            Judge(actor.storage, LEASE_TIME, clock=clock),
+            actor.raise_if_asked_to_stop,
             clock=clock,
             wall=lambda: 0.0,
+        )
+        loop = Loop(
+            tenure, CONFIG.model_copy(update={"deltas": "on"}), publishes=publishes, work=work()
         )
         loop._pruner.__class__ = self.pruner
         return loop
@@ -475,7 +471,7 @@ def _serve(actor: Actor, loop: Loop, layout: JobLayout) -> None:
                     raise
             actor.rest()
     finally:
-        if loop._epoch.is_live():
+        if loop.tenure.epoch.is_live():
             loop.end()
 
 

@@ -18,9 +18,8 @@ from safetensors.torch import save_file
 from transformers import Qwen2Config
 
 from explorer_hooks.engines import vllm_server
-from explorer_hooks.engines.vllm_server import VLLMServer
-from explorer_hooks.engines.vllm_session import TransferSession
-from explorer_hooks.engines.vllm_workers import EXTENSION
+from explorer_hooks.engines.vllm_engine import EXTENSION
+from explorer_hooks.engines.vllm_server import TransferSession, VLLMServer
 from explorer_hooks.hook import ExplorerHook
 from syncd.protocol.errors import (
     EngineBrokenError,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from explorer_hooks.engines.vllm_engine import VLLMWorkers
 from explorer_hooks.engines.vllm_server import VLLMServer
-from explorer_hooks.engines.vllm_workers import VLLMWorkers
 from explorer_hooks.reader import LeasedVersion, Reader
 from syncd.protocol.errors import BroadcastError, EngineBrokenError, EngineMismatchError
 from syncd.protocol.reports import Rendezvous

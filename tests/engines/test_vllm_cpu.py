@@ -10,8 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from explorer_hooks.engines.http_server import HttpServer
-from explorer_hooks.engines.vllm_server import VLLMServer
-from explorer_hooks.engines.vllm_session import TransferSession
+from explorer_hooks.engines.vllm_server import TransferSession, VLLMServer
 from explorer_hooks.hook import ExplorerHook
 from syncd.protocol.errors import ServerRefusedError
 from tests.engines.agreement import ROWS, serves

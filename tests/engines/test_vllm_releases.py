@@ -10,8 +10,8 @@ from zipfile import ZipFile
 import pytest
 from safetensors.torch import load_file
 
-from explorer_hooks.engines.vllm_interface import INTERFACE, find_differences
 from explorer_hooks.engines.vllm_server import VLLMServer
+from explorer_hooks.engines.vllm_transfer import INTERFACE, find_differences
 from explorer_hooks.hook import ExplorerHook
 from tests.engines.agreement import serves
 from tests.engines.environment import RELEASES

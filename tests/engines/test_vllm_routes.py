@@ -15,9 +15,8 @@ import torch
 
 from explorer_hooks.engines.conformance import TensorBytes, make_version
 from explorer_hooks.engines.server_engine import LOADING
-from explorer_hooks.engines.vllm_engine import VLLMEngine
+from explorer_hooks.engines.vllm_engine import EXTENSION, VLLMEngine, workers_of
 from explorer_hooks.engines.vllm_server import VLLMServer
-from explorer_hooks.engines.vllm_workers import EXTENSION, workers_of
 from syncd.protocol.errors import (
     BroadcastError,
     EngineBrokenError,
@@ -250,13 +249,13 @@ def test_a_label_that_nobody_can_change_is_none() -> None:
     routes = Routes("/weight_info", "/is_paused")
     engine = routes.engine()
     engine.attach()
-    assert engine._said_label() is None
+    assert not engine._said_label()
 
 
 def test_an_llm_of_a_folder_without_weights_takes_its_first_version_unseen(tmp_path: Path) -> None:
     """As with ``load_format="dummy"``."""
     llm: Any = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)))
-    assert VLLMEngine(llm)._fits is None
+    assert not VLLMEngine(llm)._fits.is_known
 
 
 @pytest.mark.parametrize(

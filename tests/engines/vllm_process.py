@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import httpx2
 
+from explorer_hooks.engines.vllm_engine import EXTENSION
 from explorer_hooks.engines.vllm_server import VLLMServer
-from explorer_hooks.engines.vllm_workers import EXTENSION
 from tests.engines.environment import RELEASES, python_of
 from tests.ports import free_port
 

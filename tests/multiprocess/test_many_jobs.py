@@ -137,7 +137,7 @@ _HANGS = """
 import sys
 import time
 from pathlib import Path
-from syncd.daemon.hang import AnsweredStorage
+from syncd.daemon.signs import AnsweredStorage
 
 marker = Path({marker!r})
 real = AnsweredStorage.open_read

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from explorer_hooks.reader import Reader
-from syncd.daemon.config import DaemonConfig
+from syncd.daemon.config import RunConfig
 from syncd.daemon.host.services import Services
-from syncd.daemon.telling.meter import Meter
+from syncd.daemon.telling.journal import Meter
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.layout import JobLayout
 from syncd.storage.job import Job
@@ -89,34 +89,37 @@ class Fault(Exception):  # noqa: N818 - it is what a slip of ours would raise
 def test_a_fault_of_ours_in_one_is_not_the_end_of_the_other(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncd.daemon.host.keeper._AGAIN", 0.0)
+    monkeypatch.setattr("syncd.daemon.host.services._AGAIN", 0.0)
     memory = tmp_path / "shm"
-    services = Services(job, DaemonConfig(memory_dir=memory, tick=0.1))
-    first, failing = (keeper._service for keeper in services._keepers)
+    services = Services(job, RunConfig(memory_dir=memory, tick=0.1))
+    first, failing = services._keepers.values()
     runs: list[int] = []
+    run = failing.run
 
     def fail() -> None:
         runs.append(0)
-        raise Fault
+        if len(runs) == 1:
+            raise Fault
+        run()
 
     def serve() -> None:
         try:
-            wait_until(lambda: services._keepers[1]._service is not failing, "it is made anew")
+            wait_until(lambda: len(runs) == 2, "it is served again")
         finally:
             services.stop()
 
     monkeypatch.setattr(failing, "run", fail)
     monkeypatch.setattr(first, "run", serve)
     services.run()
-    assert runs == [0]
+    assert runs == [0, 0]
 
 
 def test_one_that_is_made_anew_works_by_what_was_read_again_meanwhile(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncd.daemon.host.keeper._AGAIN", 0.0)
+    monkeypatch.setattr("syncd.daemon.host.services._AGAIN", 0.0)
     memory, read = tmp_path / "shm", threading.Event()
-    before = DaemonConfig(memory_dir=memory, tick=0.1, keep=3)
+    before = RunConfig(memory_dir=memory, tick=0.1, keep=3)
     made: list[Path] = []
 
     class Failing(Meter):
@@ -131,7 +134,7 @@ def test_one_that_is_made_anew_works_by_what_was_read_again_meanwhile(
             assert read.wait(DEADLINE)
         return Failing() if made.count(memory) == 1 and job.layout.root == memory else Meter()
 
-    def read_again() -> DaemonConfig:
+    def read_again() -> RunConfig:
         read.set()
         return before.model_copy(update={"keep": 1})
 
@@ -147,12 +150,15 @@ def test_one_that_is_made_anew_works_by_what_was_read_again_meanwhile(
 def test_a_fault_of_ours_is_not_the_end_of_the_daemon_of_one_job(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncd.daemon.host.keeper._AGAIN", 0.0)
-    services = Services(job, DaemonConfig(tick=0.1))
-    failing = services._keepers[0]._service
+    monkeypatch.setattr("syncd.daemon.host.services._AGAIN", 0.0)
+    services = Services(job, RunConfig(tick=0.1))
+    (failing,) = services._keepers.values()
+    run, faults = failing.run, [Fault()]
 
     def fail() -> None:
-        raise Fault
+        if faults:
+            raise faults.pop()
+        run()
 
     monkeypatch.setattr(failing, "run", fail)
     with serving(services):
@@ -163,14 +169,14 @@ def test_a_fault_of_ours_is_not_the_end_of_the_daemon_of_one_job(
 @pytest.mark.parametrize("memory", [".", "inside", ".."])
 def test_a_memory_directory_must_be_apart_from_the_job(job: Path, memory: str) -> None:
     with pytest.raises(InvalidSettingsError, match="overlap"):
-        Services(job, DaemonConfig(memory_dir=job / memory))
+        Services(job, RunConfig(memory_dir=job / memory))
 
 
 def test_a_memory_directory_that_cannot_be_made_is_said_at_the_start(
     job: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(JobUnavailableError, match="cannot create the memory directory"):
-        Services(job, DaemonConfig(memory_dir=tmp_path / "not" / "there"))
+        Services(job, RunConfig(memory_dir=tmp_path / "not" / "there"))
 
 
 # -- the end -----------------------------------------------------------------------------------

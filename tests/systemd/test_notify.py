@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.hang import AnsweredStorage, HangGuard
-from syncd.daemon.notify import ServiceManager
 from syncd.daemon.service import Service
+from syncd.daemon.signs import AnsweredStorage, HangGuard, ServiceManager
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import (
     DEADLINE,
@@ -117,7 +116,7 @@ def test_progress_puts_off_the_end_of_a_start_and_of_a_stop_and_of_nothing_else(
 
 _INTERRUPTED = """
 import random, signal, sys
-from syncd.daemon.notify import ServiceManager
+from syncd.daemon.signs import ServiceManager
 
 manager = ServiceManager.of_environment({"NOTIFY_SOCKET": sys.argv[1]})
 signal.signal(signal.SIGALRM, lambda *_: manager.stopping())

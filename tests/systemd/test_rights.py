@@ -23,7 +23,7 @@ from explorer_hooks.reader import Reader
 from syncd.checkpoint import open_save
 from syncd.checkpoint.safetensors_header import read_fields
 from syncd.checkpoint.torch_files.pieces import read_pieces
-from syncd.daemon.config import DaemonConfig
+from syncd.daemon.config import RunConfig
 from syncd.daemon.host.services import Services
 from syncd.protocol.layout import JobLayout
 from tests.jobs import SmallJob
@@ -118,7 +118,7 @@ def served(
     root: Path, until: Callable[[], bool] = lambda: True, group: str | None = str(GROUP)
 ) -> Callable[[], None]:
     def work() -> None:
-        config = DaemonConfig(tick=0.05, shared_group=group, keep=1, lease_time=LEASE_TIME)
+        config = RunConfig(tick=0.05, shared_group=group, keep=1, lease_time=LEASE_TIME)
         services = Services(root, config)
 
         def end() -> None:

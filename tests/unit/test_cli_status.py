@@ -23,7 +23,7 @@ from rich.console import Console
 from syncd.cli import cli, options
 from syncd.cli.status import page
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.telling.journal import JournalFile
+from syncd.daemon.telling.journal import Journal
 from syncd.operate import job_state
 from syncd.operate.job_state import look, look_anyway
 from syncd.protocol.amounts import size, span
@@ -335,7 +335,7 @@ def test_a_folder_that_may_not_be_looked_into_hides_no_job_beside_it(
 
 
 def test_a_large_fleet_that_goes_live_leaves_room_for_what_else_happened(served: SmallJob) -> None:
-    journal = JournalFile(Job(FastStorage(), served.layout), wall=lambda: 1e6)
+    journal = Journal(Job(FastStorage(), served.layout), wall=lambda: 1e6)
     journal.note("quarantined", step=2, why="it is cut")
     for number in range(300):
         journal.note("live", version=1, explorer=f"node-{number}", seconds=1.0)

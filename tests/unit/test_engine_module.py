@@ -12,7 +12,6 @@ from torch import nn
 
 from explorer_hooks.engines.conformance import (
     FailingStorage,
-    FileSpan,
     NoLease,
     TensorBytes,
     make_version,
@@ -214,7 +213,7 @@ def half_read(tmp_path: Path) -> Iterator[LeasedVersion]:
     storage = FailingStorage()
     version = make_version(tmp_path / "half", random_tensors(SPECS, 7), storage=storage)
     (last,) = (
-        FileSpan(file.path, entry.begin, entry.end, entry.name)
+        (file.path, entry)
         for file in version.open_weights()
         for entry in file.entries
         if entry.name == "two.weight"

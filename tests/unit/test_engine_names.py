@@ -141,7 +141,7 @@ def test_sglang_never_gets_names_that_it_would_drop(tmp_path: Path, says_base: b
     engine = SGLangServer("http://sglang", transport=fake.transport, base=base)
     if not says_base:
         engine = SGLangServer("http://sglang", transport=fake.transport)
-        engine._fits = None
+        engine._fits = Fits()
     both = r"skip experts\.gate_up_proj, whose hub name is experts\.0\.gate\.weight"
     with pytest.raises(EngineMismatchError, match=both):
         engine.check(made(tmp_path, "trainer", 1))

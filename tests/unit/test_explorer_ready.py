@@ -15,8 +15,8 @@ import pytest
 
 from explorer_hooks.engines.server_engine import LOADING
 from explorer_hooks.engines.sglang_server import SGLangServer
+from explorer_hooks.followers import ready_file
 from explorer_hooks.hook import ExplorerHook
-from explorer_hooks.ready import ready_file
 from syncd.protocol.errors import EngineBrokenError
 from tests.engines.sglang_fake import FakeSGLang
 from tests.engines.waiting import wait_for

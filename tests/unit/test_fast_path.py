@@ -11,7 +11,6 @@ from torch import nn
 
 from explorer_hooks.broadcast import WeightReceiver, greet
 from explorer_hooks.engines.fake import FakeEngine
-from explorer_hooks.fast_path import Transfer
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import LeasedVersion
 from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
@@ -90,7 +89,8 @@ def test_a_broadcast_is_cut_and_digested_as_the_settings_say(
         return path.send(1)
 
     def receive(group: WeightGroup) -> Header:
-        arriving = greet(group, None, lambda meta, _: meta)
+        with greet(group, None) as arriving:
+            pass
         for _ in arriving.tensors():
             pass
         arriving.end()
@@ -184,7 +184,7 @@ def hook(job: SmallJob, engine: Taker) -> Iterator[ExplorerHook]:
 
 
 def receives(hook: ExplorerHook, step: int, counter: int, run: str = "run") -> None:
-    hook._pipeline.receive(Transfer(SaveId(run, step, counter), lambda: None))
+    hook._pipeline.receive(SaveId(run, step, counter), lambda: None)
 
 
 def publish_save(job: SmallJob, step: int, counter: int) -> None:
@@ -306,7 +306,7 @@ def test_a_broadcast_that_comes_to_nothing_changes_nothing(
         raise BroadcastError("the trainer is gone")
 
     with pytest.raises(BroadcastError):
-        hook._pipeline.receive(Transfer(SaveId("run", 2, 1), fail))
+        hook._pipeline.receive(SaveId("run", 2, 1), fail)
     assert (hook.version, hook.fault, engine.is_paused) == (Version(1, 1), None, False)
 
 
@@ -334,7 +334,7 @@ def test_an_engine_that_a_broadcast_broke_is_given_the_newest_version(
         raise RuntimeError("in the middle of it")
 
     with pytest.raises(EngineBrokenError, match="in the middle of it"):
-        hook._pipeline.receive(Transfer(SaveId("run", 3, 2), tear))
+        hook._pipeline.receive(SaveId("run", 3, 2), tear)
     assert (report(job).workers, hook.may_produce()) == (0, False)
     assert has_nothing_newer(hook)  # and so it goes back to what it holds
     assert (hook.version, hook.fault) == (Version(1, 1), None)

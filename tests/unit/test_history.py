@@ -22,8 +22,7 @@ from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.member import Seams
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.loop import Loop
-from syncd.daemon.telling.journal import JournalFile, read_journal
-from syncd.daemon.telling.meter import Meter
+from syncd.daemon.telling.journal import Journal, Meter, read_journal
 from syncd.operate.history import history
 from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.events import Event
@@ -287,7 +286,7 @@ def test_a_daemon_that_is_killed_at_the_journal_loses_no_load_and_repeats_none(
         with pytest.raises(Killed):
             loop.run_once()
         storage.rules.clear()
-        loop._journal._file._waiting.clear()  # it is dead: what it had in memory is gone
+        loop._journal._lines.clear()  # it is dead: what it had in memory is gone
     for _ in range(2):
         with job.daemon(KEEP_1) as loop:
             loop.run_once()
@@ -462,7 +461,7 @@ def test_what_else_becomes_of_saves_is_an_event_in_the_status(job: SmallJob) -> 
 
 
 def test_the_file_is_bounded_and_its_oldest_lines_go_first(job: SmallJob) -> None:
-    file = JournalFile(job, limit=1000)
+    file = Journal(job, limit=1000)
     for number in range(1, 101):
         file.note("published", version=number)
         file.write()
@@ -493,7 +492,7 @@ def test_a_long_audit_log_is_begun_anew_and_what_it_told_is_still_known(job: Sma
 
 
 def test_torn_and_foreign_lines_are_passed_over(job: SmallJob) -> None:
-    file = JournalFile(job)
+    file = Journal(job)
     file.note("published", version=1)
     file.write()
     with job.layout.journal.open("ab") as out:
@@ -545,7 +544,7 @@ def test_versions_without_a_journal_say_what_their_manifests_do(job: SmallJob) -
 def test_a_history_fits_80_columns_and_needs_no_colour(
     job: SmallJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = JournalFile(job, wall=lambda: 1.8e9)
+    file = Journal(job, wall=lambda: 1.8e9)
     file.note("published", version=123456, step=1234567, kind="adapter", bytes=10**13,
               seconds=5900.0, latency=86000.0)  # fmt: skip
     for number in range(9):
@@ -600,10 +599,10 @@ def test_a_line_holds_what_belongs_to_its_event_alone() -> None:
 def test_times_that_nobody_can_mean_leave_valid_json(job: SmallJob) -> None:
     with job.daemon() as loop:
         publish(job, loop, 1)
-    early = JournalFile(job, wall=lambda: -1.7e308)
+    early = Journal(job, wall=lambda: -1.7e308)
     early.note("published", version=2, step=2, bytes=1, seconds=1.0, latency=1.7e308)
     early.write()
-    late = JournalFile(job, wall=lambda: 1.7e308)
+    late = Journal(job, wall=lambda: 1.7e308)
     late.note("live", version=2, explorer="node-1")
     late.write()
     printed = syncd("history", job.layout.root, "--json").output

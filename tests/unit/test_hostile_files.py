@@ -235,7 +235,7 @@ class Shared:
         storage = Anchored(self.root)
         return (
             Job(storage, self.layout).open,
-            lambda: Service(self.root, DaemonConfig(), storage=storage),
+            Service(self.root, DaemonConfig(), storage=storage).open,
             self.reader,
         )
 
@@ -668,6 +668,7 @@ def test_a_folder_of_ours_that_is_none_is_named_and_nothing_is_written_through_i
     shared: Shared, place: str, thing: Hostile
 ) -> None:
     service = Service(shared.root, DaemonConfig(), storage=Anchored(shared.root))
+    service.open()
     whole = shared.path(place)
     aside = shared.root / "aside"
     os.rename(whole, aside)

@@ -16,6 +16,7 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import RetireVersion
 from syncd.daemon.loop import Loop
 from syncd.daemon.prune import Pruner
+from syncd.daemon.tenure import Tenure
 from syncd.protocol.errors import SupersededError, VersionGoneError
 from syncd.protocol.names import CHECKPOINT_POINTER, RECEIPTS, receipt_name
 from syncd.protocol.records import Latest, Receipt, encode, parse
@@ -25,7 +26,7 @@ from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.judge import Judge
 from syncd.storage.leases import Lease
-from tests.jobs import LEASE_TIME, SmallJob, nothing, receipt_of, weights
+from tests.jobs import LEASE_TIME, SmallJob, receipt_of, weights
 from tests.lagging import LAG, LaggingHosts, LaggingStorage
 from tests.storages import FastStorage
 
@@ -55,17 +56,15 @@ def serve(job: SmallJob, storage: Storage | None = None, config: DaemonConfig = 
     """A daemon that takes over, whatever the lock says: the lock only elects."""
     storage = storage or job.hosts.storage()
     clock = cast("LaggingHosts", job.hosts).clock
-    loop = Loop(
+    tenure = Tenure(
         Job(storage, job.layout),
-        config,
         cast("Any", SimpleNamespace(id="session", lease_time=LEASE_TIME)),
-        cast("Any", SimpleNamespace(lost=False)),
-        Judge(storage, LEASE_TIME, clock=clock),
         take_over(job, storage),
-        cancel=nothing,
+        Judge(storage, LEASE_TIME, clock=clock),
         clock=clock,
         wall=lambda: 0.0,
     )
+    loop = Loop(tenure, config)
     loop.begin()
     return loop
 

@@ -140,7 +140,7 @@ def test_a_disk_that_is_full_for_days_does_not_end_the_daemon(job: SmallJob, rou
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop._tidying, "after", lambda _: None)
             for _ in range(1100 - rounds):
-                loop._attempts._try_later("full", OSError(errno.ENOSPC, "full"), 1.0)
+                loop._attempts._try_later("full", OSError(errno.ENOSPC, "full"))
         loop.run_once()
         assert "No space left" in report(job).detail
         storage.rules.clear()

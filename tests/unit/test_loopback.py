@@ -15,8 +15,7 @@ import pytest
 from prometheus_client import Gauge
 
 from syncd.daemon.loopback import HOST, LoopbackRequest, LoopbackServer
-from syncd.daemon.telling.metrics import Metrics
-from syncd.daemon.telling.metrics_export import Exporter
+from syncd.daemon.telling.metrics import Exporter, Metrics
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import DEADLINE, Daemon, wait_for_step, wait_until
 from tests.ports import free_port

@@ -19,10 +19,8 @@ from syncd.cli import cli
 from syncd.cli.log_lines import Flood, HumanLines, JsonLines
 from syncd.daemon.config import DaemonConfig, RunConfig
 from syncd.daemon.configuration import GivenValue, load
-from syncd.daemon.hang import HangGuard
-from syncd.daemon.host.discovery import Discovery
-from syncd.daemon.host.services import RootServices
-from syncd.daemon.notify import ServiceManager
+from syncd.daemon.host.services import Discovery, RootServices
+from syncd.daemon.signs import HangGuard, ServiceManager
 from syncd.daemon.telling.metrics import Metrics
 from syncd.daemon.turns import LEAST, PATIENCE, LateError, Turn, Turns
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
@@ -49,7 +47,7 @@ class Merging:
         self.turns = Turns(most, lambda job: self.silent.get(job, 0.0), clock=self.clock)
 
     def __call__(self, job: str) -> Turn:
-        return self.turns.of(job, lambda: self.woken.append(job))
+        return Turn(self.turns, job, lambda: self.woken.append(job))
 
 
 def test_so_many_merge_and_the_next_is_whoever_asked_first() -> None:
@@ -250,7 +248,7 @@ def test_saves_that_come_twice_in_the_time_of_a_merge_are_still_published(
     job.save(1, *values)
     published = set()
     with job.daemon(DaemonConfig(prune_steps=False), clock=clock) as loop:
-        loop._turn = Turns(1, lambda _: 0.0, clock=clock).of("job", nothing)
+        loop.turn = Turn(Turns(clock=clock))
         storage.rules.append(time_passes)
         for _ in range(8):
             loop.run_once()
@@ -270,12 +268,12 @@ def test_a_save_waits_for_its_turn_and_the_rest_of_the_round_does_not(job: Small
         loop.run_once()
         loop.run_once()
         job.save(3)
-        mine, loop._turn = loop._turn, Never()
+        mine, loop.turn = loop.turn, Never()
         loop.run_once()
         assert "concurrent_merges" in loop._journal.waiting_for
         assert not job.layout.step(1).exists()
         assert job.latest.step == 2
-        loop._turn = mine
+        loop.turn = mine
         loop.run_once()
     assert job.latest.step == 3
 
@@ -288,7 +286,7 @@ def test_a_loop_that_has_nothing_to_merge_lets_others_go_first(job: SmallJob) ->
             left.append(True)
 
     with job.daemon() as loop:
-        loop._turn = Noted()
+        loop.turn = Noted()
         loop.run_once()
         assert left
 
@@ -415,7 +413,7 @@ def test_a_folder_that_answers_as_it_is_left_behind_is_found_all_the_same(tmp_pa
 
     clock = Clock()
     look = found(tmp_path, RuledStorage(rule), clock=clock)
-    log, said = logging.getLogger("syncd.daemon.host.discovery"), Answers(logging.ERROR)
+    log, said = logging.getLogger("syncd.daemon.host.services"), Answers(logging.ERROR)
     log.addHandler(said)
     look.start()
     try:

@@ -15,8 +15,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.telling.metrics import Metrics, _JobMeter
-from syncd.daemon.telling.metrics_export import HOST, Exporter
+from syncd.daemon.telling.metrics import HOST, Exporter, Metrics, _JobMeter
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.records import encode
 from syncd.protocol.reports import ExplorerReport, Load, Reload, TrainerReport

@@ -15,7 +15,7 @@ from rich.console import Console
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.version import read_manifest
 from syncd.cli.status import page
-from syncd.daemon.config import DaemonConfig
+from syncd.daemon.config import DaemonConfig, RunConfig
 from syncd.daemon.host.services import Services
 from syncd.daemon.telling.journal import read_journal
 from syncd.operate.job_state import look
@@ -226,9 +226,9 @@ def test_a_memory_folder_keeps_the_trainers_own_file_unless_told_otherwise(tmp_p
     job = SmallJob(tmp_path / "job")
     told = {}
     for names in (None, "hub"):
-        config = DaemonConfig(memory_dir=tmp_path / "memory", names=names)
+        config = RunConfig(memory_dir=tmp_path / "memory", names=names)
         services = Services(job.layout.root, config)
-        told[names] = [keeper._config.names for keeper in services._keepers]
+        told[names] = [keeper.config.names for keeper in services._keepers.values()]
     assert told == {None: [None, "trainer"], "hub": ["hub", "hub"]}
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import decide
-from syncd.daemon.presence import Participants
-from syncd.daemon.service import Service
+from syncd.daemon.service import Participants, Service
 from syncd.protocol.names import STATE_POINTER
 from syncd.storage.job import Job
 from syncd.storage.sessions import DAEMON_SESSION, Session

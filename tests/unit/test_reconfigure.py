@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from syncd.checkpoint.version import read_manifest
 from syncd.cli import cli
 from syncd.daemon.config import LIVE_KEYS, DaemonConfig
-from syncd.daemon.presence import Participants
+from syncd.daemon.service import Participants
 from syncd.storage.judge import Liveness
 from syncd.storage.sessions import Session
 from tests.jobs import LEASE_TIME, SmallJob

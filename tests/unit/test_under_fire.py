@@ -7,6 +7,8 @@ import json
 import os
 import resource
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -14,14 +16,15 @@ from syncd.checkpoint.save import SavedWeights, look_at_save
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import RetireVersion
 from syncd.daemon.loop import Loop
-from syncd.daemon.naming import Naming
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
+from syncd.daemon.tenure import Tenure
 from syncd.protocol.errors import SupersededError, SyncdError
 from syncd.protocol.layout import JobLayout
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
+from syncd.storage.judge import Judge
 from syncd.storage.watch import Watcher
 from tests.jobs import SmallJob, nothing
 from tests.lagging import Hosts
@@ -42,8 +45,9 @@ def saved_with_a_nested_folder(job: SmallJob, step: int) -> SavedWeights:
 
 
 def publisher(job: SmallJob, storage: Storage, epoch: Epoch) -> Publisher:
-    opened = Job(storage, job.layout)
-    made = Publisher(opened, DaemonConfig(), epoch, "session", Naming(opened, 30.0), cancel=nothing)
+    session = cast("Any", SimpleNamespace(id="session"))
+    tenure = Tenure(Job(storage, job.layout), session, epoch, Judge(storage, 30.0))
+    made = Publisher(tenure, DaemonConfig(), nothing)
     made.recover()
     return made
 

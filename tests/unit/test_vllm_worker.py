@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from explorer_hooks.engines.vllm_engine import EXTENSION, VLLMWorkers
 from explorer_hooks.engines.vllm_worker import SyncdWorker
-from explorer_hooks.engines.vllm_workers import EXTENSION, VLLMWorkers
 from syncd.coordination.broadcast.group import WeightGroup
 from syncd.protocol.errors import BroadcastError, EngineBrokenError, EngineMismatchError
 from tests.weight_groups import CPU, DEADLINE, meeting

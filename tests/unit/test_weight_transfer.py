@@ -148,7 +148,7 @@ def test_an_engine_gets_one_model_after_the_other_in_one_group(laden: Laden) -> 
         for _ in range(3):
             sizes.clear()
             group.begin()
-            receiver = WeightReceiver(group, known=known)
+            receiver = WeightReceiver(group, known)
             buffer.copy(receiver.receive_into(buffer, fit_of(other)))
             arrived.append(tensors(other))
             known = receiver.meta

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("selenium", reason="pip install 'syncd[test]' brings it")
 
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.telling.journal import JournalFile
+from syncd.daemon.telling.journal import Journal
 from syncd.deltas.ends import NoDeltaError
 from syncd.operate.job_state import look_anyway
 from syncd.protocol.records import Format, Pause, encode
@@ -167,7 +167,7 @@ def test_what_others_wrote_is_text_and_nothing_else(page: Browser, tmp_path: Pat
     job = a_job(tmp_path / f"\u202e{HOSTILE.partition('/')[0]}")
     explorer(job, HOSTILE, 3, file="hostile", time=time.time(), refused=HOSTILE, fault=None)
     daemon(job, time.time(), host=HOSTILE, detail=HOSTILE, state="watching")
-    journal = JournalFile(Job(FastStorage(), job.layout))
+    journal = Journal(Job(FastStorage(), job.layout))
     journal.note("live", version=3, explorer=HOSTILE, seconds=1.0)
     journal.note("quarantined", step=9, why=HOSTILE)
     journal.note("refused", of=1, by=HOSTILE, why=HOSTILE)
@@ -456,7 +456,7 @@ def test_ages_are_by_the_servers_clock_and_times_in_the_viewers_zone(
     page: Browser, tmp_path: Path
 ) -> None:
     job = a_job(tmp_path / "job")
-    JournalFile(Job(FastStorage(), job.layout), wall=lambda: 1.7e9).note("active")
+    Journal(Job(FastStorage(), job.layout), wall=lambda: 1.7e9).note("active")
     wrong = "const D = Date; window.Date = class extends D { constructor(...a) {"
     wrong += " super(...(a.length ? a : [0])); } static now() { return 0; } };"
     script = page.tell("Page.addScriptToEvaluateOnNewDocument", source=wrong)["identifier"]

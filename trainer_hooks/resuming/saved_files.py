@@ -12,12 +12,12 @@ from typing import Any, Final, NamedTuple, Self
 import torch
 
 from syncd.checkpoint.boxes import Box, whole
-from syncd.checkpoint.merging.source_reader import SourceReader, record_checks
+from syncd.checkpoint.merging.source_reader import SourceFile, SourceReader, record_checks
 from syncd.checkpoint.placement import Chunks, Local, Shape
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.tensor_rules import shown
 from syncd.checkpoint.torch_files.pieces import Piece, Pieces, read_pieces
-from syncd.checkpoint.torch_files.shard_file import ShardFile, ZipRecord
+from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.coordination.tensors import DTYPES
 from syncd.protocol.errors import CheckpointError, ShardFormatError
 from syncd.protocol.names import FULL_STATE_DICT
@@ -65,13 +65,9 @@ def _placed(local: Local) -> tuple[Box, Local]:
 
 
 @dataclass
-class OpenFile:
-    """An open ``Source``; ``plain`` has the values that are not tensors."""
+class OpenFile(SourceFile):
+    """An open file; ``plain`` has the values that are not tensors."""
 
-    path: Path
-    fd: int
-    has_crc: bool
-    records: Mapping[str, ZipRecord]
     tensors: Mapping[str, Held] = field(default_factory=dict)
     plain: dict[str, object] = field(default_factory=dict)
 

@@ -18,7 +18,7 @@ from syncd.storage.fsio import Storage
 _BUFFER: Final = 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class SourceFile:
     """An open file as a source. ``records`` lists at least the records that the merge needs."""
 

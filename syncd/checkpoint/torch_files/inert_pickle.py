@@ -156,16 +156,8 @@ class _Fields(Inert):
         self.state = dict(enumerate(state)) if isinstance(state, tuple) else attributes(state)
 
 
-class DTensor(Inert):
-    """A stand-in for the type ``torch.distributed.tensor.DTensor``."""
-
-    __slots__ = ()
-
-
-class ShardedTensor(Inert):
-    """A stand-in for the type ``ShardedTensor``."""
-
-    __slots__ = ()
+#: Stand-ins for types, which are only compared.
+DTensor, ShardedTensor = map(_inert, ("DTensor", "ShardedTensor"))
 
 
 def _tensor_v2(

@@ -6,54 +6,257 @@ import logging
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from syncd.daemon.config import DaemonConfig, RunConfig
-from syncd.daemon.hang import HangGuard
-from syncd.daemon.host.discovery import LOOK, Discovery
-from syncd.daemon.host.keeper import Keeper
-from syncd.daemon.notify import ServiceManager
 from syncd.daemon.service import Service
-from syncd.daemon.telling.meter import MeterOf, unmetered
-from syncd.daemon.turns import Turns
-from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
+from syncd.daemon.signs import AnsweredStorage, HangGuard
+from syncd.daemon.telling.journal import MeterOf, unmetered
+from syncd.daemon.turns import Turn, Turns
+from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, SyncdError
 from syncd.protocol.events import (
     JOB_THREAD,
     JobAbandoned,
+    JobFault,
     JobFound,
     JobGone,
     JobHangs,
     JobUnavailable,
+    RootUnavailable,
 )
+from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import STATE_POINTER
+from syncd.storage.calls import Kind
 from syncd.storage.fsio import Storage
 from syncd.storage.job import no_folder
+from syncd.storage.judge import Clock
 from syncd.storage.repeats import Repeats
 from syncd.storage.watch import Watcher
 
 log = logging.getLogger(__name__)
 
+#: Seconds between two listings of the root.
+_LIST: Final = 2.0
+#: A job counts as removed if this many listings in a row lack it, as a listing may be outdated.
+_MISSING: Final = 3
+#: Seconds after which a folder that does not answer is abandoned, to look into the next folder.
+_FOLDER_PATIENCE: Final = 30.0
+#: Seconds after which a job whose daemon failed is served again.
+_AGAIN: Final = 10.0
+#: Seconds between two checks whether to go on waiting for that.
+_POLL: Final = 0.2
 #: Seconds between two checks of the jobs' threads.
 _LOOK: Final = 1.0
 #: The most seconds that shutdown waits for a job whose storage does not answer.
 _LAST_PATIENCE: Final = 30.0
 
 
-class Services:
-    """The daemons of a job and of its memory directory, in one process.
+@dataclass(kw_only=True)
+class Keeper(Service):
+    """Serves one job until it is stopped or its daemon ends.
 
-    Each daemon has its own thread, so that one daemon's failure does not affect the other daemon.
+    If the daemon fails, the error is logged, and the job is opened and served again 10 s later.
+    """
+
+    guard: HangGuard
+    thread: threading.Thread = field(init=False)
+    leaves: bool = False
+    hangs: bool = False
+
+    def open(self) -> None:
+        """Open the job, and expect progress of its storage from now on."""
+        self.storage = AnsweredStorage(self.root, self.guard.watch(str(self.root)))
+        super().open()
+
+    def serve(self) -> None:
+        """Serve the job in this thread."""
+        try:
+            while not self._stopping:
+                try:
+                    self.run()
+                except (SyncdError, OSError) as error:
+                    JobUnavailable(self.root, error).tell(log)
+                except Exception:  # noqa: BLE001 - a bug in syncd is logged with its traceback
+                    JobFault(self.root).tell(log)
+                else:
+                    return
+                self._pause()
+        finally:
+            self.guard.forget(str(self.root))
+
+    def _pause(self) -> None:
+        self.guard.forget(str(self.root))  # until the job is open again, expect no progress
+        end = time.monotonic() + _AGAIN
+        while not self._stopping and time.monotonic() < end:
+            time.sleep(_POLL)
+
+
+@dataclass
+class Discovery:
+    """Looks for jobs, in its own thread.
+
+    A job is a folder in the root with ``.syncd`` or the pointer in it. It must not be a link, and
+    its name must not begin with a dot. If the root cannot be listed, for example because it is not
+    mounted, the list of jobs does not change.
 
     Args:
+        changed: called after the first listing, and when a job was added or removed.
+        answered: called after each listing of the root, even a failed one.
+    """
+
+    root: Path
+    pointer: str
+    changed: Callable[[], None]
+    every: float = _LIST
+    answered: Callable[[], None] = lambda: None
+    storage: Storage | None = None
+    clock: Clock = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._storage = self.storage or Storage(self.root)
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        #: Job → how many listings in a row lacked it; None before the first listing.
+        self._missed: dict[str, int] | None = None
+        self._hanging: set[str] = set()
+        self._looker: object = None  # the current thread; older threads hang or have ended
+        self._at: tuple[str, float] | None = None  # the folder it is looking at, and since when
+        self._repeats = Repeats(clock=self.clock)
+
+    @property
+    def jobs(self) -> frozenset[str] | None:
+        """The names of the jobs; None before the first listing."""
+        with self._lock:
+            return None if self._missed is None else frozenset(self._missed)
+
+    def start(self) -> None:
+        """Start the thread that looks for jobs."""
+        self._looker = looker = object()
+        threading.Thread(
+            target=self._keep_looking, args=[looker], name="syncd-discovery", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        """Stop looking for jobs; does not wait for a listing that hangs."""
+        self._closed.set()
+
+    def supervise(self) -> None:
+        """Abandon a folder whose storage does not answer; call this about once a second."""
+        with self._lock:
+            if self._at is None or self.clock() - self._at[1] < _FOLDER_PATIENCE:
+                return
+            name, _ = self._at
+            self._at = None
+            self._hanging.add(name)
+            self._looker = None  # when that thread no longer hangs, it sees this and ends
+        RootUnavailable(self.root / name, "its storage does not answer").tell(log)
+        self.start()
+
+    def look(self, looker: object = None) -> None:
+        """List the root once, and check the folders that are not known as jobs."""
+        try:
+            kinds = self._storage.kinds(self.root)
+        except OSError as error:
+            if self._repeats.due(self.root):
+                RootUnavailable(self.root, error).tell(log)
+            return
+        finally:
+            self.answered()
+        self._repeats.forget(self.root)
+        there = {name for name, kind in kinds.items() if kind is Kind.FOLDER and name[0] != "."}
+        with self._lock:
+            new = there - self._hanging - (self._missed or {}).keys()
+        come = []
+        for name in sorted(new):
+            with self._lock:
+                self._at = name, self.clock()
+            is_job = self._is_job(name)
+            with self._lock:
+                if looker is not self._looker:  # this thread hung, and another one has taken over
+                    self._hanging.discard(name)
+                    return
+                self._at = None
+            if is_job:
+                come.append(name)
+        with self._lock:
+            before = self._missed
+            missed = {n: 0 if n in there else times + 1 for n, times in (before or {}).items()}
+            kept = {name: times for name, times in missed.items() if times < _MISSING}
+            self._missed = kept | dict.fromkeys(come, 0)
+            changed = before is None or before.keys() != self._missed.keys()
+        if changed:
+            self.changed()
+
+    def _keep_looking(self, looker: object) -> None:
+        while not self._closed.is_set() and looker is self._looker:
+            self.look(looker)
+            self._closed.wait(self.every)
+
+    def _is_job(self, name: str) -> bool:
+        layout = JobLayout(self.root / name)
+        try:
+            return any(map(self._storage.exists, (layout.state, layout.root / self.pointer)))
+        except OSError as error:  # for example another user's folder
+            log.debug("cannot check whether %s is a job: %s", layout.root, error)
+            return False
+
+
+@dataclass
+class Host:
+    """A process that serves jobs.
+
+    Attributes:
         config: if ``shared_group`` is set, the umask of this process changes.
         read_again: called after :meth:`reload`; returns the new configuration, or None to keep the
             old one. Keys that are not in ``LIVE_KEYS`` must keep their old values.
-        each_tick: called between two rounds of the first job, on its thread.
+        each_tick: called about once a second, or between two rounds of a single job.
+        forget: called with a job that is no longer served.
+    """
+
+    root: Path
+    config: RunConfig
+    guard: HangGuard | None = None
+    read_again: Callable[[], RunConfig | None] = lambda: None
+    each_tick: Callable[[], None] = lambda: None
+    meter_of: MeterOf = unmetered
+    forget: Callable[[Path], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        self.root = self.root.absolute()
+        self._guard = self.guard or HangGuard(self.config.hang_time)
+        self._manager = self._guard.manager
+        self._keepers: dict[Path, Keeper] = {}
+        self._reload_asked = False
+        if self.config.shared_group is not None:  # let the umask keep the group's permission bits
+            os.umask(os.umask(0o077) & ~0o070)
+
+    def _tick(self) -> None:
+        self.each_tick()
+        if not self._reload_asked:
+            return
+        self._reload_asked = False
+        with self._manager.reloading():
+            if (config := self.read_again()) is not None:
+                self.config = config
+                for root, keeper in self._keepers.items():
+                    is_memory = config.memory_dir is not None and root != self.root
+                    keeper.reload(_for_memory(config) if is_memory else config)
+
+    def _keeper(self, root: Path, config: DaemonConfig) -> Keeper:
+        return Keeper(
+            root, config, may_end=lambda: False, meter_of=self.meter_of, guard=self._guard
+        )
+
+
+class Services(Host):
+    """The daemons of a job and of its memory directory, in one process.
+
+    Each daemon has its own thread, so that one daemon's failure does not affect the other daemon.
 
     Raises:
         InvalidSettingsError: one of the two directories is inside the other, or their group cannot
@@ -61,51 +264,35 @@ class Services:
         JobUnavailableError: a directory does not exist, or this user may not write to it.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        config: DaemonConfig,
-        *,
-        read_again: Callable[[], DaemonConfig | None] = lambda: None,
-        each_tick: Callable[[], None] = lambda: None,
-        meter_of: MeterOf = unmetered,
-        manager: ServiceManager | None = None,
-        guard: HangGuard | None = None,
-    ) -> None:
-        self._manager = manager or ServiceManager()
-        self._guard = guard or HangGuard(config.hang_time, self._manager)
-        share_what_is_made(config)
-        self._reload_asked = False
-        self._read_again = read_again
-        self._each_tick = each_tick
-        self._meter_of = meter_of
-        told = [(root, config)]
-        if config.memory_dir is not None:
-            memory = config.memory_dir.absolute()
-            _check_apart(root, memory)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._keepers[self.root] = self._keeper(self.root, self.config)
+        if self.config.memory_dir is not None:
+            memory = self.config.memory_dir.absolute()
+            _check_apart(self.root, memory)
             _make(memory)
-            told.append((memory, _for_memory(config)))
-        self._keepers = [
-            Keeper(job, one, partial(self._service, number, job), self._guard)
-            for number, (job, one) in enumerate(told)
-        ]
-        for keeper in self._keepers:
-            keeper.prepare()
+            self._keepers[memory] = self._keeper(memory, _for_memory(self.config))
+        # All daemons end when the first job's daemon ends as idle.
+        first, *others = self._keepers.values()
+        first.each_tick, first.may_end = self._tick, lambda: all(one.is_idle for one in others)
+        for keeper in self._keepers.values():
+            keeper.notice = self._manager.job(str(keeper.root))
+            keeper.open()
 
     def stop(self) -> None:
         """Ask :meth:`run` to return; any thread or signal handler may call this."""
         self._manager.stopping()
-        for keeper in self._keepers:
+        for keeper in self._keepers.values():
             keeper.stop()
 
     def reload(self) -> None:
         """Read the configuration again soon; any thread or signal handler may call this."""
         self._reload_asked = True
-        self._keepers[0].wake()
+        self._keepers[self.root].wake()
 
     def run(self) -> bool:
         """Serve until stopped or idle; returns True, because all threads have ended."""
-        first, *others = self._keepers
+        first, *others = self._keepers.values()
         threads = [threading.Thread(target=one.serve, name=str(one.root)) for one in others]
         for thread in threads:
             thread.start()
@@ -117,45 +304,8 @@ class Services:
                 thread.join()
         return True
 
-    def _service(self, number: int, root: Path, config: DaemonConfig) -> Service:
-        """Make a daemon; all daemons end when the first job's daemon ends as idle."""
 
-        def may_end() -> bool:
-            return number == 0 and all(keeper.is_idle for keeper in self._keepers[1:])
-
-        return Service(
-            root,
-            config,
-            may_end=may_end,
-            answered=self._guard.watch(str(root)),
-            notice=self._manager.job(str(root)),
-            each_tick=(lambda: None) if number else self._tick,
-            meter_of=self._meter_of,
-        )
-
-    def _tick(self) -> None:
-        self._each_tick()
-        if not self._reload_asked:
-            return
-        self._reload_asked = False
-        with self._manager.reloading():
-            config = self._read_again()
-            if config is None:
-                return
-            told = (config, _for_memory(config))
-            for keeper, one in zip(self._keepers, told, strict=False):
-                keeper.reload(one)
-
-
-@dataclass(slots=True)
-class _Served:
-    keeper: Keeper
-    thread: threading.Thread
-    leaves: bool = False
-    hangs: bool = False
-
-
-class RootServices:
+class RootServices(Host):
     """The daemons of all jobs in a folder, in one process.
 
     Each job has its own thread. :meth:`run` itself does not call storage. So even if storage hangs,
@@ -164,62 +314,36 @@ class RootServices:
     If a job makes no progress for ``hang_time``, its heartbeats end, so that another host's daemon
     may take over. When the job's thread no longer hangs, this process serves the job again.
 
-    Args:
-        read_again: called after :meth:`reload`; see :class:`Services`.
-        each_tick: called about once a second.
-        forget: called with a job that is no longer served.
-        guard: must be made with ``together=False``.
+    The guard must be made with ``together=False``.
 
     Raises:
         InvalidSettingsError: the configuration has a key that is allowed only for a single job.
         JobUnavailableError: the folder does not exist.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        config: RunConfig,
-        *,
-        read_again: Callable[[], DaemonConfig | None] = lambda: None,
-        each_tick: Callable[[], None] = lambda: None,
-        meter_of: MeterOf = unmetered,
-        forget: Callable[[Path], None] = lambda _: None,
-        manager: ServiceManager | None = None,
-        guard: HangGuard | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
         for key in ("memory_dir", "exit_when_idle"):
-            if getattr(config, key):
+            if getattr(self.config, key):
                 raise InvalidSettingsError(
-                    f"{key} is only for a single job, but root = {root} is a folder of many "
+                    f"{key} is only for a single job, but root = {self.root} is a folder of many "
                     "jobs. Leave out one of these two keys"
                 )
-        root = root.absolute()
-        if not root.is_dir():
-            raise no_folder(root)
-        share_what_is_made(config)
-        self._root = root
-        self._config: DaemonConfig = config
-        self._read_again = read_again
-        self._each_tick = each_tick
-        self._meter_of = meter_of
-        self._forget = forget
-        self._manager = manager or ServiceManager()
-        self._guard = guard or HangGuard(config.hang_time, self._manager, together=False)
-        self._notice = self._manager.job(str(root))
-        self._turns = Turns(config.concurrent_merges, self._guard.silence)
+        super().__post_init__()
+        if not self.root.is_dir():
+            raise no_folder(self.root)
+        self._notice = self._manager.job(str(self.root))
+        self._turns = Turns(self.config.concurrent_merges, self._guard.silence)
         self._waker = Watcher({})
         self._discovery = Discovery(
-            root,
-            config.pointer,
+            self.root,
+            self.config.pointer,
             changed=self._waker.wake,
             # An idle daemon must not seem to hang.
-            every=min(LOOK, config.hang_time / 4),
-            answered=self._guard.watch(str(root)),
+            every=min(_LIST, self.config.hang_time / 4),
+            answered=self._guard.watch(str(self.root)),
         )
-        self._served: dict[str, _Served] = {}
         self._repeats = Repeats()
         self._stopping = False
-        self._reload_asked = False
 
     def stop(self) -> None:
         """Ask :meth:`run` to return; any thread or signal handler may call this."""
@@ -242,8 +366,7 @@ class RootServices:
             try:
                 while not self._stopping:
                     self._waker.wait(_LOOK)
-                    self._each_tick()
-                    self._reload_if_asked()
+                    self._tick()
                     self._discovery.supervise()
                     self._follow()
                     self._give_up_what_hangs()
@@ -253,96 +376,67 @@ class RootServices:
         return ended
 
     def _follow(self) -> None:
-        found = self._discovery.jobs
-        if found is None:
+        names = self._discovery.jobs
+        if names is None:
             return
-        before = len(self._served)
-        for name, served in list(self._served.items()):
-            if not served.thread.is_alive():  # the job was given up, or no longer hangs
-                del self._served[name]
-                self._turns.forget(str(self._root / name))
-                self._forget(self._root / name)
-            elif name not in found and not served.leaves:
-                served.leaves = True
-                path = self._root / name
+        jobs = {self.root / name for name in names}
+        before = len(self._keepers)
+        for path, keeper in list(self._keepers.items()):
+            if not keeper.thread.is_alive():  # the job was given up, or no longer hangs
+                del self._keepers[path]
+                keeper.turn.forget()
+                self.forget(path)
+            elif path not in jobs and not keeper.leaves:
+                keeper.leaves = True
                 JobGone(path).tell(log)
-                served.keeper.stop()
-        for name in sorted(found - self._served.keys()):
-            begun = self._serve(self._root / name)
-            if begun is None:
+                keeper.stop()
+        for path in sorted(jobs - self._keepers.keys()):
+            if not self._serve(path):
                 break
-            self._served[name] = begun
-        if len(self._served) != before or not before:
-            self._notice.status(f"jobs in {self._root}: {len(self._served)}")
+        if len(self._keepers) != before or not before:
+            self._notice.status(f"jobs in {self.root}: {len(self._keepers)}")
         self._notice.ready()
 
-    def _serve(self, path: Path) -> _Served | None:
-        """Begin to serve a job; None if this process cannot start another thread now."""
-
-        def make(config: DaemonConfig) -> Service:
-            return Service(
-                path,
-                config,
-                may_end=lambda: False,
-                answered=self._guard.watch(str(path)),
-                turn=self._turns.of(str(path), keeper.wake),
-                meter_of=self._meter_of,
-            )
-
-        keeper = Keeper(path, self._config, make, self._guard)
+    def _serve(self, path: Path) -> bool:
+        """Begin to serve a job; False if this process cannot start another thread now."""
+        keeper = self._keeper(path, self.config)
+        keeper.turn = Turn(self._turns, str(path), keeper.wake)
         # A daemon thread, because a thread that waits for storage must not delay the exit.
-        thread = threading.Thread(target=keeper.serve, name=f"{JOB_THREAD}{path}", daemon=True)
+        name = f"{JOB_THREAD}{path}"
+        keeper.thread = threading.Thread(target=keeper.serve, name=name, daemon=True)
         try:
-            thread.start()
+            keeper.thread.start()
         except RuntimeError as error:  # no more threads; the other jobs continue
             if self._repeats.due(path):
                 JobUnavailable(path, error).tell(log)
-            return None
+            return False
+        self._keepers[path] = keeper
         self._repeats.forget(path)
         JobFound(path).tell(log)
-        return _Served(keeper, thread)
+        return True
 
     def _give_up_what_hangs(self) -> None:
-        for name, served in self._served.items():
-            path = self._root / name
+        for path, keeper in self._keepers.items():
             silence = self._guard.silence(str(path))
-            if served.hangs or silence < self._guard.hang_time:
+            if keeper.hangs or silence < self._guard.hang_time:
                 continue
-            served.hangs = True
-            JobHangs(path, silence, _stack_of(served.thread)).tell(log)
+            keeper.hangs = True
+            JobHangs(path, silence, _stack_of(keeper.thread)).tell(log)
             # In a new thread, because this call may hang too.
-            threading.Thread(target=_give_up, args=[served.keeper], daemon=True).start()
-
-    def _reload_if_asked(self) -> None:
-        if not self._reload_asked:
-            return
-        self._reload_asked = False
-        with self._manager.reloading():
-            config = self._read_again()
-            if config is not None:
-                self._config = config
-                for served in self._served.values():
-                    served.keeper.reload(config)
+            threading.Thread(target=keeper.give_up, daemon=True).start()
 
     def _end(self) -> bool:
         patience = min(_LAST_PATIENCE, self._guard.hang_time / 2)
-        for served in self._served.values():
-            served.keeper.stop()
-        for name, served in self._served.items():
-            path = self._root / name
-            while served.thread.is_alive():
-                if self._guard.silence(str(path)) >= patience:
-                    JobAbandoned(path, self._guard.silence(str(path))).tell(log)
+        for keeper in self._keepers.values():
+            keeper.stop()
+        for path, keeper in self._keepers.items():
+            while keeper.thread.is_alive():
+                silence = self._guard.silence(str(path))
+                if silence >= patience:
+                    JobAbandoned(path, silence).tell(log)
                     break
-                served.thread.join(_LOOK)
-        return not any(served.thread.is_alive() for served in self._served.values())
-
-
-def _give_up(keeper: Keeper) -> None:
-    try:
-        keeper.give_up()
-    except OSError as error:
-        log.debug("cannot remove the heartbeats of %s: %s", keeper.root, error)
+                keeper.thread.join(_LOOK)
+        return not any(keeper.thread.is_alive() for keeper in self._keepers.values())
 
 
 def _stack_of(thread: threading.Thread) -> str:
@@ -354,13 +448,7 @@ def _stack_of(thread: threading.Thread) -> str:
     return ", called by ".join(f"{one.name} ({one.filename}:{one.lineno})" for one in calls)
 
 
-def share_what_is_made(config: DaemonConfig) -> None:
-    """If ``shared_group`` is set, let this process's umask keep the group's permission bits."""
-    if config.shared_group is not None:
-        os.umask(os.umask(0o077) & ~0o070)
-
-
-def _for_memory(config: DaemonConfig) -> DaemonConfig:
+def _for_memory(config: RunConfig) -> RunConfig:
     """The configuration for the memory directory, which has no full checkpoints and no deltas.
 
     By default its versions have the trainer's names, because such a version is the trainer's own

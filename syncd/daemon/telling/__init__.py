@@ -1,4 +1,4 @@
-"""The daemon's output for people and monitoring: journal, ``daemon.json`` and metrics.
+"""The daemon's output for people and monitoring: the journal and the metrics.
 
-This package must not import the daemon's loop. Begin with ``journal.py``.
+This package must not import what publishes. Begin with ``journal.py``.
 """

@@ -1,23 +1,27 @@
 """The journal: logs, counts and measures each event, and often writes a line to a file.
 
-``syncd status`` and ``syncd history`` read the file.
+``syncd status`` and ``syncd history`` read the file. :class:`GoingLive` finds the loads of versions
+that it records.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Final, NamedTuple
 
-from syncd.daemon.telling.meter import Meter
+from syncd.daemon.decide import LeaseSeen, Observation
 from syncd.protocol.events import Event, StateUnwritten
 from syncd.protocol.journal_lines import JournalLine
-from syncd.protocol.records import encode
-from syncd.protocol.reports import DaemonCounters
+from syncd.protocol.names import TEMPORARY, parse_lease_marker
+from syncd.protocol.records import SessionId, encode
+from syncd.protocol.reports import LOADS_KEPT, DaemonCounters, ExplorerReport, TrainerReport
 from syncd.protocol.version_events import (
     DeltaMade,
     DeltaOvertaken,
@@ -30,12 +34,19 @@ from syncd.protocol.version_events import (
     Waiting,
 )
 from syncd.storage.append import LIMIT, append, last_lines
-from syncd.storage.job import Job, readable_lines
+from syncd.storage.job import OF_OTHERS, Job, readable_lines
 from syncd.storage.judge import Clock
 from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)
 
+#: How many reports a round reads; more if that is necessary to read each report often enough.
+_AT_A_TIME: Final = 64
+#: Each report is read within this many rounds. A round publishes one version, so an explorer has at
+#: most that many new loads by then, or twice as many with rollbacks.
+_ROUNDS: Final = LOADS_KEPT // 2
+#: Bytes at the journal's end to read for the loads that earlier daemons found.
+_ENOUGH: Final = 2 * 1024 * 1024
 #: How many lines wait if storage does not take them; then the oldest are lost.
 _MOST_WAITING: Final = 4000
 #: The random part of a temporary name, which changes at each attempt.
@@ -50,23 +61,65 @@ _PRUNED: Final = {
 }
 
 
+class Meter:
+    """Receives the events of one job; this base class ignores the events.
+
+    The thread that serves the job calls the methods. They must not raise errors.
+    """
+
+    def active(self, *, yes: bool) -> None:
+        """This daemon has become active, or has stopped being active."""
+
+    def scanned(self, seen: Observation) -> None:
+        """The daemon has scanned the job."""
+
+    def round_ended(self, seconds: float) -> None:
+        """A round has ended; all its work took ``seconds``."""
+
+    def told(self, event: Event) -> None:
+        """The journal was told an event."""
+
+    def pruned(self, what: str) -> None:
+        """A ``version``, ``delta``, ``step`` or ``lease`` was deleted."""
+
+    def failed(self, error: BaseException) -> None:
+        """Some work has failed, or storage has refused it."""
+
+
+MeterOf = Callable[[Job], Meter]
+
+
+def unmetered(_job: Job) -> Meter:
+    """A meter that counts nothing."""
+    return Meter()
+
+
+@dataclass
 class Journal:
-    """Logs, counts and writes each event in a job.
+    """Logs, counts and measures the events of a job, and appends lines to a file, many at a time.
+
+    Storage errors are logged, not raised. Waiting lines are lost if the daemon is killed before
+    :meth:`write`. The oldest waiting lines are lost if the disk is full for long. Written lines may
+    be lost at a power loss. After ``limit`` bytes a new file is begun.
 
     Attributes:
         counters: the counts of events since the take-over.
         waiting_for: the last logged reason why the daemon waits; empty if it does not wait.
     """
 
-    def __init__(self, meter: Meter, file: JournalFile, *, clock: Clock = time.monotonic) -> None:
-        self.meter = meter
-        self._file = file
-        self._clock = clock
+    job: Job
+    meter: Meter = field(default_factory=Meter)
+    clock: Clock = time.monotonic
+    wall: Clock = time.time
+    limit: int = LIMIT
+
+    def __post_init__(self) -> None:
+        self._lines: deque[bytes] = deque(maxlen=_MOST_WAITING)
         self._named_at: dict[int, float] = {}
         self.counters = DaemonCounters()
         self.waiting_for = ""
         self._no_delta_said = ""
-        self._no_room = Repeats(clock=clock)
+        self._repeats = Repeats(clock=self.clock)
 
     def tell(self, event: Event, level: int | None = None) -> None:
         """Log an event, count it, measure it, and write its line to the file."""
@@ -78,32 +131,34 @@ class Journal:
                 self.meter.failed(it)
         if isinstance(event, VersionPublished):
             self._count("merged_bytes", event.bytes)
-            self._no_room.forget("no room")
+            self._repeats.forget("no room")
         if isinstance(event, VersionAdopted | VersionPublished | VersionRolledBack):
-            self._named_at[event.version] = self._clock()
+            self._named_at[event.version] = self.clock()
             if len(self._named_at) > _REMEMBERED:
                 del self._named_at[min(self._named_at)]
         if event.line:
-            self._file.tell(event)
+            fields: dict[str, Any] = {
+                event.renamed.get(name, name.rstrip("_")): (
+                    str(it) if isinstance(it, Exception) else it
+                )
+                for name, it in vars(event).items()
+            }
+            self.note(event.line, **fields)
         event.tell(log, level)
 
     def live(self, event: VersionLive) -> None:
         """An explorer has loaded a version, ``ago_`` seconds before its report."""
         named_at = self._named_at.get(event.version)
         if named_at is not None:
-            since = self._clock() - named_at
+            since = self.clock() - named_at
             ago = min(event.ago_, since)  # no explorer was earlier than LATEST
             event = replace(event, ago_=ago, seconds=round(since - ago, 3))
         self.tell(event)
 
-    def write(self) -> None:
-        """Write the new lines to the file."""
-        self._file.write()
-
     def waiting(self, why: str, *, no_room: bool = False) -> None:
         """Log a new reason why the daemon waits; repeat the warning of a full disk now and then."""
         changed, self.waiting_for = why != self.waiting_for, why
-        is_full = no_room and self._no_room.due("no room")
+        is_full = no_room and self._repeats.due("no room")
         if why and (changed or is_full):
             (DiskFull if is_full else Waiting)(why).tell(log)
 
@@ -127,58 +182,28 @@ class Journal:
         count = getattr(self.counters, counter) + by
         self.counters = self.counters.model_copy(update={counter: count})
 
-
-class JournalFile:
-    """Appends lines to the journal's file, several lines at a time.
-
-    Storage errors are logged, not raised. Waiting lines are lost if the daemon is killed before
-    :meth:`write`. The oldest waiting lines are lost if the disk is full for long. Written lines may
-    be lost at a power loss. After ``limit`` bytes a new file is begun.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        *,
-        wall: Callable[[], float] = time.time,
-        limit: int = LIMIT,
-    ) -> None:
-        self._job = job
-        self._wall = wall
-        self._limit = limit
-        self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
-        self._repeats = Repeats()
-
     def note(self, event: str, *, ago: float = 0.0, **fields: Any) -> None:
         """Add a line for an event that happened ``ago`` seconds ago; :meth:`write` writes the line.
 
         ``fields`` are other fields of :class:`JournalLine`.
         """
-        line = JournalLine.model_validate({"time": self._wall() - ago, "event": event, **fields})
-        self._waiting.append(encode(line))
-
-    def tell(self, event: Event) -> None:
-        """Add the line of an event."""
-        fields: dict[str, Any] = {
-            event.renamed.get(name, name.rstrip("_")): str(it) if isinstance(it, Exception) else it
-            for name, it in vars(event).items()
-        }
-        self.note(event.line, **fields)
+        line = JournalLine.model_validate({"time": self.wall() - ago, "event": event, **fields})
+        self._lines.append(encode(line))
 
     def write(self) -> None:
         """Write the waiting lines."""
-        if not self._waiting:
+        if not self._lines:
             return
-        path = self._job.layout.journal
+        path = self.job.layout.journal
         try:
             # If a daemon was killed while it wrote a line, that line has no end.
-            lines = b"\n" + b"".join(self._waiting)
-            append(self._job.storage, path, lines, durable=False, limit=self._limit)
+            lines = b"\n" + b"".join(self._lines)
+            append(self.job.storage, path, lines, durable=False, limit=self.limit)
         except OSError as error:
             if self._repeats.due("refused"):
                 StateUnwritten(path, error).tell(log)
         else:
-            self._waiting.clear()
+            self._lines.clear()
             self._repeats.forget("refused")
 
 
@@ -195,3 +220,129 @@ def read_journal(job: Job, limit: int = 2 * LIMIT) -> list[JournalLine]:
 def lasting(why: str) -> str:
     """The text of an error without the random parts of names, which differ at each attempt."""
     return _RANDOM.sub("-…", why)
+
+
+class _LastLook(NamedTuple):
+    round: int
+    serves: int
+
+
+@dataclass
+class GoingLive:
+    """Finds each load exactly once, in the reports of explorers.
+
+    A report lists its explorer's newest loads, so the daemon may read it seldom. While an explorer
+    serves LATEST, its report is not read.
+
+    Reports of older releases do not list loads, and may name versions of a memory directory. Such a
+    report counts as one load if the daemon has seen the explorer's lease on that version.
+    """
+
+    job: Job
+
+    def __post_init__(self) -> None:
+        self._told_before = 0  # for explorers that are not in _on_record
+        self._looks: dict[str, _LastLook] = {}
+        self._leased: dict[str, set[int]] = {}
+        #: Explorer → its session and, if it can use a delta, its host.
+        #: Explorers of old releases count as hosts.
+        self._live: dict[str, tuple[SessionId, str]] = {}
+        self._round = 0
+        self._trainer: set[SessionId] = set()
+
+    def look(self, leases: Iterable[LeaseSeen], latest: int) -> Iterator[VersionLive]:
+        """Read reports and yield new loads; each yielded load counts as journaled afterwards.
+
+        Raises:
+            OSError: storage does not answer; the next call continues with the other reports.
+        """
+        for lease in leases:
+            if lease.dead_for is None and (marker := parse_lease_marker(lease.marker)):
+                self._leased.setdefault(marker[0], set()).add(lease.sequence)
+        self._leased = {  # otherwise leases of readers that never report would stay for ever
+            name: newest
+            for name, versions in self._leased.items()
+            if (newest := {version for version in versions if version > latest - LOADS_KEPT})
+        }
+        names = [
+            name.removesuffix(".json")
+            for name in self.job.storage.names(self.job.layout.explorers)
+            if name.endswith(".json") and not name.startswith(TEMPORARY)
+        ]
+        never = _LastLook(0, 0)
+        self._looks = {name: self._looks.get(name, never) for name in names}
+        self._live = {name: it for name, it in self._live.items() if name in self._looks}
+        behind = sorted(
+            (name for name, last in self._looks.items() if last.serves < latest),
+            key=lambda name: self._looks[name].round,
+        )
+        self._round += 1
+        for name in behind[: max(_AT_A_TIME, math.ceil(len(names) / _ROUNDS))]:
+            self._looks[name] = _LastLook(self._round, 0)
+            report = self.job.read(ExplorerReport, self.job.layout.explorer(name), OF_OTHERS)
+            self._live.pop(name, None)
+            if report is not None:
+                if report.status != "stopped":
+                    host = "" if report.delta_base is None else report.stage or name
+                    self._live[name] = report.session, host
+                yield from self._loads(name, report, latest)
+
+    @property
+    def sessions(self) -> set[SessionId]:
+        """The sessions of the trainer and the explorers that serve, as their last reports say.
+
+        The daemon watches the trainer's heartbeat only so that the log names a dead trainer.
+        """
+        if self._round % _ROUNDS == 0:
+            report = self.job.read(TrainerReport, self.job.layout.trainer_report, OF_OTHERS)
+            self._trainer = set()
+            if report and report.session and report.status != "stopped":
+                self._trainer.add(report.session)
+        return {session for session, _ in self._live.values()} | self._trainer
+
+    def takers(self, living: Collection[str]) -> set[str]:
+        """The hosts with a live explorer whose report says that it can use a delta.
+
+        Explorers that serve from a copy on their host hold no lease. ``living`` are the sessions
+        with a heartbeat, of :attr:`sessions` before the last :meth:`look`.
+        """
+        return {host for session, host in self._live.values() if session in living} - {""}
+
+    def _loads(self, name: str, report: ExplorerReport, latest: int) -> Iterator[VersionLive]:
+        loads, serves = report.last_loads, report.sequence or 0
+        if report.loads is None and loads and serves not in self._leased.get(name, ()):
+            return  # its lease may not have been seen yet
+        self._looks[name] = _LastLook(self._round, min(serves, latest))
+        for load in loads[-LOADS_KEPT:]:
+            told = self._on_record.get(name)
+            if (self._told_before if told is None else told) < load.sequence <= latest:
+                self._on_record[name] = load.sequence
+                ago = max(0.0, report.time - load.time)
+                yield VersionLive(
+                    version=load.sequence,
+                    explorer=name,
+                    seconds=None,
+                    pause=None if load.pause is None else round(load.pause, 3),
+                    delta_bytes=load.delta_bytes,
+                    ago_=ago if math.isfinite(ago) else 0.0,
+                    is_first_=told is None,
+                )
+
+    @cached_property
+    def _on_record(self) -> dict[str, int]:
+        """Explorer → its newest load, from the end of the journal.
+
+        Loads of versions that are older than the lines read may be in the unread part. So all loads
+        of those versions count as journaled.
+        """
+        told: dict[str, int] = {}
+        published = []
+        for line in read_journal(self.job, _ENOUGH):
+            if line.version is None or line.event in {"delta", "no_delta"}:
+                continue
+            if line.event != "live":
+                published.append(line.version)
+            elif line.explorer is not None:
+                told[line.explorer] = max(told.get(line.explorer, 0), line.version)
+        self._told_before = min(published) - 1 if published else max(told.values(), default=0)
+        return told

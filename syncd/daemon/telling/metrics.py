@@ -1,23 +1,38 @@
 """The metrics of a daemon, by Prometheus' conventions; ``docs/metrics.md`` has their list.
 
+They are served over HTTP on loopback, and written to a file for the node exporter.
+
 The number of label values is bounded: labels are job directories, names of errors, outcomes, and
 names of explorers. An explorer's metrics are removed with its report.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+    write_to_textfile,
+)
 
 from syncd import __version__
+from syncd.closing import Closing
 from syncd.daemon.decide import Observation
-from syncd.daemon.telling.meter import Meter
-from syncd.protocol.events import Event
+from syncd.daemon.loopback import HOST, LoopbackRequest, LoopbackServer
+from syncd.daemon.telling.journal import Meter
+from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.events import Event, MetricsServed, MetricsUnwritten
 from syncd.protocol.names import TEMPORARY, printable
 from syncd.protocol.records import DEFAULT_LEASE_TIME, Format, Latest
 from syncd.protocol.reports import ExplorerReport, TrainerReport
@@ -30,7 +45,17 @@ from syncd.protocol.version_events import (
     VersionRolledBack,
 )
 from syncd.storage.job import OF_OTHERS, Job
+from syncd.storage.judge import Clock
+from syncd.storage.repeats import Repeats
 
+log = logging.getLogger(__name__)
+
+#: The most connections at a time; Prometheus needs one.
+_CONNECTIONS: Final = 16
+#: The media type of ``generate_latest``'s output.
+_TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
+#: Seconds between two writes of the file; Prometheus reads it about as often.
+_WRITE: Final = 15.0
 #: The most explorers of a job that have their own metrics.
 _MOST: Final = 1000
 #: Prometheus has its own label ``job``, which would hide a label of this name.
@@ -167,21 +192,16 @@ class Metrics:
         self.forget(printable(root), lambda _: True)
 
 
+@dataclass
 class _JobMeter(Meter):
-    def __init__(
-        self,
-        metrics: Metrics,
-        job: Job,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        self._metrics = metrics
-        self._job = job
-        self._clock = clock
-        self._wall = wall
-        self._label = printable(job.layout.root)  # a name that is not UTF-8 can be no label
-        self._survey_at = float("-inf")
+    metrics: Metrics
+    job: Job
+    clock: Clock = time.monotonic
+    wall: Clock = time.time
+
+    def __post_init__(self) -> None:
+        self._label = printable(self.job.layout.root)  # a name that is not UTF-8 can be no label
+        self._survey_at = -math.inf
         self._survey: Iterator[None] = iter(())
         self._fresh: set[tuple[str, ...]] = set()  # the gauges that the survey has set
         # Counters begin at 0, because alerts would miss a counter that appears with the value 1.
@@ -196,11 +216,11 @@ class _JobMeter(Meter):
         if not yes:  # another daemon may serve the job, so its values may be outdated
             self._survey = iter(())
             state = _GAUGES.keys() - _STANDBY
-            self._metrics.forget(self._label, lambda key: key[0] in state)
+            self.metrics.forget(self._label, lambda key: key[0] in state)
 
     def scanned(self, seen: Observation) -> None:
         self._set(
-            last_scan_timestamp_seconds=self._wall(),
+            last_scan_timestamp_seconds=self.wall(),
             versions=len(seen.versions),
             leases=len(seen.leases),
             paused=seen.pause is not None,
@@ -212,8 +232,8 @@ class _JobMeter(Meter):
         try:
             for _ in self._survey:
                 return
-            if self._clock() - self._survey_at >= _SURVEY:
-                self._survey_at = self._clock()
+            if self.clock() - self._survey_at >= _SURVEY:
+                self._survey_at = self.clock()
                 self._survey = self._look()
                 next(self._survey, None)
         except OSError as error:
@@ -251,42 +271,42 @@ class _JobMeter(Meter):
     def _set(self, *labels: str, **gauges: float | None) -> None:
         for name, value in gauges.items():
             if value is not None:
-                self._metrics.labelled(self._metrics.gauges, name, self._label, *labels).set(value)
+                self.metrics.labelled(self.metrics.gauges, name, self._label, *labels).set(value)
                 self._fresh.add((name, self._label, *labels))
 
     def _count(self, name: str, *labels: str, by: float = 1) -> None:
-        self._metrics.labelled(self._metrics.counters, name, self._label, *labels).inc(by)
+        self.metrics.labelled(self.metrics.counters, name, self._label, *labels).inc(by)
 
     def _observe(self, name: str, seconds: float | None) -> None:
         if seconds is not None:
-            self._metrics.labelled(self._metrics.histograms, name, self._label).observe(seconds)
+            self.metrics.labelled(self.metrics.histograms, name, self._label).observe(seconds)
 
     def _look(self) -> Iterator[None]:
         """Read the files that only metrics need; each yield ends the work of a round."""
-        layout, self._fresh = self._job.layout, set()
-        free = self._job.storage.free(layout.state)
+        layout, self._fresh = self.job.layout, set()
+        free = self.job.storage.free(layout.state)
         self._set(free_bytes=free.bytes, free_inodes=free.inodes)
-        named = self._job.storage.status(layout.latest)
+        named = self.job.storage.status(layout.latest)
         if named is not None:
             self._set(last_publish_timestamp_seconds=named.st_mtime)
-        form = self._job.read(Format, layout.format, OF_OTHERS)
+        form = self.job.read(Format, layout.format, OF_OTHERS)
         lease_time = form.lease_time if form else DEFAULT_LEASE_TIME
-        trainer = self._job.read(TrainerReport, layout.trainer_report, OF_OTHERS)
+        trainer = self.job.read(TrainerReport, layout.trainer_report, OF_OTHERS)
         if trainer is not None:
-            up = self._job.heard(trainer, lease_time)[1]
+            up = self.job.heard(trainer, lease_time)[1]
             self._set(trainer_up=up, trainer_step=trainer.step)
-        names = self._job.storage.names(layout.explorers)
+        names = self.job.storage.names(layout.explorers)
         names = [name for name in names if not name.startswith(TEMPORARY)][:_MOST]
         share = max(_AT_A_TIME, math.ceil(len(names) / _ROUNDS))
         for begin in range(0, len(names), share):
             if begin:
                 yield
-            latest = self._job.read(Latest, layout.latest, OF_OTHERS)
-            for report in self._job.explorer_reports(names[begin : begin + share], OF_OTHERS):
+            latest = self.job.read(Latest, layout.latest, OF_OTHERS)
+            for report in self.job.explorer_reports(names[begin : begin + share], OF_OTHERS):
                 if report.status != "stopped":
                     self._explorer(report, latest, lease_time)
         fresh = self._fresh
-        self._metrics.forget(
+        self.metrics.forget(
             self._label,
             lambda key: key[0].startswith(("explorer_", "trainer_up")) and key not in fresh,
         )
@@ -301,7 +321,7 @@ class _JobMeter(Meter):
             delta = reload.delta_bytes or 0
         self._set(
             printable(report.name),
-            explorer_up=self._job.heard(report, lease_time)[1],
+            explorer_up=self.job.heard(report, lease_time)[1],
             explorer_lag_versions=lag,
             explorer_lag_steps=steps,
             explorer_pause_seconds=reload.pause if reload else None,
@@ -311,3 +331,74 @@ class _JobMeter(Meter):
             explorer_refuses=report.refused is not None,
             explorer_broken=report.fault is not None,
         )
+
+
+@dataclass
+class Exporter(Closing):
+    """Serves metrics over HTTP, and writes them to a file, while it is open.
+
+    The file is replaced at ticks, so it does not change during a merge. Port 0 serves nothing.
+
+    Raises:
+        InvalidSettingsError: the port cannot be used.
+    """
+
+    metrics: Metrics
+    port: int
+    textfile: Path | None
+    clock: Clock = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._written_at = -math.inf
+        self._repeats = Repeats(clock=self.clock)
+        self._server: _Server | None = None
+        if self.port:
+            try:
+                self._server = _Server(self.port, self.metrics.registry)
+            except OSError as error:
+                raise InvalidSettingsError(
+                    f"metrics_port = {self.port} cannot be used: {error.strerror}. Give another "
+                    "port, or 0 to serve no metrics"
+                ) from error
+            self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+            self._thread.start()
+            MetricsServed(f"http://{HOST}:{self.port}/metrics").tell(log)
+
+    def tick(self) -> None:
+        """Write the file if the last write was at least 15 s ago."""
+        if self.clock() - self._written_at >= _WRITE:
+            self._write()
+
+    def close(self) -> None:
+        """Write the file once more, and stop serving."""
+        self._write()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+
+    def _write(self) -> None:
+        path, self._written_at = self.textfile, self.clock()
+        if path is None:
+            return
+        try:
+            write_to_textfile(str(path), self.metrics.registry)
+        except OSError as error:
+            if self._repeats.due(path):
+                MetricsUnwritten(path, error).tell(log)
+        else:
+            self._repeats.forget(path)
+
+
+class _Server(LoopbackServer):
+    def __init__(self, port: int, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        super().__init__(port, _Scrape, _CONNECTIONS)
+
+
+class _Scrape(LoopbackRequest):
+    server: _Server
+
+    def answer(self) -> None:
+        """Answer a request for any path with all metrics."""
+        self.send(generate_latest(self.server.registry), _TEXT)

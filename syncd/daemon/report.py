@@ -5,21 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Final
 
-from syncd.daemon.notify import JobNotice
 from syncd.daemon.publish import Publisher
-from syncd.daemon.telling.journal import Journal
+from syncd.daemon.signs import JobNotice
+from syncd.daemon.tenure import Tenure
 from syncd.protocol.events import StateUnwritten
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import encode
 from syncd.protocol.reports import DaemonReport, MergeProgress
-from syncd.storage.epoch import Epoch
-from syncd.storage.judge import LOOKS_PER_LEASE, Clock
+from syncd.storage.judge import LOOKS_PER_LEASE
 from syncd.storage.repeats import Repeats
 from syncd.storage.reserve import Reserve
-from syncd.storage.sessions import Session
 
 log = logging.getLogger(__name__)
 
@@ -27,83 +24,66 @@ log = logging.getLogger(__name__)
 _OFTEN: Final = 2.0
 
 
+@dataclass
 class Reporter:
     """Writes the report when something has changed, and at least three times per lease time.
 
-    If the disk has no space for a report, ``reserve`` is deleted.
+    If the disk has no space for a report, the reserve is deleted.
 
     Attributes:
         pause: the id of the pause in force, if any.
     """
 
-    def __init__(
-        self,
-        layout: JobLayout,
-        epoch: Epoch,
-        session: Session,
-        publisher: Publisher,
-        journal: Journal,
-        notice: JobNotice,
-        reserve: Reserve,
-        memory_dir: Path | None,
-        *,
-        clock: Clock,
-        wall: Clock,
-    ) -> None:
-        self._layout = layout
-        self._epoch = epoch
-        self._session = session
-        self._publisher = publisher
-        self._journal = journal
-        self._notice = notice
-        self._reserve = reserve
-        self._memory_dir = memory_dir
-        self._clock = clock
-        self._wall = wall
+    tenure: Tenure
+    publisher: Publisher
+    notice: JobNotice
+
+    def __post_init__(self) -> None:
+        self._clock = self.tenure.clock
         self.pause: str | None = None
         self._reported: DaemonReport | None = None
         self._reported_at = 0.0
         self._took = 0.0
-        self._repeats = Repeats(clock=clock)
+        self._repeats = Repeats(clock=self._clock)
 
     def report(self, state: str, detail: str = "", merge: MergeProgress | None = None) -> None:
         """Write the report; if storage refuses it, log the error."""
-        latest = self._publisher.latest
+        tenure, config, latest = self.tenure, self.publisher.config, self.publisher.latest
         served = f"version {latest.sequence} of step {latest.step}" if latest else "no version yet"
-        self._notice.status(f"{served}; {state}{detail and f': {detail}'}")
+        self.notice.status(f"{served}; {state}{detail and f': {detail}'}")
         report = DaemonReport.model_validate(
             {
-                "session": self._session.id,
+                "session": tenure.session.id,
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
-                "epoch": self._epoch.number,
+                "epoch": tenure.epoch.number,
                 "state": state,
                 "detail": detail,
                 "sequence": latest.sequence if latest else None,
                 "step": latest.step if latest else None,
                 "paused": self.pause,
-                "memory_dir": str(self._memory_dir) if self._memory_dir else None,
-                "counters": self._journal.counters,
+                "memory_dir": str(config.memory_dir) if config.memory_dir else None,
+                "counters": tenure.journal.counters,
                 "merge": merge,
-                "builds": self._publisher.config.model_dump(),
-                "names": self._publisher.naming.newest,
-                "pointer": self._publisher.config.pointer,
+                "builds": config.model_dump(),
+                "names": self.publisher.naming.newest,
+                "pointer": config.pointer,
                 "time": 0.0,
             }
         )
-        now = self._clock()
-        often = self._session.lease_time / LOOKS_PER_LEASE
+        now, path = self._clock(), tenure.job.layout.daemon_report
+        often = tenure.session.lease_time / LOOKS_PER_LEASE
         if report == self._reported and now - self._reported_at < often:
             return
         self._reported, self._reported_at = report, now
-        stamped = report.model_copy(update={"time": self._wall()})
+        stamped = report.model_copy(update={"time": tenure.wall()})
         try:
-            self._epoch.replace_file(self._layout.daemon_report, encode(stamped))
+            tenure.epoch.replace_file(path, encode(stamped))
         except OSError as error:
             if self._repeats.due("report"):  # a full disk, for example, fails at each round
-                StateUnwritten(self._layout.daemon_report, error).tell(log)
+                StateUnwritten(path, error).tell(log)
             self._reported = None
-            self._reserve.relieve(error)
+            Reserve(tenure.job).relieve(error)
         else:
             self._repeats.forget("report")
         finally:
