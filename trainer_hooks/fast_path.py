@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -12,7 +10,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from syncd.checkpoint.merging.plan import PlannedTensor
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.coordination.broadcast.group import WeightGroup
 from syncd.coordination.broadcast.weight_meta import BUCKET
@@ -201,7 +198,6 @@ class Sent(NamedTuple):
 
     nbytes: int
     buckets: int
-    seconds: float
     nonfinite: NonFinite
 
 
@@ -233,7 +229,6 @@ class WeightSender:
             Exception: a gathering failed, perhaps only on this rank. The other ranks may mistake
                 this rank's next collective for it.
         """
-        begun = time.monotonic()
         ranks = Ranks()
         state = tensors_of(sharded_state_dict(self.model))
         tied = ties_embeddings(unwrapped(self.model))
@@ -247,46 +242,34 @@ class WeightSender:
                 has_digests = group.device.type == "cpu"
             outgoing = Outgoing(group, tensors, self._buffers, self.bucket_bytes, has_digests)
             outgoing.greet()
+
+        def gathered(name: str) -> Tensor | None:
+            held = state[name]
+            return full_tensor(held, rank=ranks.rank, dtype=cast_to(held.dtype, self.cast))
+
         # Tensors that no receiver takes need not be gathered.
-        if ranks.gathered(outgoing is not None and outgoing.error is None)[0]:
-            _gather(state, tensors, ranks.rank, outgoing, self.cast)
-        if outgoing is not None:
-            try:
-                outgoing.end()
-            except BaseException:
-                self._buffers.close()  # broadcasts may still read them, so they are not reused
-                raise
-        buckets = 0 if outgoing is None else len(outgoing.image.buckets)
+        are_taken = ranks.gathered(outgoing is not None and outgoing.error is None)[0]
+        for number, tensor in enumerate(tensors) if are_taken else ():
+            whole = gathered(tensor.name)
+            if whole is not None and outgoing is not None:
+                outgoing.put(number, whole)
+            del whole  # free it before the next one is gathered
+        for number, tensor in enumerate(tensors) if are_taken else ():
+            for copy in tensor.copies:
+                whole = gathered(str(copy.tied))
+                if whole is not None and outgoing is not None:
+                    outgoing.compare(number, str(copy.tied), whole)
+                del whole
         nbytes = sum(tensor.length for tensor in tensors)
-        nonfinite = NonFinite.of(()) if outgoing is None else outgoing.nonfinite()
-        return Sent(nbytes, buckets, time.monotonic() - begun, nonfinite)
+        if outgoing is None:
+            return Sent(nbytes, 0, NonFinite.of(()))
+        try:
+            outgoing.end()
+        except BaseException:
+            self._buffers.close()  # broadcasts may still read them, so they are not reused
+            raise
+        return Sent(nbytes, len(outgoing.image.buckets), outgoing.nonfinite())
 
     def close(self) -> None:
         """Release the buckets. Safe to call twice."""
         self._buffers.close()
-
-
-def _gather(
-    state: Mapping[str, Tensor],
-    tensors: Sequence[PlannedTensor],
-    rank: int,
-    outgoing: Outgoing | None,
-    cast: Cast | None,
-) -> None:
-    """Gather the tensors in order. Collective; rank 0 gives them to ``outgoing``."""
-
-    def gathered(name: str) -> Tensor | None:
-        held = state[name]
-        return full_tensor(held, rank=rank, dtype=cast_to(held.dtype, cast))
-
-    for number, tensor in enumerate(tensors):
-        whole = gathered(tensor.name)
-        if whole is not None and outgoing is not None:
-            outgoing.put(number, whole)
-        del whole  # free it before the next one is gathered
-    for number, tensor in enumerate(tensors):
-        for copy in tensor.copies:
-            whole = gathered(str(copy.tied))
-            if whole is not None and outgoing is not None:
-                outgoing.compare(number, str(copy.tied), whole)
-            del whole

@@ -125,7 +125,7 @@ class TrainerHook:
             critic=critic,
             critic_optimizer=critic_optimizer,
             user_state=user_state,
-            model_files=model_files(model, tokenizer) if ranks.rank == 0 else (),
+            model_files=model_files(model, tokenizer),
             lora=saving.lora,
             sync_dtype=saving.sync_dtype,
             base_vocabulary=vocabulary,
@@ -269,7 +269,7 @@ class TrainerHook:
             return
         # Training failed: the other ranks may never write their part of the saves under way, and
         # this rank must not begin a collective.
-        self._saver.stop_waiting()
+        self._saver.stopped.set()
         self._planner.ranks.call_off(self._saver.run_id, "has ended with an error")
         for error in self._end():
             log.warning("%s", error)

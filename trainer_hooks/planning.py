@@ -122,10 +122,9 @@ class Planner:
         if plan & Plan.FULL:
             reuses = plan & (Plan.COMPLETE | Plan.AGAIN)
             self.full = self.synced if reuses else self._next(step)
+            self.full.has_hugging_face = bool(plan & Plan.HUGGING_FACE)
             if self._one_save:
                 self._goes_to_explorers(self.full)
-        if plan & Plan.HUGGING_FACE:
-            self.full.has_hugging_face = True
         return plan
 
     def broadcast(self, plan: Plan, step: int) -> Plan:
@@ -182,20 +181,16 @@ class Planner:
                 plan |= self._for_checkpoint(step)
         if due & Plan.SYNC:
             plan |= self._how_to_sync(step, is_saved=bool(plan & Plan.FULL and self._one_save))
-        elif waiting and not busy and self._is_missed():
+        elif (
+            waiting
+            and not busy
+            and self._may_leave_some_behind
+            and self.last_sync is not self.synced  # it was only broadcast
+            and self._explorers.has_missed(self.last_sync.id)
+        ):
+            # A stale explorer waits for a sync, while the trainer waits for the explorer's data.
             plan |= Plan.SYNC
         return plan
-
-    def _is_missed(self) -> bool:
-        """True if a stale explorer missed the last sync, which was only broadcast.
-
-        Such an explorer waits for a sync, while the trainer waits for the explorer's data.
-        """
-        return (
-            self._may_leave_some_behind
-            and self.last_sync is not self.synced
-            and self._explorers.has_missed(self.last_sync.id) is True
-        )
 
     def _how_to_sync(self, step: int, *, is_saved: bool) -> Plan:
         """Choose a broadcast, files or nothing."""

@@ -84,6 +84,7 @@ class Saver:
         memory: writes into a memory filesystem, on rank 0 alone.
         explorers: only rank 0 communicates with them.
         announced: on rank 0, the step that was announced last.
+        stopped: ends the waits for other ranks, so that unfinished saves fail.
     """
 
     job_dir: str | Path
@@ -105,12 +106,13 @@ class Saver:
         self.memory: RankWriter | None = None
         self.explorers = Explorers()
         self.announced: int | None = None
+        self.stopped = threading.Event()
         self._count = 0
         # The set used last comes first, so that the second set is filled only when both are needed.
         self._buffers = deque(HostBuffers() for _ in range(_LIMIT))
         self._changed = threading.Condition()
         #: The unfinished work and its steps. The first is under way.
-        self._queue: list[tuple[int, Callable[[], int | None]]] = []
+        self._queue: list[tuple[int, Callable[[], object]]] = []
         self._closed = False
         self._errors: deque[SaveFailedError] = deque()
         self._written: int | None = None
@@ -133,11 +135,19 @@ class Saver:
                 self.world_size,
                 save_timeout=timeout,
                 concurrency=self.saving.write_concurrency,
+                stopped=self.stopped,
                 is_gathered=in_job or self.saving.layout is SaveLayout.FULL,
             )
             if self.memory_dir is not None:  # only rank 0 can reach it
                 job = self._job(self.memory_dir, opens=self.rank == 0)
-                self.memory = RankWriter(job, self.rank, 1, save_timeout=timeout, is_gathered=True)
+                self.memory = RankWriter(
+                    job,
+                    self.rank,
+                    1,
+                    save_timeout=timeout,
+                    is_gathered=True,
+                    stopped=self.stopped,
+                )
             if self.rank == 0:
                 synchronizer = TrainerSynchronizer(
                     self.job_dir,
@@ -219,14 +229,11 @@ class Saver:
 
         An error of ``gather`` is raised; any other failure is kept for :meth:`raise_failure`.
         """
-        try:
-            with ExitStack() as stack:
-                spool = gather(stack)
-                at_end = stack.pop_all()
-        except BaseException:
-            save.has_hugging_face = False
-            raise
+        with ExitStack() as stack:
+            spool = gather(stack)
+            at_end = stack.pop_all()
         if spool is not None:
+            save.has_hugging_face = True
             work = partial(self._write_hugging_face, save, spool, at_end)
             self.submit(save.id.step, work)
 
@@ -234,8 +241,8 @@ class Saver:
         """Wait until at most one save is unfinished; return False if that takes too long."""
         return self.has_ended(most=_LIMIT - 1, timeout=self.patience)
 
-    def submit(self, step: int, work: Callable[[], int | None]) -> None:
-        """Queue a function that returns the bytes written, or None if it writes no save."""
+    def submit(self, step: int, work: Callable[[], object]) -> None:
+        """Queue work for the thread. Its errors are kept for :meth:`raise_failure`."""
         if not self._thread.is_alive():
             self._thread.start()
         with self._changed:
@@ -284,12 +291,6 @@ class Saver:
             written, self._written = self._written, None
             return written
 
-    def stop_waiting(self) -> None:
-        """Give up the saves that other ranks have not finished."""
-        for writer in (self.writer, self.memory):
-            if writer is not None:
-                writer.stop_waiting()
-
     def close(self) -> list[SaveFailedError]:
         """Wait for unfinished saves, and report that this trainer has stopped.
 
@@ -297,7 +298,7 @@ class Saver:
         """
         left = self._end(self.patience)
         if left:
-            self.stop_waiting()
+            self.stopped.set()
             self._end(_LAST)
             self._errors.append(
                 SaveFailedError(
@@ -354,10 +355,9 @@ class Saver:
                 if not self._queue:
                     return
                 step, work = self._queue[0]
-            written: int | None = None
             error: SaveFailedError | None = None
             try:
-                written = work()
+                work()
             except SaveFailedError as raised:
                 error = raised
             except BaseException as raised:
@@ -372,8 +372,6 @@ class Saver:
                 del self._queue[0]
                 if error is not None:
                     self._errors.append(error)
-                elif written is not None:
-                    self._written = written + (self._written or 0)
                 self._changed.notify_all()
 
     def write(
@@ -382,8 +380,8 @@ class Saver:
         contents: RankContents,
         writer: RankWriter | None = None,
         at_end: ExitStack | None = None,
-    ) -> int:
-        """Write this rank's part of a save, in the thread; return its bytes.
+    ) -> None:
+        """Write this rank's part of a save, in the thread.
 
         Raises:
             SaveFailedError: the save failed.
@@ -398,10 +396,12 @@ class Saver:
                 except BaseException:
                     writer.say_failed(save_id)
                     raise
-                return writer.save(save_id, contents, partial(self._announced, save, writer))
+                size = writer.save(save_id, contents, partial(self._announced, save, writer))
             except BaseException:
                 save.has_failed = True
                 raise
+        with self._changed:
+            self._written = size + (self._written or 0)
 
     def _write_hugging_face(self, save: Save, spool: HostPart, at_end: ExitStack) -> None:
         with at_end:

@@ -123,7 +123,7 @@ class Trained:
         if self.rank == 0 and not (completes or is_adapter):
             names = (state,) if peft is None else (peft.merged()[0], peft.base_model)
             model_files += self._hub_names.writers(*names)
-        writes_config = peft is not None and is_adapter and self.rank == 0
+        writes_config = is_adapter and self.rank == 0
         return RankContents(
             model=model,
             model_files=model_files,

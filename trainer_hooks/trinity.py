@@ -272,11 +272,7 @@ class CheckpointCoordinator:
             contents = RankContents(written_by=save_fn)
             saver.save(saver.new(global_step), lambda *_: contents, name=told)
         elif saver.has_room():
-
-            def work() -> None:
-                save_fn()
-
-            saver.submit(global_step, work)
+            saver.submit(global_step, save_fn)
         else:
             saver.refuse(told)
         saver.raise_failure()
@@ -308,7 +304,7 @@ class CheckpointCoordinator:
                 files += self._hub_names.writers(state)
             return RankContents(
                 model=None if buffers is None else buffers.copy(state),
-                model_files=files if saver.rank == 0 else (),
+                model_files=files,
                 fsdp_version=fsdp_version(model),
             )
 
@@ -358,7 +354,7 @@ class CheckpointCoordinator:
             self.close()
             return
         # Training failed: the other ranks may never write their part of the saves under way.
-        self._saver.stop_waiting()
+        self._saver.stopped.set()
         try:
             self.close()
         except SaveFailedError as error:

@@ -415,7 +415,7 @@ def test_rank_0_does_not_wait_for_a_rank_that_failed(job: SmallJob) -> None:
 
 def test_rank_0_stops_waiting_when_training_ends_by_an_error(job: SmallJob) -> None:
     first = RankWriter(job, 0, 2, save_timeout=3600)
-    first.stop_waiting()
+    first.stopped.set()
     with pytest.raises(SaveFailedError, match="training ended"):
         first.save(SaveId("run", 4, 0), RankContents(model={"weight": torch.zeros(3)}))
 

@@ -54,8 +54,8 @@ log = logging.getLogger(__name__)
 class RankContents(NamedTuple):
     """Everything that one rank writes in one save. Its tensors, on the host, must not change.
 
-    Only rank 0 has ``hugging_face`` and the functions that write small files into a
-    given folder (``model_files``, ``adapter_files``).
+    Only rank 0 has ``hugging_face`` and ``adapter_files``, and calls ``model_files``: functions
+    that write small files into a given folder.
 
     Attributes:
         model: the rank's part of the state dict; None if the rank writes no shard.
@@ -106,6 +106,7 @@ class RankFiles:
         weights_stay: True if the weights are perhaps announced, so they must not be deleted.
         rest_stays: True if the other files for resuming must not be deleted, or do not exist.
         trained: the name of this rank's file of the trained model.
+        sync_dtype: see :class:`RankContents`.
     """
 
     job: Job
@@ -115,6 +116,7 @@ class RankFiles:
     weights_stay: bool = False
     rest_stays: bool = False
     trained: str | None = None
+    sync_dtype: str | None = None
 
     def __post_init__(self) -> None:
         step = self.save_id.step
@@ -218,7 +220,7 @@ class RankFiles:
         write_small(self.storage, self.actor / FSDP_CONFIG, json.dumps(config).encode())
         return write_model_files(self.storage, self.actor / HUGGINGFACE, contents.model_files)
 
-    def vouch(self, name: str, files: list[ReceiptFile], sync_dtype: str | None) -> None:
+    def vouch(self, name: str, files: list[ReceiptFile]) -> None:
         """Write a receipt of durable files. After an OSError, other ranks may see it."""
         receipt = Receipt(
             save_id=str(self.save_id),
@@ -226,7 +228,7 @@ class RankFiles:
             rank=self.rank,
             world_size=self.world_size,
             files=tuple(files),
-            sync_dtype=sync_dtype,
+            sync_dtype=self.sync_dtype,
         )
         self.storage.replace(self.receipts / name, encode(receipt))
 

@@ -64,6 +64,7 @@ class RankWriter:
     Args:
         save_timeout: seconds that rank 0 waits for the other ranks' receipts.
         is_gathered: whether rank 0 writes the weights of all ranks, so that ``save`` gets them.
+        stopped: if it is set, unfinished saves fail instead of waiting for other ranks.
         pauses: seconds before each retry of an operation that storage refused for a moment.
     """
 
@@ -97,6 +98,7 @@ class RankWriter:
         """
         files = self._files(save_id)
         files.weights_stay, files.rest_stays = contents.completes, not contents.is_full
+        files.sync_dtype = contents.sync_dtype
         if contents.trained is not None:
             files.trained = files.name(contents.trained_name)
         try:
@@ -160,10 +162,6 @@ class RankWriter:
             )
             return False
 
-    def stop_waiting(self) -> None:
-        """Stop waiting for other ranks; unfinished saves fail."""
-        self.stopped.set()
-
     def again(self, save_id: SaveId, work: Callable[[], T]) -> T:
         """Call ``work``, and call it again a few times if storage fails for a moment.
 
@@ -198,7 +196,7 @@ class RankWriter:
                 written = files.write_weights(contents, nonfinite)
                 if rank == 0:
                     written += files.write_configs(contents)
-            self._write_receipt(files, written, contents.sync_dtype)
+            self._write_receipt(files, receipt_name, written)
             return written
 
         def write_rest() -> list[ReceiptFile]:
@@ -211,7 +209,7 @@ class RankWriter:
             if contents.trained is not None:  # training must not resume from published weights
                 published = {files.name(shard_name), FULL_STATE_DICT}
                 kept = [file for file in weights if file.name not in published]
-            self._write_receipt(files, [*kept, *written], contents.sync_dtype, is_full=True)
+            self._write_receipt(files, full_receipt_name, [*kept, *written])
             return written
 
         def announce_checkpoint() -> None:
@@ -248,10 +246,8 @@ class RankWriter:
     def _write_receipt(
         self,
         files: RankFiles,
+        name_of: Callable[[int], str],
         written: list[ReceiptFile],
-        sync_dtype: str | None,
-        *,
-        is_full: bool = False,
     ) -> None:
         """Write the receipt: these files are complete and durable.
 
@@ -260,18 +256,18 @@ class RankWriter:
         0 may have announced the files, so they must not be deleted or rewritten.
         """
         save_id = files.save_id
-        name = full_receipt_name(self.rank) if is_full else receipt_name(self.rank)
+        name = name_of(self.rank)
         try:
-            files.vouch(name, written, sync_dtype)
+            files.vouch(name, written)
         except OSError as error:
             if self.rank == 0 or not files.is_vouched(name):
                 raise
             log.warning("step %d: storage failed, trying again: %s", save_id.step, error)
             try:
-                self.again(save_id, lambda: files.vouch(name, written, sync_dtype))
+                self.again(save_id, lambda: files.vouch(name, written))
             except OSError as again:
                 log.warning("step %d: %s", save_id.step, again)
-                if is_full:
+                if name_of is full_receipt_name:
                     files.rest_stays = True
                 else:
                     files.weights_stay = True
