@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.coordination.broadcast.group import WeightGroup
@@ -17,28 +16,15 @@ from syncd.protocol.errors import BroadcastError, OutOfStepError, SaveFailedErro
 from syncd.protocol.policy import SyncMethod, SyncSettings
 from syncd.protocol.records import NonFinite, SaveId
 from trainer_hooks.explorers import Explorers
-from trainer_hooks.ranks import Ranks
+from trainer_hooks.ranks import Plan, Ranks
 from trainer_hooks.state.full_file import agree_on_plan, ties_embeddings
 from trainer_hooks.state.gather import full_tensor
 from trainer_hooks.state.state_dict import cast_to, sharded_state_dict, tensors_of, unwrapped
 from trainer_hooks.transfer import Buffers, Outgoing
 
-if TYPE_CHECKING:
-    from torch import nn
-
-
 log = logging.getLogger(__name__)
 #: The most syncs by files between two broadcasts that fail.
 _LONGEST_BACK_OFF: Final = 15
-
-
-class Way(Enum):
-    """The route of a sync. ``FALLBACK`` means files, because a broadcast failed."""
-
-    BROADCAST = auto()
-    FILES = auto()
-    FALLBACK = auto()
-    NOT_AT_ALL = auto()
 
 
 @dataclass
@@ -120,20 +106,25 @@ class TrainerBroadcasts:
         """On rank 0: True if all receivers serve ``sent``, and it is of this step."""
         return self.is_on and sent.step == step and self.explorers.have_received(sent) is True
 
-    def open(self, save_id: SaveId) -> Way:
-        """On rank 0: choose a sync's route. For a broadcast, wait until all receivers are ready."""
+    def open(self, save_id: SaveId) -> Plan | None:
+        """On rank 0, decide whether to broadcast; wait until all receivers are ready.
+
+        Returns:
+            ``BROADCAST``; ``SYNC`` if that failed, so that files must come; ``NOTHING`` if nobody
+                would get the weights. None for files, if the writer is free.
+        """
         explorers, step = self.explorers, save_id.step
         takers = explorers.takers() if self.is_on else None
         if takers is None:
-            return Way.FILES
+            return None
         if not takers.working and not self.cadence.is_save_due:
             self.cadence.passed(step)
-            return Way.NOT_AT_ALL
+            return Plan.NOTHING
         if not takers.by_broadcast:
-            return Way.FILES
+            return None
         if not self.cadence.may_try():
             explorers.goes_by_files(step)
-            return Way.FILES
+            return None
         devices = (parameter.device for parameter in self.model.parameters())
         device = next((one for one in devices if one.type != "meta"), torch.device("cpu"))
         try:
@@ -141,8 +132,8 @@ class TrainerBroadcasts:
         except Exception as error:  # noqa: BLE001 - after any error the step is saved as files
             self._failed(step, error)
             explorers.goes_by_files(step)
-            return Way.FALLBACK
-        return Way.BROADCAST
+            return Plan.SYNC
+        return Plan.BROADCAST
 
     def send(self, step: int) -> bool:
         """Send the weights. Collective. On rank 0, return True if all receivers have the weights.

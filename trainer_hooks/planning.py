@@ -8,14 +8,14 @@ from typing import Final
 
 from syncd.protocol.policy import SyncStyle, trainer_decision
 from syncd.protocol.records import SaveId
-from trainer_hooks.fast_path import TrainerBroadcasts, Way
+from trainer_hooks.fast_path import TrainerBroadcasts
 from trainer_hooks.ranks import LedRanks, Plan
 from trainer_hooks.saver import Save, Saver
 from trainer_hooks.settings import SaveAsHf, WhenBusy
 
 log = logging.getLogger(__name__)
 
-#: Stands for the newest save while there is none. It is of no step.
+#: Stands for the newest save while there is none. Its step equals no other.
 _NO_SAVE: Final = Save(SaveId("", -1, 0), is_announced=True)
 
 
@@ -197,13 +197,11 @@ class Planner:
         if self.fast_path.has_arrived(self.last_sync.id, step):
             return self._nothing_new()
         way = self.fast_path.open(self.saver.coming_id(step))
-        if way is Way.BROADCAST:
-            return Plan.BROADCAST
-        if way is Way.NOT_AT_ALL:
-            return Plan.NOTHING
+        if way in {Plan.BROADCAST, Plan.NOTHING}:
+            return way
         if _is_begun(self.synced, step):
             return Plan.NOTHING if _is_on_its_way(self.synced) else self._nothing_new()
-        return self._by_files(is_saved=is_saved or way is Way.FALLBACK)
+        return way or self._by_files(is_saved=is_saved)
 
     def _nothing_new(self) -> Plan:
         self._explorers.say_nothing_new()
@@ -219,7 +217,7 @@ class Planner:
         if _is_begun(self.last_sync, step):
             return Plan.NOTHING
         way = self.fast_path.open(self.saver.coming_id(step))
-        return Plan.BROADCAST if way is Way.BROADCAST else Plan.SYNC
+        return way or Plan.SYNC
 
     def _after_broadcast(self, plan: Plan, step: int, arrived: bool) -> Plan:
         """Decide whether to save a broadcast step as files, too."""

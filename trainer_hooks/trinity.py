@@ -14,11 +14,11 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
@@ -41,9 +41,6 @@ from trainer_hooks.state.state_dict import (
 )
 from trainer_hooks.writing.rank_files import RankContents
 from trainer_hooks.writing.writer import RankWriter
-
-if TYPE_CHECKING:
-    from torch import nn
 
 log = logging.getLogger(__name__)
 
