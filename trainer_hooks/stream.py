@@ -175,7 +175,7 @@ class WeightStream:
             self.close()
             return
         # This writer failed: the others may never write their part of the saves under way.
-        self._saver.stop_waiting()
+        self._saver.stopped.set()
         try:
             self.close()
         except SaveFailedError as error:
@@ -183,19 +183,19 @@ class WeightStream:
 
     # -- in the thread -----------------------------------------------------------------------------
 
-    def _write(self, step: int, contents: RankContents) -> int:
+    def _write(self, step: int, contents: RankContents) -> None:
         saver = self._saver
         if saver.rank == 0:
             contents = contents._replace(
                 model_files=self._model_files, confirm=partial(self._compare, step)
             )
-            return saver.write(saver.new(step), contents)
-        while True:
+            saver.write(saver.new(step), contents)
+            return
+        has_ended = False
+        while not has_ended:  # twice if the first is the last save of a trainer that was killed
             save_id = self._save_of_rank_0(step)
-            size = self._writer.save(save_id, contents)
-            if self._has_ended(save_id):
-                return size
-            # That was the last save of a trainer that was killed; this one's rank 0 came later.
+            self._writer.save(save_id, contents)
+            has_ended = self._has_ended(save_id)
 
     def _compare(self, step: int) -> None:
         """Refuse a save of all writers whose names, shapes or dtypes are not those expected."""

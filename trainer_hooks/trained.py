@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -24,6 +23,7 @@ from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.hub_names import HubNames
 from trainer_hooks.state.lora import PeftState, base_name
 from trainer_hooks.state.state_dict import (
+    FileWriters,
     adapters_of,
     changes,
     fsdp_version,
@@ -55,7 +55,7 @@ class Trained:
     critic: nn.Module | None = None
     critic_optimizer: Stateful | None = None
     user_state: Callable[[], Mapping[str, Any]] | None = None
-    model_files: tuple[Callable[[Path], object], ...] = ()
+    model_files: FileWriters = ()
     lora: SaveLora = SaveLora.AUTO
     sync_dtype: SyncDtype | None = None
     base_vocabulary: int | None = None

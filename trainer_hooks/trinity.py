@@ -33,6 +33,7 @@ from trainer_hooks.state.gather import full_tensor
 from trainer_hooks.state.host_buffers import HostBuffers
 from trainer_hooks.state.hub_names import HubNames
 from trainer_hooks.state.state_dict import (
+    FileWriters,
     Pretrained,
     fsdp_version,
     model_files,
@@ -390,7 +391,7 @@ class StateDictWriter:
         job = Job.at(Path(job_dir).absolute(), storage)
         job.open()
         self._writer = RankWriter(job, 0, 1, save_timeout=save_timeout)
-        self._files: tuple[Callable[[Path], object], ...] = ()
+        self._files: FileWriters = ()
         if model is not None:
             _without_nameless_code(model)
             self._files = model_files(model, tokenizer)

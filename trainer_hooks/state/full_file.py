@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 from syncd.checkpoint.merging.plan import PlannedTensor, plan_merge
 from syncd.checkpoint.model_folder import says_tied
 from syncd.checkpoint.placement import Local
-from syncd.checkpoint.tensor_rules import DTYPES, ITEMSIZE, Cast, name_fault, shown
+from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, name_fault, shown
 from syncd.protocol.errors import SaveFailedError, SyncdError
 from syncd.protocol.names import FULL_STATE_DICT
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.state.gather import Derived, flat_bytes, full_tensor
 from trainer_hooks.state.host_buffers import memory_of
 from trainer_hooks.state.host_part import HostPart
-from trainer_hooks.state.state_dict import cast_to, shape_of, tensors_of
+from trainer_hooks.state.state_dict import cast_to, dtype_name, shape_of, tensors_of
 
 
 @torch.no_grad()
@@ -186,7 +186,7 @@ def _like(name: str, value: Tensor) -> object:
 
 def _fault(name: object, value: Tensor, rank: int) -> str | None:
     fault = name_fault(name)
-    if fault is None and _dtype(value) not in DTYPES:
+    if fault is None and not dtype_name(value.dtype):
         fault = f"has dtype {value.dtype}, which safetensors files do not have"
     if fault is None and isinstance(value, DTensor):
         if any(placement.is_partial() for placement in value.placements):
@@ -205,13 +205,9 @@ def _planned(
     """
     tensors = {}
     for (name, value), offset in zip(state.items(), memory, strict=True):
-        dtype, shape = DTYPES[_dtype(value)][0], shape_of(value)
+        dtype, shape = dtype_name(value.dtype), shape_of(value)
         length = shape.numel() * ITEMSIZE[dtype]
         tensors[name] = Local(dtype, tuple(shape), offset, length, "", None)
     plan = plan_merge([(FULL_STATE_DICT, tensors)], max_file_size=sys.maxsize, tied=tied, cast=cast)
     (file,) = plan.files
     return file.tensors
-
-
-def _dtype(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -29,7 +28,7 @@ from syncd.protocol.errors import RecordError
 from syncd.protocol.names import NAME_MAP
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 from trainer_hooks.state.plain_model import on_meta, plain_model
-from trainer_hooks.state.state_dict import shape_of, tensors_of, within
+from trainer_hooks.state.state_dict import FileWriters, inside, shape_of, tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +46,7 @@ class HubNames:
         self.model = model
         self._known: tuple[object, bytes] | None = None
 
-    def writers(
-        self, state: Mapping[str, Any], base: nn.Module | None = None
-    ) -> tuple[Callable[[Path], object], ...]:
+    def writers(self, state: Mapping[str, Any], base: nn.Module | None = None) -> FileWriters:
         """A function that writes ``name_map.json``, in a tuple; empty if no map is needed.
 
         If ``state`` is the merged state of a PEFT model, ``base`` is its base model without
@@ -65,12 +62,12 @@ class HubNames:
 
     def _says_nothing(self, names: NameMap) -> bool:
         """True if readers would assume the same names without the file."""
-        config = getattr(_inside(self.model), "config", None)
+        config = getattr(inside(self.model), "config", None)
         known = config is not None and name_map.has_table(config.to_dict())
         return not (names or names.refused or known)
 
     def _asked(self, tensors: Mapping[str, Tensor], base: nn.Module | None) -> NameMap | None:
-        inner = _inside(self.model if base is None else base)
+        inner = inside(self.model if base is None else base)
         if not _is_pretrained(inner):
             return None
         try:
@@ -118,12 +115,6 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
         return NameMap(NameMapRecord(tensors=_Trace(sources, views).tensors(found)))
     except (_NotRowsError, RecordError) as error:
         return _refused(str(error))
-
-
-def _inside(model: nn.Module) -> nn.Module:
-    while (inner := within(model)) is not None:
-        model = inner
-    return model
 
 
 def _is_pretrained(model: nn.Module) -> bool:

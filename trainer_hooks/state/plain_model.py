@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from trainer_hooks.state.state_dict import joined, shape_of, tensors_of, within
+from trainer_hooks.state.state_dict import inside, joined, shape_of, tensors_of
 
 #: The containers in a module's attributes that methods of its copy may change.
 _NOTES: Final = (dict, list, set, OrderedDict)
@@ -56,8 +56,7 @@ def _plain(
     owned: Mapping[str, Mapping[str, Tensor]],
     made: dict[nn.Module, nn.Module],
 ) -> nn.Module:
-    while (inner := within(module)) is not None:
-        module = inner
+    module = inside(module)
     if module in made:
         return made[module]
     plain: nn.Module = object.__new__(own_class(module))

@@ -189,12 +189,12 @@ def _paths(model: nn.Module) -> dict[str, tuple[str, str]]:
     return paths
 
 
-def within(module: nn.Module) -> nn.Module | None:
-    """The module inside a wrapper, or None."""
+def inside(module: nn.Module) -> nn.Module:
+    """The module inside its wrappers."""
     for name, inner in module._modules.items():  # noqa: SLF001 - named_children leaves one out that is there twice
         if inner is not None and (_hides(module, name) or _renames(module)):
-            return inner
-    return None
+            return inside(inner)
+    return module
 
 
 def _renames(module: nn.Module) -> bool:
@@ -223,7 +223,7 @@ def joined(path: str, name: str) -> str:
 @cache
 def cast_to(dtype: torch.dtype, cast: Cast | None) -> torch.dtype:
     """The dtype after a cast. Not cast: integers, bool, and dtypes unknown to safetensors."""
-    told = _name_of(dtype)
+    told = dtype_name(dtype)
     wanted = cast_dtype(told, cast)
     return dtype if wanted == told else TORCH_DTYPES[wanted]
 
@@ -236,15 +236,20 @@ def changes(state: Mapping[str, Any], cast: Cast | None) -> bool:
 def refuse_quantized(state: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the state has a quantized tensor, so that no cast is allowed."""
     for name, value in tensors_of(state).items():
-        refuse_cast(name, _name_of(value.dtype))
+        refuse_cast(name, dtype_name(value.dtype))
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name in safetensors; empty if it has none."""
     return DTYPES.get(str(dtype).removeprefix("torch."), ("", 0))[0]
 
 
 #: The attributes of wrappers (DDP, FSDP1, ``torch.compile``) that hold the wrapped model.
 _INSIDE = ("module", "_orig_mod")
+
+
+#: Functions that write small files into a given folder.
+FileWriters = tuple[Callable[[Path], object], ...]
 
 
 class Pretrained(Protocol):
@@ -271,9 +276,7 @@ def adapters_of(model: nn.Module) -> Mapping[str, Any]:
     return adapters if isinstance(adapters, dict) else {}
 
 
-def model_files(
-    model: nn.Module, tokenizer: Pretrained | None
-) -> tuple[Callable[[Path], object], ...]:
+def model_files(model: nn.Module, tokenizer: Pretrained | None) -> FileWriters:
     """Functions that write the model's configs and the tokenizer into a folder."""
     inner = unwrapped(model)
     parts = [getattr(inner, name, None) for name in ("config", "generation_config")]

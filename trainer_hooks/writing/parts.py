@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, Final, cast
@@ -28,6 +28,7 @@ from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Draft, Storage
 from syncd.storage.job import Job
 from trainer_hooks.state.host_part import HostPart
+from trainer_hooks.state.state_dict import FileWriters
 
 #: For tensors this large, padding to pages (half a page on average) adds less than 1 %.
 _LARGE: Final = 256 * 1024
@@ -85,9 +86,7 @@ def write_small(storage: Storage, path: Path, content: bytes) -> None:
         storage.replace(path, content)
 
 
-def write_model_files(
-    storage: Storage, folder: Path, writers: Iterable[Callable[[Path], object]]
-) -> list[ReceiptFile]:
+def write_model_files(storage: Storage, folder: Path, writers: FileWriters) -> list[ReceiptFile]:
     """Write config and tokenizer, first into a scratch folder, because libraries write in place."""
     files: list[ReceiptFile] = []
     with tempfile.TemporaryDirectory(prefix="syncd-") as scratch:

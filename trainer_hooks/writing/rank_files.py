@@ -38,6 +38,7 @@ from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, SaveId, enco
 from syncd.storage.errnos import GONE, Ignoring
 from syncd.storage.job import Job, make_step_folder
 from trainer_hooks.state.host_part import HostPart
+from trainer_hooks.state.state_dict import FileWriters
 from trainer_hooks.writing.parts import (
     link_or_copy,
     make_mark,
@@ -77,13 +78,13 @@ class RankContents(NamedTuple):
     model: Mapping[str, Any] | None = None
     optimizer: Mapping[str, Any] | None = None
     extra: Mapping[str, Any] | None = None
-    model_files: tuple[Callable[[Path], object], ...] = ()
+    model_files: FileWriters = ()
     fsdp_version: int | None = None
     is_full: bool = False
     whole: HostPart | None = None
     whole_name: str = FULL_STATE_DICT
     confirm: Callable[[], object] = lambda: None
-    adapter_files: tuple[Callable[[Path], object], ...] = ()
+    adapter_files: FileWriters = ()
     trained: Mapping[str, Any] | None = None
     trained_name: Callable[[int, int], str] = shard_name
     critic: Mapping[str, Any] | None = None
