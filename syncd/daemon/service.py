@@ -273,7 +273,9 @@ class Service:
         self._meter.active(yes=True)
         try:
             while not self._stopping:
-                self._round(loop, lock)
+                if lock.lost:
+                    raise SupersededError(f"another daemon has taken the lock of {self.root}")
+                self._round(loop)
                 if self._participants.gone and self.is_idle and self.may_end():
                     DaemonEnds().tell(log)
                     self._stopping = True
@@ -285,15 +287,13 @@ class Service:
             if epoch.is_live():
                 loop.end()
 
-    def _round(self, loop: Loop, lock: DaemonLock) -> None:
+    def _round(self, loop: Loop) -> None:
         quiet, self._quiet_rounds = self._quiet_rounds, 0
         try:
             # Look for participants first, because participants that are gone now have written
             # everything. A participant that is alive may write again after the round.
             self._look_for_participants()
             self._look_at_rights()
-            if lock.lost:
-                raise SupersededError(f"another daemon has taken the lock of {self.root}")
             loop.config = self.config  # any thread may replace self.config meanwhile
             if not loop.run_once().pending and not self._participants.alive:
                 self._quiet_rounds = quiet + 1

@@ -641,8 +641,8 @@ class LooksOnce(Pruner):
     """Deletes a step folder as it was decided on, whatever it is by now."""
 
     def prune_step(self, action: PruneStep) -> bool:
-        trash = self._epoch.set_aside(self._job.layout.step(action.seen.step))
-        self._job.storage.remove_tree(self._epoch.condemn(trash))
+        trash = self.epoch.set_aside(self.job.layout.step(action.seen.step))
+        self.job.storage.remove_tree(self.epoch.condemn(trash))
         return True
 
 
