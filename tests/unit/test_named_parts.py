@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -22,8 +24,8 @@ from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.tensor_rules import DTYPES, Cast
 from syncd.checkpoint.version import verify_version
 from syncd.protocol.errors import CoverageError, ShardFormatError, VerificationError
-from syncd.protocol.names import RECEIPTS, part_name, receipt_name
-from syncd.protocol.records import Manifest, Receipt, ReceiptFile, encode
+from syncd.protocol.names import HUGGINGFACE, NAME_MAP, RECEIPTS, part_name, receipt_name
+from syncd.protocol.records import Manifest, Names, Receipt, ReceiptFile, encode, parse
 from syncd.storage.fsio import Storage
 from tests.jobs import nothing
 from tests.merging import STORAGE, assert_equal, loaded
@@ -67,7 +69,12 @@ def _write(path: Path, tensors: Mapping[str, Tensor], *, said: bool) -> ReceiptF
 
 
 def publish(
-    actor: Path, out: Path, *, storage: Storage = STORAGE, cast: Cast | None = None
+    actor: Path,
+    out: Path,
+    *,
+    storage: Storage = STORAGE,
+    cast: Cast | None = None,
+    names: Names = "trainer",
 ) -> Manifest:
     out.mkdir()
     return build_model_folder(
@@ -75,7 +82,7 @@ def publish(
         actor,
         look_at_save(storage, actor, 1),
         out,
-        options=MergeOptions(cast=cast),
+        options=MergeOptions(cast=cast, names=names),
         work=Work(nothing),
         sequence=1,
     )
@@ -109,6 +116,46 @@ def test_no_tensor_is_read_to_publish_it(tmp_path: Path) -> None:
     manifest = publish(tmp_path / "actor", tmp_path / "out")
     with pytest.raises(VerificationError, match="digest"):
         verify_version(STORAGE, tmp_path / "out", manifest)
+
+
+def test_no_function_of_the_merge_is_entered(tmp_path: Path) -> None:
+    put(tmp_path / "actor", PARTS)
+    entered = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.parent.name == "merging" and path.name != "options.py":
+            entered.add((path.name, frame.f_code.co_name))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        publish(tmp_path / "actor", tmp_path / "out")
+        assert not entered
+        publish(tmp_path / "actor", tmp_path / "cast", cast="bf16")
+    finally:
+        sys.setprofile(before)
+    assert ("plan.py", "plan_merge") in entered
+
+
+def test_a_part_gets_the_names_of_the_hub_if_they_are_asked_for(tmp_path: Path) -> None:
+    actor = tmp_path / "actor"
+    put(actor, PARTS)
+    (actor / HUGGINGFACE).mkdir()
+    names = {"tensors": {"b": {"shape": [5000], "pieces": [{"name": "hub.b"}]}}}
+    content = json.dumps(names).encode()
+    (actor / HUGGINGFACE / NAME_MAP).write_bytes(content)
+    path = actor / RECEIPTS / receipt_name(0)
+    receipt = parse(Receipt, path.read_bytes(), path)
+    digest = xxhash.xxh3_128_hexdigest(content)
+    listed = ReceiptFile(
+        name=f"{HUGGINGFACE}/{NAME_MAP}", size=len(content), digest=digest, over="content"
+    )
+    path.write_bytes(encode(receipt.model_copy(update={"files": (*receipt.files, listed)})))
+    publish(actor, tmp_path / "out", names="hub")
+    found = loaded(tmp_path / "out")
+    assert found.keys() == {"hub.b", "scale", "a", "none"}
+    assert torch.equal(found["hub.b"], PARTS[0]["b"])
 
 
 def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
