@@ -36,7 +36,13 @@ from syncd.checkpoint.save import (
     confirm_unchanged,
 )
 from syncd.checkpoint.step_save import look_into_step
-from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, cast_dtype, is_floating, shown
+from syncd.checkpoint.tensor_rules import (
+    ITEMSIZE,
+    Cast,
+    cast_dtype,
+    is_floating,
+    shown,
+)
 from syncd.checkpoint.whole_files import publish_files
 from syncd.protocol.errors import CheckpointError, NoRoomError, RecordError, SaveNotReadyError
 from syncd.protocol.names import (
@@ -120,6 +126,7 @@ def build_model_folder(
             hub = _names_on_hub(storage, actor, folder, contents, told, options, opened.parser)
             names: Names = options.names if hub else "trainer"
             if opened.files and caster is None and names != "hub":
+                contents.check_cast(options.cast)
                 merged = publish_files(
                     storage,
                     opened.files,

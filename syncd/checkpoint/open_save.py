@@ -33,7 +33,7 @@ from syncd.checkpoint.save import (
     SavedWeights,
     Shards,
 )
-from syncd.checkpoint.tensor_rules import TENSOR_LIMIT, shown
+from syncd.checkpoint.tensor_rules import TENSOR_LIMIT, Cast, refuse_cast, shown
 from syncd.checkpoint.torch_files.pieces import PICKLE_LIMIT
 from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.protocol.errors import (
@@ -358,6 +358,12 @@ class SaveContents(NamedTuple):
                 else:
                     found[name] = value.local_shape
         return found
+
+    def check_cast(self, cast: Cast | None) -> None:
+        """Raise CheckpointError if there is a cast, and the model is quantized."""
+        for index in self.indexes if cast is not None else ():
+            for name, tensor in index.tensors.items():
+                refuse_cast(name, tensor.dtype)
 
     def plan(
         self,

@@ -23,7 +23,12 @@ from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.tensor_rules import DTYPES, Cast
 from syncd.checkpoint.version import verify_version
-from syncd.protocol.errors import CoverageError, ShardFormatError, VerificationError
+from syncd.protocol.errors import (
+    CheckpointError,
+    CoverageError,
+    ShardFormatError,
+    VerificationError,
+)
 from syncd.protocol.names import HUGGINGFACE, NAME_MAP, RECEIPTS, part_name, receipt_name
 from syncd.protocol.records import Manifest, Names, Receipt, ReceiptFile, encode, parse
 from syncd.storage.fsio import Storage
@@ -208,6 +213,12 @@ def test_a_part_is_cast_if_that_is_asked_for(tmp_path: Path) -> None:
     publish(tmp_path / "actor", tmp_path / "out", cast="bf16")
     everything = PARTS[0] | PARTS[1]
     assert_equal(loaded(tmp_path / "out"), {k: v.bfloat16() for k, v in everything.items()})
+
+
+def test_a_cast_of_packed_weights_is_refused(tmp_path: Path) -> None:
+    put(tmp_path / "actor", [{"a_blocks": torch.ones(4, dtype=torch.uint8)}])
+    with pytest.raises(CheckpointError, match="a_blocks is quantized"):
+        publish(tmp_path / "actor", tmp_path / "out", cast="bf16")
 
 
 def test_a_save_is_whole_when_all_ranks_have_vouched_for_their_parts(tmp_path: Path) -> None:
