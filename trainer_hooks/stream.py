@@ -9,25 +9,36 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.tensor_rules import shown
 from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
-from syncd.protocol.names import MANIFEST, is_weights_name, part_name
+from syncd.protocol.names import (
+    MANIFEST,
+    NAME_MAP,
+    SAVING,
+    is_weights_name,
+    part_name,
+    receipt_name,
+)
 from syncd.protocol.policy import SyncMethod, SyncSettings, check_step, given_or_default
-from syncd.protocol.records import SaveId
+from syncd.protocol.records import ReceiptFile, SaveId, encode
 from syncd.protocol.reports import TrainerReport
-from syncd.storage.fsio import Storage
+from syncd.protocol.tensor_names import NameMapRecord
+from syncd.storage.errnos import PASSING
+from syncd.storage.fsio import Draft, Storage
 from trainer_hooks.saver import Saver, raise_first
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.host_part import HostPart
-from trainer_hooks.state.state_dict import Pretrained
+from trainer_hooks.state.state_dict import FileWriters, Pretrained
 from trainer_hooks.writing.rank_files import RankContents, RankFiles
 from trainer_hooks.writing.writer import RankWriter
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Seconds between two looks at rank 0's report.
 _POLL: Final = 0.05
@@ -87,7 +98,9 @@ class WeightStream:
             )
         if not 0 <= rank < world_size:
             raise InvalidSettingsError(f"rank {rank} is not one of {world_size} writers")
-        self._model_files = () if model_files is None else (_writer(model_files),)
+        self._model_files: FileWriters = ()
+        if rank == 0:  # after the model's own: the tensors have the hub's names already
+            self._model_files = (*_writers(model_files), _no_renaming)
         self._saver = Saver(
             job_dir,
             rank,
@@ -97,17 +110,19 @@ class WeightStream:
             name=name,
             storage=storage,
         )
+        self._part = HostPart()
+        self._found: _Tensors = {}
+        self._before: _Tensors = {}  # of the save that was announced last
+        self._run: str | None = None  # of a rank 0 that lives
+        self._last: SaveId | None = None
+        self._closed = False
         try:
             self._saver.open()
+            # The report may be of a trainer that was killed, until it or its heartbeat changes.
+            self._first_look = self._heartbeat(self._report())
         except BaseException:
             self._saver.close()
             raise
-        self._part = HostPart()
-        self._before: _Tensors = {}  # of the save that was announced last
-        # The report of a trainer that was killed can name a save that is not of this trainer.
-        self._old = self._saving()
-        self._last: SaveId | None = None
-        self._closed = False
 
     @property
     def synchronizer(self) -> TrainerSynchronizer | None:
@@ -133,7 +148,7 @@ class WeightStream:
             raise SaveFailedError("this stream is closed and cannot save. Make a new one")
         begun, saver = time.monotonic(), self._saver
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-        contents, taken = RankContents(written_by=_nothing_there), 0
+        contents, taken = RankContents(whole=_NoCopy()), 0
         try:
             if saver.has_ended():
                 taken = self._part.fill(pairs)
@@ -186,16 +201,17 @@ class WeightStream:
     def _write(self, step: int, contents: RankContents) -> None:
         saver = self._saver
         if saver.rank == 0:
+            save = saver.new(step)
             contents = contents._replace(
                 model_files=self._model_files, confirm=partial(self._compare, step)
             )
-            saver.write(saver.new(step), contents)
+            saver.write(save, contents)
+            if save.is_announced:
+                self._before = self._found
             return
-        has_ended = False
-        while not has_ended:  # twice if the first is the last save of a trainer that was killed
-            save_id = self._save_of_rank_0(step)
-            self._writer.save(save_id, contents)
-            has_ended = self._has_ended(save_id)
+        save_id = self._save_of_rank_0(step)
+        self._writer.save(save_id, contents)
+        self._wait_for_end(save_id)
 
     def _compare(self, step: int) -> None:
         """Refuse a save of all writers whose names, shapes or dtypes are not those expected."""
@@ -226,37 +242,46 @@ class WeightStream:
                 f"{f'; and {more} more' if more > 0 else ''}. Give the same tensors at each step, "
                 "each on one rank; for another model, begin another stream"
             )
-        self._before = found
+        self._found = found
 
     def _save_of_rank_0(self, step: int) -> SaveId:
         """Wait until rank 0 begins the save of this step; return its id."""
         until = time.monotonic() + self._saver.settings.save_timeout
         while True:
             saving = self._saving()
-            if saving is not None and saving != self._last:
+            if saving is not None and saving != self._last and saving.step >= step:
+                self._run = saving.run
                 if saving.step == step:
                     self._last = saving
                     return saving
-                if saving.step > step and saving != self._old:
-                    self._last = saving
-                    self._writer.say_failed(saving)
-                    raise SaveFailedError(
-                        f"rank {self._saver.rank} saves step {step}, but rank 0 saves step "
-                        f"{saving.step}. All writers must save the same steps"
-                    )
+                # It can be there because it gave this step up, before this writer came.
+                failed = self._failed_by_rank_0(step)
+                if failed is not None and failed.run == saving.run:
+                    raise _not_announced(step)
+                self._last = saving
+                self._writer.say_failed(saving)
+                raise SaveFailedError(
+                    f"rank {self._saver.rank} saves step {step}, but rank 0 saves step "
+                    f"{saving.step}. All writers must save the same steps"
+                )
             self._pause(until, f"rank 0 has not begun to save step {step}")
 
-    def _has_ended(self, save_id: SaveId) -> bool:
-        """Wait for the end of a save; return False if rank 0 belongs to another run by now."""
+    def _wait_for_end(self, save_id: SaveId) -> None:
         until = time.monotonic() + 2 * self._saver.settings.save_timeout
-        files = RankFiles(self._writer.job, self._saver.rank, self._saver.world_size, save_id)
-        while (report := self._report()) is not None and report.saving == str(save_id):
-            if files.failed(0) == save_id != self._old:
-                raise SaveFailedError(
-                    f"rank 0 has not announced step {save_id.step}. See the log of rank 0"
-                )
-            self._pause(until, f"rank 0 has not announced step {save_id.step}")
-        return report is None or report.run_id == save_id.run
+        step, storage, layout = save_id.step, self._writer.job.storage, self._writer.job.layout
+        files = RankFiles(self._writer.job, 0, self._saver.world_size, save_id)
+        while True:
+            if self._failed_by_rank_0(step) == save_id:
+                raise _not_announced(step)
+            report = self._report()
+            if report is not None and report.saving != str(save_id):
+                self._check_run(report)
+                return
+            # Rank 0 may be unable to write its report.
+            is_written = _unless_passing(lambda: files.written(receipt_name(0))) == save_id
+            if is_written and not storage.exists(layout.step(step) / SAVING):
+                return
+            self._pause(until, f"rank 0 has not announced step {step}")
 
     def _pause(self, until: float, what: str) -> None:
         # A poll: shared storage sends no events for another host's files.
@@ -269,35 +294,85 @@ class WeightStream:
     def _writer(self) -> RankWriter:
         return self._saver.writer
 
+    def _saving(self) -> SaveId | None:
+        """The save that a live rank 0 has begun."""
+        report = self._report()
+        if report is None or report.saving is None:
+            return None
+        if self._run is None and self._heartbeat(report) in {None, self._first_look}:
+            return None
+        self._check_run(report)
+        return SaveId.parse(report.saving)
+
+    def _check_run(self, report: TrainerReport) -> None:
+        if self._run not in {None, report.run_id}:
+            raise SaveFailedError("rank 0 was started again. Start this writer again, too")
+
     def _report(self) -> TrainerReport | None:
         job = self._writer.job
-        return job.read(TrainerReport, job.layout.trainer_report)
+        return _unless_passing(lambda: job.read(TrainerReport, job.layout.trainer_report))
 
-    def _saving(self) -> SaveId | None:
-        report = self._report()
-        return None if report is None or report.saving is None else SaveId.parse(report.saving)
+    def _heartbeat(self, report: TrainerReport | None) -> tuple[str, int] | None:
+        """The session of a report, and the time of its last heartbeat; None if there is none."""
+        if report is None or report.session is None:
+            return None
+        job, session = self._writer.job, report.session
+        status = _unless_passing(lambda: job.storage.status(job.layout.session(session)))
+        return None if status is None else (session, status.st_mtime_ns)
+
+    def _failed_by_rank_0(self, step: int) -> SaveId | None:
+        any_of_it = SaveId("", step, 0)
+        files = RankFiles(self._writer.job, 0, self._saver.world_size, any_of_it)
+        return _unless_passing(lambda: files.failed(0))
 
 
-def _nothing_there() -> None:
-    raise SaveFailedError("this writer has no copy of the tensors, so they are not saved")
+class _NoCopy(HostPart):
+    """Stands for tensors that could not be copied: its save fails on all ranks."""
+
+    def write(self, draft: Draft) -> ReceiptFile:  # noqa: ARG002 - there is nothing to write
+        """Raise the error."""
+        raise SaveFailedError("this writer has no copy of the tensors, so they are not saved")
+
+
+def _unless_passing(read: Callable[[], T]) -> T | None:
+    """What storage says; None if it fails for a moment."""
+    try:
+        return read()
+    except OSError as error:
+        if error.errno not in PASSING:
+            raise
+        return None
+
+
+def _not_announced(step: int) -> SaveFailedError:
+    return SaveFailedError(f"rank 0 has not announced step {step}. See the log of rank 0")
+
+
+def _no_renaming(folder: Path) -> None:
+    (folder / NAME_MAP).write_bytes(encode(NameMapRecord()))
 
 
 def _described(tensor: tuple[str, tuple[int, ...]]) -> str:
     return f"{tensor[0]} {list(tensor[1])}"
 
 
-def _writer(source: str | Path | Pretrained) -> Callable[[Path], object]:
-    """A function that writes the model's small files into a folder.
+def _writers(source: str | Path | Pretrained | None) -> FileWriters:
+    """Functions that write the model's small files into a folder.
 
     Raises:
         InvalidSettingsError: the folder does not exist.
     """
+    if source is None:
+        return ()
     if not isinstance(source, str | Path):
-        return lambda folder: source.save_pretrained(str(folder))
+        return (lambda folder: source.save_pretrained(str(folder)),)
     if not Path(source).is_dir():
         raise InvalidSettingsError(f"model_files: {source} is not a folder")
 
     def weights(_: str, names: list[str]) -> list[str]:
         return [n for n in names if is_weights_name(n) or n == MANIFEST or n.startswith(".")]
 
-    return lambda folder: shutil.copytree(source, folder, ignore=weights, dirs_exist_ok=True)
+    copy = partial(
+        shutil.copytree, source, ignore=weights, ignore_dangling_symlinks=True, dirs_exist_ok=True
+    )
+    return (copy,)

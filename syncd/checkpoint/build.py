@@ -92,8 +92,7 @@ def build_model_folder(
     """
     if isinstance(save, Unfinished):
         raise SaveNotReadyError(save.reason)
-    cancel = work.cancel
-    begun = work.clock()
+    cancel, begun = work.cancel, work.clock()
     try:
         with (
             _judged_at_rest(storage, actor, save),

@@ -289,10 +289,10 @@ class SyncRequest:
 
     def is_over(self, *, has_stopped: bool) -> bool:
         """True if the wait is over; ``has_stopped`` means that no trainer is running."""
-        said = self._said()
         if self._before == "not looked yet":
-            self._before = said  # before the sync is required: each later answer is to this wait
-        if not has_stopped and (self._current is None or said in {None, self._before}):
+            # Before the sync is required: each later answer is to this wait.
+            self._before = self._said()
+        if not has_stopped and (self._current is None or self._said() in {None, self._before}):
             return False
         if has_stopped and not self._waits.roster.has_had_trainer():
             return True

@@ -20,7 +20,7 @@ from syncd.daemon.loop import Loop
 from syncd.daemon.scan import Known, Scanner
 from syncd.daemon.steering import Steering
 from syncd.daemon.tenure import Tenure
-from syncd.protocol.errors import JobUnavailableError, RecordError
+from syncd.protocol.errors import JobUnavailableError, RecordError, SupersededError
 from syncd.protocol.events import LockWatched
 from syncd.protocol.records import Latest, SaveOutcome, SaveOutcomes, parse
 from syncd.storage.epoch import Epoch
@@ -97,6 +97,9 @@ def _prune(job: Job, config: DaemonConfig, sleep: Callable[[float], None]) -> li
             try:
                 found: dict[Pruning, None] = {}
                 while True:
+                    if lock.lost:
+                        root = job.layout.root
+                        raise SupersededError(f"another daemon has taken the lock of {root}")
                     decision = loop.run_once()
                     found.update(dict.fromkeys(loop.pruned))
                     if not loop.has_more and not any(

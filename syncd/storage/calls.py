@@ -186,9 +186,15 @@ class Calls:
 
     def names(self, path: Path) -> list[str]:
         """The names in a folder, sorted; empty if the folder is missing."""
-        with Ignoring(GONE), self._beneath.opened(path) as fd:
+        fd = None
+        with Ignoring(GONE):  # an error of the listing itself says nothing about the content
+            fd = self._beneath.open_folder(path)
+        if fd is None:
+            return []
+        try:
             return sorted(os.listdir(fd))
-        return []
+        finally:
+            os.close(fd)
 
     def kinds(self, path: Path) -> dict[str, Kind]:
         """The entries of a folder: name → kind. Raises NotADirectoryError for a link or a file."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,8 @@ from syncd.protocol.records import encode
 from syncd.protocol.reports import TrainerReport
 from tests.jobs import SmallJob
 from tests.merging import assert_equal, loaded
+from tests.multiprocess.processes import wait_until
+from tests.storages import RuledStorage, refuse
 from trainer_hooks import WeightStream
 
 #: Of a save that is to fail by it, and of one that is not.
@@ -162,24 +165,120 @@ def test_a_writer_whose_tensors_end_in_an_error_fails_the_save_of_all(
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_what_a_killed_trainer_was_saving_misleads_no_writer(
+def test_a_writer_takes_no_save_of_a_trainer_that_was_killed(
     job: SmallJob, stack: ExitStack, step: int
 ) -> None:
+    job.put(job.layout.session("dead"), b"of another host")
     report = TrainerReport(
-        run_id="old", world_size=2, status="running", step=1, saving=f"old-{step}-7", time=0.0
-    )
+        run_id="old", world_size=2, status="running", step=1, session="dead",
+        saving=f"old-{step}-7", time=0.0,
+    )  # fmt: skip
     job.put(job.layout.trainer_report, encode(report))
     second = stack.enter_context(writer(job, 1, 2))
     second.save(2, tensors(2, "b"))
-    if step == 2:  # it takes the old id, writes its part, and learns that nobody announces it
-        receipt = job.layout.actor(2) / ".receipts" / "rank_1.json"
-        while not receipt.exists():
-            second._saver.has_ended(timeout=0.01)
+    second._saver.has_ended(timeout=0.2)
+    assert not job.layout.step(2).exists()
     first = stack.enter_context(writer(job, 0, 2))
     first.save(2, tensors(2, "a"))
     for stream in (first, second):
         stream.wait()
     assert announced(job) == 2
+
+
+def test_a_writer_that_comes_later_than_the_save_takes_it_after_a_heartbeat(
+    job: SmallJob, stack: ExitStack
+) -> None:
+    first = stack.enter_context(writer(job, 0, 2))
+    first.save(1, tensors(1, "a"))
+    wait_until(lambda: b'"saving":"' in job.layout.trainer_report.read_bytes(), "it has begun")
+    second = stack.enter_context(writer(job, 1, 2))
+    second.save(1, tensors(1, "b"))
+    for stream in (first, second):
+        stream.wait()
+    assert announced(job) == 1
+
+
+def test_a_writer_of_the_run_before_gives_its_tensors_to_no_other(job: SmallJob) -> None:
+    orphan = writer(job, 1, 2)
+    with writer(job, 0, 2) as first:
+        for stream, name in ((first, "a"), (orphan, "b")):
+            stream.save(1, tensors(1, name))
+        orphan.wait()
+    again = writer(job, 0, 2, timeout=SHORT)
+    again.save(2, tensors(2, "a"))
+    orphan.save(2, tensors(1, "b"))
+    with pytest.raises(SaveFailedError, match="rank 0 was started again"):
+        orphan.wait()
+    orphan.close()
+    with pytest.raises(SaveFailedError, match="rank 1 of 2 has not written"):
+        again.close()
+    assert announced(job) == 1
+
+
+def test_a_save_that_fails_costs_a_slow_writer_no_later_save(
+    job: SmallJob, stack: ExitStack
+) -> None:
+    first, second = pair(job, stack)
+    with pytest.raises(InvalidSettingsError):
+        first.save(1, {"a": [1.0]})
+    with pytest.raises(SaveFailedError):
+        first.wait()
+    first.save(2, tensors(2, "a"))
+    wait_until(lambda: job.layout.step(2).exists(), "rank 0 saves the next step")
+    second.save(1, tensors(1, "b"))
+    with pytest.raises(SaveFailedError, match="rank 0 has not announced step 1"):
+        second.wait()
+    second.save(2, tensors(2, "b"))
+    for stream in (first, second):
+        stream.wait()
+    assert announced(job) == 2
+
+
+def test_an_announcement_that_the_report_lacks_is_found_in_the_folder(
+    job: SmallJob, stack: ExitStack
+) -> None:
+    second = stack.enter_context(writer(job, 1, 2))
+    storage = RuledStorage()
+    first = stack.enter_context(writer(job, 0, 2, storage=storage))
+    first.save(1, tensors(1, "a"))
+    wait_until(lambda: b'"saving":"' in job.layout.trainer_report.read_bytes(), "it has begun")
+    storage.rules.append(refuse("rename", errno.EIO, where="trainer.json"))
+    second.save(1, tensors(1, "b"))
+    for stream in (first, second):
+        stream.wait()
+    assert b'"saving":"' in job.layout.trainer_report.read_bytes()
+    storage.rules.clear()
+
+
+def test_looks_that_fail_for_a_moment_are_repeated(job: SmallJob, stack: ExitStack) -> None:
+    storage = RuledStorage()
+    second = stack.enter_context(writer(job, 1, 2, storage=storage))
+    first = stack.enter_context(writer(job, 0, 2))
+    failing = refuse("open_read", errno.EIO, where="trainer.json")
+    storage.rules.append(failing)
+    second.save(1, tensors(1, "b"))
+    first.save(1, tensors(1, "a"))
+    wait_until(lambda: storage.count("open_read", job.layout.trainer_report) > 3, "it looks")
+    storage.rules.remove(failing)
+    for stream in (first, second):
+        stream.wait()
+    assert announced(job) == 1
+
+
+def test_a_save_without_its_tensors_keeps_the_shard_of_another_trainer(
+    job: SmallJob, stack: ExitStack
+) -> None:
+    actor = job.layout.actor(1)
+    actor.mkdir(parents=True)
+    names = [f"{part}_world_size_1_rank_0.pt" for part in ("model", "optim")]
+    for name in names:
+        (actor / name).write_bytes(b"of another trainer")
+    stream = stack.enter_context(writer(job))
+    with pytest.raises(InvalidSettingsError):
+        stream.save(1, {"a": [1.0]})
+    with pytest.raises(SaveFailedError, match="no copy of the tensors"):
+        stream.wait()
+    assert all((actor / name).exists() for name in names)
 
 
 def test_small_files_come_from_a_folder_without_its_weights(
@@ -194,10 +293,12 @@ def test_small_files_come_from_a_folder_without_its_weights(
     stream.wait()
     folder = job.layout.actor(1) / "huggingface"
     assert {path.name for path in folder.rglob("*") if path.is_file()} == {
-        "config.json", "extra.txt",
+        "config.json", "extra.txt", "name_map.json",
     }  # fmt: skip
+    stream.close()
     with pytest.raises(InvalidSettingsError, match="is not a folder"):
         writer(job, model_files=tmp_path / "nowhere")
+    stack.enter_context(writer(job, 1, 2, model_files=tmp_path / "nowhere"))  # only rank 0 has it
 
 
 def test_a_dtensor_is_refused_with_what_to_do(job: SmallJob, stack: ExitStack) -> None:
