@@ -57,7 +57,7 @@ class SaveSettings:
 
     Attributes:
         layout: ``sharded``: each rank writes its own file, and nothing is gathered. ``full``: rank
-            0 gathers the weights into one safetensors file, tensor by tensor, while training waits.
+            0 gathers all weights into host memory while training waits, and writes one file.
         when_busy_sync: the treatment of a sync that is due while the previous save is still being
             written. ``skip``: nothing is copied. The sync is counted as skipped, and stays due
             until a step at which the writer is free. ``wait``: training waits if two saves are

@@ -108,8 +108,7 @@ def fsdp_upload_state_dict(
     Rank 0 holds the whole state dict in host memory, and training waits until the state dict is
     written. The other ranks wait in a collective of the default process group, so the timeout of
     that group (10 minutes for NCCL by default) must be longer than the write. Prefer a
-    :class:`~trainer_hooks.hook.TrainerHook` with ``method="memory"``: its rank 0 writes tensors
-    while it gathers others, so it never holds all of them.
+    :class:`~trainer_hooks.hook.TrainerHook` with ``method="memory"``: it writes in a thread.
 
     On rank 0, ``synchronizer`` must be a ``TrainerSynchronizer`` of syncd with a
     :class:`StateDictWriter`, not a Ray actor. On other ranks it is None. If ``global_step`` is 0,

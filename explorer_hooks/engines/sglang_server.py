@@ -85,7 +85,7 @@ class SGLangServer(ServerEngine):
 
     def _said_label(self) -> str:
         said = self._server.ask(self._info).get("weight_version")
-        return said if isinstance(said, str) else ""
+        return (said or "unlabelled") if isinstance(said, str) else ""
 
     def _may_be_paused(self) -> bool:
         return True  # the server does not report it

@@ -230,7 +230,7 @@ class VLLMServer(ServerEngine):
         said = self._server.ask(self._info).get("weight_version") if self._can_label() else None
         if said == _UNLABELLED:
             self._forget_config()  # it may have been restarted with other options
-        return said if isinstance(said, str) else ""
+        return (said or "unlabelled") if isinstance(said, str) else ""
 
     def _ask_workers(self) -> None:
         self._server.ask(_RPC, {"method": "check_health", "kwargs": {}})

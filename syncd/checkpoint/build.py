@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -56,6 +57,7 @@ from syncd.protocol.names import (
     REMOTE_PATH,
 )
 from syncd.protocol.records import Kind, Manifest, Names, TensorEntry, VersionFile, encode
+from syncd.protocol.tensor_names import NameMapRecord
 from syncd.protocol.version_events import AdapterWithoutBase, CastTwice
 from syncd.storage.errnos import NO_RECORD, Ignoring, is_gone, is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
@@ -441,6 +443,8 @@ class FreeSpace:
             contents = look_inside(opened, cancel)
             one_file = options._replace(max_file_size=sys.maxsize)
             plan = contents.plan(one_file, bias="all", tied=False, cancel=cancel)
-            renamed = options.names == "hub" and f"{HUGGINGFACE}/{NAME_MAP}" in save.vouched()
-            linked = opened.files and save.receipts and not (plan.casts or renamed)
+            names = save.vouched().get(f"{HUGGINGFACE}/{NAME_MAP}")
+            renamed = options.names == "hub" and names and names.size > len(encode(NameMapRecord()))
+            ours = all(self.storage.fstat(file.fd).st_uid == os.geteuid() for file in opened.files)
+            linked = opened.files and save.receipts and ours and not (plan.casts or renamed)
             return 0 if linked else plan.data_size

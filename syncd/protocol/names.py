@@ -64,7 +64,9 @@ _RANK_METADATA = re.compile(r"__[0-9]{1,9}\.metadata", re.ASCII)
 _PART = re.compile(
     r"(?:shard-([0-9]{5,9})-)?model-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors", re.ASCII
 )
-_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|index\.json)", re.ASCII | re.DOTALL)
+_WEIGHTS = re.compile(
+    r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|index\.json)", re.ASCII | re.DOTALL
+)
 
 _CONTROL = re.compile("[\0-\x1f\x7f-\x9f]")
 #: Invisible characters that are parts of words in Persian and Indic scripts, and of emoji.

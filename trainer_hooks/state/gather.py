@@ -59,7 +59,7 @@ def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -
     if isinstance(value, ShardedTensor):
         return _gathered(value, dtype)
     if not isinstance(value, DTensor):
-        return value.to(dtype) if rank == 0 else None
+        return value.detach().to(dtype) if rank == 0 else None
     local = value.to_local()
     moved_as = _moved_as(dtype)
     device = value.device_mesh.device_type

@@ -149,7 +149,8 @@ def _bytes_of(name: str, value: Any) -> tuple[str, tuple[int, ...], Tensor]:
     if not isinstance(value, Tensor | np.ndarray) and hasattr(value, "__dlpack__"):
         value = from_dlpack(value)
     is_plain = type(value) in {Tensor, nn.Parameter} and value.layout is torch.strided
-    if not (is_plain and value.device.type != "meta") and not isinstance(value, np.ndarray):
+    is_array = type(value) in {np.ndarray, np.memmap}
+    if not (is_plain and value.device.type != "meta") and not is_array:
         raise InvalidSettingsError(
             f"{shown(name)} is a {type(value).__name__} that is no plain tensor with values: give "
             "a dense torch tensor, a NumPy array, or an object with __dlpack__"
