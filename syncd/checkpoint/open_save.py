@@ -353,10 +353,9 @@ class SaveContents(NamedTuple):
             for name, value in index.tensors.items():
                 if isinstance(value, Chunks):
                     found[name] = value.global_shape
-                elif value.position is not None:
-                    found[name] = value.position.global_shape
                 else:
-                    found[name] = value.local_shape
+                    whole = value.position
+                    found[name] = value.local_shape if whole is None else whole.global_shape
         return found
 
     def check_cast(self, cast: Cast | None) -> None:
@@ -472,14 +471,11 @@ def _check_names(indexes: Sequence[ShardIndex], actor: Path) -> None:
     for label, tensors in indexes:
         for name in tensors:
             if seen.setdefault(name, label) != label:
-                raise CoverageError(
-                    f"{actor} holds {shown(name)} in both {seen[name]} and {label}. Give each "
-                    "tensor to only one rank"
-                )
+                both = f"both {seen[name]} and {label}"
+                raise CoverageError(f"{actor} holds {shown(name)} in {both}: give it to one rank")
     if not seen:
         raise CoverageError(
-            f"{actor} holds no tensors. Perhaps the trainer failed to gather the tensors. Save the "
-            "step again"
+            f"{actor} holds no tensors. Perhaps gathering failed: save the step again"
         )
 
 
