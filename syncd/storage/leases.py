@@ -73,6 +73,9 @@ class Lease:
             raise FileNotFoundError(
                 errno.ENOENT, "the job's folder is missing, perhaps unmounted", str(leases)
             )
+        self._storage.unlink_if_there(
+            self._path
+        )  # it may have been mounted between these two looks
 
 
 def pin_version(job: Job, sequence: int) -> None:

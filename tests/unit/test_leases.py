@@ -16,7 +16,7 @@ from syncd.storage.leases import Lease
 from syncd.storage.sessions import DaemonLock, Session
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.lagging import Hosts
-from tests.storages import Clock, FastStorage, once, refuse
+from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
 
 pytestmark = pytest.mark.lagging
 
@@ -299,3 +299,16 @@ def test_a_version_of_a_stale_handle_is_gone(job: SmallJob, hosts: Hosts) -> Non
     storage = hosts.ruled(refuse("create", errno.ESTALE))
     with pytest.raises(VersionGoneError):
         Lease.take(Job(storage, job.layout), 3, "node", "session")
+
+
+def test_a_lease_is_released_though_the_job_was_unmounted_for_one_look(job: SmallJob) -> None:
+    storage, leases = RuledStorage(), job.layout.leases
+    away = leases.with_name("unmounted")
+    storage.rules += [
+        once("unlink", lambda *_: leases.rename(away), where="leases"),
+        once("status", lambda *_: away.rename(leases), where="leases"),
+    ]
+    (leases / "v000001").mkdir(parents=True)
+    lease = Lease.take(Job(storage, job.layout), 1, "explorer", "s")
+    lease.release()
+    assert list((leases / "v000001").iterdir()) == []
