@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from syncd.coordination.member import Seams
 from syncd.coordination.trainer import TrainerSynchronizer
@@ -433,6 +433,38 @@ class Saver:
             # Done last: otherwise explorers that wait for this save could be told that none comes.
             save.is_announced = True
             self.announced = save.id.step
+
+
+class ClosingSaver:
+    """The base of what has a saver, and closes it at the end of a ``with`` block."""
+
+    _saver: Saver
+    _closed: bool
+
+    def close(self) -> None:
+        """Wait for unfinished saves, and report that this trainer has stopped. Safe to call twice.
+
+        Raises:
+            SaveFailedError: a save failed, or was given up because it took too long.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        raise_first(self._saver.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        # Training failed: the other ranks may never write their part of the saves under way.
+        self._saver.stopped.set()
+        try:
+            self.close()
+        except SaveFailedError as error:
+            log.warning("%s", error)
 
 
 def raise_first(errors: Sequence[SyncdError]) -> None:

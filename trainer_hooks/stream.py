@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, TypeVar
 
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.tensor_rules import shown
@@ -29,7 +29,7 @@ from syncd.protocol.reports import TrainerReport
 from syncd.protocol.tensor_names import NameMapRecord
 from syncd.storage.errnos import PASSING
 from syncd.storage.fsio import Draft, Storage
-from trainer_hooks.saver import Saver, raise_first
+from trainer_hooks.saver import ClosingSaver, Saver
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.state_dict import FileWriters, Pretrained
@@ -48,7 +48,7 @@ _NAMED: Final = 8
 _Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 
-class WeightStream:
+class WeightStream(ClosingSaver):
     """Saves whole tensors by the names that they have on the hub. It needs no process group.
 
     Each of ``world_size`` writers gives some of the tensors, and together they give each name once.
@@ -172,30 +172,6 @@ class WeightStream:
         self._saver.wait()
         self._saver.raise_failure()
 
-    def close(self) -> None:
-        """Wait for the last save, and report that this trainer has stopped. Safe to call twice.
-
-        Raises:
-            SaveFailedError: a save failed, or was given up because it took too long.
-        """
-        if not self._closed:
-            self._closed = True
-            raise_first(self._saver.close())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-            return
-        # This writer failed: the others may never write their part of the saves under way.
-        self._saver.stopped.set()
-        try:
-            self.close()
-        except SaveFailedError as error:
-            log.warning("%s", error)
-
     # -- in the thread -----------------------------------------------------------------------------
 
     def _write(self, step: int, contents: RankContents) -> None:
@@ -255,7 +231,7 @@ class WeightStream:
                     self._last = saving
                     return saving
                 # It can be there because it gave this step up, before this writer came.
-                failed = self._failed_by_rank_0(step)
+                failed = self._failed_by_rank_0(SaveId(saving.run, step, saving.counter))
                 if failed is not None and failed.run == saving.run:
                     raise _not_announced(step)
                 self._last = saving
@@ -268,20 +244,22 @@ class WeightStream:
 
     def _wait_for_end(self, save_id: SaveId) -> None:
         until = time.monotonic() + 2 * self._saver.settings.save_timeout
-        step, storage, layout = save_id.step, self._writer.job.storage, self._writer.job.layout
-        files = RankFiles(self._writer.job, 0, self._saver.world_size, save_id)
+        files = self._files_of_rank_0(save_id)
+
+        def is_complete() -> bool:
+            is_written = files.written(receipt_name(0)) == save_id
+            return is_written and not files.storage.exists(files.folder / SAVING)
+
         while True:
-            if self._failed_by_rank_0(step) == save_id:
-                raise _not_announced(step)
+            if self._failed_by_rank_0(save_id) == save_id:
+                raise _not_announced(save_id.step)
             report = self._report()
             if report is not None and report.saving != str(save_id):
                 self._check_run(report)
                 return
-            # Rank 0 may be unable to write its report.
-            is_written = _unless_passing(lambda: files.written(receipt_name(0))) == save_id
-            if is_written and not storage.exists(layout.step(step) / SAVING):
+            if _unless_passing(is_complete):  # rank 0 may be unable to write its report
                 return
-            self._pause(until, f"rank 0 has not announced step {step}")
+            self._pause(until, f"rank 0 has not announced step {save_id.step}")
 
     def _pause(self, until: float, what: str) -> None:
         # A poll: shared storage sends no events for another host's files.
@@ -320,10 +298,12 @@ class WeightStream:
         status = _unless_passing(lambda: job.storage.status(job.layout.session(session)))
         return None if status is None else (session, status.st_mtime_ns)
 
-    def _failed_by_rank_0(self, step: int) -> SaveId | None:
-        any_of_it = SaveId("", step, 0)
-        files = RankFiles(self._writer.job, 0, self._saver.world_size, any_of_it)
-        return _unless_passing(lambda: files.failed(0))
+    def _files_of_rank_0(self, save_id: SaveId) -> RankFiles:
+        return RankFiles(self._writer.job, 0, self._saver.world_size, save_id)
+
+    def _failed_by_rank_0(self, save_id: SaveId) -> SaveId | None:
+        """The save that rank 0 gave up in the folder of this save's step."""
+        return _unless_passing(lambda: self._files_of_rank_0(save_id).failed(0))
 
 
 class _NoCopy(HostPart):

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from trainer_hooks.ranks import LedRanks, Ranks
-from trainer_hooks.saver import Saver, raise_first
+from trainer_hooks.saver import ClosingSaver, Saver
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.gather import full_tensor
 from trainer_hooks.state.host_buffers import HostBuffers
@@ -191,7 +191,7 @@ def fsdp_state_dict_meta(engine: FSDPEngine) -> list[tuple[str, str, tuple[int, 
     return told if Ranks().rank == 0 else []
 
 
-class CheckpointCoordinator:
+class CheckpointCoordinator(ClosingSaver):
     """Writes one rank's saves in a thread, one by one. Replaces Trinity-RFT's class of this name.
 
     Promised: the pointer names a step only when every rank's shard of one save is complete and
@@ -331,31 +331,6 @@ class CheckpointCoordinator:
         """
         self._saver.wait()
         self._saver.raise_failure()
-
-    def close(self) -> None:
-        """Wait for unfinished saves, and report that this trainer has stopped. Safe to call twice.
-
-        Raises:
-            SaveFailedError: a save failed, or was given up because it took too long.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        raise_first(self._saver.close())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-            return
-        # Training failed: the other ranks may never write their part of the saves under way.
-        self._saver.stopped.set()
-        try:
-            self.close()
-        except SaveFailedError as error:
-            log.warning("%s", error)
 
     def _check_open(self) -> None:
         if self._closed:

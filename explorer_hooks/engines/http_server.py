@@ -279,3 +279,8 @@ def _checked(key: str) -> str:
             "accent. Check SYNCD_API_KEY and SYNCD_ADMIN_API_KEY, or the arguments"
         )
     return key
+
+
+def label_of(said: object) -> str:
+    """The label in a server's answer; empty if the server has no labels."""
+    return (said or "unlabelled") if isinstance(said, str) else ""

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from typing import ClassVar, Final
 
-from explorer_hooks.engines.http_server import json_object
+from explorer_hooks.engines.http_server import json_object, label_of
 from explorer_hooks.engines.server_engine import LABEL, ServerEngine
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import InvalidSettingsError, ServerBusyError, ServerRefusedError
@@ -85,7 +85,7 @@ class SGLangServer(ServerEngine):
 
     def _said_label(self) -> str:
         said = self._server.ask(self._info).get("weight_version")
-        return (said or "unlabelled") if isinstance(said, str) else ""
+        return label_of(said)
 
     def _may_be_paused(self) -> bool:
         return True  # the server does not report it

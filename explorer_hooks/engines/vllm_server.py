@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from explorer_hooks.engines.http_server import HttpServer, json_object
+from explorer_hooks.engines.http_server import HttpServer, json_object, label_of
 from explorer_hooks.engines.server_engine import ServerEngine
 from explorer_hooks.engines.vllm_engine import (
     VLLMWorkers,
@@ -230,7 +230,7 @@ class VLLMServer(ServerEngine):
         said = self._server.ask(self._info).get("weight_version") if self._can_label() else None
         if said == _UNLABELLED:
             self._forget_config()  # it may have been restarted with other options
-        return (said or "unlabelled") if isinstance(said, str) else ""
+        return label_of(said)
 
     def _ask_workers(self) -> None:
         self._server.ask(_RPC, {"method": "check_health", "kwargs": {}})

@@ -15,7 +15,7 @@ from torch.utils.dlpack import from_dlpack
 
 from syncd.checkpoint.safetensors_file import DIGESTS
 from syncd.checkpoint.safetensors_header import PAGE, HeaderEntry, header_bytes
-from syncd.checkpoint.tensor_rules import DTYPES, ITEMSIZE, name_fault, shown
+from syncd.checkpoint.tensor_rules import ITEMSIZE, name_fault, shown
 from syncd.coordination.host_memory import HostMemory, wait_for_copies
 from syncd.coordination.tensors import torch_dtype
 from syncd.protocol.errors import InvalidSettingsError
@@ -23,6 +23,7 @@ from syncd.protocol.records import NonFinite, ReceiptFile
 from syncd.storage.fsio import Draft
 from trainer_hooks.state.finite import LookedAtBytes
 from trainer_hooks.state.gather import flat_bytes
+from trainer_hooks.state.state_dict import dtype_name
 
 #: Bytes of host memory that are allocated at a time.
 BUCKET: Final = 64 * 1024 * 1024
@@ -155,14 +156,14 @@ def _bytes_of(name: str, value: Any) -> tuple[str, tuple[int, ...], Tensor]:
             f"{shown(name)} is a {type(value).__name__} that is no plain tensor with values: give "
             "a dense torch tensor, a NumPy array, or an object with __dlpack__"
         )
-    dtype = str(value.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
+    dtype = dtype_name(value.dtype)
+    if not dtype:
         raise InvalidSettingsError(
-            f"{shown(name)} has dtype {shown(dtype)}, which safetensors files do not have: cast it"
+            f"{shown(name)} has dtype {value.dtype}, which safetensors files do not have: cast it"
         )
     if isinstance(value, Tensor):
         flat = flat_bytes(value)
     else:  # NumPy's bf16 and fp8 are those of ml_dtypes, which torch does not know
         content = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         flat = torch.from_numpy(content if content.flags.writeable else content.copy())
-    return DTYPES[dtype][0], tuple(value.shape), flat
+    return dtype, tuple(value.shape), flat
