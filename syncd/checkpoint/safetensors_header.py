@@ -49,6 +49,11 @@ class HeaderEntry(NamedTuple):
     end: int
 
 
+def file_order(length: int, dtype: str) -> tuple[bool, int]:
+    """A sort key: whole pages come first, then wider dtypes, so that each tensor is aligned."""
+    return length % PAGE > 0, -ITEMSIZE[dtype]
+
+
 def header_bytes(
     entries: Iterable[HeaderEntry], metadata: Mapping[str, str] | None = None
 ) -> bytes:

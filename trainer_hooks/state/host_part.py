@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
 
 from syncd.checkpoint.safetensors_file import DIGESTS
-from syncd.checkpoint.safetensors_header import PAGE, HeaderEntry, header_bytes
-from syncd.checkpoint.tensor_rules import ITEMSIZE, name_fault, shown
+from syncd.checkpoint.safetensors_header import HeaderEntry, file_order, header_bytes
+from syncd.checkpoint.tensor_rules import name_fault, shown
 from syncd.coordination.host_memory import HostMemory, wait_for_copies
 from syncd.coordination.tensors import torch_dtype
 from syncd.protocol.errors import InvalidSettingsError
@@ -71,7 +71,7 @@ class HostPart:
         """
         order = sorted(
             self._entries.values(),
-            key=lambda one: ((one.end - one.begin) % PAGE > 0, -ITEMSIZE[one.dtype]),
+            key=lambda one: file_order(one.end - one.begin, one.dtype),
         )
         digests: list[bytes] = []
         nonfinite = []

@@ -12,7 +12,7 @@ from syncd.checkpoint.merging.tiling import Block, Part, Run, Tiled, Transposed,
 from syncd.checkpoint.name_map import HubPart, NameMap
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.placement import Chunks, Local, Shape
-from syncd.checkpoint.safetensors_header import PAGE, HeaderEntry, header_bytes
+from syncd.checkpoint.safetensors_header import HeaderEntry, file_order, header_bytes
 from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, cast_dtype, refuse_cast, shown
 from syncd.protocol.errors import CoverageError
 
@@ -165,7 +165,7 @@ def _split(tensors: Sequence[PlannedTensor], max_file_size: int) -> Iterator[lis
 
 
 def _file(name: str, group: list[PlannedTensor], cancel: Check) -> PlannedFile:
-    group = sorted(group, key=lambda one: (one.length % PAGE > 0, -ITEMSIZE[one.dtype]))
+    group = sorted(group, key=lambda one: file_order(one.length, one.dtype))
     header = header_bytes(header_entries(group, cancel))
     return PlannedFile(name, header, sum(tensor.length for tensor in group), tuple(group))
 
