@@ -207,6 +207,7 @@ def measure(root: Path, count: int) -> dict[str, float]:
                     loop.run_once()
                     woken = crowd.wait_until_woken(step, count)
                     latencies += [1000 * (at - published) for at in woken]
+                time.sleep(1.0)  # renames of explorers on this host would lock out the daemon's
                 prune = _milliseconds(loop.run_once, 1)[0]
                 ticks, cpu = _milliseconds_and_cpu(loop.run_once, _TICKS)
             counts = _milliseconds(trainer.get_explorer_status_counts, 5)
