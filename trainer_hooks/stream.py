@@ -202,7 +202,9 @@ class WeightStream(ClosingSaver):
             if outcome is not None and outcome.identity == str(save):
                 if outcome.sequence is not None:
                     return Version(outcome.sequence, save.step)
-                refused = job.read(Quarantine, job.layout.quarantined(save.step, str(save)))
+                refused = _unless_passing(
+                    lambda: job.read(Quarantine, job.layout.quarantined(save.step, str(save)))
+                )
                 why = f": {refused.reason}" if refused is not None else ""
                 raise SaveFailedError(f"step {save.step} was {outcome.outcome}{why}")
             if time.monotonic() >= until:
@@ -211,7 +213,8 @@ class WeightStream(ClosingSaver):
                     f"step {save.step} was not published within {timeout:g} s; "
                     f"{daemon_hint(job.layout.root, lives=lives)}"
                 )
-            self._writer.stopped.wait(_POLL)
+            if self._writer.stopped.wait(_POLL):
+                raise SaveFailedError(f"step {save.step} was not published before training ended")
 
     # -- in the thread -----------------------------------------------------------------------------
 

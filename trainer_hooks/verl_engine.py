@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
@@ -20,7 +21,12 @@ from explorer_hooks.staging import NotStagedError, Staging
 from explorer_hooks.weights import WeightsReader
 from syncd.closing import Closing
 from syncd.coordination.leased_version import read_latest
-from syncd.protocol.errors import InvalidSettingsError, SaveFailedError, VersionGoneError
+from syncd.protocol.errors import (
+    InvalidSettingsError,
+    SaveFailedError,
+    SyncdError,
+    VersionGoneError,
+)
 from syncd.protocol.policy import RunningStatus, SyncSettings
 from syncd.storage.job import Job
 from trainer_hooks.stream import WeightStream
@@ -29,14 +35,15 @@ log = logging.getLogger(__name__)
 
 #: The version that was sent: the key of its sequence in what :meth:`send_weights` returns.
 VERSION: Final = "sync/version"
+#: Seconds, if users give none.
+TIMEOUT: Final = 600.0
 
 
 class SyncdCheckpointEngine(Closing):
     """Sends weights on a rank of verl's trainer, or receives them in a worker of a rollout.
 
     It has the methods of verl's ``CheckpointEngine``, and imports nothing of verl. verl passes
-    ``bucket_size`` and ``is_master``, which files do not need; users give the rest as
-    ``engine_kwargs.syncd``.
+    ``bucket_size`` (in bytes) and ``is_master``; users give the rest as ``engine_kwargs.syncd``.
 
     Args:
         job_dir: the job directory, an existing folder that all hosts share.
@@ -56,14 +63,15 @@ class SyncdCheckpointEngine(Closing):
         self,
         job_dir: str | Path,
         *,
-        bucket_size: int = 0,  # noqa: ARG002
-        is_master: bool = False,  # noqa: ARG002
+        bucket_size: int,
+        is_master: bool = False,  # noqa: ARG002 # verl passes it
         stage: str | Path | None = None,
         stage_bytes: int | None = None,
         model_files: str | Path | None = None,
-        timeout: float = 600.0,
+        timeout: float = TIMEOUT,
     ) -> None:
         self._job_dir = Path(job_dir)
+        self._bucket_size = bucket_size
         self._settings = SyncSettings(save_timeout=timeout, sync_timeout=timeout)
         self._model_files = model_files
         self._stream: WeightStream | None = None
@@ -76,6 +84,9 @@ class SyncdCheckpointEngine(Closing):
 
     def prepare(self) -> dict[str, Any]:
         """Note the newest version: :meth:`receive_weights` waits for a newer one."""
+        if self._next is not None:  # of a load that has failed
+            self._next.release()
+            self._next = None
         latest = read_latest(Job.at(self._job_dir.absolute()))
         self._floor = latest.sequence if latest is not None else 0
         return {}
@@ -83,7 +94,7 @@ class SyncdCheckpointEngine(Closing):
     @classmethod
     def build_topology(
         cls,
-        actor_wg_world_size: int,  # noqa: ARG003
+        actor_wg_world_size: int,  # noqa: ARG003 # verl passes these
         rollout_world_size: int,  # noqa: ARG003
         metadata: list[dict[str, Any]],  # noqa: ARG003
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
@@ -108,33 +119,48 @@ class SyncdCheckpointEngine(Closing):
             WaitTimeoutError: the version did not come in time.
         """
         ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        if self._stream is None:
-            self._stream = WeightStream(
+        stream = self._stream or self._open(*ranks)
+        self._step = self._step + 1 if global_steps is None else global_steps
+        try:
+            metrics = stream.save(self._step, stripe(weights, *ranks, _compare))
+        except BaseException:
+            with suppress(SaveFailedError):  # else the next send would raise it
+                stream.wait()
+            raise
+        stream.wait()
+        if ranks[0] == 0:
+            metrics[VERSION] = float(stream.wait_published().sequence)
+        return metrics
+
+    def _open(self, rank: int, world_size: int) -> WeightStream:
+        """Open the stream on all ranks, or raise an error on all: verl gathers on all of them."""
+        stream, failure = None, None
+        try:
+            stream = WeightStream(
                 self._job_dir,
-                rank=ranks[0],
-                world_size=ranks[1],
+                rank=rank,
+                world_size=world_size,
                 model_files=self._model_files,
                 settings=self._settings,
             )
-        self._step = self._step + 1 if global_steps is None else global_steps
-        try:
-            metrics = self._stream.save(self._step, stripe(weights, *ranks, _compare))
-        except BaseException:
-            with suppress(SaveFailedError):  # else the next send would raise it
-                self._stream.wait()
-            raise
-        self._stream.wait()
-        if ranks[0] == 0:
-            metrics[VERSION] = float(self._stream.wait_published().sequence)
-        return metrics
+        except (SyncdError, OSError) as error:
+            failure = error
+        reasons = [one for one in _of_all_ranks(str(failure) if failure else "") if one]
+        if stream is not None and not reasons:
+            self._stream = stream
+            return stream
+        if stream is not None:
+            stream.close()
+        raise failure or SaveFailedError(f"another rank cannot save: {reasons[0]}")
 
     # -- in each worker of a rollout ---------------------------------------------------------------
 
-    def stage(self, sequence: int) -> None:
+    def stage(self, sequence: int) -> tuple[int, int]:
         """Hold the newest version for the next load, and copy it to this host if there is a stage.
 
-        Waits until this host sees the version ``sequence``, or a newer one. The old weights are
-        still served. After it a load reads nothing from shared storage.
+        Waits until this host sees the version ``sequence``, or a newer one; returns the version's
+        sequence and step. The old weights are still served. After a copy, the load reads nothing
+        from shared storage.
 
         Raises:
             WaitTimeoutError: no such version came in time.
@@ -142,8 +168,9 @@ class SyncdCheckpointEngine(Closing):
         """
         if self._reader is None:
             # A name of its own, so that a worker that starts again waits for nobody's lease.
-            host = "".join(c if c.isalnum() else "-" for c in socket.gethostname())[:40]
-            self._reader = Reader(self._job_dir, f"verl-{host}-{os.getpid()}")
+            host = "".join(c if c.isalnum() else "-" for c in socket.gethostname())[-40:]
+            self._reader = Reader(self._job_dir, f"verl-{host}-{secrets.token_hex(4)}")
+        self._release_old()  # of loads that other workers of the replica have not ended
         leased = self._reader.next_version(sequence - 1, self._settings.sync_timeout)
         ready = leased
         try:
@@ -162,6 +189,7 @@ class SyncdCheckpointEngine(Closing):
         if self._next is not None:
             self._next.release()
         self._next = ready
+        return ready.sequence, ready.step
 
     async def receive_weights(
         self,
@@ -174,8 +202,11 @@ class SyncdCheckpointEngine(Closing):
         if version is None:
             raise VersionGoneError("the staged version was released meanwhile")
         with WeightsReader(version, mmap=version.folder != version.source) as weights:
-            for pair in weights.state_dict_iterator():
-                yield pair
+            for name, tensor in weights.state_dict_iterator():
+                # verl hands a larger one over as it is, which works between devices only.
+                if tensor.nbytes > self._bucket_size and torch.accelerator.is_available():
+                    tensor = tensor.to(torch.accelerator.current_accelerator())  # noqa: PLW2901
+                yield name, tensor
         self._loaded.append(version)
         self._next = None
 
@@ -183,16 +214,19 @@ class SyncdCheckpointEngine(Closing):
         """Release the versions before the one that is served now, and report this one."""
         if self._reader is None or not self._loaded:
             return
-        *olds, served = self._loaded
-        self._loaded = [served]
-        for old in olds:
-            old.release()
+        self._release_old()
+        served = self._loaded[-1]
         if self._staging is not None:
             self._staging.tidy()
         try:
             self._reader.report(RunningStatus.RUNNING, sequence=served.sequence, step=served.step)
         except OSError as error:
             log.warning("%s cannot report its version: %s", self._reader.name, error)
+
+    def _release_old(self) -> None:
+        for old in self._loaded[:-1]:
+            old.release()
+        del self._loaded[:-1]
 
     def close(self) -> None:
         """Release and close everything. verl does not call this; its processes just end."""
@@ -227,12 +261,16 @@ def stripe(
 
 def _compare(seen: str) -> None:
     """Raise InvalidSettingsError on all ranks if the ranks have seen different tensors."""
-    if not dist.is_initialized():
-        return
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, seen)
-    if len(set(everywhere)) > 1:
+    if len(set(_of_all_ranks(seen))) > 1:
         raise InvalidSettingsError(
             "the ranks were given different tensors, so their parts make no version. Each rank "
             "must yield all tensors, in one order"
         )
+
+
+def _of_all_ranks(mine: str) -> list[str]:
+    if not dist.is_initialized():
+        return [mine]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return told

@@ -99,6 +99,8 @@ def test_what_verls_ranks_save_in_fsdp1_and_fsdp2_is_published_and_stays(
         "paused_without_storage",
         "late_and_removed",
         "replica_killed",
+        "worker_fails",
+        "sender_fails_alone",
         "torn",
         "sender_killed",
         "different_tensors",

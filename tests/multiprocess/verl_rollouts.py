@@ -8,6 +8,7 @@ wants an accelerator, and an engine that would generate.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
@@ -22,7 +23,8 @@ from typing import Any, Final
 
 import ray
 import torch
-from hydra import compose, initialize_config_module
+import verl
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -121,7 +123,7 @@ class Served(BaseRollout):
 
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
-        self.dies_at: int | None = None
+        self.at: dict[int, str] = {}
         self.replica_rank = 0
         self.is_leader_rank = True
 
@@ -132,11 +134,16 @@ class Served(BaseRollout):
         """Do nothing."""
 
     async def update_weights(self, weights: AsyncIterator[tuple[str, Tensor]], **_: Any) -> None:
-        """Copy the weights, or die in the middle."""
-        taken = {}
+        """Copy the weights; die, fail or hang in the middle."""
+        taken: dict[str, Tensor] = {}
         async for name, value in weights:
-            if len(taken) == self.dies_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+            match self.at.pop(len(taken), None):
+                case "die":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "fail":
+                    raise RuntimeError("out of memory")
+                case "hang":
+                    await asyncio.Event().wait()
             taken[name] = value.clone()
         self.weights = taken
 
@@ -152,9 +159,9 @@ class Receiver(CheckpointEngineWorker):
         Path(f"/moment-{name}").exists()
         return os.getpid()
 
-    def die_at(self, number: int) -> None:
-        """Die when this tensor comes."""
-        self.server_adapter.dies_at = number
+    def do_at(self, number: int, what: str) -> None:
+        """Die, fail or hang when this tensor comes."""
+        self.server_adapter.at[number] = what
 
     def serves(self, step: int) -> bool:
         """Whether the weights are those of a step, bit for bit."""
@@ -188,7 +195,7 @@ class Replica(RolloutReplica):
 
     def serves(self, step: int) -> bool:
         """Whether it serves a step, and generates."""
-        return not self.paused and bool(ray.get(self.workers[0].serves.remote(step)))
+        return not self.paused and all(ray.get([one.serves.remote(step) for one in self.workers]))
 
 
 def group(cls: type[Worker], ranks: int, config: Any) -> RayWorkerGroup:
@@ -201,16 +208,21 @@ def group(cls: type[Worker], ranks: int, config: Any) -> RayWorkerGroup:
 class Job:
     """Actor, replicas, manager and daemon."""
 
-    def __init__(self, folder: Path, arguments: list[str], stage: Path, *, stock: bool) -> None:
+    def __init__(
+        self, folder: Path, arguments: list[str], stage: Path, timeout: float, *, stock: bool
+    ) -> None:
         self.folder = folder / "job"
         self.folder.mkdir(exist_ok=True)
-        with initialize_config_module("verl.trainer.config", version_base=None):
+        place = Path(verl.__file__).parent / "experimental" / "one_step_off_policy" / "config"
+        with initialize_config_dir(str(place), version_base=None):
+            found = "hydra.searchpath=[pkg://verl.trainer.config]"  # it names a clone's folder
             name = "actor_rollout_ref.rollout.name=vllm"
-            told = compose("ppo_trainer", [name, *arguments]).actor_rollout_ref.rollout
+            told = compose("one_step_off_ppo_trainer", [found, name, *arguments])
+        told = told.actor_rollout_ref.rollout
         kwargs = told.checkpoint_engine.engine_kwargs.syncd
         assert (kwargs.job_dir, kwargs.stage) == (str(self.folder), "/dev/shm")  # noqa: S108 # the page's
         OmegaConf.set_struct(kwargs, value=False)
-        kwargs.update(stage=str(stage), timeout=_TIMEOUT)
+        kwargs.update(stage=str(stage), timeout=timeout)
         keys = ("name", "checkpoint_manager_class", "checkpoint_engine")
         self.rollout = omega_conf_to_dataclass(OmegaConf.masked_copy(told, keys), RolloutConfig)
         self.engine: CheckpointEngineConfig = self.rollout.checkpoint_engine
@@ -256,6 +268,7 @@ def ten_versions(job: Job) -> None:
         metrics = job.update(step)
         job.check(step)
     assert metrics["sync/version"] == 10
+    assert metrics["sync/bytes"] == sum(value.nbytes for value in weights_of(8).values())
 
 
 def with_verls_manager(job: Job) -> None:
@@ -323,12 +336,27 @@ def late_and_removed(job: Job) -> None:
 def replica_killed(job: Job) -> None:
     """A replica that dies while it receives is named; the other serves the newest version."""
     job.update(1)
-    ray.get(job.replicas[0].workers[0].die_at.remote(1))
+    ray.get(job.replicas[0].workers[0].do_at.remote(1, "die"))
     error = failure(lambda: job.update(2))
     assert isinstance(error, EngineBrokenError), repr(error)
     assert "replica 0" in str(error), error
     assert job.replicas[1].serves(2)
     job.manager.remove_replicas([job.replicas[0]])
+    job.update(3)
+    job.check(3)
+
+
+def worker_fails(job: Job) -> None:
+    """The error of a worker is told although the replica's other one waits for it for ever."""
+    both = Replica(0, job.rollout, job.receivers.workers)
+    job.replicas[:] = [both]
+    job.update(1)
+    for worker, what in zip(both.workers, ("fail", "hang"), strict=True):
+        ray.get(worker.do_at.remote(1, what))
+    error = failure(lambda: job.update(2))
+    assert isinstance(error, EngineBrokenError), repr(error)
+    assert "out of memory" in str(error), error
+    assert both.paused
     job.update(3)
     job.check(3)
 
@@ -376,6 +404,15 @@ def different_tensors(job: Job) -> None:
     job.check(3)
 
 
+def sender_fails_alone(job: Job) -> None:
+    """An error of rank 0 before the model is gathered is told by all ranks."""
+    job.engine.engine_kwargs["syncd"]["model_files"] = str(job.folder / "nowhere")
+    job.begin()
+    error = failure(lambda: job.update(1))
+    assert isinstance(error, SaveFailedError), repr(error)
+    assert "nowhere is not a folder" in str(error), error
+
+
 def main() -> None:
     """Run the scenario."""
     scenario, folder, arguments = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
@@ -384,7 +421,8 @@ def main() -> None:
     stage = Path(tempfile.mkdtemp(dir="/dev/shm"))  # another filesystem than the job's
     try:
         with Daemon(folder / "job") as daemon:
-            job = Job(folder, arguments, stage, stock=scenario == "with_verls_manager")
+            timeout = 5.0 if scenario == "worker_fails" else _TIMEOUT
+            job = Job(folder, arguments, stage, timeout, stock=scenario == "with_verls_manager")
             if scenario == "torn":
                 torn(job, daemon)
             else:

@@ -17,7 +17,8 @@ WHEEL: Final = os.environ.get("SYNCD_VERL_WHEEL")
 _BASE: Final = "verl/checkpoint_engine/base.py"
 _WORKERS: Final = "verl/workers/engine_workers.py"
 _REPLICA: Final = "verl/workers/rollout/replica.py"
-_TRAINER: Final = "verl/trainer/ppo/ray_trainer.py"
+_TRAINER: Final = "verl/experimental/separation/ray_trainer.py"
+_BUCKETS: Final = "verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py"
 #: A function of verl → its arguments, and the code that it must have.
 CONTRACT: Final[dict[tuple[str, str], tuple[str, tuple[str, ...]]]] = {
     (_BASE, "CheckpointEngineRegistry.register"): ("backend: str", ()),
@@ -80,12 +81,20 @@ CONTRACT: Final[dict[tuple[str, str], tuple[str, tuple[str, ...]]]] = {
     (_REPLICA, "RolloutReplica.release_kv_cache"): ("self", ()),
     (_REPLICA, "RolloutReplica.resume_kv_cache"): ("self", ()),
     (_REPLICA, "RolloutReplica.resume_generation"): ("self", ()),
-    (_TRAINER, "RayPPOTrainer.init_workers"): (
+    (_TRAINER, "SeparateRayPPOTrainer.init_workers"): (
         "self",
         (
             "load_class_from_fqn(checkpoint_manager_class_fqn, 'CheckpointEngineManager')",
-            "CheckpointEngineManager(config=checkpoint_engine_config, "
+            "CheckpointEngineManager(config=omega_conf_to_dataclass("
+            "self.config.actor_rollout_ref.rollout.checkpoint_engine), "
             "actor_wg=self.actor_rollout_wg, replicas=self.llm_server_manager.get_replicas())",
+        ),
+    ),
+    (_BUCKETS, "BucketedWeightSender.async_send_weights"): (
+        "self, weights",
+        (
+            "if offset + weight.nbytes > self.bucket_size:",
+            "self._direct_send_large_weight(name, weight)",
         ),
     ),
 }
