@@ -20,7 +20,7 @@ from syncd.protocol.policy import RunningStatus, Version
 from syncd.protocol.records import Latest, encode
 from syncd.protocol.reports import ExplorerReport, Load, loads_with
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job, daemon_hint, registering
+from syncd.storage.job import Job, registering
 from syncd.storage.judge import Clock
 from syncd.storage.sessions import Session
 from syncd.storage.watch import Watcher
@@ -104,11 +104,10 @@ class Reader(Closing):
                 return latest
             left = deadline - self._clock()
             if left <= 0:
-                lives = self._job.storage.exists(self._job.layout.daemon_lock)
                 raise WaitTimeoutError(
                     f"no version newer than version {newer_than} was published in "
                     f"{self._job.layout.root} within {timeout:g} s; "
-                    f"{daemon_hint(self._job.layout.root, lives=lives)}"
+                    f"{self._job.daemon_hint()}"
                 )
             self._watcher.wait(min(left, self._poll))
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from torch import nn
 
@@ -19,7 +19,7 @@ from syncd.storage.fsio import Storage
 from trainer_hooks.fast_path import TrainerBroadcasts
 from trainer_hooks.planning import Planner
 from trainer_hooks.ranks import LedRanks, Plan, Ranks
-from trainer_hooks.saver import Save, Saver, raise_first
+from trainer_hooks.saver import ClosingSaver, Save, Saver, raise_first
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.full_checkpoint import Stateful, check_stateful
 from trainer_hooks.state.lora import base_vocabulary, check_methods
@@ -35,7 +35,7 @@ _BROADCAST_WAITS: Final = 3
 _TORCH_TIMEOUT: Final = 1800.0
 
 
-class TrainerHook:
+class TrainerHook(ClosingSaver):
     """Saves a model after the steps that are due, on every rank, while training continues.
 
     ``after_step`` copies this rank's tensors to host memory; a thread writes the copies. Promised:
@@ -258,17 +258,10 @@ class TrainerHook:
         self._planner.ranks.wait_until_sent()
         raise_first(errors)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-            return
+    def _give_up(self) -> None:
+        """Training failed, so this rank must not begin a collective either."""
         if not self._begins_to_close():
             return
-        # Training failed: the other ranks may never write their part of the saves under way, and
-        # this rank must not begin a collective.
         self._saver.stopped.set()
         self._planner.ranks.call_off(self._saver.run_id, "has ended with an error")
         for error in self._end():

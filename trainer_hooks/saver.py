@@ -458,8 +458,11 @@ class ClosingSaver:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-            return
-        # Training failed: the other ranks may never write their part of the saves under way.
+        else:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Training failed: the other ranks may never write their part of the saves under way."""
         self._saver.stopped.set()
         try:
             self.close()

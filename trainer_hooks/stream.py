@@ -30,12 +30,11 @@ from syncd.protocol.policy import (
     check_step,
     given_or_default,
 )
-from syncd.protocol.records import Quarantine, ReceiptFile, SaveId, SaveOutcomes, encode
+from syncd.protocol.records import Quarantine, ReceiptFile, SaveId, encode
 from syncd.protocol.reports import TrainerReport
 from syncd.protocol.tensor_names import NameMapRecord
 from syncd.storage.errnos import PASSING
-from syncd.storage.fsio import LONG_RECORD_LIMIT, Draft, Storage
-from syncd.storage.job import daemon_hint
+from syncd.storage.fsio import Draft, Storage
 from trainer_hooks.saver import ClosingSaver, Saver
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.host_part import HostPart
@@ -195,10 +194,7 @@ class WeightStream(ClosingSaver):
         timeout = self._saver.settings.sync_timeout if timeout is None else timeout
         until = time.monotonic() + timeout
         while True:
-            saves = _unless_passing(
-                lambda: job.read(SaveOutcomes, job.layout.saves, limit=LONG_RECORD_LIMIT)
-            )
-            outcome = saves.steps.get(save.step) if saves is not None else None
+            outcome = _unless_passing(lambda: job.outcome(save.step))
             if outcome is not None and outcome.identity == str(save):
                 if outcome.sequence is not None:
                     return Version(outcome.sequence, save.step)
@@ -208,10 +204,8 @@ class WeightStream(ClosingSaver):
                 why = f": {refused.reason}" if refused is not None else ""
                 raise SaveFailedError(f"step {save.step} was {outcome.outcome}{why}")
             if time.monotonic() >= until:
-                lives = job.storage.exists(job.layout.daemon_lock)
                 raise WaitTimeoutError(
-                    f"step {save.step} was not published within {timeout:g} s; "
-                    f"{daemon_hint(job.layout.root, lives=lives)}"
+                    f"step {save.step} was not published within {timeout:g} s; {job.daemon_hint()}"
                 )
             if self._writer.stopped.wait(_POLL):
                 raise SaveFailedError(f"step {save.step} was not published before training ended")

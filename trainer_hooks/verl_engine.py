@@ -25,7 +25,6 @@ from syncd.protocol.errors import (
     InvalidSettingsError,
     SaveFailedError,
     SyncdError,
-    VersionGoneError,
 )
 from syncd.protocol.policy import RunningStatus, SyncSettings
 from syncd.storage.job import Job
@@ -84,9 +83,7 @@ class SyncdCheckpointEngine(Closing):
 
     def prepare(self) -> dict[str, Any]:
         """Note the newest version: :meth:`receive_weights` waits for a newer one."""
-        if self._next is not None:  # of a load that has failed
-            self._next.release()
-            self._next = None
+        self._replace_next(None)  # of a load that has failed
         latest = read_latest(Job.at(self._job_dir.absolute()))
         self._floor = latest.sequence if latest is not None else 0
         return {}
@@ -95,8 +92,8 @@ class SyncdCheckpointEngine(Closing):
     def build_topology(
         cls,
         actor_wg_world_size: int,  # noqa: ARG003 # verl passes these
-        rollout_world_size: int,  # noqa: ARG003
-        metadata: list[dict[str, Any]],  # noqa: ARG003
+        rollout_world_size: int,  # noqa: ARG003 # likewise
+        metadata: list[dict[str, Any]],  # noqa: ARG003 # likewise
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Return no arguments: trainer and rollouts meet only in the job's folder."""
         return {}, {}
@@ -166,6 +163,10 @@ class SyncdCheckpointEngine(Closing):
             WaitTimeoutError: no such version came in time.
             VerificationError: a file of the version is not what its manifest says.
         """
+        version = self._hold_newest(sequence)
+        return version.sequence, version.step
+
+    def _hold_newest(self, sequence: int) -> LeasedVersion:
         if self._reader is None:
             # A name of its own, so that a worker that starts again waits for nobody's lease.
             host = "".join(c if c.isalnum() else "-" for c in socket.gethostname())[-40:]
@@ -186,27 +187,24 @@ class SyncdCheckpointEngine(Closing):
             raise
         if ready is not leased:
             leased.release()
-        if self._next is not None:
-            self._next.release()
-        self._next = ready
-        return ready.sequence, ready.step
+        self._replace_next(ready)
+        return ready
 
     async def receive_weights(
         self,
-        global_steps: int | None = None,  # noqa: ARG002
+        global_steps: int | None = None,  # noqa: ARG002 # verl passes it
     ) -> AsyncIterator[tuple[str, Tensor]]:
         """Yield the version that :meth:`stage` holds, or else one that is newer than prepared."""
-        if self._next is None:
-            await asyncio.to_thread(self.stage, self._floor + 1)
         version = self._next
         if version is None:
-            raise VersionGoneError("the staged version was released meanwhile")
+            version = await asyncio.to_thread(self._hold_newest, self._floor + 1)
         with WeightsReader(version, mmap=version.folder != version.source) as weights:
             for name, tensor in weights.state_dict_iterator():
                 # verl hands a larger one over as it is, which works between devices only.
                 if tensor.nbytes > self._bucket_size and torch.accelerator.is_available():
-                    tensor = tensor.to(torch.accelerator.current_accelerator())  # noqa: PLW2901
-                yield name, tensor
+                    yield name, tensor.to(torch.accelerator.current_accelerator())
+                else:
+                    yield name, tensor
         self._loaded.append(version)
         self._next = None
 
@@ -223,6 +221,11 @@ class SyncdCheckpointEngine(Closing):
         except OSError as error:
             log.warning("%s cannot report its version: %s", self._reader.name, error)
 
+    def _replace_next(self, version: LeasedVersion | None) -> None:
+        if self._next is not None:
+            self._next.release()
+        self._next = version
+
     def _release_old(self) -> None:
         for old in self._loaded[:-1]:
             old.release()
@@ -230,9 +233,9 @@ class SyncdCheckpointEngine(Closing):
 
     def close(self) -> None:
         """Release and close everything. verl does not call this; its processes just end."""
-        for version in (*self._loaded, self._next):
-            if version is not None:
-                version.release()
+        self._replace_next(None)
+        for version in self._loaded:
+            version.release()
         for one in (self._stream, self._reader):
             if one is not None:
                 one.close()

@@ -178,7 +178,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
             return False
         newest = self._versions.newest()
         published = newest is not None and newest.step == self._saved_step
-        return not published and self._versions.outcome(self._saved_step) is None
+        return not published and self._versions.job.outcome(self._saved_step) is None
 
     def notify_no_new_model_state_dict(self) -> None:
         """Tell waiting explorers that nothing newer than the published version will come."""

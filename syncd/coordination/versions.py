@@ -24,10 +24,9 @@ from syncd.protocol.names import (
     shard_name,
 )
 from syncd.protocol.policy import Pull, Version, pull_decision
-from syncd.protocol.records import Receipt, SaveOutcome, SaveOutcomes, encode
+from syncd.protocol.records import Receipt, SaveOutcome, encode
 from syncd.protocol.reports import DaemonReport, TrainerReport
 from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring
-from syncd.storage.fsio import LONG_RECORD_LIMIT
 from syncd.storage.job import Job, ask_server, daemon_hint, point
 from syncd.storage.judge import Clock, Judge, Liveness
 from syncd.storage.sessions import Session
@@ -112,14 +111,9 @@ class Versions:
                 log.info("%s; checking again for a newer version", error)
         return None
 
-    def outcome(self, step: int) -> SaveOutcome | None:
-        """The recorded outcome of a step's last save; None if there is none yet."""
-        saves = self.job.read(SaveOutcomes, self.job.layout.saves, limit=LONG_RECORD_LIMIT)
-        return saves.steps.get(step) if saves is not None else None
-
     def is_refused(self, step: int) -> bool:
         """True if the daemon has refused a step's save, and the step was not saved again since."""
-        outcome = self.outcome(step)
+        outcome = self.job.outcome(step)
         return (
             outcome is not None
             and outcome.outcome == "quarantined"
@@ -146,7 +140,7 @@ class Versions:
         step = self.pointed()
         if step is None or step < 0 or not self.job.storage.exists(self.job.layout.step(step)):
             return None
-        outcome = self.outcome(step)
+        outcome = self.job.outcome(step)
         if outcome is not None:
             return None if self._is_of_now(step, outcome) else step
         # The daemon writes LATEST first; on a full disk the outcome comes much later.

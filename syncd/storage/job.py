@@ -23,7 +23,15 @@ from syncd.protocol.errors import (
 from syncd.protocol.events import LeftAlone, RecordLost
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import TEMPORARY, parse_step_folder
-from syncd.protocol.records import DEFAULT_LEASE_TIME, Format, R, encode, parse
+from syncd.protocol.records import (
+    DEFAULT_LEASE_TIME,
+    Format,
+    R,
+    SaveOutcome,
+    SaveOutcomes,
+    encode,
+    parse,
+)
 from syncd.protocol.reports import LOADS_KEPT, DaemonReport, ExplorerReport, Load, TrainerReport
 from syncd.storage.errnos import (
     GONE,
@@ -36,7 +44,7 @@ from syncd.storage.errnos import (
     is_unreadable,
     unwritable_storage,
 )
-from syncd.storage.fsio import RECORD_LIMIT, Storage
+from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT, Storage
 
 log = logging.getLogger(__name__)
 
@@ -259,6 +267,16 @@ class Job:
                 raise
             policy.say(path, error)
         return unreadable
+
+    def outcome(self, step: int) -> SaveOutcome | None:
+        """The recorded outcome of a step's last save; None if there is none yet."""
+        saves = self.read(SaveOutcomes, self.layout.saves, limit=LONG_RECORD_LIMIT)
+        return saves.steps.get(step) if saves is not None else None
+
+    def daemon_hint(self) -> str:
+        """The remedy for a message, by one look at the daemon's lock."""
+        lives = self.storage.exists(self.layout.daemon_lock)
+        return daemon_hint(self.layout.root, lives=lives)
 
     def previous_loads(self, name: str) -> tuple[Load, ...]:
         """The newest loads in the report of the previous explorer of this name.
