@@ -25,7 +25,7 @@ def publish(job: SmallJob, *steps: int, keep: int = 2) -> None:
 
 def report(job: SmallJob, name: str = "explorer") -> ExplorerReport:
     """What an explorer says about itself."""
-    return parse(ExplorerReport, job.layout.explorer(name).read_bytes(), "it")
+    return parse(ExplorerReport, job.explorer(name).read_bytes(), "it")
 
 
 def leased(job: SmallJob) -> list[int]:
@@ -37,7 +37,7 @@ def leased(job: SmallJob) -> list[int]:
 @contextmanager
 def held(job: SmallJob, name: str = "holder") -> Iterator[LeasedVersion]:
     """The newest version, leased."""
-    with Reader(job.layout.root, name, storage=job.explorers) as reader:
+    with Reader(job.root, name, storage=job.explorers) as reader:
         version = reader.next_version(0, LONG)
         try:
             yield version

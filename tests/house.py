@@ -141,7 +141,7 @@ def traced_merge() -> Merge:
 
     with tempfile.TemporaryDirectory() as folder:
         job = SmallJob(Path(folder))
-        actor = job.layout.actor(1)
+        actor = job.actor(1)
         (actor / "huggingface").mkdir(parents=True)
         (actor / "huggingface" / "config.json").write_text("{}")
         for shard in _STORED.glob("model_*.pt"):

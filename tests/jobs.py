@@ -92,11 +92,37 @@ class SmallJob(Job):
         self.explorers = hosts.storage()
         Job.at(root, FastStorage()).open(lease_time=LEASE_TIME)
 
+    @property
+    def root(self) -> Path:
+        return self.layout.root
+
+    @property
+    def state_pointer(self) -> Path:
+        return self.layout.state_pointer
+
+    def step(self, step: int) -> Path:
+        return self.layout.step(step)
+
+    def actor(self, step: int) -> Path:
+        return self.layout.actor(step)
+
+    def version(self, sequence: int) -> Path:
+        return self.layout.version(sequence)
+
+    def session(self, session: str) -> Path:
+        return self.layout.session(session)
+
+    def lease_folder(self, sequence: int) -> Path:
+        return self.layout.lease_folder(sequence)
+
+    def explorer(self, name: str) -> Path:
+        return self.layout.explorer(name)
+
     def save(
         self, step: int, *values: float, counter: int = 0, receipts: bool = True, point: bool = True
     ) -> str:
         """Write a whole save as a full state dict, and let the pointer name it."""
-        actor = self.layout.actor(step)
+        actor = self.actor(step)
         content = weights(*(values or (float(step), 2.0, 3.0)))
         (actor / "huggingface").mkdir(parents=True, exist_ok=True)
         config = b'{"model_type": "tiny"}'
@@ -125,7 +151,7 @@ class SmallJob(Job):
         self, step: int, save_id: str, rank: int, world_size: int, *files: ReceiptFile
     ) -> None:
         """Write one rank's receipt."""
-        folder = self.layout.actor(step) / RECEIPTS
+        folder = self.actor(step) / RECEIPTS
         folder.mkdir(parents=True, exist_ok=True)
         record = Receipt(save_id=save_id, step=step, rank=rank, world_size=world_size, files=files)
         self.put(folder / receipt_name(rank), encode(record))
@@ -137,7 +163,7 @@ class SmallJob(Job):
 
     def point(self, step: object, name: str = STATE_POINTER) -> None:
         """Replace a pointer."""
-        self.put(self.layout.root / name, f"{step}\n".encode())
+        self.put(self.root / name, f"{step}\n".encode())
 
     def put(self, path: Path, content: bytes) -> None:
         """Replace a file by a rename: its inode is a new one."""
@@ -175,7 +201,7 @@ class SmallJob(Job):
 
     def leftovers(self) -> list[Path]:
         """Everything under a temporary name."""
-        return sorted(path for path in self.layout.root.rglob(".tmp-*"))
+        return sorted(path for path in self.root.rglob(".tmp-*"))
 
     def take_over(self, storage: Storage | None = None) -> Epoch:
         """A new room, of a daemon on another host; the one before is superseded."""

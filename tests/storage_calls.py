@@ -83,7 +83,7 @@ def pull(folder: Path) -> Counter[str]:
     with job.daemon(DaemonConfig()) as loop:
         job.save(1)
         loop.run_once()
-        with ExplorerHook(job.layout.root, "explorer", TorchModule(model)) as hook:
+        with ExplorerHook(job.root, "explorer", TorchModule(model)) as hook:
             hook.pull(_HANGS)
             job.save(2)
             loop.run_once()

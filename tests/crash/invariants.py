@@ -128,10 +128,10 @@ def check(job: SmallJob, before: Seen) -> None:
 
 def check_resumable(job: SmallJob) -> None:
     """What can be resumed from is what was trained, in its dtype, whatever is published of it."""
-    found = find_checkpoint(Job.at(job.layout.root, FastStorage())).checkpoint
+    found = find_checkpoint(Job.at(job.root, FastStorage())).checkpoint
     for name in found.weights if found is not None else ():
         assert found is not None
-        saved = torch.load(job.layout.actor(found.step) / name, weights_only=True)["weight"]
+        saved = torch.load(job.actor(found.step) / name, weights_only=True)["weight"]
         assert saved.dtype == torch.float32, f"{name} was cast for explorers"
         assert saved.tolist() == [found.step] * 3
 
@@ -174,7 +174,7 @@ def stand_by(job: SmallJob, clock: Clock) -> None:
 def pass_time(job: SmallJob, clock: Clock) -> None:
     """A third of a lease, in which who lives gives a sign of it."""
     clock.advance(LEASE_TIME / 3)
-    heartbeat = job.layout.session(LIVING)
+    heartbeat = job.session(LIVING)
     if heartbeat.exists():
         heartbeat.write_text(f"of another host, at {clock.now}")
 
@@ -221,6 +221,6 @@ def serve(job: SmallJob) -> None:
         return
     storage, sequence = FastStorage(), job.latest.sequence
     lease = Lease.take(Job(storage, job.layout), sequence, "waiting", "session")
-    folder = job.layout.version(sequence)
+    folder = job.version(sequence)
     verify_version(storage, folder, read_manifest(storage, folder))
     lease.release()

@@ -140,7 +140,7 @@ def _shard() -> bytes:
 
 def shards(job: SmallJob, step: int) -> None:
     """A foreign trainer's save of two ranks."""
-    actor = job.layout.actor(step)
+    actor = job.actor(step)
     (actor / "huggingface").mkdir(parents=True, exist_ok=True)
     job.put(actor / "huggingface" / "config.json", b"{}")
     for rank in range(2):
@@ -207,12 +207,12 @@ def _to_merge(job: SmallJob) -> None:
 
 def to_prune(job: SmallJob) -> None:
     published(job, 1, 2, 3)
-    full = job.layout.actor(2)
+    full = job.actor(2)
     (full / "optim_world_size_1_rank_0.pt").write_bytes(b"optimizer")
-    (job.layout.step(2) / ".full_checkpoint").touch()
+    (job.step(2) / ".full_checkpoint").touch()
     job.save(4)
     job.lease(2, LIVING)
-    job.layout.session(LIVING).write_text("of another host")
+    job.session(LIVING).write_text("of another host")
     job.lease(1, "dead")
 
 
@@ -232,8 +232,8 @@ def _to_bench(job: SmallJob) -> None:
     published(job, 3)
     for step in (1, 2):
         job.save(step, point=False)
-    job.layout.session(LIVING).write_text("of another host")
-    job.layout.session("dead").write_text("of another host")
+    job.session(LIVING).write_text("of another host")
+    job.session("dead").write_text("of another host")
     _hold(Job(FastStorage(), job.layout), LIVING, 1, Clock())
     half = job.layout.bench / "dead" / "global_step_2-0"
     half.mkdir(parents=True)
@@ -267,21 +267,21 @@ def dirty(job: SmallJob) -> None:
     (rooms / "7-00000000" / "building" / "v000003" / "model.safetensors").write_bytes(b"half")
     (rooms / "7-00000000" / "building" / "leases-v000003").mkdir()
     (rooms / "9-00000000" / ".tmp-LATEST-abc").write_bytes(b"half")
-    os.rename(job.layout.step(1), rooms / "9-00000000" / "trash" / "global_step_1-abc")
+    os.rename(job.step(1), rooms / "9-00000000" / "trash" / "global_step_1-abc")
     doomed = rooms / "9-00000000" / "doomed" / "v000000-abc"
     doomed.mkdir()
     (doomed / "file").touch()
-    unfinished = job.layout.version(5)
+    unfinished = job.version(5)
     unfinished.mkdir()
     (unfinished / "model.safetensors").write_bytes(b"half")
     job.layout.publish_lock.write_bytes(b"{}")
 
 
 def _merge_by_hand(job: SmallJob, _: Clock) -> None:
-    room = job.layout.root.parent / "by-hand"
+    room = job.root.parent / "by-hand"
     storage = job.storage
     storage.mkdir(room)
-    actor = job.layout.actor(2)
+    actor = job.actor(2)
     build_model_folder(
         storage, actor, look_at_save(storage, actor, 2), room,
         options=MergeOptions(max_file_size=1000), work=Work(nothing),
@@ -290,7 +290,7 @@ def _merge_by_hand(job: SmallJob, _: Clock) -> None:
 
 
 def explore(job: SmallJob, _: Clock) -> None:
-    with Reader(job.layout.root, "explorer", poll=0.01, storage=job.storage) as reader:
+    with Reader(job.root, "explorer", poll=0.01, storage=job.storage) as reader:
         first = reader.next_version(0, 0.3)
         first.verify()
         reader.report(RunningStatus.RUNNING, sequence=first.sequence, step=first.step)
@@ -298,7 +298,7 @@ def explore(job: SmallJob, _: Clock) -> None:
 
 
 def _open(job: SmallJob, _: Clock) -> None:
-    Job.at(job.layout.root, job.storage).open()
+    Job.at(job.root, job.storage).open()
 
 
 def _emptied(job: SmallJob) -> None:

@@ -110,7 +110,7 @@ def test_whatever_call_fails_nothing_is_lost_and_work_goes_on(
 
 
 def steps(job: SmallJob) -> list[int]:
-    found = (parse_step_folder(name) for name in os.listdir(job.layout.root))
+    found = (parse_step_folder(name) for name in os.listdir(job.root))
     return [step for step in found if step is not None]
 
 

@@ -254,7 +254,7 @@ class Recorded:
 
     def act(self) -> None:
         """Do the work; judge what a power loss after each call would leave."""
-        self._look(0, "nothing yet", self.job.layout.root)
+        self._look(0, "nothing yet", self.job.root)
         self.scenario.act(self.job, Clock())
         self._judge()
 
@@ -287,7 +287,7 @@ class Recorded:
     def _look(self, number: int, method: str, path: Path) -> None:
         """Note a call, and judge what a power loss after it would leave."""
         self.witness.note(method, path)
-        disk, root = self.storage.disk, self.job.layout.root
+        disk, root = self.storage.disk, self.job.root
         shown = path.relative_to(root) if disk.covers(path) else path.name
         name = f"{self.scenario}, call {number}, {method} {shown}"
         if self._by_chance < 0:
@@ -326,7 +326,7 @@ class Recorded:
 
     def check_model(self) -> None:
         """The model knows exactly what is on the disk."""
-        root = self.job.layout.root
+        root = self.job.root
         on_disk = {
             str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
             for path in root.rglob("*")
@@ -360,11 +360,11 @@ def spaced(found: int, wanted: int) -> list[int]:
 def _put_back(job: SmallJob) -> None:
     """Two trainers' files of one step: one set aside by a daemon that died, one in use."""
     dirty(job)
-    actor = job.layout.actor(1)
+    actor = job.actor(1)
     (actor / "huggingface").mkdir(parents=True)
     (actor / "huggingface" / "tokenizer.json").write_bytes(b"newer")
     (actor / "optim_world_size_1_rank_0.pt").write_bytes(b"newer")
-    (job.layout.step(1) / FULL).touch()
+    (job.step(1) / FULL).touch()
 
 
 def _saved_three(job: SmallJob) -> None:
@@ -376,7 +376,7 @@ def _announce_and_prune(job: SmallJob, clock: Clock) -> None:
     """A trainer's pointer is seen by the daemon before the trainer's own sync of it is through."""
     draft = job.layout.drafts / ".tmp-pointer"
     job.storage.write_new(draft, b"4\n")
-    job.storage.rename(draft, job.layout.state_pointer)
+    job.storage.rename(draft, job.state_pointer)
     rounds(8)(job, clock)
 
 

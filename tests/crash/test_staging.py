@@ -48,7 +48,7 @@ def test_whatever_change_is_the_last_one_no_half_copy_is_used(
     job: SmallJob, tmp_path: Path, kind: type[DeadlyStorage]
 ) -> None:
     stage = tmp_path / "stage"
-    with Reader(job.layout.root, "holder", storage=job.explorers) as reader:
+    with Reader(job.root, "holder", storage=job.explorers) as reader:
         versions = []
         for number in (1, 2):
             publish(job, number)

@@ -75,7 +75,7 @@ def _much_to_do(job: SmallJob) -> None:
     """What a killed daemon left, a save to be merged, versions and steps to be pruned."""
     dirty(job)
     job.lease(2, LIVING)
-    job.layout.session(LIVING).write_text("of another host")
+    job.session(LIVING).write_text("of another host")
     job.save(6)
 
 
@@ -147,7 +147,7 @@ def test_a_merge_by_hand_that_is_killed_leaves_no_folder_that_looks_whole(tmp_pa
     job = SmallJob(tmp_path / "job")
     shards(job, 2)
     out = tmp_path / "out" / "step-2"
-    arguments = [str(job.layout.actor(2)), str(out)]
+    arguments = [str(job.actor(2)), str(out)]
 
     def act() -> None:
         # strace counts the calls of each process: the one that reads shards may be killed instead.

@@ -38,10 +38,10 @@ def test_each_server_is_loaded_and_one_that_is_down_is_waited_for_alone(
     job: SmallJob, tmp_path: Path
 ) -> None:
     publish(job, 3)
-    base = str(job.layout.version(1))
+    base = str(job.version(1))
     up, down = free_port(), free_port()
     urls = [word for port in (up, down) for word in ("--url", f"http://127.0.0.1:{port}")]
-    arguments = [job.layout.root, "--name", "server", "--engine", "sglang", "--json", *urls]
+    arguments = [job.root, "--name", "server", "--engine", "sglang", "--json", *urls]
     arguments += ["--stage", tmp_path / "stage", "--ready-file", tmp_path / "ready"]
     arguments += ["--max-behind", "0"]
     ready = [tmp_path / "ready-0", tmp_path / "ready-1"]
@@ -57,7 +57,7 @@ def test_each_server_is_loaded_and_one_that_is_down_is_waited_for_alone(
             assert process.stdout is not None
             lines = map(json.loads, iter(process.stdout.readline, ""))
             assert next(lines) == {"explorer": "server-0", "version": 1, "step": 3}
-            assert explorer_report(job.layout.root, "server-1").starting is not None
+            assert explorer_report(job.root, "server-1").starting is not None
             wait_for(ready[0].exists)
             assert not ready[1].exists()
             with sglang_process(down, base):
@@ -72,7 +72,7 @@ def test_each_server_is_loaded_and_one_that_is_down_is_waited_for_alone(
         finally:
             process.kill()
     for name in ("server-0", "server-1"):
-        assert explorer_report(job.layout.root, name).status == "stopped"
+        assert explorer_report(job.root, name).status == "stopped"
 
 
 def run(followers: Followers) -> threading.Thread:
@@ -90,7 +90,7 @@ def test_one_that_fails_is_opened_again_and_the_other_goes_on(job: SmallJob) -> 
         attempts += 1
         if attempts < 3:
             raise ServerUnreachableError("the server did not start to answer")
-        return ExplorerHook(job.layout.root, "late", FakeEngine(), poll=0.01)
+        return ExplorerHook(job.root, "late", FakeEngine(), poll=0.01)
 
     served: list[tuple[str, Version]] = []
     all_serve = threading.Event()
@@ -102,7 +102,7 @@ def test_one_that_fails_is_opened_again_and_the_other_goes_on(job: SmallJob) -> 
 
     followers = Followers(
         {
-            "early": lambda _: ExplorerHook(job.layout.root, "early", FakeEngine(), poll=0.01),
+            "early": lambda _: ExplorerHook(job.root, "early", FakeEngine(), poll=0.01),
             "late": opens,
         },
         told,
@@ -164,7 +164,7 @@ def test_one_that_cannot_be_opened_does_not_end_the_other(
 
 
 def opens(job: SmallJob, name: str) -> Callable[[Callable[[], None]], ExplorerHook]:
-    return lambda _: ExplorerHook(job.layout.root, name, FakeEngine(), poll=0.01)
+    return lambda _: ExplorerHook(job.root, name, FakeEngine(), poll=0.01)
 
 
 @pytest.mark.parametrize("error", [NameTakenError, JobUnavailableError])
@@ -196,13 +196,13 @@ def test_a_version_that_cannot_be_reported_ends_all(job: SmallJob) -> None:
 
 def test_a_closed_stdout_ends_the_command_as_with_one_server(job: SmallJob) -> None:
     publish(job, 3)
-    base = str(job.layout.version(1))
+    base = str(job.version(1))
     ports = (free_port(), free_port())
     with sglang_process(ports[0], base), sglang_process(ports[1], base):
         statuses = []
         for some in (ports[:1], ports):
             urls = [word for port in some for word in ("--url", f"http://127.0.0.1:{port}")]
-            arguments = [str(job.layout.root), "--name", f"of-{len(some)}", "--engine", "sglang"]
+            arguments = [str(job.root), "--name", f"of-{len(some)}", "--engine", "sglang"]
             read, write = os.pipe()
             os.close(read)
             with subprocess.Popen(
@@ -219,7 +219,7 @@ def test_a_closed_stdout_ends_the_command_as_with_one_server(job: SmallJob) -> N
 
 def follow(job: SmallJob, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "syncd", "follow", str(job.layout.root), "--name", "s", *arguments],
+        [sys.executable, "-m", "syncd", "follow", str(job.root), "--name", "s", *arguments],
         capture_output=True, text=True, env=ENVIRONMENT, timeout=DEADLINE, check=False,
     )  # fmt: skip
 

@@ -58,7 +58,7 @@ def silence() -> Iterator[int]:
 
 def status_of(job: SmallJob) -> str:
     console = Console(file=io.StringIO(), width=200)
-    console.print(page(look(Job(Storage(job.layout.root), job.layout)), 0.0, 200))
+    console.print(page(look(Job(Storage(job.root), job.layout)), 0.0, 200))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -73,7 +73,7 @@ def test_it_says_at_once_that_it_waits_and_a_signal_ends_it(
 ) -> None:
     with server() as port:
         url = f"http://127.0.0.1:{port}"
-        arguments = [job.layout.root, "--name", "server-0", "--engine", "vllm", "--url", url]
+        arguments = [job.root, "--name", "server-0", "--engine", "vllm", "--url", url]
         with subprocess.Popen(
             [sys.executable, "-m", "syncd", "follow", *map(str, arguments)],
             env=ENVIRONMENT,
@@ -86,7 +86,7 @@ def test_it_says_at_once_that_it_waits_and_a_signal_ends_it(
                 assert any(f"waiting up to 600 s for the server at {url}" in one for one in lines)
                 if server is nobody:
                     assert "refused" in next(lines)
-                told = explorer_report(job.layout.root, "server-0")
+                told = explorer_report(job.root, "server-0")
                 assert told.status == "stopped"  # nobody is to wait for it
                 assert told.starting is not None
                 assert url in told.starting
@@ -97,7 +97,7 @@ def test_it_says_at_once_that_it_waits_and_a_signal_ends_it(
                 assert process.wait(DEADLINE) == 0
             finally:
                 process.kill()
-    assert explorer_report(job.layout.root, "server-0").starting is None
+    assert explorer_report(job.root, "server-0").starting is None
     assert "starting" not in status_of(job)
 
 
@@ -136,8 +136,8 @@ def test_a_web_server_is_no_inference_server(status: int) -> None:
 
 def test_an_explorer_that_runs_is_not_starting_any_more(job: SmallJob) -> None:
     engine = SGLangServer("http://127.0.0.1:1", transport=FakeSGLang("elsewhere").transport)
-    with ExplorerHook(job.layout.root, "server-0", engine):
-        report = explorer_report(job.layout.root, "server-0")
+    with ExplorerHook(job.root, "server-0", engine):
+        report = explorer_report(job.root, "server-0")
         assert (report.status, report.starting) == ("running", None)
 
 
@@ -147,9 +147,9 @@ def follow(*arguments: object) -> Result:
 
 
 def test_a_server_that_does_not_come_up_in_time_ends_it(job: SmallJob) -> None:
-    ended = follow(job.layout.root, "--url", f"http://127.0.0.1:{free_port()}")
+    ended = follow(job.root, "--url", f"http://127.0.0.1:{free_port()}")
     assert isinstance(ended.exception, ServerUnreachableError)
-    assert explorer_report(job.layout.root, "server-0").starting is None
+    assert explorer_report(job.root, "server-0").starting is None
 
 
 class Described(BaseHTTPRequestHandler):
@@ -185,10 +185,10 @@ def test_a_private_certificate_is_trusted_if_its_authority_is_given(
         thread.start()
         try:
             url = f"https://127.0.0.1:{server.server_port}"
-            ended = follow(job.layout.root, "--url", url)
+            ended = follow(job.root, "--url", url)
             assert isinstance(ended.exception, ServerUnreachableError)
             assert "does not trust the server's certificate" in str(ended.exception)
-            ended = follow(job.layout.root, "--url", url, "--cacert", certificate)
+            ended = follow(job.root, "--url", url, "--cacert", certificate)
             assert "has no route POST /pause_generation" in str(ended.exception)  # so it was read
         finally:
             server.shutdown()
@@ -198,7 +198,7 @@ def test_a_private_certificate_is_trusted_if_its_authority_is_given(
 def test_a_file_that_holds_no_certificate_is_said_so(job: SmallJob, tmp_path: Path) -> None:
     (tmp_path / "empty.pem").touch()
     for path in (tmp_path / "empty.pem", tmp_path / "none.pem"):
-        ended = follow(job.layout.root, "--url", "https://127.0.0.1:1", "--cacert", path)
+        ended = follow(job.root, "--url", "https://127.0.0.1:1", "--cacert", path)
         assert isinstance(ended.exception, InvalidSettingsError)
         assert f"{path} contains no certificate" in str(ended.exception)
 

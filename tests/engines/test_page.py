@@ -30,7 +30,7 @@ def run(code: str, **given: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def published(job: SmallJob) -> Iterator[SmallJob]:
-    actor = job.layout.actor(1)
+    actor = job.actor(1)
     actor.mkdir(parents=True)
     state = tiny_qwen().state_dict()
     del state["lm_head.weight"]

@@ -116,7 +116,7 @@ class Probes:
 
 @contextmanager
 def following(job: SmallJob, *options: object) -> Iterator[subprocess.Popen[bytes]]:
-    words = (*FOLLOW, job.layout.root, "--name", "server", *options)
+    words = (*FOLLOW, job.root, "--name", "server", *options)
     with subprocess.Popen([str(word) for word in words], env=ENVIRONMENT) as process:
         try:
             yield process
@@ -141,7 +141,7 @@ def test_a_server_that_is_back_at_once_is_not_ready_before_its_reload(
 ) -> None:
     publish(job, 3)
     port, file = free_port(), tmp_path / "ready"
-    url, base = f"http://127.0.0.1:{port}", str(job.layout.version(1))
+    url, base = f"http://127.0.0.1:{port}", str(job.version(1))
     probes = Probes(file, url, "/model_info")
     options = ("--engine", "sglang", "--url", url, "--ready-file", file)
     with (
@@ -169,7 +169,7 @@ def test_a_server_is_not_ready_for_long_without_what_follows_it(
 ) -> None:
     publish(job, 3)
     port, file = free_port(), tmp_path / "ready"
-    url, base = f"http://127.0.0.1:{port}", str(job.layout.version(1))
+    url, base = f"http://127.0.0.1:{port}", str(job.version(1))
     probes = Probes(file, url, "/model_info")
     options = ("--engine", "sglang", "--url", url, "--ready-file", file)
     with sglang_process(port, base), following(job, *options) as follow, probes.running():

@@ -293,7 +293,7 @@ def test_a_server_that_restarts_counts_as_broken_until_it_has_its_version_again(
     # No folder of this host: the first version is taken unseen.
     fake.model_path = fake._started_with = "elsewhere"
     publish(job, 1)
-    with ExplorerHook(job.layout.root, "server", engine_of(fake), poll=0.02) as hook:
+    with ExplorerHook(job.root, "server", engine_of(fake), poll=0.02) as hook:
         hook.start()
         first = hook.wait_until_served(LONG)
         wait_for(hook.may_produce)
@@ -356,9 +356,7 @@ def test_a_server_that_answers_again_is_loaded_within_5_s_however_long_it_did_no
             passed += seconds
             return plain(cancel, 0.001)
 
-        hook = stack.enter_context(
-            ExplorerHook(job.layout.root, "server", SGLangServer(url), poll=0.1)
-        )
+        hook = stack.enter_context(ExplorerHook(job.root, "server", SGLangServer(url), poll=0.1))
         hook.start()
         hook.wait_until_served(LONG)
         hook.stop()
@@ -397,7 +395,7 @@ def test_the_code_of_the_page_loads_the_newest_version(
     monkeypatch.setattr(sglang_server, "SGLangServer", made)
     fake.model_path = "elsewhere"
     publish(job, 3)
-    names = {"job_dir": job.layout.root, "url": "http://127.0.0.1:30000"}
+    names = {"job_dir": job.root, "url": "http://127.0.0.1:30000"}
     exec(FOLLOW_SGLANG, names)  # noqa: S102 # what a user pastes
     assert fake.weight_version == "step-3-version-1"
 
@@ -476,7 +474,7 @@ def test_a_server_that_refuses_every_flush_goes_on_with_what_it_has(
 ) -> None:
     fake.model_path = "elsewhere"
     publish(job, 1)
-    with ExplorerHook(job.layout.root, "server", engine_of(fake), poll=0.02) as hook:
+    with ExplorerHook(job.root, "server", engine_of(fake), poll=0.02) as hook:
         hook.pull(LONG)
         publish(job, 2)
         fake.faults["/flush_cache"] = "something runs"
@@ -589,7 +587,7 @@ def test_what_is_answered_by_a_redirection_was_not_done() -> None:
 def test_a_newer_version_heals_what_cannot_be_given_back(job: SmallJob, fake: FakeSGLang) -> None:
     fake.model_path = "elsewhere"
     publish(job, 1)
-    with ExplorerHook(job.layout.root, "server", engine_of(fake), poll=0.02) as hook:
+    with ExplorerHook(job.root, "server", engine_of(fake), poll=0.02) as hook:
         hook.pull(LONG)
         served = hook.folder
         assert served is not None
@@ -637,7 +635,7 @@ def test_a_load_of_another_hook_that_was_killed_in_it_is_not_waited_for_for_ever
     fake.model_path = "elsewhere"
     engine = engine_of(fake, load_timeout=0.05)
     publish(job, 1)
-    with ExplorerHook(job.layout.root, "explorer", engine, poll=0.02) as hook:
+    with ExplorerHook(job.root, "explorer", engine, poll=0.02) as hook:
         hook.pull(0)
         publish(job, 2)
         fake.weight_version, fake.is_paused = f"{LOADING}-full-step-2-version-2", True

@@ -68,7 +68,7 @@ def hook(job: SmallJob, vllm: VLLMProcess) -> Iterator[ExplorerHook]:
 def hook_of(
     job: SmallJob, vllm: VLLMProcess, kind: type[VLLMServer] = VLLMServer, **options: Any
 ) -> ExplorerHook:
-    return ExplorerHook(job.layout.root, "explorer", kind(vllm.url, **options), poll=0.05)
+    return ExplorerHook(job.root, "explorer", kind(vllm.url, **options), poll=0.05)
 
 
 def at_update(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
@@ -159,7 +159,7 @@ def test_requests_need_not_go_on_over_two_versions(
 
     engine = Reloading(vllm.url, mode=mode)
     clients = [threading.Thread(target=ask) for _ in range(4)]
-    with ExplorerHook(job.layout.root, "explorer", engine, poll=0.05) as hook:
+    with ExplorerHook(job.root, "explorer", engine, poll=0.05) as hook:
         for client in clients:
             client.start()
         try:
@@ -202,7 +202,7 @@ def test_what_is_damaged_or_does_not_fit_never_reaches_it(
         refused(EngineMismatchError)
     for step in (4, 5):
         publish_model(job, step, state(step))
-        (path,) = job.layout.version(step).glob("*.safetensors")
+        (path,) = job.version(step).glob("*.safetensors")
         content = bytearray(path.read_bytes())
         if step == 4:
             content[-1000] ^= 1
@@ -232,13 +232,13 @@ def test_a_load_that_fails_in_the_server_is_taken_back(
 
         def pause_and_lose(engine: VLLMServer) -> None:
             pause(engine)
-            for path in job.layout.version(2).glob("*.safetensors"):
+            for path in job.version(2).glob("*.safetensors"):
                 path.rename(path.with_name("elsewhere"))
                 some = {name: value for name, value in state(2).items() if "q_proj" in name}
                 save_file(some, path)
                 path.with_name("z.safetensors").write_bytes(b"no weights")
             # With it the transfer would refuse the folder before it touches the model.
-            (job.layout.version(2) / MANIFEST).unlink()
+            (job.version(2) / MANIFEST).unlink()
 
         monkeypatch.setattr(VLLMServer, "pause", pause_and_lose)
         with pytest.raises(ServerRefusedError, match="did not load"):
@@ -300,7 +300,7 @@ def test_an_llm_in_the_process_says_what_the_server_says(
 ) -> None:
     """The server by the program of vllm.md, too."""
     publish_model(job, 4, state(4))
-    example = (sys.executable, FOLDER / "vllm_explorer.py", job.layout.root, vllm.url, "4")
+    example = (sys.executable, FOLDER / "vllm_explorer.py", job.root, vllm.url, "4")
     printed = subprocess.check_output(example, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)})
     truth = said(vllm)[0]
     assert printed.decode() == f"step 4: {truth}\n"
@@ -311,7 +311,7 @@ def test_an_llm_in_the_process_says_what_the_server_says(
     base = save_model(tmp_path / "base", 0)
     with trainer() as sender, (tmp_path / "log").open("wb") as log:
         inside = subprocess.Popen(
-            (os.environ[PYTHON], program, job.layout.root, base),
+            (os.environ[PYTHON], program, job.root, base),
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -373,7 +373,7 @@ def test_a_server_that_a_lost_hook_left_paused_is_resumed_with_the_newest(
     job: SmallJob, vllm: VLLMProcess, way: str, route: str, when: str, number: int
 ) -> None:
     publish_model(job, 1, state(1))
-    given = (str(job.layout.root), vllm.url, way, route, when, str(int(number)))
+    given = (str(job.root), vllm.url, way, route, when, str(int(number)))
     lost = subprocess.Popen(
         (sys.executable, "-c", ENDS, *given), env=os.environ | {"PYTHONPATH": "."}
     )

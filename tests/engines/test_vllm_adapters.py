@@ -87,7 +87,7 @@ def test_after_each_of_ten_swaps_all_log_probabilities_are_those_of_a_fresh_serv
     monkeypatch.setattr(HttpServer, "ask", ask_in_pause)
     with (
         ThreadPoolExecutor() as clients,
-        ExplorerHook(job.layout.root, "explorer", VLLMServer(server.url), poll=0.05) as hook,
+        ExplorerHook(job.root, "explorer", VLLMServer(server.url), poll=0.05) as hook,
     ):
         for seed, truth in enumerate(truths):
             publish_adapter(job, seed + 1, adapter(seed))

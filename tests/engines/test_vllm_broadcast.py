@@ -53,7 +53,7 @@ def engine(vllm: VLLMProcess) -> Iterator[VLLMServer]:
 def version(job: SmallJob) -> Iterator[LeasedVersion]:
     """The weights of seed 1, as step 1."""
     publish_model(job, 1, state(1))
-    with Reader(job.layout.root, "explorer") as reader:
+    with Reader(job.root, "explorer") as reader:
         held = reader.next_version(0, LONG)
         yield held
         held.release()

@@ -64,10 +64,10 @@ def test_from_its_start_and_after_each_reload_it_says_what_transformers_says(
     assert serves(server, 0, config)
     step = 0
     for kind in WAYS.values():
-        with ExplorerHook(job.layout.root, "explorer", kind(server.url), poll=0.05) as hook:
+        with ExplorerHook(job.root, "explorer", kind(server.url), poll=0.05) as hook:
             for seed in (1, 2):
                 step += 1
-                saved = save_model(job.layout.root.parent / f"saved-{step}", seed, config)
+                saved = save_model(job.root.parent / f"saved-{step}", seed, config)
                 publish_model(job, step, load_file(saved / "model.safetensors"), config)
                 assert hook.pull(LONG).step == step
                 assert serves(server, seed, config)
@@ -80,7 +80,7 @@ def test_all_workers_take_a_folder_or_none(
     """A folder that one worker alone sees changes none of them, and the next one is loaded."""
     server = servers["tied"]
     publish_model(job, 1, load_file(save_model(tmp_path / "saved", 1, TIED) / "model.safetensors"))
-    with ExplorerHook(job.layout.root, "explorer", VLLMServer(server.url), poll=0.05) as hook:
+    with ExplorerHook(job.root, "explorer", VLLMServer(server.url), poll=0.05) as hook:
         hook.pull(LONG)
         before = [server.forced(row) for row in ROWS.tolist()]
         other = save_model(tmp_path / "other", 2, TIED)

@@ -39,9 +39,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VLLM
             folder = tmp_path_factory.mktemp(name)
             job = SmallJob(folder / "job")
             publish(job, 1, config, "hub", seed=0)
-            found[name] = VLLMProcess(
-                job.layout.version(1), folder / "log.txt", takes_adapters=False
-            )
+            found[name] = VLLMProcess(job.version(1), folder / "log.txt", takes_adapters=False)
             stack.callback(found[name].kill)
         for server in found.values():
             server.wait_until_up()
@@ -69,7 +67,7 @@ def test_a_server_takes_the_names_that_vllm_finds_and_no_others(
     job: SmallJob, servers: dict[str, VLLMProcess], name: str
 ) -> None:
     server, config = servers[name], MODELS[name]
-    with ExplorerHook(job.layout.root, "explorer", VLLMServer(server.url), poll=0.05) as hook:
+    with ExplorerHook(job.root, "explorer", VLLMServer(server.url), poll=0.05) as hook:
         publish(job, 1, config, "hub", seed=1)
         assert hook.pull(LONG).step == 1
         assert serves(server, 1, config)

@@ -51,7 +51,7 @@ def test_a_vllm_of_another_signature_gets_its_versions_by_reload_weights(
     )
     try:
         server.wait_until_up()
-        with ExplorerHook(job.layout.root, "explorer", VLLMServer(server.url), poll=0.05) as hook:
+        with ExplorerHook(job.root, "explorer", VLLMServer(server.url), poll=0.05) as hook:
             for seed in (1, 2):
                 saved = save_model(tmp_path / f"saved-{seed}", seed, TIED)
                 publish_model(job, seed, load_file(saved / "model.safetensors"), TIED)

@@ -131,7 +131,7 @@ def save_step(
         tensors: what is in it.
         files: the others, by name.
     """
-    actor = job.layout.actor(step)
+    actor = job.actor(step)
     actor.mkdir(parents=True)
     told = []
     for name, content in files.items():

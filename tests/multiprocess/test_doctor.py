@@ -85,12 +85,12 @@ def wrong(findings: dict[str, Any]) -> set[str]:
 def test_a_local_disk_is_fit_and_nothing_of_the_job_is_touched(tmp_path: Path) -> None:
     job = SmallJob(tmp_path / "job")
     job.save(1)
-    before = everything(job.layout.root)
-    status, findings, err = found(job.layout.root)
+    before = everything(job.root)
+    status, findings, err = found(job.root)
     assert (status, err) == (0, "")
     assert set(findings) == ALONE
     assert wrong(findings) == set()
-    after = everything(job.layout.root)
+    after = everything(job.root)
     # A folder was in it for a while.
     del before[str(job.layout.state)], after[str(job.layout.state)]
     assert after == before
@@ -189,9 +189,9 @@ def test_a_helper_whose_run_was_killed_before_it_began_ends_at_once(tmp_path: Pa
 
 def test_a_daemon_at_work_is_not_disturbed(tmp_path: Path) -> None:
     job = SmallJob(tmp_path / "job")
-    with Daemon(job.layout.root, lease_time=30) as daemon:
+    with Daemon(job.root, lease_time=30) as daemon:
         daemon.wait_for_log("epoch 1")
-        status, findings, _ = found(job.layout.root)
+        status, findings, _ = found(job.root)
         assert daemon.terminate() == 0
         assert not any("doctor" in line for line in daemon.log), daemon.log
     assert status == 0

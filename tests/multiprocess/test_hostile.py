@@ -97,12 +97,12 @@ def test_a_daemon_serves_and_prunes_among_what_others_left(
 
 
 def test_a_pointer_that_is_a_pipe_is_waited_for_and_the_daemon_still_ends(served: SmallJob) -> None:
-    os.mkfifo(served.layout.state_pointer)
-    with Daemon(served.layout.root) as daemon:
+    os.mkfifo(served.state_pointer)
+    with Daemon(served.root) as daemon:
         daemon.wait_for_log("cannot be read")
-        served.layout.state_pointer.unlink()
+        served.state_pointer.unlink()
         served.save(1)
-        wait_for_step(served.layout.root, 1)
+        wait_for_step(served.root, 1)
         assert daemon.terminate() == 0
 
 
@@ -133,7 +133,7 @@ def test_a_format_that_is_a_pipe_is_one_clear_line(served: SmallJob) -> None:
     served.layout.format.unlink()
     os.mkfifo(served.layout.format)
     for command in ("run", "status", "prune"):
-        done = syncd(command, served.layout.root)
+        done = syncd(command, served.root)
         if command != "status":
             assert done.returncode == 11
             assert "format.json" in done.stderr

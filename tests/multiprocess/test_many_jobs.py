@@ -71,14 +71,14 @@ def test_jobs_are_served_as_they_come_and_go(root: Path, tmp_path: Path) -> None
     options = ("--metrics-port", str(port), "--log-format", "json", "--config", str(config))
     with Daemon(root, *options, root=True) as daemon:
         for number, job in enumerate(jobs):
-            wait_for_step(job.layout.root, number + 1)
+            wait_for_step(job.root, number + 1)
         verified(jobs[3].layout.root, 1)
 
         new = SmallJob(root / "new")
         new.save(5)
-        wait_for_step(new.layout.root, 5)
+        wait_for_step(new.root, 5)
         said = json.loads(daemon.wait_for_log("published step 5"))
-        assert {said["job"], str(new.layout.root)} <= {str(new.layout.root), str(root / "job-4")}
+        assert {said["job"], str(new.root)} <= {str(new.root), str(root / "job-4")}
 
         # A reload is heard by all of them, and by those that come after it.
         config.write_text("keep = 1\n")
@@ -87,7 +87,7 @@ def test_jobs_are_served_as_they_come_and_go(root: Path, tmp_path: Path) -> None
         for job in (jobs[0], new):
             job.save(50)
             job.save(51)
-            wait_for_step(job.layout.root, 51)
+            wait_for_step(job.root, 51)
             wait_until(lambda job=job: len(job.versions) == 1, "only LATEST is kept")  # type: ignore[misc] # bound in this round
 
         gone = jobs[7].layout.root
@@ -120,12 +120,12 @@ def test_a_job_that_cannot_be_served_stops_no_other(root: Path) -> None:
     well.save(1)
     with Daemon(root, root=True) as daemon:
         daemon.wait_for_log(f"serving all jobs in {root}")
-        wait_for_step(well.layout.root, 1)
+        wait_for_step(well.root, 1)
         for name in ("file", "format", "link"):
             daemon.wait_for_log(f"cannot serve {root / name} now")
         assert "[shards]" in daemon.wait_for_log("step 1 cannot be published")
         well.save(2)
-        wait_for_step(well.layout.root, 2)
+        wait_for_step(well.root, 2)
         (root / "format" / ".syncd" / "format.json").unlink()
         healed = SmallJob(root / "format")
         healed.save(3)
@@ -176,30 +176,30 @@ def test_a_job_whose_storage_hangs_stops_no_other_and_neither_the_end(
     options = ("--hang-time", "10", "--concurrent-merges", "1")
     with Daemon(root, *options, root=True, program=program) as daemon:
         for job in (sick, well):
-            wait_for_round(job.layout.root, 1)
+            wait_for_round(job.root, 1)
         marker.touch()
         daemon.wait_for_log("Another daemon may take over the job")
         well.save(2)
-        wait_for_step(well.layout.root, 2)
+        wait_for_step(well.root, 2)
         # Its heartbeats end, so that another host's daemon has it at once.
-        with Daemon(sick.layout.root) as other:
+        with Daemon(sick.root) as other:
             sick.save(2)
-            wait_for_step(sick.layout.root, 2)
+            wait_for_step(sick.root, 2)
             # When its storage answers it stands by, and takes over again.
             marker.unlink()
-            daemon.wait_for_log(f"found job {sick.layout.root}; serving it", times=2)
+            daemon.wait_for_log(f"found job {sick.root}; serving it", times=2)
             assert other.terminate() == 0
         sick.save(3)
-        wait_for_round(sick.layout.root, 3)
-        with Reader(sick.layout.root, "explorer") as reader:
+        wait_for_round(sick.root, 3)
+        with Reader(sick.root, "explorer") as reader:
             reader.next_version(2, DEADLINE).release()
         # What hangs at the end is left, and the process ends all the same.
         marker.touch()
         daemon.wait_for_log("HANGS", times=2)
         well.save(3)
-        wait_for_step(well.layout.root, 3)
+        wait_for_step(well.root, 3)
         assert daemon.terminate() == 0
-        daemon.wait_for_log(f"exiting before the work on {sick.layout.root} has ended")
+        daemon.wait_for_log(f"exiting before the work on {sick.root} has ended")
 
 
 _SOON_LATE = """
@@ -214,8 +214,8 @@ def test_records_of_a_terabyte_of_zeros_in_three_jobs_stop_no_other(root: Path) 
     """Four floats in each, whose CRC-32 is that of the whole record: minutes of reading."""
     sick = [SmallJob(root / f"sick-{number}") for number in range(3)]
     for job in sick:
-        job.layout.actor(1).mkdir(parents=True)
-        path = job.layout.actor(1) / "model_world_size_1_rank_0.pt"
+        job.actor(1).mkdir(parents=True)
+        path = job.actor(1) / "model_world_size_1_rank_0.pt"
         write_sparse(path, 2**40, {"w": tensor((4,), (1,))})
         job.point(1)
     well = SmallJob(root / "well")
@@ -223,11 +223,11 @@ def test_records_of_a_terabyte_of_zeros_in_three_jobs_stop_no_other(root: Path) 
         late = daemon.wait_for_log("far longer than the size of its tensors explains")
         for step in (1, 2, 3):
             well.save(step)
-            wait_for_step(well.layout.root, step)
+            wait_for_step(well.root, step)
         # The save that goes on beside the others ends for a newer one of its own trainer.
-        (job,) = (job for job in sick if f"[{job.layout.root.name}]" in late)
+        (job,) = (job for job in sick if f"[{job.root.name}]" in late)
         job.save(2)
-        wait_for_step(job.layout.root, 2)
+        wait_for_step(job.root, 2)
         daemon.wait_for_log("newer save is announced")
         assert daemon.terminate() == 0
 
@@ -259,7 +259,7 @@ def test_no_more_jobs_merge_at_a_time_than_may_and_all_get_their_turn(
     services = RootServices(root, RunConfig(concurrent_merges=3, tick=0.1))
     with serving(services):
         for job in jobs:
-            wait_for_step(job.layout.root, 1)
+            wait_for_step(job.root, 1)
     assert most == [3]
 
 
@@ -269,19 +269,17 @@ def test_a_job_for_which_there_is_no_thread_now_ends_no_other_and_is_served_late
     first = SmallJob(root / "first")
     first.save(1)
     with serving(RootServices(root, RunConfig(tick=0.1))):
-        wait_for_step(first.layout.root, 1)
+        wait_for_step(first.root, 1)
         before = threading.stack_size(2**50)  # more than any machine has room for
         try:
             second = SmallJob(root / "second")
             second.save(1)
-            wait_until(
-                lambda: f"cannot serve {second.layout.root} now" in caplog.text, "it is said"
-            )
+            wait_until(lambda: f"cannot serve {second.root} now" in caplog.text, "it is said")
         finally:
             threading.stack_size(before)
         for job in (first, second):
             job.save(2)
-            wait_for_step(job.layout.root, 2)
+            wait_for_step(job.root, 2)
 
 
 def test_the_next_job_of_a_name_is_served_by_its_own_lease_time(tmp_path: Path) -> None:
@@ -390,13 +388,13 @@ def test_what_is_left_of_a_job_that_is_deleted_is_not_served(
     """``rm -r`` takes ours first, say, and the pointer last: nothing may be made in its way."""
     job = SmallJob(tmp_path / "job")
     job.save(1)
-    with ticking(job.layout.root) as looks_again:
-        wait_for_step(job.layout.root, 1)
+    with ticking(job.root) as looks_again:
+        wait_for_step(job.root, 1)
         if pointed:
             job.layout.state.rename(tmp_path / "ours")
         else:  # a mount point without its storage
-            job.layout.root.rename(tmp_path / "job-away")
-            job.layout.root.mkdir()
+            job.root.rename(tmp_path / "job-away")
+            job.root.mkdir()
         wait_until(lambda: "is its storage mounted" in caplog.text, "it is said")
         looks_again()
     assert not job.layout.state.exists()

@@ -49,7 +49,7 @@ def test_a_quantized_model_is_published_as_it_is_on_the_hub(
     saves: Path, tmp_path: Path, kind: str, world_size: int, layout: SaveLayout
 ) -> None:
     job = published(saves / f"{kind}-{world_size}-{layout}", tmp_path)
-    folder, hub = job.layout.version(job.latest.sequence), saves / kind / "hub"
+    folder, hub = job.version(job.latest.sequence), saves / kind / "hub"
     assert_equal(loaded(folder), loaded(hub))
     dtype, name = QUANTIZED[kind]
     entries = {entry.name: entry for entry in read_manifest(job.storage, folder).tensors}
@@ -72,7 +72,7 @@ def test_transformers_and_an_explorer_load_a_quantized_version(
     # On a CPU transformers computes with the dequantized weights.
     ours, its = (
         AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-        for folder in (job.layout.version(job.latest.sequence), hub)
+        for folder in (job.version(job.latest.sequence), hub)
     )
     assert_equal(ours.state_dict(), its.state_dict())
     tokens = torch.arange(24).reshape(2, 12)
@@ -86,7 +86,7 @@ def test_transformers_and_an_explorer_load_a_quantized_version(
     with torch.no_grad():
         for parameter in served.parameters():
             parameter.zero_()
-    with ExplorerHook(job.layout.root, "explorer-0", TransformersModel(served)) as hook:
+    with ExplorerHook(job.root, "explorer-0", TransformersModel(served)) as hook:
         hook.pull()
     assert_equal(served.state_dict(), truth)
 

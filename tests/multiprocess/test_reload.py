@@ -52,11 +52,11 @@ def test_a_running_daemon_takes_over_what_may_change_and_refuses_what_cannot_be_
         for step in (1, 2, 3):
             for one in both:
                 one.save(step)
-                wait_for_step(one.layout.root, step)
+                wait_for_step(one.root, step)
         assert [len(one.versions) for one in both] == [3, 3]
         assert metric(port, "syncd_config_last_reload_successful") == 1
         for one in both:
-            name = f'syncd_saves_total{{job_dir="{one.layout.root}",outcome="published"}}'
+            name = f'syncd_saves_total{{job_dir="{one.root}",outcome="published"}}'
             wait_until(lambda name=name: metric(port, name) == 3, "they are counted, one by one")
 
         config.write_text(f"{base}keep = 1\nprune_steps = false\npointer = 3\n")
@@ -73,12 +73,12 @@ def test_a_running_daemon_takes_over_what_may_change_and_refuses_what_cannot_be_
         for one in both:
             wait_until(lambda one=one: one.versions == ["v000003"], "what is kept is less now")
         assert metric(port, "syncd_config_last_reload_successful") == 0
-        assert {one.layout.step(1).exists() for one in both} == {True}
+        assert {one.step(1).exists() for one in both} == {True}
 
         config.write_text(f"{base}keep = 1\n")
         os.kill(daemon.pid, signal.SIGHUP)
         for one in both:
-            wait_until(lambda one=one: not one.layout.step(1).exists(), "steps are pruned now")
+            wait_until(lambda one=one: not one.step(1).exists(), "steps are pruned now")
         wait_until(lambda: metric(port, "syncd_config_last_reload_successful") == 1, "it is told")
         said = [line["event"] for line in events(daemon)]
         assert said.count("config_read") == 1  # the level was another one at the second

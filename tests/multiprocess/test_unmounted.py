@@ -342,7 +342,7 @@ def goes_away(job: SmallJob, scenario: Scenario, moment: int, behind: Path) -> i
 
     An explorer that looks at LATEST has opened the job.
     """
-    root, made = job.layout.root, behind.with_name("calls")
+    root, made = job.root, behind.with_name("calls")
     calls = [0]
 
     def rule(_: str, given: tuple[Any, ...]) -> None:

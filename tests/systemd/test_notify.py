@@ -233,13 +233,13 @@ def test_ready_comes_with_the_first_look_and_before_what_is_merged_then(
 
     job.save(1)
     service = Service(
-        job.layout.root,
+        job.root,
         DaemonConfig(tick=0.05),
         notice=ours(manager).job("job"),
-        storage=Looking(job.layout.root, lambda: None),
+        storage=Looking(job.root, lambda: None),
     )
     with serving(service):
-        wait_for_step(job.layout.root, 1)
+        wait_for_step(job.root, 1)
         said = wait_until(
             lambda: [line for line in manager.heard() if "version 1" in line], "STATUS says so"
         )
@@ -304,7 +304,7 @@ def test_a_daemon_with_nothing_to_do_is_no_hang_however_seldom_it_is_to_look(
     job: SmallJob, manager: Manager
 ) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "syncd", "run", str(job.layout.root), "--tick", "60",
+        [sys.executable, "-m", "syncd", "run", str(job.root), "--tick", "60",
          "--lease-time", "3600", "--hang-time", "1.5"],
         env={**ENVIRONMENT, "NOTIFY_SOCKET": manager.address},
     ) as process:  # fmt: skip

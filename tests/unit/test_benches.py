@@ -58,7 +58,7 @@ def full(job: SmallJob, *steps: int) -> None:
     """Full checkpoints, which no pointer names."""
     for step in steps:
         job.save(step, point=False)
-        (job.layout.step(step) / ".full_checkpoint").touch()
+        (job.step(step) / ".full_checkpoint").touch()
 
 
 def builds(job: SmallJob) -> list[Path]:
@@ -83,7 +83,7 @@ def build(job: SmallJob, session: str, step: int) -> Path:
 
 
 def beat(job: SmallJob, session: str) -> None:
-    job.layout.session(session).write_text(str(time.monotonic_ns()))
+    job.session(session).write_text(str(time.monotonic_ns()))
 
 
 def test_a_step_is_kept_while_its_explorer_lives_and_then_pruned_and_its_build_swept(
@@ -99,14 +99,14 @@ def test_a_step_is_kept_while_its_explorer_lives_and_then_pruned_and_its_build_s
             loop.run_once()
             clock.advance(LEASE_TIME / 4)
             beat(job, "explorer")
-        assert job.layout.step(1).exists()
+        assert job.step(1).exists()
         assert folder.exists()
         assert "it was being pruned" not in caplog.text, "an explorer is reading there"
         for _ in range(24):
             loop.run_once()
             clock.advance(LEASE_TIME / 4)
         assert is_empty(job)
-        assert not job.layout.step(1).exists()
+        assert not job.step(1).exists()
 
 
 def test_a_step_that_is_built_while_it_is_pruned_is_put_back(tmp_path: Path, hosts: Hosts) -> None:
@@ -116,19 +116,19 @@ def test_a_step_that_is_built_while_it_is_pruned_is_put_back(tmp_path: Path, hos
     with job.daemon(DaemonConfig(keep=1)) as loop:
         loop.run_once()
         job.save(2)
-        step = str(job.layout.step(1))
+        step = str(job.step(1))
         storage.rules.append(once("rename", lambda *_: build(job, "explorer", 1), where=step))
         loop.run_once()
-        assert job.layout.step(1).exists()
+        assert job.step(1).exists()
         assert ("step", "global_step_1") not in job.audit
 
 
 def test_whatever_is_not_a_live_explorers_folder_is_swept(job: SmallJob) -> None:
-    bench_dir, outside = job.layout.bench, job.layout.root / "outside"
+    bench_dir, outside = job.layout.bench, job.root / "outside"
     outside.mkdir()
     (outside / "file").touch()
     living, dead = build(job, "living", 1), build(job, "dead", 2)
-    job.layout.session("dead").unlink()
+    job.session("dead").unlink()
     (dead / ("n" * 255)).mkdir()
     (dead / "link").symlink_to(outside, target_is_directory=True)
     os.mkfifo(dead / "pipe")
@@ -195,7 +195,7 @@ class Here(FakeEngine):
 def hook_of(job: SmallJob, name: str = "bench", **options: Any) -> ExplorerHook:
     engine = options.pop("engine", None) or Here()
     settings = SyncSettings(**options.pop("settings", {}))
-    return ExplorerHook(job.layout.root, name, engine, settings=settings, poll=0.02, **options)
+    return ExplorerHook(job.root, name, engine, settings=settings, poll=0.02, **options)
 
 
 @contextmanager
@@ -229,21 +229,21 @@ def served(tmp_path: Path) -> Iterator[SmallJob]:
 
 
 def test_a_bench_of_every_full_checkpoint_moves_nobody_else(served: SmallJob) -> None:
-    root, engine = served.layout.root, Here()
+    root, engine = served.root, Here()
     with hook_of(served, "serving") as serving, hook_of(served, engine=engine) as hook:
         assert serving.pull(LONG) == Version(1, 8)
         before = served.layout.latest.read_bytes(), served.layout.saves.read_bytes()
         seen = bench.every_full_checkpoint(hook, root, timeout=LONG)
         for step, version in zip((0, 4, 8), seen, strict=True):
             assert version.step == step
-            actor = served.layout.actor(step)
+            actor = served.actor(step)
             assert engine.content == (actor / "model.safetensors").read_bytes()
             assert (report(served, "bench").bench, report(served, "bench").step) == (step, None)
             assert serving.pull(0) is None
             with hook_of(served, f"newcomer-{step}") as newcomer:
                 assert newcomer.pull(LONG) == Version(1, 8)
         assert (served.layout.latest.read_bytes(), served.layout.saves.read_bytes()) == before
-        assert served.layout.state_pointer.read_text() == "8\n"
+        assert served.state_pointer.read_text() == "8\n"
         assert (served.versions, serving.version) == (["v000001"], Version(1, 8))
         assert builds(served) == []
     wait_until(lambda: is_empty(served), "the explorer's folder goes with its session")
@@ -265,8 +265,8 @@ def test_what_was_evaluated_is_left_for_the_newest_version_and_goes(served: Smal
 
 
 def test_a_server_in_a_container_that_mounts_only_the_job_loads_a_step(served: SmallJob) -> None:
-    root = served.layout.root.resolve()
-    fake = FakeSGLang(str(served.layout.version(1)))
+    root = served.root.resolve()
+    fake = FakeSGLang(str(served.version(1)))
     server = SGLangServer("http://127.0.0.1:1", start_timeout=0.0, transport=fake.transport)
     with hook_of(served, "server", engine=server) as hook:
         assert hook.load_step(4, LONG) == Version(0, 4)
@@ -330,13 +330,13 @@ def test_a_step_that_is_not_on_disk_is_an_error_at_once_and_changes_nothing(
             SaveNotReadyError, match="99 is not on disk; the steps on disk are 0, 4, 8"
         ):
             bench.step(hook, 99)
-        assert served.layout.state_pointer.read_text() == "8\n"
+        assert served.state_pointer.read_text() == "8\n"
         assert is_empty(served)
 
 
 def test_a_step_that_cannot_be_built_is_an_error_with_its_reason(served: SmallJob) -> None:
     broken = weights(4.0, 2.0, 3.0)[:-4]
-    served.put(served.layout.actor(4) / "model.safetensors", broken)
+    served.put(served.actor(4) / "model.safetensors", broken)
     served.receipt(4, "run-4-1", 0, 1, receipt_of(broken))
     with hook_of(served) as hook:
         with pytest.raises(SaveFailedError, match=r"step 4 cannot be built: .*model\.safetensors"):
@@ -365,15 +365,15 @@ def test_a_build_is_what_the_daemon_would_publish(tmp_path: Path, names: Names |
     content = header_bytes(entries) + bytes(24)
     for step in (4, 8):
         full(job, step)
-        config = job.layout.actor(step) / "huggingface" / "config.json"
+        config = job.actor(step) / "huggingface" / "config.json"
         job.put(config, b'{"model_type": "granite_speech"}')
-        job.put(job.layout.actor(step) / "model.safetensors", content)
+        job.put(job.actor(step) / "model.safetensors", content)
         job.receipt(step, f"run-{step}-1", 0, 1, receipt_of(content))
     job.point(8)
     config = DaemonConfig(cast="bf16", names=names, max_shard_size=6, digests=False)
     with job.daemon(config) as loop:
         loop.run_once()
-    published = read_manifest(STORAGE, job.layout.version(1))
+    published = read_manifest(STORAGE, job.version(1))
     with hook_of(job) as hook:
         built = hook.synchronizer.hold_step(4).manifest
     changes = {"sequence": 0, "step": 4, "save_id": "run-4-1", "timings": built.timings}
@@ -407,7 +407,7 @@ def test_a_save_that_is_not_complete_is_waited_for_at_most_the_timeout(tmp_path:
     job = SmallJob(tmp_path / "job")
     publish(job, 8)
     job.save(4, receipts=False, point=False)
-    actor = job.layout.actor(4)
+    actor = job.actor(4)
     (actor / "model.safetensors").rename(actor / "later")
     with hook_of(job) as hook:
         with pytest.raises(WaitTimeoutError, match="step 4 was not complete in time"):
@@ -435,9 +435,7 @@ def test_a_trainer_does_not_wait_for_an_explorer_that_evaluates_a_step(served: S
     settings = SyncSettings(max_explorer_lag=0)
     with (
         hook_of(served) as hook,
-        TrainerSynchronizer(
-            served.layout.root, settings=settings, seams=Seams(poll=0.02)
-        ) as trainer,
+        TrainerSynchronizer(served.root, settings=settings, seams=Seams(poll=0.02)) as trainer,
     ):
         trainer.set_trainer_status(RunningStatus.RUNNING)
         hook.load_step(4, LONG)
@@ -449,7 +447,7 @@ def test_a_job_with_a_memory_folder_has_its_checkpoints_built_beside_it(
 ) -> None:
     memory = SmallJob(tmp_path / "memory")
     publish(memory, 9)
-    with hook_of(served, memory_dir=memory.layout.root) as hook:
+    with hook_of(served, memory_dir=memory.root) as hook:
         assert hook.pull(0) == Version(1, 9)
         assert hook.load_step(4, LONG) == Version(0, 4)
         assert hook.get_weight("weight")[0] == 4
@@ -461,7 +459,7 @@ def test_publishing_a_step_is_refused_while_another_explorer_follows(served: Sma
     with hook_of(served) as hook:
         with pytest.raises(InvalidSettingsError, match="newest version for other too"):
             hook.pull_step(4, LONG)
-        assert served.layout.state_pointer.read_text() == "8\n"
+        assert served.state_pointer.read_text() == "8\n"
         other.load_step(0, LONG)  # it follows nothing now
         assert hook.pull_step(4, LONG) == Version(2, 4)
         other.pull(LONG)

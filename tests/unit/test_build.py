@@ -30,7 +30,7 @@ def test_a_vouched_file_that_is_gone_is_waited_for_and_not_left_out(
     job: SmallJob, clock: Clock
 ) -> None:
     job.save(4)
-    config = job.layout.actor(4) / "huggingface" / "config.json"
+    config = job.actor(4) / "huggingface" / "config.json"
     content = config.read_bytes()
     config.unlink()
     with job.daemon(clock=clock) as loop:
@@ -39,14 +39,14 @@ def test_a_vouched_file_that_is_gone_is_waited_for_and_not_left_out(
         config.write_bytes(content)
         clock.advance(1)
         loop.run_once()
-    assert (job.layout.version(1) / "config.json").read_bytes() == content
+    assert (job.version(1) / "config.json").read_bytes() == content
 
 
 def test_a_vouched_file_that_was_changed_is_said_by_name_before_any_weights_are_copied(
     job: SmallJob, clock: Clock
 ) -> None:
     job.save(4)
-    config = job.layout.actor(4) / "huggingface" / "config.json"
+    config = job.actor(4) / "huggingface" / "config.json"
     config.write_bytes(b"changed by hand")
     storage = RuledStorage()
     job.storage = storage
@@ -78,9 +78,9 @@ def test_a_later_save_of_the_published_step_stays_quarantined_for_the_next_daemo
     job.save(4)
     with job.daemon() as loop:
         loop.run_once()
-    (job.layout.actor(4) / ".receipts" / "rank_0.json").unlink()
-    (job.layout.actor(4) / ".receipts").rmdir()
-    job.put(job.layout.actor(4) / "model.safetensors", b"x" * 64)
+    (job.actor(4) / ".receipts" / "rank_0.json").unlink()
+    (job.actor(4) / ".receipts").rmdir()
+    job.put(job.actor(4) / "model.safetensors", b"x" * 64)
     job.point(4)
     tried = []
     for _ in range(3):
@@ -90,7 +90,7 @@ def test_a_later_save_of_the_published_step_stays_quarantined_for_the_next_daemo
                 clock.advance(5)
     assert len(tried) == 1
     assert job.outcomes == {4: "quarantined"}
-    assert read_manifest(job.storage, job.layout.version(1)).step == 4
+    assert read_manifest(job.storage, job.version(1)).step == 4
 
 
 # -- adapters ----------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ PEFT_SAVE = {SHARD: shard_of(*PEFT), TOLD: CONFIG}
 
 def put(job: SmallJob, files: dict[str, bytes], step: int = 4) -> Path:
     """A foreign save of these files, and the pointer."""
-    actor = job.layout.actor(step)
+    actor = job.actor(step)
     for name, content in files.items():
         (actor / name).parent.mkdir(parents=True, exist_ok=True)
         job.put(actor / name, content)
@@ -161,7 +161,7 @@ def look(job: SmallJob, config: DaemonConfig | None = None) -> None:
 def serve(job: SmallJob, config: DaemonConfig | None = None) -> Manifest:
     """The same: the manifest of the version that LATEST names then."""
     look(job, config)
-    folder = job.layout.version(job.latest.sequence)
+    folder = job.version(job.latest.sequence)
     manifest = read_manifest(job.storage, folder)
     verify_version(job.storage, folder, manifest)
     assert job.latest.kind == manifest.kind
@@ -181,7 +181,7 @@ def test_the_shards_of_a_peft_model_become_one_file_that_peft_reads(
     assert manifest.kind == "adapter"
     # Without the base's weights the folder is no model, and must not look like one.
     assert names_in(manifest) == ADAPTER_FILES
-    folder = job.layout.version(1)
+    folder = job.version(1)
     with SafetensorsFile.open(job.storage, folder / "adapter_model.safetensors") as file:
         content = (folder / "adapter_model.safetensors").read_bytes()
         found = {entry.name: content[entry.begin : entry.end] for entry in file.entries}
@@ -191,7 +191,7 @@ def test_the_shards_of_a_peft_model_become_one_file_that_peft_reads(
 def test_a_reader_sees_what_kind_a_version_is(job: SmallJob) -> None:
     put(job, PEFT_SAVE)
     serve(job)
-    with Reader(job.layout.root, "explorer") as reader:
+    with Reader(job.root, "explorer") as reader:
         version = reader.next_version(0, 0)
         assert version.kind == "adapter"
         version.release()
@@ -205,7 +205,7 @@ def test_a_reader_sees_what_kind_a_version_is(job: SmallJob) -> None:
 def test_a_module_is_never_loaded_with_an_adapter(job: SmallJob) -> None:
     put(job, PEFT_SAVE)
     serve(job)
-    with Reader(job.layout.root, "explorer") as reader:
+    with Reader(job.root, "explorer") as reader:
         version = reader.next_version(0, 0)
         with pytest.raises(EngineMismatchError, match=r"version 1 \(step 4\) is a LoRA adapter"):
             TorchModule(nn.Linear(2, 2)).check(version)
@@ -247,7 +247,7 @@ def test_an_adapter_is_linked_when_it_has_our_receipt_else_copied(
         job.receipt(4, "run-4-0", 0, 1, receipt_of(content, LORA), vouched(TOLD, CONFIG))
     manifest = serve(job)
     assert manifest.checked == ("receipt" if has_receipt else "stillness")
-    published = job.layout.version(1) / "adapter_model.safetensors"
+    published = job.version(1) / "adapter_model.safetensors"
     assert published.samefile(actor / LORA) is has_receipt
     assert published.read_bytes() == content
 
@@ -289,7 +289,7 @@ def test_pefts_own_files_come_before_the_base_models(job: SmallJob) -> None:
     )
     manifest = serve(job)
     assert names_in(manifest) == ADAPTER_FILES | {"more/vocab.txt"}
-    folder = job.layout.version(1)
+    folder = job.version(1)
     assert (folder / "adapter_config.json").read_bytes() == CONFIG
     assert (folder / "tokenizer.json").read_bytes() == b"with more tokens"
 
@@ -490,7 +490,7 @@ def test_an_adapter_that_latest_does_not_name_yet_is_adopted_as_one(job: SmallJo
 def test_a_version_of_before_there_were_kinds_is_a_full_model(job: SmallJob) -> None:
     job.save(4)
     serve(job)
-    for path in (job.layout.latest, job.layout.version(1) / "manifest.json"):
+    for path in (job.layout.latest, job.version(1) / "manifest.json"):
         record = json.loads(path.read_bytes())
         del record["kind"]
         path.write_text(json.dumps(record))

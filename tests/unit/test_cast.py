@@ -172,7 +172,7 @@ def test_each_kind_of_quantized_tensor_refuses_a_cast(
 
 
 def full(job: SmallJob, state: dict[str, torch.Tensor]) -> Path:
-    path = job.layout.actor(1) / "model.safetensors"
+    path = job.actor(1) / "model.safetensors"
     path.parent.mkdir(parents=True)
     save_file(state, path)
     job.receipt(1, "run-1-0", 0, 1, receipt_of(path.read_bytes()))

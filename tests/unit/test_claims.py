@@ -30,7 +30,7 @@ class Heartbeat(Session):
 
     def __init__(self, job: SmallJob, name: str) -> None:
         self.id, self.lease_time = name, LEASE_TIME
-        self.path = job.layout.session(name)
+        self.path = job.session(name)
         self.path.write_bytes(b"")
 
     def beat(self) -> None:
@@ -84,7 +84,7 @@ def test_a_second_trainer_is_told_who_works_there(job: SmallJob, clock: Clock) -
     take_as("grpo\n", first)
     with pytest.raises(NameTakenError) as told:
         take_as("intruder", "newcomer")
-    who = rf"trainer 'grpo\n' works in {job.layout.root} already (process 4711 on host node-7, "
+    who = rf"trainer 'grpo\n' works in {job.root} already (process 4711 on host node-7, "
     assert str(told.value).startswith(who)
     assert "another job directory" in str(told.value)
     assert "another name" not in str(told.value)
@@ -143,7 +143,7 @@ def test_a_wait_for_a_name_is_logged_once(
     take(job, "second", clock)
     found = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert found == [
-        f"explorer 'x' works in {job.layout.root} already (process 4711 on host node-7, session "
+        f"explorer 'x' works in {job.root} already (process 4711 on host node-7, session "
         f"node-7-4711-0a1b2c3d), or has died. Waiting about {LEASE_TIME:g} s to find out"
     ]
 

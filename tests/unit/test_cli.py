@@ -205,7 +205,7 @@ def test_all_versions_of_a_job_are_verified(served: SmallJob) -> None:
 
 
 def test_a_damaged_version_is_named_and_the_others_are_still_read(served: SmallJob) -> None:
-    served.put(served.layout.version(2) / "config.json", b"other")
+    served.put(served.version(2) / "config.json", b"other")
     result = failed(errors.VerificationError, "verify", served)
     assert str(result.exception).endswith("v000002")
     assert "config.json: its size is not what the manifest says" in result.output
@@ -215,7 +215,7 @@ def test_a_damaged_version_is_named_and_the_others_are_still_read(served: SmallJ
 def test_weights_that_nobody_listed_are_named_in_a_version_and_let_be_in_a_merged_folder(
     served: SmallJob, tmp_path: Path
 ) -> None:
-    (served.layout.version(2) / "z.safetensors").write_bytes(b"weights")
+    (served.version(2) / "z.safetensors").write_bytes(b"weights")
     result = failed(errors.VerificationError, "verify", served)
     assert "z.safetensors is not in the version's manifest" in result.output
     assert result.output.count("whole") == 2
@@ -226,7 +226,7 @@ def test_weights_that_nobody_listed_are_named_in_a_version_and_let_be_in_a_merge
 
 
 def test_a_file_name_in_a_manifest_is_shown_as_text_on_its_own_line(served: SmallJob) -> None:
-    path = served.layout.version(2) / MANIFEST
+    path = served.version(2) / MANIFEST
     path.write_bytes(path.read_bytes().replace(b"config.json", "\u202egnp\u2028v9: whole".encode()))
     result = failed(errors.VerificationError, "verify", served)
     assert r"\u202egnp\u2028v9: whole is missing or not a file" in result.output
@@ -240,7 +240,7 @@ def test_a_folder_that_is_no_job_says_so(tmp_path: Path) -> None:
 
 def test_a_job_without_a_version_is_not_verified_and_the_remedy_is_named(job: SmallJob) -> None:
     said = str(syncd("verify", job).exception)
-    assert f"'syncd status {job.layout.root}' shows what the daemon waits for" in said
+    assert f"'syncd status {job.root}' shows what the daemon waits for" in said
 
 
 def test_a_count_that_is_no_number_or_too_small_is_refused_with_its_bounds(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_what_was_done_is_one_json_object(served: SmallJob, tmp_path: Path) -> N
     merged_into = printed("merge", merged(tmp_path), tmp_path / "out", "--no-fsync")
     assert [merged_into[key] for key in ("step", "kind", "checked")] == [7, "full", "crc32"]
     assert "model.safetensors" in merged_into["files"]
-    served.put(served.layout.version(2) / "config.json", b"other")
+    served.put(served.version(2) / "config.json", b"other")
     assert {one["folder"]: one["outcome"] for one in printed("verify", served)["folders"]} == {
         "v000001": "whole", "v000002": "damaged", "v000003": "whole",
     }  # fmt: skip
@@ -271,7 +271,7 @@ def test_what_was_done_is_one_json_object(served: SmallJob, tmp_path: Path) -> N
 
 
 def test_what_was_steered_and_checked_is_one_json_object(served: SmallJob, tmp_path: Path) -> None:
-    root = served.layout.root
+    root = served.root
     pinned = {"job": str(root), "folder": "v000002", "pinned": True}
     assert printed("pin", served, "v2") == pinned
     unpinned = {**pinned, "pinned": False, "was_pinned": True}
@@ -311,8 +311,8 @@ def test_status_as_json_is_one_object(served: SmallJob) -> None:
 def test_status_for_people_says_what_is_published_and_leased(served: SmallJob) -> None:
     served.lease(2, "session", "node-1")
     report = {"name": "node-1", "session": "s", "status": "running", "sequence": 2, "time": 1.0}
-    served.layout.explorer("node-1").write_text(json.dumps(report))
-    served.layout.session("s").touch()
+    served.explorer("node-1").write_text(json.dumps(report))
+    served.session("s").touch()
     result = syncd("status", served)
     assert result.exit_code == 0
     assert "latest   version 3, step 3" in result.output
@@ -340,7 +340,7 @@ def test_a_folder_that_syncd_never_served_says_so(tmp_path: Path, name: str) -> 
 
 
 def everything(job: SmallJob) -> set[Path]:
-    return set(job.layout.root.rglob("*"))
+    return set(job.root.rglob("*"))
 
 
 def test_a_dry_run_says_what_would_go_and_changes_nothing(served: SmallJob) -> None:
@@ -433,7 +433,7 @@ def test_ctrl_c_ends_a_wait_for_the_daemon_and_leaves_nothing_behind(
     served: SmallJob, name: str
 ) -> None:
     held = Held(served, LEASE_TIME)
-    argv = [sys.executable, "-m", "syncd", name, str(served.layout.root)]
+    argv = [sys.executable, "-m", "syncd", name, str(served.root)]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         if name == "prune":

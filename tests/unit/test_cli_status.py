@@ -67,8 +67,8 @@ def shown(job: SmallJob, width: int = 80, height: int | None = None) -> str:
 
 def beat(job: SmallJob, session: str, at: float) -> None:
     """The last heartbeat of a session."""
-    job.layout.session(session).touch()
-    os.utime(job.layout.session(session), (at, at))
+    job.session(session).touch()
+    os.utime(job.session(session), (at, at))
 
 
 def reports(job: SmallJob, explorers: int, **more: Any) -> None:
@@ -88,7 +88,7 @@ def reports(job: SmallJob, explorers: int, **more: Any) -> None:
             name=name, session="s", status="running", sequence=None if number == 7 else 1,
             step=1, time=400.0, refused=None if number else "version 1: " + "no such tensor " * 20,
         )  # fmt: skip
-        job.put(job.layout.explorer(name), encode(report))
+        job.put(job.explorer(name), encode(report))
 
 
 def test_a_page_fits_80_columns_and_says_how_far_the_merge_is(served: SmallJob) -> None:
@@ -99,7 +99,7 @@ def test_a_page_fits_80_columns_and_says_how_far_the_merge_is(served: SmallJob) 
     assert told["trainer"] == "trainer  running, announced step 13 (4 ranks, heard 10 s ago)"
     assert told["daemon"].startswith("daemon   merging: step 12 (trainer-7 pid 4242, epoch 3")
     assert told["free"].endswith("on the job's filesystem")
-    assert all(len(line) <= 80 for line in lines if str(served.layout.root) not in line)
+    assert all(len(line) <= 80 for line in lines if str(served.root) not in line)
     # Of many explorers those that are behind are shown.
     assert told["node-007"].split()[1:5] == ["running", "-", "1", "1"]
     assert "and 10 more, at most 0 behind (--json)" in lines
@@ -132,7 +132,7 @@ def test_a_reason_that_explorers_share_is_told_once(served: SmallJob) -> None:
             name=f"node-{number}", session="s", status="running", time=0.0,
             refused="it does not fit", fault=fault,
         )  # fmt: skip
-        served.put(served.layout.explorer(report.name), encode(report))
+        served.put(served.explorer(report.name), encode(report))
     lines = shown(served).splitlines()
     assert "explorer node-0: its engine died" in lines
     assert "explorer node-0, node-1, node-2, node-3 and 5 more: it does not fit" in lines
@@ -148,7 +148,7 @@ def test_stopped_explorers_are_the_last(served: SmallJob, height: int | None) ->
             name=f"node-{number:02d}", session="s", status=status, time=0.0,
             sequence=None if status == "stopped" else 1, step=1,
         )  # fmt: skip
-        served.put(served.layout.explorer(report.name), encode(report))
+        served.put(served.explorer(report.name), encode(report))
     lines = shown(served, height=height).splitlines()
     names = [line.split()[:2] for line in lines if line.startswith("node-")]
     running = [[f"node-{number:02d}", "running"] for number in (0, 2, 4)]
@@ -158,11 +158,11 @@ def test_stopped_explorers_are_the_last(served: SmallJob, height: int | None) ->
 
 
 def test_a_rollback_that_no_daemon_has_carried_out_is_shown(served: SmallJob) -> None:
-    assert json.loads(status(served.layout.root, "--json").output)["rollbacks"] == []
+    assert json.loads(status(served.root, "--json").output)["rollbacks"] == []
     for number in range(5):
         request = RollbackRequest(id=f"ask-{number}", sequence=1, by="me\n@x", time=970.0)
         served.put(served.layout.request(request.id), encode(request))
-    (told, *more) = json.loads(status(served.layout.root, "--json").output)["rollbacks"]
+    (told, *more) = json.loads(status(served.root, "--json").output)["rollbacks"]
     assert told == {"id": "ask-0", "sequence": 1, "by": "me\n@x", "time": 970.0}
     assert len(more) == 4
     lines = shown(served).splitlines()
@@ -183,19 +183,18 @@ def test_where_no_daemon_works_the_command_that_starts_one_is_shown(
         return text.partition("start ")[2].partition(" done")[0].partition(" latest")[0]
 
     new = SmallJob(tmp_path / "it's new")
-    command = f"syncd run {shlex.quote(str(new.layout.root))}"
+    command = f"syncd run {shlex.quote(str(new.root))}"
     assert start(new) == f"no daemon serves this job; start a daemon: {command}"
     assert start(served).startswith(
         "no daemon serves this job; start a daemon: syncd run "
     )  # it stopped
     reports(served, 0, memory_dir="/memory/job", host="elsewhere")
-    assert start(served).endswith(f"syncd run {served.layout.root} --memory-dir /memory/job")
+    assert start(served).endswith(f"syncd run {served.root} --memory-dir /memory/job")
     served.layout.daemon_lock.touch()
     assert start(served) == ""
     reports(served, 0, time=NOW - 61.0)
     assert (
-        start(served)
-        == f"if this daemon has ended, start another daemon: syncd run {served.layout.root}"
+        start(served) == f"if this daemon has ended, start another daemon: syncd run {served.root}"
     )
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -207,26 +206,26 @@ def test_who_is_dead_or_refuses_the_newest_version_is_said_on_top_and_checked(
 ) -> None:
     def told() -> tuple[str, int]:
         lines = shown(served, 800).splitlines()
-        return lines[0], status(served.layout.root, "--check").exit_code
+        return lines[0], status(served.root, "--check").exit_code
 
     assert told() == ("degraded: no daemon", 1)
     reports(served, 3)
     node = ExplorerReport(
         name="node-000", session="s", status="running", sequence=1, step=1, time=1.0
     )
-    served.put(served.layout.explorer("node-000"), encode(node))
+    served.put(served.explorer("node-000"), encode(node))
     assert told() == ("healthy", 0)
     refuses = node.model_copy(update={"refused": "version 107: no such tensor"})
-    served.put(served.layout.explorer("node-000"), encode(refuses))
+    served.put(served.explorer("node-000"), encode(refuses))
     assert told() == ("degraded: node-000 refuses v107", 1)
     lost = node.model_copy(update={"session": "x"})
-    served.put(served.layout.explorer("node-000"), encode(lost))
+    served.put(served.explorer("node-000"), encode(lost))
     beat(served, "x", NOW - 81)
     assert told() == ("degraded: node-000 lost", 1)
     assert "node-000  lost (no heartbeat for 81 s)" in shown(served, 800)
     beat(served, "x", NOW - 59)
     faulty = node.model_copy(update={"name": "node-001", "fault": "?"})
-    served.put(served.layout.explorer("node-001"), encode(faulty))
+    served.put(served.explorer("node-001"), encode(faulty))
     assert told() == ("degraded: node-001 faulty", 2)
     trainer = TrainerReport(
         run_id="r", world_size=1, status="running", step=13, session="t", time=NOW - 70
@@ -238,7 +237,7 @@ def test_who_is_dead_or_refuses_the_newest_version_is_said_on_top_and_checked(
     assert "daemon   lost (no heartbeat for 2 h): step 12" in shown(served, 800)
     for stopped in (trainer, node):
         ended = stopped.model_copy(update={"status": "stopped"})
-        path = served.layout.explorer("node-000")
+        path = served.explorer("node-000")
         served.put(served.layout.trainer_report if stopped is trainer else path, encode(ended))
     assert "trainer  stopped" in shown(served, 800)
 
@@ -246,18 +245,18 @@ def test_who_is_dead_or_refuses_the_newest_version_is_said_on_top_and_checked(
 def test_a_check_of_several_jobs_has_the_worst_of_them(served: SmallJob, tmp_path: Path) -> None:
     other = SmallJob(tmp_path / "other")
     reports(served, 0)
-    both = status(served.layout.root, other.layout.root, "--check")
+    both = status(served.root, other.root, "--check")
     assert (both.exit_code, both.output.splitlines()[0]) == (
-        1, f"{other.layout.root} is degraded: no daemon",
+        1, f"{other.root} is degraded: no daemon",
     )  # fmt: skip
     assert status(tmp_path / "none", "--check").exit_code == 2
-    assert status(served.layout.root, tmp_path / "none", "--check").exit_code == 2
-    assert status(served.layout.root, other.layout.root).exit_code == 0
+    assert status(served.root, tmp_path / "none", "--check").exit_code == 2
+    assert status(served.root, other.root).exit_code == 0
 
 
 def test_json_has_what_is_shown_and_how_far_explorers_are_behind(served: SmallJob) -> None:
     reports(served, 2)
-    seen = json.loads(status(served.layout.root, "--json").output)
+    seen = json.loads(status(served.root, "--json").output)
     assert seen["daemon"]["merge"] == {
         "step": 12, "done": 1_500_000_000, "total": 6_000_000_000, "seconds": 1.25,
     }  # fmt: skip
@@ -270,7 +269,7 @@ def test_json_has_what_is_shown_and_how_far_explorers_are_behind(served: SmallJo
 def test_a_part_of_a_job_is_named_as_one(served: SmallJob, name: str) -> None:
     arguments = [name, str(served.layout.published), *(["v1"] if name == "pin" else [])]
     told = str(CliRunner().invoke(cli, arguments).exception)
-    assert told.endswith(f"is a part of the job {served.layout.root}: give {served.layout.root}")
+    assert told.endswith(f"is a part of the job {served.root}: give {served.root}")
 
 
 @pytest.mark.parametrize("path", ["format", "latest", "daemon_report"])
@@ -281,8 +280,8 @@ def test_a_job_of_a_newer_syncd_is_not_shown_as_if_it_had_no_daemon(
     file: Path = getattr(served.layout, path)
     record = json.loads(file.read_bytes()) | {"protocol": 99}
     served.put(file, json.dumps(record).encode())
-    assert isinstance(status(served.layout.root).exception, ProtocolMismatchError)
-    assert "99" in look_anyway(served.layout.root)["unseen"]
+    assert isinstance(status(served.root).exception, ProtocolMismatchError)
+    assert "99" in look_anyway(served.root)["unseen"]
 
 
 def test_several_jobs_are_a_line_each_and_one_that_is_none_is_said(
@@ -290,14 +289,14 @@ def test_several_jobs_are_a_line_each_and_one_that_is_none_is_said(
 ) -> None:
     other = SmallJob(tmp_path / "other")
     (tmp_path / "empty").mkdir()
-    for given in ([tmp_path], [served.layout.root, other.layout.root]):
+    for given in ([tmp_path], [served.root, other.root]):
         result = status(*given, "--json")
         told = json.loads(result.output)["jobs"]
         assert [Path(job["job"]).name for job in told] == ["job", "other"]
     lines = status(tmp_path).output.splitlines()
     assert sum(" v1 " in line for line in lines) == 1
     assert sum("none yet" in line for line in lines) == 1
-    result = status(served.layout.root, tmp_path / "empty")
+    result = status(served.root, tmp_path / "empty")
     assert result.exit_code == 0
     assert "is not a job that syncd has served" in result.output.replace("\n", " ")
     assert isinstance(status(tmp_path / "empty").exception, JobUnavailableError)
@@ -310,7 +309,7 @@ def test_without_a_name_the_jobs_of_this_hosts_services_are_shown(
     folder.mkdir()
     monkeypatch.setattr(options, "CONFIGURATIONS", folder)
     assert isinstance(status().exception, InvalidSettingsError)
-    (folder / "a.toml").write_text(f'job = "{served.layout.root}"\n')
+    (folder / "a.toml").write_text(f'job = "{served.root}"\n')
     (told,) = json.loads(status("--json").output)["jobs"]
     assert told["latest"]["sequence"] == 1
     # A daemon of many jobs; one that a configuration of its own names too is there once.
@@ -320,7 +319,7 @@ def test_without_a_name_the_jobs_of_this_hosts_services_are_shown(
     (folder / "d.toml").write_text(f'job = "{root / "other"}"\n')
     told = json.loads(status("--json").output)["jobs"]
     assert [job["job"] for job in told] == [
-        str(served.layout.root), str(root / "other"), str(tmp_path / "unmounted"),
+        str(served.root), str(root / "other"), str(tmp_path / "unmounted"),
     ]  # fmt: skip
     assert told[-1]["unseen"].startswith("no such folder: ")
 
@@ -331,7 +330,7 @@ def test_a_folder_that_may_not_be_looked_into_hides_no_job_beside_it(
     (tmp_path / "lost+found").mkdir()
     (tmp_path / "lost+found" / ".syncd").symlink_to(".syncd")  # root, too, is refused that
     (told,) = json.loads(status(tmp_path, "--json").output)["jobs"]
-    assert told["job"] == str(served.layout.root)
+    assert told["job"] == str(served.root)
 
 
 def test_a_large_fleet_that_goes_live_leaves_room_for_what_else_happened(served: SmallJob) -> None:
@@ -349,20 +348,20 @@ def test_a_large_fleet_that_goes_live_leaves_room_for_what_else_happened(served:
 
 def test_numbers_and_paths_that_nobody_can_mean_leave_valid_json(served: SmallJob) -> None:
     reports(served, 0, memory_dir="/srv/\0", host=socket.gethostname())
-    seen = json.loads(status(served.layout.root, "--json").output)
+    seen = json.loads(status(served.root, "--json").output)
     assert "null" in seen["memory"]["unseen"]
     record = served.layout.daemon_report
     content = json.loads(record.read_bytes())
     content["merge"]["seconds"] = "BEYOND"
     record.write_text(json.dumps(content).replace('"BEYOND"', "1e999"))
-    output = status(served.layout.root, "--json").output
+    output = status(served.root, "--json").output
     assert json.loads(output)["daemon"] is None
     assert "Infinity" not in output
 
 
 @contextmanager
 def watching(job: SmallJob, *more: str, out: int) -> Iterator[subprocess.Popen[bytes]]:
-    argv = [sys.executable, "-m", "syncd", "status", str(job.layout.root), "--watch", *more]
+    argv = [sys.executable, "-m", "syncd", "status", str(job.root), "--watch", *more]
     env = {**ENVIRONMENT, "TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
     with subprocess.Popen([*argv, "--interval", "0.1"], stdout=out, env=env) as process:
         os.close(out)

@@ -70,14 +70,14 @@ def test_every_kind_of_leftover_goes_once_it_lies_still(job: SmallJob, clock: Cl
 
 def test_what_changes_and_what_has_a_committed_name_stays(job: SmallJob, clock: Clock) -> None:
     job.save(3)
-    before = sorted(job.layout.root.rglob("*"))
-    growing = job.layout.actor(3) / ".tmp-model_world_size_1_rank_0.pt-1"
+    before = sorted(job.root.rglob("*"))
+    growing = job.actor(3) / ".tmp-model_world_size_1_rank_0.pt-1"
     found = collector(job, clock)
     for number in range(12):
         growing.write_bytes(bytes(number))
         rounds(found, clock, 1)
     growing.unlink()
-    assert sorted(job.layout.root.rglob("*")) == before
+    assert sorted(job.root.rglob("*")) == before
 
 
 def test_what_a_killed_doctor_left_goes_once_it_lies_still(job: SmallJob, clock: Clock) -> None:
@@ -99,8 +99,8 @@ def test_what_a_killed_doctor_left_goes_once_it_lies_still(job: SmallJob, clock:
 
 def report(job: SmallJob, name: str, session: str) -> Path:
     record = ExplorerReport(name=name, session=session, status="running", time=0.0)
-    job.put(job.layout.explorer(name), encode(record))
-    return job.layout.explorer(name)
+    job.put(job.explorer(name), encode(record))
+    return job.explorer(name)
 
 
 def claim(job: SmallJob, name: str, session: str) -> Path:
@@ -109,7 +109,7 @@ def claim(job: SmallJob, name: str, session: str) -> Path:
 
 
 def newer(job: SmallJob, name: str, session: str) -> Path:
-    path = job.layout.explorer(name)
+    path = job.explorer(name)
     job.put(path, json.dumps({"protocol": 2, "session": session, "status": ["?"]}).encode())
     return path
 
@@ -129,14 +129,14 @@ def test_what_a_participant_left_goes_once_its_heartbeat_is_gone_and_it_lies_sti
     back = made(job, "back", "gone-too")
     odd = dead.with_name("odd.json")
     odd.write_bytes(b'{"protocol": 2, "session": "../../../odd"}')
-    heartbeat = job.layout.session("beats")
+    heartbeat = job.session("beats")
     found = collector(job, clock)
     for number in range(12):
         heartbeat.write_text(str(number))
         if number == 3:
-            job.layout.session("gone-too").write_text("the storage was away")
+            job.session("gone-too").write_text("the storage was away")
         if number > 3:
-            job.layout.session("gone-too").write_text(str(number))
+            job.session("gone-too").write_text(str(number))
         rounds(found, clock, 1)
         assert dead.exists() == (number < 4)
     assert not dead.exists()
@@ -160,7 +160,7 @@ def test_a_report_that_is_written_again_at_the_last_moment_stays(
 def test_one_call_does_a_bounded_part_of_the_looks(job: SmallJob, clock: Clock) -> None:
     storage = RuledStorage()
     for number in range(500):
-        job.layout.session(f"a-{number}").write_text("beats")
+        job.session(f"a-{number}").write_text("beats")
         report(job, f"explorer-{number}", f"a-{number}")
     found = collector(Job(storage, job.layout), clock)
     clock.advance(GRACE / 4)
@@ -174,12 +174,12 @@ def test_one_call_does_a_bounded_part_of_the_looks(job: SmallJob, clock: Clock) 
 
 
 def test_a_heartbeat_that_holds_a_lease_is_the_pruners(job: SmallJob, clock: Clock) -> None:
-    job.layout.session("holder").write_text("still")
+    job.session("holder").write_text("still")
     found = collector(job, clock)
     rounds(found, clock, 12, held=["holder"])
-    assert job.layout.session("holder").exists()
+    assert job.session("holder").exists()
     rounds(found, clock)
-    assert not job.layout.session("holder").exists()
+    assert not job.session("holder").exists()
 
 
 def test_leftovers_go_also_where_nobody_looks_for_hours_at_a_time(
@@ -193,7 +193,7 @@ def test_leftovers_go_also_where_nobody_looks_for_hours_at_a_time(
 def test_thousands_that_live_do_not_keep_leftovers_from_going(job: SmallJob, clock: Clock) -> None:
     made = leftovers(job)
     for number in range(1100):
-        job.layout.session(f"a-{number}").touch()
+        job.session(f"a-{number}").touch()
     found = collector(job, clock)
     rounds(found, clock, held=[f"a-{number}" for number in range(1100)])
     assert [path for path in made if path.exists()] == []

@@ -63,7 +63,7 @@ def full(
 
 def foreign(job: SmallJob, step: int) -> Path:
     """A full checkpoint of a trainer without our hook."""
-    actor = job.layout.actor(step)
+    actor = job.actor(step)
     (actor / "huggingface").mkdir(parents=True)
     (actor / "huggingface" / "config.json").write_text("{}")
     for shard in (FIXTURES / "torch-2.15.0" / "fsdp2").glob("model_*.pt"):
@@ -73,7 +73,7 @@ def foreign(job: SmallJob, step: int) -> Path:
 
 
 def convert(job: SmallJob, *arguments: str, step: int = 2) -> Result:
-    return CliRunner().invoke(cli, ["convert", str(job.layout.step(step)), *arguments])
+    return CliRunner().invoke(cli, ["convert", str(job.step(step)), *arguments])
 
 
 def outcome(result: Result) -> Any:
@@ -98,7 +98,7 @@ def weights(job: SmallJob, step: int = 2) -> dict[str, Any]:
 
 
 def everything(job: SmallJob) -> dict[str, bytes]:
-    root = job.layout.root
+    root = job.root
     return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
 
 
@@ -124,7 +124,7 @@ def test_a_full_checkpoint_alone_becomes_a_model_once_and_the_daemon_sees_nothin
         assert {name: float(tensor[0]) for name, tensor in weights(job).items()} == {
             "a": 2.0, "b": 2.0, "c": 2.0,
         }  # fmt: skip
-        version = read_manifest(STORAGE, job.layout.version(1))
+        version = read_manifest(STORAGE, job.version(1))
         assert weights(job, 3).keys() == {tensor.name for tensor in version.tensors}
         for step in (2, 3):
             folder = model_of(job, step)
@@ -145,8 +145,8 @@ def test_a_full_checkpoint_alone_becomes_a_model_once_and_the_daemon_sees_nothin
         assert job.versions == ["v000001"]
         job.point(2)
         loop.run_once()
-        assert "model.safetensors" in {p.name for p in job.layout.version(2).iterdir()}
-        assert read_manifest(STORAGE, job.layout.version(2)).step == 2
+        assert "model.safetensors" in {p.name for p in job.version(2).iterdir()}
+        assert read_manifest(STORAGE, job.version(2)).step == 2
 
 
 def test_a_step_that_is_saved_again_is_converted_again(job: SmallJob) -> None:
@@ -183,12 +183,12 @@ def test_whole_weights_of_the_trainer_itself_stay(job: SmallJob) -> None:
 def test_what_is_no_whole_full_checkpoint_is_refused(job: SmallJob, tmp_path: Path) -> None:
     for step in (3, 4, 5, 6):
         full(job, step, float(step))
-    (job.layout.step(3) / ".saving").touch()
-    (job.layout.actor(4) / ".receipts" / "rank_0.json").unlink()
-    (job.layout.step(5) / ".full_checkpoint").rename(job.layout.step(5) / ".retired")
-    adapter = job.layout.actor(6) / "lora_adapter"
+    (job.step(3) / ".saving").touch()
+    (job.actor(4) / ".receipts" / "rank_0.json").unlink()
+    (job.step(5) / ".full_checkpoint").rename(job.step(5) / ".retired")
+    adapter = job.actor(6) / "lora_adapter"
     adapter.mkdir()
-    shutil.rmtree(job.layout.actor(6) / ".receipts")
+    shutil.rmtree(job.actor(6) / ".receipts")
     (adapter / "adapter_model.safetensors").write_bytes(b"")
     before = everything(job)
     for step in (3, 4, 6):
@@ -197,7 +197,7 @@ def test_what_is_no_whole_full_checkpoint_is_refused(job: SmallJob, tmp_path: Pa
     assert isinstance(refused, InvalidSettingsError)
     assert "global_step_5 holds no full checkpoint" in str(refused)
     assert everything(job) == before
-    result = CliRunner().invoke(cli, ["convert", str(job.layout.root)])
+    result = CliRunner().invoke(cli, ["convert", str(job.root)])
     assert (result.exit_code, result.stdout) == (2, "")
     missing = CliRunner().invoke(cli, ["convert", str(tmp_path / "global_step_9")])
     assert isinstance(missing.exception, JobUnavailableError)
@@ -211,7 +211,7 @@ def test_a_step_folder_is_converted_wherever_it_was_copied_to(
     full(job, 3, 3.0)
     elsewhere = tmp_path / "copied"
     elsewhere.mkdir()
-    shutil.copytree(job.layout.step(3), elsewhere / "global_step_3")
+    shutil.copytree(job.step(3), elsewhere / "global_step_3")
     (tmp_path / "best").symlink_to(elsewhere / "global_step_3")
     monkeypatch.chdir(elsewhere / "global_step_3")
     for folder, expected in ((".", "converted"), (str(tmp_path / "best"), "done before")):
@@ -286,10 +286,10 @@ def test_a_conversion_that_fails_leaves_nothing_of_the_base_model(
     job: SmallJob, tmp_path: Path
 ) -> None:
     foreign(job, 2)
-    folder = job.layout.actor(2) / "huggingface"
+    folder = job.actor(2) / "huggingface"
     (folder / "config.json").unlink()
     (folder / "tokenizer.json").write_text("the trainer's")
-    shard = next(job.layout.actor(2).glob("model_*.pt"))
+    shard = next(job.actor(2).glob("model_*.pt"))
     shard.write_bytes(b"no shard")
     before = everything(job)
     result = convert(job, "--base-model-dir", str(base_model(tmp_path / "base")))
@@ -377,7 +377,7 @@ def test_cut_off_at_any_call_there_is_one_whole_model_or_none_and_the_next_one_e
     value = 2.0 if before == "nothing" else 5.0
     for number in range(200):
         job = SmallJob(tmp_path / str(number))
-        shutil.copytree(template.layout.root, job.layout.root, dirs_exist_ok=True)
+        shutil.copytree(template.root, job.root, dirs_exist_ok=True)
         kept = everything(job)
         try:
             run(Job(kill_at(number), job.layout), max_file_size=size)
@@ -404,7 +404,7 @@ def test_cut_off_at_any_call_there_is_one_whole_model_or_none_and_the_next_one_e
         assert done or not job.leftovers()
         now = everything(job)
         assert all(now[name] == kept[name] for name in kept if "huggingface" not in name)
-        shutil.rmtree(job.layout.root)
+        shutil.rmtree(job.root)
     else:
         raise AssertionError("it never came to its end")
     assert number > 15
@@ -414,7 +414,7 @@ def test_what_a_killed_one_left_goes_and_one_at_work_is_left_alone(
     job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     full(job)
-    room = job.layout.actor(2) / ".tmp-huggingface-0123"
+    room = job.actor(2) / ".tmp-huggingface-0123"
     (room / "templates").mkdir(parents=True)
     (room / "model.safetensors").write_bytes(b"half")
 
@@ -441,10 +441,10 @@ def test_one_at_work_on_another_host_is_seen_where_files_are_remembered_for_long
     job: SmallJob, clock: Clock
 ) -> None:
     full(job)
-    room = job.layout.actor(2) / ".tmp-huggingface-0123"
+    room = job.actor(2) / ".tmp-huggingface-0123"
     room.mkdir()
     (room / ".tmp-began").touch()
-    here = LaggingStorage(job.layout.root, clock, lag=60.0)  # as with actimeo=60
+    here = LaggingStorage(job.root, clock, lag=60.0)  # as with actimeo=60
 
     def goes_on(seconds: float) -> None:
         clock.advance(seconds)
@@ -465,7 +465,7 @@ def test_a_daemon_that_looks_before_anything_is_written_takes_no_room_away(
     def rule(called: str, _: tuple[Any, ...]) -> None:
         # The room is new; it is about to have something in it; shards are opened, for minutes.
         counts = called in {"sync_folder", "create", "open_read"} and called not in looked
-        if counts and list(job.layout.actor(2).glob(".tmp-*")):
+        if counts and list(job.actor(2).glob(".tmp-*")):
             looked.append(called)
             clock.advance(300.0)
             collector.run_once(())
@@ -479,7 +479,7 @@ def test_a_daemon_that_looks_before_anything_is_written_takes_no_room_away(
 def test_of_two_that_begin_at_once_one_at_least_is_refused(job: SmallJob) -> None:
     full(job)
     before = everything(job)
-    other = job.layout.actor(2) / ".tmp-huggingface-0123"
+    other = job.actor(2) / ".tmp-huggingface-0123"
 
     def rule(called: str, _: tuple[Any, ...]) -> None:
         # Both have looked, and seen none.
@@ -513,7 +513,7 @@ def test_a_step_that_goes_meanwhile_is_an_error_of_its_own(job: SmallJob) -> Non
 
     def rule(called: str, given: tuple[Any, ...]) -> None:
         if called == "create" and "manifest" in str(given[0]):
-            shutil.rmtree(job.layout.step(2))
+            shutil.rmtree(job.step(2))
 
     with pytest.raises(SaveNotReadyError, match="disappeared while"):
         run(Job(RuledStorage(rule), job.layout))
@@ -524,7 +524,7 @@ def test_what_storage_refuses_leaves_nothing_half_made(job: SmallJob) -> None:
     before = everything(job)
 
     def refuses(called: str, given: tuple[Any, ...]) -> None:
-        if called == "fsync" and job.layout.actor(2).exists():
+        if called == "fsync" and job.actor(2).exists():
             raise OSError(errno.EIO, "an error", str(given[0]))
 
     with pytest.raises(OSError, match="an error"):

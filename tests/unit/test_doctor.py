@@ -428,7 +428,7 @@ def examined(job: SmallJob, storage: Storage, limits: Deadlines) -> list[Finding
 
 def everything(job: SmallJob) -> dict[str, tuple[int, int]]:
     entries = {}
-    for path in sorted(job.layout.root.rglob("*")):
+    for path in sorted(job.root.rglob("*")):
         status = path.lstat()
         entries[str(path)] = status.st_ino, status.st_mtime_ns
     return entries

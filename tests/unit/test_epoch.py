@@ -50,8 +50,8 @@ def test_a_take_over_empties_and_removes_every_lower_room(job: SmallJob) -> None
 
 def test_what_lower_rooms_had_set_aside_is_handed_on_and_never_deleted(job: SmallJob) -> None:
     for step in (3, 4):
-        job.layout.step(step).mkdir()
-        job.take_over().set_aside(job.layout.step(step))
+        job.step(step).mkdir()
+        job.take_over().set_aside(job.step(step))
     epoch = job.take_over()
     epoch.sweep()
     names = [path.name.rsplit("-") for path in epoch.undecided()]
@@ -74,8 +74,8 @@ def test_a_superseded_daemon_changes_nothing(job: SmallJob) -> None:
     built(old, 1)
     old.replace_file(job.layout.latest, b"old")
     old.open_leasing(1)
-    assert os.listdir(job.layout.lease_folder(1)) == []
-    step = job.layout.step(3)
+    assert os.listdir(job.lease_folder(1)) == []
+    step = job.step(3)
     step.mkdir()
     job.take_over().replace_file(job.layout.latest, b"new")
     for change in (
@@ -92,7 +92,7 @@ def test_a_superseded_daemon_changes_nothing(job: SmallJob) -> None:
     assert job.versions == []
     assert job.layout.latest.read_bytes() == b"new"
     assert step.exists()
-    assert not job.layout.lease_folder(2).exists()
+    assert not job.lease_folder(2).exists()
 
 
 def test_a_rename_in_flight_while_another_takes_over_is_refused(
@@ -122,8 +122,8 @@ def test_a_committed_version_is_whole_has_left_the_room_and_is_committed_once(
 ) -> None:
     epoch = job.take_over()
     built(epoch, 4)
-    assert epoch.publish_version(4) == job.layout.version(4)
-    assert (job.layout.version(4) / "file").read_bytes() == b"built"
+    assert epoch.publish_version(4) == job.version(4)
+    assert (job.version(4) / "file").read_bytes() == b"built"
     assert os.listdir(epoch.building) == []
     built(epoch, 4)
     with pytest.raises(SupersededError, match="v000004 exists"):
@@ -135,7 +135,7 @@ def test_a_version_that_was_never_built_is_an_error_and_not_a_take_over(job: Sma
     with pytest.raises(FileNotFoundError):
         epoch.publish_version(1)
     with pytest.raises(FileNotFoundError):
-        epoch.set_aside(job.layout.step(1))
+        epoch.set_aside(job.step(1))
 
 
 def test_a_version_begins_empty_whatever_was_left_of_it(job: SmallJob) -> None:
@@ -153,9 +153,9 @@ def test_a_rename_that_was_done_counts_though_its_answer_was_lost(
     assert epoch.publish_version(1).exists()
     epoch.replace_file(job.layout.latest, b"new")
     assert job.layout.latest.read_bytes() == b"new"
-    job.layout.step(3).mkdir()
-    assert epoch.condemn(epoch.set_aside(job.layout.step(3))).exists()
-    assert not job.layout.step(3).exists()
+    job.step(3).mkdir()
+    assert epoch.condemn(epoch.set_aside(job.step(3))).exists()
+    assert not job.step(3).exists()
 
 
 def test_a_take_over_goes_through_though_answers_are_lost(job: SmallJob, hosts: Hosts) -> None:
@@ -177,7 +177,7 @@ def test_an_error_of_a_live_room_is_raised_as_it_is(job: SmallJob, hosts: Hosts)
 
 def test_a_job_that_went_away_is_no_take_over_by_another(job: SmallJob) -> None:
     epoch = job.take_over()
-    job.layout.state.rename(job.layout.root / "unmounted")
+    job.layout.state.rename(job.root / "unmounted")
     job.hosts.settle()  # until then a client works on the folder where it is now, by its handle
     with pytest.raises(FileNotFoundError):
         epoch.replace_file(job.layout.latest, b"new")
@@ -233,7 +233,7 @@ def test_storage_that_goes_away_in_a_take_over_is_an_error_of_the_system(
         if method == "names":
             looks.append(given[0])
             if len(looks) == 2:
-                job.layout.state.rename(job.layout.root / "unmounted")
+                job.layout.state.rename(job.root / "unmounted")
                 job.hosts.settle()
 
     with pytest.raises(FileNotFoundError):
@@ -252,8 +252,8 @@ def test_other_names_beside_the_rooms_are_let_be(job: SmallJob) -> None:
 def test_a_name_can_be_set_aside_again(job: SmallJob) -> None:
     epoch = job.take_over()
     for _ in range(2):
-        job.layout.step(3).mkdir()
-        epoch.set_aside(job.layout.step(3))
+        job.step(3).mkdir()
+        epoch.set_aside(job.step(3))
     assert len(epoch.undecided()) == 2
 
 
@@ -263,7 +263,7 @@ def test_leasing_that_is_open_already_keeps_its_leases(job: SmallJob) -> None:
     epoch.open_leasing(1)
     job.lease(1, "session")
     epoch.open_leasing(1)
-    assert os.listdir(job.layout.lease_folder(1)) == ["explorer.session"]
+    assert os.listdir(job.lease_folder(1)) == ["explorer.session"]
     assert os.listdir(epoch.building) == []
 
 
@@ -276,4 +276,4 @@ def test_leasing_can_be_opened_after_an_attempt_that_storage_refused(
         epoch.open_leasing(1)
     storage.rules.clear()
     epoch.open_leasing(1)
-    assert job.layout.lease_folder(1).exists()
+    assert job.lease_folder(1).exists()

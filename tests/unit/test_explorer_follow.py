@@ -31,7 +31,7 @@ def test_a_command_is_told_of_the_version_in_its_environment(job: SmallJob, tmp_
     with held(job) as version:
         engine.check(version)
         engine.load(version)
-    assert (tmp_path / "told").read_text() == f"1 3 full {job.layout.version(1)}\n"
+    assert (tmp_path / "told").read_text() == f"1 3 full {job.version(1)}\n"
 
 
 def test_a_command_that_fails_or_hangs_has_not_taken_the_version(
@@ -77,7 +77,7 @@ def test_a_link_is_moved_by_one_rename_and_leads_to_the_version(
         with held(job) as version:
             engine.check(version)
             engine.load(version)
-        assert engine.target == job.layout.version(step)
+        assert engine.target == job.version(step)
         assert (link / "config.json").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "model"]
 
@@ -113,17 +113,17 @@ def test_a_link_replaces_nothing_but_a_link(job: SmallJob, tmp_path: Path) -> No
     ],
 )
 def test_options_that_make_no_sense_are_refused(job: SmallJob, options: list[str]) -> None:
-    assert follow(job.layout.root, *options).exit_code == 2
+    assert follow(job.root, *options).exit_code == 2
 
 
 def test_a_timeout_of_broadcasts_is_for_who_takes_them(job: SmallJob) -> None:
     timed = ["--name", "a", "--link", "model", "--broadcast-timeout", "600"]
-    assert "needs --broadcast" in follow(job.layout.root, *timed).output
+    assert "needs --broadcast" in follow(job.root, *timed).output
 
 
 def test_each_version_that_is_served_is_a_line_of_json(job: SmallJob, tmp_path: Path) -> None:
     publish(job, 3)
-    argv = [sys.executable, "-m", "syncd", "follow", job.layout.root, "--name", "a", "--json"]
+    argv = [sys.executable, "-m", "syncd", "follow", job.root, "--name", "a", "--json"]
     with subprocess.Popen(
         [*map(str, argv), "--link", str(tmp_path / "link")],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
@@ -183,4 +183,4 @@ def test_following_imports_no_torch() -> None:
 
 def test_a_server_that_is_given_twice_is_refused(job: SmallJob) -> None:
     twice = ["--name", "a", "--engine", "vllm", *["--url", "http://127.0.0.1:1"] * 2]
-    assert "the same address" in follow(job.layout.root, *twice).output
+    assert "the same address" in follow(job.root, *twice).output

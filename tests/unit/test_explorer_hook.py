@@ -55,9 +55,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def hook(job: SmallJob, engine: Engine) -> Iterator[ExplorerHook]:
-    with ExplorerHook(
-        job.layout.root, "explorer", engine, poll=0.02, storage=job.explorers
-    ) as made:
+    with ExplorerHook(job.root, "explorer", engine, poll=0.02, storage=job.explorers) as made:
         yield made
 
 
@@ -69,7 +67,7 @@ def publish(job: SmallJob, step: int) -> None:
 
 
 def report(job: SmallJob) -> ExplorerReport:
-    return parse(ExplorerReport, job.layout.explorer("explorer").read_bytes(), "it")
+    return parse(ExplorerReport, job.explorer("explorer").read_bytes(), "it")
 
 
 def leased(job: SmallJob) -> list[int]:
@@ -86,7 +84,7 @@ def test_a_pull_loads_the_newest_version_and_says_so(
     assert hook.pull(0) == Version(2, 4)
     assert engine.loaded == [2]
     assert hook.version == Version(2, 4)
-    assert hook.folder == job.layout.version(2)
+    assert hook.folder == job.version(2)
     told = report(job)
     assert (told.status, told.sequence, told.step, told.refused) == ("running", 2, 4, None)
 
@@ -123,7 +121,7 @@ def test_a_damaged_version_never_reaches_the_engine_and_is_not_tried_again(
     job: SmallJob, hook: ExplorerHook, engine: Engine
 ) -> None:
     publish(job, 1)
-    path = job.layout.version(1) / "model.safetensors"
+    path = job.version(1) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     with pytest.raises(VerificationError):
         hook.pull(0)
@@ -140,7 +138,7 @@ def test_a_truncated_version_has_a_remedy_for_its_readers(
     job: SmallJob, hook: ExplorerHook
 ) -> None:
     publish(job, 1)
-    path = job.layout.version(1) / "model.safetensors"
+    path = job.version(1) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     remedy = r"\. Wait for the next version, or publish an older version with 'syncd rollback'\. "
     with pytest.raises(VerificationError, match=remedy) as told:
@@ -152,7 +150,7 @@ def test_a_user_without_rights_is_told_whose_rights_to_use(job: SmallJob, engine
     storage = job.hosts.ruled(refuse("link", errno.EACCES, where="/claims/"))
     said = rf"/.* cannot be written by user {os.geteuid()}\. Run as the trainers' user, or "
     with pytest.raises(JobUnavailableError, match=said):
-        ExplorerHook(job.layout.root, "explorer", engine, storage=storage)
+        ExplorerHook(job.root, "explorer", engine, storage=storage)
 
 
 @pytest.mark.parametrize("damage", ["no digest", "unlisted weights"])
@@ -160,7 +158,7 @@ def test_a_version_that_nobody_vouches_for_never_reaches_the_engine(
     job: SmallJob, hook: ExplorerHook, engine: Engine, damage: str
 ) -> None:
     publish(job, 1)
-    folder = job.layout.version(1)
+    folder = job.version(1)
     if damage == "no digest":
         manifest = json.loads((folder / "manifest.json").read_bytes())
         for file in manifest["files"]:
@@ -200,7 +198,7 @@ def test_a_damaged_manifest_is_refused_once_and_the_next_version_taken(
     publish(job, 1)
     hook.pull(0)
     publish(job, 2)
-    (job.layout.version(2) / "manifest.json").write_bytes(b"{")
+    (job.version(2) / "manifest.json").write_bytes(b"{")
     with pytest.raises(VerificationError):
         hook.pull(0)
     assert str(report(job).refused).startswith("version 2: ")
@@ -214,7 +212,7 @@ def test_a_report_that_cannot_be_written_ends_no_pull_and_pins_no_old_version(
     job: SmallJob, engine: Engine, hosts: Hosts
 ) -> None:
     storage = hosts.ruled()
-    hook = ExplorerHook(job.layout.root, "explorer", engine, storage=storage)
+    hook = ExplorerHook(job.root, "explorer", engine, storage=storage)
     publish(job, 1)
     hook.pull(0)
     publish(job, 2)
@@ -266,7 +264,7 @@ def test_an_engine_that_fails_half_way_is_given_back_what_it_had(
 
 
 def test_a_closed_hook_pulls_nothing_and_stays_stopped(job: SmallJob, engine: Engine) -> None:
-    hook = ExplorerHook(job.layout.root, "explorer", engine, storage=job.explorers)
+    hook = ExplorerHook(job.root, "explorer", engine, storage=job.explorers)
     publish(job, 1)
     hook.close()
     calls: list[Callable[[], object]] = [
@@ -281,12 +279,12 @@ def test_a_closed_hook_pulls_nothing_and_stays_stopped(job: SmallJob, engine: En
 
 
 def test_a_closed_hook_is_neither_entered_nor_started_again(job: SmallJob, engine: Engine) -> None:
-    with ExplorerHook(job.layout.root, "explorer", engine, storage=job.explorers) as hook:
+    with ExplorerHook(job.root, "explorer", engine, storage=job.explorers) as hook:
         hook.start()
     with pytest.raises(CancelledError, match=r"is closed.* Make a new ExplorerHook"), hook:
         pass
     with pytest.raises(CancelledError, match=r"is closed.* Make a new ExplorerHook"):
         hook.start()
     publish(job, 1)
-    with ExplorerHook(job.layout.root, "explorer", engine, storage=job.explorers) as hook:
+    with ExplorerHook(job.root, "explorer", engine, storage=job.explorers) as hook:
         assert hook.pull(0) == Version(1, 1)

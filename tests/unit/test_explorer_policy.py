@@ -47,7 +47,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def trainer(job: SmallJob) -> Iterator[TrainerSynchronizer]:
-    with TrainerSynchronizer(job.layout.root, seams=SEAMS) as made:
+    with TrainerSynchronizer(job.root, seams=SEAMS) as made:
         made.set_trainer_status(RunningStatus.RUNNING)
         yield made
 
@@ -57,7 +57,7 @@ def hook_of(
 ) -> ExplorerHook:
     settings = options.pop("settings", {})
     return ExplorerHook(
-        job.layout.root, name, engine, settings=SyncSettings(**settings), poll=0.02, **options
+        job.root, name, engine, settings=SyncSettings(**settings), poll=0.02, **options
     )
 
 
@@ -217,9 +217,9 @@ def test_a_memory_folder_has_the_versions_and_the_job_the_reports(
     memory = SmallJob(tmp_path / "memory")
     publish(memory, 1)
     settings = {"method": "memory"}
-    with hook_of(job, engine, settings=settings, memory_dir=memory.layout.root) as hook:
+    with hook_of(job, engine, settings=settings, memory_dir=memory.root) as hook:
         assert hook.pull(0) == Version(1, 1)
-        assert hook.folder == memory.layout.version(1)
+        assert hook.folder == memory.version(1)
         assert leased(memory) == [1]
         assert report(job).sequence == 1
 
@@ -303,7 +303,7 @@ def test_an_argument_of_another_type_is_refused_by_name(
 ) -> None:
     given = {"name": "explorer", "engine": engine, **wrong}
     with pytest.raises(InvalidSettingsError, match=said):
-        ExplorerHook(job.layout.root, **given)
+        ExplorerHook(job.root, **given)
 
 
 def test_a_pull_that_times_out_says_whether_a_daemon_works(
@@ -337,9 +337,7 @@ def test_a_pull_that_times_out_says_whether_a_daemon_works(
 def test_a_pull_soon_says_that_no_trainer_works(
     job: SmallJob, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = (
-        f"explorer waits for a trainer, or a first version: no trainer works in {job.layout.root}"
-    )
+    told = f"explorer waits for a trainer, or a first version: no trainer works in {job.root}"
     with hook_of(job, engine) as hook:
         for _ in range(2):
             with (
@@ -497,8 +495,8 @@ def test_cancelling_ends_who_waits_to_be_served(job: SmallJob, engine: FakeEngin
 
 def point_to(job: SmallJob, step: int, path: str) -> None:
     """Let a Tinker-style trainer's step be published, once it has lain still."""
-    job.layout.step(step).mkdir()
-    (job.layout.step(step) / "remote_sampler_path.txt").write_text(path)
+    job.step(step).mkdir()
+    (job.step(step) / "remote_sampler_path.txt").write_text(path)
     job.point(step)
     clock = Clock()
     with job.daemon(clock=clock) as loop:
@@ -588,7 +586,7 @@ def test_a_damaged_version_is_refused_whether_it_is_staged_or_not(
     from explorer_hooks.staging import Staging  # noqa: PLC0415 # of this test
 
     publish(job, 1)
-    path = job.layout.version(1) / "model.safetensors"
+    path = job.version(1) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     with hook_of(job, engine, staging=Staging(tmp_path / "stage")) as hook:
         with pytest.raises(VerificationError):
@@ -607,8 +605,8 @@ def served(job: SmallJob) -> Iterator[SmallJob]:
     for step in (1, 2, 3, 4):
         job.save(step, point=step == 1)
     for step in (2, 3, 4):
-        (job.layout.step(step) / ".full_checkpoint").touch()
-    (job.layout.step(3) / ".saving").touch()
+        (job.step(step) / ".full_checkpoint").touch()
+    (job.step(3) / ".saving").touch()
     over = threading.Event()
     config = DaemonConfig(keep=1, prune_steps=False)
     with job.daemon(config) as loop:
@@ -629,7 +627,7 @@ def served(job: SmallJob) -> Iterator[SmallJob]:
 def test_a_bench_loads_the_latest_a_step_and_every_full_checkpoint(
     served: SmallJob, engine: FakeEngine
 ) -> None:
-    root = served.layout.root
+    root = served.root
     assert bench.full_checkpoints(root) == [2, 4]
     with hook_of(served, engine) as hook:
         assert bench.latest(hook, LONG).step == 1
@@ -652,8 +650,8 @@ def test_full_checkpoints_of_trainers_without_markers_are_known_by_their_optimiz
 ) -> None:
     job.save(5)
     job.save(6)
-    (job.layout.actor(6) / "optim_world_size_1_rank_0.pt").touch()
-    assert bench.full_checkpoints(job.layout.root) == [6]
+    (job.actor(6) / "optim_world_size_1_rank_0.pt").touch()
+    assert bench.full_checkpoints(job.root) == [6]
 
 
 def test_serving_says_each_version_until_it_is_cancelled(job: SmallJob, engine: FakeEngine) -> None:

@@ -28,7 +28,7 @@ def engine() -> FakeEngine:
 @pytest.fixture
 def hook(job: SmallJob, engine: FakeEngine) -> Iterator[ExplorerHook]:
     publish(job, 1)
-    with ExplorerHook(job.layout.root, "explorer", engine, poll=0.02) as made:
+    with ExplorerHook(job.root, "explorer", engine, poll=0.02) as made:
         made.pull(0)
         publish(job, 2)
         engine.calls.clear()
@@ -41,7 +41,7 @@ def test_an_engine_is_asked_in_order_and_does_not_serve_while_it_loads(
     publish(job, 1)
     seen: list[Any] = []
     with ExplorerHook(
-        job.layout.root, "explorer", engine, before_load=lambda v: seen.append((v, engine.calls[:]))
+        job.root, "explorer", engine, before_load=lambda v: seen.append((v, engine.calls[:]))
     ) as hook:
         hook.pull(0)
         with_version = ("check", "prepare", "load")
@@ -161,7 +161,7 @@ def test_an_engine_that_fails_at_its_first_version_is_not_relied_on(
     job: SmallJob, engine: FakeEngine, passes: bool
 ) -> None:
     publish(job, 1)
-    with ExplorerHook(job.layout.root, "explorer", engine) as hook:
+    with ExplorerHook(job.root, "explorer", engine) as hook:
         error = OSError(errno.EIO, "no") if passes else RuntimeError("no")
         engine.fail("load", error, torn=True)
         with pytest.raises(type(error)):
@@ -204,7 +204,7 @@ def test_work_in_flight_that_fails_is_no_fault_of_the_version(
         if failing.pop() if failing else False:
             raise RuntimeError("a rollout failed")
 
-    with ExplorerHook(job.layout.root, "explorer", engine, before_load=finish) as hook:
+    with ExplorerHook(job.root, "explorer", engine, before_load=finish) as hook:
         with pytest.raises(RuntimeError, match="a rollout failed"):
             hook.pull(0)
         assert engine.asked("pause") == []
@@ -216,7 +216,7 @@ def test_a_staged_version_is_loaded_from_its_copy_and_needs_no_lease(
 ) -> None:
     publish(job, 1)
     stage = tmp_path / "stage"
-    with ExplorerHook(job.layout.root, "explorer", engine, staging=Staging(stage)) as hook:
+    with ExplorerHook(job.root, "explorer", engine, staging=Staging(stage)) as hook:
         hook.pull(0)
         assert leased(job) == []
         first = hook.folder
@@ -226,7 +226,7 @@ def test_a_staged_version_is_loaded_from_its_copy_and_needs_no_lease(
         assert hook.last is not None
         assert hook.last.staged is True
         publish(job, 2, 3, keep=1)
-        assert not job.layout.version(1).exists()
+        assert not job.version(1).exists()
         engine.fail("load", RuntimeError("no"), torn=True)
         with pytest.raises(RuntimeError):
             hook.pull(0)  # it had version 1 given back, which is nowhere else
@@ -244,9 +244,9 @@ def test_what_does_not_fit_is_loaded_from_where_it_is(
 ) -> None:
     publish(job, 1)
     staging = Staging(tmp_path / "stage", 10)
-    with ExplorerHook(job.layout.root, "explorer", engine, staging=staging) as hook:
+    with ExplorerHook(job.root, "explorer", engine, staging=staging) as hook:
         hook.pull(0)
-        assert hook.folder == job.layout.version(1)
+        assert hook.folder == job.version(1)
         told = report(job).reload
         assert told is not None
         assert told.staged is False
@@ -259,8 +259,8 @@ def test_an_engine_that_reads_elsewhere_gets_the_published_folder(
     publish(job, 1)
     engine = FakeEngine(is_local=False)
     staging = Staging(tmp_path / "stage")
-    with ExplorerHook(job.layout.root, "explorer", engine, staging=staging) as hook:
+    with ExplorerHook(job.root, "explorer", engine, staging=staging) as hook:
         hook.pull(0)
-        assert hook.folder == job.layout.version(1)
+        assert hook.folder == job.version(1)
         assert hook.last is not None
         assert hook.last.staged is None

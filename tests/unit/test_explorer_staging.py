@@ -62,7 +62,7 @@ def test_a_version_is_copied_whole_and_read_once(job: SmallJob, stage: Path) -> 
         opened = [str(given[0]) for name, given in source.calls if name == "open_read"]
         assert len(opened) == len(set(opened)) == len(version.manifest.files)
     assert copy.folder.parent.parent == stage
-    assert copy.source == job.layout.version(1) != copy.folder
+    assert copy.source == job.version(1) != copy.folder
     assert (copy.sequence, copy.step, copy.kind) == (1, 3, "full")
     assert files(copy.folder) == files(copy.source)
     copy.verify()
@@ -79,7 +79,7 @@ def test_where_both_share_a_filesystem_the_files_get_a_second_name(
         copy = Staging(stage).stage(version)
         name = "model.safetensors"
         assert (copy.folder / name).samefile(version.folder / name)
-    shutil.rmtree(job.layout.version(1))
+    shutil.rmtree(job.version(1))
     copy.verify()
 
 
@@ -212,7 +212,7 @@ def test_a_damaged_version_is_never_staged(
     job: SmallJob, stage: Path, name: str, links: bool
 ) -> None:
     publish(job, 1)
-    path = job.layout.version(1) / name
+    path = job.version(1) / name
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(NotStagedError, match="is not what the manifest"):

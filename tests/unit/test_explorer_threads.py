@@ -87,7 +87,7 @@ def test_a_cancel_waits_for_no_storage(job: SmallJob, engine: FakeEngine) -> Non
         begun.set()
         free.wait(LONG)
 
-    with ExplorerHook(job.layout.root, "explorer", engine, poll=0.02, storage=storage) as hook:
+    with ExplorerHook(job.root, "explorer", engine, poll=0.02, storage=storage) as hook:
         hook.start()
         publish(job, 1)
         first = hook.wait_until_served(LONG)

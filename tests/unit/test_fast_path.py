@@ -132,7 +132,7 @@ class Held:
 
 def test_what_could_not_be_broadcast_is_saved_though_the_writer_is_busy(job: SmallJob) -> None:
     settings = SyncSettings(method="nccl", broadcast_timeout=0.1)  # type: ignore[arg-type] # a name will do
-    root, held = job.layout.root, Held()
+    root, held = job.root, Held()
     with ExplorerSynchronizer(root, "busy") as explorer:
         explorer.set_explorer_status(RunningStatus.RUNNING)  # and never waits for a broadcast
         with TrainerHook(root, nn.Linear(2, 2), tokenizer=held, settings=settings) as hook:
@@ -140,7 +140,7 @@ def test_what_could_not_be_broadcast_is_saved_though_the_writer_is_busy(job: Sma
             metrics = hook.after_step(2)  # while that of step 1 is written
             held.free.set()
     assert (metrics["sync/broadcast_failures"], metrics["sync/skipped"]) == (2, 0)
-    assert job.layout.state_pointer.read_text().strip() == "2"
+    assert job.state_pointer.read_text().strip() == "2"
 
 
 # -- the explorer's ----------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Taker(FakeEngine):
 @pytest.fixture
 def trainer(job: SmallJob) -> Iterator[TrainerSynchronizer]:
     """That of the saves of :class:`Job`."""
-    root, seams = job.layout.root, Seams(poll=0.02)
+    root, seams = job.root, Seams(poll=0.02)
     with TrainerSynchronizer(root, run_id="run", seams=seams) as made:
         made.set_trainer_status(RunningStatus.RUNNING)
         yield made
@@ -179,7 +179,7 @@ def engine() -> Taker:
 @pytest.fixture
 def hook(job: SmallJob, engine: Taker) -> Iterator[ExplorerHook]:
     settings = SyncSettings(method="nccl", max_staleness=0)  # type: ignore[arg-type] # a name will do
-    with ExplorerHook(job.layout.root, "explorer", engine, settings=settings, poll=0.02) as made:
+    with ExplorerHook(job.root, "explorer", engine, settings=settings, poll=0.02) as made:
         yield made
 
 
@@ -271,7 +271,7 @@ def test_a_sync_waits_for_a_job_that_is_away_as_without_broadcasts(
 ) -> None:
     settings = SyncSettings(method="nccl", sync_timeout=0.1)  # type: ignore[arg-type] # a name will do
     away = job.layout.format.with_name("away")
-    with ExplorerHook(job.layout.root, "explorer", engine, settings=settings, poll=0.02) as hook:
+    with ExplorerHook(job.root, "explorer", engine, settings=settings, poll=0.02) as hook:
         job.layout.format.rename(away)
         with pytest.raises(WaitTimeoutError, match="is its storage mounted"):
             hook.after_step(1)
@@ -289,7 +289,7 @@ def test_a_step_that_does_not_wait_gives_an_engine_what_it_has_lost(job: SmallJo
     settings = SyncSettings(method="nccl", style="trainer_driven")  # type: ignore[arg-type] # names will do
     engine = Restarted()
     publish(job, 1)
-    with ExplorerHook(job.layout.root, "explorer", engine, settings=settings, poll=0.02) as hook:
+    with ExplorerHook(job.root, "explorer", engine, settings=settings, poll=0.02) as hook:
         hook.pull(0)
         engine.restart()
         assert hook.after_step(1) == Version(1, 1)

@@ -55,7 +55,7 @@ EXTRA = "extra_state_world_size_1_rank_0.pt"
 
 @pytest.fixture
 def root(job: SmallJob) -> Path:
-    return job.layout.root
+    return job.root
 
 
 def adamw(model: nn.Module, lr: Any = 0.1) -> torch.optim.Optimizer:
@@ -233,7 +233,7 @@ def test_the_weights_of_a_full_state_dict_are_loaded(root: Path, job: SmallJob) 
     model["head"].weight = model["embed"].weight
     optimizer = adamw(model)
     write_full(root, 1, model, optimizer)
-    actor = job.layout.actor(1)
+    actor = job.actor(1)
     (actor / SHARD).unlink()
     content = safetensors_bytes({"embed.weight": model["embed"].weight.detach()})
     (actor / "model.safetensors").write_bytes(content)
@@ -252,7 +252,7 @@ def test_another_trainers_weights_are_loaded_where_its_pointer_says(
     root: Path, job: SmallJob
 ) -> None:
     model, _ = trained()
-    actor = job.layout.actor(3)
+    actor = job.actor(3)
     actor.mkdir(parents=True)
     torch.save(model.state_dict(), actor / SHARD)
     torch.save(extra_state(scheduler=None, user_state=None), actor / EXTRA)
@@ -310,13 +310,13 @@ def test_without_a_pointer_to_a_whole_step_the_newest_whole_one_counts(
 ) -> None:
     for step in (1, 2, 3):
         write_full(root, step, *trained(step))
-    (job.layout.step(1) / FULL).unlink()  # as where it was being saved again
+    (job.step(1) / FULL).unlink()  # as where it was being saved again
     if pointer is None:
         (root / CHECKPOINT_POINTER).unlink()
     else:
         job.point(pointer, CHECKPOINT_POINTER)
     assert latest_checkpoint(root) == 3
-    (job.layout.step(3) / FULL).rename(job.layout.step(3) / ".retired")
+    (job.step(3) / FULL).rename(job.step(3) / ".retired")
     assert latest_checkpoint(root) == 2
 
 
@@ -324,7 +324,7 @@ def test_where_none_is_whole_any_more_training_does_not_begin_anew_by_itself(
     root: Path, job: SmallJob
 ) -> None:
     write_full(root, 1, *trained())
-    (job.layout.step(1) / FULL).unlink()
+    (job.step(1) / FULL).unlink()
     assert latest_checkpoint(root) is None
     with pytest.raises(CheckpointError, match=r"global_step_1 has no \.full_checkpoint"):
         load_checkpoint(root, Net())
@@ -377,7 +377,7 @@ def test_cut_off_anywhere_a_save_leaves_one_that_is_whole(root: Path, step: int)
 
 def test_receipts_of_two_saves_are_no_whole_checkpoint(root: Path, job: SmallJob) -> None:
     write_full(root, 1, *trained())
-    path = job.layout.actor(1) / RECEIPTS / full_receipt_name(0)
+    path = job.actor(1) / RECEIPTS / full_receipt_name(0)
     receipt = parse(Receipt, path.read_bytes(), path)
     path.write_bytes(encode(receipt.model_copy(update={"world_size": 2})))
     other = path.with_name(full_receipt_name(1))
@@ -431,7 +431,7 @@ def test_each_part_that_is_missing_or_damaged_is_named(
     for step in (1, 2):
         write_full(root, step, *trained(step))
     job.point(1, CHECKPOINT_POINTER)
-    damage(job.layout.actor(1) / name)
+    damage(job.actor(1) / name)
     model = Net()
     optimizer = adamw(model)
     with pytest.raises(CheckpointError, match=rf"global_step_1/actor/{name}.*({what})"):
@@ -612,7 +612,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 def test_a_file_of_plain_values_is_no_model_for_the_daemon(root: Path, job: SmallJob) -> None:
     write_full(root, 1, *trained())
     with (
-        ShardFile.open(Storage(), job.layout.actor(1) / OPTIMIZER) as shard,
+        ShardFile.open(Storage(), job.actor(1) / OPTIMIZER) as shard,
         pytest.raises(ShardFormatError, match="not a tensor"),
     ):
         shard.tensors()
@@ -620,7 +620,7 @@ def test_a_file_of_plain_values_is_no_model_for_the_daemon(root: Path, job: Smal
 
 def test_a_save_that_protects_itself_again_is_still_whole(root: Path, job: SmallJob) -> None:
     write_full(root, 1, *trained())
-    (job.layout.step(1) / SAVING).touch()
+    (job.step(1) / SAVING).touch()
     assert latest_checkpoint(root) == 1
 
 

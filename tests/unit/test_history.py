@@ -52,13 +52,13 @@ def serves(
     reload = Reload(sequence=paused[0], step=1, pause=paused[1]) if paused else None
     usual = {"status": "running", "sequence": sequence, "reload": reload, "time": 1.0}
     record = ExplorerReport.model_validate({"name": name, "session": f"s-{name}", **usual, **more})
-    job.put(job.layout.explorer(name), encode(record))
+    job.put(job.explorer(name), encode(record))
 
 
 def loads(job: SmallJob, name: str, sequence: int) -> None:
     """An explorer leases a version, which it does not serve yet."""
     job.lease(sequence, f"s-{name}", name)
-    job.layout.session(f"s-{name}").touch()
+    job.session(f"s-{name}").touch()
 
 
 def tells(job: SmallJob, name: str, loads: list[Load], time: float) -> None:
@@ -68,7 +68,7 @@ def tells(job: SmallJob, name: str, loads: list[Load], time: float) -> None:
 
 
 def synchronizer(job: SmallJob, name: str, **more: Any) -> ExplorerSynchronizer:
-    return ExplorerSynchronizer(job.layout.root, name, seams=Seams(storage=job.explorers), **more)
+    return ExplorerSynchronizer(job.root, name, seams=Seams(storage=job.explorers), **more)
 
 
 def lives(job: SmallJob) -> list[tuple[int | None, str | None]]:
@@ -110,7 +110,7 @@ def test_a_version_is_followed_from_its_save_to_its_end(job: SmallJob, clock: Cl
         clock.advance(1.0)
         loop.run_once()
         loop.run_once()
-        job.layout.lease_folder(1).joinpath("node-1.s-node-1").unlink()
+        job.lease_folder(1).joinpath("node-1.s-node-1").unlink()
         publish(job, loop, 5)
         loop.run_once()
     first, second = history(job, 10)
@@ -139,7 +139,7 @@ def test_a_daemon_that_takes_over_goes_on_and_repeats_nothing(job: SmallJob) -> 
     for _ in range(2):
         with job.daemon(KEEP) as loop:
             publish(job, loop, 1)
-            if not job.layout.explorer("node-1").exists():
+            if not job.explorer("node-1").exists():
                 loads(job, "node-1", 1)
                 serves(job, "node-1", 1)
             loop.run_once()
@@ -156,7 +156,7 @@ def test_an_explorer_with_a_copy_of_its_own_is_seen_though_its_lease_is_gone(
         publish(job, loop, 1)
         loads(job, "node-1", 1)
         loop.run_once()
-        job.layout.lease_folder(1).joinpath("node-1.s-node-1").unlink()
+        job.lease_folder(1).joinpath("node-1.s-node-1").unlink()
         loop.run_once()
         clock.advance(2.0)
         serves(job, "node-1", 1)
@@ -178,7 +178,7 @@ def test_how_long_an_engine_paused_for_a_version_is_kept_with_it(job: SmallJob) 
         loop.run_once()
     serves(job, "node-1", 1, paused=(1, 9.0))  # the journal has it, and is right
     serves(job, "node-4", 1, paused=(1, 0.75))  # which no daemon has seen
-    found = json.loads(syncd("history", job.layout.root, "--json").output)
+    found = json.loads(syncd("history", job.root, "--json").output)
     paused = {one["explorer"]: one["pause"] for one in found["versions"][0]["live"]}
     assert paused == {"node-1": 0.25, "node-2": None, "node-3": None, "node-4": 0.75}
 
@@ -212,12 +212,10 @@ def test_every_load_is_on_record_once_at_one_version_a_round(
     versions = range(1, 25)
     with ExitStack() as stack:
         hook = stack.enter_context(
-            ExplorerHook(
-                job.layout.root, "hook", FakeEngine(), staging=staging, storage=job.explorers
-            )
+            ExplorerHook(job.root, "hook", FakeEngine(), staging=staging, storage=job.explorers)
         )
         other = stack.enter_context(synchronizer(job, "synchronizer"))
-        reader = stack.enter_context(Reader(job.layout.root, "reader", storage=job.explorers))
+        reader = stack.enter_context(Reader(job.root, "reader", storage=job.explorers))
 
         def read() -> None:
             version = reader.next_version(0)
@@ -354,10 +352,10 @@ def test_an_explorer_that_was_started_anew_tells_the_loads_of_the_one_before(job
         publish(job, loop, 1)
         with synchronizer(job, "node-1") as explorer:
             explorer.set_explorer_version(Version(1, 1))
-        with Reader(job.layout.root, "node-2", storage=job.explorers) as reader:
+        with Reader(job.root, "node-2", storage=job.explorers) as reader:
             reader.report(RunningStatus.RUNNING, sequence=1, step=1)
         with synchronizer(job, "node-1") as explorer:
-            with Reader(job.layout.root, "node-2", storage=job.explorers) as reader:
+            with Reader(job.root, "node-2", storage=job.explorers) as reader:
                 reader.report(RunningStatus.RUNNING, sequence=None, step=None)
             loop.run_once()
             explorer.set_explorer_version(Version(1, 1))
@@ -381,7 +379,7 @@ def test_a_report_names_the_last_loads_of_files_and_of_this_job(
         assert loads is not None
         assert [(one.sequence, one.pause) for one in loads] == [(n, 0.5) for n in range(24, 40)]
     memory = SmallJob(tmp_path / "memory", hosts=job.hosts)
-    with synchronizer(job, "node-2", memory_dir=memory.layout.root) as explorer:
+    with synchronizer(job, "node-2", memory_dir=memory.root) as explorer:
         explorer.set_explorer_version(Version(5, 5))
         assert report(job, "node-2").loads == ()
 
@@ -422,7 +420,7 @@ def test_who_loads_nothing_costs_no_look_and_many_are_looked_at_in_turn(
         storage.calls.clear()
         loop.run_once()
         assert storage.count("open_read", job.layout.explorers) == 0
-        assert storage.count("open_append", job.layout.root) == 0
+        assert storage.count("open_append", job.root) == 0
     assert sorted(lives(job)) == sorted((1, name) for name in names)
 
 
@@ -434,30 +432,30 @@ def test_the_log_and_the_status_give_a_small_version_the_same_size(
     [line] = [text for text in caplog.messages if text.startswith("published step 1")]
     told = line.removeprefix("published step 1 as version 1: ").split(" in ")[0]
     assert told.endswith(" kB")
-    assert f"published step 1 as v1: {told} in " in syncd("status", job.layout.root).output
+    assert f"published step 1 as v1: {told} in " in syncd("status", job.root).output
 
 
 def test_what_else_becomes_of_saves_is_an_event_in_the_status(job: SmallJob) -> None:
     with job.daemon(DaemonConfig(keep=9, prune_steps=False)) as loop:
         publish(job, loop, 1, 2)
         job.save(3)
-        job.put(job.layout.actor(3) / "model.safetensors", b"x" * 100)
-        receipt = job.layout.actor(3) / ".receipts" / "rank_0.json"
+        job.put(job.actor(3) / "model.safetensors", b"x" * 100)
+        receipt = job.actor(3) / ".receipts" / "rank_0.json"
         receipt.write_text(receipt.read_text().replace('"size":', '"size":1'))
         loop.run_once()
         job.ask_rollback(1, by="me\n@x")
         loop.run_once()
-    seen = json.loads(syncd("status", job.layout.root, "--json").output)
+    seen = json.loads(syncd("status", job.root, "--json").output)
     assert seen["free"]["bytes"] > 0
     told = [one["event"] for one in seen["events"]]
     assert told == ["active", "published", "published", "quarantined", "rolled_back"]
-    shown = syncd("status", job.layout.root).output
+    shown = syncd("status", job.root).output
     assert "v1 is served again, as v3: asked for by me\\n@x" in shown
     assert "published step 2 as v2: " in shown
     assert "refused step 3:" in shown
     again = history(job, 10)[-1]
     assert (again.version, again.of, again.step, again.by) == (3, 1, 1, "me\\n@x")
-    assert "= v1" in syncd("history", job.layout.root).output
+    assert "= v1" in syncd("history", job.root).output
 
 
 def test_the_file_is_bounded_and_its_oldest_lines_go_first(job: SmallJob) -> None:
@@ -536,9 +534,9 @@ def test_versions_without_a_journal_say_what_their_manifests_do(job: SmallJob) -
     assert (only.version, only.step, only.kind, only.latest) == (1, 7, "full", True)
     assert only.merge_seconds is not None
     assert [(one.explorer, one.seconds) for one in only.live] == [("node-1", None)]
-    (job.layout.version(1) / "manifest.json").write_bytes(b"x")
+    (job.version(1) / "manifest.json").write_bytes(b"x")
     assert history(job, 10)[0].step is None
-    assert syncd("history", job.layout.root).exit_code == 0
+    assert syncd("history", job.root).exit_code == 0
 
 
 def test_a_history_fits_80_columns_and_needs_no_colour(
@@ -552,7 +550,7 @@ def test_a_history_fits_80_columns_and_needs_no_colour(
         file.note("live", version=123456, explorer=name, seconds=12.3)
     file.write()
     monkeypatch.setenv("COLUMNS", "80")
-    result = syncd("history", job.layout.root)
+    result = syncd("history", job.root)
     assert all(len(line) <= 80 for line in result.output.splitlines())
     assert "and 5 more +12 s" in result.output
     assert "\x1b" not in result.output
@@ -560,7 +558,7 @@ def test_a_history_fits_80_columns_and_needs_no_colour(
 
 
 def test_what_is_no_job_or_has_no_version_says_so(job: SmallJob, tmp_path: Path) -> None:
-    assert syncd("history", job.layout.root).output == "nothing is published yet\n"
+    assert syncd("history", job.root).output == "nothing is published yet\n"
     with pytest.raises(JobUnavailableError, match="not a job that syncd has served"):
         history(Job.at(tmp_path), 1)
 
@@ -605,7 +603,7 @@ def test_times_that_nobody_can_mean_leave_valid_json(job: SmallJob) -> None:
     late = Journal(job, wall=lambda: 1.7e308)
     late.note("live", version=2, explorer="node-1")
     late.write()
-    printed = syncd("history", job.layout.root, "--json").output
+    printed = syncd("history", job.root, "--json").output
     assert "Infinity" not in printed
     version = json.loads(printed)["versions"][1]
     assert (version["saved"], version["live"][0]["seconds"]) == (None, None)

@@ -480,7 +480,7 @@ def test_a_foreign_save_is_served_once_nothing_stands_in_for_that_folder(
 ) -> None:
     with job.daemon(clock=clock) as loop:
         job.save(1, receipts=False)
-        place = job.layout.actor(1) / "huggingface"
+        place = job.actor(1) / "huggingface"
         shutil.rmtree(place)
         place.touch()
         for _ in range(4):

@@ -206,7 +206,7 @@ def test_the_child_is_confined_and_each_file_has_its_own_time(child: IsolatedPar
 def test_a_save_of_another_trainer_that_is_a_bomb_is_quarantined_and_the_next_published(
     job: SmallJob, clock: Clock, receipt: bool
 ) -> None:
-    actor = job.layout.actor(4)
+    actor = job.actor(4)
     (actor / RECEIPTS if receipt else actor).mkdir(parents=True)
     path = actor / shard_name(1, 0)
     job.put(path, shard({}, **{"data.pkl": COPIES}))
@@ -257,7 +257,7 @@ def test_cancel_is_heard_while_the_child_works() -> None:
 def opened_by(job: SmallJob, step: int) -> int | None:
     """Save a step and open it; return the child that read it."""
     job.save(step)
-    actor = job.layout.actor(step)
+    actor = job.actor(step)
     with open_save(job.storage, actor, look_at_save(job.storage, actor, step)) as opened:
         return opened.parser.pid
 
@@ -268,9 +268,9 @@ def test_a_child_reads_all_saves_of_one_job_and_none_of_another(
     before = children()
     first = opened_by(job, 4)
     assert first is not None
-    job.put(job.layout.actor(4) / "model.safetensors", b"\2\0\0\0\0\0\0\0[]")
-    save = look_at_save(job.storage, job.layout.actor(4), 4)
-    with pytest.raises(CheckpointError), open_save(job.storage, job.layout.actor(4), save):
+    job.put(job.actor(4) / "model.safetensors", b"\2\0\0\0\0\0\0\0[]")
+    save = look_at_save(job.storage, job.actor(4), 4)
+    with pytest.raises(CheckpointError), open_save(job.storage, job.actor(4), save):
         pass
     assert opened_by(job, 5) == first
     other = opened_by(SmallJob(tmp_path / "other"), 4)

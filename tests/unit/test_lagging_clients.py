@@ -230,7 +230,7 @@ def test_whatever_hosts_believe_latest_grows_and_nothing_that_is_needed_goes(
 
 
 def save_of_latest(job: SmallJob) -> str:
-    return read_manifest(FastStorage(), job.layout.version(job.latest.sequence)).save_id
+    return read_manifest(FastStorage(), job.version(job.latest.sequence)).save_id
 
 
 def look_at_all(job: SmallJob, storage: Storage) -> None:
@@ -313,10 +313,10 @@ def test_a_version_whose_lease_folder_was_looked_for_too_early_is_not_taken_for_
     look_at_all(job, early)
     publish_unseen(job, serve(job, config=DaemonConfig(keep=9)), 1)
     lease = job.lease(1, "session") if leased else None
-    job.layout.session("session").touch()
+    job.session("session").touch()
     early.clear_listings()
     pruner = Pruner(Job(early, job.layout), job.take_over(early), "session")
-    assert not early.exists(job.layout.lease_folder(1))
+    assert not early.exists(job.lease_folder(1))
     assert not pruner.retire_version(RetireVersion(1, "retired before, it seems"))
     assert Lease.take(Job(FastStorage(), job.layout), 1, "another", "session").sequence == 1
     assert job.versions == ["v000001"]
@@ -328,7 +328,7 @@ def test_an_explorer_that_believes_an_old_latest_gets_it_whole_or_the_newest(
 ) -> None:
     daemon = serve(job)
     publish(job, daemon, 1)
-    with Reader(job.layout.root, "explorer", poll=0.001, storage=job.explorers) as reader:
+    with Reader(job.root, "explorer", poll=0.001, storage=job.explorers) as reader:
         assert reader.wait(0, 0).sequence == 1
         publish_unseen(job, daemon, 2, 3)
         with pytest.raises(VersionGoneError):
@@ -346,10 +346,10 @@ def test_an_explorer_that_looked_for_a_version_too_early_waits_and_leaves_no_lea
     look_at_all(job, job.explorers)
     daemon = serve(job)
     publish_unseen(job, daemon, 1)
-    with Reader(job.layout.root, "explorer", poll=0.001, storage=job.explorers) as reader:
+    with Reader(job.root, "explorer", poll=0.001, storage=job.explorers) as reader:
         with pytest.raises(VersionGoneError):
             reader.lease(job.latest)
-        assert list(job.layout.lease_folder(1).iterdir()) == []
+        assert list(job.lease_folder(1).iterdir()) == []
         hosts.let_time_pass()
         assert reader.next_version(0, 30).sequence == 1
 
@@ -417,7 +417,7 @@ def test_a_step_that_its_trainer_saves_again_is_not_pruned_by_one_who_does_not_s
     for _ in range(done):
         next(saving, None)
     daemon.run_once()
-    assert (job.layout.actor(3) / "model.safetensors").exists()
+    assert (job.actor(3) / "model.safetensors").exists()
     assert ("step", "global_step_3") not in job.audit
     for _ in saving:
         daemon.run_once()
@@ -426,7 +426,7 @@ def test_a_step_that_its_trainer_saves_again_is_not_pruned_by_one_who_does_not_s
         daemon.run_once()
     assert trainer.finished is not None
     assert save_of_latest(job) == trainer.finished[1]
-    assert (job.layout.actor(3) / OPTIMIZER).exists() == full
+    assert (job.actor(3) / OPTIMIZER).exists() == full
 
 
 def test_a_step_that_nobody_needs_is_pruned_in_the_end(job: SmallJob, hosts: LaggingHosts) -> None:
@@ -434,7 +434,7 @@ def test_a_step_that_nobody_needs_is_pruned_in_the_end(job: SmallJob, hosts: Lag
     for _ in range(3):
         daemon.run_once()
         hosts.settle()
-    assert not job.layout.step(3).exists()
+    assert not job.step(3).exists()
 
 
 def test_what_came_into_a_step_unseen_is_given_back_where_its_name_is_in_use_again(
@@ -442,18 +442,18 @@ def test_what_came_into_a_step_unseen_is_given_back_where_its_name_is_in_use_aga
 ) -> None:
     daemon, _ = about_to_prune_step_3(job)
     storage = daemon._job.storage
-    (job.layout.step(3) / ".saving").touch()
-    (job.layout.actor(3) / OPTIMIZER).write_bytes(b"optimizer")
+    (job.step(3) / ".saving").touch()
+    (job.actor(3) / OPTIMIZER).write_bytes(b"optimizer")
     moved = storage.rename
 
     def rename(source: Path, target: Path) -> None:
         moved(source, target)
-        if source == job.layout.step(3):
-            job.layout.actor(3).mkdir(parents=True)
-            (job.layout.actor(3) / "model.safetensors").write_bytes(b"newer")
+        if source == job.step(3):
+            job.actor(3).mkdir(parents=True)
+            (job.actor(3) / "model.safetensors").write_bytes(b"newer")
 
     storage.rename = rename  # type: ignore[method-assign]
     daemon.run_once()
-    assert (job.layout.actor(3) / OPTIMIZER).read_bytes() == b"optimizer"
-    assert (job.layout.actor(3) / "model.safetensors").read_bytes() == b"newer"
+    assert (job.actor(3) / OPTIMIZER).read_bytes() == b"optimizer"
+    assert (job.actor(3) / "model.safetensors").read_bytes() == b"newer"
     assert ("step", "global_step_3") not in job.audit

@@ -119,8 +119,8 @@ def test_those_not_watched_any_more_begin_again(watched: Watched) -> None:
 def test_a_session_is_there_until_it_is_closed(job: SmallJob) -> None:
     with Session(job.layout, LEASE_TIME) as one, Session(job.layout, LEASE_TIME) as two:
         assert one.id != two.id
-        assert job.layout.session(one.id).exists()
-        assert job.layout.session(two.id).exists()
+        assert job.session(one.id).exists()
+        assert job.session(two.id).exists()
     assert os.listdir(job.layout.sessions) == []
 
 
@@ -253,23 +253,23 @@ def test_a_lock_that_moves_is_never_taken(
 
 
 def test_a_lease_is_a_file_that_says_who_holds_it(job: SmallJob) -> None:
-    job.layout.lease_folder(3).mkdir()
+    job.lease_folder(3).mkdir()
     lease = Lease.take(job, 3, "node-1", "session-9")
-    assert os.listdir(job.layout.lease_folder(3)) == ["node-1.session-9"]
+    assert os.listdir(job.lease_folder(3)) == ["node-1.session-9"]
     assert lease.sequence == 3
 
 
 def test_a_version_that_is_leased_cannot_be_retired_and_can_when_it_is_let_go(
     job: SmallJob,
 ) -> None:
-    job.layout.lease_folder(3).mkdir()
+    job.lease_folder(3).mkdir()
     leases = [job.lease(3, "session", name) for name in ("one", "two")]
     for lease in leases:
         with pytest.raises(OSError, match=os.strerror(errno.ENOTEMPTY)):
-            STORAGE.rmdir(job.layout.lease_folder(3))
+            STORAGE.rmdir(job.lease_folder(3))
         lease.release()
         lease.release()
-    STORAGE.rmdir(job.layout.lease_folder(3))
+    STORAGE.rmdir(job.lease_folder(3))
 
 
 def test_a_retired_version_cannot_be_leased_and_its_folder_does_not_come_back(
@@ -277,25 +277,25 @@ def test_a_retired_version_cannot_be_leased_and_its_folder_does_not_come_back(
 ) -> None:
     with pytest.raises(VersionGoneError, match=r"version 3 of .* was retired before node leased"):
         job.lease(3, "session", "node")
-    assert not job.layout.lease_folder(3).exists()
+    assert not job.lease_folder(3).exists()
 
 
 def test_the_same_session_may_lease_twice(job: SmallJob) -> None:
-    job.layout.lease_folder(3).mkdir()
+    job.lease_folder(3).mkdir()
     job.lease(3, "session")
     job.lease(3, "session").release()
-    assert os.listdir(job.layout.lease_folder(3)) == []
+    assert os.listdir(job.lease_folder(3)) == []
 
 
 def test_a_full_disk_is_not_taken_for_a_retired_version(job: SmallJob, hosts: Hosts) -> None:
-    job.layout.lease_folder(3).mkdir()
+    job.lease_folder(3).mkdir()
     storage = hosts.ruled(refuse("create", errno.ENOSPC))
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         Lease.take(Job(storage, job.layout), 3, "node", "session")
 
 
 def test_a_version_of_a_stale_handle_is_gone(job: SmallJob, hosts: Hosts) -> None:
-    job.layout.lease_folder(3).mkdir()
+    job.lease_folder(3).mkdir()
     storage = hosts.ruled(refuse("create", errno.ESTALE))
     with pytest.raises(VersionGoneError):
         Lease.take(Job(storage, job.layout), 3, "node", "session")

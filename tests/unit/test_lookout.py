@@ -17,7 +17,7 @@ TICK = 1.0
 def heartbeats(job: SmallJob, count: int) -> list[str]:
     names = [f"s-{number}" for number in range(count)]
     for name in names:
-        job.layout.session(name).write_text("beats")
+        job.session(name).write_text("beats")
     return names
 
 
@@ -60,7 +60,7 @@ def test_the_dead_are_found_in_little_more_than_a_lease_and_the_living_never(
     for number in range(70):
         if number % 8 == 0:
             for name in set(names) - dead:
-                job.layout.session(name).write_text(str(number))
+                job.session(name).write_text(str(number))
         said = watching.look(names)
         for name in names:
             if said[name] is Liveness.DEAD:

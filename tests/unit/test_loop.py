@@ -45,10 +45,10 @@ def test_an_idle_round_writes_nothing_until_a_third_of_a_lease_is_over(
         loop.run_once()
         storage.calls.clear()
         loop.run_once()
-        assert storage.count("create", job.layout.root) == 0
+        assert storage.count("create", job.root) == 0
         clock.advance(LEASE_TIME / 3)
         loop.run_once()
-        assert storage.count("create", job.layout.root) == 1
+        assert storage.count("create", job.root) == 1
 
 
 def test_a_merge_that_storage_refuses_is_tried_again_ever_more_seldom(
@@ -160,7 +160,7 @@ def test_a_lost_lock_ends_the_round_before_anything_is_done(job: SmallJob) -> No
 def test_a_round_says_whether_step_folders_are_left(job: SmallJob) -> None:
     for step in range(70):
         job.save(step)
-        (job.layout.step(step) / ".full_checkpoint").touch()
+        (job.step(step) / ".full_checkpoint").touch()
     with job.daemon(DaemonConfig(prune_steps=False)) as loop:
         loop.run_once()
         assert loop.has_more

@@ -30,7 +30,7 @@ def port(request: pytest.FixtureRequest, job: SmallJob) -> Iterator[int]:
     """A server in this process."""
     with ExitStack() as stack:
         if request.param == "web":
-            found = stack.enter_context(served(job.layout.root)).server_address[1]
+            found = stack.enter_context(served(job.root)).server_address[1]
         else:
             found = free_port()
             stack.enter_context(Exporter(Metrics(), port=found, textfile=None))
@@ -167,13 +167,13 @@ def test_a_daemon_with_few_descriptors_publishes_whoever_connects_to_its_metrics
     tmp_path: Path,
 ) -> None:
     job, port = SmallJob(tmp_path / "job"), free_port()
-    with Daemon(job.layout.root, "--metrics-port", str(port)) as daemon, ExitStack() as stack:
+    with Daemon(job.root, "--metrics-port", str(port)) as daemon, ExitStack() as stack:
         daemon.wait_for_log("working on")
         resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (256, 256))
         for _ in range(400):
             connected(port, stack)
         job.save(1)
-        wait_for_step(job.layout.root, 1)
+        wait_for_step(job.root, 1)
         status, content = asked(port)
         assert status == 200
         assert b"syncd_latest_version{" in content

@@ -271,7 +271,7 @@ def test_a_save_waits_for_its_turn_and_the_rest_of_the_round_does_not(job: Small
         mine, loop.turn = loop.turn, Never()
         loop.run_once()
         assert "concurrent_merges" in loop._journal.waiting_for
-        assert not job.layout.step(1).exists()
+        assert not job.step(1).exists()
         assert job.latest.step == 2
         loop.turn = mine
         loop.run_once()
@@ -505,11 +505,11 @@ def test_a_job_that_is_served_no_more_has_no_metrics(job: SmallJob, tmp_path: Pa
             loop.run_once()
         meter.failed(OSError())
         meter.active(yes=False)
-    metrics.forget_job(job.layout.root)
+    metrics.forget_job(job.root)
     said = generate_latest(metrics.registry).decode()
-    assert f'"{job.layout.root}"' not in said
-    assert f'"{other.layout.root}"' in said
-    metrics.forget_job(job.layout.root)
+    assert f'"{job.root}"' not in said
+    assert f'"{other.root}"' in said
+    metrics.forget_job(job.root)
 
 
 # -- the configuration -----------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class Measured:
 
     def __init__(self, job: SmallJob, clock: Clock) -> None:
         self.metrics = Metrics()
-        self.job = str(job.layout.root)
+        self.job = str(job.root)
         self.meter = _JobMeter(self.metrics, job, clock=clock, wall=lambda: 1234.5)
 
     def __call__(self, name: str, **labels: str) -> float | None:
@@ -74,7 +74,7 @@ def test_what_a_daemon_does_is_counted(job: SmallJob, clock: Clock, said: Measur
             clock.advance(60)
             loop.run_once()
         job.save(3)
-        (job.layout.actor(3) / "model.safetensors").write_bytes(b"nothing")
+        (job.actor(3) / "model.safetensors").write_bytes(b"nothing")
         job.point(3)
         for _ in range(40):
             loop.run_once()
@@ -146,8 +146,8 @@ def test_who_is_dead_and_when_anything_was_published_is_measured(
         job.put(job.layout.trainer_report, encode(report))
 
     def beat(session: str, ago: float) -> None:
-        job.layout.session(session).touch()
-        os.utime(job.layout.session(session), (time.time() - ago,) * 2)
+        job.session(session).touch()
+        os.utime(job.session(session), (time.time() - ago,) * 2)
         clock.advance(11)
         loop.run_once()
         loop.run_once()
@@ -175,7 +175,7 @@ def test_the_log_warns_of_a_trainer_whose_heartbeat_stops(
 ) -> None:
     told = {"run_id": "r", "world_size": 1, "session": "t", "status": "running", "time": 1.0}
     job.put(job.layout.trainer_report, encode(TrainerReport.model_validate(told)))
-    job.layout.session("t").touch()
+    job.session("t").touch()
     with job.daemon(clock=clock) as loop:
         for _ in range(7):
             loop.run_once()

@@ -240,7 +240,7 @@ def test_a_foreign_save_with_control_characters_in_a_name_is_quarantined(
 ) -> None:
     with job.daemon(clock=clock) as loop:
         job.save(1, receipts=False)
-        (job.layout.actor(1) / "model.safetensors").write_bytes(weights(1.0, name="a\x1b[2J"))
+        (job.actor(1) / "model.safetensors").write_bytes(weights(1.0, name="a\x1b[2J"))
         for _ in range(40):
             loop.run_once()
             clock.advance(5)

@@ -33,7 +33,7 @@ MAP = NameMapRecord(
 
 
 def save(job: SmallJob, step: int) -> None:
-    folder = job.layout.actor(step) / "huggingface"
+    folder = job.actor(step) / "huggingface"
     folder.mkdir(parents=True)
     (folder / NAME_MAP).write_bytes(encode(MAP))
     job.save(step)
@@ -48,13 +48,13 @@ def explorer(job: SmallJob, name: str, *, hub_names: bool) -> Iterator[None]:
         content = encode(report)
         if not hub_names:  # as a release before there were any
             content = content.replace(b',"hub_names":false', b"")
-        job.put(job.layout.explorer(name), content)
+        job.put(job.explorer(name), content)
         yield
 
 
 def tensors(job: SmallJob, sequence: int) -> tuple[str, list[str]]:
     """Whose names a version has, and which."""
-    manifest = read_manifest(job.storage, job.layout.version(sequence))
+    manifest = read_manifest(job.storage, job.version(sequence))
     return manifest.names or "none", [tensor.name for tensor in manifest.tensors]
 
 
@@ -125,7 +125,7 @@ def test_a_job_keeps_the_names_of_its_newest_version_over_daemons(
 
 def adapter(job: SmallJob, step: int) -> None:
     """A save of a LoRA adapter, without receipts."""
-    folder = job.layout.actor(step) / "lora_adapter"
+    folder = job.actor(step) / "lora_adapter"
     folder.mkdir(parents=True)
     a, b = (f"base_model.model.q.lora_{one}.weight" for one in "AB")
     entries = [HeaderEntry(a, "F32", (1, 2), 0, 8), HeaderEntry(b, "F32", (2, 1), 8, 16)]
@@ -137,8 +137,8 @@ def adapter(job: SmallJob, step: int) -> None:
 
 def remote(job: SmallJob, step: int) -> None:
     """A save that only names a path."""
-    job.layout.step(step).mkdir(parents=True)
-    (job.layout.step(step) / "remote_sampler_path.txt").write_text("/models/x\n")
+    job.step(step).mkdir(parents=True)
+    (job.step(step) / "remote_sampler_path.txt").write_text("/models/x\n")
     job.point(step)
 
 
@@ -165,14 +165,14 @@ def test_a_job_keeps_its_names_over_versions_that_have_none_and_daemons(
 
 def test_a_map_that_the_receipts_do_not_list_is_another_saves(job: SmallJob, clock: Clock) -> None:
     save(job, 1)
-    receipt = job.layout.actor(1) / RECEIPTS / receipt_name(0)
+    receipt = job.actor(1) / RECEIPTS / receipt_name(0)
     told = parse(Receipt, receipt.read_bytes(), receipt)
     files = tuple(file for file in told.files if not file.name.endswith(NAME_MAP))
     receipt.write_bytes(encode(told.model_copy(update={"files": files})))
     with job.daemon(clock=clock) as loop:
         loop.run_once()
     assert tensors(job, 1) == TRAINER
-    assert not (job.layout.version(1) / NAME_MAP).exists()
+    assert not (job.version(1) / NAME_MAP).exists()
 
 
 def test_a_change_of_names_is_said_once(
@@ -227,7 +227,7 @@ def test_a_memory_folder_keeps_the_trainers_own_file_unless_told_otherwise(tmp_p
     told = {}
     for names in (None, "hub"):
         config = RunConfig(memory_dir=tmp_path / "memory", names=names)
-        services = Services(job.layout.root, config)
+        services = Services(job.root, config)
         told[names] = [keeper.config.names for keeper in services._keepers.values()]
     assert told == {None: [None, "trainer"], "hub": ["hub", "hub"]}
 
@@ -236,10 +236,10 @@ def test_an_explorer_that_was_killed_is_not_asked_once_it_is_known_as_dead(
     job: SmallJob, clock: Clock
 ) -> None:
     with explorer(job, "old", hub_names=False):
-        report = job.layout.explorer("old").read_bytes()
+        report = job.explorer("old").read_bytes()
         heartbeat = next(path for path in job.layout.sessions.iterdir() if path.suffix == ".lock")
         left = heartbeat.read_bytes()
-    job.put(job.layout.explorer("old"), report)
+    job.put(job.explorer("old"), report)
     heartbeat.write_bytes(left)  # nobody touches it any more
     with job.daemon(clock=clock) as loop:
         for _ in range(12):

@@ -70,20 +70,20 @@ def spoil(tensor: Tensor, value: float = NAN) -> None:
 
 def save(job: SmallJob, model: nn.Module, step: int = 1, **options: Any) -> NonFinite | None:
     """Save a step by the hook; what the receipts say of it."""
-    with TrainerHook(job.layout.root, model, **options) as hook:
+    with TrainerHook(job.root, model, **options) as hook:
         hook.after_step(step)
         written(hook)
     return found(job, step)
 
 
 def found(job: SmallJob, step: int) -> NonFinite | None:
-    return look_at_save(job.storage, job.layout.actor(step), step).nonfinite
+    return look_at_save(job.storage, job.actor(step), step).nonfinite
 
 
 def put(job: SmallJob, step: int, nonfinite: NonFinite | None, config: str | None = None) -> None:
     """A save with a receipt that tells of NaN and Inf, as another host's hook may write it."""
     save_id = job.save(step, point=False)
-    actor = job.layout.actor(step)
+    actor = job.actor(step)
     told = receipt_of((actor / "model.safetensors").read_bytes())
     job.receipt(step, save_id, 0, 1, told.model_copy(update={"nonfinite": nonfinite}))
     if config is not None:
@@ -144,7 +144,7 @@ def test_of_a_lora_model_what_is_published_is_looked_at(job: SmallJob, lora: Sav
 
 
 def test_a_state_dict_that_is_given_is_looked_at(job: SmallJob) -> None:
-    StateDictWriter(job.layout.root)({"a": torch.ones(2), "b": torch.tensor([INF])}, 1)
+    StateDictWriter(job.root)({"a": torch.ones(2), "b": torch.tensor([INF])}, 1)
     assert found(job, 1) == NonFinite(count=1, names=("b",))
 
 
@@ -245,12 +245,12 @@ def test_a_version_with_nan_is_published_with_a_warning_and_counted(
             save(job, model, step)
             loop.run_once()
     name = "syncd_nonfinite_versions_total"
-    assert metrics.registry.get_sample_value(name, {"job_dir": str(job.layout.root)}) == 1
+    assert metrics.registry.get_sample_value(name, {"job_dir": str(job.root)}) == 1
     assert job.latest.step == 2
-    manifests = [read_manifest(job.storage, job.layout.version(n)) for n in (1, 2)]
+    manifests = [read_manifest(job.storage, job.version(n)) for n in (1, 2)]
     assert manifests[0].nonfinite == NonFinite(count=0)
     assert manifests[1].nonfinite == NonFinite(count=1, names=("weight",))
-    page = CliRunner().invoke(cli, ["status", str(job.layout.root)]).output
+    page = CliRunner().invoke(cli, ["status", str(job.root)]).output
     assert "with NaN or Inf in 1 tensor (weight)" in " ".join(page.split())
     trainer, daemon = (record.getMessage() for record in caplog.records)
     assert "of step 2 has NaN or Inf in 1 tensor (weight)" in trainer
@@ -287,17 +287,17 @@ def test_a_save_that_nobody_looked_at_is_published_and_its_version_says_so(
     with job.daemon(DaemonConfig(refuse_nonfinite=True), clock=clock) as loop:
         put(job, 1, None)
         loop.run_once()
-        assert read_manifest(job.storage, job.layout.version(1)).nonfinite is None
+        assert read_manifest(job.storage, job.version(1)).nonfinite is None
         job.save(2, NAN, receipts=False)
         for _ in range(2):
             loop.run_once()
             clock.advance(5)
-    assert read_manifest(job.storage, job.layout.version(2)).nonfinite is None
+    assert read_manifest(job.storage, job.version(2)).nonfinite is None
 
 
 def test_what_ranks_found_is_put_together(job: SmallJob) -> None:
     """Each has parts of the same tensors; one is of a release that did not look."""
-    actor = job.layout.actor(1)
+    actor = job.actor(1)
     job.save(1)
     shards = [
         receipt_of(b"\0" * 8, f"model_world_size_3_rank_{rank}.pt").model_copy(
@@ -325,7 +325,7 @@ def test_a_receipt_stays_small_and_forges_no_line_of_the_log(
     told = save(job, model)
     assert told is not None
     assert told.count == 100
-    receipt = job.layout.actor(1) / RECEIPTS / receipt_name(0)
+    receipt = job.actor(1) / RECEIPTS / receipt_name(0)
     assert len(receipt.read_bytes()) < 2000
     assert parse(Receipt, receipt.read_bytes(), receipt).files[0].nonfinite == told
     # By another writer: as it is read.

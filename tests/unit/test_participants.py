@@ -46,7 +46,7 @@ def test_who_is_killed_is_gone_after_a_lease(
     job: SmallJob, found: Participants, clock: Clock
 ) -> None:
     found.look(1.0)
-    job.layout.session("killed").write_text("beats")
+    job.session("killed").write_text("beats")
     after(found, clock, int(LEASE_TIME) - 1)
     assert not found.gone
     after(found, clock, 3)
@@ -56,10 +56,10 @@ def test_who_is_killed_is_gone_after_a_lease(
 def test_what_someone_left_long_ago_was_nobody(
     job: SmallJob, found: Participants, clock: Clock
 ) -> None:
-    job.layout.session("left").write_text("beat once")
+    job.session("left").write_text("beat once")
     after(found, clock, 200)
     assert (found.alive, found.gone) == (False, False)
-    job.layout.session("left").unlink()  # collected
+    job.session("left").unlink()  # collected
     found.look(1.0)
     assert not found.gone
 
@@ -67,7 +67,7 @@ def test_what_someone_left_long_ago_was_nobody(
 def test_who_was_there_before_the_daemon_counts_once_it_is_seen_to_live(
     job: SmallJob, found: Participants, clock: Clock
 ) -> None:
-    path = job.layout.session("alive")
+    path = job.session("alive")
     path.write_text("beats")
     for number in range(10):
         path.write_text(f"beats {number}")
@@ -81,7 +81,7 @@ def test_who_was_there_before_the_daemon_counts_once_it_is_seen_to_live(
 def test_who_was_there_before_the_daemon_and_left_soon_was_there(
     job: SmallJob, found: Participants, clock: Clock, seconds: int
 ) -> None:
-    path = job.layout.session("alive")
+    path = job.session("alive")
     path.write_text("beats")
     found.look(1.0)
     for number in range(seconds):
@@ -116,7 +116,7 @@ def test_what_someone_wrote_last_is_published_though_the_first_look_does_not_see
     storage = RuledStorage()
     job = SmallJob(tmp_path / "job", storage)
     config = DaemonConfig(tick=0.05, exit_when_idle=True)
-    service = Service(job.layout.root, config, storage=storage)
+    service = Service(job.root, config, storage=storage)
     participant = Session(job.layout, LEASE_TIME)
 
     def not_there(path: Path) -> None:
@@ -130,7 +130,7 @@ def test_what_someone_wrote_last_is_published_though_the_first_look_does_not_see
     serving = threading.Thread(target=service.run)
     serving.start()
     try:
-        pointer = job.layout.state_pointer
+        pointer = job.state_pointer
         wait_until(lambda: storage.count("open_read", pointer) > 5, "some rounds have gone by")
         assert serving.is_alive()
         storage.rules.append(once("names", saves_and_leaves, where="/sessions"))

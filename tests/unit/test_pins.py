@@ -50,12 +50,12 @@ def test_a_pinned_step_stays_over_all_daemons_until_it_is_unpinned(job: SmallJob
     pin_step(Job(job.explorers, job.layout), 2)
     pruned(job)
     pruned(job)
-    assert job.layout.step(2).exists()
-    assert not job.layout.step(1).exists()
+    assert job.step(2).exists()
+    assert not job.step(1).exists()
     assert unpin_step(Job(job.explorers, job.layout), 2)
     assert not unpin_step(Job(job.explorers, job.layout), 2)
     pruned(job)
-    assert not job.layout.step(2).exists()
+    assert not job.step(2).exists()
 
 
 def test_what_is_gone_cannot_be_pinned(job: SmallJob) -> None:
@@ -76,15 +76,15 @@ def test_a_version_that_is_not_published_yet_is_not_pinned_by_its_lease_folder(
     job: SmallJob,
 ) -> None:
     published(job, 1)
-    job.layout.lease_folder(2).mkdir()
+    job.lease_folder(2).mkdir()
     with pytest.raises(VersionGoneError):
         pin_version(Job(STORAGE, job.layout), 2)
-    assert list(job.layout.lease_folder(2).iterdir()) == []
+    assert list(job.lease_folder(2).iterdir()) == []
 
 
 def test_a_step_that_is_looked_into_at_this_moment_is_pinned_once_it_is_back(job: SmallJob) -> None:
     published(job, 2)
-    folder, aside = job.layout.step(1), job.layout.root / "aside"
+    folder, aside = job.step(1), job.root / "aside"
     folder.rename(aside)
     pin_step(Job(STORAGE, job.layout), 1, sleep=lambda _: folder.exists() or aside.rename(folder))
     assert (folder / ".pinned").exists()
@@ -135,7 +135,7 @@ def test_a_pin_that_is_set_holds_at_whatever_moment_of_a_prune_it_came(tmp_path:
         moment += 1
         job = SmallJob(tmp_path / f"job{moment}")
         published(job, 2)
-        before = content(job.layout.version(1)), content(job.layout.step(1))
+        before = content(job.version(1)), content(job.step(1))
         storage = job.storage = Counting(0)
         pinned: set[str] = set()
 
@@ -157,7 +157,7 @@ def test_a_pin_that_is_set_holds_at_whatever_moment_of_a_prune_it_came(tmp_path:
         pruned(job)
         for what in pinned:
             promised[what] += 1
-        now = content(job.layout.version(1)), content(job.layout.step(1))
+        now = content(job.version(1)), content(job.step(1))
         if "version" in pinned:
             assert now[0] == before[0], f"at moment {moment}"
         if "step" in pinned:
@@ -189,5 +189,5 @@ def test_a_pin_that_is_set_holds_whatever_moment_of_it_a_prune_came_at(
         outcomes.add(done)
         if done:
             assert job.versions == ["v000001", "v000002"], f"at moment {moment}"
-            assert (job.layout.step(1) / ".pinned").exists(), f"at moment {moment}"
+            assert (job.step(1) / ".pinned").exists(), f"at moment {moment}"
     assert outcomes == {True, False}

@@ -29,7 +29,7 @@ def round_of(job: SmallJob, **config: Any) -> None:
 
 
 def steps(job: SmallJob) -> list[str]:
-    return sorted(path.name for path in job.layout.root.glob("global_step_*"))
+    return sorted(path.name for path in job.root.glob("global_step_*"))
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
@@ -120,7 +120,7 @@ def test_a_prune_that_takes_longer_than_a_tick_goes_on_to_its_end(
 def test_a_version_goes_when_its_last_lease_does(job: SmallJob) -> None:
     published(job, 3)
     for session in ("a", "b"):
-        job.layout.session(session).touch()
+        job.session(session).touch()
     leases = [job.lease(1, "a"), job.lease(1, "b")]
     for lease in leases:
         round_of(job, keep=1)
@@ -138,7 +138,7 @@ def test_a_lease_that_arrives_between_decision_and_rmdir_keeps_the_version(
     round_of(ruled, keep=1, prune_steps=False)
     assert ruled.versions == ["v000001", "v000002"]
     assert ruled.audit == []
-    assert contents(ruled.layout.version(1))
+    assert contents(ruled.version(1))
 
 
 def test_a_version_whose_daemon_died_after_its_rmdir_is_deleted_by_the_next(
@@ -147,7 +147,7 @@ def test_a_version_whose_daemon_died_after_its_rmdir_is_deleted_by_the_next(
     published(ruled, 2)
     storage.rules.append(refuse("rename", errno.EIO, where="published/v000001"))
     round_of(ruled, keep=1, prune_steps=False)
-    assert not ruled.layout.lease_folder(1).exists()
+    assert not ruled.lease_folder(1).exists()
     storage.rules.clear()
     round_of(ruled, keep=1, prune_steps=False)
     assert ruled.versions == ["v000002"]
@@ -175,7 +175,7 @@ def test_a_note_that_someone_left_among_the_leases_keeps_the_version(
     job: SmallJob, clock: Clock
 ) -> None:
     published(job, 2)
-    (job.layout.lease_folder(1) / "keep this for the paper").touch()
+    (job.lease_folder(1) / "keep this for the paper").touch()
     with job.daemon(DaemonConfig(keep=1), clock=clock) as loop:
         for _ in range(3):
             loop.run_once()
@@ -187,7 +187,7 @@ def prune_while(ruled: SmallJob, storage: RuledStorage, change: Any) -> None:
     """Run ``change`` right before the rename of step 1 into the trash."""
 
     def rule(method: str, given: tuple[Any, ...]) -> None:
-        if method == "rename" and given[0] == ruled.layout.step(1):
+        if method == "rename" and given[0] == ruled.step(1):
             storage.rules.remove(rule)
             change()
 
@@ -204,22 +204,22 @@ def test_a_step_that_changes_right_before_its_rename_is_put_back(
     ruled: SmallJob, storage: RuledStorage, name: str
 ) -> None:
     published(ruled, 2)
-    path = ruled.layout.step(1) / name
+    path = ruled.step(1) / name
 
     def late(*_: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"late")
 
-    before = contents(ruled.layout.step(1))
+    before = contents(ruled.step(1))
     prune_while(ruled, storage, late)
-    assert contents(ruled.layout.step(1)) == {**before, name: b"late"}
+    assert contents(ruled.step(1)) == {**before, name: b"late"}
     assert ("step", "global_step_1") not in ruled.audit
 
 
 def test_a_critics_folder_that_a_failed_save_left_empty_keeps_nothing(job: SmallJob) -> None:
     published(job, 2)
     for step in (1, 2):
-        (job.layout.step(step) / "critic").mkdir()
+        (job.step(step) / "critic").mkdir()
     round_of(job)
     assert steps(job) == ["global_step_2"]
 
@@ -229,7 +229,7 @@ def test_a_save_that_was_replaced_right_before_its_rename_is_put_back(
 ) -> None:
     published(ruled, 2)
     prune_while(ruled, storage, lambda: ruled.save(1, 7.0, counter=8, point=False))
-    assert ruled.layout.actor(1).is_dir()
+    assert ruled.actor(1).is_dir()
     assert ruled.audit == []
 
 
@@ -239,23 +239,23 @@ def test_of_a_step_that_came_back_every_file_that_it_lacks_is_put_back(
     published(ruled, 2)
 
     def trainer_goes_on() -> None:
-        (ruled.layout.actor(1) / "optim_world_size_1_rank_0.pt").write_bytes(b"old optimizer")
-        (ruled.layout.actor(1) / "to-model").symlink_to("huggingface")
+        (ruled.actor(1) / "optim_world_size_1_rank_0.pt").write_bytes(b"old optimizer")
+        (ruled.actor(1) / "to-model").symlink_to("huggingface")
         storage.rules.append(after)
 
     def after(method: str, given: tuple[Any, ...]) -> None:
         # The trainer writes again, under the same name, before the folder is put back.
         if method == "names" and "trash" in given[0].parts:
             storage.rules.remove(after)
-            ruled.layout.actor(1).mkdir(parents=True)
-            (ruled.layout.actor(1) / "model.safetensors").write_bytes(b"newer")
+            ruled.actor(1).mkdir(parents=True)
+            (ruled.actor(1) / "model.safetensors").write_bytes(b"newer")
 
     prune_while(ruled, storage, trainer_goes_on)
-    found = contents(ruled.layout.actor(1))
+    found = contents(ruled.actor(1))
     assert found["model.safetensors"] == b"newer"
     assert found["optim_world_size_1_rank_0.pt"] == b"old optimizer"
     assert found["huggingface/config.json"]
-    assert (ruled.layout.actor(1) / "to-model").is_symlink()
+    assert (ruled.actor(1) / "to-model").is_symlink()
     assert ruled.audit == []
 
 
@@ -263,10 +263,10 @@ def test_a_step_that_cannot_be_looked_at_once_more_is_put_back(
     ruled: SmallJob, storage: RuledStorage
 ) -> None:
     published(ruled, 2)
-    before = contents(ruled.layout.step(1))
+    before = contents(ruled.step(1))
     storage.rules.append(refuse("names", errno.EIO, where="trash/global_step_1"))
     round_of(ruled)
-    assert contents(ruled.layout.step(1)) == before
+    assert contents(ruled.step(1)) == before
     assert ruled.audit == []
     assert ruled.outcomes == {1: "published", 2: "published"}
 
@@ -286,7 +286,7 @@ def test_a_step_that_another_deleted_first_is_taken_off_the_record(
     ruled: SmallJob, storage: RuledStorage
 ) -> None:
     published(ruled, 2)
-    prune_while(ruled, storage, lambda: ruled.layout.step(1).rename(ruled.layout.root / "by-hand"))
+    prune_while(ruled, storage, lambda: ruled.step(1).rename(ruled.root / "by-hand"))
     assert ruled.outcomes == {2: "published"}
     assert ruled.audit == []
 
@@ -294,7 +294,7 @@ def test_a_step_that_another_deleted_first_is_taken_off_the_record(
 def test_a_skipped_save_goes_too_and_one_with_a_checkpoint_stays(job: SmallJob) -> None:
     for step in (1, 2, 3):
         job.save(step)
-    (job.layout.step(2) / ".full_checkpoint").touch()
+    (job.step(2) / ".full_checkpoint").touch()
     with job.daemon() as loop:
         for _ in range(3):
             loop.run_once()
@@ -306,9 +306,9 @@ def test_a_skipped_save_goes_too_and_one_with_a_checkpoint_stays(job: SmallJob) 
 def test_a_retired_checkpoint_goes_once_a_newer_one_is_pointed_to(job: SmallJob) -> None:
     published(job, 3)
     for step in (1, 2):
-        (job.layout.actor(step) / "optim_world_size_1_rank_0.pt").touch()
-        (job.layout.step(step) / ".full_checkpoint").touch()
-    (job.layout.step(1) / ".full_checkpoint").rename(job.layout.step(1) / ".retired")
+        (job.actor(step) / "optim_world_size_1_rank_0.pt").touch()
+        (job.step(step) / ".full_checkpoint").touch()
+    (job.step(1) / ".full_checkpoint").rename(job.step(1) / ".retired")
     round_of(job)
     assert "global_step_1" in steps(job)
     job.point(2, CHECKPOINT_POINTER)
@@ -332,12 +332,12 @@ def test_what_a_daemon_set_aside_and_did_not_decide_on_is_put_back_by_the_next(
     job: SmallJob,
 ) -> None:
     published(job, 2)
-    before = sorted(path.name for path in job.layout.step(1).rglob("*"))
+    before = sorted(path.name for path in job.step(1).rglob("*"))
     epoch = job.take_over()
-    epoch.set_aside(job.layout.step(1))
-    assert not job.layout.step(1).exists()
+    epoch.set_aside(job.step(1))
+    assert not job.step(1).exists()
     round_of(job, prune_steps=False)
-    assert sorted(path.name for path in job.layout.step(1).rglob("*")) == before
+    assert sorted(path.name for path in job.step(1).rglob("*")) == before
 
 
 def test_answers_that_are_lost_delete_nothing_more_and_nothing_less(
@@ -352,7 +352,7 @@ def test_answers_that_are_lost_delete_nothing_more_and_nothing_less(
 
 def test_an_empty_pointer_keeps_every_step(job: SmallJob) -> None:
     published(job, 3)
-    job.layout.state_pointer.write_bytes(b"")
+    job.state_pointer.write_bytes(b"")
     round_of(job, keep=9)
     assert len(steps(job)) == 3
     assert job.audit == []

@@ -34,14 +34,14 @@ def test_a_save_becomes_a_whole_version_that_latest_names(job: SmallJob) -> None
     job.save(4)
     run(job)
     assert (job.latest.sequence, job.latest.step, job.latest.folder) == (1, 4, "v000001")
-    folder = job.layout.version(1)
+    folder = job.version(1)
     manifest = read_manifest(job.storage, folder)
     verify_version(job.storage, folder, manifest)
     assert manifest.save_id == "run-4-0"
     assert manifest.checked == "receipt"
     assert (folder / "config.json").read_text() == '{"model_type": "tiny"}'
     assert job.outcomes == {4: "published"}
-    assert job.layout.lease_folder(1).is_dir()
+    assert job.lease_folder(1).is_dir()
     assert job.leftovers() == []
 
 
@@ -70,8 +70,8 @@ def test_lease_folder_and_version_are_there_before_latest_names_them(
     targets = [given[1] for method, given in storage.calls if method == "rename"]
     order = [
         targets.index(ruled.layout.publish_lock),
-        targets.index(ruled.layout.lease_folder(1)),
-        targets.index(ruled.layout.version(1)),
+        targets.index(ruled.lease_folder(1)),
+        targets.index(ruled.version(1)),
         targets.index(ruled.layout.latest),
         targets.index(ruled.layout.saves),
     ]
@@ -151,7 +151,7 @@ def test_an_unfinished_version_above_latest_is_discarded_on_record_and_its_numbe
     job.save(5)
     run(job)
     job.layout.latest.unlink()
-    folder = job.layout.version(2)
+    folder = job.version(2)
     match damage:
         case "no manifest":
             (folder / "manifest.json").unlink()
@@ -210,20 +210,20 @@ def test_a_sequence_is_never_given_twice_though_all_versions_are_lost(
     for step in (4, 5, 6):
         job.save(step)
         run(job)
-    kept = job.layout.lease_folder(3).exists()
+    kept = job.lease_folder(3).exists()
     assert kept
     job.layout.latest.unlink()
     for sequence in (1, 2, 3):
-        job.storage.remove_tree(job.layout.version(sequence))
+        job.storage.remove_tree(job.version(sequence))
         if witness != "leases":
-            job.storage.remove_tree(job.layout.lease_folder(sequence))
+            job.storage.remove_tree(job.lease_folder(sequence))
     if witness != "daemon.json":
         job.layout.daemon_report.unlink()
     if witness != "saves.json":
         job.layout.saves.unlink()
     if witness == "explorer":
         report = {"name": "e", "session": "s", "status": "running", "sequence": 3, "time": 1.0}
-        job.layout.explorer("e").write_text(json.dumps(report))
+        job.explorer("e").write_text(json.dumps(report))
     run(job)
     assert job.latest.sequence == 4
 
@@ -241,7 +241,7 @@ def test_a_latest_of_a_newer_protocol_ends_the_daemon_and_changes_nothing(job: S
 def broken_save(job: SmallJob, step: int, counter: int = 0) -> None:
     """A foreign save that can never be merged."""
     job.save(step, receipts=False)
-    job.put(job.layout.actor(step) / "model.safetensors", b"x" * (64 + counter))
+    job.put(job.actor(step) / "model.safetensors", b"x" * (64 + counter))
     job.point(step)
 
 
@@ -287,7 +287,7 @@ def test_a_save_that_changes_while_it_is_merged_is_published_as_it_became(
     with job.daemon() as loop:
         for _ in range(3):
             loop.run_once()
-    assert read_manifest(job.storage, job.layout.version(job.latest.sequence)).save_id == "run-4-1"
+    assert read_manifest(job.storage, job.version(job.latest.sequence)).save_id == "run-4-1"
 
 
 def test_a_foreign_save_that_changes_while_it_is_merged_is_not_published(
@@ -302,7 +302,7 @@ def test_a_foreign_save_that_changes_while_it_is_merged_is_not_published(
         clock.advance(2)
         loop.run_once()
         if hosts.lags and job.versions:  # it saw the change too late, and has what was there, whole
-            published = (job.layout.version(1) / "model.safetensors").read_bytes()
+            published = (job.version(1) / "model.safetensors").read_bytes()
             assert published == weights(1.0)
         else:
             assert job.versions == []
@@ -314,12 +314,12 @@ def test_a_published_version_does_not_change_when_its_step_is_saved_again(job: S
     job.save(4, 1.0)
     with job.daemon(DaemonConfig(keep=5)) as loop:
         loop.run_once()
-        before = (job.layout.version(1) / "model.safetensors").read_bytes()
+        before = (job.version(1) / "model.safetensors").read_bytes()
         job.save(4, 9.0, counter=1)
         loop.run_once()
     assert job.latest.sequence == 2
-    assert (job.layout.version(1) / "model.safetensors").read_bytes() == before
-    assert (job.layout.version(2) / "model.safetensors").read_bytes() != before
+    assert (job.version(1) / "model.safetensors").read_bytes() == before
+    assert (job.version(2) / "model.safetensors").read_bytes() != before
 
 
 def test_a_superseded_daemon_publishes_nothing_and_says_so(job: SmallJob) -> None:
@@ -333,12 +333,12 @@ def test_a_superseded_daemon_publishes_nothing_and_says_so(job: SmallJob) -> Non
 
 
 def begin_again_after(loop: Loop, job: SmallJob) -> None:
-    job.layout.state.rename(job.layout.root / "away")
+    job.layout.state.rename(job.root / "away")
     try:
         with pytest.raises(JobUnavailableError):
             loop.run_once()
     finally:
-        (job.layout.root / "away").rename(job.layout.state)
+        (job.root / "away").rename(job.layout.state)
         job.hosts.settle()
 
 

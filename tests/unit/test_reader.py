@@ -45,19 +45,19 @@ def publish(job: SmallJob, *steps: int) -> None:
 
 @pytest.fixture
 def reader(job: SmallJob) -> Iterator[Reader]:
-    with Reader(job.layout.root, "explorer", poll=0.02, storage=job.explorers) as made:
+    with Reader(job.root, "explorer", poll=0.02, storage=job.explorers) as made:
         yield made
 
 
 def markers(job: SmallJob, sequence: int) -> list[str]:
-    return sorted(os.listdir(job.layout.lease_folder(sequence)))
+    return sorted(os.listdir(job.lease_folder(sequence)))
 
 
 def test_the_newest_version_is_held_until_it_is_released(job: SmallJob, reader: Reader) -> None:
     publish(job, 3, 4)
     version = reader.next_version(0, 0)
     assert (version.sequence, version.step) == (2, 4)
-    assert version.folder == job.layout.version(2)
+    assert version.folder == job.version(2)
     version.verify()
     assert [file.path.name for file in version.open_weights()] == ["model.safetensors"]
     assert len(markers(job, 2)) == 1
@@ -86,7 +86,7 @@ def test_a_timeout_is_kept_by_the_readers_own_clock(job: SmallJob, clock: Clock)
             return self.now
 
     with (
-        Reader(job.layout.root, "explorer", poll=0.001, clock=Passing()) as reader,
+        Reader(job.root, "explorer", poll=0.001, clock=Passing()) as reader,
         pytest.raises(WaitTimeoutError),
     ):
         reader.wait(0, 3600)
@@ -144,7 +144,7 @@ def test_a_latest_that_names_a_version_that_is_gone_is_looked_at_again(
 def test_a_version_that_is_not_visible_yet_leaves_no_lease_behind(
     job: SmallJob, reader: Reader
 ) -> None:
-    job.layout.lease_folder(5).mkdir()
+    job.lease_folder(5).mkdir()
     with pytest.raises(VersionGoneError, match="is not there, or not visible yet"):
         reader.lease(Latest(sequence=5, step=4, folder="v000005"))
     assert markers(job, 5) == []
@@ -159,11 +159,11 @@ def test_a_version_that_is_retired_while_it_is_leased_is_passed_over(
         with job.daemon() as loop:
             job.save(4)
             loop.run_once()
-        job.layout.lease_folder(1).rmdir()
+        job.lease_folder(1).rmdir()
 
     storage = hosts.ruled(once("create", go_on, where="leases/v000001"))
     hosts.let_time_pass()
-    with Reader(job.layout.root, "explorer", poll=0.001, storage=storage) as reader:
+    with Reader(job.root, "explorer", poll=0.001, storage=storage) as reader:
         assert reader.next_version(0, LONG).sequence == 2
 
 
@@ -173,7 +173,7 @@ def test_storage_that_does_not_answer_is_an_error_and_no_timeout(
     publish(job, 3)
     storage = hosts.ruled(refuse("open_read", errno.EIO, where="LATEST"))
     with (
-        Reader(job.layout.root, "explorer", storage=storage) as reader,
+        Reader(job.root, "explorer", storage=storage) as reader,
         pytest.raises(OSError, match=os.strerror(errno.EIO)),
     ):
         reader.wait(0, LONG)
@@ -205,8 +205,8 @@ def test_a_damaged_version_is_refused_by_name(
         case "gone":
             path.unlink()
         case "link":
-            path.rename(job.layout.root / name)
-            path.symlink_to(job.layout.root / name)
+            path.rename(job.root / name)
+            path.symlink_to(job.root / name)
     with pytest.raises(VerificationError, match=name):
         version.verify()
 
@@ -215,7 +215,7 @@ def test_a_manifest_that_lists_no_file_for_a_tensor_is_refused(
     job: SmallJob, reader: Reader
 ) -> None:
     publish(job, 4)
-    path = job.layout.version(1) / "manifest.json"
+    path = job.version(1) / "manifest.json"
     manifest = json.loads(path.read_bytes())
     manifest["files"] = [file for file in manifest["files"] if file["name"] == "config.json"]
     job.put(path, json.dumps(manifest).encode())
@@ -228,12 +228,12 @@ def test_a_file_without_a_digest_is_refused_if_the_manifest_promises_digests(
     job: SmallJob, reader: Reader
 ) -> None:
     publish(job, 4)
-    manifest = json.loads((job.layout.version(1) / "manifest.json").read_bytes())
+    manifest = json.loads((job.version(1) / "manifest.json").read_bytes())
     for file in manifest["files"]:
         if file["name"] == "model.safetensors":
             del file["digest"]
-    flip(job.layout.version(1) / "model.safetensors", -1)
-    job.put(job.layout.version(1) / "manifest.json", json.dumps(manifest).encode())
+    flip(job.version(1) / "model.safetensors", -1)
+    job.put(job.version(1) / "manifest.json", json.dumps(manifest).encode())
     job.hosts.settle()
     with pytest.raises(VerificationError, match=r"gives none for model\.safetensors"):
         reader.next_version(0, 0).verify()
@@ -279,7 +279,7 @@ def test_a_manifest_of_another_version_is_refused_and_its_lease_let_go(
     job: SmallJob, reader: Reader
 ) -> None:
     publish(job, 3, 4)
-    manifest = job.layout.version(2) / "manifest.json"
+    manifest = job.version(2) / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"sequence":2', b'"sequence":1'))
     with pytest.raises(VerificationError, match="found that of version 1"):
         reader.next_version(1, 0)
@@ -288,15 +288,15 @@ def test_a_manifest_of_another_version_is_refused_and_its_lease_let_go(
 
 def test_what_an_explorer_does_is_on_record(job: SmallJob, reader: Reader) -> None:
     reader.report(RunningStatus.REQUIRE_SYNC, sequence=3, step=9, nothing_new=2, refused="why")
-    report = parse(ExplorerReport, job.layout.explorer("explorer").read_bytes(), "it")
+    report = parse(ExplorerReport, job.explorer("explorer").read_bytes(), "it")
     assert (report.status, report.sequence, report.step) == ("require_sync", 3, 9)
     assert (report.nothing_new, report.refused) == (2, "why")
-    assert job.layout.session(report.session).exists()
+    assert job.session(report.session).exists()
 
 
 def test_a_name_that_cannot_be_a_file_name_is_refused_at_construction(job: SmallJob) -> None:
     with pytest.raises(InvalidSettingsError, match="the explorer's name 'a/b'"):
-        Reader(job.layout.root, "a/b")
+        Reader(job.root, "a/b")
 
 
 def test_a_job_that_is_not_there_is_not_made(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_job_that_is_not_there_is_not_made(tmp_path: Path) -> None:
 
 
 def test_closing_ends_the_session(job: SmallJob) -> None:
-    reader = Reader(job.layout.root, "explorer", storage=job.explorers)
+    reader = Reader(job.root, "explorer", storage=job.explorers)
     assert len(os.listdir(job.layout.sessions)) == 1
     reader.close()
     reader.close()

@@ -27,7 +27,7 @@ def test_the_next_version_is_made_by_the_new_configuration(job: SmallJob, clock:
         loop.config = DaemonConfig(cast="bf16", digests=False)
         job.save(2)
         loop.run_once()
-    first, second = (read_manifest(job.storage, job.layout.version(n)) for n in (1, 2))
+    first, second = (read_manifest(job.storage, job.version(n)) for n in (1, 2))
     assert (first.tensors[0].dtype, first.digests) == ("F32", "xxh3-128")
     assert (second.tensors[0].dtype, second.digests) == ("BF16", "off")
 
@@ -103,7 +103,7 @@ def test_prune_goes_by_the_rules_that_a_daemon_would_be_told(
         for step in (1, 2, 3, 4):
             job.save(step)
             loop.run_once()
-    words = ["prune", str(job.layout.root), "--dry-run", "--no-prune-steps"]
+    words = ["prune", str(job.root), "--dry-run", "--no-prune-steps"]
     if say == "option":
         words += ["--keep", "3"]
     elif say == "file":

@@ -37,9 +37,9 @@ def point_to(
     job: SmallJob, step: int = 9, content: bytes | None = TINKER.encode(), *, point: bool = True
 ) -> None:
     """What a trainer leaves that samples elsewhere."""
-    job.layout.step(step).mkdir(exist_ok=True)
+    job.step(step).mkdir(exist_ok=True)
     if content is not None:
-        job.put(job.layout.step(step) / REMOTE_PATH, content)
+        job.put(job.step(step) / REMOTE_PATH, content)
     if point:
         job.point(step)
 
@@ -63,7 +63,7 @@ def test_a_path_becomes_a_version_of_kind_remote(job: SmallJob, clock: Clock) ->
     point_to(job, 9, f"{TINKER}\n".encode())
     rounds(job, clock)
     assert (job.latest.sequence, job.latest.step, job.latest.kind) == (1, 9, "remote")
-    manifest = read_manifest(STORAGE, job.layout.version(1))
+    manifest = read_manifest(STORAGE, job.version(1))
     assert (manifest.remote, manifest.files, manifest.tensors) == (TINKER, (), ())
     assert job.outcomes == {9: "published"}
     rounds(job, clock)
@@ -84,7 +84,7 @@ def test_a_path_must_lie_still_and_a_new_one_is_a_new_version(job: SmallJob, clo
         point_to(job)  # the same line once more: other weights, for all we know
         let_lie(loop, clock)
     assert job.latest.sequence == 2
-    assert read_manifest(STORAGE, job.layout.version(2)).remote == TINKER
+    assert read_manifest(STORAGE, job.version(2)).remote == TINKER
 
 
 @pytest.mark.lagging
@@ -119,12 +119,12 @@ def test_what_never_says_where_is_quarantined_in_time_and_the_daemon_goes_on(
 def test_weights_that_are_being_written_are_waited_for_as_long_as_it_takes(
     job: SmallJob, clock: Clock
 ) -> None:
-    (job.layout.actor(8) / "huggingface").mkdir(parents=True)
+    (job.actor(8) / "huggingface").mkdir(parents=True)
     job.point(8)
     rounds(job, clock, pause=60)
     assert list(job.layout.quarantine.iterdir()) == []
-    job.layout.step(9).mkdir()
-    (job.layout.step(9) / ".saving").touch()
+    job.step(9).mkdir()
+    (job.step(9) / ".saving").touch()
     job.point(9)
     rounds(job, clock, pause=60)
     job.point(10)  # nothing there at all
@@ -145,38 +145,38 @@ def test_a_published_path_is_pruned_and_what_may_be_resumed_from_is_not(
     for step in (1, 2, 3):
         point_to(job, step)
         rounds(job, clock)
-        (job.layout.step(2) / "remote_checkpoint_path.txt").parent.mkdir(exist_ok=True)
-        (job.layout.step(2) / "remote_checkpoint_path.txt").touch()
+        (job.step(2) / "remote_checkpoint_path.txt").parent.mkdir(exist_ok=True)
+        (job.step(2) / "remote_checkpoint_path.txt").touch()
     rounds(job, clock)
-    assert not job.layout.step(1).exists()
-    assert job.layout.step(2).exists()
-    assert job.layout.step(3).exists()
+    assert not job.step(1).exists()
+    assert job.step(2).exists()
+    assert job.step(3).exists()
 
 
 def test_a_folder_without_weights_and_path_is_never_put_on_record_as_skipped(
     job: SmallJob, clock: Clock
 ) -> None:
-    (job.layout.step(1) / "notes").mkdir(parents=True)
+    (job.step(1) / "notes").mkdir(parents=True)
     job.save(1, point=False)
     with job.daemon(clock=clock) as loop:
         loop.run_once()
-        Path(job.layout.step(1) / "notes" / "text").write_text("mine")
-        STORAGE.remove_tree(job.layout.actor(1))
+        Path(job.step(1) / "notes" / "text").write_text("mine")
+        STORAGE.remove_tree(job.actor(1))
         job.save(2)
         for _ in range(4):
             loop.run_once()
             clock.advance(70)
     assert job.outcomes == {2: "published"}
-    assert (job.layout.step(1) / "notes" / "text").exists()
+    assert (job.step(1) / "notes" / "text").exists()
 
 
 def test_a_path_that_changes_while_it_is_published_is_looked_at_again(job: SmallJob) -> None:
     point_to(job)
-    folder = job.layout.step(9)
+    folder = job.step(9)
     save = look_into_step(STORAGE, folder, 9)
     point_to(job, 9, b"tinker://other")
     assert isinstance(save, Remote)
-    room = job.layout.root / "room"
+    room = job.root / "room"
     room.mkdir()
     with pytest.raises(SaveNotReadyError):
         build_step(
@@ -188,7 +188,7 @@ def test_a_path_that_changes_while_it_is_published_is_looked_at_again(job: Small
 def test_explorers_get_the_path_and_there_is_nothing_to_verify(job: SmallJob, clock: Clock) -> None:
     point_to(job)
     rounds(job, clock)
-    with Reader(job.layout.root, "explorer") as reader:
+    with Reader(job.root, "explorer") as reader:
         version = reader.next_version(0, 5)
         version.verify()
         assert (version.kind, version.remote_path, version.step) == ("remote", TINKER, 9)
@@ -201,7 +201,7 @@ def test_an_engine_that_loads_from_storage_refuses_it_by_its_path(
 ) -> None:
     point_to(job)
     rounds(job, clock)
-    with ExplorerHook(job.layout.root, "explorer", TorchModule(nn.Linear(2, 2))) as hook:
+    with ExplorerHook(job.root, "explorer", TorchModule(nn.Linear(2, 2))) as hook:
         with pytest.raises(EngineMismatchError, match=TINKER):
             hook.pull(5)
         assert hook.version is None
@@ -210,7 +210,7 @@ def test_an_engine_that_loads_from_storage_refuses_it_by_its_path(
 def test_only_a_remote_version_has_a_path_and_it_has_one(job: SmallJob, clock: Clock) -> None:
     point_to(job)
     rounds(job, clock)
-    content = (job.layout.version(1) / "manifest.json").read_bytes()
+    content = (job.version(1) / "manifest.json").read_bytes()
     for broken in (
         content.replace(b'"kind":"remote"', b'"kind":"full"'),
         content.replace(b'"remote":"', b'"other":"'),
@@ -226,13 +226,13 @@ def test_a_remote_version_is_rolled_back_to_as_any_other(job: SmallJob, clock: C
     ask(job, 1)
     rounds(job, clock)
     assert (job.latest.sequence, job.latest.kind) == (3, "remote")
-    assert read_manifest(STORAGE, job.layout.version(3)).remote == f"{TINKER}-1"
+    assert read_manifest(STORAGE, job.version(3)).remote == f"{TINKER}-1"
 
 
 def test_the_command_that_verifies_says_where_the_weights_are(job: SmallJob, clock: Clock) -> None:
     point_to(job)
     rounds(job, clock)
-    result = CliRunner().invoke(cli, ["verify", str(job.layout.root)])
+    result = CliRunner().invoke(cli, ["verify", str(job.root)])
     assert result.output == f"v000001: step 9, remote: {TINKER}\n"
 
 

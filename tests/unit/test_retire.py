@@ -33,13 +33,13 @@ def full(job: SmallJob) -> SmallJob:
 
 def mark(job: SmallJob, step: int) -> None:
     """Make a save one that can be resumed from."""
-    critic = job.layout.step(step) / "critic"
+    critic = job.step(step) / "critic"
     critic.mkdir(exist_ok=True)
     for path in (
-        job.layout.actor(step) / "optim_world_size_1_rank_0.pt",
-        job.layout.actor(step) / "extra_state_world_size_1_rank_0.pt",
+        job.actor(step) / "optim_world_size_1_rank_0.pt",
+        job.actor(step) / "extra_state_world_size_1_rank_0.pt",
         critic / "model_world_size_1_rank_0.pt",
-        job.layout.step(step) / FULL,
+        job.step(step) / FULL,
     ):
         path.write_bytes(b"")
     job.point(step, CHECKPOINT_POINTER)
@@ -56,7 +56,7 @@ def marks(job: SmallJob) -> dict[int, str]:
     """What each step that is there has."""
     found = {}
     for step in STEPS:
-        folder = job.layout.step(step)
+        folder = job.step(step)
         if folder.exists():
             names = {path.name for path in folder.iterdir()} & {FULL, RETIRED}
             found[step] = " ".join(sorted(names))

@@ -33,10 +33,10 @@ class Explorers:
         report = ExplorerReport.model_validate(
             {"name": name, "session": f"s-{name}", "status": status, "time": 0.0, **more}
         )
-        self.job.put(self.job.layout.explorer(name), encode(report))
+        self.job.put(self.job.explorer(name), encode(report))
 
     def beat(self, name: str) -> None:
-        path = self.job.layout.session(f"s-{name}")
+        path = self.job.session(f"s-{name}")
         at = path.stat().st_mtime_ns + 1 if path.exists() else 1
         path.touch()
         os.utime(path, ns=(at, at))
@@ -95,7 +95,7 @@ def test_one_without_a_heartbeat_is_gone_at_once_unless_it_said_that_it_stopped(
     explorers.come("a", "b")
     explorers.say("b", "stopped")
     for name in ("a", "b"):
-        job.layout.session(f"s-{name}").unlink()
+        job.session(f"s-{name}").unlink()
     assert names(roster) == {"b"}
     assert by_status(roster)[RunningStatus.STOPPED] == 1
 
@@ -134,7 +134,7 @@ def test_a_newer_protocol_is_a_clear_error_and_an_older_record_is_read(
     roster: Roster, explorers: Explorers, job: SmallJob
 ) -> None:
     explorers.come("a")
-    path = job.layout.explorer("a")
+    path = job.explorer("a")
     told = json.loads(path.read_bytes())
     job.put(path, json.dumps({**told, "protocol": 0}).encode())
     assert names(roster) == {"a"}
@@ -151,7 +151,7 @@ def test_a_newer_protocol_is_an_error_while_its_participant_lives_and_hides_nobo
 ) -> None:
     explorers.come("new", "old", "t")
     told = {"protocol": 2, "session": "s-new", "status": ["dreaming"]}
-    job.put(job.layout.explorer("new"), json.dumps(told).encode())
+    job.put(job.explorer("new"), json.dumps(told).encode())
     trainer(job, "running", "s-t")
     job.put(job.layout.trainer_report, json.dumps({**told, "session": "s-t"}).encode())
     watch(roster, clock, 2 * LEASE_TIME, "new", "old", "t", among=explorers)
@@ -165,7 +165,7 @@ def test_a_newer_protocol_is_an_error_while_its_participant_lives_and_hides_nobo
     watch(roster, clock, SLICE, "old", among=explorers)
     with pytest.raises(ProtocolMismatchError):
         roster.explorers()
-    job.layout.session("s-new").unlink()
+    job.session("s-new").unlink()
     watch(roster, clock, LEASE_TIME / 2, "old", among=explorers)
     assert names(roster) == {"old"}
 
@@ -174,7 +174,7 @@ def test_a_newer_protocol_is_an_error_while_its_participant_lives_and_hides_nobo
 def test_a_newer_protocol_that_names_no_session_stays_an_error(
     roster: Roster, explorers: Explorers, job: SmallJob, clock: Clock, session: dict[str, object]
 ) -> None:
-    job.put(job.layout.explorer("new"), json.dumps({"protocol": 2, **session}).encode())
+    job.put(job.explorer("new"), json.dumps({"protocol": 2, **session}).encode())
     for _ in range(3):
         with pytest.raises(ProtocolMismatchError, match=r"new\.json is of protocol 2"):
             roster.explorers()
@@ -192,10 +192,10 @@ def test_a_report_that_cannot_be_read_hides_nobody_else(
     roster: Roster, explorers: Explorers, job: SmallJob, content: bytes
 ) -> None:
     explorers.come("a", "b")
-    job.put(job.layout.explorer("a"), content)
+    job.put(job.explorer("a"), content)
     (job.layout.explorers / ".tmp-c.json-1").write_bytes(b"half")
-    os.symlink("b.json", job.layout.explorer("d"))
-    job.layout.explorer("e").mkdir()
+    os.symlink("b.json", job.explorer("d"))
+    job.explorer("e").mkdir()
     assert names(roster) == {"b"}
 
 
@@ -225,7 +225,7 @@ def test_a_job_that_is_unmounted_has_lost_nobody(
     trainer(job, "running", "s-t")
     assert names(roster) == {"a", "t"}
     assert roster.trainer_status() is RunningStatus.RUNNING
-    root, away = job.layout.root, job.layout.root.with_name("away")
+    root, away = job.root, job.root.with_name("away")
     root.rename(away)
     if empty:
         root.mkdir()
@@ -291,7 +291,7 @@ def test_a_heartbeat_that_this_client_remembers_as_missing_is_asked_for(
 ) -> None:
     job = explorers.job = SmallJob(tmp_path / "lagging", hosts=LaggingHosts(tmp_path))
     storage = job.hosts.storage()
-    assert not storage.exists(job.layout.session("s-a"))
+    assert not storage.exists(job.session("s-a"))
     explorers.come("a")
     roster = Roster(Job(storage, job.layout), LEASE_TIME, background=False)
     assert names(roster) == {"a"}

@@ -30,11 +30,11 @@ WEIGHTS = receipt_of(weights(1.0))
 
 
 def look(job: SmallJob, step: int = 4, storage: Storage | None = None) -> Save:
-    return look_at_save(storage or job.storage, job.layout.actor(step), step)
+    return look_at_save(storage or job.storage, job.actor(step), step)
 
 
 def shard(job: SmallJob, world_size: int, rank: int, content: bytes = b"x") -> Path:
-    path = job.layout.actor(4) / shard_name(world_size, rank)
+    path = job.actor(4) / shard_name(world_size, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     job.put(path, content)
     return path
@@ -46,15 +46,15 @@ def two_whole_sets(job: SmallJob) -> None:
 
 
 def opened(job: SmallJob, save: Save | None = None) -> AbstractContextManager[OpenSave]:
-    return open_save(job.storage, job.layout.actor(4), save or look(job))
+    return open_save(job.storage, job.actor(4), save or look(job))
 
 
 def test_nothing_there_says_so(job: SmallJob) -> None:
     save = look(job)
     assert save.identity is None
     assert "is not there, or empty" in save.reason
-    job.layout.actor(4).mkdir(parents=True)
-    (job.layout.actor(4) / "optim_world_size_1_rank_0.pt").touch()
+    job.actor(4).mkdir(parents=True)
+    (job.actor(4) / "optim_world_size_1_rank_0.pt").touch()
     assert "holds no weights yet" in look(job).reason
 
 
@@ -68,11 +68,11 @@ def test_a_save_with_receipts_is_known_by_its_save_id(job: SmallJob) -> None:
 
 def test_a_copy_under_the_name_of_another_step_is_refused(job: SmallJob) -> None:
     job.save(4)
-    job.layout.step(4).rename(job.layout.step(5))
-    save = look_at_save(job.storage, job.layout.actor(5), 5)
+    job.step(4).rename(job.step(5))
+    save = look_at_save(job.storage, job.actor(5), 5)
     assert "is a copy of step 4" in save.reason
     assert save.reason.endswith("Name the copy's folder global_step_4")
-    assert look_at_save(job.storage, job.layout.actor(5), 0).step == 4
+    assert look_at_save(job.storage, job.actor(5), 0).step == 4
 
 
 def test_without_rank_0s_receipt_nothing_is_whole(job: SmallJob) -> None:
@@ -96,7 +96,7 @@ def test_a_receipt_that_belongs_to_something_else_does_not_count(
 ) -> None:
     job.receipt(4, "run-4-0", 0, 2, WEIGHTS)
     job.receipt(4, save_id, rank, world_size)
-    path = job.layout.actor(4) / RECEIPTS / receipt_name(rank)
+    path = job.actor(4) / RECEIPTS / receipt_name(rank)
     if rank == 0:
         path.rename(path.with_name(receipt_name(1)))
         job.receipt(4, "run-4-0", 0, 2, WEIGHTS)
@@ -106,7 +106,7 @@ def test_a_receipt_that_belongs_to_something_else_does_not_count(
 @pytest.mark.parametrize("content", [b"", b"{", b'{"save_id": "run-4-0"'])
 def test_a_torn_receipt_is_not_yet_and_no_crash(job: SmallJob, content: bytes) -> None:
     job.save(4)
-    (job.layout.actor(4) / RECEIPTS / receipt_name(0)).write_bytes(content)
+    (job.actor(4) / RECEIPTS / receipt_name(0)).write_bytes(content)
     save = look(job)
     assert save.identity is None
     assert "rank_0.json is not a valid Receipt record" in save.reason
@@ -152,7 +152,7 @@ def test_older_incomplete_shards_beside_a_whole_set_do_not_count(job: SmallJob) 
 def test_of_two_whole_sets_fsdp_config_decides(job: SmallJob, told: dict[str, int]) -> None:
     two_whole_sets(job)
     assert "world sizes 1 and 2, and fsdp_config.json does not say which" in look(job).reason
-    (job.layout.actor(4) / "fsdp_config.json").write_text(json.dumps(told))
+    (job.actor(4) / "fsdp_config.json").write_text(json.dumps(told))
     assert look(job).weights == (shard_name(2, 0), shard_name(2, 1))
 
 
@@ -166,7 +166,7 @@ def test_a_full_state_dict_is_a_save_of_its_own(job: SmallJob) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "huggingface/config.json"])
 def test_any_change_of_a_foreign_save_is_another_identity(job: SmallJob, name: str) -> None:
     job.save(4, receipts=False)
-    path = job.layout.actor(4) / name
+    path = job.actor(4) / name
     before = look(job).identity
     assert look(job).identity == before
     job.put(path, path.read_bytes())
@@ -180,7 +180,7 @@ def test_any_change_of_a_foreign_save_is_another_identity(job: SmallJob, name: s
 def test_a_file_name_that_is_no_text_is_no_crash(job: SmallJob) -> None:
     job.save(4, receipts=False)
     before = look(job).identity
-    Path(os.fsdecode(bytes(job.layout.actor(4)) + b"/huggingface/\xff\xfe")).touch()
+    Path(os.fsdecode(bytes(job.actor(4)) + b"/huggingface/\xff\xfe")).touch()
     assert look(job).identity not in {None, before}
 
 
@@ -202,7 +202,7 @@ def test_a_file_that_is_not_the_one_its_receipt_vouches_for_is_looked_at_again_a
 ) -> None:
     job.save(4)
     save = look(job)
-    job.put(job.layout.actor(4) / "model.safetensors", weights(1.0, name="other"))
+    job.put(job.actor(4) / "model.safetensors", weights(1.0, name="other"))
     before = len(os.listdir("/proc/self/fd"))
     with (
         pytest.raises(SaveNotReadyError, match="lists: the file is being replaced, or was damaged"),
@@ -214,7 +214,7 @@ def test_a_file_that_is_not_the_one_its_receipt_vouches_for_is_looked_at_again_a
 
 def test_a_file_that_is_gone_is_looked_at_again_and_a_torn_one_is_an_error(job: SmallJob) -> None:
     job.save(4, receipts=False)
-    path = job.layout.actor(4) / "model.safetensors"
+    path = job.actor(4) / "model.safetensors"
     save = look(job)
     path.write_bytes(b"torn")
     with pytest.raises(ShardFormatError), opened(job, save):
@@ -227,10 +227,10 @@ def test_a_file_that_is_gone_is_looked_at_again_and_a_torn_one_is_an_error(job: 
 def test_a_newer_save_in_the_same_folder_is_a_change(job: SmallJob) -> None:
     job.save(4)
     save = look(job)
-    confirm_unchanged(job.storage, job.layout.actor(4), save)
+    confirm_unchanged(job.storage, job.actor(4), save)
     job.save(4, counter=1)
     with pytest.raises(SaveNotReadyError, match="it holds save run-4-1 now"):
-        confirm_unchanged(job.storage, job.layout.actor(4), save)
+        confirm_unchanged(job.storage, job.actor(4), save)
 
 
 # -- an adapter --------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ ADAPTER = ("lora_adapter/adapter_model.safetensors",)
 
 def adapter(job: SmallJob, name: str = "adapter_model.safetensors", content: bytes = b"") -> Path:
     """A file of PEFT's folder."""
-    path = job.layout.actor(4) / "lora_adapter" / name
+    path = job.actor(4) / "lora_adapter" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     job.put(path, content or weights(1.0))
     return path
@@ -281,7 +281,7 @@ def test_any_change_of_an_adapters_save_is_another_identity(job: SmallJob, name:
     shard(job, 1, 0)
     adapter(job)
     adapter(job, "adapter_config.json")
-    path = job.layout.actor(4) / name
+    path = job.actor(4) / name
     path.parent.mkdir(exist_ok=True)
     path.touch()
     before = look(job).identity
@@ -345,7 +345,7 @@ def test_with_receipts_an_adapter_counts_where_they_vouch_for_it(job: SmallJob) 
 
 def receipts(job: SmallJob, *contents: str) -> None:
     """Receipts as anyone may write them."""
-    folder = job.layout.actor(4) / RECEIPTS
+    folder = job.actor(4) / RECEIPTS
     folder.mkdir(parents=True, exist_ok=True)
     for rank, content in enumerate(contents):
         (folder / receipt_name(rank)).write_text(content)
@@ -386,7 +386,7 @@ def test_a_hostile_receipt_is_no_save_and_says_so_in_few_words(job: SmallJob, ki
     assert (save.identity, save.weights) == (None, ())
     assert len(save.reason) < 3000
     assert "\n" not in save.reason
-    assert storage.count("open_read", job.layout.root) == 1
+    assert storage.count("open_read", job.root) == 1
 
 
 def test_receipts_that_are_large_together_are_not_read_to_the_end(job: SmallJob) -> None:
@@ -394,7 +394,7 @@ def test_receipts_that_are_large_together_are_not_read_to_the_end(job: SmallJob)
     receipts(job, *(receipt(rank=rank, world_size=30, **padding) for rank in range(30)))
     storage = RuledStorage()
     assert "cannot be read now" in look(job, storage=storage).reason
-    assert storage.count("open_read", job.layout.root) < 20
+    assert storage.count("open_read", job.root) < 20
 
 
 @pytest.mark.parametrize(
@@ -421,14 +421,14 @@ def test_an_fsdp_config_that_says_nothing_of_use_decides_nothing(
     job: SmallJob, content: str
 ) -> None:
     two_whole_sets(job)
-    (job.layout.actor(4) / "fsdp_config.json").write_text(content)
+    (job.actor(4) / "fsdp_config.json").write_text(content)
     assert "Remove the older set" in look(job).reason
 
 
 @pytest.mark.parametrize("number", ["9" * 100, "0" * 100, "-1", "1e3", "٣", "1_0", "+1", " 1"])
 def test_a_shard_of_an_impossible_number_is_no_shard(job: SmallJob, number: str) -> None:
     for name in (f"model_world_size_{number}_rank_0.pt", f"model_world_size_2_rank_{number}.pt"):
-        path = job.layout.actor(4) / name
+        path = job.actor(4) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     assert "holds no weights yet" in look(job).reason
@@ -446,7 +446,7 @@ def test_what_is_no_file_is_not_opened(job: SmallJob, make: Callable[[Path], Non
 
 def count(job: SmallJob, tensors: int) -> int:
     with open_save(
-        job.storage, job.layout.actor(4), look(job), limits=ParseLimits(tensors=tensors)
+        job.storage, job.actor(4), look(job), limits=ParseLimits(tensors=tensors)
     ) as opened:
         return sum(len(opened.tensors(one)) for one in opened.shards)
 

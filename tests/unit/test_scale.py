@@ -78,7 +78,7 @@ def test_a_round_takes_as_many_calls_as_there_are(what: str, tmp_path: Any) -> N
             else:
                 for number in range(count):
                     session = new_session_id()
-                    job.layout.session(session).write_bytes(b"")
+                    job.session(session).write_bytes(b"")
                     Lease.take(Job(storage, job.layout), 1, f"e{number}", session)
             loop.run_once()
             taken.append(rounds(storage, loop, clock, int(LEASE_TIME)))
@@ -92,7 +92,7 @@ def test_a_round_opens_each_heartbeat_once(tmp_path: Any) -> None:
     job.save(1)
     with job.daemon() as loop:
         loop.run_once()
-        with ExplorerHook(job.layout.root, "explorer", FakeEngine(), poll=0.02) as hook:
+        with ExplorerHook(job.root, "explorer", FakeEngine(), poll=0.02) as hook:
             hook.pull(LONG)
             for _ in range(3):
                 storage.calls.clear()
@@ -107,7 +107,7 @@ def test_a_late_version_costs_what_an_early_one_did(tmp_path: Any) -> None:
     job = SmallJob(tmp_path / "job", storage)
     taken: list[int] = []
     session = new_session_id()
-    job.layout.session(session).write_bytes(b"")
+    job.session(session).write_bytes(b"")
     with job.daemon(clock=clock) as loop:
         for step in range(1, 121):
             job.save(step)
@@ -115,7 +115,7 @@ def test_a_late_version_costs_what_an_early_one_did(tmp_path: Any) -> None:
             for _ in range(3):
                 loop.run_once()
                 clock.advance(1.0)
-            os.utime(job.layout.session(session))
+            os.utime(job.session(session))
             taken.append(len(storage.calls))
     early, late = sum(taken[20:50]), sum(taken[90:])
     assert late < 1.1 * early

@@ -67,7 +67,7 @@ def test_a_pointer_that_names_no_step_says_why(
 ) -> None:
     job.save(4, point=False)
     if content is not None:
-        job.layout.state_pointer.write_bytes(content)
+        job.state_pointer.write_bytes(content)
     seen = scanner.scan(NOTHING)
     assert seen.pointer.state is state
     assert seen.pointer.step is None
@@ -77,15 +77,15 @@ def test_a_pointer_that_names_no_step_says_why(
 def test_a_pointer_that_is_a_folder_or_a_link_names_no_step(
     job: SmallJob, scanner: Scanner
 ) -> None:
-    job.layout.state_pointer.mkdir()
+    job.state_pointer.mkdir()
     assert scanner.scan(NOTHING).pointer.state is PointerState.UNREADABLE
-    job.layout.state_pointer.rmdir()
-    job.layout.state_pointer.symlink_to("elsewhere")
+    job.state_pointer.rmdir()
+    job.state_pointer.symlink_to("elsewhere")
     assert scanner.scan(NOTHING).pointer.state is PointerState.UNREADABLE
 
 
 def test_a_pointer_that_cannot_be_read_says_the_reason(job: SmallJob, scanner: Scanner) -> None:
-    job.layout.state_pointer.mkdir()
+    job.state_pointer.mkdir()
     waiting_for = decide(scanner.scan(NOTHING), CONFIG).waiting_for
     assert waiting_for == f"{STATE_POINTER} cannot be read: not a regular file"
 
@@ -97,7 +97,7 @@ def test_a_job_with_the_other_pointer_alone_says_how_to_serve_it(
 ) -> None:
     [other] = {STATE_POINTER, CHECKPOINT_POINTER} - {pointer}
     if content is not None:
-        (job.layout.root / other).write_bytes(content)
+        (job.root / other).write_bytes(content)
     config = DaemonConfig(pointer=pointer)
     scanner = Scanner(Job(storage, job.layout), pointer, Judge(storage, LEASE_TIME))
     job.hosts.settle()
@@ -113,7 +113,7 @@ def test_a_job_with_the_other_pointer_alone_says_how_to_serve_it(
 def test_a_folder_above_a_job_names_the_job_and_looks_for_it_only_once(
     job: SmallJob, storage: RuledStorage, scanner: Scanner, mark: str
 ) -> None:
-    root = job.layout.root
+    root = job.root
     (root / "logs").mkdir()
     (root / "qwen" / mark).mkdir(parents=True)
     hint = f"{root}/qwen looks like a job: give its path, or --root {root}"
@@ -129,8 +129,8 @@ def test_a_folder_above_a_job_names_the_job_and_looks_for_it_only_once(
 def test_a_new_job_without_a_job_below_waits_for_its_pointer(
     job: SmallJob, scanner: Scanner
 ) -> None:
-    (job.layout.root / "logs").mkdir()
-    (job.layout.root / "notes.txt").touch()
+    (job.root / "logs").mkdir()
+    (job.root / "notes.txt").touch()
     job.save(4, point=False)
     waiting_for = decide(scanner.scan(NOTHING), CONFIG).waiting_for
     assert waiting_for == f"{STATE_POINTER} is not there"
@@ -176,8 +176,8 @@ def test_a_settled_save_is_not_looked_at_again(
     for _ in range(3):
         seen = scanner.scan(known)
         assert seen.save is not None
-    assert storage.count("open_read", job.layout.step(4)) == 0
-    assert storage.count("names", job.layout.step(4)) == 0
+    assert storage.count("open_read", job.step(4)) == 0
+    assert storage.count("names", job.step(4)) == 0
 
 
 def test_a_quarantined_save_is_settled_until_the_pointer_moves(
@@ -189,7 +189,7 @@ def test_a_quarantined_save_is_settled_until_the_pointer_moves(
         assert scanner.scan(known).quarantined
     storage.calls.clear()
     assert scanner.scan(known).quarantined
-    assert storage.count("open_read", job.layout.actor(4)) == 0
+    assert storage.count("open_read", job.actor(4)) == 0
     job.save(4, counter=1)
     assert not scanner.scan(known).quarantined
 
@@ -239,9 +239,9 @@ def test_whole_saves_below_the_pointer_that_nobody_recorded_are_found(
 ) -> None:
     for step in (1, 2, 3, 4, 6, 5):
         job.save(step)
-    (job.layout.step(1) / ".saving").touch()
-    (job.layout.step(2) / ".full_checkpoint").touch()
-    (job.layout.actor(3) / ".receipts" / "rank_0.json").unlink()
+    (job.step(1) / ".saving").touch()
+    (job.step(2) / ".full_checkpoint").touch()
+    (job.actor(3) / ".receipts" / "rank_0.json").unlink()
     assert [save.step for save in scanner.scan(NOTHING).unrecorded] == [4]
 
 
@@ -272,7 +272,7 @@ def test_a_pointer_that_is_seen_while_it_is_written_hides_nothing_that_it_passes
     job.point(2)
     assert scanner.scan(NOTHING).unrecorded == ()  # a trainer that resumes may be writing there
     if between is not None:
-        job.layout.state_pointer.write_bytes(between)
+        job.state_pointer.write_bytes(between)
         assert scanner.scan(NOTHING).unrecorded == ()
     job.point(3)
     assert {save.step for save in scanner.scan(NOTHING).unrecorded} == {1, 2}
@@ -290,17 +290,17 @@ def test_what_else_a_step_holds_is_seen(job: SmallJob, scanner: Scanner) -> None
     [plain] = scanner.scan(known).steps
     assert (plain.found, plain.has_receipts) == (identity, True)
     assert not any((plain.full, plain.retired, plain.saving, plain.resumable, plain.critic))
-    critic = job.layout.step(4) / "critic"
+    critic = job.step(4) / "critic"
     critic.mkdir()
     scanner.look_again()
     [empty] = scanner.scan(known).steps
     assert not empty.critic  # all that a full save leaves which had no room
     (critic / "model_world_size_1_rank_0.pt").touch()
-    (job.layout.actor(4) / "optim_world_size_1_rank_0.pt").touch()
+    (job.actor(4) / "optim_world_size_1_rank_0.pt").touch()
     scanner.look_again()
     [step] = scanner.scan(known).steps
     assert (step.critic, step.resumable, step.found) == (True, True, None)  # it needs no look
-    (job.layout.step(4) / ".retired").touch()
+    (job.step(4) / ".retired").touch()
     scanner.look_again()
     [step] = scanner.scan(known).steps
     assert (step.critic, step.resumable, step.retired) == (True, True, True)
@@ -310,13 +310,13 @@ def test_what_else_a_step_holds_is_seen(job: SmallJob, scanner: Scanner) -> None
 def test_leases_are_seen_with_how_long_their_sessions_have_been_dead(
     job: SmallJob, scanner: Scanner, clock: Clock
 ) -> None:
-    job.layout.lease_folder(2).mkdir()
+    job.lease_folder(2).mkdir()
     for session in ("live", "dead"):
-        job.layout.session(session).touch()
+        job.session(session).touch()
         job.lease(2, session)
-    (job.layout.lease_folder(2) / "note from an admin").touch()
+    (job.lease_folder(2) / "note from an admin").touch()
     scanner.scan(NOTHING)
-    job.layout.session("dead").unlink()
+    job.session("dead").unlink()
     scanner.scan(NOTHING)
     clock.advance(7)
     found = {lease.marker: lease.dead_for for lease in scanner.scan(NOTHING).leases}
@@ -326,13 +326,13 @@ def test_leases_are_seen_with_how_long_their_sessions_have_been_dead(
 def test_a_session_that_comes_back_begins_its_grace_anew(
     job: SmallJob, scanner: Scanner, clock: Clock
 ) -> None:
-    job.layout.lease_folder(2).mkdir()
+    job.lease_folder(2).mkdir()
     job.lease(2, "session")
     scanner.scan(NOTHING)
     clock.advance(100)
-    job.layout.session("session").touch()
+    job.session("session").touch()
     assert [lease.dead_for for lease in scanner.scan(NOTHING).leases] == [None]
-    job.layout.session("session").unlink()
+    job.session("session").unlink()
     assert [lease.dead_for for lease in scanner.scan(NOTHING).leases] == [0.0]
 
 
@@ -376,7 +376,7 @@ def test_storage_that_does_not_answer_is_an_error_and_no_missing_step(
 def test_other_names_in_the_job_are_let_be(job: SmallJob, scanner: Scanner) -> None:
     job.save(4)
     for name in ("logs", "global_step_03", "global_step_x", "data.tmp"):
-        (job.layout.root / name).mkdir()
+        (job.root / name).mkdir()
     (job.layout.published / "v1").mkdir()
     (job.layout.published / "notes").mkdir()
     seen = scanner.scan(NOTHING)
@@ -403,10 +403,10 @@ def test_every_step_folder_gets_its_turn_however_often_the_pointer_moves(
 ) -> None:
     count = 300
     for step in range(1, count + 1):
-        job.layout.step(step).mkdir()
+        job.step(step).mkdir()
     for tick in range(count // 16):
-        job.layout.state_pointer.write_text(str(count + 1 + tick))
+        job.state_pointer.write_text(str(count + 1 + tick))
         scanner.scan(NOTHING)
         clock.advance(1.0)
     looked_into = {given[0] for method, given in storage.calls if method == "names"}
-    assert {job.layout.actor(step) for step in range(1, count + 1)} <= looked_into
+    assert {job.actor(step) for step in range(1, count + 1)} <= looked_into

@@ -106,8 +106,8 @@ def test_large_tensors_are_saved_where_pages_begin_and_small_ones_are_not_padded
     save(job.layout, {str(number): torch.ones(100) for number in range(100)})
     assert path.stat().st_size < 100 * _PAGE
     # The settings of the process are what they were: others save in it too.
-    torch.save(state, job.layout.root / "other.pt")
-    with ShardFile.open(STORAGE, job.layout.root / "other.pt") as shard:
+    torch.save(state, job.root / "other.pt")
+    with ShardFile.open(STORAGE, job.root / "other.pt") as shard:
         assert any(record.offset % _PAGE for record in shard.records.values())
 
 
@@ -135,7 +135,7 @@ def test_what_a_foreign_trainer_may_still_write_to_is_never_shared(
 ) -> None:
     state = large_state()
     shard = save(job.layout, state)
-    shutil.rmtree(job.layout.actor(1) / ".receipts")
+    shutil.rmtree(job.actor(1) / ".receipts")
     with config.patch({"save.storage_alignment": _PAGE, "save.compute_crc32": crc32}):
         torch.save(state, shard)
     storage = Sharing()

@@ -45,7 +45,7 @@ def run(job: SmallJob, rounds: int = 1, config: DaemonConfig | None = None) -> N
 
 
 def served(job: SmallJob) -> Manifest:
-    folder = job.layout.version(job.latest.sequence)
+    folder = job.version(job.latest.sequence)
     manifest = read_manifest(STORAGE, folder)
     verify_version(STORAGE, folder, manifest)
     return manifest
@@ -70,9 +70,9 @@ def test_an_old_version_is_served_again_under_a_new_sequence_and_nothing_is_copi
     assert manifest.save_id == "run-1-0"
     assert manifest.rolled_back is not None
     assert (manifest.rolled_back.sequence, manifest.rolled_back.instead_of) == (1, "run-3-0")
-    old, new = (job.layout.version(n) / "model.safetensors" for n in (1, 4))
+    old, new = (job.version(n) / "model.safetensors" for n in (1, 4))
     assert old.samefile(new)
-    assert job.layout.lease_folder(4).is_dir()
+    assert job.lease_folder(4).is_dir()
     assert job.leftovers() == []
 
 
@@ -149,8 +149,8 @@ def test_what_cannot_be_served_again_is_refused_and_says_why(
 
 def test_a_damaged_version_is_refused(job: SmallJob) -> None:
     published(job, 3)
-    (job.layout.version(1) / "model.safetensors").unlink()
-    (job.layout.version(2) / "manifest.json").write_bytes(b"{}")
+    (job.version(1) / "model.safetensors").unlink()
+    (job.version(2) / "manifest.json").write_bytes(b"{}")
     ask(job, 1, "a")
     ask(job, 2, "b")
     run(job, rounds=2)
@@ -215,7 +215,7 @@ def test_what_another_daemon_has_answered_is_not_carried_out_again(job: SmallJob
     ask(job, 1)
     job.hosts.settle()
     assert len(Steering(job).rollbacks()) == 1  # and then it was superseded
-    elsewhere = SmallJob(job.layout.root)
+    elsewhere = SmallJob(job.root)
     run(elsewhere)
     assert answer(job).made == 4
     job.save(4)
@@ -232,7 +232,7 @@ def test_where_there_are_no_hard_links_the_files_are_copied(
     ask(ruled, 1)
     run(ruled)
     assert served(ruled).step == 1
-    old, new = (ruled.layout.version(n) / "model.safetensors" for n in (1, 4))
+    old, new = (ruled.version(n) / "model.safetensors" for n in (1, 4))
     assert not old.samefile(new)
 
 
@@ -274,13 +274,13 @@ def test_while_a_job_is_paused_nothing_is_published_and_nothing_pruned(job: Smal
     published(job, 4)
     pause(job)
     job.save(5)
-    before = sorted(job.layout.root.glob("global_step_*")), job.versions
+    before = sorted(job.root.glob("global_step_*")), job.versions
     for _ in range(2):
         with job.daemon(DaemonConfig(keep=1)) as loop:
             assert loop.run_once().waiting_for == "paused by me@here, until 'syncd resume'"
             assert (report(job).paused, report(job).sequence) == ("pause", 4)
             assert report(job).detail.startswith("paused by")
-    assert (sorted(job.layout.root.glob("global_step_*")), job.versions) == before
+    assert (sorted(job.root.glob("global_step_*")), job.versions) == before
     job.layout.paused.unlink()
     run(job, rounds=2, config=DaemonConfig(keep=1))
     assert (job.versions, job.latest.step) == (["v000005"], 5)

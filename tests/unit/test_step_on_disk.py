@@ -33,9 +33,7 @@ ASKS: dict[str, Callable[[ExplorerHook, int], object]] = {
 
 @pytest.fixture
 def hook(job: SmallJob) -> Iterator[ExplorerHook]:
-    with ExplorerHook(
-        job.layout.root, "explorer", FakeEngine(), poll=0.02, storage=job.explorers
-    ) as made:
+    with ExplorerHook(job.root, "explorer", FakeEngine(), poll=0.02, storage=job.explorers) as made:
         yield made
 
 
@@ -45,22 +43,22 @@ def test_a_step_that_is_not_on_disk_is_an_error_at_once_and_nothing_is_pointed_t
 ) -> None:
     with pytest.raises(SaveNotReadyError, match=r"step 99 is not on disk; .* has no steps"):
         ASKS[ask](hook, 99)
-    assert not job.layout.state_pointer.exists()
+    assert not job.state_pointer.exists()
     for step in (4, 0):
         job.save(step, point=False)
-        (job.layout.step(step) / FULL).touch()  # else they are pruned
+        (job.step(step) / FULL).touch()  # else they are pruned
     publish(job, 8)
     with pytest.raises(
         SaveNotReadyError, match=r"99 is not on disk; the steps on disk are 0, 4, 8$"
     ):
         ASKS[ask](hook, 99)
-    assert job.layout.state_pointer.read_text() == "8\n"
+    assert job.state_pointer.read_text() == "8\n"
 
 
 def test_a_trainer_that_asks_for_a_step_that_is_not_on_disk_announces_nothing(
     job: SmallJob,
 ) -> None:
-    with TrainerSynchronizer(job.layout.root, seams=Seams(storage=job.explorers)) as trainer:
+    with TrainerSynchronizer(job.root, seams=Seams(storage=job.explorers)) as trainer:
         trainer.set_trainer_status(RunningStatus.RUNNING)
         with pytest.raises(SaveNotReadyError, match="step 99 is not on disk"):
             trainer.set_model_state_dict_with_step_num(99)
@@ -73,7 +71,7 @@ def test_the_pointer_from_which_a_trainer_resumes_is_never_changed(
 ) -> None:
     for step in (4, 8):
         job.save(step, point=False)
-        (job.layout.step(step) / FULL).touch()  # else they are pruned
+        (job.step(step) / FULL).touch()  # else they are pruned
     resumed_from = job.layout.checkpoint_pointer
     job.put(resumed_from, b"8\n")
     with job.daemon(DaemonConfig(pointer=resumed_from.name)) as loop:
@@ -82,7 +80,7 @@ def test_the_pointer_from_which_a_trainer_resumes_is_never_changed(
             ASKS[ask](hook, 4)
         assert ASKS[ask](hook, 8) is not None
     assert resumed_from.read_text() == "8\n"
-    assert not job.layout.state_pointer.exists()
+    assert not job.state_pointer.exists()
 
 
 def test_a_step_that_has_just_come_is_found_though_its_client_remembers_that_it_was_not_there(
@@ -94,7 +92,7 @@ def test_a_step_that_has_just_come_is_found_though_its_client_remembers_that_it_
     job.save(4, point=False)
     with ThreadPoolExecutor(1) as aside, job.daemon() as loop:
         pulling = aside.submit(hook.pull_step, 4, LONG)
-        wait_until(job.layout.state_pointer.exists, "it is pointed to")
+        wait_until(job.state_pointer.exists, "it is pointed to")
         loop.run_once()
         assert pulling.result(LONG) == Version(1, 4)
 
@@ -102,11 +100,11 @@ def test_a_step_that_has_just_come_is_found_though_its_client_remembers_that_it_
 def test_a_step_whose_save_is_not_whole_yet_is_waited_for(
     job: SmallJob, hook: ExplorerHook
 ) -> None:
-    job.layout.actor(4).mkdir(parents=True)
+    job.actor(4).mkdir(parents=True)
     job.hosts.let_time_pass()
     with ThreadPoolExecutor(1) as aside, job.daemon() as loop:
         pulling = aside.submit(hook.pull_step, 4, LONG)
-        wait_until(job.layout.state_pointer.exists, "it is pointed to")
+        wait_until(job.state_pointer.exists, "it is pointed to")
         loop.run_once()
         assert not pulling.done()
         job.save(4)

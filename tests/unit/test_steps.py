@@ -29,7 +29,7 @@ def test_a_step_folder_is_made_though_its_draft_is_collected_at_that_moment(
 
     storage = RuledStorage(once("rename", collect, where="global_step_3"))
     make_step_folder(Job(storage, job.layout), 3, mark=mark)
-    assert job.layout.step(3).is_dir()
+    assert job.step(3).is_dir()
     assert storage.count("mkdir", job.layout.drafts) == 2
     assert list(job.layout.drafts.iterdir()) == []
 
@@ -39,7 +39,7 @@ def test_a_step_folder_with_a_mark_is_never_replaced_by_another_rank_that_makes_
 ) -> None:
     def rival(*_: Path) -> None:
         make_step_folder(Job(FastStorage(), job.layout), 3, mark=".saving")
-        (job.layout.step(3) / "its").touch()
+        (job.step(3) / "its").touch()
 
     make_step_folder(
         Job(RuledStorage(once("rename", rival, where="global_step_3")), job.layout),
@@ -47,7 +47,7 @@ def test_a_step_folder_with_a_mark_is_never_replaced_by_another_rank_that_makes_
         mark=".saving",
     )
     make_step_folder(Job(FastStorage(), job.layout), 3, mark=".saving")
-    assert {path.name for path in job.layout.step(3).iterdir()} == {".saving", "its"}
+    assert {path.name for path in job.step(3).iterdir()} == {".saving", "its"}
     assert list(job.layout.drafts.iterdir()) == []
 
 

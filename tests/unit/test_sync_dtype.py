@@ -88,22 +88,20 @@ def check_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 def saved(job: SmallJob, model: nn.Module, *, full: bool = False, **saving: Any) -> None:
     """A hook syncs step 1, and makes it a full checkpoint if asked."""
     settings = SyncSettings(sync_interval=1, save_interval=1 if full else 0)
-    with TrainerHook(
-        job.layout.root, model, settings=settings, saving=SaveSettings(**saving)
-    ) as hook:
+    with TrainerHook(job.root, model, settings=settings, saving=SaveSettings(**saving)) as hook:
         hook.after_step(1)
 
 
 def published(job: SmallJob, **config: Any) -> tuple[Manifest, dict[str, Tensor]]:
     with job.daemon(DaemonConfig(**config)) as loop:
         loop.run_once()
-    folder = job.layout.version(job.latest.sequence)
+    folder = job.version(job.latest.sequence)
     (path,) = folder.glob("*.safetensors")
     return read_manifest(job.storage, folder), load_file(path)
 
 
 def receipts(job: SmallJob) -> tuple[Receipt, Receipt]:
-    folder = job.layout.actor(1) / RECEIPTS
+    folder = job.actor(1) / RECEIPTS
     paths = folder / receipt_name(0), folder / full_receipt_name(0)
     first, second = (parse(Receipt, path.read_bytes(), path) for path in paths)
     return first, second
@@ -143,9 +141,9 @@ def test_syncs_go_cast_to_the_memory_folder_and_full_checkpoints_are_published_a
 ) -> None:
     memory, model = SmallJob(tmp_path / "shm"), nn.Linear(3, 2)
     with TrainerHook(
-        job.layout.root,
+        job.root,
         model,
-        memory_dir=memory.layout.root,
+        memory_dir=memory.root,
         settings=SyncSettings(method="memory", save_interval=1),  # type: ignore[arg-type] # a name will do
         saving=SaveSettings(sync_dtype="bf16"),
     ) as hook:
@@ -153,8 +151,8 @@ def test_syncs_go_cast_to_the_memory_folder_and_full_checkpoints_are_published_a
     wanted = cast(dict(model.state_dict()), torch.bfloat16)
     for one in (memory, job):
         check_same(published(one)[1], wanted)
-    assert not (memory.layout.actor(1) / MASTER).exists()
-    assert (job.layout.actor(1) / MASTER).exists()
+    assert not (memory.actor(1) / MASTER).exists()
+    assert (job.actor(1) / MASTER).exists()
 
 
 @pytest.mark.usefixtures("group")
@@ -221,9 +219,9 @@ def test_an_adapter_alone_or_merged_is_cast_after_it_was_computed(
             value.add_(torch.randn_like(value) * 0.1)
     saved(job, model, full=True, lora=lora, sync_dtype="bf16")
     manifest, found = published(job)
-    trained = torch.load(job.layout.actor(1) / SHARD, weights_only=True)
+    trained = torch.load(job.actor(1) / SHARD, weights_only=True)
     assert {value.dtype for value in trained.values()} == {torch.float32}
-    assert not (job.layout.actor(1) / MASTER).exists()
+    assert not (job.actor(1) / MASTER).exists()
     if lora is SaveLora.ADAPTER:
         kept = {
             name.replace(".default", ""): value
@@ -264,7 +262,7 @@ def test_a_full_checkpoint_is_resumed_in_the_models_dtype_and_published_cast(
     saving = SaveSettings(layout=layout, sync_dtype="bf16", save_as_hf=SaveAsHf.ALWAYS)
     interval = 1 if how == "at once" else 0
     with TrainerHook(
-        job.layout.root,
+        job.root,
         model,
         optimizer=optimizer,
         settings=SyncSettings(save_interval=interval),
@@ -275,11 +273,11 @@ def test_a_full_checkpoint_is_resumed_in_the_models_dtype_and_published_cast(
             hook._saver.wait()
         if how == "written again":
             for name in (SHARD, "model.safetensors"):
-                (job.layout.actor(1) / name).unlink(missing_ok=True)
+                (job.actor(1) / name).unlink(missing_ok=True)
         hook.save_checkpoint(1, block_until_saved=True)
     _, found = published(job)
     check_same(found, cast(truth, torch.bfloat16))
-    check_same(load_file(job.layout.actor(1) / "huggingface" / "model.safetensors"), truth)
+    check_same(load_file(job.actor(1) / "huggingface" / "model.safetensors"), truth)
 
     told, full = ({file.name for file in one.files} for one in receipts(job))
     assert {one.sync_dtype for one in receipts(job)} == {"bf16"}
@@ -288,7 +286,7 @@ def test_a_full_checkpoint_is_resumed_in_the_models_dtype_and_published_cast(
     assert MASTER in full - told
 
     resumed, its = trained(2)
-    load_checkpoint(job.layout.root, resumed, optimizer=its)
+    load_checkpoint(job.root, resumed, optimizer=its)
     check_same(dict(resumed.state_dict()), truth)
     for one in (model, optimizer), (resumed, its):
         train(*one)
@@ -299,7 +297,7 @@ def full_checkpoint(job: SmallJob, layout: SaveLayout = SaveLayout.SHARDED) -> d
     """A hook saves step 1, with cast weights; the result is the model's own."""
     model, optimizer = trained(1)
     with TrainerHook(
-        job.layout.root,
+        job.root,
         model,
         optimizer=optimizer,
         saving=SaveSettings(sync_dtype="bf16", layout=layout),
@@ -309,9 +307,9 @@ def full_checkpoint(job: SmallJob, layout: SaveLayout = SaveLayout.SHARDED) -> d
 
 
 def converted(job: SmallJob) -> dict[str, Tensor]:
-    done = CliRunner().invoke(cli, ["convert", str(job.layout.step(1))])
+    done = CliRunner().invoke(cli, ["convert", str(job.step(1))])
     assert done.exit_code == 0, done.output
-    return load_file(job.layout.actor(1) / "huggingface" / "model.safetensors")
+    return load_file(job.actor(1) / "huggingface" / "model.safetensors")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -332,7 +330,7 @@ def test_two_full_checkpoints_under_way_hold_each_its_own_weights(job: SmallJob)
     storage, (model, optimizer) = RuledStorage(), trained(1)
     storage.rules.append(once("create", hold, where=MASTER))
     with TrainerHook(
-        job.layout.root,
+        job.root,
         model,
         optimizer=optimizer,
         settings=SyncSettings(save_interval=1),
@@ -350,15 +348,15 @@ def test_two_full_checkpoints_under_way_hold_each_its_own_weights(job: SmallJob)
                 opened.set()
                 written(hook)
     for step, truth in truths.items():
-        check_same(torch.load(job.layout.actor(step) / MASTER, weights_only=True), truth)
+        check_same(torch.load(job.actor(step) / MASTER, weights_only=True), truth)
 
 
 def test_without_its_master_weights_a_checkpoint_is_not_resumed_from(job: SmallJob) -> None:
     full_checkpoint(job)
-    (job.layout.actor(1) / MASTER).unlink()
+    (job.actor(1) / MASTER).unlink()
     resumed, its = trained(2)
     with pytest.raises(CheckpointError, match=f"{MASTER} is missing"):
-        load_checkpoint(job.layout.root, resumed, optimizer=its)
+        load_checkpoint(job.root, resumed, optimizer=its)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -366,21 +364,21 @@ def test_a_checkpoint_that_was_copied_without_its_receipts_keeps_the_models_dtyp
     job: SmallJob, layout: SaveLayout
 ) -> None:
     truth = full_checkpoint(job, layout)
-    shutil.rmtree(job.layout.actor(1) / RECEIPTS)
+    shutil.rmtree(job.actor(1) / RECEIPTS)
     resumed, its = trained(2)
-    load_checkpoint(job.layout.root, resumed, optimizer=its)
+    load_checkpoint(job.root, resumed, optimizer=its)
     check_same(dict(resumed.state_dict()), truth)
     check_same(converted(job), truth)
 
 
 def test_a_copy_that_lacks_a_ranks_weights_in_the_models_dtype_is_refused(job: SmallJob) -> None:
     full_checkpoint(job, SaveLayout.FULL)
-    actor = job.layout.actor(1)
+    actor = job.actor(1)
     shutil.rmtree(actor / RECEIPTS)
     (actor / MASTER).rename(actor / "master_world_size_2_rank_0.pt")
     resumed, its = trained(2)
     with pytest.raises(CheckpointError, match=r"master_world_size_2_rank_1\.pt is missing"):
-        load_checkpoint(job.layout.root, resumed, optimizer=its)
+        load_checkpoint(job.root, resumed, optimizer=its)
     with pytest.raises(SaveNotReadyError, match=r"lacks master_world_size_2_rank_1\.pt"):
         look_at_step(Job(job.storage, job.layout), 1)
 
@@ -388,12 +386,12 @@ def test_a_copy_that_lacks_a_ranks_weights_in_the_models_dtype_is_refused(job: S
 @pytest.mark.parametrize("size", [2, 3])
 def test_weights_of_two_saves_without_receipts_are_refused(job: SmallJob, size: int) -> None:
     full_checkpoint(job)
-    actor = job.layout.actor(1)
+    actor = job.actor(1)
     shutil.rmtree(actor / RECEIPTS)
     shutil.copy(actor / MASTER, actor / f"master_world_size_{size}_rank_0.pt")
     resumed, its = trained(2)
     with pytest.raises(CheckpointError, match="Remove the files of the older save"):
-        load_checkpoint(job.layout.root, resumed, optimizer=its)
+        load_checkpoint(job.root, resumed, optimizer=its)
     with pytest.raises(SaveNotReadyError, match="Remove the files of the older save"):
         look_at_step(Job(job.storage, job.layout), 1)
 
@@ -403,7 +401,7 @@ def test_a_cast_checkpoint_is_not_converted_without_its_full_receipts(
     job: SmallJob, harm: str
 ) -> None:
     full_checkpoint(job)
-    path = job.layout.actor(1) / RECEIPTS / full_receipt_name(0)
+    path = job.actor(1) / RECEIPTS / full_receipt_name(0)
     content = path.read_bytes()
     if harm == "missing":
         path.unlink()
@@ -412,20 +410,20 @@ def test_a_cast_checkpoint_is_not_converted_without_its_full_receipts(
     else:
         (full,) = receipts(job)[1:]
         path.write_bytes(content.replace(full.save_id.encode(), b"other-1-0"))
-    done = CliRunner().invoke(cli, ["convert", str(job.layout.step(1))])
+    done = CliRunner().invoke(cli, ["convert", str(job.step(1))])
     assert isinstance(done.exception, SaveNotReadyError)
     assert "Copy the folder again, together with" in str(done.exception)
-    assert not (job.layout.actor(1) / "huggingface" / "model.safetensors").exists()
+    assert not (job.actor(1) / "huggingface" / "model.safetensors").exists()
 
 
 def test_a_model_that_has_the_dtype_is_written_once(job: SmallJob) -> None:
     model = nn.Linear(3, 2).bfloat16()
     saved(job, model, full=True, sync_dtype="bf16")
-    assert not (job.layout.actor(1) / MASTER).exists()
+    assert not (job.actor(1) / MASTER).exists()
     first, full = receipts(job)
     assert first.sync_dtype is full.sync_dtype is None
     assert SHARD in {file.name for file in full.files}
-    assert load_checkpoint(job.layout.root, nn.Linear(3, 2).bfloat16()) is not None
+    assert load_checkpoint(job.root, nn.Linear(3, 2).bfloat16()) is not None
 
 
 # -- explorers, and who reads of it ------------------------------------------------------------
@@ -442,7 +440,7 @@ def test_an_engine_in_fp32_or_in_the_sync_dtype_takes_the_versions(
     saved(job, model, sync_dtype="bf16")
     published(job)
     served = Qwen2ForCausalLM(config).to(own)
-    with ExplorerHook(job.layout.root, "explorer", engine(served, cast=True)) as explorer:
+    with ExplorerHook(job.root, "explorer", engine(served, cast=True)) as explorer:
         explorer.pull(10)
     wanted = cast(dict(model.state_dict()), torch.bfloat16)
     check_same(dict(served.state_dict()), {name: one.to(own) for name, one in wanted.items()})
@@ -477,7 +475,7 @@ def test_status_says_the_dtype(job: SmallJob) -> None:
 
     saved(job, nn.Linear(3, 2), sync_dtype="bf16")
     published(job)
-    root = str(job.layout.root)
+    root = str(job.root)
     assert "(BF16)" in CliRunner().invoke(cli, ["status", root]).stdout
     told = json.loads(CliRunner().invoke(cli, ["status", root, "--json"]).stdout)
     assert told["latest"]["dtype"] == "BF16"

@@ -61,12 +61,12 @@ class Members:
         self.seams = Seams(storage=self.storage, poll=0.02)
 
     def trainer(self, **options: Any) -> TrainerSynchronizer:
-        made = TrainerSynchronizer(self.job.layout.root, **{"seams": SEAMS, **options})
+        made = TrainerSynchronizer(self.job.root, **{"seams": SEAMS, **options})
         made.set_trainer_status(RUNNING)
         return self.stack.enter_context(made)
 
     def explorer(self, name: str = "explorer", **options: Any) -> ExplorerSynchronizer:
-        made = ExplorerSynchronizer(self.job.layout.root, name, **{"seams": self.seams, **options})
+        made = ExplorerSynchronizer(self.job.root, name, **{"seams": self.seams, **options})
         made.set_explorer_status(RUNNING)
         return self.stack.enter_context(made)
 
@@ -90,7 +90,7 @@ class Members:
         return Version(self.job.latest.sequence, self.job.latest.step)
 
     def report(self, name: str = "explorer") -> ExplorerReport:
-        path = self.job.layout.explorer(name)
+        path = self.job.explorer(name)
         return parse(ExplorerReport, path.read_bytes(), path)
 
     def wait_for_status(self, status: RunningStatus, name: str = "explorer") -> None:
@@ -124,9 +124,9 @@ def loaded(by: TrainerSynchronizer | ExplorerSynchronizer, *whose: Any) -> tuple
 
 def test_both_sides_begin_stopped_and_are_counted_as_they_say(job: SmallJob) -> None:
     with (
-        TrainerSynchronizer(job.layout.root) as trainer,
-        ExplorerSynchronizer(job.layout.root, "a") as a,
-        ExplorerSynchronizer(job.layout.root, "b") as b,
+        TrainerSynchronizer(job.root) as trainer,
+        ExplorerSynchronizer(job.root, "a") as a,
+        ExplorerSynchronizer(job.root, "b") as b,
     ):
         assert a.get_trainer_status() is STOPPED
         assert trainer.get_explorer_status_counts() == {RUNNING: 0, REQUIRE_SYNC: 0, STOPPED: 2}
@@ -148,9 +148,9 @@ def test_both_sides_begin_stopped_and_are_counted_as_they_say(job: SmallJob) -> 
 def test_a_live_ones_name_is_refused_and_a_closed_ones_is_free(members: Members) -> None:
     first = members.explorer()
     with pytest.raises(InvalidSettingsError, match="cannot be part of a file name"):
-        ExplorerSynchronizer(members.job.layout.root, "a/b")
+        ExplorerSynchronizer(members.job.root, "a/b")
     with pytest.raises(InvalidSettingsError, match="neither 'trainer' nor 'explorer'"):
-        Synchronizer(members.job.layout.root, "tester", "a")  # type: ignore[arg-type] # that is the test
+        Synchronizer(members.job.root, "tester", "a")  # type: ignore[arg-type] # that is the test
     first.close()
     first.close()
     assert members.report().status == "stopped"
@@ -280,7 +280,7 @@ def test_a_wait_without_a_daemon_says_so_at_once_and_once(
     assert waiting.result(LONG) == version
     with pytest.raises(WaitTimeoutError):
         explorer.wait_for_newer(version, timeout=0.1)
-    said = f"waits for weights from {members.job.layout.root}, but no daemon works"
+    said = f"waits for weights from {members.job.root}, but no daemon works"
     assert caplog.text.count(said) == 1
 
 
@@ -474,7 +474,7 @@ def test_a_trainer_answers_each_request_once(
 def test_an_explorer_that_does_not_count_its_requests_is_answered_once_a_wait(
     trainer: TrainerSynchronizer, job: SmallJob
 ) -> None:
-    with Reader(job.layout.root, "uncounted") as reader:
+    with Reader(job.root, "uncounted") as reader:
         for step in (1, 2):
             reader.report(RunningStatus.REQUIRE_SYNC, sequence=None, step=None)
             wait_until(trainer.explorer_requires_sync, "it asks")
@@ -487,7 +487,7 @@ def test_an_explorer_that_does_not_count_its_requests_is_answered_once_a_wait(
 def test_a_hook_asks_and_is_answered_by_the_next_version(
     members: Members, trainer: TrainerSynchronizer, job: SmallJob
 ) -> None:
-    with ExplorerHook(job.layout.root, "hook", FakeEngine(), poll=0.02) as hook:
+    with ExplorerHook(job.root, "hook", FakeEngine(), poll=0.02) as hook:
         for step in (1, 2):
             pulling = members.aside(hook.pull, LONG)
             wait_until(trainer.explorer_requires_sync, "it asks")
@@ -532,7 +532,7 @@ def test_tensors_are_streamed_from_the_newest_version_while_it_is_leased(
     assert explorer.get_state_dict_meta() == []
     members.publish(1, 1.0, 2.0)
     assert explorer.get_state_dict_meta() == [("weight", "torch.float32", (2,))]
-    leases = members.job.layout.lease_folder(1)
+    leases = members.job.lease_folder(1)
     tensors = explorer.get_model_state_dict_iterator()
     name, tensor = next(tensors)
     assert (name, tensor.tolist()) == ("weight", [1.0, 2.0])
@@ -551,7 +551,7 @@ def test_a_second_look_at_a_version_that_storage_refuses_does_not_let_it_go(
     members.storage.rules.append(refuse("open_read", errno.EIO, where="manifest.json"))
     with suppress(OSError):
         explorer.get_state_dict_meta()
-    assert len(list(members.job.layout.lease_folder(1).iterdir())) == 1
+    assert len(list(members.job.lease_folder(1).iterdir())) == 1
     tensors.close()
 
 
@@ -635,19 +635,19 @@ def test_a_step_on_disk_is_published_by_its_number(
 ) -> None:
     assert explorer.set_model_state_dict_with_step_num() is None
     job.save(1)
-    (job.layout.step(1) / FULL).touch()  # else it is pruned
+    (job.step(1) / FULL).touch()  # else it is pruned
     assert [members.publish(step).sequence for step in (1, 2)] == [1, 2]
     assert explorer.set_model_state_dict_with_step_num(2, 1) == Version(2, 2)
     assert explorer.set_model_state_dict_with_step_num() == Version(2, 2)
     back = members.aside(explorer.set_model_state_dict_with_step_num, 1, timeout=LONG)
-    wait_until(lambda: job.layout.state_pointer.read_text() == "1\n", "it is pointed to")
+    wait_until(lambda: job.state_pointer.read_text() == "1\n", "it is pointed to")
     with job.daemon() as loop:
         loop.run_once()
     assert back.result(LONG) == Version(3, 1)
     with pytest.raises(SaveNotReadyError, match="model_world_size_2_rank_0"):
         explorer.set_model_state_dict_with_step_num(9, 2)
     for step in (8, 9):
-        job.layout.actor(step).mkdir(parents=True)
+        job.actor(step).mkdir(parents=True)
     members.quarantine(9, "r-9-0")
     with pytest.raises(SaveFailedError, match="step 9 cannot be published"):
         explorer.set_model_state_dict_with_step_num(9)
@@ -681,8 +681,8 @@ def test_an_explorer_chooses_no_step_while_the_trainer_works(members: Members) -
 def test_versions_may_be_in_a_second_job_directory(members: Members, tmp_path: Path) -> None:
     memory = SmallJob(tmp_path / "memory")
     aside = Members(memory, members.stack)
-    trainer = members.trainer(memory_dir=memory.layout.root)
-    explorer = members.explorer(memory_dir=memory.layout.root)
+    trainer = members.trainer(memory_dir=memory.root)
+    explorer = members.explorer(memory_dir=memory.root)
     waiting = members.aside(explorer.wait_new_model_state_dict, None, timeout=LONG)
     wait_until(trainer.explorer_requires_sync, "it asks in the first job")
     version = aside.publish(4, 8.0)
@@ -743,7 +743,7 @@ def test_the_trainer_does_not_wait_for_an_explorer_that_refused_the_version(
 def test_an_explorer_of_before_there_were_broadcasts_holds_none_up(members: Members) -> None:
     trainer, _ = members.trainer(), members.explorer()
     assert trainer.takers() == (1, 1)
-    path = members.job.layout.explorer("explorer")
+    path = members.job.explorer("explorer")
     told = json.loads(path.read_bytes())
     del told["workers"]
     path.write_text(json.dumps(told))
@@ -831,7 +831,7 @@ def test_one_that_dies_is_left_out_and_the_others_transfer(
 
 
 def test_the_awaited_methods_do_what_their_twins_do(members: Members) -> None:
-    root = members.job.layout.root
+    root = members.job.root
 
     async def scenario() -> None:
         async with (
@@ -875,7 +875,7 @@ def test_the_code_of_the_page_loads_what_is_published(members: Members) -> None:
     version = members.publish(3)
     loaded: list[Version] = []
     names: dict[str, Any] = {
-        "job_dir": members.job.layout.root,
+        "job_dir": members.job.root,
         "settings": SyncSettings(),
         "step": 1,
         "version": None,
@@ -918,7 +918,7 @@ def test_the_page_has_every_method() -> None:
 def test_a_task_that_is_cancelled_again_and_again_has_put_the_status_back(
     members: Members,
 ) -> None:
-    root, storage, may_go_on = members.job.layout.root, RuledStorage(), threading.Event()
+    root, storage, may_go_on = members.job.root, RuledStorage(), threading.Event()
     members.trainer()
 
     def hold_up(method: str, given: tuple[Any, ...]) -> None:
@@ -970,10 +970,10 @@ def test_an_open_that_is_cancelled_leaves_nobody_behind(members: Members) -> Non
 
 def test_a_stream_that_ends_after_its_synchronizer_lets_the_version_go(members: Members) -> None:
     members.publish(1)
-    leases = members.job.layout.lease_folder(1)
+    leases = members.job.lease_folder(1)
 
     async def scenario() -> None:
-        explorer = await Synchronizer.open(members.job.layout.root, "explorer", "e", seams=SEAMS)
+        explorer = await Synchronizer.open(members.job.root, "explorer", "e", seams=SEAMS)
         async with aclosing(explorer.get_model_state_dict_iterator()) as tensors:
             assert (await anext(tensors))[0] == "weight"
             assert len(list(leases.iterdir())) == 1

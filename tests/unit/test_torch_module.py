@@ -57,11 +57,11 @@ def truth() -> Net:
 
 @pytest.fixture
 def version(job: SmallJob, truth: Net) -> Iterator[LeasedVersion]:
-    with TrainerHook(job.layout.root, truth) as hook:
+    with TrainerHook(job.root, truth) as hook:
         hook.after_step(1)
     with job.daemon() as loop:
         loop.run_once()
-    with Reader(job.layout.root, "explorer") as reader:
+    with Reader(job.root, "explorer") as reader:
         yield reader.next_version(0, 0)
 
 
@@ -77,12 +77,12 @@ def test_a_module_gets_the_trainers_weights_bit_by_bit(version: LeasedVersion, t
 def test_a_tied_tensor_is_filled_by_the_one_that_is_there(job: SmallJob, truth: Net) -> None:
     state = truth.state_dict()
     del state["head.weight"]
-    path = job.layout.actor(1) / "model.safetensors"
+    path = job.actor(1) / "model.safetensors"
     path.parent.mkdir(parents=True)
     save_file(state, path)
     job.receipt(1, "run-1-0", 0, 1, receipt_of(path.read_bytes()))
     job.point(1)
-    with job.daemon() as loop, Reader(job.layout.root, "explorer") as reader:
+    with job.daemon() as loop, Reader(job.root, "explorer") as reader:
         loop.run_once()
         version = reader.next_version(0, 0)
         net, untied = filled(2), filled(2)

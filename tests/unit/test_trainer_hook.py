@@ -51,7 +51,7 @@ def model() -> nn.Module:
 
 def save(job: SmallJob, model: nn.Module, **options: Any) -> None:
     """A hook saves step 4."""
-    with TrainerHook(job.layout.root, model, **options) as hook:
+    with TrainerHook(job.root, model, **options) as hook:
         hook.after_step(4)
 
 
@@ -60,7 +60,7 @@ def changes(job: SmallJob, storage: RuledStorage) -> list[str]:
     found = []
     for method, given in storage.calls:
         if method in {"rename", "unlink", "create"}:
-            path = given[-1].relative_to(job.layout.root)
+            path = given[-1].relative_to(job.root)
             draft = re.sub(r"\.tmp-(global_step_\d+)-\w+", r"\1", str(path.parent))
             if ".tmp-" not in path.name:
                 found.append(f"{method} {draft}/{path.name}".replace(" ./", " "))
@@ -70,7 +70,7 @@ def changes(job: SmallJob, storage: RuledStorage) -> list[str]:
 def test_a_save_changes_storage_in_the_order_of_the_protocol(
     job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
-    with TrainerHook(job.layout.root, model, storage=storage) as hook:
+    with TrainerHook(job.root, model, storage=storage) as hook:
         storage.calls.clear()
         hook.after_step(4)
         written(hook)
@@ -99,7 +99,7 @@ def test_a_full_save_is_marked_only_after_all_of_it_is_there(
     optimizer = torch.optim.AdamW(model.parameters())
     settings = SyncSettings(save_interval=2)
     with TrainerHook(
-        job.layout.root, model, optimizer=optimizer, settings=settings, storage=storage
+        job.root, model, optimizer=optimizer, settings=settings, storage=storage
     ) as hook:
         storage.calls.clear()
         hook.after_step(2)
@@ -116,7 +116,7 @@ def test_a_full_save_is_marked_only_after_all_of_it_is_there(
         "unlink global_step_2/.saving",
     ]
     assert [change for change in found if change in wanted] == wanted
-    actor = job.layout.actor(2)
+    actor = job.actor(2)
     loaded = torch.load(actor / "optim_world_size_1_rank_0.pt", weights_only=True)
     assert {name.split(".")[0] for name in loaded} == {"param_groups"}
 
@@ -124,14 +124,14 @@ def test_a_full_save_is_marked_only_after_all_of_it_is_there(
 def test_every_file_is_durable_before_it_gets_its_name(
     job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
-    with TrainerHook(job.layout.root, model, storage=storage) as hook:
+    with TrainerHook(job.root, model, storage=storage) as hook:
         storage.calls.clear()
         hook.after_step(4)
         hook.close()
     methods = [
         m
         for m, given in storage.calls
-        if m in {"fsync", "close", "rename"} and given[-1] != job.layout.step(4)
+        if m in {"fsync", "close", "rename"} and given[-1] != job.step(4)
     ]
     at = [n for n, method in enumerate(methods) if method == "rename"]
     assert at
@@ -148,19 +148,19 @@ def test_a_refused_write_is_raised_by_the_next_call_with_its_step(
     if (method, where) == ("rename", ".saving"):
         method = "mkdir"
         where = "global_step_4"
-    hook = TrainerHook(job.layout.root, model, storage=storage)
+    hook = TrainerHook(job.root, model, storage=storage)
     storage.rules.append(refuse(method, errno.ENOSPC, where=where))
     hook.after_step(4)
     over(hook)
     storage.rules.clear()
-    assert not job.layout.state_pointer.exists()
+    assert not job.state_pointer.exists()
     with pytest.raises(SaveFailedError, match=r"step 4.*No space left.*previous version stays"):
         hook.after_step(5)
     written(hook)
-    assert job.layout.state_pointer.read_text() == "5\n"
+    assert job.state_pointer.read_text() == "5\n"
     hook.after_step(6)
     hook.close()
-    assert job.layout.state_pointer.read_text() == "6\n"
+    assert job.state_pointer.read_text() == "6\n"
 
 
 def test_an_error_that_is_not_of_storage_is_raised_with_its_step_too(
@@ -170,7 +170,7 @@ def test_an_error_that_is_not_of_storage_is_raised_with_its_step_too(
         def save_pretrained(self, save_directory: str) -> None:
             raise ValueError(f"no tokenizer for {save_directory[:5]}")
 
-    hook = TrainerHook(job.layout.root, model, tokenizer=Broken())
+    hook = TrainerHook(job.root, model, tokenizer=Broken())
     hook.after_step(4)
     with pytest.raises(SaveFailedError, match=r"step 4.*no tokenizer for"):
         hook.close()
@@ -181,7 +181,7 @@ def test_a_failure_is_raised_by_a_call_that_is_not_due_as_well(
     job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     settings = SyncSettings(sync_interval=2)
-    hook = TrainerHook(job.layout.root, model, settings=settings, storage=storage)
+    hook = TrainerHook(job.root, model, settings=settings, storage=storage)
     storage.rules.append(refuse("rename", errno.EIO, where="model_world_size"))
     hook.after_step(2)
     over(hook)
@@ -196,7 +196,7 @@ def test_only_due_steps_are_saved_and_each_says_what_the_one_before_wrote(
     job: SmallJob, model: nn.Module
 ) -> None:
     settings = SyncSettings(sync_interval=2)
-    with TrainerHook(job.layout.root, model, settings=settings) as hook:
+    with TrainerHook(job.root, model, settings=settings) as hook:
         told: list[dict[str, float]] = []
         for step in range(1, 5):
             told.append(hook.after_step(step))
@@ -211,7 +211,7 @@ def test_only_due_steps_are_saved_and_each_says_what_the_one_before_wrote(
         "sync/announced_step",
     }
     assert told[2]["sync/announced_step"] == 2
-    size = (job.layout.actor(2) / "model_world_size_1_rank_0.pt").stat().st_size
+    size = (job.actor(2) / "model_world_size_1_rank_0.pt").stat().st_size
     assert told[2]["sync/bytes"] == size
 
 
@@ -227,7 +227,7 @@ def test_what_is_saved_is_the_model_as_it_was_when_the_step_ended(
 
     storage.rules.append(once("create", train_on, where="model_world_size"))
     save(job, model, storage=storage)
-    saved = torch.load(job.layout.actor(4) / "model_world_size_1_rank_0.pt", weights_only=True)
+    saved = torch.load(job.actor(4) / "model_world_size_1_rank_0.pt", weights_only=True)
     assert all(torch.equal(saved[name], value) for name, value in before.items())
 
 
@@ -239,11 +239,11 @@ def test_config_and_tokenizer_are_receipted_and_end_up_in_the_version(
     tokenizer = Files(**{"tokenizer.json": "[1]", "extra__merges.txt": "a b"})
     save(job, model, tokenizer=tokenizer)
     names = {"config.json", "generation_config.json", "tokenizer.json", "extra/merges.txt"}
-    found = look_at_save(job.storage, job.layout.actor(4), 4)
+    found = look_at_save(job.storage, job.actor(4), 4)
     assert {f"huggingface/{name}" for name in names} < set(found.vouched())
     with job.daemon() as loop:
         loop.run_once()
-    folder = job.layout.version(1)
+    folder = job.version(1)
     manifest = read_manifest(job.storage, folder)
     verify_version(job.storage, folder, manifest)
     assert {file.name for file in manifest.files} == names | {"model.safetensors"}
@@ -269,7 +269,7 @@ def test_saving_a_step_again_makes_another_save(job: SmallJob, model: nn.Module)
     found = []
     for _ in range(2):
         save(job, model)
-        found.append(look_at_save(job.storage, job.layout.actor(4), 4).identity)
+        found.append(look_at_save(job.storage, job.actor(4), 4).identity)
     assert len(set(found)) == 2
 
 
@@ -277,12 +277,12 @@ def test_a_save_whose_folder_the_pruner_took_is_written_again(
     job: SmallJob, model: nn.Module, storage: RuledStorage, tmp_path: Path
 ) -> None:
     def prune(*_: Path) -> None:
-        job.layout.step(4).rename(tmp_path / "trash")
+        job.step(4).rename(tmp_path / "trash")
 
     storage.rules.append(once("rename", prune, where="model_world_size"))
     save(job, model, storage=storage)
-    assert look_at_save(job.storage, job.layout.actor(4), 4).identity is not None
-    assert job.layout.state_pointer.read_text() == "4\n"
+    assert look_at_save(job.storage, job.actor(4), 4).identity is not None
+    assert job.state_pointer.read_text() == "4\n"
 
 
 def test_a_step_is_announced_before_its_first_byte_is_written(
@@ -304,7 +304,7 @@ def test_a_step_is_announced_before_its_first_byte_is_written(
 def test_what_was_left_half_written_is_swept_by_the_next_save_of_the_step(
     job: SmallJob, model: nn.Module
 ) -> None:
-    actor = job.layout.actor(4)
+    actor = job.actor(4)
     actor.mkdir(parents=True)
     mine = actor / ".tmp-model_world_size_1_rank_0.pt-abc"
     others = actor / ".tmp-model_world_size_2_rank_1.pt-abc"
@@ -332,13 +332,13 @@ def test_an_argument_of_another_type_is_refused_by_name(
     job: SmallJob, model: nn.Module, wrong: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(InvalidSettingsError, match=said):
-        TrainerHook(job.layout.root, **{"model": model, **wrong})
+        TrainerHook(job.root, **{"model": model, **wrong})
 
 
 def test_a_step_that_is_no_whole_number_is_refused_by_every_method(
     job: SmallJob, model: nn.Module
 ) -> None:
-    with TrainerHook(job.layout.root, model) as hook:
+    with TrainerHook(job.root, model) as hook:
         for method in (hook.after_step, hook.save_state_dict, hook.save_checkpoint):
             for step in ("2", 2.0, None, -1):
                 with pytest.raises(InvalidSettingsError, match=r"^step is .*: it must be"):
@@ -349,10 +349,10 @@ def test_a_step_that_is_no_whole_number_is_refused_by_every_method(
 def test_a_choice_of_hugging_face_that_is_no_bool_is_refused(
     job: SmallJob, model: nn.Module
 ) -> None:
-    with TrainerHook(job.layout.root, model) as hook:
+    with TrainerHook(job.root, model) as hook:
         with pytest.raises(InvalidSettingsError, match=r"^save_as_hf is 'yes': it must be a bool"):
             hook.save_checkpoint(1, save_as_hf="yes")  # type: ignore[arg-type]
-        assert not job.layout.step(1).exists()
+        assert not job.step(1).exists()
 
 
 @pytest.mark.parametrize("layout", ["sharded", "full"])
@@ -361,12 +361,12 @@ def test_a_model_without_data_is_refused_by_the_name_of_a_tensor(
 ) -> None:
     model = nn.Linear(3, 2, device="meta")
     saving = SaveSettings(layout=layout)
-    with TrainerHook(job.layout.root, model, saving=saving) as hook:
+    with TrainerHook(job.root, model, saving=saving) as hook:
         with pytest.raises(InvalidSettingsError, match=r"^weight is on the meta device"):
             hook.after_step(1)
         model.to_empty(device="cpu")
         hook.after_step(2)
-    assert job.layout.state_pointer.read_text().strip() == "2"
+    assert job.state_pointer.read_text().strip() == "2"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -378,7 +378,7 @@ def test_one_of_several_ranks_without_a_process_group_is_warned(
     world_size: int,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    TrainerHook(job.layout.root, model).close()
+    TrainerHook(job.root, model).close()
     told = "call torch.distributed.init_process_group before you make the hook"
     assert (told in caplog.text) is (world_size > 1)
 
@@ -393,7 +393,7 @@ def test_a_job_that_is_not_there_is_refused_at_construction(
 
 def test_fsdp_config_says_the_world_size(job: SmallJob, model: nn.Module) -> None:
     save(job, model)
-    told = json.loads((job.layout.actor(4) / "fsdp_config.json").read_text())
+    told = json.loads((job.actor(4) / "fsdp_config.json").read_text())
     assert told == {"world_size": 1}
 
 
@@ -406,11 +406,11 @@ def test_rank_0_does_not_wait_for_a_rank_that_failed(job: SmallJob) -> None:
     first = RankWriter(job, 0, 2, save_timeout=3600)
     with pytest.raises(SaveFailedError, match="that rank failed"):
         first.save(SaveId("run", 4, 0), contents)
-    assert not job.layout.state_pointer.exists()
+    assert not job.state_pointer.exists()
     full.rules.clear()
     failing.save(SaveId("run", 4, 1), contents)
     first.save(SaveId("run", 4, 1), contents)
-    assert job.layout.state_pointer.read_bytes() == b"4\n"
+    assert job.state_pointer.read_bytes() == b"4\n"
 
 
 def test_rank_0_stops_waiting_when_training_ends_by_an_error(job: SmallJob) -> None:
@@ -430,29 +430,29 @@ def test_what_is_announced_stays_whole_though_the_part_for_resuming_fails(
     writer = RankWriter(Job(storage, job.layout), 1, 2, save_timeout=5, pauses=(0.0, 0.0))
     with pytest.raises(SaveFailedError, match="could not write"):
         writer.save(SaveId("run", 4, 0), contents)
-    assert (job.layout.actor(4) / ".receipts" / "rank_1.json").exists()
-    assert not (job.layout.actor(4) / ".receipts" / "full_rank_1.json").exists()
+    assert (job.actor(4) / ".receipts" / "rank_1.json").exists()
+    assert not (job.actor(4) / ".receipts" / "full_rank_1.json").exists()
 
 
 def test_a_report_that_storage_refuses_for_a_moment_fails_no_save(
     job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
-    with TrainerHook(job.layout.root, model, storage=storage) as hook:
+    with TrainerHook(job.root, model, storage=storage) as hook:
 
         def refused(*_: object) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         storage.rules.append(once("create", refused, where="trainer.json"))
         hook.after_step(1)
-    assert job.layout.state_pointer.read_text() == "1\n"
+    assert job.state_pointer.read_text() == "1\n"
 
 
 def test_beside_a_hook_states_are_saved_and_explorers_seen(job: SmallJob, model: nn.Module) -> None:
-    with TrainerHook(job.layout.root, model) as hook:
+    with TrainerHook(job.root, model) as hook:
         trainer = hook.synchronizer
         assert trainer is not None
         trainer.save_state(3, {"next_task": 24})
-        with ExplorerSynchronizer(job.layout.root, "e") as explorer:
+        with ExplorerSynchronizer(job.root, "e") as explorer:
             explorer.set_explorer_status(RunningStatus.RUNNING)
             assert trainer.get_explorer_status_counts()[RunningStatus.RUNNING] == 1
             assert not trainer.explorer_requires_sync()

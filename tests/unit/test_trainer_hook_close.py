@@ -51,10 +51,10 @@ def train(hook: TrainerHook, model: Model, *steps: int) -> None:
 
 def announced(job: SmallJob) -> int | None:
     """The step that explorers get by the files; its weights must be its own."""
-    if not job.layout.state_pointer.exists():
+    if not job.state_pointer.exists():
         return None
-    step = int(job.layout.state_pointer.read_text())
-    (shard,) = job.layout.actor(step).glob("model*")
+    step = int(job.state_pointer.read_text())
+    (shard,) = job.actor(step).glob("model*")
     state = torch.load(shard, weights_only=True)
     assert {number for tensor in state.values() for number in tensor.flatten().tolist()} == {step}
     return step
@@ -67,12 +67,12 @@ def test_the_last_step_is_saved_by_close(job: SmallJob, model: Model, method: st
         sync_interval=2 if method == "checkpoint" else 1,
         checkpoint_every=1000,
     )
-    with TrainerHook(job.layout.root, model, settings=settings) as hook:
+    with TrainerHook(job.root, model, settings=settings) as hook:
         train(hook, model, 1, 2, 3)
         over(hook)
         assert announced(job) == (2 if method == "checkpoint" else 1)
     assert announced(job) == 3
-    assert latest_checkpoint(job.layout.root) is None  # it is a sync, and no full checkpoint
+    assert latest_checkpoint(job.root) is None  # it is a sync, and no full checkpoint
     hook.close()
 
 
@@ -84,7 +84,7 @@ def test_a_step_that_a_busy_writer_left_out_is_saved_by_close(job: SmallJob, mod
         assert released.wait(DEADLINE)
 
     storage.rules.append(once("create", hold, where="model_world_size"))
-    with TrainerHook(job.layout.root, model, storage=storage) as hook:
+    with TrainerHook(job.root, model, storage=storage) as hook:
         train(hook, model, 1)
         assert held.wait(DEADLINE)
         train(hook, model, 2)
@@ -97,18 +97,18 @@ def test_a_step_that_is_saved_or_being_saved_is_not_saved_again_by_close(
 ) -> None:
     ids = []
     for is_over in (True, False):
-        with TrainerHook(job.layout.root, model) as hook:
+        with TrainerHook(job.root, model) as hook:
             train(hook, model, 1)
             if is_over:
                 written(hook)
             run = hook._saver.run_id
-        ids.append(look_at_save(job.storage, job.layout.actor(1), 1).identity)
+        ids.append(look_at_save(job.storage, job.actor(1), 1).identity)
         assert ids[-1] == f"{run}-1-0"
 
 
 def test_a_step_whose_save_failed_is_saved_by_close(job: SmallJob, model: Model) -> None:
     storage = RuledStorage()
-    with TrainerHook(job.layout.root, model, settings=SELDOM, storage=storage) as hook:
+    with TrainerHook(job.root, model, settings=SELDOM, storage=storage) as hook:
         model.become(1)
         storage.rules.append(refuse("create", errno.ENOSPC, where="model_world_size"))
         hook.save_state_dict(1)
@@ -124,22 +124,18 @@ def test_the_last_sync_goes_to_the_memory_folder(
 ) -> None:
     memory = SmallJob(tmp_path / "shm")
     settings = SyncSettings(method="memory", sync_interval=100, save_interval=save_interval)  # type: ignore[arg-type] # a name will do
-    with TrainerHook(
-        job.layout.root, model, settings=settings, memory_dir=memory.layout.root
-    ) as hook:
+    with TrainerHook(job.root, model, settings=settings, memory_dir=memory.root) as hook:
         train(hook, model, 1)
-    assert memory.layout.state_pointer.read_text() == "1\n"
-    assert latest_checkpoint(job.layout.root) == (1 if save_interval else None)
+    assert memory.state_pointer.read_text() == "1\n"
+    assert latest_checkpoint(job.root) == (1 if save_interval else None)
 
 
 def test_close_saves_nothing_where_nothing_was_trained_or_it_is_told_not_to(
     job: SmallJob, model: Model
 ) -> None:
-    with TrainerHook(job.layout.root, model, settings=SELDOM):
+    with TrainerHook(job.root, model, settings=SELDOM):
         pass
-    with TrainerHook(
-        job.layout.root, model, settings=SELDOM, saving=SaveSettings(final=False)
-    ) as hook:
+    with TrainerHook(job.root, model, settings=SELDOM, saving=SaveSettings(final=False)) as hook:
         train(hook, model, 1)
     assert announced(job) is None
     for wrong in (1, "no"):
@@ -154,12 +150,12 @@ def test_a_training_that_failed_saves_no_last_step(job: SmallJob, model: Model) 
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        fails(TrainerHook(job.layout.root, model, settings=SELDOM))
+        fails(TrainerHook(job.root, model, settings=SELDOM))
     assert announced(job) is None
 
 
 def test_a_fork_that_closes_the_hook_saves_and_ends_nothing(job: SmallJob, model: Model) -> None:
-    with TrainerHook(job.layout.root, model, settings=SELDOM) as hook:
+    with TrainerHook(job.root, model, settings=SELDOM) as hook:
         train(hook, model, 1)
         in_a_fork(hook.close)
         in_a_fork(lambda: hook.__exit__(KeyboardInterrupt))
@@ -174,7 +170,7 @@ def test_close_after_the_process_group_is_destroyed_warns_and_saves_nothing(
 ) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined] # public
     try:
-        hook = TrainerHook(job.layout.root, model, settings=SELDOM)
+        hook = TrainerHook(job.root, model, settings=SELDOM)
         train(hook, model, 1)
     finally:
         dist.destroy_process_group()

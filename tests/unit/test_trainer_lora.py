@@ -245,11 +245,11 @@ def test_what_was_trained_and_is_frozen_again_is_saved(job: SmallJob) -> None:
     model(torch.arange(12).view(2, 6)).logits.sum().backward()
     optimizer.step()
     norm.requires_grad_(False)
-    with TrainerHook(job.layout.root, model, optimizer=optimizer) as hook:
+    with TrainerHook(job.root, model, optimizer=optimizer) as hook:
         hook.save_checkpoint(3, block_until_saved=True)
-    assert build(job.layout.actor(3), job.layout.root.parent / "out").kind == "full"
+    assert build(job.actor(3), job.root.parent / "out").kind == "full"
     again = lora()
-    load_checkpoint(job.layout.root, again)
+    load_checkpoint(job.root, again)
     assert torch.equal(again.get_base_model().model.norm.weight, norm)
 
 
@@ -286,7 +286,7 @@ def test_layers_of_another_method_are_saved_as_an_adapter_and_not_merged() -> No
 def test_prompts_that_are_computed_are_refused_when_the_hook_is_made(job: SmallJob) -> None:
     model = get_peft_model(qwen(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(InvalidSettingsError, match="'default' uses the method PREFIX_TUNING"):
-        TrainerHook(job.layout.root, model)
+        TrainerHook(job.root, model)
 
 
 # -- the vocabulary ----------------------------------------------------------------------------
@@ -318,37 +318,37 @@ def test_a_base_model_that_is_not_here_is_not_asked_for(told: str | None) -> Non
 
 def saved(job: SmallJob, model: Any, step: int, **options: Any) -> Path:
     """A full checkpoint of a step; returns where the published folder is."""
-    with TrainerHook(job.layout.root, model, saving=SaveSettings(**options)) as hook:
+    with TrainerHook(job.root, model, saving=SaveSettings(**options)) as hook:
         hook.save_checkpoint(step, block_until_saved=True)
-    out = job.layout.root.parent / f"published-{step}"
-    build(job.layout.actor(step), out)
+    out = job.root.parent / f"published-{step}"
+    build(job.actor(step), out)
     return out
 
 
 def test_an_adapter_replaces_no_file_of_a_step_that_was_saved_merged(job: SmallJob) -> None:
     model = lora()
     assert (saved(job, model, 3, lora="merged") / "model.safetensors").exists()
-    with TrainerHook(job.layout.root, model, saving=SaveSettings(lora=SaveLora.ADAPTER)) as hook:
+    with TrainerHook(job.root, model, saving=SaveSettings(lora=SaveLora.ADAPTER)) as hook:
         hook.after_step(3)
-    out = job.layout.root.parent / "again"
-    assert build(job.layout.actor(3), out).kind == "adapter"
+    out = job.root.parent / "again"
+    assert build(job.actor(3), out).kind == "adapter"
 
 
 def test_an_adapters_checkpoint_with_a_hugging_face_model_has_it_merged(job: SmallJob) -> None:
     model = lora()
     saved(job, model, 3, save_as_hf="always")
-    found = load_file(job.layout.actor(3) / HUGGINGFACE / "model.safetensors")
+    found = load_file(job.actor(3) / HUGGINGFACE / "model.safetensors")
     same(found, unloaded(model))
-    with TrainerHook(job.layout.root, model) as hook:
+    with TrainerHook(job.root, model) as hook:
         hook.save_checkpoint(4, block_until_saved=True)
         hook.save_checkpoint(4, block_until_saved=True, save_as_hf=True)
-    assert (job.layout.actor(4) / HUGGINGFACE / "model.safetensors").exists()
+    assert (job.actor(4) / HUGGINGFACE / "model.safetensors").exists()
 
 
 def test_a_tied_embedding_with_an_adapter_of_its_own_is_no_merged_model(job: SmallJob) -> None:
     model = lora(qwen(tied=True), target_modules=["embed_tokens"])
     saving = SaveSettings(lora=SaveLora.MERGED, final=False)
-    hook = TrainerHook(job.layout.root, model, saving=saving)
+    hook = TrainerHook(job.root, model, saving=saving)
     with pytest.raises(SaveFailedError, match=r"lm_head\.weight differs from .*embed_"):
         hook.after_step(1)
     hook.close()
@@ -377,9 +377,9 @@ def test_a_checkpoint_without_the_base_is_resumed_by_who_left_it_frozen(
     if unfrozen:
         again.get_base_model().model.norm.weight.requires_grad_(True)
         with pytest.raises(Exception, match=r"model\.norm\.weight' is neither in"):
-            load_checkpoint(job.layout.root, again)
+            load_checkpoint(job.root, again)
         return
-    assert load_checkpoint(job.layout.root, again) is not None
+    assert load_checkpoint(job.root, again) is not None
     same(dict(again.state_dict()), dict(model.state_dict()))
 
 
@@ -392,14 +392,14 @@ def test_a_checkpoint_without_the_base_is_not_resumed_on_another_base(
     again = lora()
     again.get_base_model().name_or_path = "org/two"
     with pytest.raises(CheckpointError, match="of the base model org/one, but"):
-        load_checkpoint(job.layout.root, again)
+        load_checkpoint(job.root, again)
     again.get_base_model().name_or_path = "/data/one"
-    assert load_checkpoint(job.layout.root, again) is not None
+    assert load_checkpoint(job.root, again) is not None
     assert "cannot tell whether these base models are the same" in caplog.text
     caplog.clear()
     for known in ("org/one", ""):  # of a model that was made from a config nothing is known
         again.get_base_model().name_or_path = known
-        assert load_checkpoint(job.layout.root, again) is not None
+        assert load_checkpoint(job.root, again) is not None
     assert "is not known" not in caplog.text
 
 
@@ -413,7 +413,7 @@ def test_a_checkpoint_with_the_base_is_resumed_with_it(job: SmallJob) -> None:
     again = trained(lora(), seed=5)
     with torch.no_grad():
         again.get_base_model().model.norm.weight.add_(1)
-    load_checkpoint(job.layout.root, again)
+    load_checkpoint(job.root, again)
     same(dict(again.state_dict()), dict(model.state_dict()))
 
 

@@ -126,7 +126,7 @@ def test_who_comes_after_a_rank_that_failed_gives_up_at_once(
         zero.result(DEADLINE)
     writing.empty()
     saved(threads, writing.ranks, SaveId("run", 2, 1))
-    assert job.layout.state_pointer.read_text() == "2\n"
+    assert job.state_pointer.read_text() == "2\n"
 
 
 def test_a_rank_whose_turn_never_comes_gives_up_in_time(
@@ -146,7 +146,7 @@ def test_what_other_ranks_wrote_of_a_save_that_was_given_up_goes_with_their_next
     writing = OneRankFull(job, WriteConcurrency.UNRESTRICTED)
     writing.fails(threads)
     assert weights(job, 1) == {"model_world_size_3_rank_2.pt"}
-    assert not (job.layout.step(1) / SAVING).exists()
+    assert not (job.step(1) / SAVING).exists()
     writing.empty()
     saved(threads, writing.ranks, SaveId("run", 2, 1))
     assert weights(job, 1) == set()
@@ -157,20 +157,20 @@ def test_what_other_ranks_wrote_of_a_save_that_was_given_up_goes_with_their_next
 def test_a_save_that_fails_leaves_the_shards_beside_the_optimizer_of_another_trainer(
     job: SmallJob, threads: ThreadPoolExecutor
 ) -> None:
-    actor = job.layout.actor(1)
+    actor = job.actor(1)
     actor.mkdir(parents=True)
     for rank in range(RANKS):  # verl's checkpoint of the same step, which its pointer names
         for part in ("model", "optim"):
             torch.save({"weight": torch.zeros(3)}, actor / f"{part}_world_size_3_rank_{rank}.pt")
-    (job.layout.step(1) / FULL).touch()  # Trinity's; its Synchronizer deletes steps without
+    (job.step(1) / FULL).touch()  # Trinity's; its Synchronizer deletes steps without
     writing = OneRankFull(job, WriteConcurrency.UNRESTRICTED)
     writing.fails(threads)
     writing.empty()
     saved(threads, writing.ranks, SaveId("run", 2, 1))
     assert {f"model_world_size_3_rank_{rank}.pt" for rank in range(RANKS)} <= weights(job, 1)
-    assert (job.layout.step(1) / FULL).exists()
+    assert (job.step(1) / FULL).exists()
     # Half of them may be of the save that failed: they are nobody's to publish, or to resume from.
-    assert latest_checkpoint(job.layout.root) is None
+    assert latest_checkpoint(job.root) is None
     assert look_at_save(RuledStorage(), actor, 1).identity is None
 
 
@@ -182,14 +182,14 @@ def test_what_took_others_longer_than_one_timeout_costs_no_rank_its_turn(
     ranks = writers(job, WriteConcurrency.ONE_AT_A_TIME, *storages)
     # As when rank 0 still waits for all others to write the save before this one.
     waiting = save_all(threads, ranks[1:], SaveId("run", 1, 0))
-    receipts = job.layout.actor(1) / RECEIPTS
+    receipts = job.actor(1) / RECEIPTS
     for storage in storages[1:]:
         wait_until(lambda storage=storage: storage.count("open_read", receipts), "it waits")  # type: ignore[misc] # bound in this round
     clock.advance(1.3 * DEADLINE)
     ranks[0].save(SaveId("run", 1, 0), CONTENTS)
     for done in waiting:
         done.result(DEADLINE)
-    assert job.layout.state_pointer.read_text() == "1\n"
+    assert job.state_pointer.read_text() == "1\n"
 
 
 def test_a_save_in_turns_is_waited_for_as_long_as_all_turns_may_take() -> None:
@@ -204,8 +204,8 @@ def test_what_rank_0_may_have_announced_is_not_taken_back(
     job: SmallJob, threads: ThreadPoolExecutor, is_full: bool
 ) -> None:
     name = "full_rank_1.json" if is_full else "rank_1.json"
-    pointer = job.layout.checkpoint_pointer if is_full else job.layout.state_pointer
-    receipts = job.layout.actor(1) / ".receipts"
+    pointer = job.layout.checkpoint_pointer if is_full else job.state_pointer
+    receipts = job.actor(1) / ".receipts"
 
     def refused_once_it_was_seen(method: str, given: tuple[object, ...]) -> None:
         if method == "sync_folder" and given[0] == receipts and (receipts / name).exists():
@@ -227,12 +227,12 @@ def test_what_rank_0_may_have_announced_is_not_taken_back(
     announcing.result(DEADLINE)
     assert pointer.read_text() == "1\n"
     assert weights(job, 1) >= {f"model_world_size_2_rank_{rank}.pt" for rank in (0, 1)}
-    assert look_at_save(job.storage, job.layout.actor(1), 1).identity is not None
-    assert latest_checkpoint(job.layout.root) == (1 if is_full else None)
+    assert look_at_save(job.storage, job.actor(1), 1).identity is not None
+    assert latest_checkpoint(job.root) == (1 if is_full else None)
 
 
 def weights(job: SmallJob, step: int) -> set[str]:
-    return {path.name for path in Path(job.layout.actor(step)).glob("*.pt")}
+    return {path.name for path in Path(job.actor(step)).glob("*.pt")}
 
 
 def test_a_rank_that_fails_before_any_other_has_begun_is_heard_too(
@@ -252,7 +252,7 @@ def test_a_rank_that_fails_is_heard_if_another_rank_replaces_the_folder_that_it_
     job: SmallJob,
 ) -> None:
     """Linux refuses a mkdir with ENOENT in an empty folder that a rename has just replaced."""
-    actor, looked_up = job.layout.actor(1), []
+    actor, looked_up = job.actor(1), []
 
     def replaced(method: str, given: tuple[object, ...]) -> None:
         if (method, given[0]) == ("mkdir", actor) and not looked_up:
@@ -265,12 +265,12 @@ def test_a_rank_that_fails_is_heard_if_another_rank_replaces_the_folder_that_it_
     RankWriter(Job(storage, job.layout), 1, 2, save_timeout=DEADLINE).say_failed(save_id)
     assert looked_up
     assert RankFiles(job, 1, RANKS, save_id).failed(1) == save_id
-    assert (job.layout.step(1) / SAVING).exists()  # the other rank's save goes on
+    assert (job.step(1) / SAVING).exists()  # the other rank's save goes on
 
 
 def test_a_step_folder_is_at_no_moment_empty_and_so_replaced_by_another_rank(job: SmallJob) -> None:
     """Else a rank's next mkdir inside fails, and with one attempt its save."""
-    folder, looks = job.layout.step(1), 0
+    folder, looks = job.step(1), 0
 
     def rival(*_: object) -> None:
         nonlocal looks
@@ -284,4 +284,4 @@ def test_a_step_folder_is_at_no_moment_empty_and_so_replaced_by_another_rank(job
     )
     writer.save(SaveId("run", 1, 0), CONTENTS)
     assert looks > 10
-    assert job.layout.state_pointer.read_text() == "1\n"
+    assert job.state_pointer.read_text() == "1\n"

@@ -36,10 +36,10 @@ pytestmark = pytest.mark.lagging
 def saved_with_a_nested_folder(job: SmallJob, step: int) -> SavedWeights:
     """transformers writes additional_chat_templates/ beside the tokenizer."""
     job.save(step, receipts=False)
-    nested = job.layout.actor(step) / "huggingface" / "additional_chat_templates"
+    nested = job.actor(step) / "huggingface" / "additional_chat_templates"
     nested.mkdir(exist_ok=True)
     (nested / "tool.jinja").write_text("x")
-    save = look_at_save(job.storage, job.layout.actor(step), step)
+    save = look_at_save(job.storage, job.actor(step), step)
     assert isinstance(save, SavedWeights)
     return save
 
@@ -87,7 +87,7 @@ def test_a_kill_between_lease_folder_and_version_uses_up_no_sequence(
     job.storage = hosts.ruled(refuse("rename", errno.EIO, where="published/v000002"))
     with job.daemon() as loop:
         loop.run_once()
-    assert job.layout.lease_folder(2).exists()
+    assert job.lease_folder(2).exists()
     assert job.versions == ["v000001"]
     job.storage = FastStorage()
     with job.daemon() as loop:
@@ -117,7 +117,7 @@ def test_one_empty_listing_of_the_leases_deletes_no_version_that_is_kept(job: Sm
 def test_a_folder_that_cannot_be_looked_at_keeps_nobody_from_the_others(
     job: SmallJob, clock: Clock, step: int
 ) -> None:
-    actor = job.layout.actor(step)
+    actor = job.actor(step)
     actor.mkdir(parents=True)
     os.symlink("/nowhere", actor / "model_world_size_1_rank_0.pt")
     job.point(step)

@@ -36,14 +36,14 @@ UNLIKE: list[tuple[Settings, Settings, str]] = [
 
 
 def trainer_of(job: SmallJob, settings: Settings) -> TrainerSynchronizer:
-    made = TrainerSynchronizer(job.layout.root, "grpo", settings=SyncSettings(**settings))
+    made = TrainerSynchronizer(job.root, "grpo", settings=SyncSettings(**settings))
     made.set_trainer_status(RunningStatus.RUNNING)
     return made
 
 
 def explorer_of(job: SmallJob, settings: Settings | None) -> ExplorerHook:
     given = None if settings is None else SyncSettings(**settings)
-    return ExplorerHook(job.layout.root, "e", FakeEngine(), settings=given, poll=0.02)
+    return ExplorerHook(job.root, "e", FakeEngine(), settings=given, poll=0.02)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -60,7 +60,7 @@ def waits(aside: Any, job: SmallJob) -> Callable[..., Future[Any]]:
 
 @pytest.fixture
 def trainer(job: SmallJob) -> Iterator[TrainerSynchronizer]:
-    with TrainerSynchronizer(job.layout.root, seams=Seams(poll=0.02)) as made:
+    with TrainerSynchronizer(job.root, seams=Seams(poll=0.02)) as made:
         made.set_trainer_status(RunningStatus.RUNNING)
         yield made
 
@@ -72,7 +72,7 @@ def explorer(job: SmallJob) -> Iterator[ExplorerSynchronizer]:
 
 def explorer_of(job: SmallJob, clock: Callable[[], float] = time.monotonic) -> Iterator[Any]:
     seams = Seams(storage=job.explorers, poll=0.02, clock=clock)
-    with ExplorerSynchronizer(job.layout.root, "explorer", seams=seams) as made:
+    with ExplorerSynchronizer(job.root, "explorer", seams=seams) as made:
         made.set_explorer_status(RunningStatus.RUNNING)
         job.hosts.let_time_pass()
         yield made
@@ -182,7 +182,7 @@ def test_a_wait_for_the_last_save_ends_a_lease_time_after_no_daemon_lives(
         begun = fast()
         assert explorer.wait_new_model_state_dict(HELD, timeout=LEASE_TIME * LONG) == HELD
         assert fast() - begun >= LEASE_TIME
-    assert f"step 2 is saved but not published, and no daemon has worked in {job.layout.root}" in (
+    assert f"step 2 is saved but not published, and no daemon has worked in {job.root}" in (
         caplog.text
     )
 
@@ -205,13 +205,11 @@ def test_who_holds_nothing_waits_for_a_trainer_or_a_version_and_says_so_once(
     job: SmallJob, explorer: Any, aside: Any, wait: str, comes: str,
     caplog: pytest.LogCaptureFixture, stack: ExitStack,
 ) -> None:  # fmt: skip
-    told = (
-        f"explorer waits for a trainer, or a first version: no trainer works in {job.layout.root}"
-    )
+    told = f"explorer waits for a trainer, or a first version: no trainer works in {job.root}"
     waiting = aside(WAITS[wait], explorer, None, timeout=LONG)
     wait_until(lambda: told in caplog.text, "it says what it waits for")
     if comes == "a trainer":
-        trainer = stack.enter_context(TrainerSynchronizer(job.layout.root))
+        trainer = stack.enter_context(TrainerSynchronizer(job.root))
         wait_until(trainer.modules, "it has registered, and is loading")
         assert not waiting.done()
         trainer.set_trainer_status(RunningStatus.RUNNING)
@@ -277,13 +275,13 @@ def test_a_step_on_nothing_waits_for_the_trainer(
 ) -> None:
     settings = SyncSettings(method=method, style=SyncStyle.TRAINER_DRIVEN)
     with ExplorerHook(
-        job.layout.root, "explorer", engine(), settings=settings, poll=0.02, storage=job.explorers
+        job.root, "explorer", engine(), settings=settings, poll=0.02, storage=job.explorers
     ) as hook:
         job.hosts.let_time_pass()
         waiting = aside(hook.after_step, 1)
         with pytest.raises(TimeoutError):
             waiting.result(0.2)
-        trainer = stack.enter_context(TrainerSynchronizer(job.layout.root))
+        trainer = stack.enter_context(TrainerSynchronizer(job.root))
         trainer.set_trainer_status(RunningStatus.RUNNING)
         if method is SyncMethod.NCCL and engine is Taker:
             assert waiting.result(LONG) is None  # the trainer says when

@@ -44,7 +44,7 @@ def shown(job: SmallJob) -> SmallJob:
 
 @pytest.fixture
 def server(shown: SmallJob) -> Iterator[Server]:
-    with served(shown.layout.root) as server:
+    with served(shown.root) as server:
         yield server
 
 
@@ -73,11 +73,11 @@ def test_it_holds_what_status_and_history_print_and_when_that_was_read(
     shown: SmallJob, server: Server
 ) -> None:
     (job,) = jobs_of(server)
-    status = printed("status", shown.layout.root)
+    status = printed("status", shown.root)
     job["status"]["free"] = status["free"] = None  # which changes all the time
-    assert (job["job"], job["status"]) == (str(shown.layout.root), status)
+    assert (job["job"], job["status"]) == (str(shown.root), status)
     history = json.loads(asked(server, f"/jobs/{job['id']}/history.json")[1])
-    assert history["history"] == printed("history", shown.layout.root)
+    assert history["history"] == printed("history", shown.root)
     assert history["history"]["versions"][0]["live"][0]["explorer"] == "node-1"
     assert 0 < history["read"] <= history["now"]
     assert history["silent_since"] is None
@@ -153,7 +153,7 @@ def test_a_job_whose_storage_hangs_keeps_nobody_waiting_twice(
     monkeypatch.setattr(web_jobs, "look_anyway", look)
     try:
         # The patience of one look is that of all of them: once it is over nobody waits any more.
-        with served(shown.layout.root, hung, patience=0.5) as server:
+        with served(shown.root, hung, patience=0.5) as server:
             for _ in range(3):
                 silent = wait_until(lambda: _silent_and_seen(server), "the other job's status")
                 assert silent["status"] is None
@@ -269,7 +269,7 @@ def _has(server: Server, number: int) -> bool:
 
 
 def test_a_history_that_who_asks_has_already_is_not_sent_again(shown: SmallJob) -> None:
-    with served(shown.layout.root, every=3600.0) as server:
+    with served(shown.root, every=3600.0) as server:
 
         def history(query: str) -> Any:
             return json.loads(asked(server, f"/jobs/0/history.json{query}")[1])
@@ -290,7 +290,7 @@ def test_a_port_that_is_taken_is_an_error_with_advice(server: Server, tmp_path: 
 @pytest.mark.slow
 def test_the_command_says_where_the_page_is_and_ends_when_it_is_told(shown: SmallJob) -> None:
     for number, *form in ((signal.SIGTERM,), (signal.SIGINT, "--json")):
-        argv = [sys.executable, "-m", "syncd", "web", str(shown.layout.root), "--port", "0", *form]
+        argv = [sys.executable, "-m", "syncd", "web", str(shown.root), "--port", "0", *form]
         with subprocess.Popen(argv, stdout=subprocess.PIPE, env=ENVIRONMENT, text=True) as process:
             try:
                 assert process.stdout is not None
@@ -314,7 +314,7 @@ def test_a_path_that_does_not_exist_is_refused_at_the_start(
     shown: SmallJob, tmp_path: Path
 ) -> None:
     for missing in (tmp_path / "typo", shown.layout.latest / "inside"):
-        argv = [sys.executable, "-m", "syncd", "web", str(shown.layout.root), str(missing)]
+        argv = [sys.executable, "-m", "syncd", "web", str(shown.root), str(missing)]
         done = subprocess.run(
             [*argv, "--port", "0"], capture_output=True, text=True, check=False, timeout=DEADLINE
         )

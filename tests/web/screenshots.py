@@ -34,10 +34,10 @@ def main() -> None:
     """Work for some minutes, then photograph the page."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         job = SmallJob(Path(name) / "qwen-grpo")
-        stack.enter_context(Daemon(job.layout.root))
+        stack.enter_context(Daemon(job.root))
         for explorer, seconds in _LOADS.items():
-            stack.callback(_end, _follow(job.layout.root, explorer, seconds))
-        server = stack.enter_context(served(job.layout.root))
+            stack.callback(_end, _follow(job.root, explorer, seconds))
+        server = stack.enter_context(served(job.root))
         page = stack.enter_context(browser(Path(name) / "profile"))
         for step in range(1, _STEPS + 1):
             time.sleep(_PACE)
@@ -46,7 +46,7 @@ def main() -> None:
                 run_id="r", world_size=8, status="running", step=step, time=time.time()
             )
             job.put(job.layout.trainer_report, encode(told))
-        wait_for_step(job.layout.root, _STEPS)
+        wait_for_step(job.root, _STEPS)
         _photograph(page, server.address, "web", 1280, 1172, dark=False)
         _photograph(page, server.address, "web-phone", 360, 1100, dark=True)
 

@@ -38,12 +38,12 @@ def explorer(
     job.put(job.layout.explorers / f"{file or name}.json", encode(ExplorerReport(**told)))
     if sequence is not None:
         job.lease(sequence, f"s-{file or name}", file or name)
-    job.layout.session(f"s-{file or name}").touch()
+    job.session(f"s-{file or name}").touch()
 
 
 def daemon(job: SmallJob, time: float, heartbeat: float | None = None, **more: Any) -> None:
     """What a daemon says of itself, and when its heart beat last: by default at this ``time``."""
-    path, beat = job.layout.session("daemon"), time if heartbeat is None else heartbeat
+    path, beat = job.session("daemon"), time if heartbeat is None else heartbeat
     path.touch()
     os.utime(path, (beat, beat))
     told = {"session": "daemon", "host": "trainer-7", "pid": 4242, "epoch": 3, "state": "watching",

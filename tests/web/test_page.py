@@ -99,7 +99,7 @@ def test_what_happens_is_seen_without_a_reload_and_moves_nothing_that_the_viewer
     page: Browser, tmp_path: Path
 ) -> None:
     job = a_job(tmp_path / "job", 3, "node-1")
-    with shown(page, job.layout.root) as server, job.daemon(DaemonConfig(keep=40)) as loop:
+    with shown(page, job.root) as server, job.daemon(DaemonConfig(keep=40)) as loop:
         page.open(server.address)
         page.sees("v3", ".tiles")
         page.sees("node-1", ".timeline tbody tr")
@@ -144,7 +144,7 @@ def test_deltas_are_seen_with_their_size_and_readers_or_why_there_is_none(
 
     job = SmallJob(tmp_path / "job")
     config = DaemonConfig(keep=40, deltas="on")
-    with shown(page, job.layout.root) as server, job.daemon(config, deltas=work(make)) as loop:
+    with shown(page, job.root) as server, job.daemon(config, deltas=work(make)) as loop:
         for step in (1, 2, 3):
             job.save(step)
             loop.run_once()
@@ -173,7 +173,7 @@ def test_what_others_wrote_is_text_and_nothing_else(page: Browser, tmp_path: Pat
     journal.note("refused", of=1, by=HOSTILE, why=HOSTILE)
     journal.note("published", version=4, step=4, bytes=1, seconds=1e300, latency=1e300)
     journal.write()
-    with shown(page, job.layout.root) as server:
+    with shown(page, job.root) as server:
         page.open(server.address)
         page.sees("refused step 9", ".events")
         page.run("document.querySelectorAll('summary').forEach((one) => one.click())")
@@ -226,7 +226,7 @@ def test_nothing_moves_when_a_merge_begins_goes_on_and_ends(
         "Merging step 4": {"state": "merging", "detail": "step 4"},
         "1.0 GB of 4.0 GB": {"state": "merging", "detail": "step 4", "merge": merge},
     }
-    with shown(page, job.layout.root) as server:
+    with shown(page, job.root) as server:
         found = []
         for words, state in states.items():
             daemon(job, time.time(), **state)
@@ -258,7 +258,7 @@ def test_jobs_of_one_name_are_told_apart_by_as_much_of_their_paths_as_it_takes(
 def test_no_two_ticks_of_an_axis_have_the_same_label(page: Browser, tmp_path: Path) -> None:
     job = SmallJob(tmp_path / "job")
     try:
-        with shown(page, job.layout.root) as server:
+        with shown(page, job.root) as server:
             # Where clocks change by an hour, and on an island by half of one.
             for zone in ("Europe/Berlin", "Australia/Lord_Howe"):
                 page.tell("Emulation.setTimezoneOverride", timezoneId=zone)
@@ -387,7 +387,7 @@ def test_a_job_whose_storage_hangs_is_said_beside_those_that_are_well(
     ended = threading.Event()
 
     def look(folder: Path) -> dict[str, Any]:
-        if folder == hung.layout.root:
+        if folder == hung.root:
             ended.wait(DEADLINE)
         return look_anyway(folder)
 
@@ -396,8 +396,8 @@ def test_a_job_whose_storage_hangs_is_said_beside_those_that_are_well(
     past = SimpleNamespace(monotonic=time.monotonic, time=lambda: time.time() - 100)
     monkeypatch.setattr(jobs, "time", past)
     try:
-        with shown(page, well.layout.root, hung.layout.root, patience=0.2) as server:
-            page.open(f"{server.address}#{hung.layout.root}")
+        with shown(page, well.root, hung.root, patience=0.2) as server:
+            page.open(f"{server.address}#{hung.root}")
             page.sees("The job's storage has not answered since", "main")
             page.sees("no answer", "nav tbody tr:nth-child(2)")
             page.sees("v3 · step 3", "nav tbody tr:nth-child(1)")
@@ -439,13 +439,13 @@ def test_a_server_that_is_gone_is_said_and_one_that_is_back_is_seen(
 ) -> None:
     job = a_job(tmp_path / "job")
     port = free_port()  # no connection of another test is given it in between
-    with served(job.layout.root, port=port) as server:
+    with served(job.root, port=port) as server:
         page.open(server.address)
         page.sees("live", "#fresh")
     page.sees("Not updated since", "#fresh")
     assert page.text("#news") == "This page is not updated any more."
     page.sees("v3", ".tiles")
-    with served(job.layout.root, port=port):
+    with served(job.root, port=port):
         page.run("document.getElementById('again').click()")
         page.sees("live", "#fresh")
         page.sees("Version 3 is the latest", "#news")
@@ -462,7 +462,7 @@ def test_ages_are_by_the_servers_clock_and_times_in_the_viewers_zone(
     script = page.tell("Page.addScriptToEvaluateOnNewDocument", source=wrong)["identifier"]
     page.tell("Emulation.setTimezoneOverride", timezoneId="Asia/Kolkata")
     try:
-        with shown(page, job.layout.root) as server:
+        with shown(page, job.root) as server:
             daemon(job, time.time() - 30)
             page.open(server.address)
             told = page.run("return document.querySelector('.tile:nth-child(5) time').textContent")
@@ -485,11 +485,11 @@ def test_a_daemon_is_judged_by_its_heartbeat_and_not_by_its_own_clock(
     late, dead = a_job(tmp_path / "late"), a_job(tmp_path / "dead")
     rare = a_job(tmp_path / "rare")  # whose daemon's heart beats every 100 s
     rare.put(rare.layout.format, encode(Format(lease_time=300.0)))
-    with shown(page, late.layout.root, dead.layout.root, rare.layout.root) as server:
+    with shown(page, late.layout.root, dead.root, rare.layout.root) as server:
         daemon(rare, time.time() - 100)
         daemon(late, time.time() - 600, heartbeat=time.time())
         daemon(dead, time.time() + 600, heartbeat=time.time() - 100)
-        page.open(f"{server.address}#{dead.layout.root}")
+        page.open(f"{server.address}#{dead.root}")
         page.sees("watching", "nav tbody tr:nth-child(1)")
         page.sees("lost", "nav tbody tr:nth-child(2)")
         page.sees("watching", "nav tbody tr:nth-child(3)")
@@ -499,7 +499,7 @@ def test_who_is_lost_or_refuses_the_newest_version_is_said_on_top_and_in_the_tit
     page: Browser, tmp_path: Path
 ) -> None:
     job = a_job(tmp_path / "job", 3, "node-1", "node-2", "node-3")
-    with shown(page, job.layout.root) as server:
+    with shown(page, job.root) as server:
         page.open(server.address)
         page.sees("healthy", ".note.good")
         page.wait("return document.title === 'v3 · job · syncd'", "the title")
@@ -509,7 +509,7 @@ def test_who_is_lost_or_refuses_the_newest_version_is_said_on_top_and_in_the_tit
         job.put(job.layout.trainer_report, encode(trainer))
         explorer(job, "node-1", 3, time=1.0, refused="version 107: no such tensor")
         old = time.time() - 3600
-        os.utime(job.layout.session("s-node-2"), (old, old))
+        os.utime(job.session("s-node-2"), (old, old))
         page.sees("degraded: trainer, node-2 lost; node-1 refuses v107", ".note.bad")
         page.wait("return document.title === 'degraded · v3 · job · syncd'", "the title")
         page.sees("lost (no heartbeat for", ".tiles")
@@ -529,7 +529,7 @@ def test_a_version_on_disk_has_a_row_however_old_it_is(page: Browser, tmp_path: 
                 explorer(job, "evaluation", 2, time=time.time())
         loop.run_once()
     daemon(job, time.time())
-    with shown(page, job.layout.root) as server:
+    with shown(page, job.root) as server:
         page.open(server.address)
         page.sees("held by evaluation", ".timeline tbody tr[data-key='2']")
         assert page.run("return document.querySelectorAll('.timeline tbody tr').length") == 21
@@ -542,7 +542,7 @@ def test_a_page_that_nobody_sees_asks_for_nothing(page: Browser, tmp_path: Path)
     count = "const done = arguments[0]; let asked = 0; const before = window.fetch;"
     count += "window.fetch = (...all) => { asked += 1; return before(...all); };"
     count += "setTimeout(() => { window.fetch = before; done(asked); }, 2500);"
-    with shown(page, job.layout.root) as server:
+    with shown(page, job.root) as server:
         page.open(server.address, still=False)
         assert page.run("return document.getAnimations().length") == 1
         page.open(server.address)
