@@ -63,6 +63,12 @@ class RuledStorage(FastStorage):
         self.rules = list(rules)
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
+    def refuse(self, method: str, code: int, *, where: str = "") -> None:
+        self.rules.append(refuse(method, code, where=where))
+
+    def once(self, method: str, action: Callable[..., None], *, where: str = "") -> None:
+        self.rules.append(once(method, action, where=where))
+
     def count(self, method: str, under: Path) -> int:
         """How often ``method`` was called with a path at or below ``under``."""
         top = str(under)

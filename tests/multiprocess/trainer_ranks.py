@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from syncd.protocol.errors import SaveFailedError
 from tests.hooks import DEADLINE, over
 from tests.multiprocess.peers import Told
-from tests.storages import CHANGES, RuledStorage, once, refuse
+from tests.storages import CHANGES, RuledStorage
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, ranks
 
 
@@ -130,19 +130,19 @@ class Rank(Told):
         dist.destroy_process_group()
 
     def full_disk(self, where: str) -> None:
-        self._storage.rules.append(refuse("create", errno.ENOSPC, where=where))
+        self._storage.refuse("create", errno.ENOSPC, where=where)
 
     def read_only(self) -> None:
         for method in CHANGES:
             # What a folder that is there already says comes first.
             code = errno.EEXIST if method == "mkdir" else errno.EROFS
-            self._storage.rules.append(refuse(method, code))
+            self._storage.refuse(method, code)
 
     def die_at(self, method: str, where: str) -> None:
         def die(*_: object) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        self._storage.rules.append(once(method, die, where=where))
+        self._storage.once(method, die, where=where)
 
     def hold(self, method: str, where: str) -> None:
         released = self._released = threading.Event()
@@ -150,7 +150,7 @@ class Rank(Told):
         def wait(*_: object) -> None:
             assert released.wait(DEADLINE)
 
-        self._storage.rules.append(once(method, wait, where=where))
+        self._storage.once(method, wait, where=where)
 
     def release(self) -> None:
         self._released.set()

@@ -47,7 +47,7 @@ from tests.explorers import LONG, leased, publish, report
 from tests.jobs import LEASE_TIME, SmallJob, receipt_of, weights
 from tests.lagging import Hosts
 from tests.multiprocess.processes import wait_until
-from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
+from tests.storages import Clock, FastStorage, RuledStorage, refuse
 
 pytestmark = pytest.mark.lagging
 STORAGE = FastStorage()
@@ -117,7 +117,7 @@ def test_a_step_that_is_built_while_it_is_pruned_is_put_back(tmp_path: Path, hos
         loop.run_once()
         job.save(2)
         step = str(job.step(1))
-        storage.rules.append(once("rename", lambda *_: build(job, "explorer", 1), where=step))
+        storage.once("rename", lambda *_: build(job, "explorer", 1), where=step)
         loop.run_once()
         assert job.step(1).exists()
         assert ("step", "global_step_1") not in job.audit
@@ -425,7 +425,7 @@ def test_a_build_ends_when_its_hook_is_cancelled(tmp_path: Path) -> None:
     full(job, 4)
     publish(job, 8)
     with hook_of(job, storage=storage) as hook:
-        storage.rules.append(once("create", lambda *_: hook.cancel(), where="bench"))
+        storage.once("create", lambda *_: hook.cancel(), where="bench")
         with pytest.raises(CancelledError):
             bench.step(hook, 4)
         assert builds(job) == []

@@ -19,7 +19,7 @@ from syncd.storage.job import Job
 from syncd.storage.probe_room import ProbeRoom
 from syncd.storage.reserve import Reserve
 from tests.jobs import SmallJob
-from tests.storages import Clock, RuledStorage, once, refuse
+from tests.storages import Clock, RuledStorage, refuse
 
 GRACE = 60.0
 
@@ -150,9 +150,7 @@ def test_a_report_that_is_written_again_at_the_last_moment_stays(
 ) -> None:
     storage = RuledStorage()
     path = report(job, "explorer", "dead")
-    storage.rules.append(
-        once("rename", lambda *_: report(job, "explorer", "new"), where="explorer.json.broken")
-    )
+    storage.once("rename", lambda *_: report(job, "explorer", "new"), where="explorer.json.broken")
     rounds(collector(Job(storage, job.layout), clock), clock)
     assert parse(ExplorerReport, path.read_bytes(), path).session == "new"
 
@@ -222,14 +220,14 @@ def test_the_reserve_is_given_up_on_a_full_disk_and_kept_again_when_there_is_roo
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_reserve_that_does_not_fit_takes_no_room(job: SmallJob, code: int) -> None:
     storage = RuledStorage()
-    storage.rules.append(refuse("create", code, where="reserve/07"))
+    storage.refuse("create", code, where="reserve/07")
     Reserve(Job(storage, job.layout)).fill()
     assert os.listdir(job.layout.reserve) == []
 
 
 def test_one_file_that_cannot_be_deleted_stops_no_later_daemon(job: SmallJob, clock: Clock) -> None:
     storage = job.storage = RuledStorage()
-    storage.rules.append(refuse("unlink", errno.EACCES, where="doomed/global_step_1"))
+    storage.refuse("unlink", errno.EACCES, where="doomed/global_step_1")
     for step in (1, 2, 3):
         job.save(step)
         with job.daemon(DaemonConfig(keep=1), clock=clock) as loop:
@@ -250,7 +248,7 @@ def test_one_file_that_cannot_be_deleted_stops_no_later_daemon(job: SmallJob, cl
 def test_a_take_over_that_cannot_end_ends_and_leaves_no_rooms(job: SmallJob, code: int) -> None:
     storage = job.storage = RuledStorage()
     (job.layout.epochs / "3-00000000" / "building" / "v000009").mkdir(parents=True)
-    storage.rules.append(refuse("rename", code, where="3-00000000/building/v000009"))
+    storage.refuse("rename", code, where="3-00000000/building/v000009")
     for _ in range(4):
         with pytest.raises((OSError, JobUnavailableError)):
             job.take_over(storage)

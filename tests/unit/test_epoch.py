@@ -100,7 +100,7 @@ def test_a_rename_in_flight_while_another_takes_over_is_refused(
 ) -> None:
     storage = hosts.ruled()
     old = job.take_over(storage)
-    storage.rules.append(once("rename", lambda *_: job.take_over(), where="LATEST"))
+    storage.once("rename", lambda *_: job.take_over(), where="LATEST")
     with pytest.raises(SupersededError):
         old.replace_file(job.layout.latest, b"old")
     assert not job.layout.latest.exists()
@@ -205,7 +205,7 @@ def test_of_two_at_once_the_one_that_finds_a_higher_room_or_none_of_its_own_give
 
     storage = hosts.ruled(once("mkdir", two_others, where="epoch/1-"))
     if removed:  # by the higher daemon first
-        storage.rules.append(once("rmdir", lambda room: room.rmdir(), where="epoch/1-"))
+        storage.once("rmdir", lambda room: room.rmdir(), where="epoch/1-")
     with pytest.raises(SupersededError, match="another daemon took over epoch"):
         job.take_over(storage)
     assert rooms(job) == ["2"]

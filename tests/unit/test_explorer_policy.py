@@ -35,7 +35,7 @@ from syncd.protocol.policy import RunningStatus, SyncSettings, Version
 from tests.explorers import LONG, leased, publish, report
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import wait_until
-from tests.storages import Clock, RuledStorage, refuse
+from tests.storages import Clock, RuledStorage
 
 SEAMS = Seams(poll=0.02)
 
@@ -170,7 +170,7 @@ def test_a_pull_of_no_time_requires_nothing(job: SmallJob, engine: FakeEngine) -
 def test_a_pull_goes_on_where_it_cannot_ask(job: SmallJob, engine: FakeEngine) -> None:
     storage = RuledStorage()
     with hook_of(job, engine, storage=storage) as hook:
-        storage.rules.append(refuse("rename", errno.ENOSPC, where="explorer.json"))
+        storage.refuse("rename", errno.ENOSPC, where="explorer.json")
         pulling = Aside(lambda: hook.pull(LONG))
         wait_until(lambda: storage.count("rename", job.layout.drafts) > 3, "it tries to ask")
         publish(job, 1)

@@ -22,7 +22,7 @@ from tests.engines.sglang_fake import FakeSGLang
 from tests.engines.waiting import wait_for
 from tests.explorers import publish
 from tests.jobs import SmallJob
-from tests.storages import RuledStorage, refuse
+from tests.storages import RuledStorage
 
 LONG: Final = 60.0
 EVERY: Final = 0.01
@@ -167,7 +167,7 @@ def test_what_cannot_be_known_lets_it_get_old(
     with watched.followed(max_behind=0) as hook:
         hook.pull(LONG)
         wait_for(watched.path.exists)
-        watched.storage.rules.append(refuse("open_read", errno.EIO, where="LATEST"))
+        watched.storage.refuse("open_read", errno.EIO, where="LATEST")
         wait_for(lambda: "was neither touched nor removed" in caplog.text)
         os.utime(watched.path, (0, 0))
         caplog.clear()

@@ -197,7 +197,7 @@ def test_a_full_disk_is_no_fault_of_the_version(job: SmallJob, stage: Path) -> N
     publish(job, 1)
     storage = no_links()
     staging = Staging(stage, storage=storage)
-    storage.rules.append(refuse("pwrite", errno.ENOSPC))
+    storage.refuse("pwrite", errno.ENOSPC)
     with held(job) as version:
         with pytest.raises(NotStagedError, match="No space left"):
             staging.stage(version)
@@ -293,7 +293,7 @@ def test_a_copier_that_takes_too_long_is_not_waited_for(job: SmallJob, stage: Pa
         free.wait()
 
     slow = no_links()
-    slow.rules.append(once("pwrite", hang))
+    slow.once("pwrite", hang)
     with held(job) as version:
         copier = threading.Thread(target=Staging(stage, storage=slow).stage, args=[version])
         copier.start()

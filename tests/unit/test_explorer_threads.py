@@ -19,7 +19,7 @@ from syncd.protocol.policy import Version
 from tests.explorers import LONG, held, leased, publish, report
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import wait_until
-from tests.storages import RuledStorage, once
+from tests.storages import RuledStorage
 from tests.unit.test_explorer_policy import Aside, hook_of
 
 
@@ -91,7 +91,7 @@ def test_a_cancel_waits_for_no_storage(job: SmallJob, engine: FakeEngine) -> Non
         hook.start()
         publish(job, 1)
         first = hook.wait_until_served(LONG)
-        storage.rules.append(once("unlink", hang, where="leases"))
+        storage.once("unlink", hang, where="leases")
         publish(job, 2)
         assert begun.wait(LONG)
         try:

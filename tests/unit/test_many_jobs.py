@@ -342,7 +342,7 @@ def test_a_root_that_cannot_be_listed_says_nothing_about_its_jobs(
     storage = RuledStorage()
     look = found(tmp_path, storage)
     look.look()
-    storage.rules.append(refuse("kinds", errno.EIO))
+    storage.refuse("kinds", errno.EIO)
     for _ in range(5):
         look.look()
     assert look.jobs == {"job"}

@@ -300,7 +300,7 @@ def test_an_explorer_that_goes_while_storage_fails_has_no_metrics_for_ever(
     said = Measured(job, clock)
     report(job, "a", 1)
     report(job, "b", 1)
-    storage.rules.append(refuse("open_read", errno.EIO, where="b.json"))
+    storage.refuse("open_read", errno.EIO, where="b.json")
     said.meter.round_ended(0.1)
     assert said.names("explorer_refuses") == {"a"}
     storage.rules.clear()

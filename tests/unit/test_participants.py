@@ -16,7 +16,7 @@ from syncd.storage.job import Job
 from syncd.storage.sessions import DAEMON_SESSION, Session
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.multiprocess.processes import DEADLINE, wait_until
-from tests.storages import Clock, FastStorage, RuledStorage, once
+from tests.storages import Clock, FastStorage, RuledStorage
 from tests.unit.test_decide import FOREIGN
 from tests.unit.test_decide import job as observed
 
@@ -125,7 +125,7 @@ def test_what_someone_wrote_last_is_published_though_the_first_look_does_not_see
     def saves_and_leaves(*_: object) -> None:
         job.save(1)
         participant.close()
-        storage.rules.append(once("open_read", not_there, where=f"/{STATE_POINTER}"))
+        storage.once("open_read", not_there, where=f"/{STATE_POINTER}")
 
     serving = threading.Thread(target=service.run)
     serving.start()
@@ -133,7 +133,7 @@ def test_what_someone_wrote_last_is_published_though_the_first_look_does_not_see
         pointer = job.state_pointer
         wait_until(lambda: storage.count("open_read", pointer) > 5, "some rounds have gone by")
         assert serving.is_alive()
-        storage.rules.append(once("names", saves_and_leaves, where="/sessions"))
+        storage.once("names", saves_and_leaves, where="/sessions")
         serving.join(DEADLINE)
         assert not serving.is_alive()
     finally:

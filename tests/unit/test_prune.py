@@ -17,7 +17,7 @@ from syncd.storage.job import Job
 from tests.deltas import contents
 from tests.jobs import SmallJob, published
 from tests.lagging import Hosts
-from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
+from tests.storages import Clock, FastStorage, RuledStorage
 
 pytestmark = pytest.mark.lagging
 
@@ -134,7 +134,7 @@ def test_a_lease_that_arrives_between_decision_and_rmdir_keeps_the_version(
     ruled: SmallJob, storage: RuledStorage
 ) -> None:
     published(ruled, 2)
-    storage.rules.append(once("rmdir", lambda _: ruled.lease(1, "late"), where="leases/v000001"))
+    storage.once("rmdir", lambda _: ruled.lease(1, "late"), where="leases/v000001")
     round_of(ruled, keep=1, prune_steps=False)
     assert ruled.versions == ["v000001", "v000002"]
     assert ruled.audit == []
@@ -145,7 +145,7 @@ def test_a_version_whose_daemon_died_after_its_rmdir_is_deleted_by_the_next(
     ruled: SmallJob, storage: RuledStorage
 ) -> None:
     published(ruled, 2)
-    storage.rules.append(refuse("rename", errno.EIO, where="published/v000001"))
+    storage.refuse("rename", errno.EIO, where="published/v000001")
     round_of(ruled, keep=1, prune_steps=False)
     assert not ruled.lease_folder(1).exists()
     storage.rules.clear()
@@ -264,7 +264,7 @@ def test_a_step_that_cannot_be_looked_at_once_more_is_put_back(
 ) -> None:
     published(ruled, 2)
     before = contents(ruled.step(1))
-    storage.rules.append(refuse("names", errno.EIO, where="trash/global_step_1"))
+    storage.refuse("names", errno.EIO, where="trash/global_step_1")
     round_of(ruled)
     assert contents(ruled.step(1)) == before
     assert ruled.audit == []
@@ -320,7 +320,7 @@ def test_what_a_daemon_left_half_deleted_is_deleted_by_the_next_on_record(
     ruled: SmallJob, storage: RuledStorage
 ) -> None:
     published(ruled, 2)
-    storage.rules.append(refuse("unlink", errno.EIO, where="doomed"))
+    storage.refuse("unlink", errno.EIO, where="doomed")
     round_of(ruled, keep=1, prune_steps=False)
     storage.rules.clear()
     round_of(ruled, prune_steps=False)

@@ -18,7 +18,7 @@ from syncd.protocol.errors import (
 from syncd.protocol.records import PublishNotice, Quarantine, encode, parse
 from tests.jobs import SmallJob, weights
 from tests.lagging import Hosts
-from tests.storages import Clock, RuledStorage, once, refuse
+from tests.storages import Clock, RuledStorage, once
 
 pytestmark = pytest.mark.lagging
 
@@ -115,7 +115,7 @@ def test_the_publish_lock_is_replaced_by_one_rename_and_not_synced(
 def test_a_refused_commit_is_tried_again_and_nothing_is_lost(
     ruled: SmallJob, storage: RuledStorage, rename: str, code: int, clock: Clock
 ) -> None:
-    storage.rules.append(refuse("rename", code, where=rename))
+    storage.refuse("rename", code, where=rename)
     ruled.save(4)
     with ruled.daemon(clock=clock) as loop:
         loop.run_once()
@@ -130,7 +130,7 @@ def test_a_refused_commit_is_tried_again_and_nothing_is_lost(
 def test_a_finished_version_that_latest_does_not_name_is_adopted(
     ruled: SmallJob, storage: RuledStorage
 ) -> None:
-    storage.rules.append(refuse("rename", errno.EIO, where=".syncd/LATEST"))
+    storage.refuse("rename", errno.EIO, where=".syncd/LATEST")
     ruled.save(4)
     run(ruled)
     assert ruled.versions == ["v000001"]
@@ -177,7 +177,7 @@ def test_storage_that_does_not_answer_is_no_reason_to_discard_a_version(
     ruled.save(4)
     run(ruled)
     ruled.layout.latest.unlink()
-    storage.rules.append(refuse("open_read", errno.EIO, where="v000001/manifest.json"))
+    storage.refuse("open_read", errno.EIO, where="v000001/manifest.json")
     with pytest.raises(OSError, match=os.strerror(errno.EIO)), ruled.daemon():
         pass
     storage.rules.clear()

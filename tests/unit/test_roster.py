@@ -18,7 +18,7 @@ from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.storage.job import Job
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.lagging import LaggingHosts
-from tests.storages import Clock, RuledStorage, once, refuse
+from tests.storages import Clock, RuledStorage, once
 
 SLICE = LEASE_TIME / 16
 
@@ -204,7 +204,7 @@ def test_storage_that_does_not_answer_is_no_death(
 ) -> None:
     explorers.come("a")
     assert names(roster) == {"a"}
-    storage.rules.append(refuse("open_read", errno.EIO, where="sessions"))
+    storage.refuse("open_read", errno.EIO, where="sessions")
     refused = 0
     for _ in range(3 * 16):
         clock.advance(SLICE)
@@ -308,7 +308,7 @@ def test_a_report_that_is_replaced_while_it_is_read_is_read_anew(
 ) -> None:
     explorers.come("a", "t")
     trainer(job, "running", "s-t")
-    storage.rules.append(once(method, forget))
+    storage.once(method, forget)
     assert roster.trainer_status() is RunningStatus.RUNNING
     storage.rules[:] = [once(method, forget)]
     assert names(roster) == {"a", "t"}

@@ -18,7 +18,7 @@ from syncd.storage.job import Job
 from syncd.storage.judge import Judge
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.lagging import Hosts
-from tests.storages import Clock, RuledStorage, refuse
+from tests.storages import Clock, RuledStorage
 
 pytestmark = pytest.mark.lagging
 
@@ -368,7 +368,7 @@ def test_storage_that_does_not_answer_is_an_error_and_no_missing_step(
     job: SmallJob, scanner: Scanner, storage: RuledStorage
 ) -> None:
     known = published(4, job.save(4))
-    storage.rules.append(refuse("names", errno.EIO, where="global_step_4"))
+    storage.refuse("names", errno.EIO, where="global_step_4")
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         scanner.scan(known)
 

@@ -104,7 +104,7 @@ def test_the_next_save_is_published_as_ever(job: SmallJob) -> None:
 def test_a_request_is_carried_out_once_though_its_answer_was_not_written(
     ruled: SmallJob, storage: RuledStorage
 ) -> None:
-    storage.rules.append(refuse("rename", errno.EIO, where="requests/ask.json"))
+    storage.refuse("rename", errno.EIO, where="requests/ask.json")
     published(ruled, 3)
     ask(ruled, 1)
     ruled.save(4)
@@ -123,7 +123,7 @@ def test_a_version_that_latest_never_named_is_adopted_and_counts_as_the_answer(
 ) -> None:
     published(ruled, 3)
     ask(ruled, 1)
-    storage.rules.append(refuse("rename", errno.EIO, where=".syncd/LATEST"))
+    storage.refuse("rename", errno.EIO, where=".syncd/LATEST")
     run(ruled)
     assert ruled.latest.sequence == 3
     storage.rules.clear()
@@ -162,7 +162,7 @@ def test_a_damaged_version_is_refused(job: SmallJob) -> None:
 def test_a_version_that_is_asked_for_is_not_pruned_before_the_answer(
     ruled: SmallJob, storage: RuledStorage
 ) -> None:
-    storage.rules.append(refuse("link", errno.EIO, where="published"))
+    storage.refuse("link", errno.EIO, where="published")
     published(ruled, 3)
     ask(ruled, 1)
     run(ruled, rounds=2, config=DaemonConfig(keep=1))
@@ -176,7 +176,7 @@ def test_a_version_that_is_asked_for_is_not_pruned_before_the_answer(
 def test_a_rollback_that_storage_keeps_refusing_stops_new_saves_for_a_few_rounds_only(
     ruled: SmallJob, storage: RuledStorage
 ) -> None:
-    storage.rules.append(refuse("link", errno.EACCES, where="published"))
+    storage.refuse("link", errno.EACCES, where="published")
     published(ruled, 2)
     ask(ruled, 1)
     ruled.save(3)
@@ -227,7 +227,7 @@ def test_what_another_daemon_has_answered_is_not_carried_out_again(job: SmallJob
 def test_where_there_are_no_hard_links_the_files_are_copied(
     ruled: SmallJob, storage: RuledStorage
 ) -> None:
-    storage.rules.append(refuse("link", errno.EPERM, where="published"))
+    storage.refuse("link", errno.EPERM, where="published")
     published(ruled, 3)
     ask(ruled, 1)
     run(ruled)

@@ -29,7 +29,7 @@ from syncd.protocol.records import Manifest, Receipt, parse
 from syncd.storage.job import Job
 from tests.hooks import DEADLINE, written
 from tests.jobs import SmallJob
-from tests.storages import RuledStorage, once
+from tests.storages import RuledStorage
 from tests.tiny_language import SIZES
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
 from trainer_hooks.settings import SaveAsHf, SaveLayout, SaveLora, SyncDtype
@@ -328,7 +328,7 @@ def test_two_full_checkpoints_under_way_hold_each_its_own_weights(job: SmallJob)
         assert opened.wait(DEADLINE)
 
     storage, (model, optimizer) = RuledStorage(), trained(1)
-    storage.rules.append(once("create", hold, where=MASTER))
+    storage.once("create", hold, where=MASTER)
     with TrainerHook(
         job.root,
         model,

@@ -43,7 +43,7 @@ from syncd.protocol.reports import ExplorerReport, TrainerReport
 from tests.doc_blocks import blocks
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import wait_until
-from tests.storages import Clock, RuledStorage, once, refuse
+from tests.storages import Clock, RuledStorage
 
 RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
 LONG = 60.0
@@ -379,7 +379,7 @@ def test_a_signal_handler_may_close_what_its_thread_waits_for(
 def test_a_storage_that_is_away_at_the_end_is_no_error(
     members: Members, explorer: ExplorerSynchronizer
 ) -> None:
-    members.storage.rules.append(refuse("open_read", errno.EIO))
+    members.storage.refuse("open_read", errno.EIO)
     explorer.close()
     assert members.report().status == "running"
     assert list(members.job.layout.sessions.iterdir()) == []
@@ -390,7 +390,7 @@ def test_storage_that_fails_in_a_wait_leaves_no_status_behind(
 ) -> None:
     members.trainer()
     waiting = members.waiting(explorer)
-    members.storage.rules.append(refuse("open_read", errno.EIO, where="LATEST"))
+    members.storage.refuse("open_read", errno.EIO, where="LATEST")
     with pytest.raises(OSError, match="error"):
         waiting.result(LONG)
     assert members.report().status == "running"
@@ -417,7 +417,7 @@ def test_a_request_that_storage_refuses_once_is_made_again_by_the_wait(
     members: Members, said: str, explorer: ExplorerSynchronizer, trainer: TrainerSynchronizer
 ) -> None:
     ask = partial(explorer.wait_new_model_state_dict, None, timeout=LONG)
-    members.storage.rules.append(refuse("rename", errno.EIO, where="explorer.json"))
+    members.storage.refuse("rename", errno.EIO, where="explorer.json")
     if said == "by the wait":
         tried = members.storage.count("rename", members.job.layout.drafts)
         waiting = members.aside(ask)
@@ -440,7 +440,7 @@ def test_a_request_that_storage_refuses_once_is_made_again_by_the_wait(
 def test_a_transfer_that_storage_refuses_to_begin_can_be_begun_again(members: Members) -> None:
     trainer, explorer = members.trainer(seams=members.seams), members.explorer()
     for name in ("trainer.json", "explorer.json"):
-        members.storage.rules.append(refuse("rename", errno.EIO, where=name))
+        members.storage.refuse("rename", errno.EIO, where=name)
     for refused in (partial(trainer.ready_to_nccl_sync, 4), explorer.ready_to_nccl_sync):
         with pytest.raises(OSError, match="error"):
             refused(timeout=LONG)
@@ -503,7 +503,7 @@ def test_a_status_that_storage_does_not_take_at_the_end_is_said_with_the_next_wo
 ) -> None:
     members.trainer()
     waiting = members.waiting(explorer)
-    members.storage.rules.append(refuse("rename", errno.ENOSPC, where="explorer.json"))
+    members.storage.refuse("rename", errno.ENOSPC, where="explorer.json")
     version = members.publish(1)
     assert waiting.result(LONG) == version
     members.storage.rules.clear()
@@ -548,7 +548,7 @@ def test_a_second_look_at_a_version_that_storage_refuses_does_not_let_it_go(
     members.publish(1, 1.0)
     tensors = explorer.get_model_state_dict_iterator()
     next(tensors)
-    members.storage.rules.append(refuse("open_read", errno.EIO, where="manifest.json"))
+    members.storage.refuse("open_read", errno.EIO, where="manifest.json")
     with suppress(OSError):
         explorer.get_state_dict_meta()
     assert len(list(members.job.lease_folder(1).iterdir())) == 1
@@ -585,7 +585,7 @@ def test_a_version_that_only_this_client_still_takes_for_the_newest_is_passed_ov
     now = layout.latest.read_bytes()
     layout.lease_folder(1).rmdir()  # retired
     job.put(layout.latest, old)  # as a cache has it, until the server is asked
-    members.storage.rules.append(once("utime", lambda *_: job.put(layout.latest, now)))
+    members.storage.once("utime", lambda *_: job.put(layout.latest, now))
     names = [name for name, _ in explorer.get_model_state_dict_iterator()]
     assert names == ["weight"]
 
@@ -950,7 +950,7 @@ def test_an_open_that_is_cancelled_leaves_nobody_behind(members: Members) -> Non
     def hold_up(*_: object) -> None:
         assert may_go_on.wait(LONG)
 
-    storage.rules.append(once("link", hold_up, where="claims"))
+    storage.once("link", hold_up, where="claims")
 
     async def scenario() -> None:
         seams = Seams(storage=storage)
@@ -1032,6 +1032,6 @@ def test_a_first_state_that_is_saved_while_it_is_looked_for_is_not_called_torn(
     def save(*_: object) -> None:
         trainer.save_state(1, {})
 
-    members.storage.rules.append(once("open_read", save, where="trainer_meta.json.previous"))
+    members.storage.once("open_read", save, where="trainer_meta.json.previous")
     assert explorer.load_state("trainer") is None
     assert explorer.load_state("trainer") is not None

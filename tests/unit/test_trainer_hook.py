@@ -26,7 +26,7 @@ from syncd.protocol.reports import TrainerReport
 from syncd.storage.job import Job
 from tests.hooks import over, written
 from tests.jobs import SmallJob
-from tests.storages import RuledStorage, once, refuse
+from tests.storages import RuledStorage, refuse
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
@@ -149,7 +149,7 @@ def test_a_refused_write_is_raised_by_the_next_call_with_its_step(
         method = "mkdir"
         where = "global_step_4"
     hook = TrainerHook(job.root, model, storage=storage)
-    storage.rules.append(refuse(method, errno.ENOSPC, where=where))
+    storage.refuse(method, errno.ENOSPC, where=where)
     hook.after_step(4)
     over(hook)
     storage.rules.clear()
@@ -182,7 +182,7 @@ def test_a_failure_is_raised_by_a_call_that_is_not_due_as_well(
 ) -> None:
     settings = SyncSettings(sync_interval=2)
     hook = TrainerHook(job.root, model, settings=settings, storage=storage)
-    storage.rules.append(refuse("rename", errno.EIO, where="model_world_size"))
+    storage.refuse("rename", errno.EIO, where="model_world_size")
     hook.after_step(2)
     over(hook)
     with pytest.raises(SaveFailedError, match="step 2"):
@@ -225,7 +225,7 @@ def test_what_is_saved_is_the_model_as_it_was_when_the_step_ended(
             for value in model.parameters():
                 value.zero_()
 
-    storage.rules.append(once("create", train_on, where="model_world_size"))
+    storage.once("create", train_on, where="model_world_size")
     save(job, model, storage=storage)
     saved = torch.load(job.actor(4) / "model_world_size_1_rank_0.pt", weights_only=True)
     assert all(torch.equal(saved[name], value) for name, value in before.items())
@@ -279,7 +279,7 @@ def test_a_save_whose_folder_the_pruner_took_is_written_again(
     def prune(*_: Path) -> None:
         job.step(4).rename(tmp_path / "trash")
 
-    storage.rules.append(once("rename", prune, where="model_world_size"))
+    storage.once("rename", prune, where="model_world_size")
     save(job, model, storage=storage)
     assert look_at_save(job.storage, job.actor(4), 4).identity is not None
     assert job.state_pointer.read_text() == "4\n"
@@ -294,7 +294,7 @@ def test_a_step_is_announced_before_its_first_byte_is_written(
         report = parse(TrainerReport, job.layout.trainer_report.read_bytes(), "it")
         announced.append((report.step, report.status))
 
-    storage.rules.append(once("mkdir", look, where="global_step_4"))
+    storage.once("mkdir", look, where="global_step_4")
     save(job, model, storage=storage)
     assert announced == [(4, "running")]
     report = parse(TrainerReport, job.layout.trainer_report.read_bytes(), "it")
@@ -426,7 +426,7 @@ def test_what_is_announced_stays_whole_though_the_part_for_resuming_fails(
     contents = RankContents(
         model={"weight": torch.zeros(3)}, optimizer={"state": torch.zeros(2)}, is_full=True
     )
-    storage.rules.append(refuse("create", errno.EIO, where="optim_"))
+    storage.refuse("create", errno.EIO, where="optim_")
     writer = RankWriter(Job(storage, job.layout), 1, 2, save_timeout=5, pauses=(0.0, 0.0))
     with pytest.raises(SaveFailedError, match="could not write"):
         writer.save(SaveId("run", 4, 0), contents)
@@ -442,7 +442,7 @@ def test_a_report_that_storage_refuses_for_a_moment_fails_no_save(
         def refused(*_: object) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        storage.rules.append(once("create", refused, where="trainer.json"))
+        storage.once("create", refused, where="trainer.json")
         hook.after_step(1)
     assert job.state_pointer.read_text() == "1\n"
 

@@ -17,7 +17,7 @@ from syncd.checkpoint.save import look_at_save
 from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
 from tests.hooks import DEADLINE, over, written
 from tests.jobs import SmallJob
-from tests.storages import RuledStorage, once, refuse
+from tests.storages import RuledStorage
 from tests.unit.test_explorer_threads import in_a_fork
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, latest_checkpoint
 from trainer_hooks.ranks import LedRanks
@@ -83,7 +83,7 @@ def test_a_step_that_a_busy_writer_left_out_is_saved_by_close(job: SmallJob, mod
         held.set()
         assert released.wait(DEADLINE)
 
-    storage.rules.append(once("create", hold, where="model_world_size"))
+    storage.once("create", hold, where="model_world_size")
     with TrainerHook(job.root, model, storage=storage) as hook:
         train(hook, model, 1)
         assert held.wait(DEADLINE)
@@ -110,7 +110,7 @@ def test_a_step_whose_save_failed_is_saved_by_close(job: SmallJob, model: Model)
     storage = RuledStorage()
     with TrainerHook(job.root, model, settings=SELDOM, storage=storage) as hook:
         model.become(1)
-        storage.rules.append(refuse("create", errno.ENOSPC, where="model_world_size"))
+        storage.refuse("create", errno.ENOSPC, where="model_world_size")
         hook.save_state_dict(1)
         with pytest.raises(SaveFailedError):
             written(hook)

@@ -20,7 +20,7 @@ from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.fsio import Storage
 from tests.hooks import over
-from tests.storages import RuledStorage, refuse
+from tests.storages import RuledStorage
 from trainer_hooks import SaveSettings
 from trainer_hooks.settings import WhenBusy
 from trainer_hooks.transformers import SyncdCallback
@@ -60,7 +60,7 @@ class Training:
         return logs
 
     def fill_disk(self) -> None:
-        self.storage.rules.append(refuse("create", errno.ENOSPC, where=".pt"))
+        self.storage.refuse("create", errno.ENOSPC, where=".pt")
 
     def end(self) -> None:
         self.callback.on_train_end(self.args, self.state, self._control)

@@ -70,7 +70,7 @@ def test_a_superseded_daemon_that_makes_a_nested_folder_brings_no_room_back(
         for sequence in (1, 2):
             assert pruner.retire_version(RetireVersion(sequence, "in the way"))
 
-    storage.rules.append(once("mkdir", overtake, where="additional_chat_templates"))
+    storage.once("mkdir", overtake, where="additional_chat_templates")
     with pytest.raises((SupersededError, FileNotFoundError)):
         old.publish(second)
     assert job.latest.sequence == 3
@@ -131,7 +131,7 @@ def test_a_folder_that_cannot_be_looked_at_keeps_nobody_from_the_others(
 def fill(storage: RuledStorage) -> None:
     """From now on there is no room for a new file."""
     for method in ("create", "mkdir", "open_append"):
-        storage.rules.append(refuse(method, errno.ENOSPC))
+        storage.refuse(method, errno.ENOSPC)
 
 
 def test_a_full_disk_keeps_nothing_from_being_pruned(
