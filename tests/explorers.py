@@ -18,8 +18,7 @@ def publish(job: SmallJob, *steps: int, keep: int = 2) -> None:
     """Save steps, and let a daemon publish each."""
     with job.daemon(DaemonConfig(keep=keep)) as loop:
         for step in steps:
-            job.save(step)
-            loop.run_once()
+            loop.publish(step)
     job.hosts.settle()
 
 

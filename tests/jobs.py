@@ -61,15 +61,28 @@ def receipt_of(content: bytes, name: str = "model.safetensors") -> ReceiptFile:
 class Rounds(Loop):
     """A loop on hosts that may lag: each round is first done with what its client believes."""
 
-    hosts: Hosts
+    job: SmallJob
+    clock: Clock
 
     def run_once(self) -> Decision:
         decision = super().run_once()
-        if not self.hosts.lags:
+        if not self.job.hosts.lags:
             return decision
-        self.hosts.settle()
+        self.job.hosts.settle()
         later = super().run_once()
         return Decision((*decision.actions, *later.actions), later.waiting_for)
+
+    def rounds(self, count: int, seconds: float) -> None:
+        """Rounds, so many seconds after each."""
+        for _ in range(count):
+            self.run_once()
+            self.clock.advance(seconds)
+
+    def publish(self, *steps: int) -> None:
+        """A save of each step, and a round."""
+        for step in steps:
+            self.job.save(step)
+            self.run_once()
 
 
 class SmallJob(Job):
@@ -216,7 +229,7 @@ class SmallJob(Job):
         begin: bool = True,
         meter: Meter | None = None,
         deltas: DeltaWork | None = None,
-    ) -> Iterator[Loop]:
+    ) -> Iterator[Rounds]:
         """An active daemon, from its take-over to its end, that a test moves round by round."""
         clock = clock or Clock()
         with Session(self.layout, LEASE_TIME) as session, ExitStack() as stack:
@@ -230,7 +243,7 @@ class SmallJob(Job):
                 self, session, epoch, judge, meter=meter or Meter(), clock=clock, wall=lambda: 0.0
             )
             loop = Rounds(tenure, config or DaemonConfig(), work=deltas or DeltaWork())
-            loop.hosts = self.hosts
+            loop.job, loop.clock = self, clock
             try:
                 if begin:
                     loop.begin()
@@ -244,6 +257,4 @@ class SmallJob(Job):
 def published(job: SmallJob, steps: int) -> None:
     """Steps 1, 2, …, each a version; nothing is pruned."""
     with job.daemon(DaemonConfig(keep=99, prune_steps=False)) as loop:
-        for step in range(1, steps + 1):
-            job.save(step)
-            loop.run_once()
+        loop.publish(*range(1, steps + 1))

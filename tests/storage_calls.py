@@ -81,12 +81,10 @@ def pull(folder: Path) -> Counter[str]:
     model = nn.Module()
     model.weight = nn.Parameter(nn.Linear(3, 1).weight[0].detach())
     with job.daemon(DaemonConfig()) as loop:
-        job.save(1)
-        loop.run_once()
+        loop.publish(1)
         with ExplorerHook(job.root, "explorer", TorchModule(model)) as hook:
             hook.pull(_HANGS)
-            job.save(2)
-            loop.run_once()
+            loop.publish(2)
             with counted() as calls:
                 assert hook.pull(_HANGS).sequence == 2
     return calls

@@ -194,9 +194,7 @@ def _with_deltas(job: SmallJob) -> None:
     """Two deltas are there, of which one goes once there is a third."""
     config = CONFIG.model_copy(update={"deltas": "on", "keep": 100, "prune_steps": False})
     with job.daemon(config, deltas=work()) as loop:
-        for step in (1, 2, 3):
-            job.save(step)
-            loop.run_once()
+        loop.publish(1, 2, 3)
     job.save(4)
 
 

@@ -15,7 +15,6 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.loop import Loop
 from syncd.protocol.errors import EngineMismatchError, SupersededError
 from syncd.protocol.names import shard_name
 from syncd.protocol.records import Manifest, Quarantine, ReceiptFile, parse
@@ -43,17 +42,15 @@ def test_a_vouched_file_that_is_gone_is_waited_for_and_not_left_out(
 
 
 def test_a_vouched_file_that_was_changed_is_said_by_name_before_any_weights_are_copied(
-    job: SmallJob, clock: Clock
+    job: SmallJob,
 ) -> None:
     job.save(4)
     config = job.actor(4) / "huggingface" / "config.json"
     config.write_bytes(b"changed by hand")
     storage = RuledStorage()
     job.storage = storage
-    with job.daemon(clock=clock) as loop:
-        for _ in range(3):
-            loop.run_once()
-            clock.advance(1)
+    with job.daemon() as loop:
+        loop.rounds(3, 1)
         report = parse(DaemonReport, job.layout.daemon_report.read_bytes(), "daemon.json")
     assert report.detail.startswith(f"{config} is not the file that the receipt of save run-4-0")
     written = [str(given[-1]) for method, given in storage.calls if method in {"link", "create"}]
@@ -144,18 +141,10 @@ def put(job: SmallJob, files: dict[str, bytes], step: int = 4) -> Path:
     return actor
 
 
-def settle(loop: Loop, clock: Clock, rounds: int = 3) -> None:
-    """Rounds enough for what lies still."""
-    for _ in range(rounds):
-        loop.run_once()
-        clock.advance(5)
-
-
 def look(job: SmallJob, config: DaemonConfig | None = None) -> None:
     """Let a daemon do what there is to do."""
-    clock = Clock()
-    with job.daemon(config, clock=clock) as loop:
-        settle(loop, clock)
+    with job.daemon(config) as loop:
+        loop.rounds(3, 5)
 
 
 def serve(job: SmallJob, config: DaemonConfig | None = None) -> Manifest:
@@ -257,19 +246,17 @@ def vouched(name: str, content: bytes) -> ReceiptFile:
     return ReceiptFile(name=name, size=len(content), digest=digest, over="content")
 
 
-def test_an_adapters_config_that_is_not_the_vouched_one_is_looked_at_again(
-    job: SmallJob, clock: Clock
-) -> None:
+def test_an_adapters_config_that_is_not_the_vouched_one_is_looked_at_again(job: SmallJob) -> None:
     content = file_of("x.lora_A.weight")
     actor = put(job, {LORA: content, TOLD: CONFIG + b" "})
     job.receipt(4, "run-4-0", 0, 1, receipt_of(content, LORA), vouched(TOLD, CONFIG))
-    with job.daemon(clock=clock) as loop:
-        settle(loop, clock)
+    with job.daemon() as loop:
+        loop.rounds(3, 5)
         assert job.versions == []
         report = parse(DaemonReport, job.layout.daemon_report.read_bytes(), "daemon.json")
         assert report.detail.startswith(f"{actor / TOLD} is not the file that the receipt")
         (actor / TOLD).write_bytes(CONFIG)
-        settle(loop, clock, rounds=10)
+        loop.rounds(10, 5)
     assert job.latest.kind == "adapter"
 
 
@@ -352,30 +339,30 @@ BROKEN: dict[str, tuple[dict[str, bytes], str]] = {
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_an_adapter_that_cannot_be_published_is_quarantined_and_the_next_save_served(
-    job: SmallJob, clock: Clock, kind: str
+    job: SmallJob, kind: str
 ) -> None:
     files, reason = BROKEN[kind]
     put(job, files)
-    with job.daemon(clock=clock) as loop:
-        settle(loop, clock)
+    with job.daemon() as loop:
+        loop.rounds(3, 5)
         assert job.outcomes == {4: "quarantined"}
         assert job.versions == []
         (record,) = job.layout.quarantine.iterdir()
         told = parse(Quarantine, record.read_bytes(), record)
         assert re.search(reason, told.reason)
         job.save(5)
-        settle(loop, clock)
+        loop.rounds(3, 5)
     assert job.latest.step == 5
 
 
 def test_a_config_that_comes_late_makes_a_new_save_of_it(job: SmallJob, clock: Clock) -> None:
     put(job, {SHARD: shard_of(*PEFT)})
     with job.daemon(clock=clock) as loop:
-        settle(loop, clock)
+        loop.rounds(3, 5)
         assert job.outcomes == {4: "quarantined"}
         put(job, {TOLD: CONFIG})
         clock.advance(100)  # a quarantined save is looked at now and then
-        settle(loop, clock)
+        loop.rounds(3, 5)
     assert job.latest.kind == "adapter"
 
 
@@ -443,16 +430,16 @@ def test_a_save_that_does_not_fit_is_parsed_once_and_not_at_every_attempt(
     job.storage = storage = Counted(LARGE // 2)
     put(job, {SHARD: large("model.weight")})
     with job.daemon(clock=clock) as loop:
-        settle(loop, clock)
+        loop.rounds(3, 5)
         reads = storage.reads
         assert reads > 0
         for _ in range(5):
             clock.advance(100)
-            settle(loop, clock)
+            loop.rounds(3, 5)
         assert storage.reads == reads
         storage.bytes = 10 * LARGE
         clock.advance(100)
-        settle(loop, clock)
+        loop.rounds(3, 5)
     assert job.latest.step == 4
 
 

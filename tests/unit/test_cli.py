@@ -58,9 +58,7 @@ def printed(command: str, *arguments: object) -> dict[str, Any]:
 def served(job: SmallJob) -> SmallJob:
     """A job with versions 1 to 3, and steps 1 to 3."""
     with job.daemon(DaemonConfig(keep=9, prune_steps=False)) as loop:
-        for step in (1, 2, 3):
-            job.save(step)
-            loop.run_once()
+        loop.publish(1, 2, 3)
     return job
 
 

@@ -48,8 +48,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def served(job: SmallJob) -> SmallJob:
     with job.daemon(DaemonConfig(keep=9)) as loop:
-        job.save(1)
-        loop.run_once()
+        loop.publish(1)
     return job
 
 

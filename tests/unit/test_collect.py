@@ -231,9 +231,7 @@ def test_one_file_that_cannot_be_deleted_stops_no_later_daemon(job: SmallJob, cl
     for step in (1, 2, 3):
         job.save(step)
         with job.daemon(DaemonConfig(keep=1), clock=clock) as loop:
-            for _ in range(3):
-                loop.run_once()
-                clock.advance(5)
+            loop.rounds(3, 5)
         assert job.latest.step == step
     assert job.versions == ["v000003"]
     assert len([what for what in job.audit if what == ("step", "global_step_1")]) <= 3

@@ -112,9 +112,7 @@ def test_a_full_checkpoint_alone_becomes_a_model_once_and_the_daemon_sees_nothin
     job.point(3)
     clock = Clock()
     with job.daemon(DaemonConfig(tick=0.001, keep=9), clock=clock) as loop:
-        for _ in range(2):
-            loop.run_once()
-            clock.advance(1.0)
+        loop.rounds(2, 1.0)
         assert job.latest.step == 3
         before = everything(job)
         for step in (2, 3):

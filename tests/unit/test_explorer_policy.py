@@ -35,7 +35,7 @@ from syncd.protocol.policy import RunningStatus, SyncSettings, Version
 from tests.explorers import LONG, leased, publish, report
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import wait_until
-from tests.storages import Clock, RuledStorage
+from tests.storages import RuledStorage
 
 SEAMS = Seams(poll=0.02)
 
@@ -498,11 +498,8 @@ def point_to(job: SmallJob, step: int, path: str) -> None:
     job.step(step).mkdir()
     (job.step(step) / "remote_sampler_path.txt").write_text(path)
     job.point(step)
-    clock = Clock()
-    with job.daemon(clock=clock) as loop:
-        for _ in range(3):
-            loop.run_once()
-            clock.advance(20)
+    with job.daemon() as loop:
+        loop.rounds(3, 20)
 
 
 def test_a_remote_path_is_handed_to_the_callback(job: SmallJob, engine: FakeEngine) -> None:

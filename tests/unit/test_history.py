@@ -21,7 +21,6 @@ from syncd.cli import cli
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.member import Seams
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.loop import Loop
 from syncd.daemon.telling.journal import Journal, Meter, read_journal
 from syncd.operate.history import history
 from syncd.protocol.errors import JobUnavailableError
@@ -75,12 +74,6 @@ def lives(job: SmallJob) -> list[tuple[int | None, str | None]]:
     return [(version, name) for event, version, name in events(job) if event == "live"]
 
 
-def publish(job: SmallJob, loop: Loop, *steps: int) -> None:
-    for step in steps:
-        job.save(step)
-        loop.run_once()
-
-
 def events(job: SmallJob) -> list[tuple[str, int | None, str | None]]:
     return [(one.event, one.version, one.explorer) for one in read_journal(job)]
 
@@ -102,7 +95,7 @@ class Fast(Meter):
 
 def test_a_version_is_followed_from_its_save_to_its_end(job: SmallJob, clock: Clock) -> None:
     with job.daemon(KEEP_1, clock=clock) as loop:
-        publish(job, loop, 4)
+        loop.publish(4)
         loads(job, "node-1", 1)
         clock.advance(2.0)
         loop.run_once()
@@ -111,7 +104,7 @@ def test_a_version_is_followed_from_its_save_to_its_end(job: SmallJob, clock: Cl
         loop.run_once()
         loop.run_once()
         job.lease_folder(1).joinpath("node-1.s-node-1").unlink()
-        publish(job, loop, 5)
+        loop.publish(5)
         loop.run_once()
     first, second = history(job, 10)
     assert (first.version, first.step, first.kind, first.on_disk) == (1, 4, "full", False)
@@ -127,8 +120,7 @@ def test_a_version_is_followed_from_its_save_to_its_end(job: SmallJob, clock: Cl
 def test_a_version_on_disk_is_there_however_few_are_asked_for(job: SmallJob) -> None:
     with job.daemon(DaemonConfig(keep=1)) as loop:
         for step in range(1, 6):
-            job.save(step)
-            loop.run_once()
+            loop.publish(step)
             if step == 2:
                 job.lease(2, "session")
         loop.run_once()
@@ -138,7 +130,7 @@ def test_a_version_on_disk_is_there_however_few_are_asked_for(job: SmallJob) -> 
 def test_a_daemon_that_takes_over_goes_on_and_repeats_nothing(job: SmallJob) -> None:
     for _ in range(2):
         with job.daemon(KEEP) as loop:
-            publish(job, loop, 1)
+            loop.publish(1)
             if not job.explorer("node-1").exists():
                 loads(job, "node-1", 1)
                 serves(job, "node-1", 1)
@@ -153,7 +145,7 @@ def test_an_explorer_with_a_copy_of_its_own_is_seen_though_its_lease_is_gone(
     job: SmallJob, clock: Clock
 ) -> None:
     with job.daemon(KEEP, clock=clock) as loop:
-        publish(job, loop, 1)
+        loop.publish(1)
         loads(job, "node-1", 1)
         loop.run_once()
         job.lease_folder(1).joinpath("node-1.s-node-1").unlink()
@@ -169,7 +161,7 @@ def test_an_explorer_with_a_copy_of_its_own_is_seen_though_its_lease_is_gone(
 
 def test_how_long_an_engine_paused_for_a_version_is_kept_with_it(job: SmallJob) -> None:
     with job.daemon(KEEP) as loop:
-        publish(job, loop, 1)
+        loop.publish(1)
         for name in ("node-1", "node-2", "node-3"):
             loads(job, name, 1)
         serves(job, "node-1", 1, paused=(1, 0.25004))
@@ -188,7 +180,7 @@ def test_weights_that_came_by_broadcast_are_no_version_that_is_served(
 ) -> None:
     storage = job.storage = RuledStorage()
     with job.daemon(KEEP) as loop:
-        publish(job, loop, 1)
+        loop.publish(1)
         loads(job, "node-1", 1)
         serves(job, "node-1", 1, received="run-000005-000000")
         loop.run_once()
@@ -230,7 +222,7 @@ def test_every_load_is_on_record_once_at_one_version_a_round(
         fast.takes += [lambda: hook.pull(timeout=LONG), read, synchronize]
         for first in versions[::8]:  # each daemon takes over from the one before
             with job.daemon(DaemonConfig(keep=2), meter=fast) as loop:
-                publish(job, loop, *range(first, first + 8))
+                loop.publish(*range(first, first + 8))
         with job.daemon(DaemonConfig(keep=2)) as loop:
             loop.run_once()
             loop.run_once()
@@ -250,7 +242,7 @@ def test_of_many_explorers_every_load_is_on_record_though_few_are_looked_at(
     told: list[Load] = []
     with job.daemon(KEEP_1) as loop:
         for version in range(1, 7):
-            publish(job, loop, version)
+            loop.publish(version)
             told.append(Load(sequence=version, time=float(version)))
             for name in names:
                 tells(job, name, told, time=float(version))
@@ -274,10 +266,10 @@ def test_a_daemon_that_is_killed_at_the_journal_loses_no_load_and_repeats_none(
     storage = job.storage = RuledStorage()
     told = [Load(sequence=version, time=0.0) for version in range(1, 6)]
     with job.daemon(KEEP_1) as loop:
-        publish(job, loop, 1, 2)
+        loop.publish(1, 2)
         tells(job, "node-1", told[:1], time=0.0)
         loop.run_once()
-        publish(job, loop, 3, 4, 5)
+        loop.publish(3, 4, 5)
         tells(job, "node-1", told[:5], time=0.0)
         tells(job, "node-2", told[:5], time=0.0)
         storage.rules.append(kill)
@@ -294,14 +286,14 @@ def test_a_daemon_that_is_killed_at_the_journal_loses_no_load_and_repeats_none(
 def test_a_daemon_that_takes_over_repeats_nothing_that_the_journal_has_lost(job: SmallJob) -> None:
     told = [Load(sequence=version, time=0.0) for version in range(1, 5)]
     with job.daemon(KEEP_1) as loop:
-        publish(job, loop, 1, 2, 3)
+        loop.publish(1, 2, 3)
         tells(job, "node-1", told[:3], time=0.0)
         loop.run_once()
     lines = job.layout.journal.read_bytes().splitlines(keepends=True)
     (at,) = (n for n, line in enumerate(lines) if b'"published","version":3' in line)
     job.put(job.layout.journal, b"".join(lines[at : at + 1]))  # the rest was bounded away
     with job.daemon(KEEP_1) as loop:
-        publish(job, loop, 4)
+        loop.publish(4)
         tells(job, "node-1", told, time=0.0)
         loop.run_once()
     assert lives(job) == [(3, "node-1"), (4, "node-1")]
@@ -310,7 +302,7 @@ def test_a_daemon_that_takes_over_repeats_nothing_that_the_journal_has_lost(job:
 def test_loads_that_are_found_together_have_their_own_times(job: SmallJob, clock: Clock) -> None:
     with job.daemon(KEEP, clock=clock) as loop:
         for step in (1, 2, 3):
-            publish(job, loop, step)
+            loop.publish(step)
             clock.advance(10.0)
         # By the explorer's own clock, which is far from the daemon's.
         told = [Load(sequence=n, time=77.0 + 10 * n, pause=n / 4) for n in (1, 2, 3)]
@@ -325,7 +317,7 @@ def test_loads_that_are_found_together_have_their_own_times(job: SmallJob, clock
 
 def test_a_load_is_at_no_time_before_its_version(job: SmallJob, clock: Clock) -> None:
     with job.daemon(KEEP, clock=clock) as loop:
-        publish(job, loop, 1)
+        loop.publish(1)
         clock.advance(2.0)
         tells(job, "node-1", [Load(sequence=1, time=-1.7e308)], time=1.7e308)
         tells(job, "node-2", [Load(sequence=1, time=0.0)], time=1e300)
@@ -339,17 +331,17 @@ def test_a_load_is_at_no_time_before_its_version(job: SmallJob, clock: Clock) ->
 
 def test_what_an_explorer_cannot_have_loaded_is_not_on_record(job: SmallJob) -> None:
     with job.daemon(KEEP) as loop:
-        publish(job, loop, 1)
+        loop.publish(1)
         tells(job, "node-1", [Load(sequence=n, time=0.0) for n in (1, 2, 2**62)], time=0.0)
         loop.run_once()
-        publish(job, loop, 2)
+        loop.publish(2)
         loop.run_once()
     assert lives(job) == [(1, "node-1"), (2, "node-1")]
 
 
 def test_an_explorer_that_was_started_anew_tells_the_loads_of_the_one_before(job: SmallJob) -> None:
     with job.daemon(KEEP) as loop:
-        publish(job, loop, 1)
+        loop.publish(1)
         with synchronizer(job, "node-1") as explorer:
             explorer.set_explorer_version(Version(1, 1))
         with Reader(job.root, "node-2", storage=job.explorers) as reader:
@@ -391,7 +383,7 @@ def test_a_report_of_a_release_that_names_no_loads_counts_once_its_lease_is_seen
     with job.daemon(KEEP, meter=fast) as loop:
         # In a round that has looked for leases already.
         fast.takes += [lambda: loads(job, "node-1", 1), lambda: serves(job, "node-1", 1)]
-        publish(job, loop, 1)
+        loop.publish(1)
         assert lives(job) == []
         serves(job, "node-2", 1)  # a version of a memory directory
         loop.run_once()
@@ -404,7 +396,7 @@ def test_who_loads_nothing_costs_no_look_and_many_are_looked_at_in_turn(
 ) -> None:
     storage = job.storage = RuledStorage()
     with job.daemon(KEEP) as loop:
-        publish(job, loop, 1)
+        loop.publish(1)
         names = [f"node-{number}" for number in range(70)]
         for name in names:
             loads(job, name, 1)
@@ -428,7 +420,7 @@ def test_the_log_and_the_status_give_a_small_version_the_same_size(
     job: SmallJob, caplog: pytest.LogCaptureFixture
 ) -> None:
     with job.daemon() as loop, caplog.at_level("INFO"):
-        publish(job, loop, 1)
+        loop.publish(1)
     [line] = [text for text in caplog.messages if text.startswith("published step 1")]
     told = line.removeprefix("published step 1 as version 1: ").split(" in ")[0]
     assert told.endswith(" kB")
@@ -437,7 +429,7 @@ def test_the_log_and_the_status_give_a_small_version_the_same_size(
 
 def test_what_else_becomes_of_saves_is_an_event_in_the_status(job: SmallJob) -> None:
     with job.daemon(DaemonConfig(keep=9, prune_steps=False)) as loop:
-        publish(job, loop, 1, 2)
+        loop.publish(1, 2)
         job.save(3)
         job.put(job.actor(3) / "model.safetensors", b"x" * 100)
         receipt = job.actor(3) / ".receipts" / "rank_0.json"
@@ -473,10 +465,10 @@ def test_the_file_is_bounded_and_its_oldest_lines_go_first(job: SmallJob) -> Non
 
 def test_a_long_audit_log_is_begun_anew_and_what_it_told_is_still_known(job: SmallJob) -> None:
     with job.daemon(KEEP_1) as loop:
-        publish(job, loop, 1, 2)
+        loop.publish(1, 2)
         loop.run_once()
         os.truncate(job.layout.audit, LIMIT)
-        publish(job, loop, 3)
+        loop.publish(3)
         loop.run_once()
     assert b'"v000001"' in older_lines(job.layout.audit).read_bytes()
     assert b'"v000002"' in job.layout.audit.read_bytes()
@@ -508,10 +500,10 @@ def test_a_journal_that_storage_refuses_keeps_nobody_from_anything(
 ) -> None:
     storage = job.storage = RuledStorage(refuse(method, errno.EIO, where="journal.jsonl"))
     with job.daemon(KEEP) as loop:
-        publish(job, loop, 1)
+        loop.publish(1)
         assert job.latest.step == 1
         storage.rules.clear()
-        publish(job, loop, 2)
+        loop.publish(2)
     assert [version for event, version, _ in events(job) if event == "published"] == [1, 2]
 
 
@@ -527,7 +519,7 @@ def test_a_line_that_cannot_be_written_names_its_file(tmp_path: Path) -> None:
 
 def test_versions_without_a_journal_say_what_their_manifests_do(job: SmallJob) -> None:
     with job.daemon(KEEP) as loop:
-        publish(job, loop, 7)
+        loop.publish(7)
     job.layout.journal.unlink()
     serves(job, "node-1", 1)
     (only,) = history(job, 10)
@@ -596,7 +588,7 @@ def test_a_line_holds_what_belongs_to_its_event_alone() -> None:
 
 def test_times_that_nobody_can_mean_leave_valid_json(job: SmallJob) -> None:
     with job.daemon() as loop:
-        publish(job, loop, 1)
+        loop.publish(1)
     early = Journal(job, wall=lambda: -1.7e308)
     early.note("published", version=2, step=2, bytes=1, seconds=1.0, latency=1.7e308)
     early.write()

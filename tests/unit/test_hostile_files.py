@@ -295,9 +295,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = SmallJob(template / "job")
     layout = job.layout
     with job.daemon(DaemonConfig(keep=9, prune_steps=False)) as loop:
-        for step in (1, 2, 3, 4):
-            job.save(step)
-            loop.run_once()
+        loop.publish(1, 2, 3, 4)
     (layout.step(1) / ".full_checkpoint").touch()
     (layout.actor(2) / "optim_world_size_1_rank_0.pt").touch()
     job.point(1, CHECKPOINT_POINTER)
@@ -483,9 +481,7 @@ def test_a_foreign_save_is_served_once_nothing_stands_in_for_that_folder(
         place = job.actor(1) / "huggingface"
         shutil.rmtree(place)
         place.touch()
-        for _ in range(4):
-            loop.run_once()
-            clock.advance(5)
+        loop.rounds(4, 5)
         assert job.versions == []
         place.unlink()
         for _ in range(4):

@@ -204,7 +204,7 @@ def test_the_child_is_confined_and_each_file_has_its_own_time(child: IsolatedPar
 
 @pytest.mark.parametrize("receipt", [False, True], ids=["no receipt", "a forged receipt"])
 def test_a_save_of_another_trainer_that_is_a_bomb_is_quarantined_and_the_next_published(
-    job: SmallJob, clock: Clock, receipt: bool
+    job: SmallJob, receipt: bool
 ) -> None:
     actor = job.actor(4)
     (actor / RECEIPTS if receipt else actor).mkdir(parents=True)
@@ -220,19 +220,15 @@ def test_a_save_of_another_trainer_that_is_a_bomb_is_quarantined_and_the_next_pu
             )
         job.receipt(4, "run-4-0", 0, 1, file)
     job.point(4)
-    with job.daemon(clock=clock) as loop:
-        for _ in range(3):
-            loop.run_once()
-            clock.advance(2)
+    with job.daemon() as loop:
+        loop.rounds(3, 2)
         assert job.outcomes == {4: "quarantined"}
         (record,) = job.layout.quarantine.iterdir()
         reason = parse(Quarantine, record.read_bytes(), record).reason
         assert reason.startswith(str(actor / shard_name(1, 0)))
         assert "more memory" in reason
         job.save(5, receipts=False)
-        for _ in range(3):
-            loop.run_once()
-            clock.advance(2)
+        loop.rounds(3, 2)
         assert job.latest.step == 5
 
 

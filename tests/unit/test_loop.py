@@ -112,8 +112,7 @@ def test_a_damaged_latest_is_one_warning_that_names_what_replaces_it(
         assert line.startswith(f"{job.layout.latest} is not a valid Latest record: ")
         assert "until the daemon publishes the next version or is restarted" in line
         if remedy == "the next version":
-            job.save(5)
-            loop.run_once()
+            loop.publish(5)
             assert job.latest.step == 5
     if remedy == "a restart":
         with job.daemon(clock=clock):

@@ -69,16 +69,13 @@ def test_what_a_daemon_does_is_counted(job: SmallJob, clock: Clock, said: Measur
     with job.daemon(DaemonConfig(keep=1), clock=clock, meter=said.meter) as loop:
         assert said("saves_total", outcome="quarantined") == 0  # else an alert would miss the first
         for step in (1, 2):
-            job.save(step)
-            loop.run_once()
+            loop.publish(step)
             clock.advance(60)
             loop.run_once()
         job.save(3)
         (job.actor(3) / "model.safetensors").write_bytes(b"nothing")
         job.point(3)
-        for _ in range(40):
-            loop.run_once()
-            clock.advance(5)
+        loop.rounds(40, 5)
     assert said("saves_total", outcome="published") == 2
     assert said("latest_version") == 2
     assert said("versions") == 1
@@ -122,8 +119,7 @@ def test_each_load_is_measured_and_of_an_explorers_first_one_the_pause_alone(
     with job.daemon(clock=clock, meter=said.meter) as loop:
         loads: list[Load] = []
         for step in (1, 2, 3):
-            job.save(step)
-            loop.run_once()
+            loop.publish(step)
             clock.advance(3)
             loads.append(Load(sequence=step, time=float(step), pause=0.5))
             if step != 2:  # then two at once
@@ -153,8 +149,7 @@ def test_who_is_dead_and_when_anything_was_published_is_measured(
         loop.run_once()
 
     with job.daemon(clock=clock, meter=said.meter) as loop:
-        job.save(1)
-        loop.run_once()
+        loop.publish(1)
         report(job, "a", 1)
         announce("running")
         beat("t", 0)
@@ -171,15 +166,13 @@ def test_who_is_dead_and_when_anything_was_published_is_measured(
 
 
 def test_the_log_warns_of_a_trainer_whose_heartbeat_stops(
-    job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture
+    job: SmallJob, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = {"run_id": "r", "world_size": 1, "session": "t", "status": "running", "time": 1.0}
     job.put(job.layout.trainer_report, encode(TrainerReport.model_validate(told)))
     job.session("t").touch()
-    with job.daemon(clock=clock) as loop:
-        for _ in range(7):
-            loop.run_once()
-            clock.advance(5)
+    with job.daemon() as loop:
+        loop.rounds(7, 5)
     assert ["session t is dead" in line.message for line in caplog.records].count(True) == 1
     (record,) = (line for line in caplog.records if "session t is dead" in line.message)
     assert record.levelname == "WARNING"
@@ -189,9 +182,7 @@ def test_an_explorer_s_metrics_come_with_its_report_and_go_with_it(
     job: SmallJob, clock: Clock, said: Measured
 ) -> None:
     with job.daemon(clock=clock, meter=said.meter) as loop:
-        for step in (1, 2, 3):
-            job.save(step)
-            loop.run_once()
+        loop.publish(1, 2, 3)
         report(job, "fast", 3)
         report(job, "slow", 1, refused="it does not fit")
         report(job, "new", None)
@@ -268,8 +259,7 @@ def test_a_daemon_that_stands_by_says_nothing_of_the_job(
     said.meter.active(yes=True)
     assert said("daemon_active") == 1
     with job.daemon(clock=clock, meter=said.meter) as loop:
-        job.save(1)
-        loop.run_once()
+        loop.publish(1)
         report(job, "a", 1)
         clock.advance(10)
         loop.run_once()

@@ -31,7 +31,6 @@ from syncd.storage.fsio import Storage
 from tests.jobs import SmallJob, nothing, weights
 from tests.merging import build
 from tests.products import product
-from tests.storages import Clock
 
 STORAGE = Storage(durable=False)
 
@@ -235,15 +234,11 @@ def test_control_characters_in_a_name_are_refused_in_every_kind_of_save(
     assert_quiet(str(caught.value))
 
 
-def test_a_foreign_save_with_control_characters_in_a_name_is_quarantined(
-    job: SmallJob, clock: Clock
-) -> None:
-    with job.daemon(clock=clock) as loop:
+def test_a_foreign_save_with_control_characters_in_a_name_is_quarantined(job: SmallJob) -> None:
+    with job.daemon() as loop:
         job.save(1, receipts=False)
         (job.actor(1) / "model.safetensors").write_bytes(weights(1.0, name="a\x1b[2J"))
-        for _ in range(40):
-            loop.run_once()
-            clock.advance(5)
+        loop.rounds(40, 5)
     (path,) = job.layout.quarantine.iterdir()
     assert "is a name with control characters" in parse(Quarantine, path.read_bytes(), path).reason
     assert not job.layout.latest.exists()

@@ -76,12 +76,12 @@ def said(job: SmallJob) -> list[tuple[int | None, str | None, str | None]]:
     ],
 )
 def test_a_new_job_gets_the_hubs_names_if_all_live_explorers_take_them(
-    job: SmallJob, clock: Clock, explorers: dict[str, bool], names: object
+    job: SmallJob, explorers: dict[str, bool], names: object
 ) -> None:
     with ExitStack() as stack:
         for name, takes in explorers.items():
             stack.enter_context(explorer(job, name, hub_names=takes))
-        with job.daemon(clock=clock) as loop:
+        with job.daemon() as loop:
             save(job, 1)
             loop.run_once()
             seen = look(job)
@@ -96,10 +96,10 @@ def test_a_new_job_gets_the_hubs_names_if_all_live_explorers_take_them(
     assert seen["daemon"]["names"] == names[0]  # type: ignore[index]
 
 
-def test_an_explorer_that_is_gone_is_not_asked(job: SmallJob, clock: Clock) -> None:
+def test_an_explorer_that_is_gone_is_not_asked(job: SmallJob) -> None:
     with explorer(job, "old", hub_names=False):
         pass
-    with job.daemon(clock=clock) as loop:
+    with job.daemon() as loop:
         save(job, 1)
         loop.run_once()
     assert tensors(job, 1) == HUB
@@ -163,13 +163,13 @@ def test_a_job_keeps_its_names_over_versions_that_have_none_and_daemons(
     assert said(job) == [(1, "hub", None)]
 
 
-def test_a_map_that_the_receipts_do_not_list_is_another_saves(job: SmallJob, clock: Clock) -> None:
+def test_a_map_that_the_receipts_do_not_list_is_another_saves(job: SmallJob) -> None:
     save(job, 1)
     receipt = job.actor(1) / RECEIPTS / receipt_name(0)
     told = parse(Receipt, receipt.read_bytes(), receipt)
     files = tuple(file for file in told.files if not file.name.endswith(NAME_MAP))
     receipt.write_bytes(encode(told.model_copy(update={"files": files})))
-    with job.daemon(clock=clock) as loop:
+    with job.daemon() as loop:
         loop.run_once()
     assert tensors(job, 1) == TRAINER
     assert not (job.version(1) / NAME_MAP).exists()
@@ -194,8 +194,8 @@ def test_a_change_of_names_is_said_once(
     assert "in the previous version they had the names of the trainer's module" in caplog.text
 
 
-def test_a_rollback_brings_its_names_back_and_they_are_kept(job: SmallJob, clock: Clock) -> None:
-    with job.daemon(DaemonConfig(names="trainer", keep=9), clock=clock) as loop:
+def test_a_rollback_brings_its_names_back_and_they_are_kept(job: SmallJob) -> None:
+    with job.daemon(DaemonConfig(names="trainer", keep=9)) as loop:
         save(job, 1)
         loop.run_once()
         loop.config = DaemonConfig(names="hub", keep=9)
@@ -211,12 +211,9 @@ def test_a_rollback_brings_its_names_back_and_they_are_kept(job: SmallJob, clock
     assert [line[:2] for line in said(job)] == [(1, "trainer"), (2, "hub"), (3, "trainer")]
 
 
-def test_a_model_whose_names_are_the_same_is_nothing_to_be_said(
-    job: SmallJob, clock: Clock
-) -> None:
-    with explorer(job, "old", hub_names=False), job.daemon(clock=clock) as loop:
-        job.save(1)
-        loop.run_once()
+def test_a_model_whose_names_are_the_same_is_nothing_to_be_said(job: SmallJob) -> None:
+    with explorer(job, "old", hub_names=False), job.daemon() as loop:
+        loop.publish(1)
         seen = look(job)
     assert said(job) == []
     assert seen["daemon"]["names"] is None

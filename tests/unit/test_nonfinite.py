@@ -27,7 +27,6 @@ from syncd.protocol.policy import SyncMethod
 from syncd.protocol.records import NonFinite, Quarantine, Receipt, parse
 from tests.hooks import written
 from tests.jobs import SmallJob, receipt_of
-from tests.storages import Clock
 from tests.tiny_language import SIZES
 from tests.weight_groups import transfer
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
@@ -280,18 +279,14 @@ def test_a_daemon_that_refuses_nan_quarantines_it_and_serves_the_next_save(job: 
     assert job.latest.step == 4
 
 
-def test_a_save_that_nobody_looked_at_is_published_and_its_version_says_so(
-    job: SmallJob, clock: Clock
-) -> None:
+def test_a_save_that_nobody_looked_at_is_published_and_its_version_says_so(job: SmallJob) -> None:
     """Also by a daemon that refuses NaN: nothing is known of it."""
-    with job.daemon(DaemonConfig(refuse_nonfinite=True), clock=clock) as loop:
+    with job.daemon(DaemonConfig(refuse_nonfinite=True)) as loop:
         put(job, 1, None)
         loop.run_once()
         assert read_manifest(job.storage, job.version(1)).nonfinite is None
         job.save(2, NAN, receipts=False)
-        for _ in range(2):
-            loop.run_once()
-            clock.advance(5)
+        loop.rounds(2, 5)
     assert read_manifest(job.storage, job.version(2)).nonfinite is None
 
 

@@ -151,12 +151,12 @@ def test_daemons_are_no_participants(job: SmallJob, found: Participants) -> None
     assert not found.gone
 
 
-def test_what_is_still_to_be_published_is_pending(job: SmallJob, clock: Clock) -> None:
+def test_what_is_still_to_be_published_is_pending(job: SmallJob) -> None:
     config = DaemonConfig()
     assert not decide(observed(), config).pending
     assert decide(observed(published_save="run-8-0"), config).pending
     assert decide(observed(save=FOREIGN, save_still_for=0.0), config).pending
-    with job.daemon(clock=clock) as loop:
+    with job.daemon() as loop:
         assert not loop.run_once().pending  # no pointer
         job.point(3)
         assert not loop.run_once().pending  # nothing there, and nobody to write it

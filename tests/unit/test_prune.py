@@ -171,15 +171,11 @@ def test_a_dead_explorers_lease_goes_after_the_grace_and_then_its_version(
     assert job.audit[1:] == [("version", "v000001")]
 
 
-def test_a_note_that_someone_left_among_the_leases_keeps_the_version(
-    job: SmallJob, clock: Clock
-) -> None:
+def test_a_note_that_someone_left_among_the_leases_keeps_the_version(job: SmallJob) -> None:
     published(job, 2)
     (job.lease_folder(1) / "keep this for the paper").touch()
-    with job.daemon(DaemonConfig(keep=1), clock=clock) as loop:
-        for _ in range(3):
-            loop.run_once()
-            clock.advance(1000)
+    with job.daemon(DaemonConfig(keep=1)) as loop:
+        loop.rounds(3, 1000)
     assert job.versions == ["v000001", "v000002"]
 
 

@@ -262,14 +262,12 @@ def test_a_save_that_cannot_be_published_is_quarantined_once_with_its_reason(
 
 
 def test_a_quarantined_save_stays_so_for_the_next_daemon_and_a_new_one_is_tried(
-    job: SmallJob, clock: Clock
+    job: SmallJob,
 ) -> None:
     broken_save(job, 4)
     for _ in range(2):
-        with job.daemon(clock=clock) as loop:
-            for _ in range(3):
-                loop.run_once()
-                clock.advance(5)
+        with job.daemon() as loop:
+            loop.rounds(3, 5)
     assert len(list(job.layout.quarantine.iterdir())) == 1
     job.save(4)
     run(job)

@@ -38,8 +38,7 @@ LONG = 60.0
 def publish(job: SmallJob, *steps: int) -> None:
     with job.daemon() as loop:
         for step in steps:
-            job.save(step)
-            loop.run_once()
+            loop.publish(step)
     job.hosts.settle()
 
 
@@ -157,8 +156,7 @@ def test_a_version_that_is_retired_while_it_is_leased_is_passed_over(
 
     def go_on(*_: Path) -> None:
         with job.daemon() as loop:
-            job.save(4)
-            loop.run_once()
+            loop.publish(4)
         job.lease_folder(1).rmdir()
 
     storage = hosts.ruled(once("create", go_on, where="leases/v000001"))

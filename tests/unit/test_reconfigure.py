@@ -20,23 +20,19 @@ from tests.storages import Clock
 
 
 @pytest.mark.slow
-def test_the_next_version_is_made_by_the_new_configuration(job: SmallJob, clock: Clock) -> None:
-    with job.daemon(DaemonConfig(), clock=clock) as loop:
-        job.save(1)
-        loop.run_once()
+def test_the_next_version_is_made_by_the_new_configuration(job: SmallJob) -> None:
+    with job.daemon(DaemonConfig()) as loop:
+        loop.publish(1)
         loop.config = DaemonConfig(cast="bf16", digests=False)
-        job.save(2)
-        loop.run_once()
+        loop.publish(2)
     first, second = (read_manifest(job.storage, job.version(n)) for n in (1, 2))
     assert (first.tensors[0].dtype, first.digests) == ("F32", "xxh3-128")
     assert (second.tensors[0].dtype, second.digests) == ("BF16", "off")
 
 
-def test_what_was_kept_goes_at_the_next_round(job: SmallJob, clock: Clock) -> None:
-    with job.daemon(DaemonConfig(keep=9, prune_steps=False), clock=clock) as loop:
-        for step in (1, 2, 3):
-            job.save(step)
-            loop.run_once()
+def test_what_was_kept_goes_at_the_next_round(job: SmallJob) -> None:
+    with job.daemon(DaemonConfig(keep=9, prune_steps=False)) as loop:
+        loop.publish(1, 2, 3)
         loop.run_once()
         assert (len(job.versions), job.audit) == (3, [])
         loop.config = DaemonConfig(keep=1)
@@ -49,14 +45,11 @@ def test_what_was_kept_goes_at_the_next_round(job: SmallJob, clock: Clock) -> No
         }
 
 
-def test_a_dead_explorer_s_lease_goes_by_the_new_grace(job: SmallJob, clock: Clock) -> None:
-    with job.daemon(DaemonConfig(dead_reader_grace=10_000), clock=clock) as loop:
-        job.save(1)
-        loop.run_once()
+def test_a_dead_explorer_s_lease_goes_by_the_new_grace(job: SmallJob) -> None:
+    with job.daemon(DaemonConfig(dead_reader_grace=10_000)) as loop:
+        loop.publish(1)
         job.lease(1, "nobody-1")
-        for _ in range(20):
-            loop.run_once()
-            clock.advance(5)
+        loop.rounds(20, 5)
         assert job.audit == []
         loop.config = DaemonConfig(dead_reader_grace=0)
         loop.run_once()
@@ -100,9 +93,7 @@ def test_prune_goes_by_the_rules_that_a_daemon_would_be_told(
     job: SmallJob, tmp_path: Path, say: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with job.daemon(DaemonConfig(keep=9, prune_steps=False)) as loop:
-        for step in (1, 2, 3, 4):
-            job.save(step)
-            loop.run_once()
+        loop.publish(1, 2, 3, 4)
     words = ["prune", str(job.root), "--dry-run", "--no-prune-steps"]
     if say == "option":
         words += ["--keep", "3"]

@@ -51,22 +51,20 @@ def let_lie(loop: Loop, clock: Clock) -> None:
     loop.run_once()
 
 
-def rounds(job: SmallJob, clock: Clock, *, pause: float = 2) -> None:
-    with job.daemon(clock=clock) as loop:
-        for _ in range(3):
-            loop.run_once()
-            clock.advance(pause)
+def rounds(job: SmallJob, *, pause: float = 2) -> None:
+    with job.daemon() as loop:
+        loop.rounds(3, pause)
 
 
 @pytest.mark.lagging
-def test_a_path_becomes_a_version_of_kind_remote(job: SmallJob, clock: Clock) -> None:
+def test_a_path_becomes_a_version_of_kind_remote(job: SmallJob) -> None:
     point_to(job, 9, f"{TINKER}\n".encode())
-    rounds(job, clock)
+    rounds(job)
     assert (job.latest.sequence, job.latest.step, job.latest.kind) == (1, 9, "remote")
     manifest = read_manifest(STORAGE, job.version(1))
     assert (manifest.remote, manifest.files, manifest.tensors) == (TINKER, (), ())
     assert job.outcomes == {9: "published"}
-    rounds(job, clock)
+    rounds(job)
     assert job.versions == ["v000001"]
 
 
@@ -116,56 +114,48 @@ def test_what_never_says_where_is_quarantined_in_time_and_the_daemon_goes_on(
     assert (job.latest.step, job.latest.sequence) == (8, 2)
 
 
-def test_weights_that_are_being_written_are_waited_for_as_long_as_it_takes(
-    job: SmallJob, clock: Clock
-) -> None:
+def test_weights_that_are_being_written_are_waited_for_as_long_as_it_takes(job: SmallJob) -> None:
     (job.actor(8) / "huggingface").mkdir(parents=True)
     job.point(8)
-    rounds(job, clock, pause=60)
+    rounds(job, pause=60)
     assert list(job.layout.quarantine.iterdir()) == []
     job.step(9).mkdir()
     (job.step(9) / ".saving").touch()
     job.point(9)
-    rounds(job, clock, pause=60)
+    rounds(job, pause=60)
     job.point(10)  # nothing there at all
-    rounds(job, clock, pause=60)
+    rounds(job, pause=60)
     assert list(job.layout.quarantine.iterdir()) == []
 
 
-def test_weights_count_more_than_a_path_beside_them(job: SmallJob, clock: Clock) -> None:
+def test_weights_count_more_than_a_path_beside_them(job: SmallJob) -> None:
     point_to(job, point=False)
     job.save(9)
-    rounds(job, clock)
+    rounds(job)
     assert job.latest.kind == "full"
 
 
-def test_a_published_path_is_pruned_and_what_may_be_resumed_from_is_not(
-    job: SmallJob, clock: Clock
-) -> None:
+def test_a_published_path_is_pruned_and_what_may_be_resumed_from_is_not(job: SmallJob) -> None:
     for step in (1, 2, 3):
         point_to(job, step)
-        rounds(job, clock)
+        rounds(job)
         (job.step(2) / "remote_checkpoint_path.txt").parent.mkdir(exist_ok=True)
         (job.step(2) / "remote_checkpoint_path.txt").touch()
-    rounds(job, clock)
+    rounds(job)
     assert not job.step(1).exists()
     assert job.step(2).exists()
     assert job.step(3).exists()
 
 
-def test_a_folder_without_weights_and_path_is_never_put_on_record_as_skipped(
-    job: SmallJob, clock: Clock
-) -> None:
+def test_a_folder_without_weights_and_path_is_never_put_on_record_as_skipped(job: SmallJob) -> None:
     (job.step(1) / "notes").mkdir(parents=True)
     job.save(1, point=False)
-    with job.daemon(clock=clock) as loop:
+    with job.daemon() as loop:
         loop.run_once()
         Path(job.step(1) / "notes" / "text").write_text("mine")
         STORAGE.remove_tree(job.actor(1))
         job.save(2)
-        for _ in range(4):
-            loop.run_once()
-            clock.advance(70)
+        loop.rounds(4, 70)
     assert job.outcomes == {2: "published"}
     assert (job.step(1) / "notes" / "text").exists()
 
@@ -185,9 +175,9 @@ def test_a_path_that_changes_while_it_is_published_is_looked_at_again(job: Small
     assert list(room.iterdir()) == []
 
 
-def test_explorers_get_the_path_and_there_is_nothing_to_verify(job: SmallJob, clock: Clock) -> None:
+def test_explorers_get_the_path_and_there_is_nothing_to_verify(job: SmallJob) -> None:
     point_to(job)
-    rounds(job, clock)
+    rounds(job)
     with Reader(job.root, "explorer") as reader:
         version = reader.next_version(0, 5)
         version.verify()
@@ -196,20 +186,18 @@ def test_explorers_get_the_path_and_there_is_nothing_to_verify(job: SmallJob, cl
         version.release()
 
 
-def test_an_engine_that_loads_from_storage_refuses_it_by_its_path(
-    job: SmallJob, clock: Clock
-) -> None:
+def test_an_engine_that_loads_from_storage_refuses_it_by_its_path(job: SmallJob) -> None:
     point_to(job)
-    rounds(job, clock)
+    rounds(job)
     with ExplorerHook(job.root, "explorer", TorchModule(nn.Linear(2, 2))) as hook:
         with pytest.raises(EngineMismatchError, match=TINKER):
             hook.pull(5)
         assert hook.version is None
 
 
-def test_only_a_remote_version_has_a_path_and_it_has_one(job: SmallJob, clock: Clock) -> None:
+def test_only_a_remote_version_has_a_path_and_it_has_one(job: SmallJob) -> None:
     point_to(job)
-    rounds(job, clock)
+    rounds(job)
     content = (job.version(1) / "manifest.json").read_bytes()
     for broken in (
         content.replace(b'"kind":"remote"', b'"kind":"full"'),
@@ -219,19 +207,19 @@ def test_only_a_remote_version_has_a_path_and_it_has_one(job: SmallJob, clock: C
             parse(Manifest, broken, "manifest.json")
 
 
-def test_a_remote_version_is_rolled_back_to_as_any_other(job: SmallJob, clock: Clock) -> None:
+def test_a_remote_version_is_rolled_back_to_as_any_other(job: SmallJob) -> None:
     for step in (1, 2):
         point_to(job, step, f"{TINKER}-{step}".encode())
-        rounds(job, clock)
+        rounds(job)
     ask(job, 1)
-    rounds(job, clock)
+    rounds(job)
     assert (job.latest.sequence, job.latest.kind) == (3, "remote")
     assert read_manifest(STORAGE, job.version(3)).remote == f"{TINKER}-1"
 
 
-def test_the_command_that_verifies_says_where_the_weights_are(job: SmallJob, clock: Clock) -> None:
+def test_the_command_that_verifies_says_where_the_weights_are(job: SmallJob) -> None:
     point_to(job)
-    rounds(job, clock)
+    rounds(job)
     result = CliRunner().invoke(cli, ["verify", str(job.root)])
     assert result.output == f"v000001: step 9, remote: {TINKER}\n"
 

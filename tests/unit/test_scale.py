@@ -69,12 +69,9 @@ def test_a_round_takes_as_many_calls_as_there_are(what: str, tmp_path: Any) -> N
         storage, clock = RuledStorage(), Clock()
         job = SmallJob(tmp_path / f"{what}-{count}", storage)
         with job.daemon(DaemonConfig(keep=count), clock=clock) as loop:
-            job.save(1)
-            loop.run_once()
+            loop.publish(1)
             if what == "versions":
-                for step in range(2, count + 1):
-                    job.save(step)
-                    loop.run_once()
+                loop.publish(*range(2, count + 1))
             else:
                 for number in range(count):
                     session = new_session_id()
@@ -112,9 +109,7 @@ def test_a_late_version_costs_what_an_early_one_did(tmp_path: Any) -> None:
         for step in range(1, 121):
             job.save(step)
             storage.calls.clear()
-            for _ in range(3):
-                loop.run_once()
-                clock.advance(1.0)
+            loop.rounds(3, 1.0)
             os.utime(job.session(session))
             taken.append(len(storage.calls))
     early, late = sum(taken[20:50]), sum(taken[90:])

@@ -107,6 +107,5 @@ def test_a_step_whose_save_is_not_whole_yet_is_waited_for(
         wait_until(job.state_pointer.exists, "it is pointed to")
         loop.run_once()
         assert not pulling.done()
-        job.save(4)
-        loop.run_once()
+        loop.publish(4)
         assert pulling.result(LONG) == Version(1, 4)

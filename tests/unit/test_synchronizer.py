@@ -620,11 +620,8 @@ def test_a_remote_path_is_written_and_pointed_to(
     assert layout.state_pointer.read_text() == "5\n"
     trainer.set_model_state_dict("tinker://run/sampler/5b", 5)
     assert path.read_text() == "tinker://run/sampler/5b\n"
-    clock = Clock()
-    with members.job.daemon(clock=clock) as loop:
-        for _ in range(3):
-            loop.run_once()
-            clock.advance(5)  # without a receipt it is known by its stillness
+    with members.job.daemon() as loop:
+        loop.rounds(3, 5)  # without a receipt it is known by its stillness
     assert explorer.get_latest_model_path() == "tinker://run/sampler/5b"
     with pytest.raises(EngineMismatchError, match="is remote: its weights are not in its folder"):
         next(explorer.get_model_state_dict_iterator())

@@ -15,7 +15,6 @@ import pytest
 from syncd.checkpoint.save import SavedWeights, look_at_save
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import RetireVersion
-from syncd.daemon.loop import Loop
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
 from syncd.daemon.tenure import Tenure
@@ -115,16 +114,15 @@ def test_one_empty_listing_of_the_leases_deletes_no_version_that_is_kept(job: Sm
 
 @pytest.mark.parametrize("step", [3, 5])
 def test_a_folder_that_cannot_be_looked_at_keeps_nobody_from_the_others(
-    job: SmallJob, clock: Clock, step: int
+    job: SmallJob, step: int
 ) -> None:
     actor = job.actor(step)
     actor.mkdir(parents=True)
     os.symlink("/nowhere", actor / "model_world_size_1_rank_0.pt")
     job.point(step)
-    with job.daemon(clock=clock) as loop:
+    with job.daemon() as loop:
         loop.run_once()
-        job.save(6)
-        loop.run_once()
+        loop.publish(6)
         assert job.latest.step == 6
 
 
@@ -164,7 +162,7 @@ def odd_tensor_name(layout: JobLayout) -> None:
 
 @pytest.mark.parametrize("what", ["odd name", "fault"])
 def test_whatever_is_wrong_with_one_save_the_next_one_is_served(
-    job: SmallJob, clock: Clock, what: str, hosts: Hosts
+    job: SmallJob, what: str, hosts: Hosts
 ) -> None:
     job.save(1, receipts=False)
     if what == "odd name":
@@ -176,16 +174,11 @@ def test_whatever_is_wrong_with_one_save_the_next_one_is_served(
 
         job.storage = hosts.ruled(once("create", break_down, where="v000001/"))
 
-    def rounds(loop: Loop) -> None:
-        for _ in range(3):
-            loop.run_once()
-            clock.advance(2)
-
-    with job.daemon(clock=clock) as loop:
-        rounds(loop)
+    with job.daemon() as loop:
+        loop.rounds(3, 2)
         assert job.outcomes == {1: "quarantined"}
         job.save(2, receipts=False)
-        rounds(loop)
+        loop.rounds(3, 2)
         assert job.latest.step == 2
 
 

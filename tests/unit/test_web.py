@@ -35,8 +35,7 @@ PAGE = Path(syncd.web.__file__).parent
 @pytest.fixture
 def shown(job: SmallJob) -> SmallJob:
     with job.daemon(DaemonConfig(keep=9)) as loop:
-        job.save(1)
-        loop.run_once()
+        loop.publish(1)
         explorer(job, "node-1", 1)
         loop.run_once()
     return job

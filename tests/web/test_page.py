@@ -64,9 +64,7 @@ def a_job(folder: Path, steps: int = 3, *explorers: str) -> SmallJob:
     """Versions that a daemon has published, and explorers that serve the newest one."""
     job = SmallJob(folder)
     with job.daemon(DaemonConfig(keep=40)) as loop:
-        for step in range(1, steps + 1):
-            job.save(step)
-            loop.run_once()
+        loop.publish(*range(1, steps + 1))
         for name in explorers:
             reload = Reload(sequence=steps, step=steps, pause=0.25, staged=True)
             explorer(job, name, steps, reload=reload, time=time.time())
@@ -110,8 +108,7 @@ def test_what_happens_is_seen_without_a_reload_and_moves_nothing_that_the_viewer
         page.sees("paused 250 ms", ".timeline tbody tr")
         page.run("window.scrollTo(0, 150)")
         assert page.text("#news") == ""
-        job.save(4)
-        loop.run_once()
+        loop.publish(4)
         reload = Reload(sequence=4, step=4, pause=0.5, staged=False)
         explorer(job, "node-2", 4, reload=reload, time=time.time())
         loop.run_once()
@@ -145,9 +142,7 @@ def test_deltas_are_seen_with_their_size_and_readers_or_why_there_is_none(
     job = SmallJob(tmp_path / "job")
     config = DaemonConfig(keep=40, deltas="on")
     with shown(page, job.root) as server, job.daemon(config, deltas=work(make)) as loop:
-        for step in (1, 2, 3):
-            job.save(step)
-            loop.run_once()
+        loop.publish(1, 2, 3)
         reload = Reload(sequence=2, step=2, pause=0.25, staged=True, delta_bytes=9_000_000)
         loads = (Load(sequence=2, time=time.time(), delta_bytes=9_000_000),)
         explorer(job, "node-1", 2, reload=reload, loads=loads, time=time.time())
@@ -523,8 +518,7 @@ def test_a_version_on_disk_has_a_row_however_old_it_is(page: Browser, tmp_path: 
     job = SmallJob(tmp_path / "job")
     with job.daemon(DaemonConfig(keep=1)) as loop:
         for step in range(1, 31):
-            job.save(step)
-            loop.run_once()
+            loop.publish(step)
             if step == 2:
                 explorer(job, "evaluation", 2, time=time.time())
         loop.run_once()
