@@ -7,9 +7,8 @@ from contextlib import contextmanager
 
 from explorer_hooks.reader import LeasedVersion, Reader
 from syncd.daemon.config import DaemonConfig
-from syncd.protocol.records import parse
 from syncd.protocol.reports import ExplorerReport
-from tests.jobs import SmallJob
+from tests.jobs import SmallJob, read
 
 LONG = 60.0
 
@@ -24,7 +23,7 @@ def publish(job: SmallJob, *steps: int, keep: int = 2) -> None:
 
 def report(job: SmallJob, name: str = "explorer") -> ExplorerReport:
     """What an explorer says about itself."""
-    return parse(ExplorerReport, job.explorer(name).read_bytes(), "it")
+    return read(ExplorerReport, job.explorer(name))
 
 
 def leased(job: SmallJob) -> list[int]:

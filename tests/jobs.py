@@ -22,6 +22,7 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import NAME_MAP, RECEIPTS, STATE_POINTER, receipt_name
 from syncd.protocol.records import (
     Latest,
+    R,
     Receipt,
     ReceiptFile,
     RollbackRequest,
@@ -56,6 +57,11 @@ def receipt_of(content: bytes, name: str = "model.safetensors") -> ReceiptFile:
     length = 8 + int.from_bytes(content[:8], "little")
     digest = xxhash.xxh3_128_hexdigest(content[:length])
     return ReceiptFile(name=name, size=len(content), digest=digest, over="header")
+
+
+def read(model: type[R], path: Path) -> R:
+    """A record of a file."""
+    return parse(model, path.read_bytes(), path)
 
 
 class Rounds(Loop):
@@ -191,12 +197,12 @@ class SmallJob(Job):
     @property
     def latest(self) -> Latest:
         """What LATEST says."""
-        return parse(Latest, self.layout.latest.read_bytes(), "LATEST")
+        return read(Latest, self.layout.latest)
 
     @property
     def outcomes(self) -> dict[int, str]:
         """Step → what became of its last save."""
-        saves = parse(SaveOutcomes, self.layout.saves.read_bytes(), "saves.json")
+        saves = read(SaveOutcomes, self.layout.saves)
         return {step: outcome.outcome for step, outcome in saves.steps.items()}
 
     @property

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import parse
 from syncd.protocol.reports import Offer, TrainerReport
+from tests.jobs import read
 from tests.multiprocess.broadcasting import Cast, TrainerRanks, cast, ready
 from tests.multiprocess.peers import Peer
 from tests.multiprocess.processes import (
@@ -36,7 +36,7 @@ def stage(tmp_path: Path) -> Iterator[Cast]:
 def members(job: Path) -> set[str]:
     """Who the last offer was made to."""
     path = JobLayout(job).offer
-    return {member.name for member in parse(Offer, path.read_bytes(), path).members}
+    return {member.name for member in read(Offer, path).members}
 
 
 def reaches(truth: dict[str, Any], step: int, *explorers: Peer) -> None:
@@ -335,7 +335,7 @@ def reaches_by_files(
 
 def trainer_status(job: Path) -> str:
     path = JobLayout(job).trainer_report
-    return parse(TrainerReport, path.read_bytes(), path).status
+    return read(TrainerReport, path).status
 
 
 def test_without_explorers_steps_are_saved_now_and_then(job: Path, stage: Cast) -> None:

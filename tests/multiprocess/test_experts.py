@@ -15,8 +15,8 @@ from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.save import look_at_save
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import HUGGINGFACE, NAME_MAP
-from syncd.protocol.records import Manifest, Receipt, parse
-from tests.jobs import nothing
+from syncd.protocol.records import Manifest, Receipt
+from tests.jobs import nothing, read
 from tests.merging import STORAGE, assert_equal, loaded
 from tests.multiprocess.expert_ranks import KINDS
 from tests.rank_programs import written_by
@@ -61,7 +61,7 @@ def test_experts_of_real_ranks_are_what_transformers_saves(
     truth = logits(model_of(saves / kind / "truth"))
     assert torch.equal(logits(model_of(tmp_path / "out")), truth)
     receipt = JobLayout(saves / kind / "job").actor(1) / ".receipts" / "rank_0.json"
-    told = parse(Receipt, receipt.read_bytes(), receipt)
+    told = read(Receipt, receipt)
     assert f"{HUGGINGFACE}/{NAME_MAP}" in {file.name for file in told.files}
 
 

@@ -13,8 +13,9 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.version import read_manifest
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER, shard_name
-from syncd.protocol.records import Quarantine, Receipt, ReceiptFile, encode, parse
+from syncd.protocol.records import Quarantine, Receipt, ReceiptFile, encode
 from syncd.storage.fsio import Storage
+from tests.jobs import read
 from tests.multiprocess.processes import Daemon, report, wait_for_step, wait_until
 from tests.shards import Built, Named, dtensor, shard, tensor
 
@@ -104,7 +105,7 @@ def test_a_save_that_cannot_be_merged_is_quarantined_and_the_next_one_served(job
         (job / STATE_POINTER).write_text("1")
         daemon.wait_for_log("cannot be published")
         (record,) = layout.quarantine.iterdir()
-        told = parse(Quarantine, record.read_bytes(), record)
+        told = read(Quarantine, record)
         assert told.error == "PlacementError"
         assert "weight has placements (Partial(reduce_op=sum))" in told.reason
         assert not layout.latest.exists()

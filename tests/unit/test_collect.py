@@ -13,12 +13,12 @@ import pytest
 from syncd.daemon.collect import Collector
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import JobUnavailableError
-from syncd.protocol.records import encode, parse
+from syncd.protocol.records import encode
 from syncd.protocol.reports import Claim, ExplorerReport
 from syncd.storage.job import Job
 from syncd.storage.probe_room import ProbeRoom
 from syncd.storage.reserve import Reserve
-from tests.jobs import SmallJob
+from tests.jobs import SmallJob, read
 from tests.storages import Clock, RuledStorage, refuse
 
 GRACE = 60.0
@@ -152,7 +152,7 @@ def test_a_report_that_is_written_again_at_the_last_moment_stays(
     path = report(job, "explorer", "dead")
     storage.once("rename", lambda *_: report(job, "explorer", "new"), where="explorer.json.broken")
     rounds(collector(Job(storage, job.layout), clock), clock)
-    assert parse(ExplorerReport, path.read_bytes(), path).session == "new"
+    assert read(ExplorerReport, path).session == "new"
 
 
 def test_one_call_does_a_bounded_part_of_the_looks(job: SmallJob, clock: Clock) -> None:

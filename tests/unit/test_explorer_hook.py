@@ -21,9 +21,8 @@ from syncd.protocol.errors import (
     VerificationError,
     WaitTimeoutError,
 )
-from syncd.protocol.records import parse
 from syncd.protocol.reports import ExplorerReport
-from tests.jobs import SmallJob
+from tests.jobs import SmallJob, read
 from tests.lagging import Hosts
 from tests.storages import refuse
 
@@ -67,7 +66,7 @@ def publish(job: SmallJob, step: int) -> None:
 
 
 def report(job: SmallJob) -> ExplorerReport:
-    return parse(ExplorerReport, job.explorer("explorer").read_bytes(), "it")
+    return read(ExplorerReport, job.explorer("explorer"))
 
 
 def leased(job: SmallJob) -> list[int]:

@@ -31,12 +31,12 @@ from syncd.protocol.names import (
     full_receipt_name,
     receipt_name,
 )
-from syncd.protocol.records import Receipt, encode, parse
+from syncd.protocol.records import Receipt, encode
 from syncd.storage.fsio import Storage
 from tests.checkpoints import Net, same, state_of, train, write_full
 from tests.crash.power import Killed
 from tests.fsdp_models import Laden
-from tests.jobs import SmallJob, receipt_of
+from tests.jobs import SmallJob, read, receipt_of
 from tests.storages import RuledStorage
 from trainer_hooks.resuming.resume import latest_checkpoint, load_checkpoint
 from trainer_hooks.state.full_checkpoint import (
@@ -239,7 +239,7 @@ def test_the_weights_of_a_full_state_dict_are_loaded(root: Path, job: SmallJob) 
     (actor / "model.safetensors").write_bytes(content)
     for name in (receipt_name(0), full_receipt_name(0)):
         path = actor / RECEIPTS / name
-        receipt = parse(Receipt, path.read_bytes(), path)
+        receipt = read(Receipt, path)
         files = [receipt_of(content), *(file for file in receipt.files if file.name != SHARD)]
         path.write_bytes(encode(receipt.model_copy(update={"files": tuple(files)})))
     again = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
@@ -378,7 +378,7 @@ def test_cut_off_anywhere_a_save_leaves_one_that_is_whole(root: Path, step: int)
 def test_receipts_of_two_saves_are_no_whole_checkpoint(root: Path, job: SmallJob) -> None:
     write_full(root, 1, *trained())
     path = job.actor(1) / RECEIPTS / full_receipt_name(0)
-    receipt = parse(Receipt, path.read_bytes(), path)
+    receipt = read(Receipt, path)
     path.write_bytes(encode(receipt.model_copy(update={"world_size": 2})))
     other = path.with_name(full_receipt_name(1))
     other.write_bytes(

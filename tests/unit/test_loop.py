@@ -6,16 +6,15 @@ import pytest
 
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import SupersededError
-from syncd.protocol.records import parse
 from syncd.protocol.reports import DaemonReport
-from tests.jobs import LEASE_TIME, SmallJob
+from tests.jobs import LEASE_TIME, SmallJob, read
 from tests.storages import Clock, refuse
 
 pytestmark = pytest.mark.lagging
 
 
 def report(job: SmallJob) -> DaemonReport:
-    return parse(DaemonReport, job.layout.daemon_report.read_bytes(), "daemon.json")
+    return read(DaemonReport, job.layout.daemon_report)
 
 
 def test_the_report_says_what_was_done_and_that_the_daemon_stopped(job: SmallJob) -> None:

@@ -30,9 +30,9 @@ from syncd.protocol.errors import (
     VerificationError,
 )
 from syncd.protocol.names import HUGGINGFACE, NAME_MAP, RECEIPTS, part_name, receipt_name
-from syncd.protocol.records import Manifest, Names, Receipt, ReceiptFile, encode, parse
+from syncd.protocol.records import Manifest, Names, Receipt, ReceiptFile, encode
 from syncd.storage.fsio import Storage
-from tests.jobs import nothing
+from tests.jobs import nothing, read
 from tests.merging import STORAGE, assert_equal, loaded
 from tests.storages import RuledStorage, refuse
 
@@ -151,7 +151,7 @@ def test_a_part_gets_the_names_of_the_hub_if_they_are_asked_for(tmp_path: Path) 
     content = json.dumps(names).encode()
     (actor / HUGGINGFACE / NAME_MAP).write_bytes(content)
     path = actor / RECEIPTS / receipt_name(0)
-    receipt = parse(Receipt, path.read_bytes(), path)
+    receipt = read(Receipt, path)
     digest = xxhash.xxh3_128_hexdigest(content)
     listed = ReceiptFile(
         name=f"{HUGGINGFACE}/{NAME_MAP}", size=len(content), digest=digest, over="content"

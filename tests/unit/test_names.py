@@ -26,9 +26,9 @@ from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.checkpoint.whole_files import Merged
 from syncd.protocol.errors import CheckpointError, CoverageError, ShardFormatError
 from syncd.protocol.names import MANIFEST, shard_name
-from syncd.protocol.records import Manifest, Quarantine, parse
+from syncd.protocol.records import Manifest, Quarantine
 from syncd.storage.fsio import Storage
-from tests.jobs import SmallJob, nothing, weights
+from tests.jobs import SmallJob, nothing, read, weights
 from tests.merging import build
 from tests.products import product
 
@@ -142,7 +142,7 @@ def test_odd_names_are_kept_from_the_save_to_the_manifest(tmp_path: Path) -> Non
         save(actor / shard_name(2, rank), ODD)
     build(actor, out, max_file_size=80)
     assert loaded(out) == {name: number for number, name in enumerate(ODD)}
-    manifest = parse(Manifest, (out / MANIFEST).read_bytes(), out / MANIFEST)
+    manifest = read(Manifest, out / MANIFEST)
     assert sorted(tensor.name for tensor in manifest.tensors) == sorted(ODD)
 
 
@@ -240,7 +240,7 @@ def test_a_foreign_save_with_control_characters_in_a_name_is_quarantined(job: Sm
         (job.actor(1) / "model.safetensors").write_bytes(weights(1.0, name="a\x1b[2J"))
         loop.rounds(40, 5)
     (path,) = job.layout.quarantine.iterdir()
-    assert "is a name with control characters" in parse(Quarantine, path.read_bytes(), path).reason
+    assert "is a name with control characters" in read(Quarantine, path).reason
     assert not job.layout.latest.exists()
 
 

@@ -20,11 +20,11 @@ from syncd.daemon.host.services import Services
 from syncd.daemon.telling.journal import read_journal
 from syncd.operate.job_state import look
 from syncd.protocol.names import NAME_MAP, RECEIPTS, receipt_name
-from syncd.protocol.records import Receipt, RollbackRequest, encode, parse
+from syncd.protocol.records import Receipt, RollbackRequest, encode
 from syncd.protocol.reports import ExplorerReport
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 from syncd.storage.sessions import Session
-from tests.jobs import LEASE_TIME, SmallJob
+from tests.jobs import LEASE_TIME, SmallJob, read
 from tests.storages import Clock
 
 MAP = NameMapRecord(
@@ -166,7 +166,7 @@ def test_a_job_keeps_its_names_over_versions_that_have_none_and_daemons(
 def test_a_map_that_the_receipts_do_not_list_is_another_saves(job: SmallJob) -> None:
     save(job, 1)
     receipt = job.actor(1) / RECEIPTS / receipt_name(0)
-    told = parse(Receipt, receipt.read_bytes(), receipt)
+    told = read(Receipt, receipt)
     files = tuple(file for file in told.files if not file.name.endswith(NAME_MAP))
     receipt.write_bytes(encode(told.model_copy(update={"files": files})))
     with job.daemon() as loop:

@@ -24,9 +24,9 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.telling.metrics import Metrics, _JobMeter
 from syncd.protocol.names import RECEIPTS, receipt_name
 from syncd.protocol.policy import SyncMethod
-from syncd.protocol.records import NonFinite, Quarantine, Receipt, parse
+from syncd.protocol.records import NonFinite, Quarantine, Receipt
 from tests.hooks import written
-from tests.jobs import SmallJob, receipt_of
+from tests.jobs import SmallJob, read, receipt_of
 from tests.tiny_language import SIZES
 from tests.weight_groups import transfer
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
@@ -266,7 +266,7 @@ def test_a_daemon_that_refuses_nan_quarantines_it_and_serves_the_next_save(job: 
         loop.run_once()
         assert job.latest.step == 1
         (path,) = job.layout.quarantine.iterdir()
-        record = parse(Quarantine, path.read_bytes(), path)
+        record = read(Quarantine, path)
         assert record.error == "NonFiniteError"
         assert "step 2 has NaN or Inf in 2 tensors (head, layers.0)" in record.reason
         put(job, 3, NonFinite(count=0))
@@ -322,7 +322,7 @@ def test_a_receipt_stays_small_and_forges_no_line_of_the_log(
     assert told.count == 100
     receipt = job.actor(1) / RECEIPTS / receipt_name(0)
     assert len(receipt.read_bytes()) < 2000
-    assert parse(Receipt, receipt.read_bytes(), receipt).files[0].nonfinite == told
+    assert read(Receipt, receipt).files[0].nonfinite == told
     # By another writer: as it is read.
     put(job, 2, NonFinite(count=9, names=tuple(names)))
     with job.daemon() as loop:

@@ -15,8 +15,8 @@ from syncd.protocol.errors import (
     ProtocolMismatchError,
     SupersededError,
 )
-from syncd.protocol.records import PublishNotice, Quarantine, encode, parse
-from tests.jobs import SmallJob, weights
+from syncd.protocol.records import PublishNotice, Quarantine, encode
+from tests.jobs import SmallJob, read, weights
 from tests.lagging import Hosts
 from tests.storages import Clock, RuledStorage, once
 
@@ -84,7 +84,7 @@ def test_the_publish_lock_says_what_is_on_its_way_and_goes(job: SmallJob, hosts:
     said: list[PublishNotice] = []
 
     def look(*_: Path) -> None:
-        said.append(parse(PublishNotice, job.layout.publish_lock.read_bytes(), "publish.lock"))
+        said.append(read(PublishNotice, job.layout.publish_lock))
 
     job.storage = hosts.ruled(once("rename", look, where="published"))
     job.save(4)
@@ -253,7 +253,7 @@ def test_a_save_that_cannot_be_published_is_quarantined_once_with_its_reason(
         decisions = [(loop.run_once(), clock.advance(5))[0] for _ in range(5)]
     assert sum(len(decision.actions) for decision in decisions) == 1
     [path] = job.layout.quarantine.iterdir()
-    record = parse(Quarantine, path.read_bytes(), path)
+    record = read(Quarantine, path)
     assert (record.step, record.error) == (4, "ShardFormatError")
     assert "is not a whole safetensors file" in record.reason
     assert job.outcomes == {4: "quarantined"}

@@ -23,10 +23,10 @@ from syncd.protocol.errors import (
     WaitTimeoutError,
 )
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import Latest, encode, parse
+from syncd.protocol.records import Latest, encode
 from syncd.protocol.reports import ExplorerReport
 from syncd.storage.fsio import Storage
-from tests.jobs import SmallJob
+from tests.jobs import SmallJob, read
 from tests.lagging import Hosts
 from tests.storages import Clock, once, refuse
 
@@ -286,7 +286,7 @@ def test_a_manifest_of_another_version_is_refused_and_its_lease_let_go(
 
 def test_what_an_explorer_does_is_on_record(job: SmallJob, reader: Reader) -> None:
     reader.report(RunningStatus.REQUIRE_SYNC, sequence=3, step=9, nothing_new=2, refused="why")
-    report = parse(ExplorerReport, job.explorer("explorer").read_bytes(), "it")
+    report = read(ExplorerReport, job.explorer("explorer"))
     assert (report.status, report.sequence, report.step) == ("require_sync", 3, 9)
     assert (report.nothing_new, report.refused) == (2, "why")
     assert job.session(report.session).exists()

@@ -12,10 +12,10 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.steering import Steering
 from syncd.operate.control import Control
 from syncd.protocol.errors import JobUnavailableError, VersionGoneError
-from syncd.protocol.records import Manifest, Pause, RollbackRequest, encode, parse
+from syncd.protocol.records import Manifest, Pause, RollbackRequest, encode
 from syncd.protocol.reports import DaemonReport
 from syncd.storage.job import Job
-from tests.jobs import SmallJob, published
+from tests.jobs import SmallJob, published, read
 from tests.lagging import Hosts
 from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
 
@@ -31,7 +31,7 @@ def ask(job: SmallJob, sequence: int, name: str = "ask") -> Path:
 
 
 def answer(job: SmallJob, name: str = "ask") -> RollbackRequest:
-    return parse(RollbackRequest, job.layout.request(name).read_bytes(), name)
+    return read(RollbackRequest, job.layout.request(name))
 
 
 def pause(job: SmallJob, name: str = "pause") -> None:
@@ -52,7 +52,7 @@ def served(job: SmallJob) -> Manifest:
 
 
 def report(job: SmallJob) -> DaemonReport:
-    return parse(DaemonReport, job.layout.daemon_report.read_bytes(), "daemon.json")
+    return read(DaemonReport, job.layout.daemon_report)
 
 
 # -- rollback ------------------------------------------------------------------------------------
@@ -393,4 +393,4 @@ def test_what_is_not_there_is_said_at_once(job: SmallJob, tmp_path: Path) -> Non
 
 
 def read_pause(job: SmallJob) -> Pause:
-    return parse(Pause, job.layout.paused.read_bytes(), "paused.json")
+    return read(Pause, job.layout.paused)

@@ -25,10 +25,10 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.configuration import load
 from syncd.protocol.errors import CheckpointError, InvalidSettingsError, SaveNotReadyError
 from syncd.protocol.names import RECEIPTS, full_receipt_name, receipt_name
-from syncd.protocol.records import Manifest, Receipt, parse
+from syncd.protocol.records import Manifest, Receipt
 from syncd.storage.job import Job
 from tests.hooks import DEADLINE, written
-from tests.jobs import SmallJob
+from tests.jobs import SmallJob, read
 from tests.storages import RuledStorage
 from tests.tiny_language import SIZES
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
@@ -103,7 +103,7 @@ def published(job: SmallJob, **config: Any) -> tuple[Manifest, dict[str, Tensor]
 def receipts(job: SmallJob) -> tuple[Receipt, Receipt]:
     folder = job.actor(1) / RECEIPTS
     paths = folder / receipt_name(0), folder / full_receipt_name(0)
-    first, second = (parse(Receipt, path.read_bytes(), path) for path in paths)
+    first, second = (read(Receipt, path) for path in paths)
     return first, second
 
 

@@ -38,10 +38,10 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.names import FULL
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
-from syncd.protocol.records import SaveId, SaveOutcome, SaveOutcomes, encode, parse
+from syncd.protocol.records import SaveId, SaveOutcome, SaveOutcomes, encode
 from syncd.protocol.reports import ExplorerReport, TrainerReport
 from tests.doc_blocks import blocks
-from tests.jobs import SmallJob
+from tests.jobs import SmallJob, read
 from tests.multiprocess.processes import wait_until
 from tests.storages import Clock, RuledStorage
 
@@ -91,7 +91,7 @@ class Members:
 
     def report(self, name: str = "explorer") -> ExplorerReport:
         path = self.job.explorer(name)
-        return parse(ExplorerReport, path.read_bytes(), path)
+        return read(ExplorerReport, path)
 
     def wait_for_status(self, status: RunningStatus, name: str = "explorer") -> None:
         wait_until(lambda: self.report(name).status == status.value, f"{name} is {status}")
@@ -687,7 +687,7 @@ def test_versions_may_be_in_a_second_job_directory(members: Members, tmp_path: P
     assert waiting.result(LONG) == version
     assert [t.tolist() for _, t in explorer.get_model_state_dict_iterator()] == [[8.0]]
     assert not members.job.layout.latest.exists()
-    announced = parse(TrainerReport, memory.layout.trainer_report.read_bytes(), "it")
+    announced = read(TrainerReport, memory.layout.trainer_report)
     assert announced.step == 4  # nothing from here on is pruned there either
 
 

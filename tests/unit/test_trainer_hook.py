@@ -21,11 +21,11 @@ from syncd.protocol.errors import (
     SaveFailedError,
 )
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import SaveId, parse
+from syncd.protocol.records import SaveId
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.job import Job
 from tests.hooks import over, written
-from tests.jobs import SmallJob
+from tests.jobs import SmallJob, read
 from tests.storages import RuledStorage, refuse
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
 from trainer_hooks.writing.writer import RankContents, RankWriter
@@ -291,13 +291,13 @@ def test_a_step_is_announced_before_its_first_byte_is_written(
     announced: list[Any] = []
 
     def look(*_: Path) -> None:
-        report = parse(TrainerReport, job.layout.trainer_report.read_bytes(), "it")
+        report = read(TrainerReport, job.layout.trainer_report)
         announced.append((report.step, report.status))
 
     storage.once("mkdir", look, where="global_step_4")
     save(job, model, storage=storage)
     assert announced == [(4, "running")]
-    report = parse(TrainerReport, job.layout.trainer_report.read_bytes(), "it")
+    report = read(TrainerReport, job.layout.trainer_report)
     assert (report.step, report.status, report.world_size) == (4, "stopped", 1)
 
 
