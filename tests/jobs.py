@@ -22,6 +22,7 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import NAME_MAP, RECEIPTS, STATE_POINTER, receipt_name
 from syncd.protocol.records import (
     Latest,
+    Quarantine,
     R,
     Receipt,
     ReceiptFile,
@@ -30,6 +31,7 @@ from syncd.protocol.records import (
     encode,
     parse,
 )
+from syncd.protocol.reports import DaemonReport
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
@@ -198,6 +200,21 @@ class SmallJob(Job):
     def latest(self) -> Latest:
         """What LATEST says."""
         return read(Latest, self.layout.latest)
+
+    @property
+    def serves(self) -> tuple[int, int]:
+        """Sequence and step of LATEST."""
+        return self.latest.sequence, self.latest.step
+
+    @property
+    def daemon_says(self) -> DaemonReport:
+        return read(DaemonReport, self.layout.daemon_report)
+
+    @property
+    def refusal(self) -> Quarantine:
+        """Why the only save in quarantine is there."""
+        (record,) = self.layout.quarantine.iterdir()
+        return read(Quarantine, record)
 
     @property
     def outcomes(self) -> dict[int, str]:

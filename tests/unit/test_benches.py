@@ -39,12 +39,11 @@ from syncd.protocol.errors import (
 from syncd.protocol.names import NAME_MAP
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
 from syncd.protocol.records import Names, encode
-from syncd.protocol.reports import DaemonReport
 from syncd.storage.calls import Calls, Free
 from syncd.storage.job import Job
 from tests.engines.sglang_fake import FakeSGLang
 from tests.explorers import LONG, leased, publish, report
-from tests.jobs import LEASE_TIME, SmallJob, read, receipt_of, weights
+from tests.jobs import LEASE_TIME, SmallJob, receipt_of, weights
 from tests.lagging import Hosts
 from tests.multiprocess.processes import wait_until
 from tests.storages import Clock, FastStorage, RuledStorage, refuse
@@ -349,7 +348,7 @@ def test_a_daemon_that_has_not_reported_its_settings_is_named_at_once(tmp_path: 
     job = SmallJob(tmp_path / "job")
     full(job, 4)
     publish(job, 8)
-    daemon = read(DaemonReport, job.layout.daemon_report)
+    daemon = job.daemon_says
     job.put(job.layout.daemon_report, encode(daemon.model_copy(update={"builds": None})))
     with hook_of(job) as hook, pytest.raises(JobUnavailableError, match="restart it with syncd"):
         bench.step(hook, 4)

@@ -17,10 +17,9 @@ from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import EngineMismatchError, SupersededError
 from syncd.protocol.names import shard_name
-from syncd.protocol.records import Manifest, Quarantine, ReceiptFile
-from syncd.protocol.reports import DaemonReport
+from syncd.protocol.records import Manifest, ReceiptFile
 from syncd.storage.calls import Free
-from tests.jobs import SmallJob, read, receipt_of
+from tests.jobs import SmallJob, receipt_of
 from tests.shards import shard, tensor
 from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
 
@@ -51,7 +50,7 @@ def test_a_vouched_file_that_was_changed_is_said_by_name_before_any_weights_are_
     job.storage = storage
     with job.daemon() as loop:
         loop.rounds(3, 1)
-        report = read(DaemonReport, job.layout.daemon_report)
+        report = job.daemon_says
     assert report.detail.startswith(f"{config} is not the file that the receipt of save run-4-0")
     written = [str(given[-1]) for method, given in storage.calls if method in {"link", "create"}]
     assert not [path for path in written if path.endswith("model.safetensors")]
@@ -253,7 +252,7 @@ def test_an_adapters_config_that_is_not_the_vouched_one_is_looked_at_again(job: 
     with job.daemon() as loop:
         loop.rounds(3, 5)
         assert job.versions == []
-        report = read(DaemonReport, job.layout.daemon_report)
+        report = job.daemon_says
         assert report.detail.startswith(f"{actor / TOLD} is not the file that the receipt")
         (actor / TOLD).write_bytes(CONFIG)
         loop.rounds(10, 5)
@@ -347,8 +346,7 @@ def test_an_adapter_that_cannot_be_published_is_quarantined_and_the_next_save_se
         loop.rounds(3, 5)
         assert job.outcomes == {4: "quarantined"}
         assert job.versions == []
-        (record,) = job.layout.quarantine.iterdir()
-        told = read(Quarantine, record)
+        told = job.refusal
         assert re.search(reason, told.reason)
         job.save(5)
         loop.rounds(3, 5)

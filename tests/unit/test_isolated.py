@@ -29,9 +29,9 @@ from syncd.checkpoint.torch_files.pieces import Piece, Pieces, read_pieces
 from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.protocol.errors import CancelledError, CheckpointError, ShardFormatError
 from syncd.protocol.names import RECEIPTS, shard_name
-from syncd.protocol.records import Quarantine, ReceiptFile
+from syncd.protocol.records import ReceiptFile
 from syncd.storage.fsio import Storage
-from tests.jobs import SmallJob, nothing, read, weights
+from tests.jobs import SmallJob, nothing, weights
 from tests.rank_programs import ENVIRONMENT
 from tests.shards import Pickler, pickled, shard, tensor
 from tests.storages import Clock
@@ -223,8 +223,7 @@ def test_a_save_of_another_trainer_that_is_a_bomb_is_quarantined_and_the_next_pu
     with job.daemon() as loop:
         loop.rounds(3, 2)
         assert job.outcomes == {4: "quarantined"}
-        (record,) = job.layout.quarantine.iterdir()
-        reason = read(Quarantine, record).reason
+        reason = job.refusal.reason
         assert reason.startswith(str(actor / shard_name(1, 0)))
         assert "more memory" in reason
         job.save(5, receipts=False)

@@ -6,32 +6,27 @@ import pytest
 
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import SupersededError
-from syncd.protocol.reports import DaemonReport
-from tests.jobs import LEASE_TIME, SmallJob, read
+from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import Clock, refuse
 
 pytestmark = pytest.mark.lagging
 
 
-def report(job: SmallJob) -> DaemonReport:
-    return read(DaemonReport, job.layout.daemon_report)
-
-
 def test_the_report_says_what_was_done_and_that_the_daemon_stopped(job: SmallJob) -> None:
     job.save(4)
     with job.daemon() as loop:
-        assert (report(job).state, report(job).sequence) == ("watching", None)
+        assert (job.daemon_says.state, job.daemon_says.sequence) == ("watching", None)
         loop.run_once()
-        told = report(job)
+        told = job.daemon_says
         assert (told.sequence, told.step, told.counters.published) == (1, 4, 1)
         assert told.counters.merged_bytes > 0
-    assert report(job).state == "stopped"
+    assert job.daemon_says.state == "stopped"
 
 
 def test_the_report_says_what_is_waited_for(job: SmallJob) -> None:
     with job.daemon() as loop:
         loop.run_once()
-        assert report(job).detail == "latest_state_dict_iteration.txt is not there"
+        assert job.daemon_says.detail == "latest_state_dict_iteration.txt is not there"
 
 
 def test_an_idle_round_writes_nothing_until_a_third_of_a_lease_is_over(
@@ -62,7 +57,7 @@ def test_a_merge_that_storage_refuses_is_tried_again_ever_more_seldom(
             loop.run_once()
             if storage.count("create", job.layout.epochs) > 1:
                 tried.append(clock.now - 1000)
-            assert "No space left" in report(job).detail
+            assert "No space left" in job.daemon_says.detail
             clock.advance(1)
         assert tried[:5] == [0, 1, 3, 7, 15]
         assert tried[5:] == [31, 61, 91]
@@ -140,7 +135,7 @@ def test_a_disk_that_is_full_for_days_does_not_end_the_daemon(job: SmallJob, rou
             for _ in range(1100 - rounds):
                 loop._attempts._try_later("full", OSError(errno.ENOSPC, "full"))
         loop.run_once()
-        assert "No space left" in report(job).detail
+        assert "No space left" in job.daemon_says.detail
         storage.rules.clear()
         loop.run_once()
     assert job.latest.step == 4

@@ -26,7 +26,7 @@ from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.checkpoint.whole_files import Merged
 from syncd.protocol.errors import CheckpointError, CoverageError, ShardFormatError
 from syncd.protocol.names import MANIFEST, shard_name
-from syncd.protocol.records import Manifest, Quarantine
+from syncd.protocol.records import Manifest
 from syncd.storage.fsio import Storage
 from tests.jobs import SmallJob, nothing, read, weights
 from tests.merging import build
@@ -239,8 +239,7 @@ def test_a_foreign_save_with_control_characters_in_a_name_is_quarantined(job: Sm
         job.save(1, receipts=False)
         (job.actor(1) / "model.safetensors").write_bytes(weights(1.0, name="a\x1b[2J"))
         loop.rounds(40, 5)
-    (path,) = job.layout.quarantine.iterdir()
-    assert "is a name with control characters" in read(Quarantine, path).reason
+    assert "is a name with control characters" in job.refusal.reason
     assert not job.layout.latest.exists()
 
 

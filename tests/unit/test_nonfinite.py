@@ -24,7 +24,7 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.telling.metrics import Metrics, _JobMeter
 from syncd.protocol.names import RECEIPTS, receipt_name
 from syncd.protocol.policy import SyncMethod
-from syncd.protocol.records import NonFinite, Quarantine, Receipt
+from syncd.protocol.records import NonFinite, Receipt
 from tests.hooks import written
 from tests.jobs import SmallJob, read, receipt_of
 from tests.tiny_language import SIZES
@@ -265,8 +265,7 @@ def test_a_daemon_that_refuses_nan_quarantines_it_and_serves_the_next_save(job: 
         put(job, 2, NonFinite(count=2, names=("head", "layers.0")))
         loop.run_once()
         assert job.latest.step == 1
-        (path,) = job.layout.quarantine.iterdir()
-        record = read(Quarantine, path)
+        record = job.refusal
         assert record.error == "NonFiniteError"
         assert "step 2 has NaN or Inf in 2 tensors (head, layers.0)" in record.reason
         put(job, 3, NonFinite(count=0))

@@ -15,7 +15,7 @@ from syncd.protocol.errors import (
     ProtocolMismatchError,
     SupersededError,
 )
-from syncd.protocol.records import PublishNotice, Quarantine, encode
+from syncd.protocol.records import PublishNotice, encode
 from tests.jobs import SmallJob, read, weights
 from tests.lagging import Hosts
 from tests.storages import Clock, RuledStorage, once
@@ -59,7 +59,7 @@ def test_every_new_save_gets_the_next_sequence_whatever_its_step(job: SmallJob) 
             job.save(step, counter=counter)
             loop.run_once()
     assert job.versions == [f"v00000{n}" for n in (1, 2, 3, 4)]
-    assert (job.latest.sequence, job.latest.step) == (4, 2)
+    assert job.serves == (4, 2)
 
 
 def test_lease_folder_and_version_are_there_before_latest_names_them(
@@ -167,7 +167,7 @@ def test_an_unfinished_version_above_latest_is_discarded_on_record_and_its_numbe
         assert job.latest.sequence == 1
         assert ("version", "v000002") in job.audit
         loop.run_once()
-        assert (job.latest.sequence, job.latest.step) == (3, 5)
+        assert job.serves == (3, 5)
     assert job.versions == ["v000001", "v000003"]
 
 
@@ -197,7 +197,7 @@ def test_a_lost_or_damaged_latest_comes_back_and_the_sequence_goes_on(
     if content is not None:
         job.layout.latest.write_bytes(content)
     run(job)
-    assert (job.latest.sequence, job.latest.step) == (2, 5)
+    assert job.serves == (2, 5)
     job.save(6)
     run(job)
     assert job.latest.sequence == 3
@@ -252,8 +252,7 @@ def test_a_save_that_cannot_be_published_is_quarantined_once_with_its_reason(
     with job.daemon(clock=clock) as loop:
         decisions = [(loop.run_once(), clock.advance(5))[0] for _ in range(5)]
     assert sum(len(decision.actions) for decision in decisions) == 1
-    [path] = job.layout.quarantine.iterdir()
-    record = read(Quarantine, path)
+    record = job.refusal
     assert (record.step, record.error) == (4, "ShardFormatError")
     assert "is not a whole safetensors file" in record.reason
     assert job.outcomes == {4: "quarantined"}

@@ -13,7 +13,6 @@ from syncd.daemon.steering import Steering
 from syncd.operate.control import Control
 from syncd.protocol.errors import JobUnavailableError, VersionGoneError
 from syncd.protocol.records import Manifest, Pause, RollbackRequest, encode
-from syncd.protocol.reports import DaemonReport
 from syncd.storage.job import Job
 from tests.jobs import SmallJob, published, read
 from tests.lagging import Hosts
@@ -51,10 +50,6 @@ def served(job: SmallJob) -> Manifest:
     return manifest
 
 
-def report(job: SmallJob) -> DaemonReport:
-    return read(DaemonReport, job.layout.daemon_report)
-
-
 # -- rollback ------------------------------------------------------------------------------------
 
 
@@ -65,7 +60,7 @@ def test_an_old_version_is_served_again_under_a_new_sequence_and_nothing_is_copi
     ask(job, 1)
     run(job)
     assert (answer(job).outcome, answer(job).made) == ("done", 4)
-    assert (job.latest.sequence, job.latest.step) == (4, 1)
+    assert job.serves == (4, 1)
     manifest = served(job)
     assert manifest.save_id == "run-1-0"
     assert manifest.rolled_back is not None
@@ -83,11 +78,11 @@ def test_what_was_served_before_is_not_published_again_by_this_daemon_or_any_oth
     ask(job, 1)
     run(job, rounds=3)
     run(job, rounds=3)
-    assert (job.latest.sequence, job.latest.step) == (4, 1)
+    assert job.serves == (4, 1)
     ask(job, 2, "again")
     run(job, rounds=3)
     run(job, rounds=3)
-    assert (job.latest.sequence, job.latest.step) == (5, 2)
+    assert job.serves == (5, 2)
 
 
 def test_the_next_save_is_published_as_ever(job: SmallJob) -> None:
@@ -95,7 +90,7 @@ def test_the_next_save_is_published_as_ever(job: SmallJob) -> None:
     ask(job, 1)
     job.save(4)  # before anyone looked
     run(job, rounds=2)
-    assert (job.latest.sequence, job.latest.step) == (5, 4)
+    assert job.serves == (5, 4)
     job.save(4, counter=1)
     run(job)
     assert (job.latest.sequence, served(job).save_id) == (6, "run-4-1")
@@ -221,7 +216,7 @@ def test_what_another_daemon_has_answered_is_not_carried_out_again(job: SmallJob
     job.save(4)
     run(elsewhere)
     run(job)
-    assert (job.latest.sequence, job.latest.step) == (5, 4)
+    assert job.serves == (5, 4)
 
 
 def test_where_there_are_no_hard_links_the_files_are_copied(
@@ -278,13 +273,13 @@ def test_while_a_job_is_paused_nothing_is_published_and_nothing_pruned(job: Smal
     for _ in range(2):
         with job.daemon(DaemonConfig(keep=1)) as loop:
             assert loop.run_once().waiting_for == "paused by me@here, until 'syncd resume'"
-            assert (report(job).paused, report(job).sequence) == ("pause", 4)
-            assert report(job).detail.startswith("paused by")
+            assert (job.daemon_says.paused, job.daemon_says.sequence) == ("pause", 4)
+            assert job.daemon_says.detail.startswith("paused by")
     assert (sorted(job.root.glob("global_step_*")), job.versions) == before
     job.layout.paused.unlink()
     run(job, rounds=2, config=DaemonConfig(keep=1))
     assert (job.versions, job.latest.step) == (["v000005"], 5)
-    assert report(job).paused is None
+    assert job.daemon_says.paused is None
 
 
 def test_the_newest_save_is_the_one_that_a_resume_publishes(job: SmallJob) -> None:
@@ -294,7 +289,7 @@ def test_the_newest_save_is_the_one_that_a_resume_publishes(job: SmallJob) -> No
         loop.publish(2, 3, 4)
         job.layout.paused.unlink()
         loop.run_once()
-    assert (job.latest.sequence, job.latest.step) == (2, 4)
+    assert job.serves == (2, 4)
 
 
 def test_a_rollback_is_carried_out_in_a_pause_and_stays(job: SmallJob) -> None:
@@ -303,10 +298,10 @@ def test_a_rollback_is_carried_out_in_a_pause_and_stays(job: SmallJob) -> None:
     ask(job, 1)
     job.save(4)
     run(job, rounds=3)
-    assert (job.latest.sequence, job.latest.step) == (4, 1)
+    assert job.serves == (4, 1)
     job.layout.paused.unlink()
     run(job)
-    assert (job.latest.sequence, job.latest.step) == (5, 4)
+    assert job.serves == (5, 4)
 
 
 @pytest.mark.parametrize("found", [b"", b"{}", b'{"protocol": 9}', None])
@@ -318,7 +313,7 @@ def test_a_pause_that_cannot_be_read_holds(job: SmallJob, found: bytes | None) -
     job.save(1)
     run(job, rounds=2)
     assert not job.layout.latest.exists()
-    assert report(job).paused == ""
+    assert job.daemon_says.paused == ""
 
 
 def test_a_pause_that_comes_after_the_look_still_stops_the_merge(
@@ -365,7 +360,7 @@ def test_without_a_daemon_it_says_so_and_the_next_daemon_does_it(job: SmallJob) 
     assert "no daemon" in asking.pause()
     assert "no daemon" in str(asking.roll_back(1))
     run(job)
-    assert (job.latest.sequence, report(job).paused) == (4, read_pause(job).id)
+    assert (job.latest.sequence, job.daemon_says.paused) == (4, read_pause(job).id)
 
 
 def test_a_daemon_that_does_not_answer_in_time_is_said(job: SmallJob) -> None:
@@ -380,7 +375,7 @@ def test_a_report_of_an_earlier_pause_is_no_answer(job: SmallJob) -> None:
     with job.daemon() as loop:
         pause(job, "earlier")
         loop.run_once()
-        assert report(job).paused == "earlier"
+        assert job.daemon_says.paused == "earlier"
         assert "not answered" in control(job).pause()
 
 
