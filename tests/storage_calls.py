@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from click.testing import CliRunner
 from torch import nn
 
 from explorer_hooks import ExplorerHook, TorchModule
-from syncd.cli import cli
 from syncd.daemon.config import DaemonConfig
 from syncd.storage.fsio import Storage
+from tests.commands import invoke
 from tests.jobs import SmallJob
 from tests.storages import CHANGES, SEAM, Clock
 
@@ -56,7 +55,7 @@ def counted() -> Iterator[Counter[str]]:
 def merge(folder: Path) -> Counter[str]:
     """``syncd merge`` of four ranks' shards, without receipts, into one file."""
     with counted() as calls:
-        done = CliRunner().invoke(cli, ["merge", str(_SHARDS), str(folder / "merged")])
+        done = invoke("merge", _SHARDS, folder / "merged")
     assert done.exit_code == 0, done.output
     return calls
 

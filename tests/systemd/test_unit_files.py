@@ -12,12 +12,11 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from syncd.cli import cli
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.units import files as unit_files
 from syncd.units.files import DAEMON, FOLLOWER, quoted
+from tests.commands import Result, invoke
 
 ROOT = Path(__file__).parents[2]
 needs_systemd = pytest.mark.skipif(
@@ -26,7 +25,7 @@ needs_systemd = pytest.mark.skipif(
 
 
 def syncd(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, ["unit", *map(str, arguments)])
+    return invoke("unit", *arguments)
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner, Result
 
 import syncd.cli as syncd_cli
 from syncd import __version__
@@ -28,6 +27,7 @@ from syncd.protocol.names import MANIFEST
 from syncd.storage.job import Job
 from syncd.storage.judge import Judge
 from syncd.storage.sessions import DaemonLock
+from tests.commands import Result, invoke
 from tests.explorers import publish
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.multiprocess.processes import wait_until
@@ -40,7 +40,7 @@ COMMANDS = cli.list_commands(click.Context(cli))
 def syncd(command: str, *arguments: object) -> Result:
     """A command; a job stands for its path."""
     words = (given.layout.root if isinstance(given, Job) else given for given in arguments)
-    return CliRunner().invoke(cli, [command, *map(str, words)])
+    return invoke(command, *words)
 
 
 def failed(kind: type[errors.SyncdError], command: str, *arguments: object) -> Result:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from syncd.cli import cli
 from syncd.operate.history import Live, history
 from syncd.operate.job_state import look
 from syncd.protocol import errors
+from tests.commands import invoke
 from tests.doc_blocks import blocks
 from tests.jobs import SmallJob
 
@@ -71,7 +71,7 @@ def test_every_command_has_help_an_example_that_it_takes_and_a_section_of_the_pa
         assert all(set(option.opts) & set(example) for option in required)
     assert {word for word in example if word.startswith("-")} <= set(known)
 
-    shown = CliRunner().invoke(cli, [*words[1:], "--help"])
+    shown = invoke(*words[1:], "--help")
     assert shown.exit_code == 0
     assert "Example:" in shown.output
     assert all(len(line) <= 80 for line in shown.output.splitlines())
@@ -132,7 +132,7 @@ def test_every_command_has_json() -> None:
 
 
 def test_help_lists_the_commands_in_groups() -> None:
-    shown = CliRunner().invoke(cli, ["--help"]).output
+    shown = invoke("--help").output
     groups = re.findall(r"^(\w[\w ]*):\n((?:  .*\n)+)", shown, re.MULTILINE)
     listed = {group: re.findall(r"^  (\w+) ", lines, re.MULTILINE) for group, lines in groups}
     assert listed == {

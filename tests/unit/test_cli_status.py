@@ -17,10 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from rich.console import Console
 
-from syncd.cli import cli, options
+from syncd.cli import options
 from syncd.cli.status import page
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.telling.journal import Journal
@@ -32,6 +31,7 @@ from syncd.protocol.records import RollbackRequest, encode
 from syncd.protocol.reports import DaemonReport, ExplorerReport, MergeProgress, TrainerReport
 from syncd.storage import job as storage_job
 from syncd.storage.job import Job
+from tests.commands import Result, invoke
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, wait_until
 from tests.storages import FastStorage
@@ -53,7 +53,7 @@ def served(job: SmallJob) -> SmallJob:
 
 
 def status(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, ["status", *map(str, arguments)])
+    return invoke("status", *arguments)
 
 
 def shown(job: SmallJob, width: int = 80, height: int | None = None) -> str:
@@ -267,7 +267,7 @@ def test_json_has_what_is_shown_and_how_far_explorers_are_behind(served: SmallJo
 @pytest.mark.parametrize("name", ["status", "pin", "prune"])
 def test_a_part_of_a_job_is_named_as_one(served: SmallJob, name: str) -> None:
     arguments = [name, str(served.layout.published), *(["v1"] if name == "pin" else [])]
-    told = str(CliRunner().invoke(cli, arguments).exception)
+    told = str(invoke(*arguments).exception)
     assert told.endswith(f"is a part of the job {served.root}: give {served.root}")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +26,7 @@ from syncd.daemon.configuration import (
 )
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.gone import GONE
+from tests.commands import invoke
 from tests.doc_blocks import blocks
 
 
@@ -33,10 +34,6 @@ def file(tmp_path: Path, content: str, name: str = "job.toml") -> Path:
     path = tmp_path / name
     path.write_text(content)
     return path
-
-
-def syncd(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, [*map(str, arguments)])
 
 
 def mistakes(path: Path, **environ: str) -> list[str]:
@@ -203,7 +200,7 @@ def test_a_removed_key_option_or_command_ends_with_what_to_do_instead(
     assert line == 'SYNCD_KEEP_ALL: keep_all = "1": this key was removed: set keep'
     assert misspelt(environ) == {}
     for words in (["run", "job", "--keep-all"], ["unit", "keep-all", "job"]):
-        removed = syncd(*words).exception
+        removed = invoke(*words).exception
         assert isinstance(removed, InvalidSettingsError)
         name = next(word for word in words if word.endswith("keep-all"))
         assert str(removed) == f"{name} was removed: set keep"
@@ -250,7 +247,7 @@ def test_a_value_cannot_add_lines_or_escapes_to_a_message(tmp_path: Path) -> Non
 
 
 def test_check_says_that_a_file_can_be_used(tmp_path: Path) -> None:
-    result = syncd("config", "check", file(tmp_path, 'job = "/jobs/a"\nkeep = 3'))
+    result = invoke("config", "check", file(tmp_path, 'job = "/jobs/a"\nkeep = 3'))
     assert result.exit_code == 0
     assert "can be used for the job /jobs/a; keys: 2" in result.output
 
@@ -274,12 +271,12 @@ def test_show_says_where_each_value_comes_from(
     monkeypatch.setenv("SYNCD_KEEP", "7")
     monkeypatch.setenv("SYNCD_TIKC", "7")
     path = file(tmp_path, 'tick = "500ms"')
-    result = syncd("config", "show", path)
+    result = invoke("config", "show", path)
     assert re.search(rf"^tick = 0.5 +# {re.escape(str(path))}$", result.stdout, re.MULTILINE)
     assert re.search(r"^keep = 7 +# SYNCD_KEEP$", result.stdout, re.MULTILINE)
     assert re.search(r"^digests = true +# default$", result.stdout, re.MULTILINE)
     assert "ignoring SYNCD_TIKC; did you mean SYNCD_TICK?" in result.stderr
-    told = json.loads(syncd("config", "show", path, "--json").stdout)
+    told = json.loads(invoke("config", "show", path, "--json").stdout)
     assert told["keep"] == {"value": 7, "source": "SYNCD_KEEP"}
     assert set(told) == set(KEYS)
 

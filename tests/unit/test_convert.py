@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from syncd.checkpoint.convert import convert_step, has_weights, look_at_step, take_model_files
 from syncd.checkpoint.merging.options import MergeOptions
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.version import read_manifest, verify_version
-from syncd.cli import cli
 from syncd.daemon.collect import Collector
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import (
@@ -31,6 +29,7 @@ from syncd.protocol.errors import (
 from syncd.protocol.records import SaveId
 from syncd.storage.calls import Free
 from syncd.storage.job import Job
+from tests.commands import Result, invoke
 from tests.jobs import SmallJob
 from tests.lagging import LaggingStorage
 from tests.storages import SEEN, Clock, FastStorage, RuledStorage
@@ -73,7 +72,7 @@ def foreign(job: SmallJob, step: int) -> Path:
 
 
 def convert(job: SmallJob, *arguments: str, step: int = 2) -> Result:
-    return CliRunner().invoke(cli, ["convert", str(job.step(step)), *arguments])
+    return invoke("convert", job.step(step), *arguments)
 
 
 def outcome(result: Result) -> Any:
@@ -195,9 +194,9 @@ def test_what_is_no_whole_full_checkpoint_is_refused(job: SmallJob, tmp_path: Pa
     assert isinstance(refused, InvalidSettingsError)
     assert "global_step_5 holds no full checkpoint" in str(refused)
     assert everything(job) == before
-    result = CliRunner().invoke(cli, ["convert", str(job.root)])
+    result = invoke("convert", job.root)
     assert (result.exit_code, result.stdout) == (2, "")
-    missing = CliRunner().invoke(cli, ["convert", str(tmp_path / "global_step_9")])
+    missing = invoke("convert", tmp_path / "global_step_9")
     assert isinstance(missing.exception, JobUnavailableError)
 
 
@@ -213,7 +212,7 @@ def test_a_step_folder_is_converted_wherever_it_was_copied_to(
     (tmp_path / "best").symlink_to(elsewhere / "global_step_3")
     monkeypatch.chdir(elsewhere / "global_step_3")
     for folder, expected in ((".", "converted"), (str(tmp_path / "best"), "done before")):
-        result = CliRunner().invoke(cli, ["convert", folder, "--json"])
+        result = invoke("convert", folder, "--json")
         assert (json.loads(result.stdout)["step"], outcome(result)) == (3, expected)
 
 

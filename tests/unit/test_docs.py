@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import click
 import pytest
 import yaml
-from click.testing import CliRunner
 
 from syncd.cli import cli
 from tests import examples
+from tests.commands import invoke
 from tests.doc_blocks import BLOCKS, PAGES, PARSED, PASTED, Block, fenced, text_of
 from tests.doc_links import ROOT, anchors, broken, is_outer, links, pages, slug
 
@@ -124,7 +124,7 @@ def test_python_compiles(block: Block) -> None:
 def test_a_configuration_can_be_used(block: Block, tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(block.text)
-    said = CliRunner().invoke(cli, ["config", "check", str(path)])
+    said = invoke("config", "check", path)
     assert said.exit_code == 0, said.output
 
 

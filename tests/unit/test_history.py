@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import Reader
 from explorer_hooks.staging import Staging
-from syncd.cli import cli
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.member import Seams
 from syncd.daemon.config import DaemonConfig
@@ -33,6 +31,7 @@ from syncd.protocol.reports import ExplorerReport, Load, Reload
 from syncd.protocol.version_events import VersionPublished
 from syncd.storage.append import LIMIT, append
 from syncd.storage.job import Job
+from tests.commands import invoke
 from tests.explorers import LONG, report
 from tests.jobs import SmallJob
 from tests.storages import Clock, FastStorage, RuledStorage, refuse
@@ -76,10 +75,6 @@ def lives(job: SmallJob) -> list[tuple[int | None, str | None]]:
 
 def events(job: SmallJob) -> list[tuple[str, int | None, str | None]]:
     return [(one.event, one.version, one.explorer) for one in read_journal(job)]
-
-
-def syncd(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
 class Fast(Meter):
@@ -170,7 +165,7 @@ def test_how_long_an_engine_paused_for_a_version_is_kept_with_it(job: SmallJob) 
         loop.run_once()
     serves(job, "node-1", 1, paused=(1, 9.0))  # the journal has it, and is right
     serves(job, "node-4", 1, paused=(1, 0.75))  # which no daemon has seen
-    found = json.loads(syncd("history", job.root, "--json").output)
+    found = json.loads(invoke("history", job.root, "--json").output)
     paused = {one["explorer"]: one["pause"] for one in found["versions"][0]["live"]}
     assert paused == {"node-1": 0.25, "node-2": None, "node-3": None, "node-4": 0.75}
 
@@ -424,7 +419,7 @@ def test_the_log_and_the_status_give_a_small_version_the_same_size(
     [line] = [text for text in caplog.messages if text.startswith("published step 1")]
     told = line.removeprefix("published step 1 as version 1: ").split(" in ")[0]
     assert told.endswith(" kB")
-    assert f"published step 1 as v1: {told} in " in syncd("status", job.root).output
+    assert f"published step 1 as v1: {told} in " in invoke("status", job.root).output
 
 
 def test_what_else_becomes_of_saves_is_an_event_in_the_status(job: SmallJob) -> None:
@@ -437,17 +432,17 @@ def test_what_else_becomes_of_saves_is_an_event_in_the_status(job: SmallJob) -> 
         loop.run_once()
         job.ask_rollback(1, by="me\n@x")
         loop.run_once()
-    seen = json.loads(syncd("status", job.root, "--json").output)
+    seen = json.loads(invoke("status", job.root, "--json").output)
     assert seen["free"]["bytes"] > 0
     told = [one["event"] for one in seen["events"]]
     assert told == ["active", "published", "published", "quarantined", "rolled_back"]
-    shown = syncd("status", job.root).output
+    shown = invoke("status", job.root).output
     assert "v1 is served again, as v3: asked for by me\\n@x" in shown
     assert "published step 2 as v2: " in shown
     assert "refused step 3:" in shown
     again = history(job, 10)[-1]
     assert (again.version, again.of, again.step, again.by) == (3, 1, 1, "me\\n@x")
-    assert "= v1" in syncd("history", job.root).output
+    assert "= v1" in invoke("history", job.root).output
 
 
 def test_the_file_is_bounded_and_its_oldest_lines_go_first(job: SmallJob) -> None:
@@ -528,7 +523,7 @@ def test_versions_without_a_journal_say_what_their_manifests_do(job: SmallJob) -
     assert [(one.explorer, one.seconds) for one in only.live] == [("node-1", None)]
     (job.version(1) / "manifest.json").write_bytes(b"x")
     assert history(job, 10)[0].step is None
-    assert syncd("history", job.root).exit_code == 0
+    assert invoke("history", job.root).exit_code == 0
 
 
 def test_a_history_fits_80_columns_and_needs_no_colour(
@@ -542,7 +537,7 @@ def test_a_history_fits_80_columns_and_needs_no_colour(
         file.note("live", version=123456, explorer=name, seconds=12.3)
     file.write()
     monkeypatch.setenv("COLUMNS", "80")
-    result = syncd("history", job.root)
+    result = invoke("history", job.root)
     assert all(len(line) <= 80 for line in result.output.splitlines())
     assert "and 5 more +12 s" in result.output
     assert "\x1b" not in result.output
@@ -550,7 +545,7 @@ def test_a_history_fits_80_columns_and_needs_no_colour(
 
 
 def test_what_is_no_job_or_has_no_version_says_so(job: SmallJob, tmp_path: Path) -> None:
-    assert syncd("history", job.root).output == "nothing is published yet\n"
+    assert invoke("history", job.root).output == "nothing is published yet\n"
     with pytest.raises(JobUnavailableError, match="not a job that syncd has served"):
         history(Job.at(tmp_path), 1)
 
@@ -595,7 +590,7 @@ def test_times_that_nobody_can_mean_leave_valid_json(job: SmallJob) -> None:
     late = Journal(job, wall=lambda: 1.7e308)
     late.note("live", version=2, explorer="node-1")
     late.write()
-    printed = syncd("history", job.root, "--json").output
+    printed = invoke("history", job.root, "--json").output
     assert "Infinity" not in printed
     version = json.loads(printed)["versions"][1]
     assert (version["saved"], version["live"][0]["seconds"]) == (None, None)

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from explorer_hooks.reader import Reader
-from syncd.cli import cli
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.loop import Loop
 from syncd.daemon.service import Service
@@ -35,6 +33,7 @@ from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 from syncd.storage.job import Job
 from syncd.storage.judge import sweep_broken
+from tests.commands import invoke
 from tests.jobs import SmallJob, nothing
 from tests.products import product
 from tests.storages import Clock, Rule, refuse
@@ -269,7 +268,7 @@ class Shared:
             ["history", str(self.root), "--json"],
             ["prune", str(self.root), "--dry-run"],
         ):
-            result = CliRunner().invoke(cli, arguments)
+            result = invoke(*arguments)
             assert result.exception is None or isinstance(result.exception, SyncdError), (
                 arguments,
                 result.exc_info,
@@ -755,7 +754,7 @@ def test_status_shows_what_others_wrote_as_text_on_its_own_line(shared: Shared) 
     shared.layout.explorer("x").write_text(json.dumps(report))
     (shared.layout.lease_folder(4) / os.fsdecode(b"[x]\n\xff")).touch()
     (shared.layout.quarantine / "[bold]\nlatest   version 99").touch()
-    result = CliRunner().invoke(cli, ["status", str(shared.root)])
+    result = invoke("status", shared.root)
     assert result.exception is None, result.exc_info
     assert "\x1b" not in result.output
     assert [line for line in result.output.splitlines() if line.startswith("latest")] == [

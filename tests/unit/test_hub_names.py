@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 from transformers import AutoModel
 
@@ -18,11 +17,11 @@ from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.save import look_at_save
-from syncd.cli import cli
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import HUGGINGFACE, NAME_MAP
 from syncd.protocol.records import Manifest, Names
 from syncd.protocol.tensor_names import NameMapRecord
+from tests.commands import invoke
 from tests.hub_tables import classes, default_model, shapes
 from tests.jobs import nothing
 from tests.merging import STORAGE
@@ -338,13 +337,11 @@ def test_merge_and_convert_take_names(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     for names, stacked in (("hub", False), ("trainer", True)):
-        found = CliRunner().invoke(
-            cli, ["merge", str(step / "actor"), str(out / names), "--names", names, "--json"]
-        )
+        found = invoke("merge", step / "actor", out / names, "--names", names, "--json")
         assert found.exit_code == 0, found.output
         assert json.loads(found.output)["names"] == names
         assert ("model.layers.0.mlp.experts.down_proj" in dict(tensors_in(out / names))) == stacked
-    found = CliRunner().invoke(cli, ["convert", str(step)])
+    found = invoke("convert", step)
     assert found.exit_code == 0, found.output
     hub = dict(tensors_in(step / "actor" / HUGGINGFACE))
     assert "model.layers.0.mlp.experts.3.down_proj.weight" in hub

@@ -17,10 +17,10 @@ from typing import Any, Final
 import click
 import pytest
 import yaml
-from click.testing import CliRunner
 
 from syncd import __version__
 from syncd.cli import cli
+from tests.commands import invoke
 from tests.doc_blocks import blocks
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
@@ -199,7 +199,7 @@ def test_the_configuration_is_found_and_can_be_used(tmp_path: Path) -> None:
     text = named("ConfigMap")[volume["configMap"]["name"]]["data"][file.name]
     copy = tmp_path / file.name
     copy.write_text(text, encoding="utf-8")
-    checked = CliRunner().invoke(cli, ["config", "check", str(copy)])
+    checked = invoke("config", "check", copy)
     assert checked.exit_code == 0, checked.output
     assert 'root = "/shared/jobs"' in text
 

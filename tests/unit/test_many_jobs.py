@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
-from syncd.cli import cli
 from syncd.cli.log_lines import Flood, HumanLines, JsonLines
 from syncd.daemon.config import DaemonConfig, RunConfig
 from syncd.daemon.configuration import GivenValue, load
@@ -26,6 +24,7 @@ from syncd.daemon.turns import LEAST, PATIENCE, LateError, Turn, Turns
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.events import JOB_THREAD
 from syncd.protocol.names import STATE_POINTER
+from tests.commands import invoke
 from tests.doc_blocks import blocks
 from tests.jobs import SmallJob, nothing
 from tests.storages import Clock, FastStorage, RuledStorage, refuse
@@ -523,7 +522,7 @@ def test_one_job_or_many_and_not_both(tmp_path: Path) -> None:
         _ = told.root
     config = tmp_path / "syncd.toml"
     config.write_text('root = "/jobs"\n')
-    checked = CliRunner().invoke(cli, ["config", "check", str(config)])
+    checked = invoke("config", "check", config)
     assert checked.output.endswith("can be used for all jobs in /jobs; keys: 1\n")
 
 
@@ -546,5 +545,5 @@ def test_the_example_of_the_documentation_can_be_used_and_made_a_unit_of(tmp_pat
     config.write_text(blocks("systemd.md", "toml")[0].replace("/shared/jobs", str(root)))
     told = load(config, {})
     assert (told.root, told.config.concurrent_merges) == (root, 2)
-    printed = CliRunner().invoke(cli, ["unit", "print", "all", "--config", str(config)])
+    printed = invoke("unit", "print", "all", "--config", config)
     assert f"ReadWritePaths=-{root}\n" in printed.output

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -18,13 +17,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from explorer_hooks.broadcast import WeightReceiver
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.version import read_manifest
-from syncd.cli import cli
 from syncd.coordination.broadcast.group import WeightGroup
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.telling.metrics import Metrics, _JobMeter
 from syncd.protocol.names import RECEIPTS, receipt_name
 from syncd.protocol.policy import SyncMethod
 from syncd.protocol.records import NonFinite, Receipt
+from tests.commands import invoke
 from tests.hooks import written
 from tests.jobs import SmallJob, read, receipt_of
 from tests.tiny_language import SIZES
@@ -249,7 +248,7 @@ def test_a_version_with_nan_is_published_with_a_warning_and_counted(
     manifests = [read_manifest(job.storage, job.version(n)) for n in (1, 2)]
     assert manifests[0].nonfinite == NonFinite(count=0)
     assert manifests[1].nonfinite == NonFinite(count=1, names=("weight",))
-    page = CliRunner().invoke(cli, ["status", str(job.root)]).output
+    page = invoke("status", job.root).output
     assert "with NaN or Inf in 1 tensor (weight)" in " ".join(page.split())
     trainer, daemon = (record.getMessage() for record in caplog.records)
     assert "of step 2 has NaN or Inf in 1 tensor (weight)" in trainer

@@ -7,14 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from syncd.checkpoint.version import read_manifest
-from syncd.cli import cli
 from syncd.daemon.config import LIVE_KEYS, DaemonConfig
 from syncd.daemon.service import Participants
 from syncd.storage.judge import Liveness
 from syncd.storage.sessions import Session
+from tests.commands import invoke
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import Clock
 
@@ -102,7 +101,7 @@ def test_prune_goes_by_the_rules_that_a_daemon_would_be_told(
         words += ["--config", str(tmp_path / "job.toml")]
     else:
         monkeypatch.setenv("SYNCD_KEEP", "3")
-    result = CliRunner().invoke(cli, words)
+    result = invoke(*words)
     assert result.exit_code == 0
     assert [line.split(":")[0] for line in result.output.splitlines()] == [
         "would delete version v000001"

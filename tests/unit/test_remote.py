@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from torch import nn
 
 from explorer_hooks import ExplorerHook, TorchModule
@@ -16,13 +15,13 @@ from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.save import Remote, Unfinished
 from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.version import read_manifest
-from syncd.cli import cli
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import GiveUp, Publish, decide
 from syncd.daemon.loop import Loop
 from syncd.protocol.errors import EngineMismatchError, RecordError, SaveNotReadyError
 from syncd.protocol.names import REMOTE_PATH
 from syncd.protocol.records import Manifest, parse
+from tests.commands import invoke
 from tests.jobs import SmallJob
 from tests.storages import Clock, FastStorage
 from tests.unit.test_decide import AT_9, CONFIG
@@ -220,7 +219,7 @@ def test_a_remote_version_is_rolled_back_to_as_any_other(job: SmallJob) -> None:
 def test_the_command_that_verifies_says_where_the_weights_are(job: SmallJob) -> None:
     point_to(job)
     rounds(job)
-    result = CliRunner().invoke(cli, ["verify", str(job.root)])
+    result = invoke("verify", job.root)
     assert result.output == f"v000001: step 9, remote: {TINKER}\n"
 
 

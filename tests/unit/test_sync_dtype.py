@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -20,13 +19,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from explorer_hooks import ExplorerHook, TorchModule, TransformersModel
 from syncd.checkpoint.convert import look_at_step
 from syncd.checkpoint.version import read_manifest
-from syncd.cli import cli
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.configuration import load
 from syncd.protocol.errors import CheckpointError, InvalidSettingsError, SaveNotReadyError
 from syncd.protocol.names import RECEIPTS, full_receipt_name, receipt_name
 from syncd.protocol.records import Manifest, Receipt
 from syncd.storage.job import Job
+from tests.commands import invoke
 from tests.hooks import DEADLINE, written
 from tests.jobs import SmallJob, read
 from tests.storages import RuledStorage
@@ -307,7 +306,7 @@ def full_checkpoint(job: SmallJob, layout: SaveLayout = SaveLayout.SHARDED) -> d
 
 
 def converted(job: SmallJob) -> dict[str, Tensor]:
-    done = CliRunner().invoke(cli, ["convert", str(job.step(1))])
+    done = invoke("convert", job.step(1))
     assert done.exit_code == 0, done.output
     return load_file(job.actor(1) / "huggingface" / "model.safetensors")
 
@@ -410,7 +409,7 @@ def test_a_cast_checkpoint_is_not_converted_without_its_full_receipts(
     else:
         (full,) = receipts(job)[1:]
         path.write_bytes(content.replace(full.save_id.encode(), b"other-1-0"))
-    done = CliRunner().invoke(cli, ["convert", str(job.step(1))])
+    done = invoke("convert", job.step(1))
     assert isinstance(done.exception, SaveNotReadyError)
     assert "Copy the folder again, together with" in str(done.exception)
     assert not (job.actor(1) / "huggingface" / "model.safetensors").exists()
@@ -468,7 +467,7 @@ def test_other_names_of_a_dtype_are_understood(tmp_path: Path, name: Any) -> Non
     assert load(None, {"SYNCD_CAST": str(name)}).config.cast == "bf16"
     (tmp_path / "step").mkdir()
     arguments = ["merge", str(tmp_path / "step"), str(tmp_path / "out"), "--dtype", str(name)]
-    assert "Invalid value for '--dtype'" not in CliRunner().invoke(cli, arguments).output
+    assert "Invalid value for '--dtype'" not in invoke(*arguments).output
 
 
 def test_status_says_the_dtype(job: SmallJob) -> None:
@@ -476,6 +475,6 @@ def test_status_says_the_dtype(job: SmallJob) -> None:
     saved(job, nn.Linear(3, 2), sync_dtype="bf16")
     published(job)
     root = str(job.root)
-    assert "(BF16)" in CliRunner().invoke(cli, ["status", root]).stdout
-    told = json.loads(CliRunner().invoke(cli, ["status", root, "--json"]).stdout)
+    assert "(BF16)" in invoke("status", root).stdout
+    told = json.loads(invoke("status", root, "--json").stdout)
     assert told["latest"]["dtype"] == "BF16"

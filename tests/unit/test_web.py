@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 import syncd.web
-from syncd.cli import cli
 from syncd.daemon.config import DaemonConfig
 from syncd.operate.job_state import look_anyway
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.web import jobs as web_jobs
 from syncd.web.jobs import Jobs, SharedLook
 from syncd.web.server import Server
+from tests.commands import invoke
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, wait_until
 from tests.web.served import explorer, served
@@ -65,7 +64,7 @@ def jobs_of(server: Server) -> list[dict[str, Any]]:
 
 
 def printed(*arguments: object) -> Any:
-    return json.loads(CliRunner().invoke(cli, [*map(str, arguments), "--json"]).output)
+    return json.loads(invoke(*arguments, "--json").output)
 
 
 def test_it_holds_what_status_and_history_print_and_when_that_was_read(
