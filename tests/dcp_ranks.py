@@ -9,19 +9,16 @@ What they save is that of ``tests/fsdp_ranks.py``. For each kind and world size 
 
 from __future__ import annotations
 
-import sys
 import warnings
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 
 from tests import fsdp_ranks
-from tests.process_groups import joined
+from tests.process_groups import fork
 
 #: World sizes by kind.
 KINDS: Final = {
@@ -61,48 +58,47 @@ NAMES: Final = [
 def rank(rank: int, world_size: int, root: Path) -> None:
     """Be one of the ranks."""
     warnings.filterwarnings("ignore")
-    with joined(rank, world_size, root / f"store-{world_size}"):
-        for kind in [kind for kind, sizes in KINDS.items() if world_size in sizes]:
-            torch.manual_seed(1)
-            state, truth = getattr(fsdp_ranks, kind)(world_size)
-            # DCP does not hear of an order of cuts that placements alone do not say.
-            state = {name: value for name, value in state.items() if "by s" not in name}
-            truth = {
-                name: value.detach()
-                for name, value in truth.items()
-                if name in state or "by s" not in name
+    for kind in [kind for kind, sizes in KINDS.items() if world_size in sizes]:
+        torch.manual_seed(1)
+        state, truth = getattr(fsdp_ranks, kind)(world_size)
+        # DCP does not hear of an order of cuts that placements alone do not say.
+        state = {name: value for name, value in state.items() if "by s" not in name}
+        truth = {
+            name: value.detach()
+            for name, value in truth.items()
+            if name in state or "by s" not in name
+        }
+        for way, options in WAYS.items() if kind == "fsdp2" else [("", WAYS[""])]:
+            folder = root / f"{kind}-{world_size}{way}"
+            # As an optimizer's state has it: other tensors by names that end alike.
+            moments = {
+                name: {"exp_avg": value, "step": torch.tensor(3.0)}
+                for name, value in state.items()
+                if isinstance(value, torch.Tensor)
             }
-            for way, options in WAYS.items() if kind == "fsdp2" else [("", WAYS[""])]:
-                folder = root / f"{kind}-{world_size}{way}"
-                # As an optimizer's state has it: other tensors by names that end alike.
-                moments = {
-                    name: {"exp_avg": value, "step": torch.tensor(3.0)}
-                    for name, value in state.items()
-                    if isinstance(value, torch.Tensor)
-                }
-                everything = {
-                    "model": state,
-                    "optim": {"state": moments, "lr": 0.1},
-                    "step": torch.tensor(7),
-                }
-                dcp.save(
-                    everything,
-                    storage_writer=dcp.FileSystemWriter(folder, sync_files=False, **options),
-                )
-                if rank == 0:
-                    torch.save(truth, folder / "truth.pt")
-            folder = root / f"{kind}-{world_size}-hf"
-            names = [name for name, value in state.items() if isinstance(value, torch.Tensor)]
-            owners = {name: number % 2 + 1 for number, name in enumerate(names)}
-            owners = dict(sorted(_agreed(owners).items()))
-            writer = dcp.HuggingFaceStorageWriter(
-                str(folder),
-                save_distributed=True,
-                fqn_to_index_mapping=owners if len(owners) > 1 and kind == "fsdp2" else None,
+            everything = {
+                "model": state,
+                "optim": {"state": moments, "lr": 0.1},
+                "step": torch.tensor(7),
+            }
+            dcp.save(
+                everything,
+                storage_writer=dcp.FileSystemWriter(folder, sync_files=False, **options),
             )
-            dcp.save({name: state[name] for name in names}, storage_writer=writer)
             if rank == 0:
                 torch.save(truth, folder / "truth.pt")
+        folder = root / f"{kind}-{world_size}-hf"
+        names = [name for name, value in state.items() if isinstance(value, torch.Tensor)]
+        owners = {name: number % 2 + 1 for number, name in enumerate(names)}
+        owners = dict(sorted(_agreed(owners).items()))
+        writer = dcp.HuggingFaceStorageWriter(
+            str(folder),
+            save_distributed=True,
+            fqn_to_index_mapping=owners if len(owners) > 1 and kind == "fsdp2" else None,
+        )
+        dcp.save({name: state[name] for name in names}, storage_writer=writer)
+        if rank == 0:
+            torch.save(truth, folder / "truth.pt")
 
 
 def _agreed(owners: dict[str, int]) -> dict[str, int]:
@@ -112,11 +108,5 @@ def _agreed(owners: dict[str, int]) -> dict[str, int]:
     return {name: owner for one in everyone for name, owner in one.items()}
 
 
-def main(root: Path) -> None:
-    """Fork the ranks of one world size after the other."""
-    for world_size in (2, 4):
-        mp.start_processes(rank, (world_size, root), nprocs=world_size, start_method="fork")
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    fork(rank, 2, 4)

@@ -7,16 +7,13 @@ into the ranks of one world size after the other.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -47,7 +44,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.fsdp_fixtures import MERGEABLE, REFUSED, WORLD_SIZES
 from tests.fsdp_models import Block, Columns, Laden, Language, Parallel, tensors, values
-from tests.process_groups import joined
+from tests.process_groups import fork
 
 State = dict[str, Any]
 Saved = tuple[State, State]
@@ -455,24 +452,17 @@ def kinds(world_size: int) -> dict[str, Callable[[int], Saved]]:
 
 def rank(rank: int, world_size: int, root: Path) -> None:
     """Be one of the ranks."""
-    with joined(rank, world_size, root / f"store-{world_size}"):
-        for kind, function in kinds(world_size).items():
-            torch.manual_seed(1)
-            state, truth = function(world_size)
-            folder = root / f"{kind}-{world_size}"
-            folder.mkdir(exist_ok=True)
-            torch.save(state, folder / f"model_world_size_{world_size}_rank_{rank}.pt")
-            if rank == 0:
-                torch.save(
-                    {name: tensor.detach() for name, tensor in truth.items()}, folder / "truth.pt"
-                )
-
-
-def main(root: Path) -> None:
-    """Fork the ranks of one world size after the other."""
-    for world_size in WORLD_SIZES:
-        mp.start_processes(rank, (world_size, root), nprocs=world_size, start_method="fork")
+    for kind, function in kinds(world_size).items():
+        torch.manual_seed(1)
+        state, truth = function(world_size)
+        folder = root / f"{kind}-{world_size}"
+        folder.mkdir(exist_ok=True)
+        torch.save(state, folder / f"model_world_size_{world_size}_rank_{rank}.pt")
+        if rank == 0:
+            torch.save(
+                {name: tensor.detach() for name, tensor in truth.items()}, folder / "truth.pt"
+            )
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    fork(rank, *WORLD_SIZES)

@@ -15,14 +15,11 @@ DoRA, biases, an embedding and a head of its own).
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch._dynamo  # which fully_shard would import in each rank
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
@@ -30,7 +27,7 @@ from tokenizers.models import WordLevel
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from tests.process_groups import joined
+from tests.process_groups import fork
 from tests.tiny_language import SIZES
 
 WORLD_SIZE: Final = 2
@@ -83,35 +80,29 @@ def _write_small_files(kind: str, model: PeftModel, actor: Path) -> None:
         config.save_pretrained(home)
 
 
-def _rank(rank: int, root: Path) -> None:
-    with joined(rank, WORLD_SIZE, root / "store"):
-        inputs = torch.arange(12).view(2, 6) * 3
-        base = _base()
+def _rank(rank: int, _: int, root: Path) -> None:
+    inputs = torch.arange(12).view(2, 6) * 3
+    base = _base()
+    if rank == 0:
+        base.save_pretrained(root / "base")
+    for kind in KINDS:
+        model = _trained(kind)
+        actor = root / kind / "actor"
         if rank == 0:
-            base.save_pretrained(root / "base")
-        for kind in KINDS:
-            model = _trained(kind)
-            actor = root / kind / "actor"
-            if rank == 0:
-                actor.mkdir(parents=True)
-                truth = {"logits": _logits(model, inputs), "base": _logits(base, inputs)}
-                save_file({"inputs": inputs, **truth}, actor.parent / "truth.safetensors")
-                _write_small_files(kind, model, actor)
-            dist.barrier()
-            for layer in model.get_base_model().model.layers:
-                fully_shard(layer)
-            fully_shard(model)
-            state = model.state_dict()
-            if kind == "trained":
-                names = [name for name, value in model.named_parameters() if value.requires_grad]
-                state = {name: state[name] for name in names}
-            torch.save(state, actor / f"model_world_size_{WORLD_SIZE}_rank_{rank}.pt")
-
-
-def main(root: Path) -> None:
-    """Fork the ranks; torch and transformers are imported once for all."""
-    mp.start_processes(_rank, (root,), nprocs=WORLD_SIZE, start_method="fork")
+            actor.mkdir(parents=True)
+            truth = {"logits": _logits(model, inputs), "base": _logits(base, inputs)}
+            save_file({"inputs": inputs, **truth}, actor.parent / "truth.safetensors")
+            _write_small_files(kind, model, actor)
+        dist.barrier()
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        state = model.state_dict()
+        if kind == "trained":
+            names = [name for name, value in model.named_parameters() if value.requires_grad]
+            state = {name: state[name] for name in names}
+        torch.save(state, actor / f"model_world_size_{WORLD_SIZE}_rank_{rank}.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    fork(_rank, WORLD_SIZE)

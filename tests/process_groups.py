@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 #: Seconds: a rank that fails leaves the others waiting for it.
 _PATIENCE = timedelta(seconds=120)
@@ -21,3 +23,22 @@ def joined(rank: int, world_size: int, store: Path) -> Iterator[None]:
     yield
     dist.barrier()
     dist.destroy_process_group()
+
+
+def fork(work: Callable[[int, int, Path], None], *world_sizes: int) -> None:
+    """Be a program: fork the ranks of one world size after the other.
+
+    Torch, and whatever the program imports, is imported once for all.
+
+    Args:
+        work: called in each rank with the rank, the world size, and the command line's folder.
+        world_sizes: how many ranks there are.
+    """
+    for world_size in world_sizes:
+        given = (work, world_size, Path(sys.argv[1]))
+        mp.start_processes(_work, given, nprocs=world_size, start_method="fork")
+
+
+def _work(rank: int, work: Callable[[int, int, Path], None], world_size: int, root: Path) -> None:
+    with joined(rank, world_size, root / f"store-{world_size}"):
+        work(rank, world_size, root)

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch._dynamo  # which fully_shard would import in each rank
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.process_groups import joined
+from tests.process_groups import fork
 from tests.tiny_models import tiny_model
 from trainer_hooks import SaveSettings, TrainerHook
 
@@ -88,24 +86,17 @@ def save(model: nn.Module, job: Path, **settings: Any) -> None:
         hook.save_state_dict(1)
 
 
-def run(rank: int, root: Path) -> None:
+def run(_rank: int, _: int, root: Path) -> None:
     """Be a rank."""
-    with joined(rank, WORLD_SIZE, root / "store"):
-        for kind in KINDS:
-            model = trained(root / kind / "base", kind)
-            save(sharded(model, model.model.layers), root / kind / "job")
-        for mode in MODES:
-            base = type(tiny_model("qwen3_moe")).from_pretrained(root / "lora" / "base")
-            layers = base.model.layers
-            save(sharded(with_adapter(base), layers), root / "lora" / f"{mode}-job", lora=mode)
-
-
-def main() -> None:
-    """Write all, by forked ranks."""
-    root = Path(sys.argv[1])
-    truth(root)
-    mp.start_processes(run, (root,), WORLD_SIZE, start_method="fork")
+    for kind in KINDS:
+        model = trained(root / kind / "base", kind)
+        save(sharded(model, model.model.layers), root / kind / "job")
+    for mode in MODES:
+        base = type(tiny_model("qwen3_moe")).from_pretrained(root / "lora" / "base")
+        layers = base.model.layers
+        save(sharded(with_adapter(base), layers), root / "lora" / f"{mode}-job", lora=mode)
 
 
 if __name__ == "__main__":
-    main()
+    truth(Path(sys.argv[1]))
+    fork(run, WORLD_SIZE)

@@ -13,14 +13,11 @@ bytes in it, as FSDP1 saves them; ``qwen2-differing`` has others.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch._dynamo  # which fully_shard would import in each rank
-import torch.multiprocessing as mp
 from safetensors.torch import save_file
 from torch.distributed.fsdp import fully_shard
 from transformers import (
@@ -32,7 +29,7 @@ from transformers import (
 )
 
 from syncd.protocol.names import FSDP_CONFIG, HUGGINGFACE, shard_name
-from tests.process_groups import joined
+from tests.process_groups import fork
 from tests.tiny_language import SIZES
 
 WORLD_SIZE: Final = 4
@@ -82,25 +79,19 @@ def _save(root: Path, rank: int, model: Any, state: dict[str, Any], logits: torc
         save_file({"logits": logits}, root / "logits.safetensors")
 
 
-def _rank(rank: int, root: Path) -> None:
+def _rank(rank: int, _: int, root: Path) -> None:
     compute_as_everywhere()
-    with joined(rank, WORLD_SIZE, root / "store"):
-        for name, make in CONFIGS.items():
-            model = _trained(make(), rank)
-            with torch.no_grad():
-                logits = model(input_ids=TOKENS).logits
-            state = model.state_dict()
-            _save(root / name, rank, model, state, logits)
-            if name == "qwen2":
-                head = state[LM_HEAD]
-                for kind, own in (("copied", head.clone()), ("differing", head + 1)):
-                    _save(root / f"{name}-{kind}", rank, model, {**state, LM_HEAD: own}, logits)
-
-
-def main(root: Path) -> None:
-    """Fork the ranks; torch and transformers are imported once for all."""
-    mp.start_processes(_rank, (root,), nprocs=WORLD_SIZE, start_method="fork")
+    for name, make in CONFIGS.items():
+        model = _trained(make(), rank)
+        with torch.no_grad():
+            logits = model(input_ids=TOKENS).logits
+        state = model.state_dict()
+        _save(root / name, rank, model, state, logits)
+        if name == "qwen2":
+            head = state[LM_HEAD]
+            for kind, own in (("copied", head.clone()), ("differing", head + 1)):
+                _save(root / f"{name}-{kind}", rank, model, {**state, LM_HEAD: own}, logits)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    fork(_rank, WORLD_SIZE)

@@ -23,9 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch._dynamo  # which fully_shard would import in each rank
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
@@ -36,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-from tests.process_groups import joined
+from tests.process_groups import fork
 from tests.tiny_language import SIZES
 from trainer_hooks import SaveSettings, TrainerHook, load_checkpoint
 from trainer_hooks.state.host_buffers import _parts
@@ -231,16 +229,15 @@ class Ranks:
                 )
 
 
-def run(rank: int, root: Path, world_size: int) -> None:
+def run(rank: int, world_size: int, root: Path) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    with joined(rank, world_size, root / f"store_{world_size}"):
-        ranks = Ranks(root, rank)
-        for kind, size in KINDS.items():
-            if size == world_size:
-                ranks.save(kind)
-        if world_size == 1:
-            ranks.resharded()
+    ranks = Ranks(root, rank)
+    for kind, size in KINDS.items():
+        if size == world_size:
+            ranks.save(kind)
+    if world_size == 1:
+        ranks.resharded()
 
 
 def main(root: Path) -> None:
@@ -250,8 +247,7 @@ def main(root: Path) -> None:
     for kind in KINDS:
         for mode in MODES:
             (root / kind / mode).mkdir(parents=True)
-    for world_size in (2, 1):
-        mp.start_processes(run, (root, world_size), nprocs=world_size, start_method="fork")
+    fork(run, 2, 1)
 
 
 if __name__ == "__main__":

@@ -17,16 +17,13 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torch._dynamo  # which fully_shard would import in each rank
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -43,7 +40,7 @@ from syncd.protocol.records import Receipt, encode
 from syncd.storage.fsio import Draft, Storage
 from tests.fsdp_models import Block, Columns, Config, Laden, Language, Parallel, tensors
 from tests.fsdp_ranks import CPU, _cut, _groups, _parallelize, mesh
-from tests.process_groups import joined
+from tests.process_groups import fork
 from tests.weight_groups import transfer
 from trainer_hooks.fast_path import WeightSender
 from trainer_hooks.state.full_file import gather_full
@@ -410,25 +407,18 @@ def _refusal(state: dict[str, Any]) -> str:
 def rank(rank: int, world_size: int, root: Path) -> None:
     """Be one of the ranks."""
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    with joined(rank, world_size, root / f"store-{world_size}"):
-        for kind, sizes in KINDS.items():
-            if world_size in sizes:
-                save(kind, root)
-        told: dict[str, object] = {}
-        if world_size == 2:
-            told = {
-                "refused": refused(),
-                "same": undisturbed(save=True) == undisturbed(save=False),
-                "broken off": broken_off(fsdp2(world_size)[0]),
-            }
-        (root / f"rank_{rank}_of_{world_size}.json").write_text(json.dumps(told))
-
-
-def main(root: Path) -> None:
-    """Fork the ranks of one world size after the other."""
-    for world_size in (2, 4):
-        mp.start_processes(rank, (world_size, root), nprocs=world_size, start_method="fork")
+    for kind, sizes in KINDS.items():
+        if world_size in sizes:
+            save(kind, root)
+    told: dict[str, object] = {}
+    if world_size == 2:
+        told = {
+            "refused": refused(),
+            "same": undisturbed(save=True) == undisturbed(save=False),
+            "broken off": broken_off(fsdp2(world_size)[0]),
+        }
+    (root / f"rank_{rank}_of_{world_size}.json").write_text(json.dumps(told))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    fork(rank, 2, 4)

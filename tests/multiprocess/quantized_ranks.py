@@ -16,9 +16,7 @@ from typing import Any, Final
 from unittest import mock
 
 import torch
-import torch._dynamo  # which fully_shard would import in each rank
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -27,7 +25,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from syncd.protocol.errors import CheckpointError
 from tests.fsdp_ranks import mesh
-from tests.process_groups import joined
+from tests.process_groups import fork
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
 from trainer_hooks.settings import SaveLayout
 from trainer_hooks.state.host_buffers import _parts
@@ -160,19 +158,17 @@ def _save(root: Path, kind: str, layout: SaveLayout, rank: int) -> None:
         (root / f"{name}.json").write_text(json.dumps(errors))
 
 
-def _rank(rank: int, world_size: int, root: Path) -> None:
-    with joined(rank, world_size, root / f"store-{world_size}"):
-        for kind in KINDS:
-            for layout in SaveLayout:
-                _save(root, kind, layout, rank)
+def _rank(rank: int, _: int, root: Path) -> None:
+    for kind in KINDS:
+        for layout in SaveLayout:
+            _save(root, kind, layout, rank)
 
 
 def main(root: Path) -> None:
     """Fork the ranks of one world size after the other."""
     for kind in KINDS:
         _write_hub(root / kind / "hub", kind)
-    for world_size in WORLD_SIZES:
-        mp.start_processes(_rank, (world_size, root), nprocs=world_size, start_method="fork")
+    fork(_rank, *WORLD_SIZES)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
-import torch._dynamo  # which fully_shard would import in each rank
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
