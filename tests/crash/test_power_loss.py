@@ -532,56 +532,6 @@ def found(storage: RecordingStorage) -> dict[str, bytes]:
     return {path: content for path, (_, content) in tree.items() if content is not None}
 
 
-def test_a_file_is_as_of_its_last_fsync(storage: RecordingStorage, in_memory: Path) -> None:
-    fd = storage.create(in_memory / "here" / "new")
-    storage.sync_folder(in_memory / "here")
-    assert found(storage)["here/new"] == b""
-    storage.write(fd, b"one")
-    storage.fsync(fd)
-    storage.write(fd, b"two")
-    storage.pwrite(fd, b"O", 0)
-    storage.close(fd)
-    assert found(storage)["here/new"] == b"one"
-    assert storage.read(in_memory / "here" / "new") == b"Onetwo"
-
-
-def test_a_synced_file_is_nowhere_before_its_folder_is_synced(
-    storage: RecordingStorage, in_memory: Path
-) -> None:
-    storage.write_new(in_memory / "here" / "new", b"new")
-    assert "here/new" not in found(storage)
-    storage.sync_folder(in_memory / "here")
-    assert found(storage)["here/new"] == b"new"
-
-
-def test_a_rename_is_durable_once_its_target_folder_is_synced(
-    storage: RecordingStorage, in_memory: Path
-) -> None:
-    storage.rename(in_memory / "here" / "old", in_memory / "there" / "new")
-    storage.sync_folder(in_memory / "here")
-    assert found(storage) == {"here/old": b"old"}
-    storage.sync_folder(in_memory / "there")
-    assert found(storage) == {"there/new": b"old"}
-
-
-def test_a_name_that_is_used_again_takes_the_rename_before_with_it(
-    storage: RecordingStorage, in_memory: Path
-) -> None:
-    storage.rename(in_memory / "here" / "old", in_memory / "there" / "new")
-    storage.write_new(in_memory / "here" / "old", b"newer")
-    storage.sync_folder(in_memory / "here")
-    assert found(storage) == {"there/new": b"old", "here/old": b"newer"}
-
-
-def test_an_unlink_is_undone_until_its_folder_is_synced(
-    storage: RecordingStorage, in_memory: Path
-) -> None:
-    storage.unlink(in_memory / "here" / "old")
-    assert found(storage) == {"here/old": b"old"}
-    storage.sync_folder(in_memory / "here")
-    assert found(storage) == {}
-
-
 def test_a_folder_that_ends_has_first_lost_what_was_taken_out(
     storage: RecordingStorage, in_memory: Path
 ) -> None:
@@ -600,17 +550,6 @@ def test_what_is_durable_in_a_folder_that_is_not_is_lost(
     assert found(storage) == {}
     storage.sync_folder(in_memory)
     assert found(storage) == {"made/old": b"old"}
-
-
-def test_a_link_is_a_second_name_of_the_same_bytes(
-    storage: RecordingStorage, in_memory: Path
-) -> None:
-    storage.link(in_memory / "here" / "old", in_memory / "there" / "second")
-    assert found(storage) == {"here/old": b"old"}
-    storage.sync_folder(in_memory / "there")
-    storage.unlink(in_memory / "here" / "old")
-    storage.sync_folder(in_memory / "here")
-    assert found(storage) == {"there/second": b"old"}
 
 
 def test_chance_never_splits_a_rename(storage: RecordingStorage, in_memory: Path) -> None:
