@@ -5,8 +5,6 @@ branches each covers. Options go to pytest. Child processes are counted, unless 
 Coverage makes tests slower: how long they take without it is what ``pytest`` says.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

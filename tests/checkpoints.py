@@ -1,7 +1,5 @@
 """Full checkpoints as a trainer leaves them, and small models that are trained."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands in this process."""
 
-from __future__ import annotations
-
 from click import testing
 
 from syncd.cli import cli

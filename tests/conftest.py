@@ -1,7 +1,5 @@
 """What most tests begin with."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

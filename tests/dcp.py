@@ -1,7 +1,5 @@
 """Folders of torch.distributed.checkpoint made by hand, without torch, where it matters wrongly."""
 
-from __future__ import annotations
-
 import io
 import math
 import struct

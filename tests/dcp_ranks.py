@@ -7,8 +7,6 @@ What they save is that of ``tests/fsdp_ranks.py``. For each kind and world size 
     ROOT/KIND-W-hf/shard-0000R-model-0000I-of-0000K.safetensors, truth.pt
 """
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """``python -m tests.demo_picture``: docs/images/demo.svg, the end of a real ``syncd demo``."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty

@@ -1,7 +1,5 @@
 """Links of the project's pages. ``python -m tests.doc_links`` asks the web for the outer ones."""
 
-from __future__ import annotations
-
 import re
 import sys
 import urllib.error

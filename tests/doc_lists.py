@@ -1,7 +1,5 @@
 """The lists of ``docs/logging.md`` and ``docs/metrics.md``, which :mod:`.generated` writes."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import re

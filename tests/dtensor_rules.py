@@ -9,8 +9,6 @@ dimensions becomes a :class:`Strided` (torch's ``_StridedShard``), or stands bes
 as ``DTensorSpec.shard_order``.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence

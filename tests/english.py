@@ -4,8 +4,6 @@ Code text is docstrings, comments, and the strings that are raised, logged or sh
 pages is everything in them except fenced blocks and the addresses of links.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

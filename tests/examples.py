@@ -1,7 +1,5 @@
 """The programs of ``docs/examples`` in pages, where :mod:`.generated` writes them."""
 
-from __future__ import annotations
-
 import re
 from typing import Final
 

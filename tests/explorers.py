@@ -1,7 +1,5 @@
 """Versions for tests of the explorers' side: published at once, and held."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

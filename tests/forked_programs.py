@@ -7,8 +7,6 @@ each run. The first worker to ask starts it, and it ends with that worker.
 ``python -m tests.forked_programs ADDRESS`` is that process.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

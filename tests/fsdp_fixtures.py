@@ -7,8 +7,6 @@ kind and each of its world sizes W::
     ROOT/KIND-W/truth.pt                         the whole state dict, from before wrapping
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Final
 

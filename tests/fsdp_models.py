@@ -1,7 +1,5 @@
 """Models of a few hundred bytes with what makes shards difficult: sizes, dtypes, ties, buffers."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, Final
 

@@ -5,8 +5,6 @@ Torch is imported once, also what ``fully_shard`` would import late (``torch._dy
 into the ranks of one world size after the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

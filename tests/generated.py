@@ -3,8 +3,6 @@
 A part stands below a heading, between ``<!-- generated -->`` and ``<!-- end -->``.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator

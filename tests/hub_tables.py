@@ -7,8 +7,6 @@ that transformers would change has an empty rule, so that a save with this name 
 ``--count`` prints what there is instead.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

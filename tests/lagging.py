@@ -17,8 +17,6 @@ Stricter than Linux in one thing: what is remembered of a name that is there out
 one's own beside it.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import random

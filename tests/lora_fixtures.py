@@ -13,8 +13,6 @@ model, and the config in ``huggingface/``), ``rich`` (as ``whole``, of an adapte
 DoRA, biases, an embedding and a head of its own).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """A small model by two sets of names: each way in which these can lie to each other, once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Merging real shards, and comparing what comes out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

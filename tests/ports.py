@@ -1,7 +1,5 @@
 """Ports of this host, for processes that a test starts."""
 
-from __future__ import annotations
-
 import random
 import socket
 from pathlib import Path

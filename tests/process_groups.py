@@ -1,7 +1,5 @@
 """The process group of ranks that a program forks."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

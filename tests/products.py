@@ -1,7 +1,5 @@
 """Products of parameters: every combination with ``--deep``, and the usual ones in each run."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -4,8 +4,6 @@ It has the names of each public module's ``__all__`` with their signatures, as t
 ``docs/api.md`` says what is promised of these.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

@@ -1,7 +1,5 @@
 """Shards made by hand, byte by byte where it matters, without torch."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct

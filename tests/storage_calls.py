@@ -6,8 +6,6 @@ It uses only names that also the release before has, so that it can count there 
     cp tests/storage_calls.py /tmp/before/tests/ && cd /tmp/before && python -m tests.storage_calls
 """
 
-from __future__ import annotations
-
 import tempfile
 import threading
 from collections import Counter

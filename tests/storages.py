@@ -1,7 +1,5 @@
 """Storages that count, refuse or interfere, and a clock: the seams that the tests go through."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

@@ -7,8 +7,6 @@ It uses only names that ``docs/api.md`` promises, so that any release can make i
     PYTHONPATH=/tmp/before python -P tests/stored_job.py tests/fixtures/job-361c29a.tar.gz
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

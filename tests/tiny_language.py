@@ -1,7 +1,5 @@
 """A language model and a tokenizer of a few kilobytes, made without a network."""
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 from tokenizers import Tokenizer

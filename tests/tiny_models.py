@@ -1,7 +1,5 @@
 """Tiny models of transformers' own types, with random weights, and their shards made by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Weight groups whose ranks are threads of one process: real stores, sockets and gloo."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Children that do some work, and may be killed in the middle of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import traceback

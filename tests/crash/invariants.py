@@ -1,7 +1,5 @@
 """What must hold whatever call was the last one, and what a restart must reach."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path

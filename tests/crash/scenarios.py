@@ -1,7 +1,5 @@
 """What syncd does, as pieces that may be cut off at any call."""
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Callable

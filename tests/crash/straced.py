@@ -1,7 +1,5 @@
 """A child process that strace kills at one of its system calls."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The files that grow by a line for each thing that happens, and a power loss at every call."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

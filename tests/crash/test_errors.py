@@ -1,7 +1,5 @@
 """Every call of the seam may fail: once, or from then on. Nothing is lost, and work goes on."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

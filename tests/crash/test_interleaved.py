@@ -6,8 +6,6 @@ hold is asked after every call that could break it, and at the end a restart mus
 ``SYNCD_DEEP=1`` draws far more.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 import tempfile

@@ -1,7 +1,5 @@
 """kill -9 at every call that changes storage: in a process of its own, and then a restart."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

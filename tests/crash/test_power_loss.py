@@ -1,7 +1,5 @@
 """Power loss at every call that changes storage: what was not synced is gone, or not, by chance."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

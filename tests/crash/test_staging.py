@@ -4,8 +4,6 @@ A power loss is no case of its own: copies from before the host's last start are
 (``tests/unit/test_explorer_staging.py``).
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -1,7 +1,5 @@
 """kill -9 by strace at system calls that the seam does not see, filelock's among them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 It reads a JSON line for each transfer, says where it meets the workers, and then how it went.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

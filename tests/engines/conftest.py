@@ -1,7 +1,5 @@
 """One real vLLM server for all tests that want one: it takes half a minute to come up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

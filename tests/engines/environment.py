@@ -6,8 +6,6 @@ makes those of the older releases, too. A folder is named after all that is inst
 never changes. ``--verl`` is for the one of verl instead.
 """
 
-from __future__ import annotations
-
 import configparser
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The code of docs/vllm.md and docs/sglang.md, as it stands there."""
 
-from __future__ import annotations
-
 from tests.doc_blocks import ROOT, blocks
 from tests.examples import FOLDER
 

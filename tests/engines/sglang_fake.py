@@ -9,8 +9,6 @@ SGLang's unexpected behaviour:
 - The unload of an adapter waits for held requests.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The documented interface of SGLang as a process: ``python -m tests.engines.sglang_process``."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The engines that the conformance checks are run on."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """``syncd follow --url A --url B``: several servers, of which none waits for another."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

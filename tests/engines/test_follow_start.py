@@ -1,7 +1,5 @@
 """``syncd follow`` at a server that does not answer: it says so, reports it, and can be ended."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """What ``docs/engines.md`` tells people to paste."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

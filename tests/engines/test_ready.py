@@ -1,7 +1,5 @@
 """The readiness probe of docs/kubernetes.md, ten times a second: a pod is ready in time, or not."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """SGLangServer, against the contract that SGLang documents; and what all server engines promise."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import socket

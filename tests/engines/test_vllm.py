@@ -1,7 +1,5 @@
 """VLLMServer, with a real vLLM: what it generates is what was published, whatever happens."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Adapters that follow each other under one name: vLLM says what it says of each one alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack

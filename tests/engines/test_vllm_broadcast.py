@@ -1,7 +1,5 @@
 """Weights broadcast into a real vLLM: it serves what was sent, or what it had."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

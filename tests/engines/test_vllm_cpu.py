@@ -1,7 +1,5 @@
 """Models of which vLLM keeps packed copies on a CPU: what it says is what transformers says."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path

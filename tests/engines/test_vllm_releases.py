@@ -1,7 +1,5 @@
 """Releases of vLLM that syncd's weight transfer takes, and those for which reload_weights loads."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

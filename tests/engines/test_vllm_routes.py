@@ -1,7 +1,5 @@
 """What VLLMServer asks for by the routes that there are: a server that says so, without a vLLM."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """What docs/vllm.md tells people to start, as real processes: FSDP ranks to a vLLM server."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

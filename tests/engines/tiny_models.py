@@ -1,7 +1,5 @@
 """Tiny models of which each says something else, saved as a trainer saves them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real vLLM server on the CPU, for tests: tiny models, prompts and answers as token ids."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

@@ -4,8 +4,6 @@ The order of a save is that of ``trainer_hooks.writing``, whose own tests are el
 tested with this is all that comes after.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 from array import array

@@ -4,8 +4,6 @@ Each step is saved another way, and its truth written beside; training goes on w
 Rank 1 is killed in the middle of the last save.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

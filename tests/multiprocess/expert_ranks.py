@@ -8,8 +8,6 @@
     ROOT/lora/base/     its base model, and in adapter/ and merged/ what PEFT makes of it
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any, Final

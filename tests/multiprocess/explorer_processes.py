@@ -1,7 +1,5 @@
 """Explorers as processes of their own: ``syncd follow``, and one that only stages."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import json

@@ -5,8 +5,6 @@ for each it forks the ranks, and answers with a line when they are over. torch, 
 whatever trains are imported once for all.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -10,8 +10,6 @@ and the tied ``qwen2`` twice more, with an ``lm_head.weight`` of its own: ``qwen
 bytes in it, as FSDP1 saves them; ``qwen2-differing`` has others.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

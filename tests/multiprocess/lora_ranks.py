@@ -12,8 +12,6 @@ size after the other. It writes::
     ROOT/passed/CHECK           what all ranks have found to hold
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Small disks of one's own, to be filled up or taken away; skipped where they cannot be had."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

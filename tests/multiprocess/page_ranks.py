@@ -1,7 +1,5 @@
 """Ranks that run what README.md and trainer.md have trainers paste; see ``following``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

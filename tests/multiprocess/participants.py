@@ -5,8 +5,6 @@ numbers that are all the step's, written without torch, which would take longer 
 else that is done here: as shards, or as a full state dict into the memory folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import threading

@@ -3,8 +3,6 @@
 They are forked from one process that has imported torch, so that many of them cost little.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

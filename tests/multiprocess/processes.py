@@ -1,7 +1,5 @@
 """Real processes for tests: daemons, and waiting for what they do, always with a deadline."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -7,8 +7,6 @@
     ROOT/KIND-W-LAYOUT.json        the errors of a cast, one a rank
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

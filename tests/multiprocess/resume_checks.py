@@ -1,7 +1,5 @@
 """What ``tests/multiprocess/resume_ranks.py`` checks, without its imports."""
 
-from __future__ import annotations
-
 from typing import Final
 
 #: What is saved, and on how many ranks.

@@ -4,8 +4,6 @@ Torch is imported once and forked into the ranks of one world size after the oth
 written to ``ROOT/passed/NAME`` by rank 0 when all ranks have passed it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

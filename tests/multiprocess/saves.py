@@ -1,7 +1,5 @@
 """Saves made in the test's own process, through the real hook, without a process group."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -6,8 +6,6 @@ and ``SYNCD_TEST_LINKS=A:B`` the network interfaces whose absence cuts these cli
 ``docs/reliability.md`` says what was run.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

@@ -9,8 +9,6 @@ versions by deltas. ``soak_watch`` says what must hold all the time. Ends with w
 exits with 1 where anything was not as it must be; with 77 where no disk can be mounted.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -1,7 +1,5 @@
 """Who takes part in a soak: where it is mounted, a trainer, and explorers."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -6,8 +6,6 @@ other, reads all of each when it takes it and before it lets it go, and says so 
 lines. With a stage folder it holds copies there.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import random

@@ -1,7 +1,5 @@
 """What must hold all through a soak, looked at by readers that take no part in it."""
 
-from __future__ import annotations
-
 import os
 import re
 import statistics

@@ -1,7 +1,5 @@
 """From real FSDP2 ranks that train LoRA to what PEFT loads."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

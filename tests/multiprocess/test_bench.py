@@ -1,7 +1,5 @@
 """A bench beside a serving explorer: real processes, and one that is killed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights by broadcast, through the real hooks and a real daemon: whoever fails, and whenever."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from pathlib import Path

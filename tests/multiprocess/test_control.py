@@ -1,7 +1,5 @@
 """Pins, rollbacks and pauses: the commands and the daemon as processes of their own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from syncd.checkpoint.version import read_manifest

@@ -1,7 +1,5 @@
 """Trainers and explorers on one job, each a process, with a real daemon between them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

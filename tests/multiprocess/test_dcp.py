@@ -1,7 +1,5 @@
 """Trainers that save with torch.distributed.checkpoint, and a daemon."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """What real ranks save with torch.distributed.checkpoint comes out as it was before they cut it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

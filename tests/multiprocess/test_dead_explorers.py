@@ -1,7 +1,5 @@
 """An explorer that is killed holds nothing and is on no list, some time after."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

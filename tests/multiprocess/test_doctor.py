@@ -1,7 +1,5 @@
 """``syncd doctor`` as it is run: what it finds on a real disk, and that it leaves nothing there."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """``tests/dtensor_rules.py`` held against torch: on real ranks, ``full_tensor()`` must agree."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -4,8 +4,6 @@ What a rank has is known by how torch has cut the model. It is remembered, zeroe
 version of the whole tensors.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """The programs that trainer.md, transformers.md, trl.md and engines.md show: docs/examples."""
 
-from __future__ import annotations
-
 import string
 import subprocess
 import sys

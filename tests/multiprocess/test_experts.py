@@ -1,7 +1,5 @@
 """From real ranks that train mixtures of experts to what transformers and PEFT write of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

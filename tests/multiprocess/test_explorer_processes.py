@@ -1,7 +1,5 @@
 """Explorers on one host, as processes: they share copies, are killed, and follow a daemon."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

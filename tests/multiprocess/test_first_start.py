@@ -1,7 +1,5 @@
 """The first write of each program on storage that takes none: it says where, and what to do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Saves of trainers that know nothing of syncd: torch.save in place, and a pointer."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

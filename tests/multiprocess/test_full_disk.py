@@ -1,7 +1,5 @@
 """Disks that are really full, by bytes or by inodes: waited for, said, and gone on from."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

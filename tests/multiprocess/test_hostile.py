@@ -1,7 +1,5 @@
 """Real daemons in jobs where someone has put what does not belong there."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

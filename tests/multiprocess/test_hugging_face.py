@@ -1,7 +1,5 @@
 """What transformers makes of a merged folder: the model that was trained, to the last bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

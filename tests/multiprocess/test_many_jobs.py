@@ -1,7 +1,5 @@
 """Many jobs on one daemon, a real process: they come and go, and a sick one stops no other."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

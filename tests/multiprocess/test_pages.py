@@ -1,7 +1,5 @@
 """The blocks of Python in README.md, docs/faq.md and docs/synchronizer.md."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import inspect

@@ -1,7 +1,5 @@
 """Quantized models, stored as on the hub, from real ranks: published as they are, never cast."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

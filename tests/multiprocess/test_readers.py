@@ -1,7 +1,5 @@
 """Readers among publishing and pruning."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

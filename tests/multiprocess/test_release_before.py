@@ -1,7 +1,5 @@
 """A job directory changes hands between the release before and this one, in both directions."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

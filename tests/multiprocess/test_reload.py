@@ -1,7 +1,5 @@
 """SIGHUP lets a daemon read its configuration again: a real process, its log, and its metrics."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A trainer whose weights are elsewhere, a daemon and an explorer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from explorer_hooks.reader import Reader

@@ -1,7 +1,5 @@
 """Resuming on real ranks: the same number or another, the same mesh or another."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.multiprocess.resume_checks import checks

@@ -1,7 +1,5 @@
 """A memory directory beside the job, and a daemon that ends when nobody is left: real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Heartbeats that their owner keeps up."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

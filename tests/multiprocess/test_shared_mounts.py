@@ -3,8 +3,6 @@
 Without ``SYNCD_TEST_MOUNTS`` the two are paths of the local disk, and nobody is cut off.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Generator

@@ -1,7 +1,5 @@
 """The scripts of docs/slurm.md, as pasted, with stand-ins for Slurm and for what they start."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

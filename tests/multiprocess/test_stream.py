@@ -3,8 +3,6 @@
 Its memory, its files, and what the daemon moves for them.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

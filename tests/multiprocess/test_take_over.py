@@ -1,7 +1,5 @@
 """Daemons that die, stop, or come back: real processes and real signals."""
 
-from __future__ import annotations
-
 import functools
 import os
 import random

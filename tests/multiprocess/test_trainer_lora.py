@@ -1,7 +1,5 @@
 """From real ranks that train LoRA, by the hook and the daemon, to what PEFT makes of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

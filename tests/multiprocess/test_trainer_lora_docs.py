@@ -1,7 +1,5 @@
 """What docs/peft.md says to paste, run as it is there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

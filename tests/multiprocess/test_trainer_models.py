@@ -1,7 +1,5 @@
 """What ``trainer_hooks`` saves of each kind of model, merged: the model from before wrapping."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The trainer's hook on real ranks: what they agree on, and what is left when one of them dies."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Trainers of transformers, followed live: an explorer has each step that was published."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

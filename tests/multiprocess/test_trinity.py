@@ -1,7 +1,5 @@
 """Trinity-RFT's FSDP helpers on real ranks: what they write is served, and when it is announced."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A trainer of TRL, followed live by a rollout worker."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Nothing is concluded from it, and nothing deleted. An unmounted mount point is a
 whoever was running makes nothing in it.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """The weight group with real processes: whoever dies or stops, and whenever, the others go on."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

@@ -1,7 +1,5 @@
 """One rank of a trainer that does what it is told; all its weights are the step trained last."""
 
-from __future__ import annotations
-
 import errno
 import logging.handlers
 import os

@@ -1,7 +1,5 @@
 """Ranks that train a tiny model by transformers' Trainer, or by hand; see ``following``."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """Ranks of a trainer that calls Trinity-RFT's FSDP helpers; see ``following``."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable, Iterator

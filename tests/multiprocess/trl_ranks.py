@@ -1,7 +1,5 @@
 """Ranks that train a tiny policy by TRL's GRPOTrainer; see ``following``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

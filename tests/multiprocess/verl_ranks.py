@@ -6,8 +6,6 @@ the model was is in ROOT/truth. It imports neither syncd nor its hooks, which ve
 need not have; each step is saved once the one before is published.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

@@ -4,8 +4,6 @@ One process imports torch, and forks a member each time that it is asked to: a m
 milliseconds. Each does what it is told by its connection, one call after the other, and answers.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Parts of a tensor, whatever they are, against numpy's own indexing."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

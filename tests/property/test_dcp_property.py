@@ -1,7 +1,5 @@
 """Checkpoints of any chunks come out whole; of any bytes, they do or it is an error of ours."""
 
-from __future__ import annotations
-
 import itertools
 import struct
 import tempfile

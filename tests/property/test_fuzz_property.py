@@ -1,7 +1,5 @@
 """Whatever the bytes are: read, or an error of ours, soon and in little memory."""
 
-from __future__ import annotations
-
 import io
 import json
 import resource

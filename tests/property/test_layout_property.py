@@ -1,7 +1,5 @@
 """Names, pointers and records as anyone may write them: ours or not ours, and never a crash."""
 
-from __future__ import annotations
-
 import os
 import re
 import tracemalloc

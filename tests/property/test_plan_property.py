@@ -1,7 +1,5 @@
 """What a placement or a line between two processes may say, whatever it is."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Hashable, Sequence

@@ -1,7 +1,5 @@
 """All who take part in a transfer come to one decision, however their steps interleave."""
 
-from __future__ import annotations
-
 import os
 import random
 import tempfile

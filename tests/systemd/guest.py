@@ -4,8 +4,6 @@ Prints one line of JSON a step: its name, and what was found. Nothing is asserte
 is waited for happens; the test outside reads the lines. Needs neither torch nor pytest.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pwd

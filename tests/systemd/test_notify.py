@@ -1,7 +1,5 @@
 """What the service manager hears, and what ends a process that hangs."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

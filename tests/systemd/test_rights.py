@@ -1,7 +1,5 @@
 """Trainers and daemon of different users: processes that have made-up uids, as root alone may."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -5,8 +5,6 @@ with a copy of FOLDER at /opt/work, runs COMMAND there as root and ends with its
 ``setup.sh PACKAGE...``, which makes the container. ``.ci/run`` sets it where it finds one.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

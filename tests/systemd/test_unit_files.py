@@ -1,7 +1,5 @@
 """What ``syncd unit`` prints, read by systemd's own tools where they are at hand."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import os

@@ -1,7 +1,5 @@
 """Saves of real ranks, written once for all tests; open shards; a job on a storage with rules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path

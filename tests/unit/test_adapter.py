@@ -1,7 +1,5 @@
 """What PEFT calls an adapter's tensors in a model and in a file: asked of PEFT itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """Steps that explorers evaluate: built for one explorer alone, and nobody else is moved."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """The commands by which pages say that figures can be repeated."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

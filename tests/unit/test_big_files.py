@@ -1,7 +1,5 @@
 """Files over 4 GiB, which are holes for the most part, and saves of very many tensors."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """Every command there is, those of other packages too: help, example, documentation, completion."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

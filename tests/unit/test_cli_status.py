@@ -1,7 +1,5 @@
 """``syncd status``: several jobs, and one that is watched."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """Leftovers go once they lie still, the reserve is kept, and nothing else is touched."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

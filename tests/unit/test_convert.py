@@ -1,7 +1,5 @@
 """``syncd convert``: what it makes of a full checkpoint, wherever it is cut off."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """``CheckpointCoordinator`` of one rank, where its saves fail."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from pathlib import Path

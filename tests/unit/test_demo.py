@@ -1,7 +1,5 @@
 """``syncd demo`` as its user sees it first; the whole of it is a step of ``.ci/run``."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """Lists of settings in the pages: every setting there is, no other, each with its default."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """The pages: their links, the code that they have people paste, and the commands in it."""
 
-from __future__ import annotations
-
 import ast
 import configparser
 import json

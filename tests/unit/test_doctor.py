@@ -3,8 +3,6 @@
 The second process is a thread with a storage of its own: the client of another host.
 """
 
-from __future__ import annotations
-
 import errno
 import math
 import os

@@ -1,7 +1,5 @@
 """Modules and versions whose tensors have different names: the trainer's, and the hub's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

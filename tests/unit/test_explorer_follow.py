@@ -1,7 +1,5 @@
 """``syncd follow``: what it gives versions to, and how the command line finds it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

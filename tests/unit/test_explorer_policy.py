@@ -1,7 +1,5 @@
 """When a hook syncs: by its settings, in the background, by a step's number; and with whom."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """``syncd follow --ready-file``: when the file is there, by a server that is only a fake."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

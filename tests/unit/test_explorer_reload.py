@@ -1,7 +1,5 @@
 """What a hook asks of its engine, in which order, and what it does when the engine fails."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Iterator
 from pathlib import Path

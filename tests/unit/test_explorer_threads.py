@@ -1,7 +1,5 @@
 """A hook that several threads, signal handlers and forks of its process have to do with."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Which sync goes how, and what an explorer that has weights by a broadcast makes of versions."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Full checkpoints of one process: what is saved, and what is resumed from it."""
 
-from __future__ import annotations
-
 import enum
 import io
 import random

@@ -1,7 +1,5 @@
 """The journal: what is kept of versions, and what ``syncd history`` and ``status`` make of it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """One participant's leases: their files are there while something holds them, and not longer."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """One rank's whole tensors in host memory, and their file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

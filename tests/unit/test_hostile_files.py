@@ -1,7 +1,5 @@
 """What another process or user may leave in a job: none of it stops, misleads or leads out."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Files that were made to do harm: each is refused by name, and nothing in it ever runs."""
 
-from __future__ import annotations
-
 import copyreg
 import io
 import struct

@@ -1,7 +1,5 @@
 """The shape of the product: a name leads to one place, and a module can be read in one sitting."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from typing import Final

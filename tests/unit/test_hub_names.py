@@ -1,7 +1,5 @@
 """The names of the hub: transformers says what they are, and the merge writes what it would."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

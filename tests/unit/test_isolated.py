@@ -1,7 +1,5 @@
 """Reading in a child process: what it cannot do to this one, and who is to blame for what."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

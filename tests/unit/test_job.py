@@ -1,7 +1,5 @@
 """The folders that can be a job."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

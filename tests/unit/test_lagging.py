@@ -1,7 +1,5 @@
 """The double itself: it is late, no later than it says, and never about its own changes."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Several hosts whose clients lag, on one job: at worst, what is right comes late."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hundreds of heartbeats are judged as one would be, and no tick pays for all of them."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """What any user of the host does on a port of ours holds neither the daemon nor the page."""
 
-from __future__ import annotations
-
 import http.client
 import os
 import resource

@@ -1,7 +1,5 @@
 """What docs/kubernetes.md and docs/slurm.md give to a cluster, as far as can be told without."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

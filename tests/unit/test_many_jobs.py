@@ -1,7 +1,5 @@
 """Many jobs in one process: whose turn it is to merge, which ones there are, what is said."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Which tests run before a push, in each run, and only with ``--deep``."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

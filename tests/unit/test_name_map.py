@@ -1,7 +1,5 @@
 """Tensors by the trainer's names and by the hub's: one map, both ways, and nothing but whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Saves of whole tensors: the daemon publishes the ranks' files themselves."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """A tensor may have any name that a safetensors file can hold, and keeps it; others are errors."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Whose names the tensors of a job's versions have."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

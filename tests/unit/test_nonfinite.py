@@ -1,7 +1,5 @@
 """NaN and Inf in weights: found by the trainer's hook, told by the daemon, refused if asked for."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

@@ -1,7 +1,5 @@
 """What is installed is what is in the tree: no module is left out, and nothing else comes along."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Who is there: by heartbeats that are seen to beat, or to come and go, and never by leftovers."""
 
-from __future__ import annotations
-
 import errno
 import threading
 from pathlib import Path

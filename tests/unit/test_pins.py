@@ -1,7 +1,5 @@
 """What is pinned stays, from the moment that the call returns, whatever a daemon is doing then."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What users import: pinned as text, documented, and honest about what it needs."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

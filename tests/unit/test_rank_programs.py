@@ -1,7 +1,5 @@
 """Programs of ranks that tests of all workers read from: what becomes of those that fail."""
 
-from __future__ import annotations
-
 import secrets
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What real ranks of torch have saved comes out as it was before they cut it."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import zipfile

@@ -1,7 +1,5 @@
 """A loop that is told something else between two rounds works as if it had been told so before."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

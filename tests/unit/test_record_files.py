@@ -1,7 +1,5 @@
 """Records that may be missing, torn, foreign or of a newer syncd: the policy decides on each."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Trainers whose weights are elsewhere: what they say becomes a version that hands the path out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

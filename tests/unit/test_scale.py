@@ -1,7 +1,5 @@
 """What grows with a job grows with it, and no faster: counted, and not timed."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

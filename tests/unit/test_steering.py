@@ -1,7 +1,5 @@
 """Rolling back, pausing, resuming: what daemons make of what is asked of them."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Asking for a step by its number: it is on disk, is becoming whole, or is not there at all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 

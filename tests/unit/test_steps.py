@@ -1,7 +1,5 @@
 """A step's folder is made, whatever else happens to its draft."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 

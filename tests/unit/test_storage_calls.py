@@ -1,7 +1,5 @@
 """The number of storage calls: on a network filesystem each is a round trip, a sync far more."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

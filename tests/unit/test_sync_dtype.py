@@ -1,7 +1,5 @@
 """Saves whose weights are cast for explorers: what is published, and what is resumed from."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

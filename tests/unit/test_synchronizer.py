@@ -1,7 +1,5 @@
 """The Synchronizer's methods among participants of one process: what each promises."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import errno

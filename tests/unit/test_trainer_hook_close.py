@@ -1,7 +1,5 @@
 """What ``close`` still saves of the last step, in a trainer of one rank."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

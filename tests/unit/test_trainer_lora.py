@@ -1,7 +1,5 @@
 """What is taken of a PEFT model's state dict: asked of PEFT itself, which is never far."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

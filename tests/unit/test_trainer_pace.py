@@ -1,7 +1,5 @@
 """How many ranks write at a time, and what is left of a save that one of them could not write."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

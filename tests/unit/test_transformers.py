@@ -1,7 +1,5 @@
 """``SyncdCallback`` called as a Trainer calls it, in one process."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from types import SimpleNamespace

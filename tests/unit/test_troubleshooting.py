@@ -1,7 +1,5 @@
 """``docs/troubleshooting.md``: what it quotes is said, and what is said has its place there."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import logging

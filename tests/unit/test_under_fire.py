@@ -1,7 +1,5 @@
 """What a fresh reader broke once: each of these ended a daemon, or let LATEST go back."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

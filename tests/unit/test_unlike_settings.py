@@ -1,7 +1,5 @@
 """Trainer and explorers whose SyncSettings differ: it is said as soon as both are there."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

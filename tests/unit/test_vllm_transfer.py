@@ -1,7 +1,5 @@
 """syncd's weight transfer apart from vLLM: how it is found, and the folders that it refuses."""
 
-from __future__ import annotations
-
 import configparser
 import sys
 from importlib import import_module

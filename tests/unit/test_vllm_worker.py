@@ -1,7 +1,5 @@
 """What vLLM's workers are given besides, over real groups; vLLM itself is in tests/engines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

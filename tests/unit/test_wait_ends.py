@@ -1,7 +1,5 @@
 """When an explorer's wait begins and ends: before the trainer comes, and after it has gone."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

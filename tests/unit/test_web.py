@@ -1,7 +1,5 @@
 """``syncd web``: its server, on real sockets; what a browser makes of it is in ``tests/web``."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

@@ -4,8 +4,6 @@
 these tests start cannot find it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

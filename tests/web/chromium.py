@@ -1,7 +1,5 @@
 """Debian's Chromium without a window, as a person's eyes and fingers."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

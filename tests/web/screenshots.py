@@ -4,8 +4,6 @@ A real daemon publishes what this program saves, step by step, and real explorer
 are made small by pngquant.
 """
 
-from __future__ import annotations
-
 import base64
 import subprocess
 import sys

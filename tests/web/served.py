@@ -1,7 +1,5 @@
 """A page that is served in this process, and what explorers and daemons say of themselves."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

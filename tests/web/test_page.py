@@ -1,7 +1,5 @@
 """The page of ``syncd web`` in a real browser, with real jobs and a real server behind it."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
