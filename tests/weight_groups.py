@@ -16,26 +16,30 @@ DEADLINE = 60.0
 CPU = torch.device("cpu")
 
 
+def rendezvous(port: int, *names: str, generation: int = 1, name: str = "group") -> Rendezvous:
+    """Of a trainer on this host and explorers of one worker each."""
+    return Rendezvous(
+        offer="0123456789ab",
+        generation=generation,
+        group_name=f"{name}-{generation}",
+        address="127.0.0.1",
+        port=port,
+        world_size=1 + len(names),
+        backend="gloo",
+        members=tuple(
+            GroupMember(name=one, session=one, rank_offset=rank)
+            for rank, one in enumerate(names, 1)
+        ),
+        save_id="run-1-1",
+    )
+
+
 def meeting(receivers: int, generation: int = 1) -> tuple[Rendezvous, socket.socket]:
     """Where a trainer and explorers of one worker each meet, on a free port."""
     listening = listen("127.0.0.1", 0)
-    address, port = listening.getsockname()[:2]
-    members = tuple(
-        GroupMember(name=f"e{number}", session=f"s{number}", rank_offset=number)
-        for number in range(1, receivers + 1)
-    )
-    rendezvous = Rendezvous(
-        offer="0123456789ab",
-        generation=generation,
-        group_name=f"test-{generation}",
-        address=address,
-        port=port,
-        world_size=receivers + 1,
-        backend="gloo",
-        members=members,
-        save_id="run-1-0",
-    )
-    return rendezvous, listening
+    names = (f"e{number}" for number in range(1, receivers + 1))
+    port = listening.getsockname()[1]
+    return rendezvous(port, *names, generation=generation), listening
 
 
 def transfer(
@@ -44,11 +48,11 @@ def transfer(
     deadline: float = DEADLINE,
 ) -> list[Future[Any]]:
     """What comes of a transfer at each rank, the sender first; all have ended."""
-    rendezvous, listening = meeting(len(receive))
+    met, listening = meeting(len(receive))
 
     def member(rank: int, work: Callable[[WeightGroup], Any]) -> Any:
         group = WeightGroup.join(
-            rendezvous,
+            met,
             rank,
             deadline=deadline,
             device=CPU,

@@ -247,7 +247,7 @@ class _Counting(TorchModule):
             super().receive(rendezvous, rank_offset, deadline)
         finally:
             answer = None if self._worker is None else self._worker.recv()
-        if answer is not None and "error" in answer:
+        if answer is not None and answer.error is not None:
             raise AssertionError(answer)  # the group agreed: it cannot have failed there alone
 
 
@@ -331,9 +331,9 @@ class Cast:
         peer = self._add(Peer(Explorer, job, name, ours, width))
         if ours is not None:
             ours.close()
-        peer.ask("open", **settings)
+        peer("open", **settings)
         if follows:
-            peer.ask("start")
+            peer("start")
         return peer
 
 

@@ -6,13 +6,15 @@ They are forked from one process that has imported torch, so that many of them c
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,8 +28,20 @@ CONTEXT.set_forkserver_preload(
 )
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a call came to: a value, or an error in words; and how long it took, in seconds."""
+
+    value: Any
+    error: str | None
+    seconds: float
+
+
 class Told:
     """Methods that a test calls by name, in a process of its own."""
+
+    #: Ends the process: without waiting for ranks that are gone.
+    exit: ClassVar[Callable[[int], object]] = os._exit
 
 
 def _be_small() -> None:
@@ -59,7 +73,7 @@ def forked(
             process.join(DEADLINE)
 
 
-def _serve(make: Callable[..., Told], given: tuple[Any, ...], *connections: Connection) -> None:
+def _serve(make: type[Told], given: tuple[Any, ...], *connections: Connection) -> None:
     _be_small()
     told = make(*given)
     threads = [threading.Thread(target=_listen, args=(told, one)) for one in connections]
@@ -67,7 +81,7 @@ def _serve(make: Callable[..., Told], given: tuple[Any, ...], *connections: Conn
         thread.start()
     for thread in threads:
         thread.join()
-    os._exit(0)  # without waiting for ranks that are gone
+    make.exit(0)
 
 
 def _listen(told: Told, connection: Connection) -> None:
@@ -76,17 +90,19 @@ def _listen(told: Told, connection: Connection) -> None:
             command, given, named = connection.recv()
         except EOFError:
             return
+        begun = time.monotonic()
+        value, error = None, None
         try:
-            answer = {"is": getattr(told, command)(*given, **named)}
-        except SyncdError as error:
-            answer = {"error": type(error).__name__, "says": str(error)}
-        connection.send(answer)
+            value = getattr(told, command)(*given, **named)
+        except SyncdError as failed:
+            error = f"{type(failed).__name__}: {failed}"
+        connection.send(Answer(value, error, time.monotonic() - begun))
 
 
 class Peer:
     """One such process."""
 
-    def __init__(self, make: Callable[..., Told], *given: Any, others: Any = ()) -> None:
+    def __init__(self, make: type[Told], *given: Any, others: Any = ()) -> None:
         self._connection, theirs = CONTEXT.Pipe()
         self.process = CONTEXT.Process(target=_serve, args=(make, given, theirs, *others))
         self.process.start()
@@ -95,20 +111,25 @@ class Peer:
     def tell(self, command: str, *given: Any, **named: Any) -> None:
         self._connection.send((command, given, named))
 
-    def answer(self, within: float = DEADLINE) -> Any:
+    def hear(self, within: float = 3 * DEADLINE) -> Answer:
+        """What came of it."""
         assert self._connection.poll(within), "no answer"
-        answer = self._connection.recv()
-        assert "is" in answer, answer
-        return answer["is"]
+        answer: Answer = self._connection.recv()
+        return answer
+
+    def answer(self) -> Any:
+        answer = self.hear()
+        assert answer.error is None, answer.error
+        return answer.value
 
     def refusal(self) -> str:
         """What a call is refused with: the class of the error, and its words."""
-        assert self._connection.poll(DEADLINE), "no answer"
-        answer = self._connection.recv()
-        assert "says" in answer, answer
-        return f"{answer['error']}: {answer['says']}"
+        answer = self.hear()
+        assert answer.error is not None, answer
+        return answer.error
 
-    def ask(self, command: str, *given: Any, **named: Any) -> Any:
+    def __call__(self, command: str, *given: Any, **named: Any) -> Any:
+        """Do something, and well."""
         self.tell(command, *given, **named)
         return self.answer()
 
@@ -133,7 +154,11 @@ class Peer:
 
     def leave(self) -> None:
         """End by itself, well."""
-        self.ask("close")
+        self("close")
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Let it end as programs do."""
         self._connection.close()
         self.process.join(DEADLINE)
         assert self.process.exitcode == 0

@@ -40,7 +40,7 @@ def members(job: Path) -> set[str]:
 def reaches(truth: dict[str, Any], step: int, *explorers: Peer) -> None:
     """See that explorers come to serve a step, bit by bit."""
     for one in explorers:
-        served = one.ask("wait_for", step)
+        served = one("wait_for", step)
         assert (served["digest"], served["step"]) == (truth["digest"], step), served
 
 
@@ -71,7 +71,7 @@ def test_all_explorers_have_the_trainers_bits_after_each_sync(job: Path, stage: 
             truth = trainer.step(step)
             reaches(truth, step, *explorers)
             assert (truth["sync/broadcasts"], truth["sync/broadcast_failures"]) == (step - 1, 0)
-        assert stage.worker.ask("served")["digest"] == truth["digest"]
+        assert stage.worker("served")["digest"] == truth["digest"]
         assert wait_for_step(job, 9).sequence == 3  # of steps 1, 5 and 9
         adopted = wait_until(
             # It serves a step before its report says so.
@@ -86,7 +86,7 @@ def test_all_explorers_have_the_trainers_bits_after_each_sync(job: Path, stage: 
         trainer.all("close")
         assert wait_for_step(job, 11).sequence == 4  # what was broadcast last is on disk
         wait_until(lambda: explorer_report(job, "first").sequence == 4, "it is adopted")
-        assert [one.ask("served")["loads"] for one in explorers] == [1, 1, 1]
+        assert [one("served")["loads"] for one in explorers] == [1, 1, 1]
         late = stage.explorer(job, "late")
         reaches(truth, 11, late)
         for one in (late, *explorers, *trainer):
@@ -105,7 +105,7 @@ def test_an_explorer_that_dies_costs_the_others_one_broadcast(job: Path, stage: 
             if when == "before":
                 dies.kill()
             else:
-                dies.ask("at", when, signal.SIGKILL, after={"bucket": 3, "agree": 2}.get(when, 0))
+                dies("at", when, signal.SIGKILL, after={"bucket": 3, "agree": 2}.get(when, 0))
             truth = trainer.step(step)
             dies.wait_until_killed()
             reaches(truth, step, stays)
@@ -132,11 +132,11 @@ def test_a_trainer_that_dies_leaves_explorers_to_the_next_one(job: Path, stage: 
             truth = trainer.step(step)  # by the files, as the first one of each
             reaches(truth, step, *explorers)
             ready(job, "one", "other")
-            trainer[0].ask("at", when, signal.SIGKILL, after=after)
+            trainer[0]("at", when, signal.SIGKILL, after=after)
             trainer[0].tell("step", step + 1)
             trainer[0].wait_until_killed()
             for one in explorers:
-                assert one.ask("served")["digest"] == truth["digest"]
+                assert one("served")["digest"] == truth["digest"]
             step += 2
         trainer = stage.trainer(job, **SHORT)
         reaches(trainer.step(step), step, *explorers)
@@ -152,7 +152,7 @@ def test_who_is_stopped_past_the_deadline_does_not_spoil_what_comes(
         explorers = [stage.explorer(job, name, **SHORT) for name in ("one", "other")]
         step = _until_both_are_ready(job, trainer, 1, *explorers, "one", "other")
         stopped = explorers[1] if who == "explorer" else trainer[0]
-        stopped.ask("at", "bucket", signal.SIGSTOP, after=3)
+        stopped("at", "bucket", signal.SIGSTOP, after=3)
         trainer[0].tell("step", step)
         stopped.wait_until_stopped()
         if who == "explorer":
@@ -189,7 +189,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_moves(job: Path, stage: Cast
         wait_until(lambda: not explorer_report(job, "stays").workers, "it takes no part any more")
         for step in (3, 4):
             assert other.step(step)["sync/broadcast_failures"] == 1
-        assert stays.ask("served")["digest"] == truth["digest"]
+        assert stays("served")["digest"] == truth["digest"]
         fits = stage.explorer(job, "fits", width=40)
         reaches(other.step(5), 5, fits)
         ready(job, "fits")
@@ -219,13 +219,13 @@ def test_explorers_that_call_after_their_steps_are_waited_for(job: Path, stage: 
         trainer.step(3)
         trainer[0].tell("step", 4)
         assert not trainer[0].has_answered(within=1.0)
-        served = explorer.ask("after_step", 2)
+        served = explorer("after_step", 2)
         truth = trainer[0].answer()
         assert (served["step"], served["digest"]) == (4, truth["digest"])
         assert truth["sync/broadcasts"] == 1
         assert served["may_produce"]
         explorer.tell("after_step", 3)
-        trainer[0].ask("close")
+        trainer[0]("close")
         assert explorer.answer()["step"] == 4
         trainer[0].leave()
         explorer.leave()
@@ -246,7 +246,7 @@ def test_explorers_that_ask_get_a_broadcast_and_none_twice(job: Path, stage: Cas
         ready(job, "explorer")
         for _ in range(3):  # it has these weights, and goes on asking
             asked = explorer_report(job, "explorer").requests
-            assert trainer[0].ask("wait_for_data")["sync/broadcasts"] == 1
+            assert trainer[0]("wait_for_data")["sync/broadcasts"] == 1
             wait_until(lambda: explorer_report(job, "explorer").requests > asked, "it asks")  # noqa: B023 # at once
         reaches(trainer.step(3), 3, explorer)
 
@@ -260,9 +260,9 @@ def test_a_step_that_is_saved_is_broadcast_to_who_asks_and_not_saved_again(
         explorer = stage.explorer(job, "explorer", **driven)
         wait_until(lambda: explorer_report(job, "explorer").requests, "it asks")
         reaches(trainer.step(1), 1, explorer)
-        trainer[0].ask("over")
+        trainer[0]("over")
         ready(job, "explorer")
-        told = trainer[0].ask("wait_for_data")
+        told = trainer[0]("wait_for_data")
         assert told["sync/broadcasts"] == 1
         assert "time/sync_weight" not in told
 
@@ -272,18 +272,18 @@ def test_a_trainer_decides_when_explorers_wait_for_it(job: Path, stage: Cast) ->
         driven = {"style": "trainer_driven"}
         explorer = stage.explorer(job, "explorer", follows=False, **driven)
         trainer = stage.trainer(job, sync_interval=2, **driven)
-        assert explorer.ask("after_step", 1)["step"] is None  # the trainer does not wait
+        assert explorer("after_step", 1)["step"] is None  # the trainer does not wait
         trainer.step(2)
         wait_for_step(job, 2)
-        assert explorer.ask("after_step", 2)["step"] == 2  # as there is something to take
+        assert explorer("after_step", 2)["step"] == 2  # as there is something to take
         trainer.step(3)
         trainer[0].tell("step", 4)
         wait_until(lambda: trainer_status(job) == "require_sync", "the trainer waits")
-        served = explorer.ask("after_step", 3)
+        served = explorer("after_step", 3)
         truth = trainer[0].answer()
         assert (served["step"], served["digest"]) == (4, truth["digest"])
         assert truth["sync/broadcasts"] == 1
-        assert explorer.ask("after_step", 4)["step"] == 4
+        assert explorer("after_step", 4)["step"] == 4
 
 
 def test_who_comes_after_a_broadcast_and_may_not_produce_gets_weights_by_the_files(
@@ -302,7 +302,7 @@ def test_who_comes_after_a_broadcast_and_may_not_produce_gets_weights_by_the_fil
         reaches(truth, 4, early)
         late = stage.explorer(job, "late", **fresh)
         reaches_by_files(job, trainer, truth, 4, late)
-        assert early.ask("served")["loads"] == 1, "it had these weights"
+        assert early("served")["loads"] == 1, "it had these weights"
         trainer.all("over")
         assert not saves_while_it_waits(trainer), "once is enough"
         ready(job, "early", "late")
@@ -328,7 +328,7 @@ def reaches_by_files(
     wait_for_step(job, step)
     reaches(truth, step, *explorers)
     for one in explorers:  # its report says so a moment after
-        wait_until(lambda one=one: one.ask("served")["may_produce"], "it may produce")  # type: ignore[misc] # bound in this round
+        wait_until(lambda one=one: one("served")["may_produce"], "it may produce")  # type: ignore[misc] # bound in this round
 
 
 def trainer_status(job: Path) -> str:
@@ -341,11 +341,11 @@ def test_without_explorers_steps_are_saved_now_and_then(job: Path, stage: Cast) 
         trainer = stage.trainer(job, checkpoint_every=3)
         for step in range(1, 5):
             assert trainer.step(step)["sync/broadcasts"] == 0
-            trainer[0].ask("over")
+            trainer[0]("over")
             wait_for_step(job, 4 if step == 4 else 1)
         assert wait_for_step(job, 4).sequence == 2
         late = stage.explorer(job, "late")
-        reaches({"digest": late.ask("wait_for", 4)["digest"]}, 4, late)
+        reaches({"digest": late("wait_for", 4)["digest"]}, 4, late)
         ready(job, "late")
         reaches(trainer.step(5), 5, late)
         named = latest(job)

@@ -62,17 +62,17 @@ def test_ranks_decide_alike_and_a_rank_that_fails_fails_the_save_alone(
             assert re.match("JobUnavailableError: .*nowhere", rank.refusal())
 
         # Also where it can be read alone, and everything is there already.
-        second.ask("read_only")
+        second("read_only")
         for rank in ranks:
             rank.tell("open", {})
         for rank in ranks:
             assert rank.refusal().startswith("JobUnavailableError")
-        second.ask("heal")
+        second("heal")
 
         ranks.all("open", {"save_timeout": 60, "sync_interval": 2})
         # Rank 0 waits for nobody.
-        assert "time/sync_weight" in first.ask("step", 2)
-        assert "time/sync_weight" in second.ask("step", 2)
+        assert "time/sync_weight" in first("step", 2)
+        assert "time/sync_weight" in second("step", 2)
         ranks.all("over")
         wait_for_step(job, 2)
         assert numbers(layout.version(1)) == {2.0}
@@ -82,12 +82,12 @@ def test_ranks_decide_alike_and_a_rank_that_fails_fails_the_save_alone(
         assert latest_checkpoint(job) == 2
 
         # The disk is full on one rank only.
-        second.ask("full_disk", "rank_1.pt")
+        second("full_disk", "rank_1.pt")
         ranks.all("step", 4)
         ranks.all("over")
         assert pointed(job) == 2
         assert not (layout.step(4) / SAVING).exists()
-        second.ask("heal")
+        second("heal")
         for rank, says in zip(ranks, ("rank 1 of 2 has not written", "No space left"), strict=True):
             rank.tell("step", 6)
             refusal = rank.refusal()
@@ -100,10 +100,10 @@ def test_ranks_decide_alike_and_a_rank_that_fails_fails_the_save_alone(
         assert wait_for_step(job, 6).sequence == 2  # step 2 was published once
 
         # A sync that rank 0 leaves out is left out by all, and made up for by all.
-        second.ask("hold", "create", "rank_1.pt")
+        second("hold", "create", "rank_1.pt")
         ranks.all("step", 8)
         assert [one["sync/skipped"] for one in ranks.all("step", 10)] == [1, 1]
-        second.ask("release")
+        second("release")
         ranks.all("over")
         assert all("time/sync_weight" in one for one in ranks.all("step", 11))
         ranks.all("close")
@@ -161,11 +161,11 @@ def test_a_killed_rank_costs_its_save_alone(job: Path, tmp_path: Path) -> None:
             ranks.all("close")
             # A rank is killed in the middle of a save: rank 0 gives it up, and says so.
             ranks.all("open", {"save_timeout": 2}, saving)
-            second.ask("die_at", "rename", "model_world_size_2_rank_1.pt")
-            first.ask("step", 2)
+            second("die_at", "rename", "model_world_size_2_rank_1.pt")
+            first("step", 2)
             second.tell("step", 2)
             second.wait_until_killed()
-            first.ask("over")
+            first("over")
             first.tell("close")
             refusal = first.refusal()
             assert refusal.startswith("SaveFailedError")
@@ -179,7 +179,7 @@ def test_a_killed_rank_costs_its_save_alone(job: Path, tmp_path: Path) -> None:
             wait_for_step(job, 2)
             ranks.all("over")
             # Rank 0 is killed when all have written, and before the pointer moves.
-            first.ask("die_at", "rename", "latest_state_dict")
+            first("die_at", "rename", "latest_state_dict")
             second.tell("step", 3)
             first.tell("step", 3)
             first.wait_until_killed()
@@ -227,15 +227,15 @@ def test_the_last_step_is_saved_by_all_ranks_or_by_none(job: Path, tmp_path: Pat
             assert said == [[warning], [warning]]
             assert f"not save step {step}" in warning
             assert f"rank {late} did not call close() within {save_timeout:g} s" in warning
-            assert ranks[late].ask("close") == [warning]
+            assert ranks[late]("close") == [warning]
             assert pointed(job) == 2
 
         # A rank fails after the last step: the others are told, and do not wait for it.
         ranks.all("open", {**seldom, "save_timeout": 10 * DEADLINE}, saving)
         ranks.all("step", 6)
-        second.ask("fail")
+        second("fail")
         for rank in (first, third):
-            (warning,) = rank.ask("close")
+            (warning,) = rank("close")
             assert "rank 1 has ended with an error" in warning
 
         ranks.all("open", {**seldom, "save_timeout": 10 * DEADLINE}, saving)
@@ -286,10 +286,10 @@ def test_ranks_that_call_with_unlike_steps_are_told_both_steps_at_once(
 def test_a_hook_on_one_rank_alone_names_the_other_and_gives_up(job: Path, tmp_path: Path) -> None:
     with started(job, tmp_path, "alone") as ranks:
         first, second = ranks
-        warning, error = first.ask("open_in_vain")
+        warning, error = first("open_in_vain")
         assert warning == "rank 1 did not make its hook within 0.5 s; waiting on"
         assert error.startswith("rank 1 did not make its hook within 3 s. Make the hook on every")
-        assert second.ask("open_in_vain") == [error]
+        assert second("open_in_vain") == [error]
         assert ranks.all("open", {}) == [[], []]
 
 

@@ -3,7 +3,8 @@
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,32 +14,37 @@ from syncd.coordination.broadcast.addresses import address_towards, listen, own_
 from syncd.protocol.errors import BroadcastError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, SyncSettings
+from tests.multiprocess.peers import Answer, Peer
 from tests.multiprocess.processes import (
     DEADLINE,
     LEASE_TIME,
     explorer_report,
     wait_until,
 )
-from tests.multiprocess.weight_members import Answer, Members, Process, members, rendezvous
+from tests.multiprocess.weight_members import Actor
+from tests.weight_groups import rendezvous
 
 #: Seconds of a transfer that comes to nothing.
 SHORT = 2.0
 
 
-@pytest.fixture(scope="module")
-def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Members]:
-    with members(tmp_path_factory.mktemp("weights")) as found:
-        yield found
+Start = Callable[[], Peer]
 
 
 @pytest.fixture
-def start(fork: Members) -> Iterator[Members]:
+def start() -> Iterator[Start]:
     """Starts members, which end with the test."""
-    yield fork
-    fork.end()
+    with ExitStack() as stack:
+
+        def peer() -> Peer:
+            made = Peer(Actor)
+            stack.callback(made.end)
+            return made
+
+        yield peer
 
 
-def form(*processes: Process, generation: int = 1) -> None:
+def form(*processes: Peer, generation: int = 1) -> None:
     """Let them form a group: the first is the trainer."""
     names = [f"e{number}" for number in range(1, len(processes))]
     met = rendezvous(processes[0]("listen"), *names, generation=generation)
@@ -49,7 +55,7 @@ def form(*processes: Process, generation: int = 1) -> None:
         assert answer.error is None, answer.error
 
 
-def transfer(value: int, *processes: Process) -> None:
+def transfer(value: int, *processes: Peer) -> None:
     """A transfer that succeeds: all have all of it."""
     for one in processes:
         one("begin", DEADLINE)
@@ -59,7 +65,7 @@ def transfer(value: int, *processes: Process) -> None:
         assert one.hear().value == [value, value + 1]
 
 
-def bucket(value: int, *processes: Process) -> None:
+def bucket(value: int, *processes: Peer) -> None:
     """A broadcast that succeeds, in a transfer that is begun by it."""
     for one in processes:
         one("begin", DEADLINE)
@@ -75,8 +81,13 @@ def gave_up(answer: Answer, within: float = SHORT) -> bool:
     return True
 
 
-def strike(victim: Process, signal: str) -> None:
-    victim.kill() if signal == "kill" else victim.stop()
+def strike(victim: Peer, signal: str) -> None:
+    if signal == "kill":
+        victim.kill()
+        victim.wait_until_killed()
+    else:
+        victim.pause()
+        victim.wait_until_stopped()
 
 
 STRUCK = [(who, signal) for who in ("trainer", "explorer") for signal in ("kill", "stop")]
@@ -85,7 +96,7 @@ STRUCK = [(who, signal) for who in ("trainer", "explorer") for signal in ("kill"
 @pytest.mark.parametrize(("who", "signal"), STRUCK)
 @pytest.mark.parametrize("stage", ["while it forms", "between buckets", "before it votes"])
 def test_whoever_dies_or_stops_the_others_give_up_at_the_deadline_and_go_on_without(
-    start: Members, who: str, signal: str, stage: str
+    start: Start, who: str, signal: str, stage: str
 ) -> None:
     everybody = trainer, first, _ = start(), start(), start()
     victim = trainer if who == "trainer" else first
@@ -113,7 +124,7 @@ def test_whoever_dies_or_stops_the_others_give_up_at_the_deadline_and_go_on_with
     if signal == "kill":
         return
     # It goes on in the middle of what the others have left, and does them no harm.
-    victim.go_on()
+    victim.resume()
     if stage != "while it forms" or victim.hear().error is None:
         # Where it is alone with what the others have left behind, there are no transfers.
         victim("begin", SHORT)
@@ -128,7 +139,7 @@ def test_whoever_dies_or_stops_the_others_give_up_at_the_deadline_and_go_on_with
 
 @pytest.mark.parametrize(("who", "signal"), STRUCK)
 def test_where_it_is_not_known_who_has_heard_the_verdict_the_trainer_says_that_it_failed(
-    start: Members, who: str, signal: str
+    start: Start, who: str, signal: str
 ) -> None:
     everybody = trainer, first, _ = start(), start(), start()
     form(*everybody)
@@ -148,7 +159,7 @@ def test_where_it_is_not_known_who_has_heard_the_verdict_the_trainer_says_that_i
     else:
         assert all(gave_up(answer) for answer in answers.values())
     if signal == "stop":
-        victim.go_on()
+        victim.resume()
         answer = victim.hear()
         if who == "trainer":
             assert gave_up(answer)
@@ -157,7 +168,7 @@ def test_where_it_is_not_known_who_has_heard_the_verdict_the_trainer_says_that_i
 
 
 def test_a_group_serves_many_transfers_a_refusal_ends_none_and_nothing_is_left(
-    start: Members, tmp_path: Path
+    start: Start, tmp_path: Path
 ) -> None:
     everybody = trainer, first, second = start(), start(), start()
     trainer("have_a_default_group", str(tmp_path / "default"))
@@ -179,19 +190,20 @@ def test_a_group_serves_many_transfers_a_refusal_ends_none_and_nothing_is_left(
         assert not one("left_behind")
 
 
-def test_a_program_that_ends_in_the_middle_of_a_transfer_ends_well(start: Members) -> None:
+def test_a_program_that_ends_in_the_middle_of_a_transfer_ends_well(start: Start) -> None:
     for _ in range(2):  # it is a race
         trainer, explorer = start(), start()
         form(trainer, explorer)
-        explorer.stop()
+        explorer.pause()
+        explorer.wait_until_stopped()
         trainer("begin", SHORT / 4)
         trainer.tell("send", 1, 2)
         assert gave_up(trainer.hear())
-        assert trainer.leave() == 0  # not by std::terminate
+        trainer.hang_up()  # not by std::terminate
 
 
 def test_a_port_that_is_taken_is_said_and_the_own_one_is_free_after_a_failure(
-    start: Members,
+    start: Start,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -205,7 +217,8 @@ def test_a_port_that_is_taken_is_said_and_the_own_one_is_free_after_a_failure(
     for rank, one in enumerate((trainer, explorer)):
         one.tell("join", met, rank)
     assert (trainer.hear().error, explorer.hear().error) == (None, None)
-    explorer.stop()
+    explorer.pause()
+    explorer.wait_until_stopped()
     trainer("begin", SHORT)
     trainer.tell("send", 1, 2)
     assert gave_up(trainer.hear())
@@ -216,7 +229,7 @@ def test_a_port_that_is_taken_is_said_and_the_own_one_is_free_after_a_failure(
     transfer(1, trainer, late)
 
 
-def test_who_comes_to_another_jobs_store_harms_nobody_and_is_told(start: Members) -> None:
+def test_who_comes_to_another_jobs_store_harms_nobody_and_is_told(start: Start) -> None:
     one_job, other_job = (start(), start()), (start(), start())
     form(*one_job)
     port = other_job[0]("listen")
@@ -242,7 +255,7 @@ def met_at(job: Path) -> dict[str, object]:
     return found
 
 
-def meet(step: int, *processes: Process) -> list[tuple[int, str, int]]:
+def meet(step: int, *processes: Peer) -> list[tuple[int, str, int]]:
     for one in processes:
         one.tell("meet", step)
     answers = [one.hear() for one in processes]
@@ -251,7 +264,7 @@ def meet(step: int, *processes: Process) -> list[tuple[int, str, int]]:
 
 
 def test_a_generation_lives_until_its_members_change_or_one_has_failed(
-    start: Members, job: Path
+    start: Start, job: Path
 ) -> None:
     trainer, one, other = start(), start(), start()
     trainer("register", "trainer", job, "trainer")
@@ -278,6 +291,7 @@ def test_a_generation_lives_until_its_members_change_or_one_has_failed(
     assert meet(4, trainer, one, other)[0][1] != found[0][1]
     transfer(4, trainer, one, other)
     other.kill()
+    other.wait_until_killed()
     trainer("call", "group_failed")
     one("call", "group_failed")
     wait_until(
@@ -291,7 +305,7 @@ def test_a_generation_lives_until_its_members_change_or_one_has_failed(
 
 
 def test_the_workers_of_an_explorer_are_contiguous_and_one_without_takes_no_part(
-    start: Members, job: Path
+    start: Start, job: Path
 ) -> None:
     trainer, plain, two, worker = start(), start(), start(), start()
     trainer("register", "trainer", job, "trainer")
@@ -317,7 +331,7 @@ def test_the_workers_of_an_explorer_are_contiguous_and_one_without_takes_no_part
         transfer(1, trainer, plain, two, worker)
 
 
-def test_two_jobs_on_one_host_do_not_meet(start: Members, tmp_path: Path) -> None:
+def test_two_jobs_on_one_host_do_not_meet(start: Start, tmp_path: Path) -> None:
     pairs = []
     for number in range(2):
         job = tmp_path / f"job-{number}"
@@ -334,7 +348,7 @@ def test_two_jobs_on_one_host_do_not_meet(start: Members, tmp_path: Path) -> Non
 
 
 def test_setup_forms_the_group_where_it_is_told_and_teardown_ends_it_explorers_first(
-    start: Members, job: Path
+    start: Start, job: Path
 ) -> None:
     trainer, explorer = start(), start()
     trainer("register", "trainer", job, "trainer", broadcast_timeout=DEADLINE)
@@ -352,7 +366,7 @@ def test_setup_forms_the_group_where_it_is_told_and_teardown_ends_it_explorers_f
     transfer(1, trainer, explorer)
     explorer("succeeded", 1)
     trainer.tell("call", "coordinate_weight_sync_teardown")
-    assert not trainer._connection.poll(0.5)  # it waits for the explorer
+    assert not trainer.has_answered(within=0.5)  # it waits for the explorer
     explorer("call", "coordinate_weight_sync_teardown")
     assert trainer.hear().error is None
     assert explorer_report(job, "e").group is None
