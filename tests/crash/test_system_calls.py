@@ -78,7 +78,7 @@ def _much_to_do(job: SmallJob) -> None:
 
 
 def _one_step(job: Path) -> None:
-    save(job, Constant(megabytes=0.01), 2, 2.0)
+    save(job, Constant(megabytes=0.01), 2)
 
 
 def _session(job: Path) -> None:
@@ -191,6 +191,5 @@ def test_a_daemon_gets_a_lock_that_a_killed_one_left(tmp_path: Path, content: by
     job.layout.daemon_lock.write_bytes(content)
     with Daemon(root) as daemon:
         assert wait_for_step(root, 1).sequence == 1
-        assert daemon.terminate() == 0
     assert "bug in syncd" not in "".join(daemon.log)
     assert not job.layout.daemon_lock.exists()

@@ -37,6 +37,10 @@ def wait_until(look: Callable[[], T], what: str, deadline: float = DEADLINE) -> 
     return found
 
 
+def wait_until_gone(path: Path) -> None:
+    wait_until(lambda: not path.exists(), f"{path} is gone")
+
+
 def latest(job: Path) -> Latest | None:
     layout = JobLayout(job)
     try:
@@ -162,7 +166,7 @@ IMPATIENT: Final = (
 class Daemon:
     """``syncd run`` as a process of its own; its log is kept in memory.
 
-    Leaving the ``with`` block ends it, by pid, whatever happened.
+    Leaving the ``with`` block ends it, and well; after an error by a kill.
 
     Args:
         job: the job directory, or the host that the daemon works on.
@@ -227,12 +231,14 @@ class Daemon:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            self.resume()
-            self._process.kill()
-        self._process.wait(DEADLINE)
-        self._listener.join(DEADLINE)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self.running:
+                self.resume()
+                assert kind or self.terminate() == 0, self.log
+        finally:
+            self.kill()
+            self._listener.join(DEADLINE)
 
     def _listen(self) -> None:
         assert self._process.stderr is not None

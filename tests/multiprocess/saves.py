@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from syncd.protocol.policy import SyncSettings
+from syncd.protocol.records import Latest
+from tests.multiprocess.processes import wait_for_step
 from trainer_hooks import SaveSettings, TrainerHook
 from trainer_hooks.settings import WhenBusy
 
@@ -39,8 +41,14 @@ def trainer(job: Path, model: nn.Module, **settings: float) -> TrainerHook:
     )
 
 
-def save(job: Path, model: Constant, step: int, number: float) -> None:
-    """One whole save, as a trainer that starts and ends with it."""
-    model.become(number)
+def save(job: Path, model: Constant, step: int) -> None:
+    """One whole save, as a trainer that starts and ends with it; all its weights are the step."""
+    model.become(step)
     with trainer(job, model) as hook:
         hook.after_step(step)
+
+
+def serve(job: Path, model: Constant, step: int) -> Latest:
+    """The same, until a daemon has published it."""
+    save(job, model, step)
+    return wait_for_step(job, step)

@@ -42,7 +42,7 @@ def test_a_job_that_trains_lora_publishes_adapters_that_peft_loads(
     job: Path, written: Path
 ) -> None:
     layout = JobLayout(job)
-    with Daemon(job) as daemon, Reader(job, "explorer") as reader:
+    with Daemon(job), Reader(job, "explorer") as reader:
         for step, kind in enumerate(KINDS, 1):
             shutil.copytree(written / kind / "actor", layout.actor(step))
             (job / STATE_POINTER).write_text(str(step))
@@ -57,7 +57,6 @@ def test_a_job_that_trains_lora_publishes_adapters_that_peft_loads(
         assert "(adapter" in said_by_syncd("status", job)
         assert json.loads(said_by_syncd("status", job, "--json"))["latest"]["kind"] == "adapter"
         assert "whole adapter" in said_by_syncd("verify", job)
-        assert daemon.terminate() == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,6 +14,7 @@ from tests.multiprocess.processes import (
     Daemon,
     wait_for_step,
     wait_until,
+    wait_until_gone,
 )
 
 BENCH = """
@@ -37,7 +38,7 @@ def test_a_bench_that_is_killed_leaves_the_job_as_it_was_and_its_step_and_build_
     layout, saves = JobLayout(job), SmallJob(job)
     for step in (0, 4):
         saves.save(step, point=False)
-    with Daemon(layout.root, "--keep", "1") as daemon, hook_of(layout.root, "serving") as serving:
+    with Daemon(layout.root, "--keep", "1"), hook_of(layout.root, "serving") as serving:
         wait_until(layout.daemon_report.exists, "the daemon has reported its settings")
         bench = subprocess.Popen(
             [sys.executable, "-c", BENCH, str(layout.root)],
@@ -57,7 +58,7 @@ def test_a_bench_that_is_killed_leaves_the_job_as_it_was_and_its_step_and_build_
             served = serving.pull(DEADLINE)
             serving.start()
             before = layout.latest.read_bytes()
-            wait_until(lambda: not layout.step(0).exists(), "the released step is pruned")
+            wait_until_gone(layout.step(0))
             assert layout.step(4).exists()
             assert list(layout.bench.glob("*/global_step_4-*/manifest.json")) != []
             with hook_of(layout.root, "newcomer") as newcomer:
@@ -73,6 +74,5 @@ def test_a_bench_that_is_killed_leaves_the_job_as_it_was_and_its_step_and_build_
         assert layout.state_pointer.read_text() == "8\n"
         saves.save(9)
         wait_for_step(layout.root, 9)
-        wait_until(lambda: not layout.step(4).exists(), "the step of the dead explorer is pruned")
+        wait_until_gone(layout.step(4))
         assert serving.wait_until_served(DEADLINE, newer_than=served).step == 9
-        assert daemon.terminate() == 0

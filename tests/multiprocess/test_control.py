@@ -14,7 +14,7 @@ from tests.multiprocess.processes import (
     wait_for_step,
     wait_until,
 )
-from tests.multiprocess.saves import Constant, save
+from tests.multiprocess.saves import Constant, save, serve
 
 
 def versions(job: Path) -> list[str]:
@@ -25,15 +25,14 @@ def test_a_job_is_paused_rolled_back_and_resumed_while_daemons_come_and_go(job: 
     model = Constant()
     with Daemon(job, "--keep", "9") as daemon:
         for step in (1, 2):
-            save(job, model, step, step)
-            wait_for_step(job, step)
+            serve(job, model, step)
         assert said_by_syncd("pause", job) == "paused"
-        save(job, model, 3, 3)
+        save(job, model, 3)
         assert said_by_syncd("rollback", job, "v1") == "v000001 is served again, as v000003"
         verified(job, 3)
         daemon.kill()
     assert "no daemon runs on this job now" in said_by_syncd("rollback", job, "v2", "--timeout", 60)
-    with Daemon(job, "--keep", "9") as daemon:
+    with Daemon(job, "--keep", "9"):
         found = wait_for_step(job, 2)  # asked for while nobody was there
         assert found.sequence == 4
         wait_until(lambda: (told := report(job)) and told.paused, "it keeps to the pause")
@@ -43,22 +42,18 @@ def test_a_job_is_paused_rolled_back_and_resumed_while_daemons_come_and_go(job: 
         assert wait_for_step(job, 3).sequence == 5
         manifest = read_manifest(Storage(), JobLayout(job).version(5))
         assert manifest.rolled_back is None
-        assert daemon.terminate() == 0
 
 
 def test_what_is_pinned_outlives_the_pruning_of_a_running_daemon(job: Path) -> None:
     model = Constant()
     layout = JobLayout(job)
-    with Daemon(job, "--keep", "1", "--no-prune-steps") as daemon:
-        save(job, model, 1, 1)
-        wait_for_step(job, 1)
+    with Daemon(job, "--keep", "1", "--no-prune-steps"):
+        serve(job, model, 1)
         assert said_by_syncd("pin", job, "v1") == "v000001 is pinned"
         assert said_by_syncd("pin", job, 1) == "global_step_1 is pinned"
-        assert daemon.terminate() == 0
     with Daemon(job, "--keep", "1"):
         for step in (2, 3, 4):
-            save(job, model, step, step)
-            wait_for_step(job, step)
+            serve(job, model, step)
         wait_until(
             lambda: versions(job) == ["v000001", "v000004"] and not layout.step(3).exists(),
             "all but what is pinned is pruned",
@@ -67,7 +62,7 @@ def test_what_is_pinned_outlives_the_pruning_of_a_running_daemon(job: Path) -> N
         assert "1 pinned, 4" in said_by_syncd("status", job)
         said_by_syncd("unpin", job, "v1")
         said_by_syncd("unpin", job, 1)
-        save(job, model, 5, 5)  # step folders are looked at again when something moves
+        save(job, model, 5)  # step folders are looked at again when something moves
         wait_until(
             lambda: versions(job) == ["v000005"] and not layout.step(1).exists(),
             "what is unpinned goes",

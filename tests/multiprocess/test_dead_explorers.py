@@ -43,7 +43,7 @@ def test_all_that_a_killed_explorer_has_goes_and_what_a_live_one_has_stays(
 ) -> None:
     layout = shared.seen
     options = ("--keep", "1", "--dead-reader-grace", "1")
-    with Daemon(shared.a, *options, program=IMPATIENT) as daemon:
+    with Daemon(shared.a, *options, program=IMPATIENT):
         TrainerByHand(shared.b.job).save(1)
         wait_for_step(layout.root, 1)
         explorers = [
@@ -74,7 +74,6 @@ def test_all_that_a_killed_explorer_has_goes_and_what_a_live_one_has_stays(
                 process.wait(DEADLINE)
                 assert process.stdout is not None
                 process.stdout.close()
-        assert daemon.terminate() == 0
 
 
 def test_the_lease_of_a_dead_explorer_goes_though_one_merge_follows_the_other(

@@ -23,6 +23,7 @@ from tests.multiprocess.processes import (
     explorer_report,
     wait_for_step,
     wait_until,
+    wait_until_gone,
 )
 
 
@@ -160,7 +161,7 @@ def test_an_engine_that_hangs_in_a_load_keeps_its_lease(job: Path) -> None:
             hang.release()
             assert hook.wait_until_served(DEADLINE).sequence >= 1
             wait_until(lambda: hook.version and hook.version.step == 3, "it has the last")
-        wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned")
+        wait_until_gone(layout.version(1))
 
 
 def test_the_last_save_of_a_run_is_served_by_an_explorer_that_came_before_its_trainer(

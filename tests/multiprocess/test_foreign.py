@@ -14,7 +14,7 @@ from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER, shard_name
 from syncd.protocol.records import Quarantine, Receipt, ReceiptFile, encode
 from syncd.storage.fsio import Storage
 from tests.jobs import read
-from tests.multiprocess.processes import Daemon, report, wait_for_step, wait_until
+from tests.multiprocess.processes import Daemon, report, wait_for_step, wait_until, wait_until_gone
 from tests.shards import Built, Named, dtensor, shard, tensor
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -92,7 +92,7 @@ def test_a_plain_verl_job_is_served_and_never_pruned(job: Path, torch_version: s
             assert same(job, latest.sequence, truth_of("fsdp2", torch_version))
         layout = JobLayout(job)
         assert read_manifest(Storage(), layout.version(2)).checked == "crc32"
-        wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned")
+        wait_until_gone(layout.version(1))
         assert layout.step(1).exists()
 
 

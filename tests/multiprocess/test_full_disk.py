@@ -35,8 +35,9 @@ from tests.multiprocess.processes import (
     verified,
     wait_for_step,
     wait_until,
+    wait_until_gone,
 )
-from tests.multiprocess.saves import Constant, save, trainer
+from tests.multiprocess.saves import Constant, save, serve, trainer
 from tests.storages import Clock, RuledStorage
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
@@ -112,21 +113,20 @@ def test_a_version_that_does_not_fit_waits_says_so_and_is_published_when_there_i
 ) -> None:
     layout = JobLayout(job)
     with Daemon(job, "--keep", "1", *FILES) as daemon, Reader(job, "slow") as slow:
-        save(job, Constant(megabytes=16, tensors=40), 1, 1)
+        save(job, Constant(megabytes=16, tensors=40), 1)
         held = slow.next_version(0, DEADLINE)
-        save(job, Constant(), 2, 2)
-        wait_for_step(job, 2)
-        wait_until(lambda: not layout.step(1).exists(), "step 1 is pruned")
+        serve(job, Constant(), 2)
+        wait_until_gone(layout.step(1))
         nothing_half_made(job)
         daemon.pause()
-        save(job, Constant(megabytes=8), 3, 3)
+        save(job, Constant(megabytes=8), 3)
         filler.fill(kind)
         daemon.resume()
         why = "step 3 needs" if kind == "bytes" else "is almost out of inodes"
         assert "waiting: " in daemon.wait_for_log(why)
         # Not at each moment: whenever it tries again it says so.
         wait_until(lambda: why in status(job)["daemon"]["detail"], "status says why it waits")
-        wait_until(lambda: not layout.step(2).exists(), "what may be pruned is pruned")
+        wait_until_gone(layout.step(2))
         assert published(job) == ["v000001", "v000002"]
         nothing_half_made(job)
         verified_in_place(job, 2)
@@ -156,7 +156,6 @@ def test_a_daemon_that_starts_on_a_full_disk_gives_up_its_reserve_prunes_and_pub
         wait_until(lambda: published(job) == ["v000004"], "what may be pruned is pruned")
         nothing_half_made(job)
         verified(job, 4)
-        assert daemon.terminate() == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -174,7 +173,6 @@ def test_a_daemon_that_starts_on_a_full_disk_without_a_reserve_goes_on_when_ther
         filler.clear()
         assert wait_for_step(job, 4).sequence == 4
         nothing_half_made(job)
-        assert daemon.terminate() == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -189,13 +187,11 @@ def test_syncd_prune_makes_room_on_a_full_disk(job: Path, filler: Filler, kind: 
 def full_at_start(job: Path, filler: Filler, kind: Kind) -> None:
     """Three versions and their steps, a save that is waiting, and no room at all."""
     model = Constant(megabytes=4, tensors=16)
-    with Daemon(job, "--keep", "3", "--no-prune-steps", *FILES) as daemon:
+    with Daemon(job, "--keep", "3", "--no-prune-steps", *FILES):
         for step in (1, 2, 3):
-            save(job, model, step, step)
-            wait_for_step(job, step)
-        assert daemon.terminate() == 0
+            serve(job, model, step)
     assert any(JobLayout(job).reserve.iterdir())
-    save(job, model, 4, 4)
+    save(job, model, 4)
     filler.fill(kind)
     assert not filler.free(kind)
 
@@ -208,12 +204,11 @@ def test_a_disk_that_is_full_in_the_middle_of_a_merge_keeps_the_version_before(
         job.mkdir()
         Job.at(job).open(lease_time=LEASE_TIME)
         with Daemon(job, "--keep", "1") as daemon:
-            save(job, Constant(), 1, 1)
-            wait_for_step(job, 1)
+            serve(job, Constant(), 1)
             model, step = Constant(megabytes=160), 1
             while JobLayout(job).publish_lock.exists() is False:  # else it was faster than us
                 step += 1
-                save(job, model, step, step)
+                save(job, model, step)
                 wait_until(partial(has_begun, job, step), "a merge has begun")
                 daemon.pause()
             before = latest(job)
@@ -229,7 +224,6 @@ def test_a_disk_that_is_full_in_the_middle_of_a_merge_keeps_the_version_before(
             assert wait_for_step(job, step).sequence == before.sequence + 1
             verified(job, before.sequence + 1)
             nothing_half_made(job)
-            assert daemon.terminate() == 0
 
 
 def at_each_write_of_weights(moment: int, action: Callable[[], None]) -> RuledStorage:
@@ -256,10 +250,10 @@ def test_room_that_ends_between_two_pieces_of_a_merge_ends_only_that_merge(
 ) -> None:
     root = disk / "in-process"
     job = SmallJob(root)
-    save(root, Constant(), 1, 1)
+    save(root, Constant(), 1)
     with job.daemon() as loop:
         loop.run_once()
-    save(root, Constant(megabytes=8), 2, 2)
+    save(root, Constant(megabytes=8), 2)
     end = no_more_quota if cause == "quota" else lambda: filler.fill("bytes")
     job.storage = at_each_write_of_weights(moment, end)
     clock = Clock()
@@ -302,10 +296,9 @@ def test_a_save_on_a_full_disk_says_so_leaves_nothing_and_a_later_one_works(
         hook.after_step(5)
     assert layout.state_pointer.read_text() == "5\n"
     assert temporaries(job) == []
-    with Daemon(job) as daemon:
+    with Daemon(job):
         wait_for_step(job, 5)
         verified(job, 1)
-        assert daemon.terminate() == 0
 
 
 def test_rank_0_is_told_of_a_rank_that_ran_out_of_room(job: Path, filler: Filler) -> None:
@@ -355,12 +348,10 @@ def test_an_error_of_the_training_is_not_hidden_by_a_full_disk(
 def test_an_engine_goes_on_where_there_is_no_inode_for_a_lease(job: Path, filler: Filler) -> None:
     model, held = Constant(), Constant()
     with Daemon(job) as daemon:
-        save(job, model, 1, 1)
-        wait_for_step(job, 1)
+        serve(job, model, 1)
         with ExplorerHook(job, "explorer", TorchModule(held), poll=0.05) as hook:
             assert hook.pull(DEADLINE).sequence == 1
-            save(job, model, 2, 2)
-            wait_for_step(job, 2)
+            serve(job, model, 2)
             assert daemon.terminate() == 0
             filler.fill("inodes")
             for _ in range(2):
@@ -380,8 +371,7 @@ def test_a_version_is_pulled_where_there_is_no_room_to_report_it(
 ) -> None:
     model, held = Constant(), Constant()
     with Daemon(job) as daemon, ExplorerHook(job, "explorer", TorchModule(held)) as hook:
-        save(job, model, 1, 1)
-        wait_for_step(job, 1)
+        serve(job, model, 1)
         assert daemon.terminate() == 0
         filler.fill(kind, leave=1 if kind == "inodes" else 0)  # one for the lease
         assert hook.pull(DEADLINE).sequence == 1
@@ -393,7 +383,7 @@ def test_a_version_is_pulled_where_there_is_no_room_to_report_it(
 def test_a_merge_by_hand_onto_a_full_disk_says_so_and_leaves_nothing(
     tmp_path: Path, disk: Path, job: Path, filler: Filler, kind: Kind
 ) -> None:
-    save(job, Constant(megabytes=8), 1, 1)
+    save(job, Constant(megabytes=8), 1)
     filler.fill(kind, leave=4_000_000 if kind == "bytes" else 2)
     out = disk / "out"
     done = syncd("merge", JobLayout(job).actor(1), out, *FILES)

@@ -19,6 +19,7 @@ from tests.multiprocess.processes import (
     latest,
     wait_for_step,
     wait_until,
+    wait_until_gone,
 )
 from tests.multiprocess.shared_job import IS_NETWORK, SharedJob
 
@@ -72,8 +73,8 @@ def test_leased_readers_miss_no_file_while_the_pruner_keeps_one(shared: SharedJo
             "all but the leased one and LATEST are pruned",
         )
         first.release()
-        wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned")
-        wait_until(lambda: not layout.lease_folder(1).exists(), "and cannot be leased")
+        wait_until_gone(layout.version(1))
+        wait_until_gone(layout.lease_folder(1))
         wait_until(lambda: '"name":"v000001"' in layout.audit.read_text(), "it is told of")
     audit = layout.audit.read_text()
     for number in range(1, STEPS):
@@ -116,11 +117,11 @@ def test_a_dead_readers_version_goes_after_the_grace_and_not_before(
             reader.kill()
             reader.communicate()
         if grace < 60:
-            wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned")
+            wait_until_gone(layout.version(1))
             daemon.wait_for_log("its explorer has been dead")
         else:
             trainer.save(3)
-            wait_until(lambda: not layout.version(2).exists(), "version 2 is pruned")
+            wait_until_gone(layout.version(2))
             assert layout.version(1).exists()
             assert os.listdir(layout.lease_folder(1))
 

@@ -25,6 +25,7 @@ from tests.multiprocess.processes import (
     Daemon,
     wait_for_step,
     wait_until,
+    wait_until_gone,
 )
 from tests.rank_programs import ENVIRONMENT, ROOT
 from tests.stored_job import Config, Model
@@ -197,7 +198,7 @@ def test_a_job_of_the_release_before_is_served_on(job: Path) -> None:
     with ExplorerHook(job, "serving", TorchModule(model)) as explorer:
         assert explorer.pull(DEADLINE).sequence == 5  # of the release before, by a rollback
         assert model.embed_tokens.weight[0, 0] == 1
-        with Daemon(job, *DAEMON) as daemon:
+        with Daemon(job, *DAEMON):
             wait_for_step(job, 6)  # which a trainer of the release before saved
             version = explorer.pull(DEADLINE)
             assert (version.sequence, version.step) == (6, 6)
@@ -205,8 +206,7 @@ def test_a_job_of_the_release_before_is_served_on(job: Path) -> None:
             version = explorer.pull(DEADLINE)
             assert (version.sequence, version.step) == (7, 7)
             assert model.lm_head.weight[0, 0] == -7
-            wait_until(lambda: not layout.version(6).exists(), "version 6 is retired")
-            assert daemon.terminate() == 0
+            wait_until_gone(layout.version(6))
 
     assert {path: path.read_bytes() for path in layout.quarantine.iterdir()} == kept
     outcomes = json.loads(layout.saves.read_bytes())["steps"]
@@ -236,7 +236,7 @@ def test_an_explorer_of_the_release_before_keeps_a_new_job_at_the_names_that_it_
         try:
             assert old.stdout is not None
             wait_until(lambda: layout.explorer("explorer-before").exists(), "it has come")
-            with Daemon(new, *DAEMON) as daemon:
+            with Daemon(new, *DAEMON):
                 model = Model(0)
                 model.config = HubConfig()
                 settings = SyncSettings(sync_interval=1)
@@ -246,7 +246,6 @@ def test_an_explorer_of_the_release_before_keeps_a_new_job_at_the_names_that_it_
                         hook.after_step(step)
                         assert old.stdout.readline().split() == [str(step), f"{-step}.0"]
                 status = json.loads(said("status", new, "--json"))
-                assert daemon.terminate() == 0
             assert old.wait(DEADLINE) == 0
         finally:
             old.kill()
@@ -298,9 +297,8 @@ def test_two_daemons_of_which_one_knows_no_deltas_serve_one_job(
                 assert old.wait(DEADLINE) == 0
             finally:
                 old.kill()
-    with Daemon(layout.root, *DAEMON, "--deltas", "on") as daemon:
+    with Daemon(layout.root, *DAEMON, "--deltas", "on"):
         publish(5, 4)
-        assert daemon.terminate() == 0
     # Its commands know neither the lines nor the records of deltas, and do their work.
     for command in ("status", "history", "verify"):
         done = subprocess.run(
@@ -312,11 +310,10 @@ def test_two_daemons_of_which_one_knows_no_deltas_serve_one_job(
 
 def test_the_release_before_serves_on_a_job_of_this_one(job: Path, before: Path) -> None:
     layout = JobLayout(job)
-    with Daemon(job, *DAEMON) as daemon:
+    with Daemon(job, *DAEMON):
         wait_for_step(job, 6)
         save(job, 7)
         wait_for_step(job, 7)
-        assert daemon.terminate() == 0
 
     python = [sys.executable, "-P"]
     environment = {**ENVIRONMENT, "PYTHONPATH": str(before)}
@@ -360,7 +357,7 @@ def test_weights_that_are_cast_go_on_where_the_release_before_kept_the_models_dt
     model = Model(0)
     with (
         ExplorerHook(job, "fp32", TorchModule(model, cast=True)) as explorer,
-        Daemon(job, *DAEMON) as daemon,
+        Daemon(job, *DAEMON),
     ):
         wait_for_step(job, 6)
         for step in (7, 8):  # one that resumes from the release before, and one from this one
@@ -371,15 +368,13 @@ def test_weights_that_are_cast_go_on_where_the_release_before_kept_the_models_dt
             latest = json.loads(said("status", job, "--json"))["latest"]
             assert (latest["step"], latest["dtype"]) == (step, "BF16")
             assert model.lm_head.weight[0, 0] == -step
-        assert daemon.terminate() == 0
 
 
 def test_the_release_before_serves_cast_weights_and_does_not_resume_from_them(
     job: Path, before: Path
 ) -> None:
-    with Daemon(job, *DAEMON) as daemon:
+    with Daemon(job, *DAEMON):
         wait_for_step(job, 6)
-        assert daemon.terminate() == 0
     save(job, 7, "bf16")
     environment = {**ENVIRONMENT, "PYTHONPATH": str(before)}
     run = [sys.executable, "-P", "-m", "syncd", "run", str(job), *DAEMON]

@@ -11,7 +11,7 @@ from tests.multiprocess.processes import DEADLINE, IMPATIENT, Daemon, wait_for_s
 def test_an_explorer_gets_each_path_and_one_that_never_comes_stops_nobody(job: Path) -> None:
     layout = JobLayout(job)
     with (
-        Daemon(job, program=IMPATIENT) as daemon,
+        Daemon(job, program=IMPATIENT),
         Reader(job, "explorer", poll=0.2) as reader,
     ):
         for step, path in ((1, "tinker://run/1"), (2, ""), (3, "tinker://run/3")):
@@ -26,4 +26,3 @@ def test_an_explorer_gets_each_path_and_one_that_never_comes_stops_nobody(job: P
             version.verify()
             assert (version.step, version.remote_path) == (step, path)
             version.release()
-        assert daemon.terminate() == 0

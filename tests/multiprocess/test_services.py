@@ -26,8 +26,9 @@ from tests.multiprocess.processes import (
     verified,
     wait_for_step,
     wait_until,
+    wait_until_gone,
 )
-from tests.multiprocess.saves import Constant, save
+from tests.multiprocess.saves import Constant, save, serve
 
 
 def inode(path: Path) -> int:
@@ -41,8 +42,7 @@ def test_a_job_and_its_memory_directory_are_served_and_pruned_by_one_process(
     with Daemon(job, "--memory-dir", str(memory), "--keep", "1") as daemon:
         wait_until((memory / ".syncd" / "format.json").exists, "its folders are made")
         gathered = SmallJob(memory)
-        save(job, Constant(), 1, 1)
-        wait_for_step(job, 1)
+        serve(job, Constant(), 1)
         for step in (2, 3, 4):
             gathered.save(step)
             written = inode(gathered.layout.actor(step) / "model.safetensors")
@@ -51,13 +51,12 @@ def test_a_job_and_its_memory_directory_are_served_and_pruned_by_one_process(
             assert inode(gathered.layout.version(found.sequence) / "model.safetensors") == written
             verified(memory, found.sequence)
         wait_until(lambda: len(gathered.versions) == 1, "the memory directory is pruned")
-        wait_until(lambda: not gathered.layout.step(3).exists(), "its steps too")
+        wait_until_gone(gathered.layout.step(3))
         seen = json.loads(said_by_syncd("status", job, "--json"))
         assert seen["latest"]["step"] == 1
         assert seen["memory"]["latest"]["step"] == 4
         assert seen["memory"]["daemon"]["pid"] == daemon.pid
         assert f"job      {memory}" in said_by_syncd("status", job)
-        assert daemon.terminate() == 0
     assert not (memory / ".syncd" / "daemon.lock").exists()
     assert not (job / ".syncd" / "daemon.lock").exists()
 
@@ -67,17 +66,14 @@ def test_one_that_cannot_be_served_does_not_stop_the_other(job: Path, tmp_path: 
     with Daemon(job, "--memory-dir", str(memory)) as daemon:
         wait_until((memory / ".syncd" / "daemon.lock").exists, "it is served")
         shutil.rmtree(memory, ignore_errors=True)
-        save(job, Constant(), 1, 1)
-        wait_for_step(job, 1)
+        serve(job, Constant(), 1)
         daemon.wait_for_log("paused")
         os.rename(job, away := job.with_name("away"))
         gathered = SmallJob(tmp_path / "shm")
         gathered.save(7)
         wait_for_step(memory, 7)
         os.rename(away, job)
-        save(job, Constant(), 2, 2)
-        wait_for_step(job, 2)
-        assert daemon.terminate() == 0
+        serve(job, Constant(), 2)
 
 
 class Fault(Exception):  # noqa: N818 - it is what a slip of ours would raise
@@ -160,8 +156,7 @@ def test_a_fault_of_ours_is_not_the_end_of_the_daemon_of_one_job(
 
     monkeypatch.setattr(failing, "run", fail)
     with serving(services):
-        save(job, Constant(), 1, 1)
-        wait_for_step(job, 1)
+        serve(job, Constant(), 1)
 
 
 @pytest.mark.parametrize("memory", [".", "inside", ".."])
@@ -183,15 +178,14 @@ def test_a_memory_directory_that_cannot_be_made_is_said_at_the_start(
 def test_a_daemon_ends_when_all_are_gone_and_all_is_published(job: Path, tmp_path: Path) -> None:
     memory = tmp_path / "shm"
     with Daemon(job, "--exit-when-idle", "--memory-dir", str(memory)) as daemon:
-        save(job, Constant(), 1, 1)
-        wait_for_step(job, 1)
+        serve(job, Constant(), 1)
         time.sleep(3 * LEASE_TIME)  # nobody has come yet: that is no reason to end
         assert daemon.running
         with Reader(job, "explorer") as reader:
             reader.next_version(0, DEADLINE).release()
             time.sleep(LEASE_TIME)
             assert daemon.running
-            save(job, Constant(), 2, 2)
+            save(job, Constant(), 2)
         assert daemon.wait() == 0
         daemon.wait_for_log("all trainers and explorers are gone")
     wait_for_step(job, 2)
@@ -201,10 +195,8 @@ def test_a_daemon_ends_when_all_are_gone_and_all_is_published(job: Path, tmp_pat
 def test_a_daemon_that_is_ended_just_after_it_pruned_a_step_logs_no_error(job: Path) -> None:
     with Daemon(job) as daemon:
         for step in (1, 2):
-            save(job, Constant(), step, step)
-            wait_for_step(job, step)
+            serve(job, Constant(), step)
         wait_until(lambda: not JobLayout(job).step(1).exists(), "the first step is moved away")
-        assert daemon.terminate() == 0
     assert not [line for line in daemon.log if "ERROR" in line or "WARN" in line]
 
 

@@ -30,6 +30,7 @@ from tests.multiprocess.processes import (
     report,
     wait_for_step,
     wait_until,
+    wait_until_gone,
 )
 from tests.multiprocess.shared_job import SharedJob
 
@@ -44,7 +45,7 @@ def test_an_explorer_elsewhere_gets_each_version_whole_and_what_is_old_goes(
     shared: SharedJob, *, named: bool
 ) -> None:
     seen, trainer = shared.seen, TrainerByHand(shared.b.job, ranks=3, named=named)
-    with Daemon(shared.a, "--keep", "1") as daemon, Reader(shared.b.job, "explorer") as reader:
+    with Daemon(shared.a, "--keep", "1"), Reader(shared.b.job, "explorer") as reader:
         for sequence, step in enumerate((7, 8, 3, 4, 5), 1):  # resumed at 3
             trainer.save(step)
             version = reader.next_version(sequence - 1, DEADLINE)
@@ -53,9 +54,8 @@ def test_an_explorer_elsewhere_gets_each_version_whole_and_what_is_old_goes(
             assert numbers(version) == {step}
             version.release()
         wait_until(lambda: os.listdir(seen.published) == ["v000005"], "old versions go")
-        wait_until(lambda: not seen.step(4).exists(), "old steps go")
+        wait_until_gone(seen.step(4))
         wait_until(lambda: pruned_versions(seen) == [1, 2, 3, 4], "each is told of once")
-        assert daemon.terminate() == 0
 
 
 def pruned_versions(layout: JobLayout) -> list[int]:
@@ -75,7 +75,7 @@ def test_what_was_retired_cannot_be_leased_by_who_remembers_it(shared: SharedJob
         wait_for_step(seen.root, 2)
         held.verify()
         held.release()
-        wait_until(lambda: not seen.lease_folder(1).exists(), "version 1 is retired")
+        wait_until_gone(seen.lease_folder(1))
         with pytest.raises(VersionGoneError):
             Lease.take(Job(storage, layout), 1, "explorer", reader.session_id)
         newer = reader.next_version(1, DEADLINE)
@@ -122,7 +122,7 @@ def with_a_lease(shared: SharedJob) -> Scenario:
         for step in (2, 3):
             trainer.save(step)
             wait_for_step(seen.root, step)
-        wait_until(lambda: not seen.version(2).exists(), "version 2 is pruned")
+        wait_until_gone(seen.version(2))
         yield
         held.verify()
         assert numbers(held) == {1}
@@ -131,7 +131,7 @@ def with_a_lease(shared: SharedJob) -> Scenario:
         assert numbers(newer) == {3}
         held.release()
         newer.release()
-        wait_until(lambda: not seen.version(1).exists(), "version 1 is pruned")
+        wait_until_gone(seen.version(1))
 
 
 def in_a_merge(shared: SharedJob) -> Scenario:

@@ -16,7 +16,13 @@ from syncd.protocol.records import NonFinite
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from tests.multiprocess.peers import Peer, Ranks
-from tests.multiprocess.processes import DEADLINE, LEASE_TIME, Daemon, wait_for_step, wait_until
+from tests.multiprocess.processes import (
+    DEADLINE,
+    LEASE_TIME,
+    Daemon,
+    wait_for_step,
+    wait_until_gone,
+)
 from tests.multiprocess.trainer_ranks import Rank
 from trainer_hooks import latest_checkpoint
 
@@ -53,7 +59,7 @@ def test_ranks_decide_alike_and_a_rank_that_fails_fails_the_save_alone(
     memory = tmp_path / "shm"
     memory.mkdir()
     Job.at(memory, Storage()).open(lease_time=LEASE_TIME)
-    with started(job, tmp_path, "one") as ranks, Daemon(job) as daemon:
+    with started(job, tmp_path, "one") as ranks, Daemon(job):
         first, second = ranks
         # What one rank finds wrong is an error on all, and not a hang.
         first.tell("open", {}, {}, job)
@@ -144,14 +150,13 @@ def test_ranks_decide_alike_and_a_rank_that_fails_fails_the_save_alone(
         assert numbers(layout.actor(13) / "huggingface") == {13.0}
         assert len(list(layout.actor(13).glob("model_world_size_2_*.pt"))) == 2
         assert latest_checkpoint(job) == 13
-        assert daemon.terminate() == 0
 
 
 def test_a_killed_rank_costs_its_save_alone(job: Path, tmp_path: Path) -> None:
     layout = JobLayout(job)
     settings = {"save_timeout": 60}
     saving = {"write_concurrency": "one_at_a_time"}
-    with Daemon(job) as daemon:
+    with Daemon(job):
         with started(job, tmp_path, "one") as ranks:
             first, second = ranks
             ranks.all("open", settings, saving)
@@ -198,8 +203,7 @@ def test_a_killed_rank_costs_its_save_alone(job: Path, tmp_path: Path) -> None:
             ranks.all("close")
         assert found.sequence == 3  # nothing of the dead was published
         assert numbers(layout.version(3)) == {3.0}
-        wait_until(lambda: not layout.step(2).exists(), "step 2 is pruned")
-        assert daemon.terminate() == 0
+        wait_until_gone(layout.step(2))
 
 
 def test_the_last_step_is_saved_by_all_ranks_or_by_none(job: Path, tmp_path: Path) -> None:

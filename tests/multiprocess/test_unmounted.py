@@ -40,8 +40,9 @@ from tests.multiprocess.processes import (
     report,
     wait_for_step,
     wait_until,
+    wait_until_gone,
 )
-from tests.multiprocess.saves import Constant, save, trainer
+from tests.multiprocess.saves import Constant, save, serve, trainer
 from tests.storages import Clock, RuledStorage
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
@@ -110,13 +111,11 @@ def away(place: Detachable, *daemons: Daemon, beats: int = 4) -> Iterator[None]:
 def test_a_daemon_at_rest_makes_nothing_where_its_job_was_and_goes_on(place: Detachable) -> None:
     job, model = place.job, Constant()
     with Daemon(job, "--keep", "1") as daemon:
-        save(job, model, 1, 1)
-        wait_for_step(job, 1)
+        serve(job, model, 1)
         with away(place, daemon):
             pass
-        save(job, model, 2, 2)
+        save(job, model, 2)
         converges(job, 2, 2)
-        assert daemon.terminate() == 0
 
 
 def test_a_daemon_that_stands_by_makes_nothing_where_its_job_was_and_takes_over_later(
@@ -124,20 +123,19 @@ def test_a_daemon_that_stands_by_makes_nothing_where_its_job_was_and_takes_over_
 ) -> None:
     job, model = place.job, Constant()
     with Daemon(job) as first, Daemon(job) as second:
-        save(job, model, 1, 1)
-        wait_for_step(job, 1)
+        serve(job, model, 1)
         wait_until(
             lambda: any("standing by" in line for line in first.log + second.log), "one stands by"
         )
         with away(place, first, second):
             pass
-        save(job, model, 2, 2)
+        save(job, model, 2)
         converges(job, 2, 2)
         found = report(job)
         assert found is not None
         working, other = (first, second) if found.pid == first.pid else (second, first)
         working.kill()
-        save(job, model, 3, 3)
+        save(job, model, 3)
         converges(job, 3, 3)
         assert other.terminate() == 0
 
@@ -148,13 +146,12 @@ def test_a_job_that_goes_away_in_the_middle_of_a_merge_is_merged_when_it_is_back
 ) -> None:
     job, layout = place.job, JobLayout(place.job)
     with Daemon(job, "--keep", "1") as daemon:
-        save(job, Constant(), 1, 1)
-        wait_for_step(job, 1)
+        serve(job, Constant(), 1)
         model, step = Constant(megabytes=120), 1
         while not layout.publish_lock.exists():  # else it was faster than us
             daemon.resume()
             step += 1
-            save(job, model, step, step)
+            save(job, model, step)
             wait_until(partial(has_begun, job, step), "a merge has begun")
             daemon.pause()
         with away(place, daemon):
@@ -162,7 +159,6 @@ def test_a_job_that_goes_away_in_the_middle_of_a_merge_is_merged_when_it_is_back
             assert before is not None
             assert before.step == step - 1
         converges(job, step, step)
-        assert daemon.terminate() == 0
 
 
 def test_what_is_due_for_pruning_is_whole_while_the_job_is_away_and_goes_once_afterwards(
@@ -171,13 +167,12 @@ def test_what_is_due_for_pruning_is_whole_while_the_job_is_away_and_goes_once_af
     job, layout, model = place.job, JobLayout(place.job), Constant()
     with Daemon(job, "--keep", "1") as daemon:
         with Reader(job, "slow") as slow:
-            save(job, model, 1, 1)
+            save(job, model, 1)
             held = slow.next_version(0, DEADLINE)
             for step in (2, 3):
-                save(job, model, step, step)
-                wait_for_step(job, step)
-            wait_until(lambda: not layout.version(2).exists(), "version 2 is pruned")
-            wait_until(lambda: not layout.step(2).exists(), "and step 2")
+                serve(job, model, step)
+            wait_until_gone(layout.version(2))
+            wait_until_gone(layout.step(2))
             daemon.pause()
             held.release()
         audit = layout.audit.read_bytes()
@@ -186,11 +181,10 @@ def test_what_is_due_for_pruning_is_whole_while_the_job_is_away_and_goes_once_af
             before = files(behind.published)
         assert files(layout.published) == before or not layout.version(1).exists()
         assert layout.audit.read_bytes().startswith(audit)
-        wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned when it is back")
+        wait_until_gone(layout.version(1))
         converges(job, 3, 3)
         assert layout.audit.read_text().count('"name":"v000001"') == 1
         assert sorted(os.listdir(layout.published)) == ["v000003"]
-        assert daemon.terminate() == 0
 
 
 def test_a_trainers_save_fails_while_its_job_is_away_and_later_ones_work(
@@ -207,7 +201,6 @@ def test_a_trainers_save_fails_while_its_job_is_away_and_later_ones_work(
                     written(hook)
         hook.after_step(4)
         converges(job, 4, 2)
-        assert daemon.terminate() == 0
 
 
 @all_ways
@@ -232,7 +225,7 @@ def test_an_explorer_waits_while_its_job_is_away_and_gets_the_next_version(
         ExplorerHook(job, "explorer", TorchModule(held), poll=0.1) as hook,
         Reader(job, "reader", poll=0.1) as reader,
     ):
-        save(job, model, 1, 1)
+        save(job, model, 1)
         hook.pull(DEADLINE)
         waiting = threading.Thread(target=lambda: got.append(hook.pull(DEADLINE)))
         with away(place, daemon):
@@ -241,31 +234,29 @@ def test_an_explorer_waits_while_its_job_is_away_and_gets_the_next_version(
                 reader.next_version(0, 0.5)
             assert held.numbers() == {1.0}
         assert waiting.is_alive()
-        save(job, model, 2, 2)
+        save(job, model, 2)
         waiting.join(DEADLINE)
         assert [version.step for version in got] == [2]
         assert held.numbers() == {2.0}
         converges(job, 2, 2)
-        assert daemon.terminate() == 0
 
 
 def test_a_version_stays_held_over_a_time_that_the_job_was_away(place: Detachable) -> None:
     job, layout, model = place.job, JobLayout(place.job), Constant()
     with Daemon(job, "--keep", "1", "--dead-reader-grace", "1") as daemon:
-        save(job, model, 1, 1)
+        save(job, model, 1)
         with Reader(job, "slow") as slow:
             held = slow.next_version(0, DEADLINE)
             with away(place, daemon):
                 pass
-            save(job, model, 2, 2)
+            save(job, model, 2)
             converges(job, 2, 2)
             held.verify()
             with closing(Beats(place, job)) as heart:  # nor does it go within the next lease times
                 heart.wait(6)
             held.verify()
             held.release()
-        wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned")
-        assert daemon.terminate() == 0
+        wait_until_gone(layout.version(1))
 
 
 def test_a_lease_that_cannot_be_released_while_its_job_is_away_is_released_later(
@@ -273,15 +264,14 @@ def test_a_lease_that_cannot_be_released_while_its_job_is_away_is_released_later
 ) -> None:
     job, layout, model = place.job, JobLayout(place.job), Constant()
     with Daemon(job, "--keep", "1") as daemon, Reader(job, "slow") as slow:
-        save(job, model, 1, 1)
+        save(job, model, 1)
         held = slow.next_version(0, DEADLINE)
         with away(place, daemon):
             held.release()
-        save(job, model, 2, 2)
+        save(job, model, 2)
         converges(job, 2, 2)
         slow.latest()
-        wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned")
-        assert daemon.terminate() == 0
+        wait_until_gone(layout.version(1))
 
 
 def test_a_rank_that_waits_for_the_others_waits_on_over_an_absence(place: Detachable) -> None:
@@ -304,7 +294,6 @@ def test_a_rank_that_waits_for_the_others_waits_on_over_an_absence(place: Detach
         one.save(save_id, contents)
         waiting.join(DEADLINE)
         converges(place.job, 1, 1)
-        assert daemon.terminate() == 0
 
 
 @all_ways
