@@ -303,25 +303,6 @@ def test_any_row_of_a_child_is_read_or_a_value_error(row: Any) -> None:
             pass
 
 
-GOOD = ["w", "F32", [2], "0", 0, [[4], [2], [0], [0]]]
-
-
-@FUZZ
-@given(at=st.integers(0, 5), inner=st.integers(0, 3), value=JSON, deep=st.booleans())
-def test_a_row_with_any_value_in_it_is_read_or_a_value_error(
-    at: int, inner: int, value: Any, *, deep: bool
-) -> None:
-    row = json.loads(json.dumps(GOOD))
-    if deep:
-        row[5][inner] = value
-    else:
-        row[at] = value
-    try:
-        wire.read_piece(row, {})
-    except ValueError:
-        pass
-
-
 # -- what lies beside the weights --------------------------------------------------------------
 
 TOLD = receipt_of(weights(1.0)).model_dump()

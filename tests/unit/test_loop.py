@@ -3,7 +3,6 @@ import errno
 import pytest
 
 from syncd.daemon.config import DaemonConfig
-from syncd.protocol.errors import SupersededError
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import Clock, refuse
 
@@ -137,15 +136,6 @@ def test_a_disk_that_is_full_for_days_does_not_end_the_daemon(job: SmallJob, rou
         storage.rules.clear()
         loop.run_once()
     assert job.latest.step == 4
-
-
-def test_a_lost_lock_ends_the_round_before_anything_is_done(job: SmallJob) -> None:
-    job.save(4)
-    with job.daemon() as loop:
-        job.take_over()
-        with pytest.raises(SupersededError):
-            loop.run_once()
-    assert job.versions == []
 
 
 def test_a_round_says_whether_step_folders_are_left(job: SmallJob) -> None:

@@ -35,35 +35,9 @@ def test_blocks_are_those_of_torch_chunk_with_empty_tails(rank: int, start: int,
     assert put((5, 3), (4,), (rank,), (Shard(0),), (rows, 3)) == Position((5, 3), (start, 0))
 
 
-def test_each_rank_is_placed_by_its_coordinate_on_the_sharding_dimension() -> None:
-    placements = (Replicate(), Shard(0))
-    assert put((8, 2), (2, 4), (1, 3), placements, (2, 2)) == Position((8, 2), (6, 0))
-    assert put((8, 2), (4, 2), (3, 1), placements[::-1], (2, 2)) == Position((8, 2), (6, 0))
-
-
 def test_a_replicated_tensor_is_whole_also_without_dimensions() -> None:
     assert put((), (2,), (1,), (Replicate(),), ()) == Position((), ())
     assert put((3, 2), (2, 2), (1, 1), (Replicate(),) * 2, (3, 2)) == Position((3, 2), (0, 0))
-
-
-@pytest.mark.parametrize(
-    ("first", "starts"),
-    [
-        # Each mesh dimension cuts what the one before has left: of 9 rows, 5 and 4; of these 3
-        # and 2, and 2 and 2.
-        (Shard(0), [0, 3, 5, 7]),
-        # FSDP on tensor parallelism cuts the block of tensor parallelism.
-        (StridedShard(0, 2), [0, 5, 3, 7]),
-    ],
-)
-def test_two_mesh_dimensions_cut_the_same_rows_in_their_order(
-    first: Placement, starts: list[int]
-) -> None:
-    found = [
-        put((9,), (2, 2), at, (first, Shard(0)), (rows,)).offsets[0]
-        for at, rows in zip(rules.coordinates((2, 2)), (3, 2, 2, 2), strict=True)
-    ]
-    assert found == starts
 
 
 def test_a_split_factor_of_one_says_nothing() -> None:

@@ -194,11 +194,6 @@ def test_an_explorer_syncs_each_interval_after_its_offset(
     assert due == list(range(offset + interval, 20, interval))
 
 
-def test_the_step_ahead_pipeline_syncs_at_one_and_three() -> None:
-    settings = SyncSettings(sync_offset=1, sync_interval=2)
-    assert [step for step in range(6) if explorer_sync_is_due(settings, step)] == [3, 5]
-
-
 @pytest.mark.parametrize("trainer", [True, False, None])
 @pytest.mark.parametrize("method", SyncMethod)
 @pytest.mark.parametrize("style", SyncStyle)

@@ -87,12 +87,6 @@ def test_extra_state_is_left_out_and_any_other_value_is_an_error(tmp_path: Path)
         read(tmp_path, shard([tensor()]))
 
 
-@pytest.mark.parametrize("name", [7, "\ud800", "__metadata__", ("a",)])
-def test_a_key_that_no_header_can_hold_is_an_error(tmp_path: Path, name: object) -> None:
-    with pytest.raises(ShardFormatError):
-        read(tmp_path, shard({name: tensor()}))
-
-
 def test_bytes_are_those_of_the_elements_whatever_the_size_of_the_record(tmp_path: Path) -> None:
     found = read(tmp_path, shard({"part": tensor((3,), (1,), offset=2)}))["part"]
     content = (tmp_path / "shard.pt").read_bytes()
@@ -271,22 +265,12 @@ def test_zips_of_another_kind_are_refused(tmp_path: Path) -> None:
     whole = shard({"weight": tensor()})
     entry, end = b"PK\1\2", b"PK\5\6"
     cases = {
-        "compressed": zipped({"a/data.pkl": bytes(99)}, zipfile.ZIP_DEFLATED),
-        "encrypted": broken(whole, entry, 8, b"\1\0"),
         "The file is incomplete": whole + b"\0",
         "over the limits": broken(whole, end, 8, struct.pack("<2H2L", 3, 3, 2**29, 0)),
         "does not end where": broken(whole, end, 16, b"\0\0\0\0"),
-        "more records than the directory declares": broken(whole, end, 8, struct.pack("<2H", 2, 2)),
-        "fewer records than the directory declares": broken(
-            whole, end, 8, struct.pack("<2H", 4, 4)
-        ),
-        "overlaps": broken(whole, entry, 20, struct.pack("<2L", 2**20, 2**20)),
         "no local header": broken(whole, b"PK\3\4", 0, b"PK\3\3"),
-        "another record": broken(whole, entry, 46, b"b"),
         "over 4 GiB": broken(whole, entry, 42, b"\xff" * 4),
         "no records": zipped({}),
-        "occurs twice": zipped({"a/x": b"", "a/y": b""}).replace(b"a/y", b"a/x"),
-        "in another folder": zipped({"a/data.pkl": b"", "b/data/0": b""}),
         "no data.pkl": zipped({"a/data/0": b""}),
         "not little-endian": shard({}, byteorder=b"big"),
     }
