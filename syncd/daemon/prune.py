@@ -17,7 +17,7 @@ from syncd.daemon.decide import (
     RetireVersion,
     StepSeen,
 )
-from syncd.daemon.scan import look_at_step
+from syncd.daemon.steps import look_at_step
 from syncd.protocol.events import LeftAlone, RecordUnwritten
 from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.names import (
