@@ -336,6 +336,7 @@ class TrainerReport(Record):
     Attributes:
         step: the step of the newest announced save; None before the first save.
         saving: the id of the save that was begun last, until it is announced.
+        base: the save that ``saving`` is relative to, if it is a link.
         name, session: None if the trainer does not register. Then only ``status`` shows whether the
             trainer works.
         nothing_new: how often the trainer told waiting explorers that no newer weights will follow.
@@ -346,6 +347,7 @@ class TrainerReport(Record):
     status: Literal["running", "require_sync", "stopped"]
     step: Step | None = None
     saving: Annotated[str, Field(max_length=200)] | None = None
+    base: Annotated[str, Field(max_length=200)] | None = None
     name: str | None = None
     session: SessionId | None = None
     nothing_new: Size = 0
@@ -420,6 +422,8 @@ class DaemonReport(Record):
         builds: None if the daemon is too old to report it.
         names: the origin of the tensor names in LATEST's version; None if the hub's names and the
             trainer's names are the same.
+        links: True if the trainer may save links now: the daemon takes them, and a live explorer
+            follows ahead.
     """
 
     session: SessionId
@@ -436,5 +440,6 @@ class DaemonReport(Record):
     merge: MergeProgress | None = None
     builds: BuildSettings | None = None
     names: Names | None = None
+    links: bool = False
     pointer: PointerName = STATE_POINTER
     time: float

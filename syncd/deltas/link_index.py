@@ -1,0 +1,140 @@
+"""A link: the file in which one rank saves what changed since an earlier save, its base.
+
+::
+
+    blocks   the encoded blocks, one after the other, in the order of the index
+    index    a LinkIndex, as JSON
+    length   of the index in bytes: 8 bytes, little endian
+
+A piece is a part of a tensor. Its elements in C order are divided into blocks of 2^20; the last can
+be shorter. A block without changes has no entry. Nothing here imports NumPy.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Annotated, Final, NamedTuple
+
+import pydantic
+import xxhash
+from pydantic import FailFast, Field
+
+from syncd.checkpoint.boxes import Box
+from syncd.checkpoint.tensor_rules import ITEMSIZE, NUMBER_LIMIT, name_fault, shape_of, shown
+from syncd.deltas.delta_folder import BLOCK
+from syncd.deltas.ends import NoDeltaError
+from syncd.protocol.errors import ProtocolMismatchError, RecordError
+from syncd.protocol.records import Digest, NonFinite, Record, Size, VersionFile, parse
+from syncd.storage.fsio import Storage
+
+#: The most bytes of an index; enough for a rank with 10^12 elements.
+INDEX_LIMIT: Final = 64 * 1024 * 1024
+LENGTH: Final = struct.Struct("<Q")
+
+
+class LinkBlock(NamedTuple):
+    """An entry: a block of a piece in which ``changed`` elements changed.
+
+    ``length`` is that of the encoded block in bytes, and ``digest`` its xxh3-64.
+    """
+
+    number: Size
+    length: Size
+    changed: Size
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPiece:
+    """A part of a tensor on one rank; ``digest`` is the xxh3-128 of its new bytes.
+
+    If ``is_replica``, another rank has the blocks of this part, and this rank none.
+    """
+
+    name: str
+    dtype: str
+    box: Box
+    digest: Digest
+    blocks: Annotated[tuple[LinkBlock, ...], FailFast()] = ()
+    is_replica: bool = False
+
+    @property
+    def needs_base(self) -> bool:
+        """False if each block has all its new elements."""
+        size = self.box.size * ITEMSIZE[self.dtype]
+        return sum(one.length - 1 for one in self.blocks) < size
+
+
+class LinkIndex(Record):
+    """The pieces of one rank. Those without elements are left out."""
+
+    pieces: Annotated[tuple[LinkPiece, ...], FailFast()]
+
+
+class Link(Record):
+    """``delta.json`` of a link: the save ``target``, as changes against the save ``base``.
+
+    ``files`` has ``rank-R`` for each rank, in order; ``digest`` is the xxh3-128 of a file's index.
+    """
+
+    base: str
+    target: str
+    files: Annotated[tuple[VersionFile, ...], FailFast()]
+    nonfinite: NonFinite | None = None
+
+
+def read_index(storage: Storage, path: Path, size: int, digest: str) -> tuple[LinkPiece, ...]:
+    """Read and check the pieces in a link file, but none of its blocks.
+
+    ``size`` is the file's, ``digest`` the xxh3-128 of its index, as the receipt has them.
+
+    Raises:
+        NoDeltaError: the file is damaged, or another one.
+        OSError: it is missing, or cannot be read.
+    """
+    with storage.reading(path) as fd:
+        end = size - LENGTH.size
+        if storage.fstat(fd).st_size != size or end < 0:
+            raise NoDeltaError(f"{path} does not have {size} bytes, as its receipt says")
+        (length,) = LENGTH.unpack(storage.pread_all(fd, LENGTH.size, end))
+        if length > min(end, INDEX_LIMIT):
+            raise NoDeltaError(f"{path} declares an index of {length} bytes, which is too long")
+        content = storage.pread_all(fd, length, end - length)
+    if xxhash.xxh3_128_hexdigest(content) != digest:
+        raise NoDeltaError(f"the index of {path} does not have the digest in its receipt")
+    try:
+        pieces = parse(LinkIndex, content, path).pieces
+    except (ProtocolMismatchError, RecordError) as error:
+        raise NoDeltaError(str(error)) from None
+    names = set()
+    for piece in pieces:
+        why = _fault(piece)
+        if why is None and (piece.name, piece.box.offsets) in names:
+            why = "comes twice"
+        if why is not None:
+            raise NoDeltaError(f"{path}: {shown(piece.name)} {why}")
+        names.add((piece.name, piece.box.offsets))
+    if sum(block.length for piece in pieces for block in piece.blocks) != end - length:
+        raise NoDeltaError(f"the blocks of {path} are not as long as its index says")
+    return pieces
+
+
+def _fault(piece: LinkPiece) -> str | None:
+    """The fault of a piece as a verb phrase; None if it is valid."""
+    offsets, shape = piece.box
+    width = ITEMSIZE.get(piece.dtype)
+    is_box = len(offsets) == len(shape) and None not in {shape_of(offsets), shape_of(shape)}
+    if width is None or not is_box or shape_of(piece.box.ends) is None:
+        return "has an impossible dtype or box"
+    elements, last = piece.box.size, -1
+    if not 0 < elements < NUMBER_LIMIT or (piece.is_replica and piece.blocks):
+        return "has an impossible size, or blocks of another rank"
+    for block in piece.blocks:
+        inside = min(elements - block.number * BLOCK, BLOCK)
+        if not last < block.number or inside <= 0:
+            return "has blocks that overlap, or lie outside"
+        if not (1 <= block.changed <= inside and 1 < block.length <= 1 + inside * width):
+            return "has a block of an impossible length, or with an impossible number of changes"
+        last = block.number
+    return name_fault(piece.name)
