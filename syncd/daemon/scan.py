@@ -12,15 +12,10 @@ from typing import Final
 from syncd.checkpoint.save import Save, Unfinished, is_saved_over
 from syncd.checkpoint.step_save import look_into_step
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import (
-    DeltaSeen,
-    LeaseSeen,
-    Observation,
-    Pointer,
-    PointerState,
-)
+from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState
 from syncd.daemon.steering import LetBe, Steering
 from syncd.daemon.steps import LOOK_AGAIN, Steps
+from syncd.daemon.ways import DeltaSeen, Way, links_from, look_at_delta, way_back
 from syncd.protocol.errors import RecordError
 from syncd.protocol.names import (
     CHECKPOINT_POINTER,
@@ -33,7 +28,7 @@ from syncd.protocol.names import (
     parse_step_folder,
     parse_version_folder,
 )
-from syncd.protocol.records import SaveOutcome, parse
+from syncd.protocol.records import Ahead, SaveOutcome, parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Signature
@@ -52,6 +47,7 @@ class Known:
     """The daemon's own knowledge of a job; see :class:`Observation` and :class:`Outcomes`.
 
     ``sessions`` are those of participants to judge, beside the sessions with a lease or a build.
+    ``save_id`` is the save of LATEST's version.
     """
 
     latest: int
@@ -61,6 +57,12 @@ class Known:
     full_bytes: int | None = None
     delta_versions: Collection[int] = ()
     sessions: Collection[str] = ()
+    save_id: str | None = None
+    ahead: Ahead | None = None
+    closed: bool = False
+    whole_readers: bool = False
+    may_fold: bool = False
+    folding: bool = False
 
 
 @dataclass
@@ -90,7 +92,7 @@ class Scanner:
         self._living: frozenset[str] = frozenset()
         self._benches: list[str] = []
         self.dead_benches: list[str] = []
-        self._delta_bytes: dict[int, int] = {}  # a delta never changes
+        self._deltas_seen: dict[int, DeltaSeen] = {}  # a delta never changes
         self._steps = Steps(self.job, self.clock)
         self._let_be = LetBe(clock=self.clock)
         self._steering = Steering(self.job)
@@ -102,10 +104,13 @@ class Scanner:
         self._lookout.tick = min(config.tick, self._longest_tick)
         pointer, pointer_key = self._pointer(self._pointer_file)
         checkpoint, checkpoint_key = self._pointer(self._layout.checkpoint_pointer)
+        deltas = self._deltas()
+        links = links_from(known.latest, known.save_id, deltas)
         self._look_at_pointed(pointer, pointer_key, known)
         benched = self._benched()
         save = self._save
         outcome = known.outcomes.get(save.step) if save else None
+        told = outcome.outcome if outcome and save and outcome.identity == save.known_as else ""
         versions = numbers_in(self._storage, self._layout.published, parse_version_folder)
         lease_folders = numbers_in(self._storage, self._layout.leases, parse_version_folder)
         # A listing may be outdated, so look up the lease folder of each version that seems retired.
@@ -123,15 +128,12 @@ class Scanner:
             instead=self._instead(known) if pointer.state is PointerState.MISSING else "",
             save=save,
             save_still_for=self.clock() - self._save_since,
-            quarantined=outcome is not None
-            and save is not None
-            and outcome.outcome == "quarantined"
-            and outcome.identity == save.known_as,
+            quarantined=told == "quarantined",
             published_save=known.published_save,
             latest=known.latest,
             full_bytes=known.full_bytes,
             versions=tuple(versions),
-            deltas=self._deltas(),
+            deltas=deltas,
             lease_folders=tuple(lease_folders),
             leases=tuple(self._leases(lease_folders, known.sessions)),
             living=self._living,
@@ -144,6 +146,14 @@ class Scanner:
             rollbacks=self._steering.rollbacks(),
             served_request=known.served_request,
             delta_versions=known.delta_versions,
+            way=self._way(known, links),
+            links=links,
+            ahead=known.ahead,
+            closed=known.closed,
+            outcome=told,
+            whole_readers=known.whole_readers,
+            may_fold=known.may_fold,
+            folding=known.folding,
         )
 
     @property
@@ -221,7 +231,7 @@ class Scanner:
             self._save = self._settled = self._looked = None
             return
         if (
-            self._settled == (key, known.published_save)
+            self._settled == (key, known.published_save, known.ahead)
             and self._save is not None
             and self.clock() - self._settled_at < LOOK_AGAIN
         ):
@@ -244,7 +254,7 @@ class Scanner:
         if seen is None or (save.step, save.known_as) != (seen.step, seen.known_as):
             self._save_since = self.clock()
         settled = save.identity is not None and (
-            save.identity == known.published_save
+            save.identity in {known.published_save, known.ahead and known.ahead.save_id}
             or (
                 outcome is not None
                 and outcome.identity == save.identity
@@ -255,22 +265,27 @@ class Scanner:
         # save, and a listing shows it even longer.
         before, self._looked = self._looked, (key, save.identity)
         settled = settled and before == self._looked
-        self._settled = (key, known.published_save) if settled else None
+        self._settled = (key, known.published_save, known.ahead) if settled else None
         self._settled_at = self.clock()
 
     def _deltas(self) -> tuple[DeltaSeen, ...]:
-        before, folder = self._delta_bytes, self._layout.deltas
-        seen: dict[int, int] = {}
+        before, folder, seen = self._deltas_seen, self._layout.deltas, {}
         with self._let_be.ignoring(folder):
-            sequences = numbers_in(self._storage, folder, parse_delta_folder)
-            self._delta_bytes = {n: before[n] if n in before else self._size(n) for n in sequences}
-            seen = self._delta_bytes
-        return tuple(DeltaSeen(*item) for item in seen.items())
+            for n in numbers_in(self._storage, folder, parse_delta_folder):
+                seen[n] = before[n] if n in before else look_at_delta(self.job, n)
+            self._deltas_seen = seen
+        return tuple(seen.values())
 
-    def _size(self, sequence: int) -> int:
-        folder = self._layout.delta(sequence)
-        found = (self._storage.status(folder / name) for name in self._storage.names(folder))
-        return sum(status.st_size for status in found if status is not None)
+    def _way(self, known: Known, links: Mapping[str, DeltaSeen]) -> Way | None:
+        if self._save is None or isinstance(self._save, Unfinished):
+            return None if self._save else Way()
+
+        def look(step: int) -> Save:
+            return look_into_step(self._storage, self._layout.step(step), step)
+
+        refused = {one.identity for one in known.outcomes.values() if one.outcome == "quarantined"}
+        joined = {*links, known.save_id or ""}
+        return way_back(self._save, joined, refused | {known.published_save or ""}, look)
 
     def _leases(self, sequences: Iterable[int], others: Collection[str]) -> list[LeaseSeen]:
         held = [

@@ -15,7 +15,7 @@ from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.parallel import Check, run_side_by_side, threads_here
 from syncd.checkpoint.safetensors_file import with_digests
 from syncd.checkpoint.tensor_rules import ITEMSIZE
-from syncd.checkpoint.version import copy_file
+from syncd.checkpoint.version import copy_file, read_manifest
 from syncd.checkpoint.whole_files import Merged, written_file
 from syncd.deltas.delta_folder import BLOCK
 from syncd.deltas.encoding import Decoder
@@ -24,7 +24,10 @@ from syncd.deltas.link_index import Link, read_index
 from syncd.deltas.link_plan import LinkPlan, PieceKey, Place, key_of, plan_links
 from syncd.deltas.links import LinkReader
 from syncd.deltas.whole_version import Places, WholeVersion, open_weights
+from syncd.protocol.names import DELTA, MANIFEST
+from syncd.protocol.records import Manifest, SaveId, encode, parse
 from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 
 #: Bytes between two fsyncs, because an fsync of gigabytes could not be interrupted.
 _SYNC_EVERY: Final = 256 * 1024 * 1024
@@ -47,7 +50,7 @@ def fold(
     threads: int = 4,
     work: Work,
 ) -> Merged:
-    """Write all files of the version to which links lead, except the manifest.
+    """Write all files of the version to which links lead, except the manifest; sync the files.
 
     Args:
         storage: the storage of the links.
@@ -96,12 +99,43 @@ def fold(
             to.fsync(fds[name])
             size = source.size - len(header)
             written.append(written_file(name, header, size, source.entries, digests, work.cancel))
-    for path in sorted(made | {folder}, reverse=True):
-        to.sync_folder(path)
+    for below in sorted(made - {folder}, reverse=True):
+        to.sync_folder(below)
     merged = Merged.of(written, total)
     files_made = {file.name: file for file in merged.files}
     listed = tuple(files_made.get(file.name, file) for file in base.manifest.files)
     return merged._replace(files=listed)
+
+
+def fold_version(job: Job, base: int, chain: Sequence[int], folder: Path, work: Work) -> Manifest:
+    """Fold links into a published version; the new one has the number of the last link.
+
+    The folder must be empty; the caller must sync its parent. For the errors see :func:`fold`.
+    """
+    storage, layout = job.storage, job.layout
+    version = WholeVersion(layout.version(base), read_manifest(storage, layout.version(base)))
+    folders = [layout.delta(number) for number in chain]
+    links = [
+        LinkFolder(path, parse(Link, storage.read(path / DELTA), path / DELTA)) for path in folders
+    ]
+    merged = fold(storage, version, links, folder, to=storage, work=work)
+    last = links[-1].link
+    saved = SaveId.parse(last.target)
+    manifest = version.manifest.model_copy(
+        update={
+            "sequence": chain[-1],
+            "step": saved.step if saved else version.manifest.step,
+            "save_id": last.target,
+            "files": merged.files,
+            "tensors": merged.tensors,
+            "rolled_back": None,
+            "nonfinite": last.nonfinite,
+            "timings": {},
+        }
+    )
+    storage.write_new(folder / MANIFEST, encode(manifest))
+    storage.sync_folder(folder)
+    return manifest
 
 
 def _open(storage: Storage, at: LinkFolder, stack: ExitStack) -> list[LinkReader]:

@@ -288,6 +288,7 @@ class ExplorerReport(Record):
             job's filesystem. A delta can be applied to this copy.
         stage: the boot of the host that has this copy; explorers on one host share its copies.
         hub_names: True if the explorer also accepts versions with the hub's names.
+        follows_ahead: True if the explorer makes its copies from links.
     """
 
     name: str
@@ -311,6 +312,7 @@ class ExplorerReport(Record):
     delta_base: Sequence | None = None
     stage: str | None = None
     hub_names: bool = False
+    follows_ahead: bool = False
     time: float
 
     @property
@@ -360,6 +362,7 @@ class DaemonCounters(Part):
 
     published: Size = 0
     rolled_back: Size = 0
+    linked: Size = 0
     skipped: Size = 0
     quarantined: Size = 0
     versions_retired: Size = 0
@@ -424,6 +427,8 @@ class DaemonReport(Record):
             trainer's names are the same.
         links: True if the trainer may save links now: the daemon takes them, and a live explorer
             follows ahead.
+        no_links: why not, if deltas are on.
+        fold: the progress of the fold, if any.
     """
 
     session: SessionId
@@ -441,5 +446,7 @@ class DaemonReport(Record):
     builds: BuildSettings | None = None
     names: Names | None = None
     links: bool = False
+    no_links: Text | None = None
+    fold: MergeProgress | None = None
     pointer: PointerName = STATE_POINTER
     time: float
