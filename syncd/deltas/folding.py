@@ -155,7 +155,7 @@ def _by_key(readers: Iterable[LinkReader]) -> dict[PieceKey, tuple[LinkReader, i
         key_of(piece): (reader, number)
         for reader in readers
         for number, piece in enumerate(reader.pieces)
-        if not piece.is_replica
+        if piece.box.size and not piece.is_replica
     }
 
 

@@ -59,7 +59,7 @@ def plan_links(
         OSError: the version's config or name map cannot be read.
     """
     manifest, hub = version.manifest, None
-    pieces = _distinct([piece for rank in ranks for piece in rank])
+    pieces = _distinct([piece for rank in ranks for piece in rank if piece.box.size])
     tensors: dict[str, list[Local]] = {}
     begins: list[int] = []  # as if all pieces were in one file
     end = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,7 +23,7 @@ from syncd.coordination.benching import Bench
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Wait
-from syncd.protocol.names import master_name, part_name, shard_name
+from syncd.protocol.names import DELTA, master_name, part_name, shard_name
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import RollbackRequest, SaveId, encode
 from syncd.protocol.reports import TrainerReport
@@ -40,6 +41,7 @@ from tests.crash.invariants import (
 )
 from tests.jobs import LEASE_TIME, SmallJob, nothing
 from tests.made_deltas import work
+from tests.saved_links import save_full, save_link
 from tests.storages import Clock, FastStorage
 from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.writing.writer import RankContents, RankWriter
@@ -153,7 +155,7 @@ def rounds(count: int, *, deltas: bool = False) -> Callable[[SmallJob, Clock], N
     config = CONFIG.model_copy(update={"deltas": "on", "keep_deltas": 1}) if deltas else CONFIG
 
     def act(job: SmallJob, clock: Clock) -> None:
-        with job.daemon(config, clock=clock, deltas=work() if deltas else None) as loop:
+        with job.daemon(config, clock=clock, deltas=work()) as loop:
             for _ in range(count):
                 loop.run_once()
                 pass_time(job, clock)
@@ -256,6 +258,51 @@ def _evaluate(job: SmallJob, clock: Clock) -> None:
         held.release()
 
 
+def to_link(job: SmallJob) -> None:
+    """Two links are to be made, one of them of a save that the pointer has passed."""
+    save_full(job, 1)
+    with job.daemon(CONFIG) as loop:
+        loop.run_once()
+    save_link(job, 2, 1, world_size=2)
+    save_link(job, 3, 2, world_size=2)
+
+
+def linked(job: SmallJob) -> None:
+    """Two links lead to ahead."""
+    to_link(job)
+    with job.daemon(CONFIG) as loop:
+        loop.run_once()
+
+
+def _full_with_base(job: SmallJob) -> None:
+    linked(job)
+    save_full(job, 4, base=3)
+
+
+def _ahead_to_roll_back(job: SmallJob) -> None:
+    linked(job)
+    job.layout.requests.mkdir(exist_ok=True)
+    job.ask_rollback(1)
+
+
+def _strays(job: SmallJob) -> None:
+    """A link that leads from no save, and a fold that LATEST does not name."""
+    linked(job)
+    before = job.layout.latest.read_bytes()
+    clock, config = Clock(), CONFIG.model_copy(update={"keep": 100, "keep_deltas": 100})
+    with job.daemon(config, clock=clock, deltas=work()) as loop:
+        for _ in range(8):
+            loop.run_once()
+            pass_time(job, clock)
+    assert job.latest.sequence == 3
+    job.put(job.layout.latest, before)
+    save_link(job, 4, 3, world_size=2)
+    stray = job.layout.delta(9)
+    shutil.copytree(job.layout.delta(3), stray)
+    content = (stray / DELTA).read_bytes().replace(b"run-2-2", b"run-7-7")
+    (stray / DELTA).write_bytes(content)
+
+
 def dirty(job: SmallJob) -> None:
     """What three daemons left that were killed at unlucky moments."""
     published(job, 1, 2)
@@ -328,6 +375,11 @@ SCENARIOS = (
     Scenario("publish named tensors", _named_to_publish, rounds(1)),
     Scenario("first delta", _to_publish, rounds(2, deltas=True)),
     Scenario("delta", _with_deltas, rounds(2, deltas=True)),
+    Scenario("link", to_link, rounds(2)),
+    Scenario("fold", linked, rounds(8)),
+    Scenario("full save with a base", _full_with_base, rounds(3)),
+    Scenario("roll back from ahead", _ahead_to_roll_back, rounds(2)),
+    Scenario("take-over of links", _strays, rounds(2)),
     Scenario("merge and publish", _to_merge, rounds(2)),
     Scenario("prune", to_prune, rounds(14)),
     Scenario("roll back", _to_roll_back, rounds(2)),
