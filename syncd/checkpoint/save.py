@@ -150,6 +150,13 @@ class Shards(_WholeSave):
 class Links(_WholeSave):
     """Only what changed since the save ``base``: a link file of each rank."""
 
+    def refusal(self, actor: Path) -> str:
+        """Why nothing can be made of these files alone, for a message."""
+        return (
+            f"{actor} holds only what changed since {self.base}. Use the version of step "
+            f"{self.step}, which 'syncd history' names"
+        )
+
 
 class FullStateDict(_WholeSave):
     """A single ``model.safetensors``."""

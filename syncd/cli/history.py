@@ -97,7 +97,7 @@ def _end(version: VersionHistory) -> str:
     if version.on_disk:
         return "kept"
     if version.pruned is None:
-        return "gone"
+        return "linked" if version.published is None and version.linked else "gone"
     if version.published is None:
         return moment(version.pruned)
     return f"+{span(max(0.0, version.pruned - version.published))}"

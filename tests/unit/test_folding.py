@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -14,14 +15,17 @@ import xxhash
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.safetensors_file import DIGESTS
+from syncd.checkpoint.version import verify_version
 from syncd.deltas.ends import NoDeltaError
 from syncd.deltas.folding import LinkFolder, fold
+from syncd.deltas.making import FoldChild
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import VerificationError
 from syncd.protocol.records import Manifest
 from tests.deltas import STORAGE, changed, contents, random_tensors, same_files, write_version
-from tests.jobs import nothing
+from tests.jobs import SmallJob, nothing
 from tests.links import link_folder
+from tests.saved_links import save_full, save_link
 
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "embed.weight": ("BF16", (7, 3)),
@@ -187,3 +191,33 @@ def test_links_that_divide_the_tensors_differently_do_not_fit(tmp_path: Path) ->
     with pytest.raises(NoDeltaError, match="different ways"):
         folded(base, chain, tmp_path / "made")
     assert contents(base.folder)
+
+
+def test_a_child_process_folds_and_tells_what_is_damaged(tmp_path: Path) -> None:
+    job = SmallJob(tmp_path / "job")
+    save_full(job, 1)
+    with job.daemon() as loop:
+        loop.run_once()
+        save_link(job, 2, 1, world_size=2)
+        loop.run_once()
+    for number in (1, 2):
+        folder = tmp_path / f"made-{number}"
+        folder.mkdir()
+        child = FoldChild(job, 1, [2], folder)
+        deadline = time.monotonic() + 60
+        made = None
+        try:
+            while made is None and time.monotonic() < deadline:
+                made = child.poll()
+                time.sleep(0.01)
+        except NoDeltaError as error:
+            assert number == 2
+            assert "rank-1" in str(error)  # noqa: PT017 - the first round must not raise
+        else:
+            assert number == 1
+            assert made is not None
+            assert (made.sequence, made.step, made.save_id) == (2, 2, "run-2-2")
+            verify_version(STORAGE, folder, made)
+        finally:
+            child.close()
+        _flip(job.layout.delta(2) / "rank-1", 2)

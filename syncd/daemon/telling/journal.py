@@ -343,7 +343,7 @@ class GoingLive:
         told: dict[str, int] = {}
         published = []
         for line in read_journal(self.job, _ENOUGH):
-            if line.version is None or line.event in {"delta", "no_delta"}:
+            if line.version is None or line.event in {"delta", "no_delta", "linked"}:
                 continue
             if line.event != "live":
                 published.append(line.version)
