@@ -288,7 +288,7 @@ class Loop:
     def _no_links(self) -> str | None:
         """The reason why the trainer may not save links; None if it may."""
         config = self.config
-        if config.deltas == "off" or not config.digests or config.cast is not None:
+        if config.deltas == "off" or not (config.digests and self.publishes) or config.cast:
             return "deltas are off, or versions are cast or have no digests"
         if True not in self._follow:
             return "no live explorer follows ahead"

@@ -114,8 +114,8 @@ def observed(draw: st.DrawFn) -> Observation:
         way = way_back(
             save, {*links, save_id}, (), lambda step: found.get(step, Unfinished(step, ""))
         )
-    named = draw(st.none() | st.sampled_from(list(links.values()) or [None]))
-    ahead = named and Ahead(sequence=named.sequence, step=1, save_id=named.target)
+    named = draw(st.sampled_from([None, *links.values()]))
+    ahead = Ahead(sequence=named.sequence, step=1, save_id=named.target) if named else None
     steps = tuple(
         StepSeen(
             step, "published", one.identity, one.identity, has_receipts=True, full=False,

@@ -7,20 +7,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from syncd.checkpoint.build import build_model_folder
+from syncd.checkpoint.merging.options import MergeOptions, Work
+from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.version import read_manifest, verify_version
+from syncd.cli import cli
+from syncd.coordination.versions import Versions
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.loop import Loop
+from syncd.operate.history import history
+from syncd.operate.job_state import look
+from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import link_name
 from syncd.protocol.records import Ahead, Latest, NonFinite, encode, parse
 from syncd.protocol.reports import DaemonReport, ExplorerReport
-from tests.jobs import LEASE_TIME, SmallJob
+from syncd.storage.job import Job
+from syncd.storage.sessions import Session
+from tests.jobs import LEASE_TIME, SmallJob, nothing
 from tests.made_deltas import work
 from tests.saved_links import save_full, save_link
 from tests.storages import Clock, FastStorage, RuledStorage, refuse
 
 CONFIG = DaemonConfig(keep=1)
 STORAGE = FastStorage()
+NO = Ahead(sequence=1, step=0, save_id="none")
 
 
 @pytest.fixture
@@ -34,6 +46,14 @@ def daemon(job: SmallJob, config: DaemonConfig = CONFIG, clock: Clock | None = N
 
 def links(job: SmallJob) -> list[str]:
     return sorted(path.name for path in job.layout.deltas.iterdir())
+
+
+def ahead_of(job: SmallJob) -> Ahead | None:
+    return job.latest.ahead
+
+
+def closed(job: SmallJob) -> str | None:
+    return job.latest.closed
 
 
 def weights(job: SmallJob, sequence: int) -> bytes:
@@ -72,16 +92,16 @@ def test_links_become_ahead_and_a_fold_is_equal_to_a_merge(job: SmallJob, tmp_pa
             save_id = save_link(job, step, step - 1, world_size=2)
             loop.run_once()
             assert job.latest.sequence == 1
-            assert job.latest.ahead == Ahead(sequence=step, step=step, save_id=save_id)
+            assert ahead_of(job) == Ahead(sequence=step, step=step, save_id=save_id)
             clock.advance(CONFIG.tick)
         assert links(job) == ["d000002", "d000003", "d000004"]
         fold(loop, clock)
-        assert (job.latest.sequence, job.latest.step, job.latest.ahead) == (4, 4, None)
+        assert (job.latest.sequence, job.latest.step, ahead_of(job)) == (4, 4, None)
         assert job.latest.save_id == save_id
         assert is_merge_of(job, 4, 4, tmp_path)
         save_link(job, 5, 4, world_size=2)
         loop.run_once()
-        assert job.latest.ahead == Ahead(sequence=5, step=5, save_id="run-5-5")
+        assert ahead_of(job) == Ahead(sequence=5, step=5, save_id="run-5-5")
         fold(loop, clock)
     assert is_merge_of(job, 5, 5, tmp_path / "5")
     assert job.versions == ["v000005"]
@@ -97,7 +117,7 @@ def test_the_saves_that_the_pointer_has_passed_are_linked_first(job: SmallJob) -
             save_link(job, step, step - 1)
         loop.run_once()
     assert links(job) == ["d000002", "d000003", "d000004"]
-    assert job.latest.ahead == Ahead(sequence=4, step=4, save_id="run-4-4")
+    assert ahead_of(job) == Ahead(sequence=4, step=4, save_id="run-4-4")
 
 
 def test_a_full_save_is_merged_first_although_the_pointer_has_passed_it(job: SmallJob) -> None:
@@ -108,9 +128,9 @@ def test_a_full_save_is_merged_first_although_the_pointer_has_passed_it(job: Sma
         save_link(job, 3, 2)
         save_link(job, 4, 3)
         loop.run_once()
-        assert (job.latest.step, job.latest.ahead) == (2, None)
+        assert (job.latest.step, ahead_of(job)) == (2, None)
         loop.run_once()
-        assert job.latest.ahead == Ahead(sequence=4, step=4, save_id="run-4-4")
+        assert ahead_of(job) == Ahead(sequence=4, step=4, save_id="run-4-4")
 
 
 def test_a_full_save_with_a_base_is_linked_and_then_merged_under_its_number(job: SmallJob) -> None:
@@ -120,13 +140,13 @@ def test_a_full_save_with_a_base_is_linked_and_then_merged_under_its_number(job:
         save_link(job, 2, 1)
         save_full(job, 3, base=2)
         loop.run_once()
-        assert job.latest.ahead == Ahead(sequence=3, step=3, save_id="run-3-3")
+        assert ahead_of(job) == Ahead(sequence=3, step=3, save_id="run-3-3")
         loop.run_once()
-        assert (job.latest.sequence, job.latest.step, job.latest.ahead) == (3, 3, None)
+        assert (job.latest.sequence, job.latest.step, ahead_of(job)) == (3, 3, None)
         assert weights(job, 3)
         save_link(job, 4, 3)
         loop.run_once()
-        assert job.latest.ahead == Ahead(sequence=4, step=4, save_id="run-4-4")
+        assert ahead_of(job) == Ahead(sequence=4, step=4, save_id="run-4-4")
 
 
 def test_a_link_without_its_base_closes_the_links_until_the_next_full_version(
@@ -137,17 +157,17 @@ def test_a_link_without_its_base_closes_the_links_until_the_next_full_version(
         loop.run_once()
         save_link(job, 3, 2)
         loop.run_once()
-        assert job.latest.closed is None  # first it asks the server
+        assert closed(job) is None  # first it asks the server
         loop.run_once()
-        assert job.latest.closed is not None
+        assert closed(job) is not None
         assert job.outcomes[3] == "skipped"
         loop.run_once()
         save_full(job, 4)
         loop.run_once()
-        assert (job.latest.step, job.latest.closed) == (4, None)
+        assert (job.latest.step, closed(job)) == (4, None)
         save_link(job, 5, 4)
         loop.run_once()
-        assert job.latest.ahead is not None
+        assert ahead_of(job) is not None
 
 
 @pytest.mark.parametrize("fault", ["config", "shape", "index", "no link"])
@@ -170,16 +190,18 @@ def test_a_link_that_does_not_fit_closes_the_links(job: SmallJob, fault: str) ->
                 f for f in read_manifest(STORAGE, other.parent).files if f.name == other.name
             )
             line = '{"name":"huggingface/config.json","size":2,"digest":"%s","over":"content"},'
-            text = path.read_text().replace('"files":[', '"files":[' + line % told.digest[::-1])
+            text = path.read_text().replace(
+                '"files":[', '"files":[' + line % (told.digest or "")[::-1]
+            )
             job.put(path, text.encode())
         if fault == "no link":
             (actor / link_name(1, 0)).unlink()
         loop.run_once()
         if fault == "no link":  # as for a missing shard, the daemon looks again
-            assert (job.latest.closed, job.latest.ahead) == (None, None)
+            assert (closed(job), ahead_of(job)) == (None, None)
             return
-        assert job.latest.closed is not None
-        assert job.latest.ahead is None
+        assert closed(job) is not None
+        assert ahead_of(job) is None
         for _ in range(3):
             loop.run_once()
         assert job.outcomes[2] == "skipped"
@@ -195,11 +217,11 @@ def test_a_refused_save_with_nan_is_linked_but_never_ahead(job: SmallJob) -> Non
         save_link(job, 3, 2, nonfinite=NonFinite(count=1, names=("weight",)))
         for _ in range(3):
             loop.run_once()
-        assert job.latest.ahead == Ahead(sequence=2, step=2, save_id="run-2-2")
+        assert ahead_of(job) == Ahead(sequence=2, step=2, save_id="run-2-2")
         assert job.outcomes[3] == "quarantined"
         save_link(job, 4, 3)
         loop.run_once()
-        assert job.latest.ahead == Ahead(sequence=4, step=4, save_id="run-4-4")
+        assert ahead_of(job) == Ahead(sequence=4, step=4, save_id="run-4-4")
     assert links(job) == ["d000002", "d000003", "d000004"]
 
 
@@ -259,20 +281,19 @@ def test_a_take_over_keeps_ahead_and_discards_links_that_do_not_lead_from_latest
     stray.mkdir()
     text = (job.layout.delta(3) / "delta.json").read_bytes().replace(b"run-2-2", b"run-7-7")
     (stray / "delta.json").write_bytes(text)
-    ahead = job.latest.ahead
+    ahead = ahead_of(job)
     assert ahead is not None
     with daemon(job):
-        assert job.latest.ahead == ahead
+        assert ahead_of(job) == ahead
         assert links(job) == ["d000002", "d000003"]
     for path in job.layout.delta(2).iterdir():
         path.unlink()
     job.layout.delta(2).rmdir()
     with daemon(job) as loop:  # what LATEST calls ahead cannot be reached: it is linked again
-        assert job.latest.ahead is None
+        assert ahead_of(job) is None
         loop.run_once()
-        assert job.latest.ahead is not None
-        assert job.latest.ahead.step == 3
-        assert job.latest.ahead.sequence > ahead.sequence
+        assert (ahead_of(job) or NO).step == 3
+        assert (ahead_of(job) or NO).sequence > ahead.sequence
 
 
 def test_ahead_that_was_linked_but_not_named_is_named_by_the_next_daemon(job: SmallJob) -> None:
@@ -285,7 +306,7 @@ def test_ahead_that_was_linked_but_not_named_is_named_by_the_next_daemon(job: Sm
     job.put(job.layout.latest, before)
     with daemon(job) as loop:
         loop.run_once()
-        assert job.latest.ahead == Ahead(sequence=2, step=2, save_id="run-2-2")
+        assert ahead_of(job) == Ahead(sequence=2, step=2, save_id="run-2-2")
     assert links(job) == ["d000002"]
 
 
@@ -301,11 +322,11 @@ def test_an_unnamed_fold_is_adopted_with_the_later_ahead(job: SmallJob) -> None:
         assert job.latest.sequence == 2
         save_link(job, 3, 2)
         loop.run_once()
-        ahead = job.latest.ahead
+        ahead = ahead_of(job)
         assert ahead is not None
     job.put(job.layout.latest, encode(before.model_copy(update={"ahead": ahead})))
     with daemon(job):
-        assert (job.latest.sequence, job.latest.ahead) == (2, ahead)
+        assert (job.latest.sequence, ahead_of(job)) == (2, ahead)
 
 
 def test_a_rollback_ends_ahead_and_links_until_the_next_full_version(job: SmallJob) -> None:
@@ -318,8 +339,8 @@ def test_a_rollback_ends_ahead_and_links_until_the_next_full_version(job: SmallJ
         job.ask_rollback(1)  # LATEST itself, because ahead is newer
         loop.run_once()
         assert (job.latest.sequence, job.latest.step) == (3, 1)
-        assert job.latest.ahead is None
-        assert job.latest.closed is not None
+        assert ahead_of(job) is None
+        assert closed(job) is not None
         back = read_manifest(STORAGE, job.layout.version(3)).rolled_back
         assert back is not None
         assert back.instead_of == "run-2-2"
@@ -332,10 +353,10 @@ def test_a_rollback_ends_ahead_and_links_until_the_next_full_version(job: SmallJ
         assert (job.latest.sequence, job.outcomes[4]) == (3, "skipped")
         save_full(job, 5)
         loop.run_once()
-        assert (job.latest.step, job.latest.closed) == (5, None)
+        assert (job.latest.step, closed(job)) == (5, None)
         save_link(job, 6, 5)
         loop.run_once()
-        assert job.latest.ahead is not None
+        assert ahead_of(job) is not None
 
 
 def test_a_pause_takes_no_link_and_publishes_no_fold(job: SmallJob) -> None:
@@ -345,16 +366,15 @@ def test_a_pause_takes_no_link_and_publishes_no_fold(job: SmallJob) -> None:
         loop.run_once()
         save_link(job, 2, 1)
         loop.run_once()
-        ahead = job.latest.ahead
+        ahead = ahead_of(job)
         pause = b'{"protocol":1,"id":"p","by":"me","time":0}'
         job.put(job.layout.paused, pause)
         save_link(job, 3, 2)
         fold(loop, clock)
-        assert (job.latest.sequence, job.latest.ahead) == (1, ahead)
+        assert (job.latest.sequence, ahead_of(job)) == (1, ahead)
         job.layout.paused.unlink()
         loop.run_once()
-        assert job.latest.ahead is not None
-        assert job.latest.ahead.step == 3
+        assert (ahead_of(job) or NO).step == 3
 
 
 def test_an_older_daemon_reads_latest_and_a_newer_one_goes_on(job: SmallJob) -> None:
@@ -372,9 +392,8 @@ def test_an_older_daemon_reads_latest_and_a_newer_one_goes_on(job: SmallJob) -> 
     job.put(job.layout.latest, encode(old))
     with daemon(job) as loop:
         loop.run_once()
-        assert job.latest.ahead is not None
-        assert job.latest.ahead.step == 3
-        assert job.latest.ahead.sequence > 3  # no number is used twice
+        assert (ahead_of(job) or NO).step == 3
+        assert (ahead_of(job) or NO).sequence > 3  # no number is used twice
 
 
 def test_the_fold_of_a_damaged_link_closes_the_links(job: SmallJob) -> None:
@@ -390,10 +409,10 @@ def test_the_fold_of_a_damaged_link_closes_the_links(job: SmallJob) -> None:
         path.write_bytes(bytes(content))
         fold(loop, clock)
         assert (job.latest.sequence, job.outcomes[2]) == (1, "skipped")
-        assert job.latest.closed is not None
+        assert closed(job) is not None
         save_full(job, 3)
         loop.run_once()
-        assert (job.latest.step, job.latest.closed) == (3, None)
+        assert (job.latest.step, closed(job)) == (3, None)
 
 
 def test_storage_errors_only_put_a_fold_off(tmp_path: Path) -> None:
@@ -411,8 +430,7 @@ def test_storage_errors_only_put_a_fold_off(tmp_path: Path) -> None:
         assert job.latest.sequence == 1
         save_link(job, 3, 2)  # links go on
         loop.run_once()
-        assert job.latest.ahead is not None
-        assert job.latest.ahead.step == 3
+        assert (ahead_of(job) or NO).step == 3
         storage.rules.clear()
         fold(loop, clock)
         assert job.latest.sequence == 3
@@ -440,3 +458,58 @@ def test_the_report_offers_links_only_if_an_explorer_follows_ahead(job: SmallJob
             loop.run_once()
         assert offers().links
         assert offers().no_links is None
+
+
+def test_status_history_and_verify_tell_of_links(job: SmallJob) -> None:
+    save_full(job, 1)
+    with daemon(job) as loop:
+        loop.run_once()
+        save_link(job, 2, 1)
+        loop.run_once()
+        save_link(job, 4, 3)
+        loop.run_once()
+        loop.run_once()
+    seen = look(Job.at(job.layout.root))
+    assert [link["sequence"] for link in seen["links"]] == [2]
+    assert seen["latest"]["ahead"]["step"] == 2
+    text = CliRunner().invoke(cli, ["status", str(job.layout.root)]).output
+    assert "ahead: step 2, by 1 links" in text
+    assert "its base is neither linked nor published" in text
+    first, second = history(Job.at(job.layout.root), 9)
+    assert (first.version, second.version) == (1, 2)
+    assert first.published is not None
+    assert second.published is None
+    assert second.linked is not None
+    assert "linked" in CliRunner().invoke(cli, ["history", str(job.layout.root)]).output
+    told = CliRunner().invoke(cli, ["verify", str(job.layout.root)])
+    assert told.exit_code == 0
+    assert "d000002: link from run-1-1, whole" in told.output
+
+
+def test_what_needs_whole_weights_refuses_a_link_and_names_the_way(job: SmallJob) -> None:
+    save_full(job, 1)
+    with daemon(job) as loop:
+        loop.run_once()
+        save_link(job, 2, 1)
+        loop.run_once()
+    for command in (["pin", str(job.layout.root), "2"], ["merge", str(job.layout.actor(2)), "x"]):
+        told = CliRunner().invoke(cli, command)
+        assert told.exit_code != 0
+        assert "holds only what changed since run-1-1" in str(told.exception) + told.output
+    save = look_at_save(STORAGE, job.layout.actor(2), 2)
+    with pytest.raises(CheckpointError, match="the version of step 2"):
+        build_model_folder(
+            STORAGE, job.layout.actor(2), save, job.layout.root,
+            options=MergeOptions(), work=Work(nothing), sequence=0,
+        )  # fmt: skip
+
+
+def test_an_explorer_waits_for_the_fold_of_a_linked_save(job: SmallJob) -> None:
+    save_full(job, 1)
+    with daemon(job) as loop, Session(job.layout, LEASE_TIME) as session:
+        loop.run_once()
+        versions = Versions(Job.at(job.layout.root), "explorer", session, clock=Clock())
+        assert versions.on_its_way() is None
+        save_link(job, 2, 1)
+        loop.run_once()
+        assert versions.on_its_way() == 2
