@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncd.checkpoint.boxes import Box
 from syncd.checkpoint.merging.options import Work
-from syncd.deltas.folding import fold_version
-from syncd.protocol.names import RECEIPTS, link_name, receipt_name
-from syncd.protocol.records import Manifest, NonFinite, Receipt, ReceiptFile, encode, parse
+from syncd.deltas.folding import LinkFolder, fold_version
+from syncd.deltas.link_index import Link
+from syncd.deltas.links import Content, Piece
+from syncd.protocol.names import DELTA, RECEIPTS, link_name, receipt_name
+from syncd.protocol.records import (
+    Manifest,
+    NonFinite,
+    Receipt,
+    ReceiptFile,
+    VersionFile,
+    encode,
+    parse,
+)
 from syncd.storage.job import Job
+from tests.deltas import Tensors
 from tests.jobs import SmallJob, nothing
-from tests.links import write_links
+from tests.links import written
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Values = Sequence[float]
 
@@ -31,6 +47,56 @@ class InThisProcess:
 
     def close(self) -> None:
         self.closed = True
+
+
+def write_links(
+    folder: Path, old: Tensors | None, new: Tensors, world_size: int, names: Sequence[str]
+) -> list[ReceiptFile]:
+    """Write the link files of all ranks, each with uneven rows of the tensors.
+
+    Tensors without rows are replicas on all ranks but the first. ``old`` is None for raw blocks.
+    """
+    listed = []
+    for rank, file in enumerate(names):
+        pieces = []
+        for tensor, (dtype, values) in new.items():
+            rows = values.shape[0] if values.shape else 0
+            begin, end = (-(-rows // world_size) * r for r in (rank, rank + 1))
+            box = Box((0,) * values.ndim, values.shape)
+            if rows:
+                box = Box(
+                    (begin, *box.offsets[1:]), (max(0, min(end, rows) - begin), *box.shape[1:])
+                )
+                if not box.size:
+                    continue
+            part = slice(begin, end) if rows else ...
+            before = None if old is None else _bytes(old[tensor][1][part])
+            is_replica = not rows and rank > 0
+            pieces.append(Piece(tensor, dtype, box, _bytes(values[part]), before, is_replica))
+        result = written(folder / file, pieces)
+        size = (folder / file).stat().st_size
+        listed.append(ReceiptFile(name=file, size=size, digest=result.digest, over="index"))
+    return listed
+
+
+def _bytes(values: NDArray[Any]) -> Content:
+    content = memoryview(values.tobytes())
+    return lambda begin, end: content[begin:end]
+
+
+def link_folder(
+    folder: Path, base: str, target: str, old: Tensors | None, new: Tensors, world_size: int = 1
+) -> LinkFolder:
+    """A link as the daemon makes it."""
+    folder.mkdir()
+    names = [f"rank-{rank}" for rank in range(world_size)]
+    files = tuple(
+        VersionFile(name=one.name, size=one.size, digest=one.digest)
+        for one in write_links(folder, old, new, world_size, names)
+    )
+    link = Link(base=base, target=target, files=files)
+    (folder / DELTA).write_bytes(encode(link))
+    return LinkFolder(folder, link)
 
 
 def values_of(step: int) -> Values:

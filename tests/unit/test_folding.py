@@ -24,8 +24,7 @@ from syncd.protocol.errors import VerificationError
 from syncd.protocol.records import Manifest
 from tests.deltas import STORAGE, changed, contents, random_tensors, same_files, write_version
 from tests.jobs import SmallJob, nothing
-from tests.links import link_folder
-from tests.saved_links import save_full, save_link
+from tests.saved_links import link_folder, save_full, save_link
 
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "embed.weight": ("BF16", (7, 3)),
