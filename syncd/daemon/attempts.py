@@ -14,7 +14,7 @@ from syncd.daemon.collect import Tidying
 from syncd.daemon.decide import Fold
 from syncd.daemon.delta_maker import DeltaMaker
 from syncd.daemon.folds import Folds
-from syncd.daemon.linking import Linker
+from syncd.daemon.linking import link_save
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
 from syncd.daemon.steering import Steering
@@ -80,7 +80,6 @@ class Attempts:
         self._wait = 0.0
         self._asked: str | None = None
         self._refusals = 0
-        self._linker = Linker(self.tenure, self.publisher)
         self._unsure: str | None = None  # the save that seemed to have no base before a refresh
 
     def publish(  # noqa: PLR0911 - one return for each way it ends
@@ -166,7 +165,7 @@ class Attempts:
                 return reason
             begun = self._clock()
             try:
-                sequence = self._linker.link(save, latest)
+                sequence = link_save(self.tenure, self.publisher, save, latest)
             except (NoDeltaError, CheckpointError) as error:
                 self._close(save.step, str(error))
                 return ""
