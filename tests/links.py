@@ -8,8 +8,8 @@ from pathlib import Path
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.deltas.delta_folder import BLOCK
 from syncd.deltas.encoding import Decoder
-from syncd.deltas.link_index import read_index
-from syncd.deltas.links import LinkReader, Piece, WrittenLink, write_link
+from syncd.deltas.link_index import Piece, WrittenLink, read_index
+from syncd.deltas.links import LinkReader, write_link
 from syncd.storage.fsio import Draft, Storage
 
 STORAGE = Storage()

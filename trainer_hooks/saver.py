@@ -6,27 +6,35 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from syncd.coordination.member import Seams
 from syncd.coordination.trainer import TrainerSynchronizer
-from syncd.protocol.errors import JobUnavailableError, SaveFailedError, SyncdError
+from syncd.deltas.making import why_not_here
+from syncd.protocol.errors import (
+    InvalidSettingsError,
+    JobUnavailableError,
+    SaveFailedError,
+    SyncdError,
+)
 from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings
 from syncd.protocol.records import SaveId
 from syncd.storage.errnos import unwritable_storage
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from trainer_hooks.explorers import Explorers
+from trainer_hooks.links import Kept, Save
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.settings import SaveLayout, SaveSettings, WriteConcurrency
 from trainer_hooks.state.host_buffers import HostBuffers
 from trainer_hooks.state.host_part import HostPart
-from trainer_hooks.writing.rank_files import RankContents
+from trainer_hooks.state.pieces import pieces_of
+from trainer_hooks.writing.rank_files import LinkContents, RankContents
 from trainer_hooks.writing.retire import retire_old
 from trainer_hooks.writing.writer import RankWriter
 
@@ -41,27 +49,6 @@ _PATIENCE: Final = 2
 _FOREVER: Final = 1e9
 #: Seconds to clean up after a save that is given up.
 _LAST: Final = 30.0
-
-
-@dataclass(eq=False)
-class Save:
-    """A save, and its outcome as this rank knows it. A broadcast is a save without files.
-
-    The writing thread sets the outcome, the training thread reads it. It needs no lock, because
-    each access is one operation of an attribute.
-
-    Attributes:
-        is_announced: on rank 0, True if explorers can get the weights.
-        is_checkpoint: on rank 0, True if training can resume from the save.
-        has_failed: True if this rank's part was not written.
-        has_hugging_face: True if the full weights for users were, or will be, written.
-    """
-
-    id: SaveId
-    is_announced: bool = False
-    is_checkpoint: bool = False
-    has_failed: bool = False
-    has_hugging_face: bool = False
 
 
 #: Makes this rank's part of a save, in the buffers if there are any. The stack closes at the end of
@@ -85,6 +72,7 @@ class Saver:
         explorers: only rank 0 communicates with them.
         announced: on rank 0, the step that was announced last.
         stopped: ends the waits for other ranks, so that unfinished saves fail.
+        keeps: whether the copy of the last save is kept, for the next save can be a link to it.
     """
 
     job_dir: str | Path
@@ -107,8 +95,11 @@ class Saver:
         self.explorers = Explorers()
         self.announced: int | None = None
         self.stopped = threading.Event()
+        self.keeps = False
+        self._kept: Kept | None = None
         self._count = 0
-        # The set used last comes first, so that the second set is filled only when both are needed.
+        # The set used last comes first, so that the second set is filled only when both are needed
+        # (or last, if it is kept).
         self._buffers = deque(HostBuffers() for _ in range(_LIMIT))
         self._changed = threading.Condition()
         #: The unfinished work and its steps. The first is under way.
@@ -125,9 +116,12 @@ class Saver:
         Raises:
             JobUnavailableError, NoRoomError: a folder cannot be written.
             NameTakenError: another trainer works in this job.
+            InvalidSettingsError: a package for deltas is missing.
         """
         in_job = self.settings.method is SyncMethod.MEMORY and self.memory_dir is None
         timeout = self.settings.save_timeout
+        if self.settings.deltas and (why := why_not_here()):
+            raise InvalidSettingsError(f"deltas=True cannot be used, because {why}")
         try:
             self.writer = RankWriter(
                 self._job(self.job_dir, opens=True),
@@ -208,9 +202,10 @@ class Saver:
             if writer.rank >= writer.world_size:  # only rank 0 writes there, but all ranks gather
                 make(None, at_end)
                 return
-            buffers = self._buffers.pop() if self.has_room() else None
-            if buffers is not None:
-                at_end.callback(self._buffers.append, buffers)
+            base = ExitStack()
+            at_end.push(base)
+            kept = self._base_of(save, base)
+            buffers = self._free_buffers(at_end) if self.has_room() else None
             try:
                 # Needed even if there is no room, because the other ranks gather.
                 contents = make(buffers, at_end)
@@ -218,11 +213,51 @@ class Saver:
                 self._leave_out(save, writer)
                 raise
             if buffers is not None:
+                if self.keeps and contents.model is not None:
+                    self._kept = Kept(save.id, contents.model, buffers)
+                    if save.base is not None:
+                        old = None if kept is None else kept.model
+                        contents = self._as_link(save, contents, old, base)
                 work = partial(self.write, save, contents, writer, at_end.pop_all())
                 self.submit(step, work)
                 return
         self.refuse(name or f"step {step}")
         self._leave_out(save, writer)
+
+    def _as_link(
+        self, save: Save, contents: RankContents, old: Mapping[str, Any] | None, base: ExitStack
+    ) -> RankContents:
+        new, tied = contents.model or {}, contents.tied
+        return contents._replace(
+            link=LinkContents(
+                str(save.base),
+                lambda _: pieces_of(new, old, self.rank, tied=tied),
+                save.is_whole,
+                save.written,
+            ),
+            needs_base=base,
+        )
+
+    def _base_of(self, save: Save, at_end: ExitStack) -> Kept | None:
+        """Reserve the copy of a link's base until the end; None if this rank lacks it."""
+        kept = self._kept
+        if kept is None or kept.id != save.base or not self.has_ended():
+            return None
+        self._buffers.remove(kept.buffers)
+        at_end.callback(self._give_back, kept.buffers)
+        return kept
+
+    def _free_buffers(self, at_end: ExitStack) -> HostBuffers:
+        buffers = self._buffers.popleft() if self.keeps else self._buffers.pop()
+        at_end.callback(self._give_back, buffers)
+        if self._kept is not None and self._kept.buffers is buffers:
+            self._kept = None
+        return buffers
+
+    def _give_back(self, buffers: HostBuffers) -> None:
+        with self._changed:
+            self._buffers.append(buffers)
+            self._changed.notify_all()
 
     def add_hugging_face(self, save: Save, gather: Callable[[ExitStack], HostPart | None]) -> None:
         """Add the full weights that rank 0 gathers to a full checkpoint.
@@ -239,7 +274,10 @@ class Saver:
 
     def has_room(self) -> bool:
         """Wait until at most one save is unfinished; return False if that takes too long."""
-        return self.has_ended(most=_LIMIT - 1, timeout=self.patience)
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: len(self._queue) < _LIMIT and bool(self._buffers), self.patience
+            )
 
     def submit(self, step: int, work: Callable[[], object]) -> None:
         """Queue work for the thread. Its errors are kept for :meth:`raise_failure`."""
@@ -392,7 +430,7 @@ class Saver:
             try:
                 try:
                     # Otherwise the pruner could delete a step that a resumed trainer writes again.
-                    writer.again(save_id, lambda: self.explorers.begin_save(save_id))
+                    writer.again(save_id, lambda: self.explorers.begin_save(save_id, save.base))
                 except BaseException:
                     writer.say_failed(save_id)
                     raise

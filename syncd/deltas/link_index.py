@@ -13,6 +13,7 @@ be shorter. A block without changes has no entry. Nothing here imports NumPy.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
 
@@ -82,6 +83,34 @@ class Link(Record):
     target: str
     files: Annotated[tuple[VersionFile, ...], FailFast()]
     nonfinite: NonFinite | None = None
+
+
+#: The bytes of a piece from one offset to another.
+Content = Callable[[int, int], memoryview]
+
+
+class Piece(NamedTuple):
+    """A part of a tensor to save; ``dtype`` is safetensors' name.
+
+    Attributes:
+        old: the bytes in the base; None if they are not known, so that all of ``new`` is written.
+        is_replica: whether another rank writes the changes of this part.
+    """
+
+    name: str
+    dtype: str
+    box: Box
+    new: Content
+    old: Content | None
+    is_replica: bool = False
+
+
+class WrittenLink(NamedTuple):
+    """The xxh3-128 of a link's index, and how many of its ``elements`` were written as changed."""
+
+    digest: str
+    changed: int
+    elements: int
 
 
 def read_index(storage: Storage, path: Path, size: int, digest: str) -> tuple[LinkPiece, ...]:

@@ -18,8 +18,8 @@ from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.deltas.delta_folder import BLOCK
 from syncd.deltas.encoding import Decoder
 from syncd.deltas.ends import NoDeltaError
-from syncd.deltas.link_index import LENGTH, read_index
-from syncd.deltas.links import LinkReader, Piece
+from syncd.deltas.link_index import LENGTH, Piece, read_index
+from syncd.deltas.links import LinkReader
 from tests.links import STORAGE, applied, blocks_of, written
 
 DTYPES = sorted(ITEMSIZE)
