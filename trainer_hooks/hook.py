@@ -134,7 +134,7 @@ class TrainerHook:
         if settings.deltas:
             reasons = ranks.gathered(self._trained.why_no_links(settings, saving.layout))
             why = next(filter(None, reasons), None)
-            saver.keeps = why is None
+            saver.copies.keeps = why is None
             if why is not None and saver.rank == 0:
                 log.warning("deltas=True has no effect, so every save is full: %s", why)
         self._fast_path = TrainerBroadcasts(model, settings, saver.explorers, saving.sync_dtype)

@@ -105,7 +105,7 @@ class Planner:
             busy, plan = self.saver.is_busy, decide()
             is_new = plan & (Plan.SYNC | Plan.FULL) and not plan & (Plan.COMPLETE | Plan.AGAIN)
             base = None
-            if self.saver.keeps and is_new and step is not None and not busy:
+            if self.saver.copies.keeps and is_new and step is not None and not busy:
                 base = self.synced.base_for(step, self._explorers)
             self.ranks.base = NO_BASE if base is None else (base.step, base.counter)
             return plan

@@ -6,12 +6,12 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from syncd.coordination.member import Seams
 from syncd.coordination.trainer import TrainerSynchronizer
@@ -28,13 +28,13 @@ from syncd.storage.errnos import unwritable_storage
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from trainer_hooks.explorers import Explorers
-from trainer_hooks.links import Kept, Save
+from trainer_hooks.links import Copies, Save
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.settings import SaveLayout, SaveSettings, WriteConcurrency
 from trainer_hooks.state.host_buffers import HostBuffers
 from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.pieces import pieces_of
-from trainer_hooks.writing.rank_files import LinkContents, RankContents
+from trainer_hooks.writing.rank_files import RankContents
 from trainer_hooks.writing.retire import retire_old
 from trainer_hooks.writing.writer import RankWriter
 
@@ -72,7 +72,6 @@ class Saver:
         explorers: only rank 0 communicates with them.
         announced: on rank 0, the step that was announced last.
         stopped: ends the waits for other ranks, so that unfinished saves fail.
-        keeps: whether the copy of the last save is kept, for the next save can be a link to it.
     """
 
     job_dir: str | Path
@@ -95,13 +94,9 @@ class Saver:
         self.explorers = Explorers()
         self.announced: int | None = None
         self.stopped = threading.Event()
-        self.keeps = False
-        self._kept: Kept | None = None
         self._count = 0
-        # The set used last comes first, so that the second set is filled only when both are needed
-        # (or last, if it is kept).
-        self._buffers = deque(HostBuffers() for _ in range(_LIMIT))
         self._changed = threading.Condition()
+        self.copies = Copies(_LIMIT, self._changed)
         #: The unfinished work and its steps. The first is under way.
         self._queue: list[tuple[int, Callable[[], object]]] = []
         self._closed = False
@@ -202,10 +197,10 @@ class Saver:
             if writer.rank >= writer.world_size:  # only rank 0 writes there, but all ranks gather
                 make(None, at_end)
                 return
-            base = ExitStack()
-            at_end.push(base)
-            kept = self._base_of(save, base)
-            buffers = self._free_buffers(at_end) if self.has_room() else None
+            base = at_end.enter_context(ExitStack())
+            has_base = save.base is not None and self.has_ended()
+            old = self.copies.base_of(save, base) if has_base else None
+            buffers = self.copies.take(at_end) if self.has_room() else None
             try:
                 # Needed even if there is no room, because the other ranks gather.
                 contents = make(buffers, at_end)
@@ -213,51 +208,18 @@ class Saver:
                 self._leave_out(save, writer)
                 raise
             if buffers is not None:
-                if self.keeps and contents.model is not None:
-                    self._kept = Kept(save.id, contents.model, buffers)
+                model, tied = contents.model, contents.tied
+                if self.copies.keeps and model is not None:
+                    self.copies.keep(save, model, buffers)
                     if save.base is not None:
-                        old = None if kept is None else kept.model
-                        contents = self._as_link(save, contents, old, base)
+                        new = partial(pieces_of, model, old, self.rank, tied=tied)
+                        contents = save.as_link(contents, lambda _: new())
+                        contents = contents._replace(needs_base=base)
                 work = partial(self.write, save, contents, writer, at_end.pop_all())
                 self.submit(step, work)
                 return
         self.refuse(name or f"step {step}")
         self._leave_out(save, writer)
-
-    def _as_link(
-        self, save: Save, contents: RankContents, old: Mapping[str, Any] | None, base: ExitStack
-    ) -> RankContents:
-        new, tied = contents.model or {}, contents.tied
-        return contents._replace(
-            link=LinkContents(
-                str(save.base),
-                lambda _: pieces_of(new, old, self.rank, tied=tied),
-                save.is_whole,
-                save.written,
-            ),
-            needs_base=base,
-        )
-
-    def _base_of(self, save: Save, at_end: ExitStack) -> Kept | None:
-        """Reserve the copy of a link's base until the end; None if this rank lacks it."""
-        kept = self._kept
-        if kept is None or kept.id != save.base or not self.has_ended():
-            return None
-        self._buffers.remove(kept.buffers)
-        at_end.callback(self._give_back, kept.buffers)
-        return kept
-
-    def _free_buffers(self, at_end: ExitStack) -> HostBuffers:
-        buffers = self._buffers.popleft() if self.keeps else self._buffers.pop()
-        at_end.callback(self._give_back, buffers)
-        if self._kept is not None and self._kept.buffers is buffers:
-            self._kept = None
-        return buffers
-
-    def _give_back(self, buffers: HostBuffers) -> None:
-        with self._changed:
-            self._buffers.append(buffers)
-            self._changed.notify_all()
 
     def add_hugging_face(self, save: Save, gather: Callable[[ExitStack], HostPart | None]) -> None:
         """Add the full weights that rank 0 gathers to a full checkpoint.
@@ -276,7 +238,7 @@ class Saver:
         """Wait until at most one save is unfinished; return False if that takes too long."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: len(self._queue) < _LIMIT and bool(self._buffers), self.patience
+                lambda: len(self._queue) < _LIMIT and bool(self.copies), self.patience
             )
 
     def submit(self, step: int, work: Callable[[], object]) -> None:

@@ -35,7 +35,7 @@ from trainer_hooks.saver import ClosingSaver, Saver
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.state_dict import FileWriters, Pretrained
-from trainer_hooks.writing.rank_files import LinkContents, RankContents, RankFiles
+from trainer_hooks.writing.rank_files import RankContents, RankFiles
 from trainer_hooks.writing.writer import RankWriter
 
 log = logging.getLogger(__name__)
@@ -203,8 +203,7 @@ class WeightStream(ClosingSaver):
         if save.base is None or part is None:
             return contents
         old = self._parts[1] if kept == save.base else None
-        link = LinkContents(str(save.base), partial(part.pieces, old), save.is_whole, save.written)
-        return contents._replace(link=link)
+        return save.as_link(contents, partial(part.pieces, old))
 
     def _compare(self, save: Save) -> None:
         """Refuse a save of all writers whose names, shapes or dtypes are not those expected."""

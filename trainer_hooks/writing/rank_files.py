@@ -46,7 +46,6 @@ from trainer_hooks.state.state_dict import FileWriters
 from trainer_hooks.writing.parts import (
     link_or_copy,
     make_mark,
-    saying_which,
     shard_written_by,
     write_model_files,
     write_part,
@@ -252,10 +251,7 @@ class RankFiles:
         from syncd.deltas.links import write_link  # noqa: PLC0415 - imports NumPy and zstd
 
         path, found = self.actor / self.name(link_name), list[str]()
-        with (
-            saying_which(self.storage, path, lambda: draft.size),
-            Draft(self.storage, path, room=self.job.layout.drafts) as draft,
-        ):
+        with Draft(self.storage, path, room=self.job.layout.drafts) as draft:
             written = write_link(draft.write, link.pieces(found))
             draft.commit()
         link.written(written)
