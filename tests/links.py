@@ -15,7 +15,7 @@ from syncd.checkpoint.tensor_rules import DTYPES, ITEMSIZE
 from syncd.coordination.tensors import DTYPES as TORCH_DTYPES
 from syncd.deltas.delta_folder import BLOCK
 from syncd.deltas.encoding import Decoder
-from syncd.deltas.link_index import LinkPiece, Piece, WrittenLink, read_index
+from syncd.deltas.link_index import LinkPiece, SavedPiece, WrittenLink, read_index
 from syncd.deltas.links import LinkReader, write_link
 from syncd.protocol.names import RECEIPTS, receipt_name
 from syncd.protocol.records import Latest, Receipt, ReceiptFile, SaveId, encode, parse
@@ -28,7 +28,7 @@ from tests.merging import build, loaded
 STORAGE = Storage()
 
 
-def written(path: Path, pieces: Sequence[Piece]) -> WrittenLink:
+def written(path: Path, pieces: Sequence[SavedPiece]) -> WrittenLink:
     """Write a link durably under this path."""
     with Draft(STORAGE, path) as draft:
         result = write_link(draft.write, pieces)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
-from syncd.deltas.link_index import Piece, WrittenLink
+from syncd.deltas.link_index import SavedPiece, WrittenLink
 from syncd.protocol.records import SaveId
 from trainer_hooks.explorers import Explorers
 from trainer_hooks.state.host_buffers import HostBuffers
@@ -64,7 +64,7 @@ class Save:
         self._dense = self._dense + 1 if is_dense else 0
 
     def as_link(
-        self, contents: RankContents, pieces: Callable[[list[str]], Iterator[Piece]]
+        self, contents: RankContents, pieces: Callable[[list[str]], Iterator[SavedPiece]]
     ) -> RankContents:
         """Make contents a link to the base."""
         link = LinkContents(str(self.base), pieces, self.is_whole, self.written)

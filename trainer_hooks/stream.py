@@ -254,14 +254,16 @@ class WeightStream(ClosingSaver):
         while True:
             save = self._saving()
             if save is not None and save.id != self._last and save.id.step >= step:
-                saving = self._last = save.id
+                saving = save.id
                 self._run = saving.run
                 if saving.step == step:
+                    self._last = saving
                     return save
                 # It can be there because it gave this step up, before this writer came.
                 failed = self._failed_by_rank_0(SaveId(saving.run, step, saving.counter))
                 if failed is not None and failed.run == saving.run:
                     raise _not_announced(step)
+                self._last = saving
                 self._writer.say_failed(saving)
                 raise SaveFailedError(
                     f"rank {self._saver.rank} saves step {step}, but rank 0 saves step "

@@ -73,7 +73,7 @@ class LinkIndex(Record):
     pieces: Annotated[tuple[LinkPiece, ...], FailFast()]
 
 
-class Link(Record):
+class LinkRecord(Record):
     """``delta.json`` of a link: the save ``target``, as changes against the save ``base``.
 
     ``files`` has ``rank-R`` for each rank, in order; ``digest`` is the xxh3-128 of a file's index.
@@ -89,7 +89,7 @@ class Link(Record):
 Content = Callable[[int, int], memoryview]
 
 
-class Piece(NamedTuple):
+class SavedPiece(NamedTuple):
     """A part of a tensor to save; ``dtype`` is safetensors' name.
 
     Attributes:

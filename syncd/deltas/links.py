@@ -13,12 +13,12 @@ from syncd.closing import Closing
 from syncd.deltas.delta_folder import BLOCK
 from syncd.deltas.encoding import BlockError, Decoder, Encoder, as_elements, whole_block
 from syncd.deltas.ends import NoDeltaError
-from syncd.deltas.link_index import LENGTH, LinkBlock, LinkIndex, LinkPiece, Piece, WrittenLink
+from syncd.deltas.link_index import LENGTH, LinkBlock, LinkIndex, LinkPiece, SavedPiece, WrittenLink
 from syncd.protocol.records import encode
 from syncd.storage.fsio import Storage
 
 
-def write_link(write: Callable[[bytes], object], pieces: Iterable[Piece]) -> WrittenLink:
+def write_link(write: Callable[[bytes], object], pieces: Iterable[SavedPiece]) -> WrittenLink:
     """Write a link's blocks and index; ``write`` appends to its file."""
     encoder = Encoder()
     written: list[LinkPiece] = []

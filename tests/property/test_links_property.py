@@ -18,7 +18,7 @@ from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.deltas.delta_folder import BLOCK
 from syncd.deltas.encoding import Decoder
 from syncd.deltas.ends import NoDeltaError
-from syncd.deltas.link_index import LENGTH, Piece, read_index
+from syncd.deltas.link_index import LENGTH, SavedPiece, read_index
 from syncd.deltas.links import LinkReader
 from tests.links import STORAGE, applied, blocks_of, written
 
@@ -28,11 +28,11 @@ DIGEST = xxhash.xxh3_128_hexdigest(b"")
 
 def piece(
     name: str, dtype: str, box: Box, new: bytes, old: bytes | None, *, is_replica: bool = False
-) -> Piece:
+) -> SavedPiece:
     def of(content: bytes) -> Any:
         return lambda begin, end: memoryview(content)[begin:end]
 
-    return Piece(name, dtype, box, of(new), None if old is None else of(old), is_replica)
+    return SavedPiece(name, dtype, box, of(new), None if old is None else of(old), is_replica)
 
 
 @st.composite

@@ -14,8 +14,9 @@ from torch import nn
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import link_name, master_name, shard_name
 from syncd.protocol.policy import SyncSettings
+from syncd.protocol.records import SaveOutcome, SaveOutcomes, encode
 from syncd.storage.job import Job
-from tests.hooks import written
+from tests.hooks import DEADLINE, Gate, written
 from tests.links import full, is_link, linked, offered, publish, receipts
 from tests.merging import assert_equal
 from tests.storages import RuledStorage, refuse
@@ -36,9 +37,15 @@ def change(model: nn.Module, fraction: float = 0.03) -> None:
             parameter[changed] = parameter[changed] * 1.01 + 0.01
 
 
-def hook_of(root: Path, model: nn.Module, saving: SaveSettings | None = None, **more: Any) -> Any:
+def hook_of(
+    root: Path,
+    model: nn.Module,
+    saving: SaveSettings | None = None,
+    storage: RuledStorage | None = None,
+    **more: Any,
+) -> TrainerHook:
     settings = SyncSettings(deltas=True, save_timeout=60, **more)
-    return TrainerHook(root, model, settings=settings, saving=saving)
+    return TrainerHook(root, model, settings=settings, saving=saving, storage=storage)
 
 
 def state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -129,25 +136,24 @@ def test_training_resumes_from_a_full_checkpoint_whose_weights_are_a_link(
 def test_a_save_while_a_checkpoint_is_written_is_full(root: Path) -> None:
     model = model_of()
     storage = RuledStorage()
-    settings = SyncSettings(deltas=True, save_timeout=60)
-    saving = SaveSettings(when_busy_sync="wait")  # type: ignore[arg-type]
-    with (
-        offered(root) as job,
-        TrainerHook(root, model, settings=settings, saving=saving, storage=storage) as hook,
-    ):
+    with offered(root) as job, hook_of(root, model, storage=storage) as hook:
         save(hook, model, 1)
-        for step in range(2, 8):
-            change(model)
-            hook.save_checkpoint(step)  # the second half is under way at the next call
-            kept = state(model)
-            change(model)
-            hook.save_state_dict(step + 100)
-            written(hook)
-            made = full(job, step + 100) if not is_link(job, step + 100) else None
-            assert made is not None or is_link(job, step + 100)
-            del kept
-            break
-        assert_equal(full(job, 102), state(model))
+        gate = Gate(storage, "create", MASTER)
+        change(model)
+        hook.save_checkpoint(2)
+        assert gate.reached.wait(DEADLINE)  # the weights are announced, and the rest is written
+        assert is_link(job, 2)
+        middle = state(model)
+        change(model)
+        hook.save_state_dict(3)  # in the memory of step 1's copy
+        gate.opened.set()
+        written(hook)
+        assert_equal(full(job, 3), state(model))
+        save(hook, model, 4)
+        assert is_link(job, 4)
+    resumed = model_of()
+    load_checkpoint(root, resumed, step=2)
+    assert_equal(state(resumed), middle)
 
 
 def test_links_need_a_daemon_that_offers_them(root: Path) -> None:
@@ -168,8 +174,6 @@ def foreign(job: Job) -> None:
 
 
 def foreign_after_ours(job: Job) -> None:
-    from syncd.protocol.records import SaveOutcome, SaveOutcomes, encode
-
     done = SaveOutcome(identity=receipts(job, 1)[0].save_id, outcome="published")
     job.storage.replace(job.layout.saves, encode(SaveOutcomes(steps={1: done})))
     publish(job, "another-1-0")
@@ -235,8 +239,7 @@ def test_after_two_dense_links_saves_are_full_for_a_while(root: Path) -> None:
 def test_a_failed_link_is_followed_by_a_full_save(root: Path) -> None:
     model = model_of()
     storage = RuledStorage()
-    settings = SyncSettings(deltas=True, save_timeout=60)
-    with offered(root) as job, TrainerHook(root, model, settings=settings, storage=storage) as hook:
+    with offered(root) as job, hook_of(root, model, storage=storage) as hook:
         save(hook, model, 1)
         storage.rules.append(refuse("create", 28, where=LINK))
         change(model)

@@ -20,7 +20,7 @@ from syncd.checkpoint.safetensors_header import HeaderEntry, file_order, header_
 from syncd.checkpoint.tensor_rules import name_fault, shown
 from syncd.coordination.host_memory import HostMemory, wait_for_copies
 from syncd.coordination.tensors import torch_dtype
-from syncd.deltas.link_index import Content, Piece
+from syncd.deltas.link_index import Content, SavedPiece
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.records import NonFinite, ReceiptFile
 from syncd.storage.fsio import Draft
@@ -125,7 +125,7 @@ class HostPart:
         wait_for_copies({flat.device})  # the next tensor may come in the same memory
         self._entries[name] = HeaderEntry(name, dtype, shape, begin, self._end)
 
-    def pieces(self, old: HostPart | None, nonfinite: list[str]) -> Iterator[Piece]:
+    def pieces(self, old: HostPart | None, nonfinite: list[str]) -> Iterator[SavedPiece]:
         """The tensors as pieces of a link, whose base has the tensors of ``old``.
 
         The names of tensors with NaN or Inf are added to ``nonfinite``.
@@ -134,7 +134,7 @@ class HostPart:
             looked = LookedAtBytes(torch_dtype(entry.dtype))
             new = partial(self._content, entry, looked=looked)
             before = None if old is None else old.content(entry)
-            yield Piece(entry.name, entry.dtype, whole(entry.shape), new, before)
+            yield SavedPiece(entry.name, entry.dtype, whole(entry.shape), new, before)
             if not looked.is_finite:
                 nonfinite.append(entry.name)
 

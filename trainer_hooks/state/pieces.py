@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from syncd.checkpoint.boxes import Box, whole
 from syncd.checkpoint.merging.plan import is_output_embedding
 from syncd.checkpoint.tensor_rules import Cast
-from syncd.deltas.link_index import Content, Piece
+from syncd.deltas.link_index import Content, SavedPiece
 from trainer_hooks.state.gather import flat_bytes
 from trainer_hooks.state.host_buffers import memory_of
 from trainer_hooks.state.state_dict import cast_to, dtype_name, tensors_of
@@ -47,7 +47,7 @@ def why_no_pieces(state: Mapping[str, Any], cast: Cast | None) -> str | None:
 
 def pieces_of(
     new: Mapping[str, Any], old: Mapping[str, Any] | None, rank: int, *, tied: bool
-) -> Iterator[Piece]:
+) -> Iterator[SavedPiece]:
     """The pieces of a state on the host; ``old`` is that of the base, or None if it is not known.
 
     ``tied`` leaves out a tied output embedding, as the merge does.
@@ -65,7 +65,7 @@ def pieces_of(
             continue
         seen.add(memory)
         known = _place(before[name], rank) if name in before else None
-        yield Piece(
+        yield SavedPiece(
             name,
             dtype_name(value.dtype),
             place.box,

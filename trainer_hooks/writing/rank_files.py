@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from syncd.checkpoint.save import ADAPTER
-from syncd.deltas.link_index import Piece, WrittenLink
+from syncd.deltas.link_index import SavedPiece, WrittenLink
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import (
     CRITIC,
@@ -68,7 +68,7 @@ class LinkContents(NamedTuple):
     """
 
     base: str
-    pieces: Callable[[list[str]], Iterator[Piece]]
+    pieces: Callable[[list[str]], Iterator[SavedPiece]]
     is_whole: bool
     written: Callable[[WrittenLink], object]
 
