@@ -112,7 +112,7 @@ class WeightStream(ClosingSaver):
             name=name,
             storage=storage,
         )
-        # With deltas, the other one is the copy of the save before.
+        # With deltas, the first one is the copy of the save before, while the last one is written.
         self._parts = deque(HostPart() for _ in range(1 + settings.deltas))
         self._kept: SaveId | None = None  # the save of the last part
         self._synced = Save(SaveId("", -1, 0))  # on rank 0, the last save
@@ -200,9 +200,9 @@ class WeightStream(ClosingSaver):
 
     def _as_link(self, save: Save, contents: RankContents) -> RankContents:
         part, kept, self._kept = contents.whole, self._kept, save.id
-        if save.base is None or part is None:
+        if save.base is None or part is None or isinstance(part, _NoCopy):
             return contents
-        old = self._parts[1] if kept == save.base else None
+        old = self._parts[0] if kept == save.base else None
         return save.as_link(contents, partial(part.pieces, old))
 
     def _compare(self, save: Save) -> None:

@@ -68,7 +68,7 @@ class LinkPiece:
 
 
 class LinkIndex(Record):
-    """The pieces of one rank. Those without elements are left out."""
+    """The pieces of one rank."""
 
     pieces: Annotated[tuple[LinkPiece, ...], FailFast()]
 
@@ -157,7 +157,7 @@ def _fault(piece: LinkPiece) -> str | None:
     if width is None or not is_box or shape_of(piece.box.ends) is None:
         return "has an impossible dtype or box"
     elements, last = piece.box.size, -1
-    if not 0 < elements < NUMBER_LIMIT or (piece.is_replica and piece.blocks):
+    if elements >= NUMBER_LIMIT or (piece.is_replica and piece.blocks):
         return "has an impossible size, or blocks of another rank"
     for block in piece.blocks:
         inside = min(elements - block.number * BLOCK, BLOCK)

@@ -61,8 +61,8 @@ def pieces_of(
         place, memory = _place(value, rank), memory_of(value)
         if place is None:
             raise TypeError(f"{name} can no longer be saved as changes. Set deltas=False")
-        if tied and memory in seen and is_output_embedding(name):
-            continue
+        if memory is None or (tied and memory in seen and is_output_embedding(name)):
+            continue  # this rank has no elements, or the merge leaves the tensor out
         seen.add(memory)
         known = _place(before[name], rank) if name in before else None
         yield SavedPiece(
