@@ -34,7 +34,7 @@ class Save:
         has_failed: True if this rank's part was not written.
         has_hugging_face: True if the full weights for users were, or will be, written.
         base: the save that this one is relative to; None for a full save.
-        is_whole: True if all weights are written, even if there is a base.
+        is_whole: True if all weights are written although there is a base.
     """
 
     id: SaveId
@@ -43,15 +43,15 @@ class Save:
     has_failed: bool = False
     has_hugging_face: bool = False
     base: SaveId | None = None
-    is_whole: bool = True
+    is_whole: bool = False
 
     def __post_init__(self) -> None:
         self._root = self.id
         self._dense = 0
 
-    def follow(self, last: Save, base: SaveId | None, *, is_whole: bool) -> None:
+    def follow(self, last: Save, base: SaveId | None) -> None:
         """Make this the save after ``last``: a link if there is a base."""
-        self.base, self.is_whole = base, is_whole or base is None
+        self.base = base
         self._dense = last._dense
         if base is not None:
             self._root = last._root
@@ -103,8 +103,6 @@ class Copies:
     def take(self, at_end: ExitStack) -> HostBuffers:
         """Take free buffers until the end."""
         buffers = self._free.popleft() if self.keeps else self._free.pop()
-        if self._last is not None and self._last[2] is buffers:
-            self._last = None
         at_end.callback(self._give_back, buffers)
         return buffers
 

@@ -183,7 +183,8 @@ class Planner:
         base = None
         if self.ranks.base != NO_BASE:
             base = SaveId(self.saver.run_id, *self.ranks.base)
-        save.follow(self.synced, base, is_whole=bool(plan & Plan.WHOLE))
+        save.follow(self.synced, base)
+        save.is_whole = bool(plan & Plan.WHOLE)
         return save
 
     # -- on rank 0 ---------------------------------------------------------------------------------

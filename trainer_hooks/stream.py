@@ -185,7 +185,7 @@ class WeightStream(ClosingSaver):
         if saver.rank == 0:
             save, last = saver.new(step), self._synced
             base = last.base_for(step, saver.explorers) if saver.settings.deltas else None
-            save.follow(last, base, is_whole=False)
+            save.follow(last, base)
             self._synced = save
             contents = self._as_link(save, contents)._replace(
                 model_files=self._model_files, confirm=partial(self._compare, save)
@@ -202,8 +202,9 @@ class WeightStream(ClosingSaver):
         part, kept, self._kept = contents.whole, self._kept, save.id
         if save.base is None or part is None or isinstance(part, _NoCopy):
             return contents
-        old = self._parts[0] if kept == save.base else None
-        return save.as_link(contents, partial(part.pieces, old))
+        old = self._parts[0]
+        has_base = kept == save.base and old is not part
+        return save.as_link(contents, partial(part.pieces, old if has_base else None))
 
     def _compare(self, save: Save) -> None:
         """Refuse a save of all writers whose names, shapes or dtypes are not those expected."""
@@ -312,8 +313,7 @@ class WeightStream(ClosingSaver):
         saving = SaveId.parse(report.saving)
         if saving is None:
             return None
-        base = SaveId.parse(report.base or "")
-        return Save(saving, base=base, is_whole=base is None)
+        return Save(saving, base=SaveId.parse(report.base or ""))
 
     def _check_run(self, report: TrainerReport) -> None:
         if self._run not in {None, report.run_id}:

@@ -66,6 +66,7 @@ class Trained:
     def __post_init__(self) -> None:
         self._said_merged = False
         self._hub_names = HubNames(self.model)
+        self._tied = ties_embeddings(unwrapped(self.model))
         # Reused like the other buffers, because allocating takes longer than copying.
         self._masters: deque[HostBuffers] = deque(maxlen=1)
         self._wholes: deque[HostPart] = deque(maxlen=2)
@@ -81,7 +82,7 @@ class Trained:
     ) -> RankContents:
         """Copy this rank's part of a save, in the buffers if there are any.
 
-        ``is_link`` is True if the weights for explorers are written as a link.
+        ``is_link`` is True if the weights for explorers are written as nothing but a link.
 
         Collective if ranks gather. ``at_end`` must be closed at the end of the save.
 
@@ -150,7 +151,7 @@ class Trained:
             links_hugging_face=hugging_face and is_linked and self.rank == 0,
             sync_dtype=cast,
             completes=completes,
-            tied=is_link and ties_embeddings(unwrapped(self.model)),
+            tied=self._tied,
             **rest,
         )
 

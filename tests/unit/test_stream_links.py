@@ -40,12 +40,10 @@ def job(tmp_path: Path, stack: ExitStack) -> Job:
 
 
 def pair(job: Job, stack: ExitStack, **second: Any) -> list[WeightStream]:
-    settings = SyncSettings(deltas=True, save_timeout=60)
+    how = {"settings": SyncSettings(deltas=True, save_timeout=60)}
     return [
-        stack.enter_context(
-            WeightStream(job.layout.root, rank=rank, world_size=2, settings=settings, **more)
-        )
-        for rank, more in ((1, second), (0, {}))
+        stack.enter_context(WeightStream(job.layout.root, rank=rank, world_size=2, **more))
+        for rank, more in ((1, how | second), (0, how))
     ][::-1]
 
 
@@ -192,3 +190,12 @@ def test_pieces_may_lie_in_several_buckets(tmp_path: Path, bucket: int) -> None:
                 before = bytes(piece.box.size * width)
             content = b"".join(reader.apply(number, blocks_of(before, width), Decoder()))
             assert content == new.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_a_writer_without_deltas_writes_its_part_whole(job: Job, stack: ExitStack) -> None:
+    streams, weights = pair(job, stack, settings=SyncSettings(save_timeout=60)), Weights()
+    save(streams, weights, 1)
+    before = weights.whole()
+    save(streams, weights, 2)
+    assert is_link(job, 2)
+    assert_equal(linked(job, 2, before), weights.whole())

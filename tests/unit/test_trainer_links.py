@@ -156,6 +156,64 @@ def test_a_save_while_a_checkpoint_is_written_is_full(root: Path) -> None:
     assert_equal(state(resumed), middle)
 
 
+def test_saves_use_the_memory_of_two_copies(root: Path) -> None:
+    model = model_of()
+    with offered(root) as job, hook_of(root, model) as hook:
+        for step in range(1, 6):
+            save(hook, model, step)
+        hook.save_checkpoint(5, block_until_saved=True)
+        change(model)
+        hook.save_checkpoint(6, block_until_saved=True)
+        written(hook)
+        assert is_link(job, 6)
+        copies = hook._saver.copies
+        part = sum(tensor.nbytes for tensor in model.state_dict().values())
+        assert [buffers.nbytes for buffers in copies._free] == [part, part]
+        assert not hook._trained._masters
+
+
+def test_the_checkpoint_of_close_has_shards_and_no_masters(root: Path) -> None:
+    model = model_of()
+    with offered(root) as job:
+        with hook_of(root, model, save_interval=100, sync_interval=2) as hook:
+            save(hook, model, 2)
+            change(model)
+            hook.after_step(3)
+        names = {path.name for path in job.layout.actor(3).iterdir()}
+        assert {SHARD, LINK} <= names
+        assert MASTER not in names
+        other = model_of()
+        assert load_checkpoint(root, other) is not None
+        assert_equal(state(other), state(model))
+
+
+def test_a_tied_output_embedding_is_left_out(root: Path) -> None:
+    class Config:
+        def to_json_string(self) -> str:
+            return '{"tie_word_embeddings": true}'
+
+        def save_pretrained(self, folder: str) -> None:
+            Path(folder, "config.json").write_text(self.to_json_string())
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed_tokens = nn.Embedding(50, 8)
+            self.lm_head = nn.Linear(8, 50, bias=False)
+            self.lm_head.weight = self.embed_tokens.weight
+            self.config = Config()
+
+    model = Model().bfloat16()
+    with offered(root) as job, hook_of(root, model) as hook:
+        save(hook, model, 1)
+        save(hook, model, 2)
+        before = full(job, 1)
+        assert before.keys() == {"embed_tokens.weight"}
+        assert_equal(
+            linked(job, 2, before), {"embed_tokens.weight": model.embed_tokens.weight.detach()}
+        )
+
+
 def test_links_need_a_daemon_that_offers_them(root: Path) -> None:
     model = model_of()
     with offered(root, links=False) as job, hook_of(root, model) as hook:
