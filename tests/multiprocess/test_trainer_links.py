@@ -12,7 +12,7 @@ import pytest
 from syncd.protocol.names import link_name, master_name
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
-from tests.links import full, is_link, linked, offered, receipts
+from tests.link_saves import full, is_link, linked, offered, receipts
 from tests.merging import assert_equal
 from tests.multiprocess.link_ranks import LinkRank
 from tests.multiprocess.peers import Peer, Ranks

@@ -19,7 +19,8 @@ from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
 from syncd.protocol.names import link_name, part_name
 from syncd.protocol.policy import SyncSettings
 from syncd.storage.job import Job
-from tests.links import STORAGE, blocks_of, is_link, linked, offered, publish, receipts, written
+from tests.link_saves import is_link, linked, offered, publish, receipts
+from tests.links import STORAGE, blocks_of, written
 from tests.merging import assert_equal
 from tests.storages import RuledStorage, refuse
 from trainer_hooks import WeightStream

@@ -17,7 +17,7 @@ from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import SaveOutcome, SaveOutcomes, encode
 from syncd.storage.job import Job
 from tests.hooks import DEADLINE, Gate, written
-from tests.links import full, is_link, linked, offered, publish, receipts
+from tests.link_saves import full, is_link, linked, offered, publish, receipts
 from tests.merging import assert_equal
 from tests.storages import RuledStorage, refuse
 from trainer_hooks import SaveSettings, TrainerHook, load_checkpoint
