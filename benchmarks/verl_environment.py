@@ -1,7 +1,7 @@
-"""The virtual environment of verl's merger, because verl needs other releases than syncd's tests.
+"""The virtual environment of verl, because verl needs other releases than syncd's tests.
 
-It has verl, and the dependencies that its merger imports (``verl-requirements.txt``). The release
-of torch is the same as in the tests.
+It has verl, what its merger and its checkpoint engines import (``verl-requirements.txt``), and what
+syncd needs. The release of torch is the same as in the tests.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from tests.engines.environment import own_requirements
+
 #: The release of verl for which :mod:`benchmarks.verl_merge` was written.
 VERL: Final = "0.9.1"
 #: A program that tests if the environment can import verl's merger.
 IMPORT: Final = "import verl.model_merger.fsdp_model_merger"
-_CHECK: Final = f"{IMPORT}, importlib.metadata as m; assert m.version('verl') == '{VERL}'"
+_CHECK: Final = (
+    f"{IMPORT}, verl.workers.engine_workers, watchdog, importlib.metadata as m; "
+    f"assert m.version('verl') == '{VERL}'"
+)
 _HERE: Final = Path(__file__).resolve().parent
 
 
@@ -28,7 +33,7 @@ def environment(folder: Path) -> Path:
         subprocess.run((sys.executable, "-m", "venv", "--clear", folder), check=True)
         pip = (python, "-m", "pip", "install", "--quiet")
         files = (_HERE.parent / "constraints.txt", _HERE / "verl-requirements.txt")
-        subprocess.run((*pip, "-c", files[0], "-r", files[1]), check=True)
+        subprocess.run((*pip, "-c", files[0], "-r", files[1], *own_requirements()), check=True)
         # verl's other dependencies are for training, for example wandb and datasets.
         subprocess.run((*pip, "--no-deps", f"verl=={VERL}"), check=True)
         subprocess.run(check, check=True)

@@ -144,7 +144,7 @@ BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "sh": ("not run: what it shows depends on what is wrong",),
     },
     "docs/verl.md": {
-        "sh": ("tests/multiprocess/test_verl.py",),
+        "sh": ("tests/multiprocess/test_verl.py",) * 2,
         "python": ("tests/multiprocess/trinity_ranks.py",),
     },
     "docs/vllm.md": {

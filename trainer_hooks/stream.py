@@ -15,7 +15,7 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.tensor_rules import shown
 from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.deltas.link_index import read_index
-from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
+from syncd.protocol.errors import InvalidSettingsError, SaveFailedError, WaitTimeoutError
 from syncd.protocol.names import (
     MANIFEST,
     NAME_MAP,
@@ -24,12 +24,19 @@ from syncd.protocol.names import (
     part_name,
     receipt_name,
 )
-from syncd.protocol.policy import SyncMethod, SyncSettings, check_step, given_or_default
-from syncd.protocol.records import ReceiptFile, SaveId, encode
+from syncd.protocol.policy import (
+    SyncMethod,
+    SyncSettings,
+    Version,
+    check_step,
+    given_or_default,
+)
+from syncd.protocol.records import Quarantine, ReceiptFile, SaveId, SaveOutcomes, encode
 from syncd.protocol.reports import TrainerReport
 from syncd.protocol.tensor_names import NameMapRecord
 from syncd.storage.errnos import PASSING
-from syncd.storage.fsio import Draft, Storage
+from syncd.storage.fsio import LONG_RECORD_LIMIT, Draft, Storage
+from syncd.storage.job import daemon_hint
 from trainer_hooks.links import Save
 from trainer_hooks.saver import ClosingSaver, Saver
 from trainer_hooks.settings import SaveSettings
@@ -178,6 +185,40 @@ class WeightStream(ClosingSaver):
         self._saver.wait()
         self._saver.raise_failure()
 
+    def wait_published(self, timeout: float | None = None) -> Version:
+        """Wait until the daemon has published the last save; return its version.
+
+        ``timeout`` is in seconds from the announcement; None means the ``sync_timeout``.
+
+        Raises:
+            SaveFailedError: a save failed, or the daemon refuses this one.
+            WaitTimeoutError: the save was not published in time.
+        """
+        self.wait()
+        save, job = self._last, self._writer.job
+        if save is None:
+            raise SaveFailedError("nothing was saved yet")
+        timeout = self._saver.settings.sync_timeout if timeout is None else timeout
+        until = time.monotonic() + timeout
+        while True:
+            saves = _unless_passing(
+                lambda: job.read(SaveOutcomes, job.layout.saves, limit=LONG_RECORD_LIMIT)
+            )
+            outcome = saves.steps.get(save.step) if saves is not None else None
+            if outcome is not None and outcome.identity == str(save):
+                if outcome.sequence is not None:
+                    return Version(outcome.sequence, save.step)
+                refused = job.read(Quarantine, job.layout.quarantined(save.step, str(save)))
+                why = f": {refused.reason}" if refused is not None else ""
+                raise SaveFailedError(f"step {save.step} was {outcome.outcome}{why}")
+            if time.monotonic() >= until:
+                lives = job.storage.exists(job.layout.daemon_lock)
+                raise WaitTimeoutError(
+                    f"step {save.step} was not published within {timeout:g} s; "
+                    f"{daemon_hint(job.layout.root, lives=lives)}"
+                )
+            self._writer.stopped.wait(_POLL)
+
     # -- in the thread -----------------------------------------------------------------------------
 
     def _write(self, step: int, contents: RankContents) -> None:
@@ -186,7 +227,7 @@ class WeightStream(ClosingSaver):
             save, last = saver.new(step), self._synced
             base = last.base_for(step, saver.explorers) if saver.settings.deltas else None
             save.follow(last, base)
-            self._synced = save
+            self._synced, self._last = save, save.id
             contents = self._as_link(save, contents)._replace(
                 model_files=self._model_files, confirm=partial(self._compare, save)
             )

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import stat
 from collections.abc import Callable
@@ -364,8 +363,7 @@ class Outcomes:
     def quarantine(self, save: Save, error: Exception) -> Path:
         """Record that a save can never be published; returns the record's path."""
         identity = save.known_as or ""
-        name = hashlib.blake2s(identity.encode(), digest_size=6).hexdigest()
-        path = self.job.layout.quarantine / f"step_{save.step}-{name}.json"
+        path = self.job.layout.quarantined(save.step, identity)
         record = Quarantine(
             step=save.step,
             identity=identity,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,6 +169,11 @@ class JobLayout:
 
     quarantine = Below(".syncd/quarantine")
     """The reasons why saves could not be published, one file for each save."""
+
+    def quarantined(self, step: int, identity: str) -> Path:
+        """The reason why this save could not be published."""
+        name = hashlib.blake2s(identity.encode(), digest_size=6).hexdigest()
+        return self.quarantine / f"step_{step}-{name}.json"
 
 
 def older_lines(path: Path) -> Path:

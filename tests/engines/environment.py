@@ -3,7 +3,7 @@
 ``python -m tests.engines.environment`` prints the Python of the newest release's, and makes it
 first if it does not exist, in ``${XDG_CACHE_HOME:-~/.cache}/syncd``: 3 to 4 minutes. ``--all``
 makes those of the older releases, too. A folder is named after all that is installed in it, so it
-never changes.
+never changes. ``--verl`` is for the one of verl instead.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ _ROOT: Final = Path(__file__).resolve().parents[2]
 
 def python_of(release: str) -> Path:
     """The Python of a release's environment, which may not exist yet."""
-    asked = (_wheel(release), TORCH, *sorted(_LEFT_OUT), *_own_requirements())
+    asked = (_wheel(release), TORCH, *sorted(_LEFT_OUT), *own_requirements())
     text = "\n".join((*asked, platform.python_version()))
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "syncd"
-    return cache / f"engines-{key}" / "bin" / "python"
+    return cache() / f"engines-{key}" / "bin" / "python"
+
+
+def cache() -> Path:
+    """The folder of all environments."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "syncd"
 
 
 def make(release: str) -> None:
@@ -69,7 +73,7 @@ def _install(vllm: str, unfinished: Path, folder: Path) -> None:
     wheels = unfinished / "wheels"
     subprocess.run((*pip, "download", "--quiet", "--no-deps", "-d", wheels, vllm), check=True)
     (wheel,) = wheels.iterdir()
-    wanted = (TORCH, *_requirements(wheel), *_own_requirements())
+    wanted = (TORCH, *_requirements(wheel), *own_requirements())
     subprocess.run((*install, "-c", _ROOT / "constraints.txt", *wanted), check=True)
     subprocess.run((*install, "--no-deps", wheel), check=True)
     shutil.rmtree(wheels)
@@ -89,7 +93,7 @@ def _requirements(wheel: Path) -> list[str]:
     ]
 
 
-def _own_requirements() -> tuple[str, ...]:
+def own_requirements() -> tuple[str, ...]:
     """What syncd itself needs; the torch of its tests is vLLM's."""
     setup = configparser.ConfigParser()
     setup.read(_ROOT / "setup.cfg")
@@ -98,6 +102,11 @@ def _own_requirements() -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
+    if "--verl" in sys.argv:
+        from benchmarks.verl_environment import VERL, environment
+
+        print(environment(cache() / f"verl-{VERL}"))
+        sys.exit()
     for each in RELEASES if "--all" in sys.argv else RELEASES[:1]:
         make(each)
     print(python_of(RELEASES[0]))
