@@ -45,16 +45,9 @@ def write_link(write: Callable[[bytes], object], pieces: Iterable[SavedPiece]) -
                 digest = xxhash.xxh3_64_hexdigest(encoded)
                 blocks.append(LinkBlock(number, len(encoded), count, digest))
                 changed += count
-        written.append(
-            LinkPiece(
-                name=piece.name,
-                dtype=piece.dtype,
-                box=piece.box,
-                digest=hasher.hexdigest(),
-                blocks=tuple(blocks),
-                is_replica=piece.is_replica,
-            )
-        )
+        name, dtype, box, _, _, is_replica = piece
+        digest = hasher.hexdigest()
+        written.append(LinkPiece(name, dtype, box, digest, tuple(blocks), is_replica))
     index = encode(LinkIndex(pieces=tuple(written)))
     write(index)
     write(LENGTH.pack(len(index)))
