@@ -8,14 +8,14 @@ from pathlib import Path
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.deltas.delta_folder import BLOCK
 from syncd.deltas.encoding import Decoder
-from syncd.deltas.link_index import read_index
-from syncd.deltas.links import LinkReader, Piece, WrittenLink, write_link
+from syncd.deltas.link_index import SavedPiece, WrittenLink, read_index
+from syncd.deltas.links import LinkReader, write_link
 from syncd.storage.fsio import Draft, Storage
 
 STORAGE = Storage()
 
 
-def written(path: Path, pieces: Sequence[Piece]) -> WrittenLink:
+def written(path: Path, pieces: Sequence[SavedPiece]) -> WrittenLink:
     """Write a link durably under this path."""
     with Draft(STORAGE, path) as draft:
         result = write_link(draft.write, pieces)

@@ -13,6 +13,7 @@ be shorter. A block without changes has no entry. Nothing here imports NumPy.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
 
@@ -20,7 +21,7 @@ import pydantic
 import xxhash
 from pydantic import FailFast, Field
 
-from syncd.checkpoint.boxes import Box
+from syncd.checkpoint.boxes import Box, holds
 from syncd.checkpoint.tensor_rules import ITEMSIZE, NUMBER_LIMIT, name_fault, shape_of, shown
 from syncd.deltas.delta_folder import BLOCK
 from syncd.deltas.ends import NoDeltaError
@@ -28,8 +29,8 @@ from syncd.protocol.errors import ProtocolMismatchError, RecordError
 from syncd.protocol.records import Digest, NonFinite, Record, Size, VersionFile, parse
 from syncd.storage.fsio import Storage
 
-#: The most bytes of an index; enough for a rank with 10^12 elements.
-INDEX_LIMIT: Final = 64 * 1024 * 1024
+#: The most bytes of an index: enough for 5 * 10^11 elements, and parsed in less than 1 GiB.
+INDEX_LIMIT: Final = 32 * 1024 * 1024
 LENGTH: Final = struct.Struct("<Q")
 
 
@@ -45,7 +46,7 @@ class LinkBlock(NamedTuple):
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
-@pydantic.dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, slots=True)
 class LinkPiece:
     """A part of a tensor on one rank; ``digest`` is the xxh3-128 of its new bytes.
 
@@ -67,12 +68,12 @@ class LinkPiece:
 
 
 class LinkIndex(Record):
-    """The pieces of one rank. Those without elements are left out."""
+    """The pieces of one rank."""
 
     pieces: Annotated[tuple[LinkPiece, ...], FailFast()]
 
 
-class Link(Record):
+class LinkRecord(Record):
     """``delta.json`` of a link: the save ``target``, as changes against the save ``base``.
 
     ``files`` has ``rank-R`` for each rank, in order; ``digest`` is the xxh3-128 of a file's index.
@@ -82,6 +83,34 @@ class Link(Record):
     target: str
     files: Annotated[tuple[VersionFile, ...], FailFast()]
     nonfinite: NonFinite | None = None
+
+
+#: The bytes of a piece from one offset to another.
+Content = Callable[[int, int], memoryview]
+
+
+class SavedPiece(NamedTuple):
+    """A part of a tensor to save; ``dtype`` is safetensors' name.
+
+    Attributes:
+        old: the bytes in the base; None if they are not known, so that all of ``new`` is written.
+        is_replica: whether another rank writes the changes of this part.
+    """
+
+    name: str
+    dtype: str
+    box: Box
+    new: Content
+    old: Content | None
+    is_replica: bool = False
+
+
+class WrittenLink(NamedTuple):
+    """The xxh3-128 of a link's index, and how many of its ``elements`` were written as changed."""
+
+    digest: str
+    changed: int
+    elements: int
 
 
 def read_index(storage: Storage, path: Path, size: int, digest: str) -> tuple[LinkPiece, ...]:
@@ -109,7 +138,9 @@ def read_index(storage: Storage, path: Path, size: int, digest: str) -> tuple[Li
         raise NoDeltaError(str(error)) from None
     names = set()
     for piece in pieces:
-        why = _fault(piece)
+        why = name_fault(piece.name)
+        if why is None and not _is_possible(piece):
+            why = "has an impossible dtype, box or block"
         if why is None and (piece.name, piece.box.offsets) in names:
             why = "comes twice"
         if why is not None:
@@ -120,21 +151,16 @@ def read_index(storage: Storage, path: Path, size: int, digest: str) -> tuple[Li
     return pieces
 
 
-def _fault(piece: LinkPiece) -> str | None:
-    """The fault of a piece as a verb phrase; None if it is valid."""
-    offsets, shape = piece.box
-    width = ITEMSIZE.get(piece.dtype)
-    is_box = len(offsets) == len(shape) and None not in {shape_of(offsets), shape_of(shape)}
-    if width is None or not is_box or shape_of(piece.box.ends) is None:
-        return "has an impossible dtype or box"
-    elements, last = piece.box.size, -1
-    if not 0 < elements < NUMBER_LIMIT or (piece.is_replica and piece.blocks):
-        return "has an impossible size, or blocks of another rank"
+def _is_possible(piece: LinkPiece) -> bool:
+    ends = piece.box.ends if len(piece.box.offsets) == len(piece.box.shape) else None
+    width, last = ITEMSIZE.get(piece.dtype), -1
+    if width is None or ends is None or shape_of(ends) is None or not holds(ends, piece.box):
+        return False
     for block in piece.blocks:
-        inside = min(elements - block.number * BLOCK, BLOCK)
-        if not last < block.number or inside <= 0:
-            return "has blocks that overlap, or lie outside"
-        if not (1 <= block.changed <= inside and 1 < block.length <= 1 + inside * width):
-            return "has a block of an impossible length, or with an impossible number of changes"
+        inside = min(piece.box.size - block.number * BLOCK, BLOCK)
+        if not (last < block.number and 1 <= block.changed <= inside):
+            return False
+        if not 1 < block.length <= 1 + inside * width:
+            return False
         last = block.number
-    return name_fault(piece.name)
+    return piece.box.size < NUMBER_LIMIT and not (piece.is_replica and piece.blocks)

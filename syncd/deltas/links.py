@@ -5,49 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
 
 import xxhash
 
-from syncd.checkpoint.boxes import Box
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.closing import Closing
 from syncd.deltas.delta_folder import BLOCK
 from syncd.deltas.encoding import BlockError, Decoder, Encoder, as_elements, whole_block
 from syncd.deltas.ends import NoDeltaError
-from syncd.deltas.link_index import LENGTH, LinkBlock, LinkIndex, LinkPiece
+from syncd.deltas.link_index import LENGTH, LinkBlock, LinkIndex, LinkPiece, SavedPiece, WrittenLink
 from syncd.protocol.records import encode
 from syncd.storage.fsio import Storage
 
-#: The bytes of a piece from one offset to another.
-Content = Callable[[int, int], memoryview]
 
-
-class Piece(NamedTuple):
-    """A part of a tensor to save; ``dtype`` is safetensors' name.
-
-    Attributes:
-        old: the bytes in the base; None if they are not known, so that all of ``new`` is written.
-        is_replica: whether another rank writes the changes of this part.
-    """
-
-    name: str
-    dtype: str
-    box: Box
-    new: Content
-    old: Content | None
-    is_replica: bool = False
-
-
-class WrittenLink(NamedTuple):
-    """The xxh3-128 of a link's index, and how many of its ``elements`` were written as changed."""
-
-    digest: str
-    changed: int
-    elements: int
-
-
-def write_link(write: Callable[[bytes], object], pieces: Iterable[Piece]) -> WrittenLink:
+def write_link(write: Callable[[bytes], object], pieces: Iterable[SavedPiece]) -> WrittenLink:
     """Write a link's blocks and index; ``write`` appends to its file."""
     encoder = Encoder()
     written: list[LinkPiece] = []
@@ -74,17 +45,9 @@ def write_link(write: Callable[[bytes], object], pieces: Iterable[Piece]) -> Wri
                 digest = xxhash.xxh3_64_hexdigest(encoded)
                 blocks.append(LinkBlock(number, len(encoded), count, digest))
                 changed += count
-        if size:
-            written.append(
-                LinkPiece(
-                    name=piece.name,
-                    dtype=piece.dtype,
-                    box=piece.box,
-                    digest=hasher.hexdigest(),
-                    blocks=tuple(blocks),
-                    is_replica=piece.is_replica,
-                )
-            )
+        name, dtype, box, _, _, is_replica = piece
+        digest = hasher.hexdigest()
+        written.append(LinkPiece(name, dtype, box, digest, tuple(blocks), is_replica))
     index = encode(LinkIndex(pieces=tuple(written)))
     write(index)
     write(LENGTH.pack(len(index)))

@@ -44,6 +44,8 @@ from tests.made_deltas import work
 from tests.saved_links import save_full, save_link
 from tests.storages import Clock, FastStorage
 from trainer_hooks.state.host_part import HostPart
+from trainer_hooks.state.pieces import pieces_of
+from trainer_hooks.writing.rank_files import LinkContents
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
 
@@ -96,6 +98,7 @@ def ranks_save(
     adapter: bool = False,
     cast: bool = False,
     named: bool = False,
+    link: bool = False,
 ) -> None:
     """Two ranks' parts of one save, the one after the other; rank 0 announces it."""
     report = TrainerReport(run_id=run, world_size=2, status="running", step=step, time=0.0)
@@ -109,8 +112,9 @@ def ranks_save(
             model=None if adapter or named else model,
             whole=part if named or (adapter and rank == 0) else None,
             whole_name=ADAPTER if adapter else part_name(2, rank),
-            trained=trained if (adapter or cast) and full else None,
-            trained_name=master_name if cast else shard_name,
+            trained=trained if (adapter or cast or link) and full else None,
+            trained_name=master_name if cast or link else shard_name,
+            link=_link(run, step, rank, model) if link else None,
             sync_dtype="bf16" if cast else None,
             adapter_files=(_adapter_config,) if adapter and rank == 0 else (),
             optimizer={"state": torch.zeros(2)} if full else None,
@@ -122,6 +126,16 @@ def ranks_save(
         )
         writer = RankWriter(job, rank, 2, save_timeout=5.0, pauses=(0.0, 0.0))
         writer.save(SaveId(run, step, 0), contents)
+
+
+def _link(run: str, step: int, rank: int, model: dict[str, torch.Tensor]) -> LinkContents:
+    old = {name: value - 1 for name, value in model.items()}
+    return LinkContents(
+        base=f"{run}-{step - 1}-0",
+        pieces=lambda _: pieces_of(model, old, rank, tied=False),
+        is_whole=False,
+        written=lambda _: None,
+    )
 
 
 def _adapter(step: int) -> list[tuple[str, torch.Tensor]]:
@@ -173,6 +187,12 @@ def _full_before(job: SmallJob) -> None:
 
 def _saves(run: str = "run", **how: bool) -> Callable[[SmallJob, Clock], None]:
     return lambda job, _: ranks_save(job, run, 2, **how)
+
+
+def _saves_link(job: SmallJob, _: Clock, *, completes: bool = False) -> None:
+    """A link, and then a save that needs no base."""
+    ranks_save(job, "run", 2, full=True, link=True, completes=completes)
+    ranks_save(job, "run", 3)
 
 
 def _synced(job: SmallJob, *, run: str = "run", **how: bool) -> None:
@@ -369,6 +389,10 @@ SCENARIOS = (
     Scenario("full save of a step that was synced in another dtype", partial(_synced, cast=True),
              _saves(full=True, completes=True, cast=True), _saves("again", full=True, cast=True),
              _SECOND),
+    Scenario("full save whose weights are a link", _first_save, _saves_link,
+             _saves("again", full=True), _SECOND),
+    Scenario("full save of a step that was synced as a link", partial(_synced, link=True),
+             partial(_saves_link, completes=True), _saves("again", full=True), _SECOND),
     Scenario("full save of an adapter", _first_save, _saves(full=True, adapter=True),
              _saves("again", full=True, adapter=True), _SECOND),
     Scenario("publish", _to_publish, rounds(1)),
