@@ -11,8 +11,7 @@ import numpy as np
 from syncd.checkpoint.boxes import Box
 from syncd.checkpoint.merging.options import Work
 from syncd.deltas.folding import LinkFolder, fold_version
-from syncd.deltas.link_index import Link
-from syncd.deltas.links import Content, Piece
+from syncd.deltas.link_index import Content, LinkRecord, SavedPiece
 from syncd.protocol.names import DELTA, RECEIPTS, link_name, receipt_name
 from syncd.protocol.records import (
     Manifest,
@@ -72,7 +71,7 @@ def write_links(
             part = slice(begin, end) if rows else ...
             before = None if old is None else _bytes(old[tensor][1][part])
             is_replica = not rows and rank > 0
-            pieces.append(Piece(tensor, dtype, box, _bytes(values[part]), before, is_replica))
+            pieces.append(SavedPiece(tensor, dtype, box, _bytes(values[part]), before, is_replica))
         result = written(folder / file, pieces)
         size = (folder / file).stat().st_size
         listed.append(ReceiptFile(name=file, size=size, digest=result.digest, over="index"))
@@ -94,7 +93,7 @@ def link_folder(
         VersionFile(name=one.name, size=one.size, digest=one.digest)
         for one in write_links(folder, old, new, world_size, names)
     )
-    link = Link(base=base, target=target, files=files)
+    link = LinkRecord(base=base, target=target, files=files)
     (folder / DELTA).write_bytes(encode(link))
     return LinkFolder(folder, link)
 

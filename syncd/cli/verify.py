@@ -14,7 +14,7 @@ from syncd.cli import options
 from syncd.cli.bars import bar
 from syncd.deltas.delta_folder import read_delta, verify_delta
 from syncd.deltas.ends import NoDeltaError
-from syncd.deltas.link_index import Link, read_index
+from syncd.deltas.link_index import LinkRecord, read_index
 from syncd.operate.job_state import changed_part
 from syncd.protocol.amounts import size
 from syncd.protocol.errors import InvalidSettingsError, RecordError, VerificationError
@@ -84,7 +84,7 @@ def command(path: options.Existing, *, as_json: options.Json = False) -> None:
 
 def _verified_delta(storage: Storage, folder: Path) -> _Verified:
     with suppress(RecordError):
-        link = parse(Link, storage.read(folder / DELTA), folder)
+        link = parse(LinkRecord, storage.read(folder / DELTA), folder)
         for file in link.files:
             read_index(storage, folder / file.name, file.size, file.digest or "")
         said = f"link from {link.base}, whole (sizes, digests of the indexes)"

@@ -9,7 +9,7 @@ from syncd.checkpoint.version import link_or_copy, read_manifest
 from syncd.daemon.publish import Publisher
 from syncd.daemon.tenure import Tenure
 from syncd.deltas.ends import NoDeltaError
-from syncd.deltas.link_index import Link, read_index
+from syncd.deltas.link_index import LinkRecord, read_index
 from syncd.deltas.link_plan import plan_links
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import SaveNotReadyError
@@ -47,7 +47,7 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
         confirm_unchanged(job.storage, actor, save)
         _check_small_files(vouched, version)
         plan_links(pieces, version, job.storage, cancel=publisher.cancel)
-        record = Link(
+        record = LinkRecord(
             base=save.base or "",
             target=save.identity,
             files=tuple(files),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from syncd.checkpoint.save import Links, Remote, Save, SavedWeights, Unfinished, WholeSave
 from syncd.deltas.ends import LONGEST_CHAIN
-from syncd.deltas.link_index import Link
+from syncd.deltas.link_index import LinkRecord
 from syncd.protocol.errors import RecordError
 from syncd.protocol.names import DELTA
 from syncd.protocol.records import SaveId, parse
@@ -47,7 +47,7 @@ def look_at_delta(job: Job, sequence: int) -> DeltaSeen:
     found = [job.storage.status(folder / name) for name in job.storage.names(folder)]
     seen = DeltaSeen(sequence, sum(status.st_size for status in found if status is not None))
     try:
-        link = parse(Link, job.storage.read(folder / DELTA), folder / DELTA)
+        link = parse(LinkRecord, job.storage.read(folder / DELTA), folder / DELTA)
     except (RecordError, FileNotFoundError):
         return seen  # it is no link, or damaged
     return replace(seen, base=link.base, target=link.target)

@@ -20,7 +20,7 @@ from syncd.checkpoint.whole_files import Merged, written_file
 from syncd.deltas.delta_folder import BLOCK
 from syncd.deltas.encoding import Decoder
 from syncd.deltas.ends import NoDeltaError
-from syncd.deltas.link_index import Link, read_index
+from syncd.deltas.link_index import LinkRecord, read_index
 from syncd.deltas.link_plan import LinkPlan, PieceKey, Place, key_of, plan_links
 from syncd.deltas.links import LinkReader
 from syncd.deltas.whole_version import Places, WholeVersion, open_weights
@@ -37,7 +37,7 @@ class LinkFolder(NamedTuple):
     """A link's folder and its record."""
 
     folder: Path
-    link: Link
+    link: LinkRecord
 
 
 def fold(
@@ -114,10 +114,10 @@ def fold_version(job: Job, base: int, chain: Sequence[int], folder: Path, work: 
     """
     storage, layout = job.storage, job.layout
     version = WholeVersion(layout.version(base), read_manifest(storage, layout.version(base)))
-    folders = [layout.delta(number) for number in chain]
-    links = [
-        LinkFolder(path, parse(Link, storage.read(path / DELTA), path / DELTA)) for path in folders
-    ]
+    links = []
+    for path in map(layout.delta, chain):
+        record = parse(LinkRecord, storage.read(path / DELTA), path / DELTA)
+        links.append(LinkFolder(path, record))
     merged = fold(storage, version, links, folder, to=storage, work=work)
     last = links[-1].link
     saved = SaveId.parse(last.target)

@@ -14,7 +14,7 @@ from syncd.daemon import collect
 from syncd.daemon.config import DaemonConfig
 from syncd.deltas.delta_folder import read_delta, verify_delta
 from syncd.deltas.ends import content_of
-from syncd.deltas.link_index import Link, read_index
+from syncd.deltas.link_index import LinkRecord, read_index
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
     DELTA,
@@ -149,7 +149,7 @@ def check_ahead(layout: JobLayout) -> None:
     links: dict[str, str] = {}
     for path in layout.deltas.glob("d*"):
         if b'"target":"' in (content := (path / DELTA).read_bytes()):
-            link = parse(Link, content, path)
+            link = parse(LinkRecord, content, path)
             links[link.target] = link.base
     save_id = ahead.save_id
     while save_id != latest.save_id:
@@ -162,7 +162,7 @@ def check_delta(layout: JobLayout, folder: Path, latest: int) -> None:
     sequence = parse_delta_folder(folder.name)
     assert sequence is not None
     if b'"target":"' in (content := (folder / DELTA).read_bytes()):
-        for file in parse(Link, content, folder).files:
+        for file in parse(LinkRecord, content, folder).files:
             read_index(FastStorage(), folder / file.name, file.size, file.digest or "")
         return
     assert sequence <= latest, f"{folder.name} is there, and LATEST has not named its version"
