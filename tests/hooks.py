@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+
+from tests.storages import RuledStorage, once
 from trainer_hooks import TrainerHook
 
 #: A guard against hanging, for what takes a second or two.
@@ -17,3 +20,15 @@ def written(hook: TrainerHook) -> None:
     """Wait until what is under way has ended; raises what failed."""
     over(hook)
     hook._saver.raise_failure()
+
+
+class Gate:
+    """Holds a storage call until it is opened."""
+
+    def __init__(self, storage: RuledStorage, method: str, where: str) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        storage.rules.append(once(method, self._hold, where=where))
+
+    def _hold(self, *_: object) -> None:
+        self.reached.set()
+        assert self.opened.wait(DEADLINE)

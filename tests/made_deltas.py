@@ -15,6 +15,7 @@ from syncd.deltas.ends import NoDeltaError, delta_end, why_no_delta
 from syncd.protocol.names import DELTA
 from syncd.protocol.records import Delta, Manifest, VersionFile, encode
 from syncd.storage.job import Job
+from tests.saved_links import InThisProcess
 
 
 def quick(
@@ -62,6 +63,11 @@ def at_once(work: Callable[[], None]) -> Done:
     return Done()
 
 
-def work(make: Any = quick, start: Any = at_once, why_not_here: Any = lambda: None) -> DeltaWork:
-    """How a test's daemon makes deltas."""
-    return DeltaWork(make, start, why_not_here)
+def work(
+    make: Any = quick,
+    start: Any = at_once,
+    why_not_here: Any = lambda: None,
+    fold: Any = InThisProcess,
+) -> DeltaWork:
+    """How a test's daemon makes deltas and folds."""
+    return DeltaWork(make, start, why_not_here, fold)

@@ -53,7 +53,7 @@ class Explorers:
     synchronizer: TrainerSynchronizer | None = None
     is_closed: bool = False
 
-    def begin_save(self, save_id: SaveId) -> None:
+    def begin_save(self, save_id: SaveId, base: SaveId | None) -> None:
         """Announce that a save begins, before its first byte is written.
 
         Raises:
@@ -67,11 +67,12 @@ class Explorers:
             raise SaveFailedError(
                 f"step {save_id.step} is not saved, because this trainer has stopped"
             )
-        self.synchronizer.begin_save(save_id.step, save_id)
+        self.synchronizer.begin_save(save_id.step, save_id, base)
 
     set_model_state_dict = tried(TrainerSynchronizer.set_model_state_dict)
     explorer_requires_sync = tried(TrainerSynchronizer.explorer_requires_sync)
     save_is_on_its_way = tried(TrainerSynchronizer.save_is_on_its_way)
+    takes_links = tried(TrainerSynchronizer.takes_links)
     say_nothing_new = tried(TrainerSynchronizer.notify_no_new_model_state_dict)
     takers = tried(TrainerSynchronizer.takers)
     have_received = tried(TrainerSynchronizer.have_received)

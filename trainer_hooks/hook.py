@@ -17,9 +17,10 @@ from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
 from syncd.protocol.policy import SyncMethod, SyncSettings, check_step, given_or_default
 from syncd.storage.fsio import Storage
 from trainer_hooks.fast_path import TrainerBroadcasts
+from trainer_hooks.links import Save
 from trainer_hooks.planning import Planner
 from trainer_hooks.ranks import LedRanks, Plan, Ranks
-from trainer_hooks.saver import ClosingSaver, Save, Saver, raise_first
+from trainer_hooks.saver import ClosingSaver, Saver, raise_first
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.full_checkpoint import Stateful, check_stateful
 from trainer_hooks.state.lora import base_vocabulary, check_methods
@@ -130,6 +131,12 @@ class TrainerHook(ClosingSaver):
             sync_dtype=saving.sync_dtype,
             base_vocabulary=vocabulary,
         )
+        if settings.deltas:
+            reasons = ranks.gathered(self._trained.why_no_links(settings, saving.layout))
+            why = next(filter(None, reasons), None)
+            saver.copies.keeps = why is None
+            if why is not None and saver.rank == 0:
+                log.warning("deltas=True has no effect, so every save is full: %s", why)
         self._fast_path = TrainerBroadcasts(model, settings, saver.explorers, saving.sync_dtype)
         self._planner = Planner(ranks, saver, self._fast_path)
         self._step: int | None = None
@@ -314,7 +321,9 @@ class TrainerHook(ClosingSaver):
         return metrics
 
     def _save(self, save: Save, plan: Plan, writer: RankWriter) -> None:
-        self._saver.save(save, partial(self._trained.part, writer, plan), writer)
+        is_link = save.base is not None and not save.is_whole
+        make = partial(self._trained.part, writer, plan, is_link=is_link)
+        self._saver.save(save, make, writer)
 
     def _told(self, metrics: dict[str, float], begun: float) -> dict[str, float]:
         saver = self._saver

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from syncd.protocol.policy import SyncStyle, trainer_decision
 from syncd.protocol.records import SaveId
 from trainer_hooks.fast_path import TrainerBroadcasts
-from trainer_hooks.ranks import LedRanks, Plan
-from trainer_hooks.saver import Save, Saver
+from trainer_hooks.links import Save
+from trainer_hooks.ranks import NO_BASE, LedRanks, Plan
+from trainer_hooks.saver import Saver
 from trainer_hooks.settings import SaveAsHf, WhenBusy
 
 log = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ class Planner:
         due = Plan.NOTHING if step is None else self._due(step, waiting=waiting)
         if not (driven or due or (waiting and self._may_leave_some_behind)):
             return Plan.NOTHING
-        return self.ranks.agree(lambda: self._decide(step, due, waiting=waiting), step=step)
+        return self._agree(lambda: self._decide(step, due, waiting=waiting), step)
 
     def wait_for_explorers(self) -> None:
         """Wait while the slowest explorer lags too far.
@@ -78,11 +80,11 @@ class Planner:
 
     def sync(self, step: int) -> Plan:
         """Plan to sync a step now."""
-        return self.ranks.agree(lambda: self._for_sync(step), step=step)
+        return self._agree(lambda: self._for_sync(step), step)
 
     def checkpoint(self, step: int, *, with_hf: bool | None) -> Plan:
         """Plan to make a step a full checkpoint. If ``with_hf`` is None, the settings decide."""
-        return self.ranks.agree(lambda: self._for_checkpoint(step, with_hf), step=step)
+        return self._agree(lambda: self._for_checkpoint(step, with_hf), step)
 
     def at_close(self, step: int | None) -> Plan:
         """Plan the last save; ``NOTHING`` if a rank does not call this in time. Collective."""
@@ -90,13 +92,25 @@ class Planner:
             return Plan.NOTHING
         why_not = self.ranks.meet(self.saver.run_id, act="call close()")
         if why_not is None:
-            return self.ranks.agree(lambda: self._for_close(step), step=step)
+            return self._agree(lambda: self._for_close(step), step)
         log.warning(
             "close() does not save step %d, because %s. Saves announced earlier are unaffected",
             step,
             why_not,
         )
         return Plan.NOTHING
+
+    def _agree(self, decide: Callable[[], Plan], step: int | None) -> Plan:
+        def with_base() -> Plan:
+            busy, plan = self.saver.is_busy, decide()
+            is_new = plan & (Plan.SYNC | Plan.FULL) and not plan & (Plan.COMPLETE | Plan.AGAIN)
+            base = None
+            if self.saver.copies.keeps and is_new and step is not None and not busy:
+                base = self.synced.base_for(step, self._explorers)
+            self.ranks.base = NO_BASE if base is None else (base.step, base.counter)
+            return plan
+
+        return self.ranks.agree(with_base, step=step)
 
     def begin(self, plan: Plan, step: int) -> Plan:
         """Record that a plan is being carried out; ``synced`` and ``full`` are its saves.
@@ -118,10 +132,12 @@ class Planner:
         if plan & Plan.FULL and self._one_save:
             plan &= ~Plan.SYNC
         if plan & Plan.SYNC:
-            self._goes_to_explorers(self._next(step))
+            self._goes_to_explorers(self._next(step, plan))
         if plan & Plan.FULL:
             reuses = plan & (Plan.COMPLETE | Plan.AGAIN)
-            self.full = self.synced if reuses else self._next(step)
+            self.full = self.synced if reuses else self._next(step, plan)
+            if plan & Plan.AGAIN:
+                self.full.base = None
             self.full.has_hugging_face = bool(plan & Plan.HUGGING_FACE)
             if self._one_save:
                 self._goes_to_explorers(self.full)
@@ -160,10 +176,16 @@ class Planner:
         self.synced = self.last_sync = save
         self.fast_path.cadence.saved(save.id.step)
 
-    def _next(self, step: int) -> Save:
+    def _next(self, step: int, plan: Plan) -> Save:
         """Return this step's broadcast, or a new save."""
         sent, self._sent = self._sent, _NO_SAVE
-        return sent if sent.id.step == step else self.saver.new(step)
+        save = sent if sent.id.step == step else self.saver.new(step)
+        base = None
+        if self.ranks.base != NO_BASE:
+            base = SaveId(self.saver.run_id, *self.ranks.base)
+        save.follow(self.synced, base)
+        save.is_whole = bool(plan & Plan.WHOLE)
+        return save
 
     # -- on rank 0 ---------------------------------------------------------------------------------
 
@@ -278,7 +300,7 @@ class Planner:
             plan |= self._for_checkpoint(step, with_hf=with_hf)
         if self._saving.final and not _is_begun(self.synced, step):
             plan |= Plan.SYNC
-        return plan
+        return plan and plan | Plan.WHOLE  # all links that follow the last save would need it
 
 
 def _is_begun(save: Save, step: int) -> bool:

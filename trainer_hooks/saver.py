@@ -15,17 +15,25 @@ from typing import Final, Self
 
 from syncd.coordination.member import Seams
 from syncd.coordination.trainer import TrainerSynchronizer
-from syncd.protocol.errors import JobUnavailableError, SaveFailedError, SyncdError
+from syncd.deltas.making import why_not_here
+from syncd.protocol.errors import (
+    InvalidSettingsError,
+    JobUnavailableError,
+    SaveFailedError,
+    SyncdError,
+)
 from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings
 from syncd.protocol.records import SaveId
 from syncd.storage.errnos import unwritable_storage
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from trainer_hooks.explorers import Explorers
+from trainer_hooks.links import Copies, Save
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.settings import SaveLayout, SaveSettings, WriteConcurrency
 from trainer_hooks.state.host_buffers import HostBuffers
 from trainer_hooks.state.host_part import HostPart
+from trainer_hooks.state.pieces import pieces_of
 from trainer_hooks.writing.rank_files import RankContents
 from trainer_hooks.writing.retire import retire_old
 from trainer_hooks.writing.writer import RankWriter
@@ -41,27 +49,6 @@ _PATIENCE: Final = 2
 _FOREVER: Final = 1e9
 #: Seconds to clean up after a save that is given up.
 _LAST: Final = 30.0
-
-
-@dataclass(eq=False)
-class Save:
-    """A save, and its outcome as this rank knows it. A broadcast is a save without files.
-
-    The writing thread sets the outcome, the training thread reads it. It needs no lock, because
-    each access is one operation of an attribute.
-
-    Attributes:
-        is_announced: on rank 0, True if explorers can get the weights.
-        is_checkpoint: on rank 0, True if training can resume from the save.
-        has_failed: True if this rank's part was not written.
-        has_hugging_face: True if the full weights for users were, or will be, written.
-    """
-
-    id: SaveId
-    is_announced: bool = False
-    is_checkpoint: bool = False
-    has_failed: bool = False
-    has_hugging_face: bool = False
 
 
 #: Makes this rank's part of a save, in the buffers if there are any. The stack closes at the end of
@@ -108,9 +95,8 @@ class Saver:
         self.announced: int | None = None
         self.stopped = threading.Event()
         self._count = 0
-        # The set used last comes first, so that the second set is filled only when both are needed.
-        self._buffers = deque(HostBuffers() for _ in range(_LIMIT))
         self._changed = threading.Condition()
+        self.copies = Copies(_LIMIT, self._changed)
         #: The unfinished work and its steps. The first is under way.
         self._queue: list[tuple[int, Callable[[], object]]] = []
         self._closed = False
@@ -125,9 +111,12 @@ class Saver:
         Raises:
             JobUnavailableError, NoRoomError: a folder cannot be written.
             NameTakenError: another trainer works in this job.
+            InvalidSettingsError: a package for deltas is missing.
         """
         in_job = self.settings.method is SyncMethod.MEMORY and self.memory_dir is None
         timeout = self.settings.save_timeout
+        if self.settings.deltas and (why := why_not_here()):
+            raise InvalidSettingsError(f"deltas=True cannot be used, because {why}")
         try:
             self.writer = RankWriter(
                 self._job(self.job_dir, opens=True),
@@ -208,9 +197,10 @@ class Saver:
             if writer.rank >= writer.world_size:  # only rank 0 writes there, but all ranks gather
                 make(None, at_end)
                 return
-            buffers = self._buffers.pop() if self.has_room() else None
-            if buffers is not None:
-                at_end.callback(self._buffers.append, buffers)
+            base = at_end.enter_context(ExitStack())
+            has_base = save.base is not None and self.has_ended()
+            old = self.copies.base_of(save, base) if has_base else None
+            buffers = self.copies.take(at_end) if self.has_room() else None
             try:
                 # Needed even if there is no room, because the other ranks gather.
                 contents = make(buffers, at_end)
@@ -218,6 +208,13 @@ class Saver:
                 self._leave_out(save, writer)
                 raise
             if buffers is not None:
+                model, tied = contents.model, contents.tied
+                if self.copies.keeps and model is not None:
+                    self.copies.keep(save, model, buffers)
+                    if save.base is not None:
+                        new = partial(pieces_of, model, old, self.rank, tied=tied)
+                        contents = save.as_link(contents, lambda _: new())
+                        contents = contents._replace(needs_base=base)
                 work = partial(self.write, save, contents, writer, at_end.pop_all())
                 self.submit(step, work)
                 return
@@ -239,7 +236,10 @@ class Saver:
 
     def has_room(self) -> bool:
         """Wait until at most one save is unfinished; return False if that takes too long."""
-        return self.has_ended(most=_LIMIT - 1, timeout=self.patience)
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: len(self._queue) < _LIMIT and bool(self.copies), self.patience
+            )
 
     def submit(self, step: int, work: Callable[[], object]) -> None:
         """Queue work for the thread. Its errors are kept for :meth:`raise_failure`."""
@@ -392,7 +392,7 @@ class Saver:
             try:
                 try:
                     # Otherwise the pruner could delete a step that a resumed trainer writes again.
-                    writer.again(save_id, lambda: self.explorers.begin_save(save_id))
+                    writer.again(save_id, lambda: self.explorers.begin_save(save_id, save.base))
                 except BaseException:
                     writer.say_failed(save_id)
                     raise

@@ -6,7 +6,7 @@ import logging
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.tensor_rules import shown
 from syncd.coordination.trainer import TrainerSynchronizer
+from syncd.deltas.link_index import read_index
 from syncd.protocol.errors import InvalidSettingsError, SaveFailedError, WaitTimeoutError
 from syncd.protocol.names import (
     MANIFEST,
@@ -35,6 +36,7 @@ from syncd.protocol.reports import TrainerReport
 from syncd.protocol.tensor_names import NameMapRecord
 from syncd.storage.errnos import PASSING
 from syncd.storage.fsio import Draft, Storage
+from trainer_hooks.links import Save
 from trainer_hooks.saver import ClosingSaver, Saver
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.host_part import HostPart
@@ -116,7 +118,10 @@ class WeightStream(ClosingSaver):
             name=name,
             storage=storage,
         )
-        self._part = HostPart()
+        # With deltas, the first one is the copy of the save before, while the last one is written.
+        self._parts = deque(HostPart() for _ in range(1 + settings.deltas))
+        self._kept: SaveId | None = None  # the save of the last part
+        self._synced = Save(SaveId("", -1, 0))  # on rank 0, the last save
         self._found: _Tensors = {}
         self._before: _Tensors = {}  # of the save that was announced last
         self._run: str | None = None  # of a rank 0 that lives
@@ -157,10 +162,11 @@ class WeightStream(ClosingSaver):
         contents, taken = RankContents(whole=_NoCopy()), 0
         try:
             if saver.has_ended():
-                taken = self._part.fill(pairs)
+                taken = self._parts[0].fill(pairs)
                 contents = RankContents(
-                    whole=self._part, whole_name=part_name(saver.world_size, saver.rank)
+                    whole=self._parts[0], whole_name=part_name(saver.world_size, saver.rank)
                 )
+                self._parts.rotate()
             else:
                 saver.refuse(f"step {step}")
                 deque(pairs, maxlen=0)  # the other writers may take part in each iteration
@@ -215,31 +221,39 @@ class WeightStream(ClosingSaver):
     def _write(self, step: int, contents: RankContents) -> None:
         saver = self._saver
         if saver.rank == 0:
-            save = saver.new(step)
-            self._last = save.id
-            contents = contents._replace(
-                model_files=self._model_files, confirm=partial(self._compare, step)
+            save, last = saver.new(step), self._synced
+            base = last.base_for(step, saver.explorers) if saver.settings.deltas else None
+            save.follow(last, base)
+            self._synced, self._last = save, save.id
+            contents = self._as_link(save, contents)._replace(
+                model_files=self._model_files, confirm=partial(self._compare, save)
             )
             saver.write(save, contents)
             if save.is_announced:
                 self._before = self._found
             return
-        save_id = self._save_of_rank_0(step)
-        self._writer.save(save_id, contents)
-        self._wait_for_end(save_id)
+        save = self._save_of_rank_0(step)
+        self._writer.save(save.id, self._as_link(save, contents))
+        self._wait_for_end(save.id)
 
-    def _compare(self, step: int) -> None:
+    def _as_link(self, save: Save, contents: RankContents) -> RankContents:
+        part, kept, self._kept = contents.whole, self._kept, save.id
+        if save.base is None or part is None or isinstance(part, _NoCopy):
+            return contents
+        old = self._parts[0]
+        has_base = kept == save.base and old is not part
+        return save.as_link(contents, partial(part.pieces, old if has_base else None))
+
+    def _compare(self, save: Save) -> None:
         """Refuse a save of all writers whose names, shapes or dtypes are not those expected."""
         found: _Tensors = {}
         faults = []
-        job, world_size = self._writer.job, self._saver.world_size
-        for rank in range(world_size):
-            path = job.layout.actor(step) / part_name(world_size, rank)
-            with SafetensorsFile.open(job.storage, path) as file:
-                for name, dtype, shape, _, _ in file.entries:
-                    if name in found:
-                        faults.append(f"{shown(name)} comes from rank {rank} and from another")
-                    found[name] = dtype, shape
+        step = save.id.step
+        for rank in range(self._saver.world_size):
+            for name, dtype, shape in self._written_by(rank, save):
+                if name in found:
+                    faults.append(f"{shown(name)} comes from rank {rank} and from another")
+                found[name] = dtype, shape
         before = self._before or found
         faults += [f"{shown(name)} is missing" for name in before.keys() - found.keys()]
         faults += [f"{shown(name)} is new" for name in found.keys() - before.keys()]
@@ -259,16 +273,31 @@ class WeightStream(ClosingSaver):
             )
         self._found = found
 
-    def _save_of_rank_0(self, step: int) -> SaveId:
-        """Wait until rank 0 begins the save of this step; return its id."""
+    def _written_by(self, rank: int, save: Save) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """Name, dtype and shape of each tensor in the file of a rank."""
+        job, world_size = self._writer.job, self._saver.world_size
+        actor = job.layout.actor(save.id.step)
+        if save.base is None:
+            with SafetensorsFile.open(job.storage, actor / part_name(world_size, rank)) as file:
+                yield from (entry[:3] for entry in file.entries)
+            return
+        receipt = RankFiles(job, rank, world_size, save.id).receipt(receipt_name(rank))
+        for link in receipt.files if receipt is not None else ():
+            if link.over == "index":
+                pieces = read_index(job.storage, actor / link.name, link.size, link.digest)
+                yield from ((piece.name, piece.dtype, piece.box.shape) for piece in pieces)
+
+    def _save_of_rank_0(self, step: int) -> Save:
+        """Wait until rank 0 begins the save of this step; return the save."""
         until = time.monotonic() + self._saver.settings.save_timeout
         while True:
-            saving = self._saving()
-            if saving is not None and saving != self._last and saving.step >= step:
+            save = self._saving()
+            if save is not None and save.id != self._last and save.id.step >= step:
+                saving = save.id
                 self._run = saving.run
                 if saving.step == step:
                     self._last = saving
-                    return saving
+                    return save
                 # It can be there because it gave this step up, before this writer came.
                 failed = self._failed_by_rank_0(SaveId(saving.run, step, saving.counter))
                 if failed is not None and failed.run == saving.run:
@@ -311,7 +340,7 @@ class WeightStream(ClosingSaver):
     def _writer(self) -> RankWriter:
         return self._saver.writer
 
-    def _saving(self) -> SaveId | None:
+    def _saving(self) -> Save | None:
         """The save that a live rank 0 has begun."""
         report = self._report()
         if report is None or report.saving is None:
@@ -319,7 +348,10 @@ class WeightStream(ClosingSaver):
         if self._run is None and self._heartbeat(report) in {None, self._first_look}:
             return None
         self._check_run(report)
-        return SaveId.parse(report.saving)
+        saving = SaveId.parse(report.saving)
+        if saving is None:
+            return None
+        return Save(saving, base=SaveId.parse(report.base or ""))
 
     def _check_run(self, report: TrainerReport) -> None:
         if self._run not in {None, report.run_id}:

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from syncd.checkpoint.save import ADAPTER
+from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import FULL_STATE_DICT, master_name
+from syncd.protocol.policy import SyncMethod, SyncSettings
 from trainer_hooks.ranks import Plan
-from trainer_hooks.settings import SaveLora, SyncDtype
+from trainer_hooks.settings import SaveLayout, SaveLora, SyncDtype
 from trainer_hooks.state.full_checkpoint import BASE_MODEL, Stateful, extra_state, optimizer_state
 from trainer_hooks.state.full_file import gather_full, ties_embeddings
 from trainer_hooks.state.gather import Derived
@@ -22,6 +24,7 @@ from trainer_hooks.state.host_buffers import HostBuffers, host_copy
 from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.hub_names import HubNames
 from trainer_hooks.state.lora import PeftState, base_name
+from trainer_hooks.state.pieces import why_no_pieces
 from trainer_hooks.state.state_dict import (
     FileWriters,
     adapters_of,
@@ -63,6 +66,7 @@ class Trained:
     def __post_init__(self) -> None:
         self._said_merged = False
         self._hub_names = HubNames(self.model)
+        self._tied = ties_embeddings(unwrapped(self.model))
         # Reused like the other buffers, because allocating takes longer than copying.
         self._masters: deque[HostBuffers] = deque(maxlen=1)
         self._wholes: deque[HostPart] = deque(maxlen=2)
@@ -73,8 +77,12 @@ class Trained:
         plan: Plan,
         buffers: HostBuffers | None,
         at_end: ExitStack,
+        *,
+        is_link: bool = False,
     ) -> RankContents:
         """Copy this rank's part of a save, in the buffers if there are any.
+
+        ``is_link`` is True if the weights for explorers are written as nothing but a link.
 
         Collective if ranks gather. ``at_end`` must be closed at the end of the save.
 
@@ -89,7 +97,11 @@ class Trained:
         hugging_face = bool(plan & Plan.HUGGING_FACE) and is_full
         state: dict[str, Any] = {}
         cast = self.sync_dtype
-        if not completes or (hugging_face and sharded) or (is_full and (is_peft or cast)):
+        if (
+            not completes
+            or (hugging_face and sharded)
+            or (is_full and (is_peft or cast or is_link))
+        ):
             state = sharded_state_dict(self.model)
         if cast is not None and not is_peft:
             refuse_quantized(state)
@@ -110,7 +122,10 @@ class Trained:
             in_hugging_face = self._gathered(state, peft, at_end, buffers is not None)
         if is_full:
             rest = self._rest()
-            if peft is None and cast is not None:
+            if is_link and cast is None and buffers is not None:
+                rest["trained"] = buffers.copy(state) if model is None else model
+                rest["trained_name"] = master_name
+            elif peft is None and cast is not None:
                 masters = self._masters.pop() if self._masters else HostBuffers()
                 at_end.callback(self._masters.append, masters)
                 rest["trained"] = masters.copy(state)
@@ -136,8 +151,20 @@ class Trained:
             links_hugging_face=hugging_face and is_linked and self.rank == 0,
             sync_dtype=cast,
             completes=completes,
+            tied=self._tied,
             **rest,
         )
+
+    def why_no_links(self, settings: SyncSettings, layout: SaveLayout) -> str | None:
+        """The reason why this rank cannot save links, as a clause; None if it can."""
+        if settings.method is not SyncMethod.CHECKPOINT or layout is SaveLayout.FULL:
+            return "only method checkpoint with layout sharded has links"
+        if adapters_of(self.model) or fsdp_version(self.model) == 1:
+            return "a model under PEFT or FSDP1 has no links"
+        try:
+            return why_no_pieces(sharded_state_dict(self.model), self.sync_dtype)
+        except InvalidSettingsError as error:
+            return str(error)
 
     def full_weights(self, at_end: ExitStack) -> HostPart | None:
         """Gather the full weights for a complete full checkpoint. Collective.

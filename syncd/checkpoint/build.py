@@ -29,6 +29,7 @@ from syncd.checkpoint.open_save import SaveContents, look_inside, open_save
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.sandbox.isolated import IsolatedParser
 from syncd.checkpoint.save import (
+    Links,
     Remote,
     Save,
     SavedWeights,
@@ -295,6 +296,8 @@ def _floating_dtypes(tensors: Sequence[TensorEntry]) -> str | None:
 @contextmanager
 def _judged_at_rest(storage: Storage, actor: Path, save: SavedWeights) -> Iterator[None]:
     """Raise SaveNotReadyError instead of CheckpointError if the save has changed."""
+    if isinstance(save, Links):
+        raise CheckpointError(save.refusal(actor))
     try:
         yield
     except CheckpointError:

@@ -41,6 +41,14 @@ def file_digest(header: bytes, tensor_digests: Iterable[bytes]) -> str:
     return hasher.hexdigest()
 
 
+def with_digests(header: bytes, tensor_digests: Iterable[bytes]) -> bytes:
+    """The header with these digests of the tensors, if it has digests. Its length stays."""
+    said = _SAID.match(header, 8)
+    if said is None:
+        return header
+    return header[: said.start(1)] + b"".join(tensor_digests).hex().encode() + header[said.end(1) :]
+
+
 @dataclass(frozen=True)
 class SafetensorsFile(Closing):
     """An open safetensors file whose header fits the size of the file.

@@ -37,6 +37,7 @@ from syncd.protocol.names import (
     is_dcp_file,
     is_rank_metadata,
     is_weights_name,
+    link_name,
     parse_part_name,
     parse_shard_name,
     part_name,
@@ -121,6 +122,12 @@ class _WholeSave:
         return {file.name: file for receipt in self.receipts for file in receipt.files}
 
     @property
+    def base(self) -> str | None:
+        """The save that the link files of all ranks are relative to; None without such files."""
+        bases = {receipt.base for receipt in self.receipts}
+        return bases.pop() if len(bases) == 1 else None
+
+    @property
     def sync_dtype(self) -> str | None:
         """The dtype that the trainer has cast the weights to; None if they were not cast."""
         return next((one.sync_dtype for one in self.receipts if one.sync_dtype), None)
@@ -138,6 +145,17 @@ class _WholeSave:
 
 class Shards(_WholeSave):
     """A ``torch.save`` file of each rank."""
+
+
+class Links(_WholeSave):
+    """Only what changed since the save ``base``: a link file of each rank."""
+
+    def refusal(self, actor: Path) -> str:
+        """Why nothing can be made of these files alone, for a message."""
+        return (
+            f"{actor} holds only what changed since {self.base}. Use the version of step "
+            f"{self.step}, which 'syncd history' names"
+        )
 
 
 class FullStateDict(_WholeSave):
@@ -164,7 +182,7 @@ class Remote(_WholeSave):
 
 
 #: A whole save that has its weights in ``actor/``.
-SavedWeights: TypeAlias = Shards | FullStateDict | LoraAdapter | Dcp | HuggingFaceParts
+SavedWeights: TypeAlias = Shards | FullStateDict | LoraAdapter | Dcp | HuggingFaceParts | Links
 #: A save that can be published.
 WholeSave: TypeAlias = SavedWeights | Remote
 #: The state of a step's folder at the last look.
@@ -243,9 +261,9 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | Save
             )
         receipts.append(receipt)
     told = {file.name for receipt in receipts for file in receipt.files}
-    shards, parts = (
+    shards, parts, links = (
         tuple(name_of(first.world_size, rank) for rank in range(first.world_size))
-        for name_of in (shard_name, part_name)
+        for name_of in (shard_name, part_name, link_name)
     )
     weights: tuple[str, ...]
     if adapter := _adapter_of(told):
@@ -256,6 +274,8 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | Save
         weights = (FULL_STATE_DICT,)
     elif told.issuperset(parts):
         weights = parts
+    elif told.issuperset(links):
+        weights = links
     else:
         return Unfinished(step, f"{actor}: the receipts of save {first.save_id} list no weights")
     return _whole(first.step, first.save_id, weights, tuple(receipts))
@@ -338,6 +358,8 @@ def _whole(
         kind = LoraAdapter
     elif weights[0] == DCP_METADATA:
         kind = Dcp
+    elif weights[0] == link_name(len(weights), 0):
+        kind = Links
     elif parse_part_name(weights[0]) is not None:
         kind = HuggingFaceParts
     return kind(step, identity, weights, receipts)

@@ -261,6 +261,18 @@ def _compare(path: Path, what: str, found: object, told: object) -> None:
 _CHUNK: Final = 64 * 1024 * 1024
 
 
+def link_or_copy(storage: Storage, source: Path, target: Path, cancel: Check) -> None:
+    """Give a file a second name, or copy and sync it; the caller must sync the folder."""
+    if storage.link_if_possible(source, target):
+        return
+    with storage.reading(source) as reading, storage.closing(storage.create(target)) as writing:
+        at = 0
+        while done := storage.copy_range(reading, writing, _CHUNK, at, at):
+            cancel()
+            at += done
+        storage.fsync(writing)
+
+
 def republish(
     storage: Storage,
     source: Path,
@@ -286,16 +298,7 @@ def republish(
         if target.parent not in made:
             storage.make_folder(target.parent, below=folder)
             made.add(target.parent)
-        if not storage.link_if_possible(source / file.name, target):
-            with (
-                storage.reading(source / file.name) as reading,
-                storage.closing(storage.create(target)) as writing,
-            ):
-                at = 0
-                while done := storage.copy_range(reading, writing, _CHUNK, at, at):
-                    cancel()
-                    at += done
-                storage.fsync(writing)
+        link_or_copy(storage, source / file.name, target, cancel)
         status = storage.status(target)
         if status is None or status.st_size != file.size:
             raise VerificationError(

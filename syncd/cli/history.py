@@ -97,7 +97,8 @@ def _end(version: VersionHistory) -> str:
     if version.on_disk:
         return "kept"
     if version.pruned is None:
-        return "gone"
+        is_link = version.published is None and version.linked is not None
+        return "linked" if is_link else "gone"
     if version.published is None:
         return moment(version.pruned)
     return f"+{span(max(0.0, version.pruned - version.published))}"

@@ -196,12 +196,18 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
         facts += [
             ("daemon", f"{_state(seen)}{detail} ({who}, heard {heard})"),
             ("merge", _merge(daemon["merge"]) if daemon["merge"] else ""),
+            ("fold", _merge(daemon["fold"]) if daemon["fold"] else ""),
+            ("no links", (latest or {}).get("closed") or ""),
             ("done", _done(daemon["counters"])),
         ]
     served = "nothing is published yet"
     if latest:
         said = [one for one in (latest["kind"], latest["dtype"]) if one not in {"full", None}]
         more = f" ({', '.join(said)})" if said else ""
+        if ahead := latest["ahead"]:
+            links = seen["links"]
+            bytes_ = size(sum(one["bytes"] for one in links))
+            more += f"; ahead: step {ahead['step']}, by {len(links)} links ({bytes_})"
         served = f"version {latest['sequence']}, step {latest['step']}{more}"
     facts += [("start", _how_to_start(seen)), ("latest", served), ("names", _names(seen))]
     facts += [
@@ -401,10 +407,13 @@ def _event(event: dict[str, Any]) -> str:  # noqa: PLR0911 - one return for each
             return f"made the delta from v{event.get('of')} to {version}: {what}"
         case "no_delta":
             return f"no delta from v{event.get('of')} to {version}: {event.get('why')}"
+        case "linked":
+            return f"linked step {step} as {version}: {size(event.get('delta_bytes', 0))}"
         case "skipped":
             return f"skipped step {step}: a newer step was published"
-        case "quarantined":
-            return f"refused step {step}: {event.get('why')}"
+        case "quarantined" | "closed":
+            what = "refused" if event["event"] == "quarantined" else "cannot link"
+            return f"{what} step {step}: {event.get('why')}"
         case _:
             what = "the lease of a dead explorer, " if event.get("what") == "lease" else ""
             return f"pruned {what}{event.get('name')}: {event.get('why')}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from syncd.checkpoint.save import Links, look_at_save
 from syncd.cli import options
 from syncd.cli.bars import at_work
 from syncd.operate.control import Control
-from syncd.protocol.names import version_folder
+from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.names import ACTOR, FULL, version_folder
 from syncd.storage.job import Job
 from syncd.storage.leases import pin_step, pin_version, unpin_step, unpin_version
 
@@ -19,7 +21,13 @@ def pin(job: Path, target: options.Target) -> options.Answer:
     The pin takes effect as soon as this command has succeeded, even if no daemon is running. Only
     syncd obeys a pin; the trainer can still delete a pinned step folder.
     """
-    (pin_step if target.is_step else pin_version)(_existing(job), target.number)
+    found = _existing(job)
+    if target.is_step:
+        folder = found.layout.step(target.number)
+        save = look_at_save(found.storage, folder / ACTOR, target.number)
+        if isinstance(save, Links) and not found.storage.exists(folder / FULL):
+            raise InvalidSettingsError(save.refusal(folder))
+    (pin_step if target.is_step else pin_version)(found, target.number)
     answer = {"job": str(job), "folder": str(target), "pinned": True}
     return answer, f"{target} is pinned"
 

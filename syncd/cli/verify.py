@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,10 +14,18 @@ from syncd.cli import options
 from syncd.cli.bars import bar
 from syncd.deltas.delta_folder import read_delta, verify_delta
 from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.link_index import LinkRecord, read_index
 from syncd.operate.job_state import changed_part
 from syncd.protocol.amounts import size
 from syncd.protocol.errors import InvalidSettingsError, RecordError, VerificationError
-from syncd.protocol.names import MANIFEST, parse_delta_folder, parse_version_folder, printable
+from syncd.protocol.names import (
+    DELTA,
+    MANIFEST,
+    parse_delta_folder,
+    parse_version_folder,
+    printable,
+)
+from syncd.protocol.records import parse
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job, numbers_in
 
@@ -74,6 +83,12 @@ def command(path: options.Existing, *, as_json: options.Json = False) -> None:
 
 
 def _verified_delta(storage: Storage, folder: Path) -> _Verified:
+    with suppress(RecordError):
+        link = parse(LinkRecord, storage.read(folder / DELTA), folder)
+        for file in link.files:
+            read_index(storage, folder / file.name, file.size, file.digest or "")
+        said = f"link from {link.base}, whole (sizes, digests of the indexes)"
+        return _Verified(folder.name, "whole", said, kind="link")
     delta = read_delta(storage, folder)
     verify_delta(storage, folder, delta)
     said = (

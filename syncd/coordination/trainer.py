@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncd.coordination.broadcast.meeting import MeetingPlace, TrainerGroup
 from syncd.coordination.broadcast.offer import Takers, TrainerSide
+from syncd.coordination.leased_version import read_latest
 from syncd.coordination.member import Member, Seams
 from syncd.coordination.participant import become
 from syncd.coordination.roster import served
@@ -25,7 +26,7 @@ from syncd.protocol.policy import (
     unanswered,
 )
 from syncd.protocol.records import SaveId
-from syncd.protocol.reports import ExplorerReport, SyncTerms, TrainerReport
+from syncd.protocol.reports import DaemonReport, ExplorerReport, SyncTerms, TrainerReport
 from syncd.storage.job import IF_ANY, make_step_folder
 from syncd.torch_extra import require_torch
 
@@ -127,14 +128,17 @@ class TrainerSynchronizer(Member[TrainerReport]):
         self._answered = {who: n for who, n in self._answered.items() if who in self._asked}
         return bool(unanswered(self._asked, self._answered))
 
-    def begin_save(self, step: int, save_id: SaveId | None = None) -> None:
+    def begin_save(
+        self, step: int, save_id: SaveId | None = None, base: SaveId | None = None
+    ) -> None:
         """Announce a save before its first byte is written.
 
         The pruner then keeps the folders of this step and of higher steps, because a trainer that
         resumed at a lower step will write these folders again. Writers without a process group
-        learn the ``save_id`` from the report.
+        learn the ``save_id``, and the ``base`` of a link, from the report.
         """
-        self._me.update(step=step, saving=None if save_id is None else str(save_id))
+        saving, relative_to = (None if one is None else str(one) for one in (save_id, base))
+        self._me.update(step=step, saving=saving, base=relative_to)
         self._versions.copy_report(self._me.record)
 
     def set_model_state_dict(
@@ -179,6 +183,20 @@ class TrainerSynchronizer(Member[TrainerReport]):
         newest = self._versions.newest()
         published = newest is not None and newest.step == self._saved_step
         return not published and self._versions.job.outcome(self._saved_step) is None
+
+    def takes_links(self, root: SaveId) -> bool:
+        """True if the daemon can use a link that leads from ``root``, a full save of this run."""
+        daemon = self._job.read(DaemonReport, self._job.layout.daemon_report)
+        if daemon is None or not daemon.links or not self._roster.is_alive(daemon.session):
+            return False
+        latest = read_latest(self._job)
+        if latest is None:
+            return True
+        published = SaveId.parse(latest.save_id or "")
+        if latest.closed is None and (published is None or published.run != root.run):
+            outcome = self._versions.job.outcome(root.step)  # the root may still be merged
+            return outcome is None or outcome.identity != str(root)
+        return latest.closed is None
 
     def notify_no_new_model_state_dict(self) -> None:
         """Tell waiting explorers that nothing newer than the published version will come."""

@@ -140,11 +140,12 @@ class Versions:
         step = self.pointed()
         if step is None or step < 0 or not self.job.storage.exists(self.job.layout.step(step)):
             return None
-        outcome = self.job.outcome(step)
+        outcome, latest = self.job.outcome(step), read_latest(self.job)
         if outcome is not None:
-            return None if self._is_of_now(step, outcome) else step
+            # A linked save has the number of the version to come.
+            folds = latest is not None and (outcome.sequence or 0) > latest.sequence
+            return None if self._is_of_now(step, outcome) and not folds else step
         # The daemon writes LATEST first; on a full disk the outcome comes much later.
-        latest = read_latest(self.job)
         return None if latest is not None and latest.step == step else step
 
     def daemon_lives(self) -> bool:

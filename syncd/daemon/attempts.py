@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from syncd.checkpoint.merging.options import Progress
 from syncd.checkpoint.model_folder import changed_settings
-from syncd.checkpoint.save import Save, WholeSave
+from syncd.checkpoint.save import Save, SavedWeights, WholeSave
 from syncd.daemon.collect import Tidying
+from syncd.daemon.decide import Fold
 from syncd.daemon.delta_maker import DeltaMaker
+from syncd.daemon.folds import Folds
+from syncd.daemon.linking import link_save
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
 from syncd.daemon.steering import Steering
 from syncd.daemon.tenure import Tenure
 from syncd.daemon.turns import LateError
+from syncd.deltas.ends import NoDeltaError
 from syncd.protocol.errors import (
     CheckpointError,
     NoRoomError,
@@ -26,14 +31,18 @@ from syncd.protocol.errors import (
     VersionGoneError,
 )
 from syncd.protocol.names import printable
-from syncd.protocol.records import Manifest, RollbackRequest
+from syncd.protocol.records import Ahead, Manifest, RollbackRequest
 from syncd.protocol.reports import MergeProgress
 from syncd.protocol.version_events import (
+    FoldDelayed,
+    LinksClosed,
     MergeEnded,
     ModelConfigChanged,
     RollbackRefused,
     SaveFault,
+    SaveLinked,
     SaveQuarantined,
+    VersionFolded,
     VersionNonfinite,
     VersionPublished,
     VersionRolledBack,
@@ -59,6 +68,7 @@ class Attempts:
     reporter: Reporter
     tidying: Tidying
     deltas: DeltaMaker
+    folds: Folds
 
     def __post_init__(self) -> None:
         self._job, self._clock = self.tenure.job, self.tenure.clock
@@ -70,24 +80,22 @@ class Attempts:
         self._wait = 0.0
         self._asked: str | None = None
         self._refusals = 0
+        self._unsure: str | None = None  # the save that seemed to have no base before a refresh
 
-    def publish(self, save: WholeSave, whole_since: float, heard: Progress) -> str:  # noqa: PLR0911 - one return for each way it ends
+    def publish(  # noqa: PLR0911 - one return for each way it ends
+        self, save: WholeSave, whole_since: float, heard: Progress, sequence: int | None = None
+    ) -> str:
         """Publish a save, or quarantine it; returns the reason if the save has to wait, else "".
 
-        ``whole_since`` is the ``clock`` time when the save was first seen in its present state.
-        After the first failure the save waits a tick. Each further failure doubles the
-        wait, up to 30 s.
+        ``whole_since`` is the ``clock`` time when the save was first seen in its present state;
+        ``sequence`` is the number of its link, if any. After the first failure the save waits a
+        tick. Each further failure doubles the wait, up to 30 s.
 
         Raises:
             SyncdError: another daemon took over, a stop was requested, or the job is unavailable.
         """
-        if save.identity != self._tried:
-            self._tried, self._wait, self._again_at = save.identity, 0.0, 0.0
-        if self._clock() < self._again_at:
-            return self._journal.waiting_for
-        if self._steering.is_paused():
-            return "paused"
-        self.no_room = False
+        if reason := self._not_now(save):
+            return reason
         begun, before = self._clock(), self.publisher.latest
         try:
             self.publisher.check_finite(save)
@@ -96,7 +104,8 @@ class Attempts:
             manifest = self.publisher.publish(
                 save,
                 progress=self._progress(save, begun, heard),
-                delta_from=partial(self.deltas.announce, before),
+                delta_from=partial(self.deltas.announce, None if sequence else before),
+                sequence=sequence,
             )
             self.deltas.begin()
         except (SaveNotReadyError, NoRoomError) as error:
@@ -138,6 +147,91 @@ class Attempts:
         self._journal.write()  # pruning, which comes next, may take long
         return ""
 
+    def _not_now(self, save: WholeSave) -> str:
+        if save.identity != self._tried:
+            self._tried, self._wait, self._again_at = save.identity, 0.0, 0.0
+        if self._clock() < self._again_at:
+            return self._journal.waiting_for
+        if self._steering.is_paused():
+            return "paused"
+        self.no_room = False
+        return ""
+
+    def link(self, saves: Sequence[SavedWeights]) -> str:
+        """Link saves, the oldest first; the last one becomes ahead. For the rest see publish."""
+        for save in saves:
+            latest = self.publisher.latest
+            if latest is None or (reason := self._not_now(save)):
+                return reason
+            begun = self._clock()
+            try:
+                sequence = link_save(self.tenure, self.publisher, save, latest)
+            except (NoDeltaError, CheckpointError) as error:
+                self._close(save.step, str(error))
+                return ""
+            except (SaveNotReadyError, OSError) as error:
+                self._job.check_is_there()
+                return self._try_later(f"step {save.step} could not be linked: {error}", error)
+            self._wait = 0.0
+            size = sum(file.size for file in save.vouched().values() if file.over == "index")
+            seconds = round(self._clock() - begun, 3)
+            self._journal.tell(SaveLinked(sequence, save.step, size, seconds))
+        self.advance(saves[-1], sequence)
+        return ""
+
+    def advance(self, save: WholeSave, sequence: int) -> None:
+        """Let LATEST name a linked save as ahead, unless it has NaN and the daemon refuses it."""
+        try:
+            self.publisher.check_finite(save)
+        except CheckpointError as error:
+            self.give_up(save, error)
+            return
+        self.publisher.outcomes.published(save.step, save.identity, sequence)
+        ahead = Ahead(sequence=sequence, step=save.step, save_id=save.identity)
+        self.publisher.advance(ahead)
+
+    def close_links(self, save: WholeSave) -> None:
+        """Record that a save cannot be linked, once the server has been asked."""
+        if self._unsure != save.identity:
+            self._unsure = save.identity
+            for folder in (self._job.layout.root, self._job.layout.step(save.step)):
+                self._job.storage.refresh(folder)
+            return
+        self._close(save.step, "its base is neither linked nor published")
+        self.publisher.outcomes.skip(save.step, save.identity)
+
+    def _close(self, step: int, reason: str) -> None:
+        self._journal.tell(LinksClosed(step, reason))
+        self.publisher.close_links(reason)
+
+    def fold(self, fold: Fold) -> None:
+        """Begin or continue a fold, and publish it once it is ready."""
+        latest, folds = self.publisher.latest, self.folds
+        if latest is None or (ahead := latest.ahead) is None:
+            return
+        chain = [link.sequence for link in fold.chain]
+        try:
+            manifest = folds.poll(latest, ahead, chain, self.publisher.latest_bytes or 0)
+            if manifest is None or folds.folder is None or self._steering.is_paused():
+                return
+            self.publisher.publish_fold(manifest, folds.folder)
+        except NoDeltaError as error:
+            folds.end()
+            self._job.check_is_there()
+            folds.damaged = ahead.sequence
+            self._close(ahead.step, str(error))
+            self.publisher.outcomes.skip(ahead.step, ahead.save_id)
+        except (NoRoomError, OSError) as error:
+            folds.end()
+            self._job.check_is_there()
+            folds.put_off()
+            self.tidying.after(error)
+            self._journal.tell(FoldDelayed(ahead.step, error))
+        else:
+            folds.end()
+            folds.rest()
+            self._say_published(manifest, folds.begun, folds.begun, VersionFolded)
+
     def give_up(self, save: Save, error: CheckpointError) -> None:
         """Quarantine a save."""
         path = self.publisher.outcomes.quarantine(save, error)
@@ -176,12 +270,18 @@ class Attempts:
         self._say_names()
         self.publisher.answer(request, made=manifest.sequence, why="")
 
-    def _say_published(self, manifest: Manifest, begun: float, whole_since: float) -> None:
+    def _say_published(
+        self,
+        manifest: Manifest,
+        begun: float,
+        whole_since: float,
+        kind: type[VersionPublished] = VersionPublished,
+    ) -> None:
         now, found = self._clock(), manifest.nonfinite
         version, step = manifest.sequence, manifest.step
         bad = found if found and found.count else None
         self._journal.tell(
-            VersionPublished(
+            kind(
                 version=version,
                 step=step,
                 kind=manifest.kind,

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final
 
-from syncd.checkpoint.save import Save, Unfinished, WholeSave
+from syncd.checkpoint.save import Links, Save, SavedWeights, Unfinished, WholeSave
 from syncd.daemon.config import DaemonConfig
+from syncd.daemon.ways import DeltaSeen, Way, chain_to
 from syncd.protocol.names import STATE_POINTER, printable, version_folder
-from syncd.protocol.records import Pause, RollbackRequest
+from syncd.protocol.records import Ahead, Pause, RollbackRequest, SaveId
 
 #: Seconds to wait for a step's remote path, which trainers write right after they make the folder.
 _PATH_TIME: Final = 60.0
+#: Fold after this many links, because a reader keeps a file of each open,
+_MANY_LINKS: Final = 32
+#: or after this many ticks without a save.
+_QUIET_TICKS: Final = 20
 
 
 class PointerState(Enum):
@@ -78,14 +83,6 @@ class StepSeen:
 
 
 @dataclass(frozen=True)
-class DeltaSeen:
-    """A delta on disk; ``sequence`` is the sequence of its target version."""
-
-    sequence: int
-    bytes: int
-
-
-@dataclass(frozen=True)
 class Observation:
     """A job at one moment.
 
@@ -108,6 +105,13 @@ class Observation:
         living: the sessions with a heartbeat, of those that have a lease, a build or a report.
         served_request: the id of the rollback request that LATEST results from, if any.
         delta_versions: the two versions of the delta that is being made, if any.
+        way: the way back from the pointer's save; None if it is unknown.
+        links: the links that lead from LATEST's version, by their targets.
+        ahead, closed: as in LATEST; ``closed`` is also set while LATEST is a rollback.
+        outcome: of the pointer's save, if any.
+        whole_readers: True if a live explorer reads only whole versions.
+        may_fold: False if a link to ahead is damaged.
+        folding: True if a fold has begun.
     """
 
     pointer: Pointer
@@ -133,13 +137,51 @@ class Observation:
     rollbacks: Sequence[RollbackRequest] = ()
     served_request: str | None = None
     delta_versions: Collection[int] = ()
+    way: Way | None = field(default_factory=Way)
+    links: Mapping[str, DeltaSeen] = field(default_factory=dict)
+    ahead: Ahead | None = None
+    closed: bool = False
+    outcome: str = ""
+    whole_readers: bool = False
+    may_fold: bool = False
+    folding: bool = False
 
 
 @dataclass(frozen=True)
 class Publish:
-    """Merge this save and make it LATEST."""
+    """Merge this save and make it LATEST, if it is linked as ``sequence``."""
 
     save: WholeSave
+    sequence: int | None = None
+
+
+@dataclass(frozen=True)
+class MakeLinks:
+    """Make links of these saves, the oldest first; the last one is the pointer's."""
+
+    saves: tuple[SavedWeights, ...]
+
+
+@dataclass(frozen=True)
+class Advance:
+    """Let LATEST name the pointer's save, which is linked, as ahead."""
+
+    save: WholeSave
+    sequence: int
+
+
+@dataclass(frozen=True)
+class CloseLinks:
+    """Take no more links until the next full version, because a save cannot be linked."""
+
+    save: WholeSave
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Make a full version of LATEST's version and these links, or publish it."""
+
+    chain: tuple[DeltaSeen, ...]
 
 
 @dataclass(frozen=True)
@@ -229,17 +271,9 @@ class Learn:
 
 #: The actions that delete data of the job.
 Pruning = DropLease | RetireVersion | PruneDelta | PruneStep
-Action = (
-    Publish
-    | GiveUp
-    | Republish
-    | AnswerRequest
-    | Skip
-    | Forget
-    | CloseLeaseFolder
-    | Learn
-    | Pruning
-)
+#: The actions that make new versions or links.
+New = Publish | MakeLinks | Advance | CloseLinks | Fold | Republish
+Action = New | Republish | AnswerRequest | Skip | Forget | CloseLeaseFolder | Learn | Pruning
 
 
 @dataclass(frozen=True)
@@ -256,7 +290,7 @@ class Decision:
 
 def decide(seen: Observation, config: DaemonConfig) -> Decision:
     """The actions for an observation, in this order: new versions, records, deletions."""
-    new: tuple[Publish | GiveUp | Republish | AnswerRequest, ...]
+    new: tuple[New | GiveUp | AnswerRequest, ...]
     if seen.rollbacks:
         # Until a request is answered nothing else is published, so that a successor can tell from
         # LATEST alone whether the request was carried out.
@@ -266,8 +300,14 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
         new, waiting_for = (), f"paused by {by}, until 'syncd resume'"
     else:
         new, waiting_for = _publish(seen, config)
+        new = new or _fold(seen, config)
+    on_way = seen.way.saves if seen.way else ()
     records: tuple[Action, ...] = (
-        *(Skip(save.step, save.identity) for save in seen.unrecorded if save.identity),
+        *(
+            Skip(save.step, save.identity)
+            for save in seen.unrecorded
+            if save.identity and save not in on_way
+        ),
         *(Forget(step) for step in seen.vanished),
     )
     if seen.pause is not None:
@@ -280,7 +320,7 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
         *_deltas(seen, config),
         *_steps(seen, config),
     )
-    pending = bool(new) or by_waiting
+    pending = bool(new) or by_waiting or (seen.ahead is not None and seen.may_fold)
     return Decision((*new, *records, *prunings), waiting_for, pending=pending)
 
 
@@ -288,7 +328,7 @@ def _rollback(request: RollbackRequest, seen: Observation) -> Republish | Answer
     if request.id == seen.served_request:
         return AnswerRequest(request, made=seen.latest)
     name = version_folder(request.sequence)
-    if request.sequence == seen.latest:
+    if request.sequence == seen.latest and seen.ahead is None:
         return AnswerRequest(request, why=f"{name} is already LATEST")
     leasable = set(seen.versions) & set(seen.lease_folders)
     if request.sequence > seen.latest or request.sequence not in leasable:
@@ -298,7 +338,7 @@ def _rollback(request: RollbackRequest, seen: Observation) -> Republish | Answer
     return Republish(request)
 
 
-def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[Publish | GiveUp, ...], str]:
+def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveUp, ...], str]:
     if seen.pointer.step is None:
         why = f"{config.pointer} {seen.pointer.state.value}"
         if seen.pointer.why:
@@ -320,7 +360,38 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[Publish | G
             f"step {save.step} has no receipts, so the daemon waits until the step's files "
             f"have not changed for {config.tick:g} s",
         )
-    return (Publish(save),), ""
+    return ((Publish(save),) if save.base is None else _link(save, seen)), ""
+
+
+def _link(save: WholeSave, seen: Observation) -> tuple[New, ...]:
+    """What to do about a save with links, or with a base for them."""
+    link, way = seen.links.get(save.identity), seen.way or Way()
+    if link is not None:
+        named = seen.ahead.sequence if seen.ahead else seen.latest
+        if link.sequence > named:
+            return (Advance(save, link.sequence),)
+        return () if isinstance(save, Links) else (Publish(save, link.sequence),)
+    if way.joins and not seen.closed:
+        return (MakeLinks(way.saves[::-1]),)
+    if way.full is not None:
+        return (Publish(way.full),)
+    settled = seen.closed and seen.outcome == "skipped"
+    return () if settled else (CloseLinks(save),)
+
+
+def _fold(seen: Observation, config: DaemonConfig) -> tuple[Fold, ...]:
+    """Fold by need: for explorers that read whole versions, to spare links, or in a pause."""
+    if seen.ahead is None or not seen.may_fold:
+        return ()
+    chain = tuple(chain_to(seen.ahead.save_id, seen.links))
+    needed = (
+        seen.folding,
+        seen.whole_readers,
+        len(chain) >= _MANY_LINKS,
+        sum(link.bytes for link in chain) > (seen.full_bytes or 0) / 4,
+        seen.save_still_for >= _QUIET_TICKS * config.tick,
+    )
+    return (Fold(chain),) if chain and any(needed) else ()
 
 
 def _leases(seen: Observation, config: DaemonConfig) -> Iterable[DropLease]:
@@ -373,6 +444,10 @@ def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
         elif together > at_most:
             why = "this and all newer deltas together exceed half the bytes of a version"
             yield PruneDelta(delta.sequence, why)
+    for delta in seen.deltas:
+        strays = delta.base is not None and seen.links.get(delta.target) != delta
+        if strays and delta.sequence > seen.latest:
+            yield PruneDelta(delta.sequence, "it does not lead from LATEST's version")
 
 
 def newest(sequences: Iterable[int], count: int) -> frozenset[int]:
@@ -396,10 +471,14 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
     if seen.pointer.step is None:
         return ""
     announced = seen.pointer.step if seen.announced_step is None else seen.announced_step
+    on_way = {save.step for save in seen.way.saves} if seen.way else set()
+    # Also those that are linked already, because an older daemon would discard the links.
+    on_way.update(saved.step for one in seen.links if (saved := SaveId.parse(one)))
     doubts = (
         step.outcome not in {"published", "skipped"},
         step.found != step.recorded,
-        step.step in {seen.pointer.step, seen.checkpoint.step, *seen.benched},
+        step.step in {seen.pointer.step, seen.checkpoint.step, *seen.benched, *on_way},
+        seen.way is None and step.has_receipts,
         step.step >= announced,
         step.saving or step.full or step.pinned,
         not step.has_receipts and config.pointer != STATE_POINTER and not config.prune_foreign,

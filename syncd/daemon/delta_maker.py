@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, Protocol
@@ -18,13 +18,14 @@ from syncd.checkpoint.merging.options import Progress, Work
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.tenure import Tenure
 from syncd.deltas.ends import NoDeltaError
-from syncd.deltas.making import DeltaChild, why_not_here
+from syncd.deltas.making import DeltaChild, FoldChild, why_not_here
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import SyncdError
 from syncd.protocol.names import delta_folder, version_folder
 from syncd.protocol.records import Delta, Latest, Manifest, encode
 from syncd.protocol.reports import DELTA_SIGN, DeltaProgress
 from syncd.protocol.version_events import DeltaFault, DeltaMade, DeltaOvertaken, NoDelta
+from syncd.storage.epoch import ALL_DELTAS
 from syncd.storage.job import Job
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,6 @@ _FEWEST: Final = 2
 _SILENCE: Final = 10 * DELTA_SIGN
 #: Seconds to wait at the end for a thread whose storage does not answer.
 _PATIENCE: Final = 5.0
-#: The name of the new, empty folder ``deltas/`` in the daemon's room.
-_ALL: Final = "deltas"
 
 
 class MakeDelta(Protocol):
@@ -99,6 +98,21 @@ def on_a_thread(work: Callable[[], None]) -> InBackground:
     return thread
 
 
+class Folding(Protocol):
+    """A fold in the background, such as :class:`~syncd.deltas.making.FoldChild`."""
+
+    done: int
+    total: int
+
+    def poll(self) -> Manifest | None:
+        """The new version, once it is there."""
+        ...
+
+    def close(self) -> None:
+        """End the work."""
+        ...
+
+
 @dataclass(frozen=True)
 class DeltaWork:
     """The functions that make deltas; tests replace them.
@@ -110,6 +124,7 @@ class DeltaWork:
     make: MakeDelta = by_a_child
     start: Callable[[Callable[[], None]], InBackground] = on_a_thread
     why_not_here: Callable[[], str | None] = why_not_here
+    fold: Callable[[Job, int, Sequence[int], Path], Folding] = FoldChild
 
 
 @dataclass(slots=True)
@@ -196,7 +211,7 @@ class DeltaMaker:
         if making is None:
             return
         self._making = making
-        names = {_ALL, delta_folder(making.target.sequence)}
+        names = {ALL_DELTAS, delta_folder(making.target.sequence)}
         self._epoch.in_background |= names
         try:
             making.background = self.work.start(lambda: self._run(making))
@@ -256,7 +271,7 @@ class DeltaMaker:
             self._tell(making, "none" if why else "made", why=why)
         except (OSError, SyncdError) as error:
             log.debug("cannot write %s: %s", self._job.layout.delta_progress, error)
-        self._epoch.in_background -= {_ALL, name}
+        self._epoch.in_background -= {ALL_DELTAS, name}
         making.outcome = outcome
 
     def _made(self, making: _Making, name: str) -> DeltaMade:
@@ -277,9 +292,8 @@ class DeltaMaker:
             delta = self.work.make(job, base, target, folder, cancel=cancel, progress=progress)
             job.storage.sync_folder(folder)
             cancel()
-            self._open_folder()
             # Rename building/d000017 to deltas/d000017. Fsync deltas/.
-            self._epoch.commit_build(name, job.layout.delta(target.sequence))
+            self._epoch.commit_delta(name)
         finally:
             if job.storage.exists(folder):
                 job.storage.remove_tree(folder)
@@ -296,13 +310,6 @@ class DeltaMaker:
             return read_manifest(self._job.storage, self._job.layout.version(sequence))
         except FileNotFoundError as error:
             raise NoDeltaError(f"{version_folder(sequence)} is gone") from error
-
-    def _open_folder(self) -> None:
-        """Create ``deltas/`` by a rename, which fails in a superseded daemon."""
-        target = self._job.layout.deltas
-        if not self._job.storage.exists(target):
-            self._epoch.start_build(_ALL)
-            self._epoch.commit_build(_ALL, target)
 
     def _tell(
         self,

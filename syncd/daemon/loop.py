@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from syncd.checkpoint.save import WholeSave
 from syncd.daemon.attempts import Attempts
 from syncd.daemon.collect import Tidying
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
     Action,
+    Advance,
     AnswerRequest,
     CloseLeaseFolder,
+    CloseLinks,
     Decision,
     DropLease,
+    Fold,
     Forget,
     GiveUp,
     Learn,
+    MakeLinks,
+    New,
     Observation,
     PruneDelta,
     PruneStep,
@@ -29,6 +33,7 @@ from syncd.daemon.decide import (
     decide,
 )
 from syncd.daemon.delta_maker import DeltaMaker, DeltaWork
+from syncd.daemon.folds import Folds
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
@@ -79,9 +84,11 @@ class Loop:
         self._reporter = Reporter(tenure, self._publisher, self.notice)
         self._tidying = Tidying(tenure, self._pruner)
         self._deltas = DeltaMaker(tenure, self.work)
+        self._folds = Folds(tenure, self.work)
         self._attempts = Attempts(
-            tenure, self._publisher, self._reporter, self._tidying, self._deltas
+            tenure, self._publisher, self._reporter, self._tidying, self._deltas, self._folds
         )
+        self._follow: set[bool] = set()
         self._prunings_left = False
 
     def begin(self) -> None:
@@ -141,6 +148,7 @@ class Loop:
         waiting_for = lasting(waiting_for or next(iter(refused.values()), ""))
         self._journal.waiting(waiting_for, no_room=self._no_room)
         self._reporter.pause = seen.pause.id if seen.pause else None
+        self._reporter.no_links, self._reporter.fold = self._no_links(), self._folds.progress
         self._reporter.report("watching", waiting_for)
         self.tenure.meter.round_ended(self._clock() - started)
         return decision
@@ -153,6 +161,7 @@ class Loop:
     def leave(self) -> None:
         """End the background work; call this even if the loop ends with an error."""
         self._deltas.leave()
+        self._folds.end()
 
     def end(self) -> None:
         """Remove unfinished files; the caller must still release the lock."""
@@ -163,15 +172,11 @@ class Loop:
         self._reporter.report("stopped")
 
     def _act(self, action: Action, whole_since: float) -> str:
+        if isinstance(action, New):
+            return self._make(action, whole_since) if self.publishes else ""
         match action:
-            case Publish() | Republish() if not self.publishes:
-                pass
-            case Publish(save):
-                return self._publish_in_turn(save, whole_since)
             case GiveUp(save):
                 self._attempts.give_up(save, CheckpointError(save.reason))
-            case Republish(request):
-                self._attempts.roll_back(request)
             case AnswerRequest():
                 self._publisher.answer(action.request, made=action.made, why=action.why)
             case Skip():
@@ -187,6 +192,24 @@ class Loop:
             case DropLease() | RetireVersion() | PruneDelta() | PruneStep():
                 if self._prune(action):
                     self.pruned.append(action)
+        return ""
+
+    def _make(self, action: New, whole_since: float) -> str:
+        match action:
+            case Publish():
+                self._folds.end()
+                return self._publish_in_turn(action, whole_since)
+            case Republish(request):
+                self._folds.end()
+                self._attempts.roll_back(request)
+            case MakeLinks(saves):
+                return self._attempts.link(saves)
+            case Advance(save, sequence):
+                self._attempts.advance(save, sequence)
+            case CloseLinks(save):
+                self._attempts.close_links(save)
+            case Fold():
+                self._attempts.fold(action)
         return ""
 
     def _prune(self, action: Pruning) -> bool:
@@ -238,12 +261,14 @@ class Loop:
             for load in self._going_live.look(seen.leases, latest.sequence if latest else 0):
                 self._journal.live(load)
             self._deltas.takers = self._going_live.takers(seen.living)
+            self._follow = self._going_live.follow(seen.living)
         except OSError as error:
             self._job.check_is_there()
             self.tenure.meter.failed(error)  # the next round looks again
 
     def _known(self) -> Known:
         latest = self._publisher.latest
+        ahead = latest.ahead if latest else None
         return Known(
             latest=latest.sequence if latest else 0,
             full_bytes=self._publisher.latest_bytes,
@@ -252,15 +277,31 @@ class Loop:
             served_request=self._publisher.served_request,
             delta_versions=self._deltas.versions,
             sessions=self._going_live.sessions,
+            save_id=self._publisher.save_id,
+            ahead=ahead,
+            closed=latest is not None and latest.closed is not None,
+            whole_readers=False in self._follow,
+            may_fold=ahead is not None and self._folds.damaged != ahead.sequence,
+            folding=self._folds.folder is not None,
         )
 
-    def _publish_in_turn(self, save: WholeSave, whole_since: float) -> str:
+    def _no_links(self) -> str | None:
+        """The reason why the trainer may not save links; None if it may."""
+        config = self.config
+        if config.deltas == "off" or not (config.digests and self.publishes) or config.cast:
+            return "deltas are off, or versions are cast or have no digests"
+        if True not in self._follow:
+            return "no live explorer follows ahead"
+        return self.work.why_not_here()
+
+    def _publish_in_turn(self, action: Publish, whole_since: float) -> str:
+        save = action.save
         if not self.turn.take(save.identity):
             self._refused_turn = True
             return OTHERS_FIRST
         self._merging = save.step
         try:
-            return self._attempts.publish(save, whole_since, self.turn.progress)
+            return self._attempts.publish(save, whole_since, self.turn.progress, action.sequence)
         finally:
             self._no_room = self._attempts.no_room
             self._merging = None

@@ -17,7 +17,7 @@ from syncd.daemon.decide import (
     RetireVersion,
     StepSeen,
 )
-from syncd.daemon.scan import look_at_step
+from syncd.daemon.steps import look_at_step
 from syncd.protocol.events import LeftAlone, RecordUnwritten
 from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.names import (
@@ -33,7 +33,7 @@ from syncd.protocol.names import (
     step_folder,
     version_folder,
 )
-from syncd.protocol.records import SaveOutcome, encode
+from syncd.protocol.records import Latest, SaveOutcome, encode
 from syncd.protocol.version_events import Pruned, PutBack
 from syncd.storage.append import append
 from syncd.storage.calls import Kind
@@ -99,8 +99,11 @@ class Pruner:
         self._storage.remove_tree(doomed)
 
     def prune_all_deltas(self, why: str) -> bool:
-        """Delete all deltas; returns whether there was any delta."""
-        found = numbers_in(self._storage, self._layout.deltas, parse_delta_folder)
+        """Delete all deltas, but no links above LATEST; returns whether there was any delta."""
+        latest = self.job.read(Latest, self._layout.latest)
+        above = latest.sequence if latest else 0
+        deltas = numbers_in(self._storage, self._layout.deltas, parse_delta_folder)
+        found = [sequence for sequence in deltas if sequence <= above]
         for sequence in found:
             self.prune_delta(PruneDelta(sequence, why))
         return bool(found)

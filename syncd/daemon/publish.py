@@ -30,6 +30,7 @@ from syncd.protocol.errors import (
 from syncd.protocol.events import CleanupDelayed, LatestDamaged, RecordUnwritten
 from syncd.protocol.names import parse_version_folder, version_folder
 from syncd.protocol.records import (
+    Ahead,
     Latest,
     Manifest,
     PublishNotice,
@@ -68,6 +69,7 @@ class Publisher:
         latest: LATEST as this daemon last wrote or found it; None before the first version.
         latest_bytes: the bytes of LATEST's files; None if that version is damaged.
         published_save, served_request: see :class:`Observation`.
+        save_id: the save of LATEST's version; None if that version is damaged.
     """
 
     tenure: Tenure
@@ -87,6 +89,7 @@ class Publisher:
         self.latest_bytes: int | None = None
         self.published_save: str | None = None
         self.served_request: str | None = None
+        self.save_id: str | None = None
         self.outcomes = Outcomes(job, self._epoch, self.tenure.wall)
 
     def recover(self) -> Manifest | None:
@@ -116,6 +119,9 @@ class Publisher:
             self._epoch.open_leasing(self.latest.sequence)
         for sequence in found.deltas_above:
             self._discard_delta(sequence)
+        ahead = self.latest.ahead if self.latest else None
+        if ahead is not None and ahead.save_id not in found.links:
+            self.advance(None)
         if served is None:
             return None
         self._serve(served)
@@ -160,9 +166,14 @@ class Publisher:
             )
 
     def publish(
-        self, save: WholeSave, *, progress: Progress = unheard, delta_from: DeltaFrom = _no_delta
+        self,
+        save: WholeSave,
+        *,
+        progress: Progress = unheard,
+        delta_from: DeltaFrom = _no_delta,
+        sequence: int | None = None,
     ) -> Manifest:
-        """Merge a complete save and make it LATEST.
+        """Merge a complete save and make it LATEST, if it is linked as ``sequence``.
 
         ``progress`` is called with the bytes of tensors merged so far, and of all tensors.
 
@@ -183,7 +194,7 @@ class Publisher:
                 sequence=sequence,
             )
 
-        manifest = self._make_version(save.step, build, delta_from)
+        manifest = self._make_version(save.step, build, delta_from, sequence)
         self.outcomes.published(save.step, save.identity, manifest.sequence)
         return manifest
 
@@ -196,6 +207,36 @@ class Publisher:
             names=self.naming.choose(self.config.names),
             may_keep=self.config.names is None,
         )
+
+    def publish_fold(self, folded: Manifest, folder: Path) -> Manifest:
+        """Publish a version that was made of links in this daemon's room, and make it LATEST.
+
+        For the errors see :meth:`publish`.
+        """
+
+        def build(empty: Path, _: int) -> Manifest:
+            self._job.storage.rename(folder, empty)
+            return folded
+
+        return self._make_version(folded.step, build, sequence=folded.sequence)
+
+    def advance(self, ahead: Ahead | None, closed: str | None = None) -> None:
+        """Let LATEST name this as ahead; ``closed`` is a new reason to take no links."""
+        if self.latest is not None:
+            told = {"ahead": ahead, "closed": closed or self.latest.closed}
+            latest = self.latest.model_copy(update=told)
+            self._epoch.replace_file(self._job.layout.latest, encode(latest))
+            self.latest = latest
+
+    def close_links(self, reason: str) -> None:
+        """Take no links until the next full version, except if a reason is known already."""
+        if self.latest is not None and self.latest.closed is None:
+            self.advance(self.latest.ahead, reason)
+
+    def reserve(self) -> int:
+        """A new sequence, for a link."""
+        self._floor = self._next_sequence()
+        return self._floor
 
     def republish(self, request: RollbackRequest) -> Manifest:
         """Make an old version LATEST again, under a new sequence.
@@ -214,8 +255,11 @@ class Publisher:
             raise VersionGoneError(f"{source} is gone, or damaged: it has no manifest") from error
 
         def build(folder: Path, sequence: int) -> Manifest:
+            ahead = self.latest.ahead if self.latest else None
             back = RolledBack(
-                sequence=request.sequence, instead_of=self.published_save, request=request.id
+                sequence=request.sequence,
+                instead_of=ahead.save_id if ahead else self.published_save,
+                request=request.id,
             )
             manifest = old.model_copy(
                 update={"sequence": sequence, "rolled_back": back, "timings": {}}
@@ -243,14 +287,24 @@ class Publisher:
         step: int,
         build: Callable[[Path, int], Manifest],
         delta_from: DeltaFrom = _no_delta,
+        sequence: int | None = None,
     ) -> Manifest:
         """Publish a version; this method defines the order of all writes.
+
+        If the save is linked, ``sequence`` is its link's. An attempt whose LATEST could not be
+        written is finished here.
 
         All files are made in this daemon's room. They leave it by a rename, which fails after
         another daemon has taken over. docs/protocol.md ("The fence: epochs") has the reasons.
         """
         epoch = self._epoch
-        sequence = self._next_sequence()
+        is_new = sequence is None
+        sequence = sequence or self._next_sequence()
+        if not is_new and self._job.storage.exists(self._job.layout.version(sequence)):
+            manifest = read_manifest(self._job.storage, self._job.layout.version(sequence))
+            self._write_latest(manifest)
+            self._serve(manifest)
+            return manifest
         folder = epoch.start_version(sequence)  # mkdir building/VERSION
         try:
             # Write publish.lock and rename it, without fsync, because the file is only a hint.
@@ -260,7 +314,8 @@ class Publisher:
             manifest = build(folder, sequence)
             # Rename the empty folder building/leases-VERSION to leases/VERSION. Fsync leases/.
             epoch.open_leasing(sequence)
-            self._floor = sequence  # even after an error, because the rename may have taken place
+            # Even after an error, because the rename may have taken place.
+            self._floor = max(self._floor, sequence)
             # Rename building/VERSION to published/VERSION. Fsync published/.
             epoch.publish_version(sequence)
             # If a delta will be made, write delta_progress.json, which is also only a hint.
@@ -282,7 +337,7 @@ class Publisher:
         self.naming.serves(manifest)
         back = manifest.rolled_back
         self.latest_bytes = sum(file.size for file in manifest.files)
-        self.published_save = manifest.settles
+        self.published_save, self.save_id = manifest.settles, manifest.save_id
         self.served_request = None if back is None else back.request
 
     def _next_sequence(self) -> int:
@@ -309,6 +364,7 @@ class Publisher:
             CleanupDelayed(error).tell(log)
 
     def _write_latest(self, manifest: Manifest, delta_from: int | None = None) -> None:
+        ahead, back = self.latest.ahead if self.latest else None, manifest.rolled_back
         latest = Latest(
             sequence=manifest.sequence,
             step=manifest.step,
@@ -317,6 +373,9 @@ class Publisher:
             dtype=manifest.dtype,
             delta_from=delta_from,
             names=self.naming.kept_with(manifest),
+            save_id=manifest.save_id,
+            ahead=ahead if ahead and ahead.sequence > manifest.sequence else None,
+            closed=f"{version_folder(back.sequence)} is served again" if back else None,
         )
         self._epoch.replace_file(self._job.layout.latest, encode(latest))
         self.latest = latest

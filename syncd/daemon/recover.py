@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.version import read_manifest
+from syncd.daemon.ways import DeltaSeen, links_from, look_at_delta
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
 from syncd.protocol.events import LeftAlone, RecordMissed
 from syncd.protocol.names import parse_delta_folder, parse_version_folder
@@ -38,7 +39,8 @@ class FoundVersions:
             is None.
         deltas_above: the deltas to versions above ``adopted``; above LATEST if ``adopted`` is None.
             A delta is made after LATEST names its version. So such deltas show that LATEST was lost
-            or replaced by an older copy.
+            or replaced by an older copy. Links that lead from this version are not among them.
+        links: these links, by the saves to which they lead.
     """
 
     latest: Latest | None = None
@@ -46,6 +48,7 @@ class FoundVersions:
     adopted: Manifest | None = None
     unfinished: list[int] = field(default_factory=list)
     deltas_above: list[int] = field(default_factory=list)
+    links: dict[str, DeltaSeen] = field(default_factory=dict)
     outcomes: dict[int, SaveOutcome] = field(default_factory=dict)
     highest: int = 0
 
@@ -59,11 +62,14 @@ def look_back(job: Job) -> FoundVersions:
     """
     layout = job.layout
     # This client's cache of these folders may be older than the take-over.
+    # Also sync: the daemon before may have ended between a rename and its fsync.
     for folder in (layout.state, layout.published, layout.leases):
         job.storage.refresh(folder)
+        job.storage.sync_folder(folder)
     for folder in (layout.explorers, layout.requests, layout.deltas):
         with Ignoring(GONE | REFUSED_HERE):
             job.storage.refresh(folder)
+            job.storage.sync_folder(folder)
     look = _Look(job)
     found = FoundVersions(latest=look.record(Latest, layout.latest))
     saves = look.record(SaveOutcomes, layout.saves, LONG_RECORD_LIMIT)
@@ -90,15 +96,18 @@ def look_back(job: Job) -> FoundVersions:
             LeftAlone(version, "it is incomplete, but an explorer has leased it").tell(log)
         else:
             found.unfinished.append(sequence)
-    last = found.adopted.sequence if found.adopted else known
-    for sequence in (number for number in deltas if number > last + _BELIEVED):
-        LeftAlone(layout.delta(sequence), "no daemon made it").tell(log)
-    found.deltas_above = [number for number in deltas if last < number <= last + _BELIEVED]
     if found.latest is not None:
         try:
             found.served = look.finished(known)
         except ProtocolMismatchError as error:
             LatestUnusable(layout.version(known), error).tell(log)
+    newest = found.adopted or found.served
+    last = newest.sequence if newest else known
+    for sequence in (number for number in deltas if number > last + _BELIEVED):
+        LeftAlone(layout.delta(sequence), "no daemon made it").tell(log)
+    above = [look_at_delta(job, number) for number in deltas if last < number <= last + _BELIEVED]
+    found.links = links_from(last, newest.save_id if newest else None, above)
+    found.deltas_above = [one.sequence for one in above if found.links.get(one.target) != one]
     return found
 
 
@@ -183,7 +192,8 @@ class _Look:
         )
         ours = self._told_sequence(layout.daemon_report, DaemonReport)
         saves = (outcome.sequence or 0 for outcome in found.outcomes.values())
-        numbers = (known, ours, *named, *leased, *told, *saves)
+        ahead = found.latest.ahead if found.latest else None
+        numbers = (known, ahead.sequence if ahead else 0, ours, *named, *leased, *told, *saves)
         return max(number for number in numbers if number <= known + _BELIEVED)
 
     def has_content(self, folder: Path) -> bool:

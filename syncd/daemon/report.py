@@ -32,6 +32,8 @@ class Reporter:
 
     Attributes:
         pause: the id of the pause in force, if any.
+        no_links: why the trainer may not save links; None if it may.
+        fold: the progress of the fold, if any.
     """
 
     tenure: Tenure
@@ -41,6 +43,8 @@ class Reporter:
     def __post_init__(self) -> None:
         self._clock = self.tenure.clock
         self.pause: str | None = None
+        self.no_links: str | None = "the daemon has just begun"
+        self.fold: MergeProgress | None = None
         self._reported: DaemonReport | None = None
         self._reported_at = 0.0
         self._took = 0.0
@@ -67,6 +71,9 @@ class Reporter:
                 "merge": merge,
                 "builds": config.model_dump(),
                 "names": self.publisher.naming.newest,
+                "links": self.no_links is None,
+                "no_links": self.no_links,
+                "fold": self.fold,
                 "pointer": config.pointer,
                 "time": 0.0,
             }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,54 +12,32 @@ from typing import Final
 from syncd.checkpoint.save import Save, Unfinished, is_saved_over
 from syncd.checkpoint.step_save import look_into_step
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import (
-    DeltaSeen,
-    LeaseSeen,
-    Observation,
-    Pointer,
-    PointerState,
-    StepSeen,
-)
+from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState
 from syncd.daemon.steering import LetBe, Steering
+from syncd.daemon.steps import LOOK_AGAIN, Steps
+from syncd.daemon.ways import DeltaSeen, Way, links_from, look_at_delta, way_back
 from syncd.protocol.errors import RecordError
 from syncd.protocol.names import (
-    ACTOR,
     CHECKPOINT_POINTER,
-    CRITIC,
     DCP_METADATA,
-    FULL,
-    FULL_STATE_DICT,
-    HUGGINGFACE,
-    LORA_ADAPTER,
-    PINNED,
-    RECEIPTS,
-    REMOTE_PATH,
-    RETIRED,
-    SAVING,
     STATE_POINTER,
-    is_dcp_file,
     is_name,
-    is_resumable_state,
     parse_delta_folder,
     parse_lease_marker,
     parse_pointer,
     parse_step_folder,
     parse_version_folder,
 )
-from syncd.protocol.records import SaveOutcome, parse
+from syncd.protocol.records import Ahead, SaveOutcome, parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.errnos import is_gone
-from syncd.storage.fsio import Signature, Storage
-from syncd.storage.job import Job, has_marks, numbers_in, step_folders
+from syncd.storage.fsio import Signature
+from syncd.storage.job import Job, has_marks, numbers_in
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout
 
 log = logging.getLogger(__name__)
 
 _POINTER_LIMIT: Final = 4096
-#: How many step folders one look reads; the rest wait for the next look.
-_AT_A_TIME: Final = 64
-#: Seconds after which an unchanged folder is read again.
-LOOK_AGAIN: Final = 60.0
 #: How many names in a folder without a pointer are checked, to find a job below it.
 _MOST_BELOW: Final = 100
 
@@ -70,6 +47,7 @@ class Known:
     """The daemon's own knowledge of a job; see :class:`Observation` and :class:`Outcomes`.
 
     ``sessions`` are those of participants to judge, beside the sessions with a lease or a build.
+    ``save_id`` is the save of LATEST's version.
     """
 
     latest: int
@@ -79,6 +57,12 @@ class Known:
     full_bytes: int | None = None
     delta_versions: Collection[int] = ()
     sessions: Collection[str] = ()
+    save_id: str | None = None
+    ahead: Ahead | None = None
+    closed: bool = False
+    whole_readers: bool = False
+    may_fold: bool = False
+    folding: bool = False
 
 
 @dataclass
@@ -108,7 +92,7 @@ class Scanner:
         self._living: frozenset[str] = frozenset()
         self._benches: list[str] = []
         self.dead_benches: list[str] = []
-        self._delta_bytes: dict[int, int] = {}  # a delta never changes
+        self._deltas_seen: dict[int, DeltaSeen] = {}  # a delta never changes
         self._steps = Steps(self.job, self.clock)
         self._let_be = LetBe(clock=self.clock)
         self._steering = Steering(self.job)
@@ -120,10 +104,13 @@ class Scanner:
         self._lookout.tick = min(config.tick, self._longest_tick)
         pointer, pointer_key = self._pointer(self._pointer_file)
         checkpoint, checkpoint_key = self._pointer(self._layout.checkpoint_pointer)
+        deltas = self._deltas()
+        links = links_from(known.latest, known.save_id, deltas)
         self._look_at_pointed(pointer, pointer_key, known)
         benched = self._benched()
         save = self._save
         outcome = known.outcomes.get(save.step) if save else None
+        told = outcome.outcome if outcome and save and outcome.identity == save.known_as else ""
         versions = numbers_in(self._storage, self._layout.published, parse_version_folder)
         lease_folders = numbers_in(self._storage, self._layout.leases, parse_version_folder)
         # A listing may be outdated, so look up the lease folder of each version that seems retired.
@@ -141,15 +128,12 @@ class Scanner:
             instead=self._instead(known) if pointer.state is PointerState.MISSING else "",
             save=save,
             save_still_for=self.clock() - self._save_since,
-            quarantined=outcome is not None
-            and save is not None
-            and outcome.outcome == "quarantined"
-            and outcome.identity == save.known_as,
+            quarantined=told == "quarantined",
             published_save=known.published_save,
             latest=known.latest,
             full_bytes=known.full_bytes,
             versions=tuple(versions),
-            deltas=self._deltas(),
+            deltas=deltas,
             lease_folders=tuple(lease_folders),
             leases=tuple(self._leases(lease_folders, known.sessions)),
             living=self._living,
@@ -162,6 +146,14 @@ class Scanner:
             rollbacks=self._steering.rollbacks(),
             served_request=known.served_request,
             delta_versions=known.delta_versions,
+            way=self._way(known, links),
+            links=links,
+            ahead=known.ahead,
+            closed=known.closed,
+            outcome=told,
+            whole_readers=known.whole_readers,
+            may_fold=known.may_fold,
+            folding=known.folding,
         )
 
     @property
@@ -239,7 +231,7 @@ class Scanner:
             self._save = self._settled = self._looked = None
             return
         if (
-            self._settled == (key, known.published_save)
+            self._settled == (key, known.published_save, known.ahead)
             and self._save is not None
             and self.clock() - self._settled_at < LOOK_AGAIN
         ):
@@ -262,7 +254,7 @@ class Scanner:
         if seen is None or (save.step, save.known_as) != (seen.step, seen.known_as):
             self._save_since = self.clock()
         settled = save.identity is not None and (
-            save.identity == known.published_save
+            save.identity in {known.published_save, known.ahead and known.ahead.save_id}
             or (
                 outcome is not None
                 and outcome.identity == save.identity
@@ -273,22 +265,27 @@ class Scanner:
         # save, and a listing shows it even longer.
         before, self._looked = self._looked, (key, save.identity)
         settled = settled and before == self._looked
-        self._settled = (key, known.published_save) if settled else None
+        self._settled = (key, known.published_save, known.ahead) if settled else None
         self._settled_at = self.clock()
 
     def _deltas(self) -> tuple[DeltaSeen, ...]:
-        before, folder = self._delta_bytes, self._layout.deltas
-        seen: dict[int, int] = {}
+        before, folder, seen = self._deltas_seen, self._layout.deltas, {}
         with self._let_be.ignoring(folder):
-            sequences = numbers_in(self._storage, folder, parse_delta_folder)
-            self._delta_bytes = {n: before[n] if n in before else self._size(n) for n in sequences}
-            seen = self._delta_bytes
-        return tuple(DeltaSeen(*item) for item in seen.items())
+            for n in numbers_in(self._storage, folder, parse_delta_folder):
+                seen[n] = before[n] if n in before else look_at_delta(self.job, n)
+            self._deltas_seen = seen
+        return tuple(seen.values())
 
-    def _size(self, sequence: int) -> int:
-        folder = self._layout.delta(sequence)
-        found = (self._storage.status(folder / name) for name in self._storage.names(folder))
-        return sum(status.st_size for status in found if status is not None)
+    def _way(self, known: Known, links: Mapping[str, DeltaSeen]) -> Way | None:
+        if self._save is None or isinstance(self._save, Unfinished):
+            return None if self._save else Way()
+
+        def look(step: int) -> Save:
+            return look_into_step(self._storage, self._layout.step(step), step)
+
+        refused = {one.identity for one in known.outcomes.values() if one.outcome == "quarantined"}
+        joined = {*links, known.save_id or ""}
+        return way_back(self._save, joined, refused | {known.published_save or ""}, look)
 
     def _leases(self, sequences: Iterable[int], others: Collection[str]) -> list[LeaseSeen]:
         held = [
@@ -340,159 +337,3 @@ class Scanner:
             return 0  # the report is unreadable: prune nothing
         except OSError as error:
             return None if is_gone(error) else 0
-
-
-@dataclass
-class Steps:
-    """Looks into step folders in turn."""
-
-    job: Job
-    clock: Clock
-
-    def __post_init__(self) -> None:
-        self._key: object = None
-        self._at = 0.0
-        self._due: deque[int] = deque()
-        self._again = False
-        self._pointed: int | None = None
-        self._passed: frozenset[int] = frozenset()
-        #: Step and save → the pointer when this later save was first seen below it.
-        self._saved_again: dict[tuple[int, str | None], int] = {}
-        self._let_be = LetBe(clock=self.clock)
-
-    @property
-    def has_more(self) -> bool:
-        """True if step folders remain for the next look."""
-        return bool(self._due) or self._again
-
-    def look_again(self) -> None:
-        """Make all step folders due again."""
-        self._key = None
-
-    def look(
-        self, pointer: Pointer, key: object, outcomes: Mapping[int, SaveOutcome]
-    ) -> tuple[tuple[StepSeen, ...], tuple[Save, ...], tuple[int, ...]]:
-        """Look into some of the step folders that are due; a changed ``key`` makes all folders due.
-
-        Returns the folders with a recorded outcome, the skipped saves that are not recorded yet,
-        and the steps with a recorded outcome but without a folder.
-        """
-        self._refill(pointer, key, outcomes)
-        seen: list[StepSeen] = []
-        unrecorded: list[Save] = []
-        vanished: list[int] = []
-        for _ in range(min(_AT_A_TIME, len(self._due))):
-            step = self._due.popleft()
-            outcome = outcomes.get(step)
-            folder = self.job.layout.step(step)
-            with self._let_be.ignoring(folder):
-                if outcome is not None:
-                    look = look_at_step(self.job.storage, folder, step, outcome)
-                    if look is None:
-                        vanished.append(step)
-                        continue
-                    seen.append(look)
-                    if look.found in {None, outcome.identity}:
-                        continue
-                    # else the step was saved again, and the pointer may have passed that save too
-                if pointer.step is not None and step < pointer.step:
-                    save = self._skipped_save(folder, step)
-                    # Without receipts, a trainer may be writing there in place at this moment,
-                    # unless the pointer has moved up since the save looked the same.
-                    if save is not None and (
-                        outcome is None
-                        or save.receipts
-                        or self._saved_again.setdefault((step, save.identity), pointer.step)
-                        < pointer.step
-                    ):
-                        unrecorded.append(save)
-        return tuple(seen), tuple(unrecorded), tuple(vanished)
-
-    def _refill(self, pointer: Pointer, key: object, outcomes: Mapping[int, SaveOutcome]) -> None:
-        """Make step folders due if ``key`` has changed, and about once a minute.
-
-        The newest folders come first. Then an unfinished cycle continues, so that old folders get
-        their turn even if the pointers move often.
-        """
-        now = self.clock()
-        moved = key != self._key
-        is_time = not self._due and now - self._at >= LOOK_AGAIN
-        if not (moved or is_time or (self._again and not self._due)):
-            return
-        steps = set(step_folders(self.job))
-        self._note_passed(pointer, steps, is_time=is_time)
-        ordered = sorted(steps | outcomes.keys(), reverse=True)
-        if self._due:
-            newest = ordered[: _AT_A_TIME // 2]
-            self._due = deque(dict.fromkeys([*newest, *self._due]))
-        else:
-            self._due = deque(ordered)
-        # This cycle may have read some folders before the move, so one more cycle must follow.
-        self._again = len(self._due) != len(ordered)
-        self._key, self._at = key, now
-
-    def _note_passed(self, pointer: Pointer, steps: set[int], *, is_time: bool) -> None:
-        """Remember the folders that existed when the daemon saw the pointer move up.
-
-        If a trainer without syncd's hook resumes at a lower step, it writes saves below the pointer
-        before it moves the pointer back. Such saves must not count as skipped.
-        """
-        if pointer.step is None:
-            return  # the pointer is being written; keep its last step
-        before, self._pointed = self._pointed, pointer.step
-        if before is not None and before < pointer.step:
-            self._passed = frozenset(steps)
-        elif before != pointer.step or is_time:
-            self._passed = frozenset()
-
-    def _skipped_save(self, folder: Path, step: int) -> Save | None:
-        """The save of a step below the pointer, if the save counts as skipped."""
-        if any(self.job.storage.exists(folder / mark) for mark in (FULL, SAVING)):
-            return None
-        save = look_into_step(self.job.storage, folder, step)
-        passed = bool(save.receipts) or step in self._passed
-        return save if save.identity is not None and passed else None
-
-
-def look_at_step(
-    storage: Storage, folder: Path, step: int, outcome: SaveOutcome
-) -> StepSeen | None:
-    """The content and the recorded outcome of a step folder; None if there is no folder."""
-    names = set(storage.names(folder))
-    if not names and not storage.exists(folder):
-        return None
-    actor_names = storage.names(folder / ACTOR)
-    retired, full = RETIRED in names, FULL in names
-    is_dcp = any(map(is_dcp_file, actor_names))
-    beside = any(is_resumable_state(name) and not is_dcp_file(name) for name in actor_names) or (
-        # Trainers that save so may need other files to resume.
-        (is_dcp or REMOTE_PATH in names)
-        and not names <= {REMOTE_PATH, RETIRED, PINNED, ACTOR, CRITIC, FULL, SAVING}
-    )
-    if is_dcp:  # resuming may need other names, such as an optimizer's folder
-        told = {HUGGINGFACE, LORA_ADAPTER, FULL_STATE_DICT, RECEIPTS}
-        beside = beside or any(not is_dcp_file(name) and name not in told for name in actor_names)
-    # Only a pickle shows whether a DCP save holds only a model. If unread, it counts as resumable.
-    unread = is_dcp and not beside and outcome.model_only is None
-    resumable = beside or (is_dcp and not outcome.model_only)
-    # A failed save leaves an empty critic folder.
-    critic = CRITIC in names and bool(storage.names(folder / CRITIC))
-    kept = full or SAVING in names or PINNED in names
-    protected = kept or (((resumable and not unread) or critic) and not retired)
-    # A protected folder is never pruned, so its files need no look.
-    found = None if protected else look_into_step(storage, folder, step, actor_names).identity
-    return StepSeen(
-        step=step,
-        outcome=outcome.outcome,
-        recorded=outcome.identity,
-        found=found,
-        has_receipts=RECEIPTS in actor_names,
-        full=full,
-        retired=retired,
-        saving=SAVING in names,
-        resumable=resumable,
-        critic=critic,
-        pinned=PINNED in names,
-        model_only=outcome.model_only,
-        unread=unread,
-    )

@@ -68,6 +68,11 @@ def longest(elements: int, width: int) -> int:
     return 1 + elements * width
 
 
+def whole_block(new: memoryview) -> bytes:
+    """Encode a block without its old elements."""
+    return b"".join((bytes((_RAW,)), new))
+
+
 class Encoder:
     """Encodes blocks, one after the other."""
 

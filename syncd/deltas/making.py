@@ -1,8 +1,11 @@
-"""Make a delta: a child process compares two versions, this process writes the delta."""
+"""Make a delta: a child process compares two versions. Fold links: a child does all of it."""
 
 from __future__ import annotations
 
+import errno
+import json
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,14 +16,16 @@ import xxhash
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.sandbox.child_process import SAME_MODULES, ChildProcess, EndedError, described
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
+from syncd.checkpoint.version import read_manifest
 from syncd.closing import Closing
 from syncd.deltas.delta_folder import BLOCKS, ENTRY, INDEX
 from syncd.deltas.delta_wire import CHANGED, DIFFERS, DONE, MESSAGE, PLAN, REFUSED, TENSOR
 from syncd.deltas.ends import NoDeltaError, delta_end, elements_of, in_order, why_no_delta
 from syncd.deltas.whole_version import Places, WholeVersion, open_weights
 from syncd.protocol.names import DELTA
-from syncd.protocol.records import Delta, VersionFile, encode
+from syncd.protocol.records import Delta, Manifest, VersionFile, encode
 from syncd.storage.fsio import Storage, named
+from syncd.storage.job import Job
 
 #: Seconds to wait for one block; long, because the machine or the storage may be blocked.
 _WALL_SECONDS: Final = 300.0
@@ -208,3 +213,43 @@ class DeltaChild(Closing):
             f"{shown(self._names[number])} of version {sequence} does not have the bytes "
             "that the manifest says: run 'syncd verify'"
         )
+
+
+class FoldChild(Closing):
+    """A child process that does :func:`~.folding.fold_version`, because this one has no NumPy.
+
+    Attributes:
+        done, total: the bytes of tensors that are written, and of all tensors.
+    """
+
+    def __init__(self, job: Job, base: int, chain: Sequence[int], folder: Path) -> None:
+        self.done = self.total = 0
+        self._storage, self._folder, self._line = job.storage, folder, b""
+        self._child = ChildProcess(
+            "deltas.fold_child", (base, *chain), str(folder), task="fold links for",
+            flags=SAME_MODULES, cancel=lambda: None, wall_seconds=_WALL_SECONDS,
+        )  # fmt: skip
+        self._child.write(f"{json.dumps([str(job.layout.root), str(folder)])}\n".encode())
+
+    def poll(self) -> Manifest | None:
+        """The new version, once it is there.
+
+        Raises:
+            NoDeltaError: a link or the base is damaged.
+            OSError: the storage failed, or the child has ended.
+        """
+        try:
+            *lines, self._line = (self._line + self._child.read_some()).split(b"\n")
+        except EndedError:
+            why = f"the process that folds links ended with {described(self._child.end())}"
+            raise OSError(errno.ECHILD, why) from None
+        for line in lines:
+            code, self.done, self.total, why = json.loads(line)
+            if why:
+                raise OSError(code, why) if code else NoDeltaError(why)
+        whole = lines and self.done == self.total
+        return read_manifest(self._storage, self._folder) if whole else None
+
+    def close(self) -> None:
+        """End the child. Safe to call twice."""
+        self._child.close()

@@ -61,6 +61,7 @@ class VersionHistory:
 
     Attributes:
         saved: when a daemon first saw the complete save.
+        linked: when the save became ahead, before there was a version of it.
         merge_seconds: from the start of the merge to the update of LATEST.
         published: when LATEST began to name the version.
         latency_seconds: from ``saved`` to ``published``.
@@ -74,6 +75,7 @@ class VersionHistory:
     kind: str | None = None
     bytes: int | None = None
     saved: float | None = None
+    linked: float | None = None
     merge_seconds: float | None = None
     published: float | None = None
     latency_seconds: float | None = None
@@ -153,9 +155,12 @@ def _add(version: VersionHistory, line: JournalLine) -> None:
             line.of, line.delta_bytes, line.changed, line.seconds, line.why
         )
         return
+    version.step = line.step if version.step is None else version.step
+    if line.event == "linked":
+        version.linked = line.time
+        return
     if version.published is None:  # else a later daemon recorded the same publication again
         version.published = line.time
-    version.step = line.step if version.step is None else version.step
     version.kind = version.kind or line.kind
     if line.event == "published":
         version.bytes = line.bytes

@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
 from syncd.daemon.steering import Steering
 from syncd.daemon.telling.journal import read_journal
+from syncd.daemon.ways import DeltaSeen, links_from, look_at_delta
 from syncd.deltas.delta_folder import read_delta
 from syncd.protocol.amounts import few, span
 from syncd.protocol.errors import JobUnavailableError, RecordError, SyncdError
@@ -125,6 +126,7 @@ def _look(job: Job) -> dict[str, Any]:
             for markers in [_names(storage, layout.lease_folder(sequence))]
         ],
         "deltas": _deltas(job),
+        "links": [asdict(link) for link in _links(job, latest)],
         "delta_progress": making.model_dump() if making else None,
         "pinned_steps": [
             step
@@ -217,6 +219,15 @@ def _deltas(job: Job) -> list[dict[str, Any]]:
             told = {"sequence": sequence, "base": delta.base.sequence, "bytes": delta.bytes}
             found.append({**told, "changed": changed_part(delta)})
     return found
+
+
+def _links(job: Job, latest: Latest | None) -> list[DeltaSeen]:
+    """The links that lead from LATEST's version, oldest first."""
+    seen: list[DeltaSeen] = []
+    for sequence in filter(None, map(parse_delta_folder, _names(job.storage, job.layout.deltas))):
+        with suppress(OSError):
+            seen.append(look_at_delta(job, sequence))
+    return list(links_from(latest.sequence, latest.save_id, seen).values()) if latest else []
 
 
 def changed_part(delta: Delta) -> float:

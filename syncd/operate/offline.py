@@ -145,4 +145,11 @@ def _known(job: Job) -> Known:
             f"nothing was published in {job.layout.root} yet: {error}"
         ) from error
     full_bytes = sum(file.size for file in served.files)
-    return Known(latest.sequence, served.settles, saves.steps, full_bytes=full_bytes)
+    return Known(
+        latest.sequence,
+        served.settles,
+        saves.steps,
+        full_bytes=full_bytes,
+        save_id=served.save_id,
+        ahead=latest.ahead,
+    )

@@ -29,6 +29,8 @@ class JournalLine(Record):
         event: the action. The less obvious ones are:
             - ``active``: a daemon took over;
             - ``adopted``: a version that an earlier daemon had finished became LATEST;
+            - ``linked``: the save became ahead, under the number of the version to come;
+            - ``closed``: no save is linked until the next full version;
             - ``live``: an explorer began to serve the version;
             - ``refused``: the daemon refused a rollback;
             - ``names``: new versions changed from the trainer's tensor names to the hub's, or back;
@@ -52,7 +54,7 @@ class JournalLine(Record):
     time: float
     event: Literal[
         "active", "published", "adopted", "rolled_back", "live", "skipped", "quarantined",
-        "refused", "delta", "no_delta", "names",
+        "refused", "delta", "no_delta", "names", "linked", "closed",
     ]  # fmt: skip
     version: Sequence | None = None
     step: Step | None = None

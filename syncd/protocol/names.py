@@ -123,6 +123,11 @@ def master_name(world_size: int, rank: int) -> str:
     return f"master_world_size_{world_size}_rank_{rank}.pt"
 
 
+def link_name(world_size: int, rank: int) -> str:
+    """The name of a rank's link: what changed since an earlier save."""
+    return f"link_world_size_{world_size}_rank_{rank}"
+
+
 def optimizer_name(world_size: int, rank: int) -> str:
     """The name of a rank's optimizer state."""
     return f"optim_world_size_{world_size}_rank_{rank}.pt"

@@ -160,6 +160,8 @@ class SyncSettings:
         broadcast_digests: explorers check a digest of each bucket; None = only if weights are sent
             from the CPU.
         master_address: the address at which explorers reach rank 0; None = this host's address.
+        deltas: a trainer's save holds only what changed since the save before, if the daemon and an
+            explorer can use that. Needs ``pip install 'syncd[deltas]'``.
 
     Raises:
         InvalidSettingsError: a value is out of its range, or is no known method or style.
@@ -181,6 +183,7 @@ class SyncSettings:
     broadcast_bucket: int = 256 * 1024 * 1024
     broadcast_digests: bool | None = None
     master_address: str | None = None
+    deltas: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -146,6 +146,14 @@ class Format(Record):
 VersionDtype = Annotated[str, Field(max_length=200)] | None
 
 
+class Ahead(Part):
+    """The newest save that links lead to from LATEST's version, and the number of its link."""
+
+    sequence: Sequence
+    step: Step
+    save_id: str
+
+
 class Latest(Record):
     """``.syncd/LATEST``: the version that explorers should serve.
 
@@ -154,6 +162,8 @@ class Latest(Record):
             :class:`~.reports.DeltaProgress` tells if the daemon made this delta.
         names: the origin of the tensor names that the job keeps. None if the hub's names and the
             trainer's names never differed, or if an older release wrote LATEST.
+        save_id: the save that the version was made from.
+        closed: the reason why the daemon takes no link until the next full version, if any.
     """
 
     sequence: Sequence
@@ -163,6 +173,9 @@ class Latest(Record):
     dtype: VersionDtype = None
     delta_from: Sequence | None = None
     names: Names | None = None
+    save_id: str | None = None
+    ahead: Ahead | None = None
+    closed: Text | None = None
 
 
 class VersionFile(Part):
@@ -383,13 +396,14 @@ class ReceiptFile(Part):
     """A file that a receipt lists; ``nonfinite`` is None if the writer did not check.
 
     ``digest`` is the xxh3-128 of the part that ``over`` names: a torch.save file's zip central
-    directory (which holds the CRC-32 of every record), a safetensors header, or all content.
+    directory (which holds the CRC-32 of every record), a safetensors header, a link's index, or all
+    content.
     """
 
     name: RelativePath
     size: Size
     digest: Digest
-    over: Literal["central-directory", "header", "content"]
+    over: Literal["central-directory", "header", "index", "content"]
     nonfinite: NonFinite | None = None
 
 
@@ -400,6 +414,7 @@ class Receipt(Record):
         files: relative to ``actor/``; rank 0 also lists ``huggingface/`` and ``lora_adapter/``.
         sync_dtype: the dtype (``bf16`` or ``fp16``) to which this rank cast the published floating
             tensors; None if it cast no tensor.
+        base: the earlier save that the rank's link file is relative to; None without such a file.
     """
 
     save_id: Annotated[str, Field(min_length=1, max_length=200)]
@@ -408,6 +423,7 @@ class Receipt(Record):
     world_size: Annotated[int, Field(ge=1)]
     files: Annotated[tuple[ReceiptFile, ...], FailFast()]
     sync_dtype: Annotated[str, Field(max_length=20)] | None = None
+    base: Annotated[str, Field(min_length=1, max_length=200)] | None = None
 
     @model_validator(mode="after")
     def _is_of_its_step(self) -> Self:

@@ -288,6 +288,7 @@ class ExplorerReport(Record):
             job's filesystem. A delta can be applied to this copy.
         stage: the boot of the host that has this copy; explorers on one host share its copies.
         hub_names: True if the explorer also accepts versions with the hub's names.
+        follows_ahead: True if the explorer makes its copies from links.
     """
 
     name: str
@@ -311,6 +312,7 @@ class ExplorerReport(Record):
     delta_base: Sequence | None = None
     stage: str | None = None
     hub_names: bool = False
+    follows_ahead: bool = False
     time: float
 
     @property
@@ -336,6 +338,7 @@ class TrainerReport(Record):
     Attributes:
         step: the step of the newest announced save; None before the first save.
         saving: the id of the save that was begun last, until it is announced.
+        base: the save that ``saving`` is relative to, if it is a link.
         name, session: None if the trainer does not register. Then only ``status`` shows whether the
             trainer works.
         nothing_new: how often the trainer told waiting explorers that no newer weights will follow.
@@ -346,6 +349,7 @@ class TrainerReport(Record):
     status: Literal["running", "require_sync", "stopped"]
     step: Step | None = None
     saving: Annotated[str, Field(max_length=200)] | None = None
+    base: Annotated[str, Field(max_length=200)] | None = None
     name: str | None = None
     session: SessionId | None = None
     nothing_new: Size = 0
@@ -358,6 +362,7 @@ class DaemonCounters(Part):
 
     published: Size = 0
     rolled_back: Size = 0
+    linked: Size = 0
     skipped: Size = 0
     quarantined: Size = 0
     versions_retired: Size = 0
@@ -420,6 +425,10 @@ class DaemonReport(Record):
         builds: None if the daemon is too old to report it.
         names: the origin of the tensor names in LATEST's version; None if the hub's names and the
             trainer's names are the same.
+        links: True if the trainer may save links now: the daemon takes them, and a live explorer
+            follows ahead.
+        no_links: why not, if deltas are on.
+        fold: the progress of the fold, if any.
     """
 
     session: SessionId
@@ -436,5 +445,8 @@ class DaemonReport(Record):
     merge: MergeProgress | None = None
     builds: BuildSettings | None = None
     names: Names | None = None
+    links: bool = False
+    no_links: Text | None = None
+    fold: MergeProgress | None = None
     pointer: PointerName = STATE_POINTER
     time: float

@@ -77,6 +77,35 @@ class SaveQuarantined(ErrorEvent):
     path: Path
 
 
+class SaveLinked(InfoEvent):
+    """The save is linked, under the number of a version to come."""
+
+    text = "linked step {step} as {version}: {bytes} bytes in {seconds} s"
+    line = counter = "linked"
+    renamed = Event.renamed | {"bytes": "delta_bytes"}
+    version: int
+    step: int
+    bytes: int
+    seconds: float
+
+
+class LinksClosed(WarningEvent):
+    """No save is linked until the next full version."""
+
+    text = "step {step} cannot be linked: {reason}. The trainer saves whole weights next"
+    line = "closed"
+    step: int
+    reason: str
+
+
+class FoldDelayed(WarningEvent):
+    """Links could not be folded into a full version; the daemon tries again."""
+
+    text = "the links to step {step} could not be folded: {reason}"
+    step: int
+    reason: object
+
+
 class SaveSkipped(InfoEvent):
     """The pointer names a newer step."""
 
@@ -243,6 +272,10 @@ class VersionPublished(InfoEvent):
             f"published step {self.step} as version {self.version}: {size(self.bytes)} in "
             f"{self.seconds:.2f} s"
         )
+
+
+class VersionFolded(VersionPublished):
+    """Links became a full version; ``seconds`` begins with the fold."""
 
 
 class VersionRolledBack(InfoEvent):

@@ -65,6 +65,10 @@ function words(event) {
       return `made the delta from ${of} to ${version}: ${size(event.delta_bytes ?? 0)}, ${percent(event.changed ?? 0)} changed`;
     case "no_delta":
       return [`no delta from ${of} to ${version}: `, said(event.why)];
+    case "linked":
+      return `linked step ${step} as ${version}`;
+    case "closed":
+      return [`cannot link step ${step}: `, said(event.why)];
     case "skipped":
       return `skipped step ${step}: a newer step was published`;
     case "quarantined":

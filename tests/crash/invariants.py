@@ -12,8 +12,10 @@ from syncd.daemon import collect
 from syncd.daemon.config import DaemonConfig
 from syncd.deltas.delta_folder import read_delta, verify_delta
 from syncd.deltas.ends import content_of
+from syncd.deltas.link_index import LinkRecord, read_index
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
+    DELTA,
     FULL,
     STATE_POINTER,
     is_resumable_state,
@@ -28,6 +30,7 @@ from syncd.storage.judge import Judge
 from syncd.storage.leases import Lease
 from syncd.storage.sessions import DaemonLock
 from tests.jobs import LEASE_TIME, SmallJob
+from tests.made_deltas import work
 from tests.storages import Clock, FastStorage
 from trainer_hooks.resuming.resumable import find_checkpoint
 
@@ -109,6 +112,7 @@ def check(job: SmallJob, before: Seen) -> None:
         folder = layout.version(sequence)
         verify_version(FastStorage(), folder, read_manifest(FastStorage(), folder))
         assert layout.lease_folder(sequence).is_dir(), "LATEST cannot be leased"
+        check_ahead(layout)
     check_resumable(job)
     for path in layout.deltas.glob("d*"):  # none where there is no such folder
         check_delta(layout, path, sequence)
@@ -134,10 +138,31 @@ def check_resumable(job: SmallJob) -> None:
         assert saved.tolist() == [found.step] * 3
 
 
+def check_ahead(layout: JobLayout) -> None:
+    """Links lead from LATEST's version to ahead."""
+    latest = parse(Latest, layout.latest.read_bytes(), layout.latest)
+    if (ahead := latest.ahead) is None:
+        return
+    assert ahead.sequence > latest.sequence, "ahead is not above LATEST"
+    links: dict[str, str] = {}
+    for path in layout.deltas.glob("d*"):
+        if b'"target":"' in (content := (path / DELTA).read_bytes()):
+            link = parse(LinkRecord, content, path)
+            links[link.target] = link.base
+    save_id = ahead.save_id
+    while save_id != latest.save_id:
+        assert save_id in links, f"no link leads to {save_id}"
+        save_id = links[save_id]
+
+
 def check_delta(layout: JobLayout, folder: Path, latest: int) -> None:
-    """It is whole, and leads to a version that LATEST has named."""
+    """It is whole, and leads to a version that LATEST has named; or it is a whole link."""
     sequence = parse_delta_folder(folder.name)
     assert sequence is not None
+    if b'"target":"' in (content := (folder / DELTA).read_bytes()):
+        for file in parse(LinkRecord, content, folder).files:
+            read_index(FastStorage(), folder / file.name, file.size, file.digest or "")
+        return
     assert sequence <= latest, f"{folder.name} is there, and LATEST has not named its version"
     delta = read_delta(FastStorage(), folder)
     verify_delta(FastStorage(), folder, delta)
@@ -150,7 +175,7 @@ def check_delta(layout: JobLayout, folder: Path, latest: int) -> None:
 def restart(job: SmallJob, clock: Clock, rounds: int = 16) -> None:
     """A daemon works until it comes to rest; time passes for all stopwatches."""
     job.storage = FastStorage()
-    with job.daemon(CONFIG, clock=clock) as loop:
+    with job.daemon(CONFIG, clock=clock, deltas=work()) as loop:
         for _ in range(rounds):
             loop.run_once()
             pass_time(job, clock)
@@ -184,7 +209,8 @@ def check_converged(job: SmallJob, before: Seen) -> None:
     pointer = layout.root / STATE_POINTER
     pointed = parse_pointer(pointer.read_bytes()) if pointer.exists() else None
     if pointed is not None:
-        assert job.latest.step == pointed, "what the pointer names is not served"
+        back = read_manifest(FastStorage(), layout.version(job.latest.sequence)).rolled_back
+        assert back or job.latest.step == pointed, "what the pointer names is not served"
     assert leftovers(job) == []
     if "ask" in before.asked:
         served = read_manifest(FastStorage(), layout.version(job.latest.sequence))

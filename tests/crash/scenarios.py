@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,7 +21,7 @@ from syncd.coordination.benching import Bench
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Wait
-from syncd.protocol.names import master_name, part_name, shard_name
+from syncd.protocol.names import DELTA, master_name, part_name, shard_name
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import RollbackRequest, SaveId, encode
 from syncd.protocol.reports import TrainerReport
@@ -38,8 +39,11 @@ from tests.crash.invariants import (
 )
 from tests.jobs import LEASE_TIME, SmallJob, nothing
 from tests.made_deltas import work
+from tests.saved_links import save_full, save_link
 from tests.storages import Clock, FastStorage
 from trainer_hooks.state.host_part import HostPart
+from trainer_hooks.state.pieces import pieces_of
+from trainer_hooks.writing.rank_files import LinkContents
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
 
@@ -92,6 +96,7 @@ def ranks_save(
     adapter: bool = False,
     cast: bool = False,
     named: bool = False,
+    link: bool = False,
 ) -> None:
     """Two ranks' parts of one save, the one after the other; rank 0 announces it."""
     report = TrainerReport(run_id=run, world_size=2, status="running", step=step, time=0.0)
@@ -105,8 +110,9 @@ def ranks_save(
             model=None if adapter or named else model,
             whole=part if named or (adapter and rank == 0) else None,
             whole_name=ADAPTER if adapter else part_name(2, rank),
-            trained=trained if (adapter or cast) and full else None,
-            trained_name=master_name if cast else shard_name,
+            trained=trained if (adapter or cast or link) and full else None,
+            trained_name=master_name if cast or link else shard_name,
+            link=_link(run, step, rank, model) if link else None,
             sync_dtype="bf16" if cast else None,
             adapter_files=(_adapter_config,) if adapter and rank == 0 else (),
             optimizer={"state": torch.zeros(2)} if full else None,
@@ -118,6 +124,16 @@ def ranks_save(
         )
         writer = RankWriter(job, rank, 2, save_timeout=5.0, pauses=(0.0, 0.0))
         writer.save(SaveId(run, step, 0), contents)
+
+
+def _link(run: str, step: int, rank: int, model: dict[str, torch.Tensor]) -> LinkContents:
+    old = {name: value - 1 for name, value in model.items()}
+    return LinkContents(
+        base=f"{run}-{step - 1}-0",
+        pieces=lambda _: pieces_of(model, old, rank, tied=False),
+        is_whole=False,
+        written=lambda _: None,
+    )
 
 
 def _adapter(step: int) -> list[tuple[str, torch.Tensor]]:
@@ -151,7 +167,7 @@ def rounds(count: int, *, deltas: bool = False) -> Callable[[SmallJob, Clock], N
     config = CONFIG.model_copy(update={"deltas": "on", "keep_deltas": 1}) if deltas else CONFIG
 
     def act(job: SmallJob, clock: Clock) -> None:
-        with job.daemon(config, clock=clock, deltas=work() if deltas else None) as loop:
+        with job.daemon(config, clock=clock, deltas=work()) as loop:
             for _ in range(count):
                 loop.run_once()
                 pass_time(job, clock)
@@ -169,6 +185,12 @@ def _full_before(job: SmallJob) -> None:
 
 def _saves(run: str = "run", **how: bool) -> Callable[[SmallJob, Clock], None]:
     return lambda job, _: ranks_save(job, run, 2, **how)
+
+
+def _saves_link(job: SmallJob, _: Clock, *, completes: bool = False) -> None:
+    """A link, and then a save that needs no base."""
+    ranks_save(job, "run", 2, full=True, link=True, completes=completes)
+    ranks_save(job, "run", 3)
 
 
 def _synced(job: SmallJob, *, run: str = "run", **how: bool) -> None:
@@ -252,6 +274,51 @@ def _evaluate(job: SmallJob, clock: Clock) -> None:
         held.release()
 
 
+def to_link(job: SmallJob) -> None:
+    """Two links are to be made, one of them of a save that the pointer has passed."""
+    save_full(job, 1)
+    with job.daemon(CONFIG) as loop:
+        loop.run_once()
+    save_link(job, 2, 1, world_size=2)
+    save_link(job, 3, 2, world_size=2)
+
+
+def linked(job: SmallJob) -> None:
+    """Two links lead to ahead."""
+    to_link(job)
+    with job.daemon(CONFIG) as loop:
+        loop.run_once()
+
+
+def _full_with_base(job: SmallJob) -> None:
+    linked(job)
+    save_full(job, 4, base=3)
+
+
+def _ahead_to_roll_back(job: SmallJob) -> None:
+    linked(job)
+    job.layout.requests.mkdir(exist_ok=True)
+    job.ask_rollback(1)
+
+
+def _strays(job: SmallJob) -> None:
+    """A link that leads from no save, and a fold that LATEST does not name."""
+    linked(job)
+    before = job.layout.latest.read_bytes()
+    clock, config = Clock(), CONFIG.model_copy(update={"keep": 100, "keep_deltas": 100})
+    with job.daemon(config, clock=clock, deltas=work()) as loop:
+        for _ in range(8):
+            loop.run_once()
+            pass_time(job, clock)
+    assert job.latest.sequence == 3
+    job.put(job.layout.latest, before)
+    save_link(job, 4, 3, world_size=2)
+    stray = job.layout.delta(9)
+    shutil.copytree(job.layout.delta(3), stray)
+    content = (stray / DELTA).read_bytes().replace(b"run-2-2", b"run-7-7")
+    (stray / DELTA).write_bytes(content)
+
+
 def dirty(job: SmallJob) -> None:
     """What three daemons left that were killed at unlucky moments."""
     published(job, 1, 2)
@@ -318,12 +385,21 @@ SCENARIOS = (
     Scenario("full save of a step that was synced in another dtype", partial(_synced, cast=True),
              _saves(full=True, completes=True, cast=True), _saves("again", full=True, cast=True),
              _SECOND),
+    Scenario("full save whose weights are a link", _first_save, _saves_link,
+             _saves("again", full=True), _SECOND),
+    Scenario("full save of a step that was synced as a link", partial(_synced, link=True),
+             partial(_saves_link, completes=True), _saves("again", full=True), _SECOND),
     Scenario("full save of an adapter", _first_save, _saves(full=True, adapter=True),
              _saves("again", full=True, adapter=True), _SECOND),
     Scenario("publish", _to_publish, rounds(1)),
     Scenario("publish named tensors", _named_to_publish, rounds(1)),
     Scenario("first delta", _to_publish, rounds(2, deltas=True)),
     Scenario("delta", _with_deltas, rounds(2, deltas=True)),
+    Scenario("link", to_link, rounds(2)),
+    Scenario("fold", linked, rounds(8)),
+    Scenario("full save with a base", _full_with_base, rounds(3)),
+    Scenario("roll back from ahead", _ahead_to_roll_back, rounds(2)),
+    Scenario("take-over of links", _strays, rounds(2)),
     Scenario("merge and publish", _to_merge, rounds(2)),
     Scenario("prune", to_prune, rounds(14)),
     Scenario("roll back", _to_roll_back, rounds(2)),

@@ -18,6 +18,7 @@ from syncd.protocol.names import (
     SAVING,
     STATE_POINTER,
     TEMPORARY,
+    delta_folder,
     parse_delta_folder,
     parse_pointer,
     parse_step_folder,
@@ -168,14 +169,24 @@ class Witness:
 
     def _check_latest(self, loss: Loss) -> None:
         content = loss.content(".syncd/LATEST")
-        latest = parse(Latest, content, "LATEST").sequence if content is not None else 0
+        named = parse(Latest, content, "LATEST") if content is not None else None
+        latest = named.sequence if named else 0
         assert latest >= self.before.sequence, "LATEST went back"
         if latest:
             name = version_folder(latest)
             assert f"published/{name}" in loss.tree, f"LATEST names {name}, which is not there"
             assert f".syncd/leases/{name}" in loss.tree, "LATEST cannot be leased"
+            ahead = named.ahead if named else None
+            assert not ahead or f"deltas/{delta_folder(ahead.sequence)}" in loss.tree, "ahead went"
         made = (path.removeprefix("deltas/") for path in loss.tree if path.startswith("deltas/"))
-        deltas = map(parse_delta_folder, made)
+        deltas = map(
+            parse_delta_folder,
+            (
+                name
+                for name in made
+                if b'"target":"' not in (loss.content(f"deltas/{name}/delta.json") or b"")
+            ),
+        )
         assert max(filter(None, deltas), default=0) <= latest, "a delta came before its version"
         for leased in self.before.leased:
             assert f"published/{version_folder(leased)}" in loss.tree, "a leased version went"

@@ -21,7 +21,7 @@ from syncd.checkpoint.merging.options import MergeOptions
 from syncd.checkpoint.open_save import holds_model_only
 from syncd.checkpoint.save import FullStateDict, LoraAdapter, Save, look_at_save
 from syncd.cli import cli
-from syncd.daemon.scan import look_at_step
+from syncd.daemon.steps import look_at_step
 from syncd.protocol.errors import (
     CheckpointError,
     CoverageError,

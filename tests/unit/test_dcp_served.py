@@ -15,7 +15,7 @@ from syncd.checkpoint.dcp.dcp_file import OneByOne
 from syncd.checkpoint.torch_files.pieces import Piece
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.loop import Loop
-from syncd.daemon.scan import LOOK_AGAIN
+from syncd.daemon.steps import LOOK_AGAIN
 from syncd.operate.offline import prune_now
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.records import parse

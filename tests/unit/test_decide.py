@@ -10,7 +10,6 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
     AnswerRequest,
     CloseLeaseFolder,
-    DeltaSeen,
     DropLease,
     Forget,
     LeaseSeen,
@@ -26,6 +25,7 @@ from syncd.daemon.decide import (
     StepSeen,
     decide,
 )
+from syncd.daemon.ways import DeltaSeen
 from syncd.protocol.names import CHECKPOINT_POINTER
 from syncd.protocol.records import Pause, Receipt, RollbackRequest
 

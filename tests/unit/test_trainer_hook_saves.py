@@ -22,7 +22,7 @@ from syncd.protocol.names import FULL, RECEIPTS, RETIRED, SAVING, failure_name
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
-from tests.hooks import DEADLINE, over, written
+from tests.hooks import DEADLINE, Gate, over, written
 from tests.jobs import SmallJob
 from tests.storages import RuledStorage, once, refuse
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, latest_checkpoint
@@ -56,18 +56,6 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.fixture
 def storage() -> RuledStorage:
     return RuledStorage()
-
-
-class Gate:
-    """Holds a storage call until it is opened."""
-
-    def __init__(self, storage: RuledStorage, method: str, where: str) -> None:
-        self.reached, self.opened = threading.Event(), threading.Event()
-        storage.rules.append(once(method, self._hold, where=where))
-
-    def _hold(self, *_: object) -> None:
-        self.reached.set()
-        assert self.opened.wait(DEADLINE)
 
 
 class FullDisk:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -13,11 +14,13 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
 
+from syncd.checkpoint.boxes import whole
 from syncd.checkpoint.safetensors_file import DIGESTS
 from syncd.checkpoint.safetensors_header import HeaderEntry, file_order, header_bytes
 from syncd.checkpoint.tensor_rules import name_fault, shown
 from syncd.coordination.host_memory import HostMemory, wait_for_copies
 from syncd.coordination.tensors import torch_dtype
+from syncd.deltas.link_index import Content, SavedPiece
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.records import NonFinite, ReceiptFile
 from syncd.storage.fsio import Draft
@@ -79,7 +82,7 @@ class HostPart:
         for entry in order:
             hasher = xxhash.xxh3_128()
             looked = LookedAtBytes(torch_dtype(entry.dtype))
-            for part in self._parts(entry):
+            for part in self._parts(entry.begin, entry.end):
                 draft.write(part)
                 hasher.update(part)
                 looked.add(part)
@@ -122,11 +125,37 @@ class HostPart:
         wait_for_copies({flat.device})  # the next tensor may come in the same memory
         self._entries[name] = HeaderEntry(name, dtype, shape, begin, self._end)
 
-    def _parts(self, entry: HeaderEntry) -> Iterator[memoryview]:
-        at = entry.begin
-        while at < entry.end:
+    def pieces(self, old: HostPart | None, nonfinite: list[str]) -> Iterator[SavedPiece]:
+        """The tensors as pieces of a link, whose base has the tensors of ``old``.
+
+        The names of tensors with NaN or Inf are added to ``nonfinite``.
+        """
+        for entry in self._entries.values():
+            looked = LookedAtBytes(torch_dtype(entry.dtype))
+            new = partial(self._content, entry, looked=looked)
+            before = None if old is None else old.content(entry)
+            yield SavedPiece(entry.name, entry.dtype, whole(entry.shape), new, before)
+            if not looked.is_finite:
+                nonfinite.append(entry.name)
+
+    def content(self, like: HeaderEntry) -> Content | None:
+        """The bytes of a tensor; None if there is none of this name, dtype and shape."""
+        entry = self._entries.get(like.name, like._replace(shape=(-1,)))
+        return partial(self._content, entry) if entry[:3] == like[:3] else None
+
+    def _content(
+        self, entry: HeaderEntry, begin: int, end: int, looked: LookedAtBytes | None = None
+    ) -> memoryview:
+        first, *more = self._parts(entry.begin + begin, entry.begin + end)
+        part = memoryview(bytearray().join((first, *more))) if more else first
+        if looked is not None:
+            looked.add(part)
+        return part
+
+    def _parts(self, at: int, end: int) -> Iterator[memoryview]:
+        while at < end:
             number, used = divmod(at, self._size)
-            count = min(entry.end - at, self._size - used)
+            count = min(end - at, self._size - used)
             yield self._buckets[number].content.numpy().data[used : used + count]
             at += count
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from syncd.checkpoint.save import ADAPTER
+from syncd.deltas.link_index import SavedPiece, WrittenLink
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import (
     CRITIC,
@@ -28,6 +30,7 @@ from syncd.protocol.names import (
     full_receipt_name,
     is_full_receipt_name,
     is_weights_name,
+    link_name,
     master_name,
     optimizer_name,
     part_name,
@@ -36,6 +39,7 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, SaveId, encode
 from syncd.storage.errnos import GONE, Ignoring
+from syncd.storage.fsio import Draft
 from syncd.storage.job import Job, make_step_folder
 from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.state_dict import FileWriters
@@ -50,6 +54,23 @@ from trainer_hooks.writing.parts import (
 )
 
 log = logging.getLogger(__name__)
+
+
+class LinkContents(NamedTuple):
+    """How to write a rank's weights as a link.
+
+    Attributes:
+        base: the save_id of the earlier save.
+        pieces: makes the pieces; adds the names of tensors with NaN or Inf to the list, if the
+            caller does not know them.
+        is_whole: whether to write the weights themselves, too.
+        written: called with the result.
+    """
+
+    base: str
+    pieces: Callable[[list[str]], Iterator[SavedPiece]]
+    is_whole: bool
+    written: Callable[[WrittenLink], object]
 
 
 class RankContents(NamedTuple):
@@ -73,6 +94,10 @@ class RankContents(NamedTuple):
             storage fails for a moment, it is called again and must start over.
         sync_dtype: the dtype to which published weights were cast; None if no tensor changed.
         completes: True if the weights are announced already, so that only the rest is written.
+        link: to write the weights as a link; None for a full save.
+        needs_base: closed when this rank's weights are written, because then ``link`` no longer
+            reads the copy of the base.
+        tied: whether a link leaves out a tied output embedding.
     """
 
     model: Mapping[str, Any] | None = None
@@ -94,6 +119,9 @@ class RankContents(NamedTuple):
     written_by: Callable[[], object] | None = None
     sync_dtype: str | None = None
     completes: bool = False
+    link: LinkContents | None = None
+    needs_base: AbstractContextManager[object] = nullcontext()
+    tied: bool = False
 
 
 @dataclass
@@ -108,6 +136,7 @@ class RankFiles:
         rest_stays: True if the other files for resuming must not be deleted, or do not exist.
         trained: the name of this rank's file of the trained model.
         sync_dtype: see :class:`RankContents`.
+        base: see :class:`LinkContents`; None for a full save.
     """
 
     job: Job
@@ -118,6 +147,7 @@ class RankFiles:
     rest_stays: bool = False
     trained: str | None = None
     sync_dtype: str | None = None
+    base: str | None = None
 
     def __post_init__(self) -> None:
         step = self.save_id.step
@@ -195,6 +225,10 @@ class RankFiles:
         if contents.adapter_files:
             adapter = self.actor / LORA_ADAPTER
             files += write_model_files(self.storage, adapter, contents.adapter_files)
+        if contents.link is not None:
+            files.append(self._write_link(contents.link, nonfinite))
+            if not contents.link.is_whole:
+                contents = contents._replace(model=None, whole=None)
         if contents.whole is not None:
             files.append(write_part(self.job, self.actor, contents.whole_name, contents.whole))
         elif contents.model is not None:
@@ -213,6 +247,22 @@ class RankFiles:
                 )
         return files
 
+    def _write_link(self, link: LinkContents, nonfinite: NonFinite) -> ReceiptFile:
+        from syncd.deltas.links import write_link  # noqa: PLC0415 - imports NumPy and zstd
+
+        path, found = self.actor / self.name(link_name), list[str]()
+        with Draft(self.storage, path, room=self.job.layout.drafts) as draft:
+            written = write_link(draft.write, link.pieces(found))
+            draft.commit()
+        link.written(written)
+        return ReceiptFile(
+            name=path.name,
+            size=draft.size,
+            digest=written.digest,
+            over="index",
+            nonfinite=NonFinite.of_all([nonfinite, NonFinite.of(found)]),
+        )
+
     def write_configs(self, contents: RankContents) -> list[ReceiptFile]:
         """Write ``fsdp_config.json`` and ``huggingface/``, on rank 0."""
         config: dict[str, int] = {"world_size": self.world_size}
@@ -230,6 +280,7 @@ class RankFiles:
             world_size=self.world_size,
             files=tuple(files),
             sync_dtype=self.sync_dtype,
+            base=self.base if name == receipt_name(self.rank) else None,
         )
         self.storage.replace(self.receipts / name, encode(receipt))
 
@@ -322,7 +373,8 @@ class RankFiles:
         if any(file.name == ADAPTER for file in receipt.files):
             weights_are = self.storage.exists(self.actor / ADAPTER)
         else:
-            shards = {shard_name(self.world_size, rank) for rank in ranks}
+            name_of = shard_name if receipt.base is None else link_name
+            shards = {name_of(self.world_size, rank) for rank in ranks}
             weights_are = shards <= set(names) or FULL_STATE_DICT in names
         return weights_are and {receipt_name(rank) for rank in ranks} <= set(receipts)
 
@@ -345,7 +397,7 @@ class RankFiles:
         shard, optimizer = self.name(shard_name), self.name(optimizer_name)
         paths: list[Path] = []
         if not self.weights_stay:
-            paths.append(self.receipts / receipt_name(self.rank))
+            paths += [self.receipts / receipt_name(self.rank), actor / self.name(link_name)]
             if not (self.rest_stays and self._is_there(actor / optimizer)):
                 paths += [actor / shard, actor / self.name(part_name)]
             if self.rank == 0:

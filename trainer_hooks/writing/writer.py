@@ -26,6 +26,7 @@ from syncd.protocol.names import (
     FULL_STATE_DICT,
     SAVING,
     full_receipt_name,
+    link_name,
     receipt_name,
     shard_name,
 )
@@ -99,6 +100,7 @@ class RankWriter:
         files = self._files(save_id)
         files.weights_stay, files.rest_stays = contents.completes, not contents.is_full
         files.sync_dtype = contents.sync_dtype
+        files.base = None if contents.link is None else contents.link.base
         if contents.trained is not None:
             files.trained = files.name(contents.trained_name)
         try:
@@ -207,7 +209,7 @@ class RankWriter:
                 written = files.write_rest(contents)
             kept = weights
             if contents.trained is not None:  # training must not resume from published weights
-                published = {files.name(shard_name), FULL_STATE_DICT}
+                published = {files.name(shard_name), files.name(link_name), FULL_STATE_DICT}
                 kept = [file for file in weights if file.name not in published]
             self._write_receipt(files, full_receipt_name, [*kept, *written])
             return written
@@ -216,12 +218,12 @@ class RankWriter:
             files.add_full_mark()
             point(self.job, layout.checkpoint_pointer, step)
 
-        size = 0
         if contents.completes:  # the first half is done, but .saving is gone
-            weights = again(files.begin_rest)
+            weights, size = again(files.begin_rest), 0
         else:
-            weights = again(write_weights)
-            size += sum(file.size for file in weights)
+            with contents.needs_base:
+                weights = again(write_weights)
+            size = sum(file.size for file in weights)
             if rank == 0 and not again(lambda: self._wait_for_weights(files, contents)):
                 return size
             files.weights_stay = True

@@ -131,6 +131,16 @@ class ChildProcess:
             count -= len(part)
         return b"".join(parts)
 
+    def read_some(self) -> bytes:
+        """Receive the bytes that are there; never waits."""
+        try:
+            part = os.read(self._stdout.fileno(), _PIPE)
+        except BlockingIOError:
+            return b""
+        if not part:
+            raise EndedError
+        return part
+
     def _wait(self, fd: int, event: int, cancel: Check) -> None:
         poll = select.poll()
         poll.register(fd, event)

@@ -246,7 +246,8 @@ class GoingLive:
         self._leased: dict[str, set[int]] = {}
         #: Explorer → its session and, if it can use a delta, its host.
         #: Explorers of old releases count as hosts.
-        self._live: dict[str, tuple[SessionId, str]] = {}
+        #: At the end, whether it follows ahead.
+        self._live: dict[str, tuple[SessionId, str, bool]] = {}
         self._round = 0
         self._trainer: set[SessionId] = set()
 
@@ -284,7 +285,7 @@ class GoingLive:
             if report is not None:
                 if report.status != "stopped":
                     host = "" if report.delta_base is None else report.stage or name
-                    self._live[name] = report.session, host
+                    self._live[name] = report.session, host, report.follows_ahead
                 yield from self._loads(name, report, latest)
 
     @property
@@ -298,7 +299,7 @@ class GoingLive:
             self._trainer = set()
             if report and report.session and report.status != "stopped":
                 self._trainer.add(report.session)
-        return {session for session, _ in self._live.values()} | self._trainer
+        return {session for session, _, _ in self._live.values()} | self._trainer
 
     def takers(self, living: Collection[str]) -> set[str]:
         """The hosts with a live explorer whose report says that it can use a delta.
@@ -306,7 +307,11 @@ class GoingLive:
         Explorers that serve from a copy on their host hold no lease. ``living`` are the sessions
         with a heartbeat, of :attr:`sessions` before the last :meth:`look`.
         """
-        return {host for session, host in self._live.values() if session in living} - {""}
+        return {host for session, host, _ in self._live.values() if session in living} - {""}
+
+    def follow(self, living: Collection[str]) -> set[bool]:
+        """Whether live explorers follow ahead: each answer that one of them gives."""
+        return {ahead for session, _, ahead in self._live.values() if session in living}
 
     def _loads(self, name: str, report: ExplorerReport, latest: int) -> Iterator[VersionLive]:
         loads, serves = report.last_loads, report.sequence or 0
@@ -338,7 +343,7 @@ class GoingLive:
         told: dict[str, int] = {}
         published = []
         for line in read_journal(self.job, _ENOUGH):
-            if line.version is None or line.event in {"delta", "no_delta"}:
+            if line.version is None or line.event in {"delta", "no_delta", "linked"}:
                 continue
             if line.event != "live":
                 published.append(line.version)

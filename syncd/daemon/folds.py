@@ -1,0 +1,92 @@
+"""Folds: full versions that a child process makes in the background, of LATEST's and links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from syncd.daemon.delta_maker import DeltaWork, Folding
+from syncd.daemon.tenure import Tenure
+from syncd.protocol.errors import NoRoomError
+from syncd.protocol.names import version_folder
+from syncd.protocol.records import Ahead, Latest, Manifest
+from syncd.protocol.reports import MergeProgress
+
+#: The most seconds between two attempts that storage refuses.
+_LONGEST_WAIT: Final = 30.0
+
+
+@dataclass
+class Folds:
+    """Makes one fold at a time, at most half of the time.
+
+    Attributes:
+        folder: the new version, in the daemon's room; None if nothing is folded.
+        begun: when the last fold was begun.
+        damaged: the number of the last link to which a damaged one leads, if any.
+    """
+
+    tenure: Tenure
+    work: DeltaWork
+
+    def __post_init__(self) -> None:
+        self._clock, self._epoch = self.tenure.clock, self.tenure.epoch
+        self._child: Folding | None = None
+        self._step = 0
+        self._again_at = self._wait = 0.0
+        self.begun = 0.0
+        self.folder: Path | None = None
+        self.damaged: int | None = None
+
+    @property
+    def progress(self) -> MergeProgress | None:
+        """The progress of the fold, if any."""
+        if (child := self._child) is None:
+            return None
+        seconds = self._clock() - self.begun
+        return MergeProgress(step=self._step, done=child.done, total=child.total, seconds=seconds)
+
+    def poll(
+        self, latest: Latest, ahead: Ahead, chain: Sequence[int], size: int
+    ) -> Manifest | None:
+        """Begin a fold of LATEST's version and a chain of links; return it once it has ended.
+
+        ``size`` is that of the version. Call :meth:`end` when it is published, or after an error.
+
+        Raises:
+            NoDeltaError: a link is damaged.
+            NoRoomError, OSError: the fold can be tried again.
+        """
+        if self._child is None:
+            if self._clock() < self._again_at:
+                return None
+            free = self.tenure.job.storage.free(self._epoch.building).bytes
+            self.begun, self._step = self._clock(), ahead.step
+            if free is not None and free < size:
+                raise NoRoomError(f"a fold needs {size / 1e6:.1f} MB, {free / 1e6:.1f} are free")
+            name = f"fold-{version_folder(chain[-1])}"
+            self.folder = self._epoch.start_build(name)
+            self._epoch.in_background.add(name)
+            self._child = self.work.fold(self.tenure.job, latest.sequence, chain, self.folder)
+        return self._child.poll()
+
+    def rest(self) -> None:
+        """Begin no fold for as long as the last one took."""
+        self._again_at, self._wait = 2 * self._clock() - self.begun, 0.0
+
+    def put_off(self) -> None:
+        """Wait after an error, each time for longer."""
+        self._wait = min(_LONGEST_WAIT, 2 * self._wait or 1.0)
+        self._again_at = self._clock() + self._wait
+
+    def end(self) -> None:
+        """End the fold, if any, and delete its files."""
+        child, self._child = self._child, None
+        folder, self.folder = self.folder, None
+        if child is not None:
+            child.close()
+        if folder is not None:
+            self._epoch.in_background.discard(folder.name)
+            self.tenure.job.storage.remove_tree(folder)

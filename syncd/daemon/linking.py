@@ -1,0 +1,78 @@
+"""Links: a save's files of changes get a second name in ``deltas/``, after they are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from syncd.checkpoint.save import SavedWeights, confirm_unchanged
+from syncd.checkpoint.version import link_or_copy, read_manifest
+from syncd.daemon.publish import Publisher
+from syncd.daemon.tenure import Tenure
+from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.link_index import LinkRecord, read_index
+from syncd.deltas.link_plan import plan_links
+from syncd.deltas.whole_version import WholeVersion
+from syncd.protocol.errors import SaveNotReadyError
+from syncd.protocol.names import DELTA, HUGGINGFACE, delta_folder, link_name
+from syncd.protocol.records import Latest, ReceiptFile, VersionFile, encode
+from syncd.storage.errnos import is_gone
+
+
+def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: Latest) -> int:
+    """Make a link whose base is linked, or LATEST's save; returns its sequence.
+
+    Raises:
+        NoDeltaError: the save cannot be linked.
+        SaveNotReadyError: the save changed meanwhile.
+        SupersededError: another daemon has taken over.
+    """
+    job, epoch, sequence = tenure.job, tenure.epoch, publisher.reserve()
+    name, actor, vouched = delta_folder(sequence), job.layout.actor(save.step), save.vouched()
+    published = job.layout.version(latest.sequence)
+    version = WholeVersion(published, read_manifest(job.storage, published))
+    folder = epoch.start_build(name)  # mkdir building/d000017
+    try:
+        files, pieces = [], []
+        for rank in range(len(save.receipts)):
+            publisher.cancel()
+            file = vouched.get(link_name(len(save.receipts), rank))
+            if file is None:
+                raise NoDeltaError(f"the receipt of rank {rank} lists no link")
+            # Link or copy the file, and read its index, but none of its blocks.
+            target = folder / f"rank-{rank}"
+            link_or_copy(job.storage, actor / file.name, target, publisher.cancel)
+            pieces.append(read_index(job.storage, target, file.size, file.digest))
+            files.append(VersionFile(name=target.name, size=file.size, digest=file.digest))
+        # Read all receipts again by name, so that all files are of this save.
+        confirm_unchanged(job.storage, actor, save)
+        _check_small_files(vouched, version)
+        plan_links(pieces, version, job.storage, cancel=publisher.cancel)
+        record = LinkRecord(
+            base=save.base or "",
+            target=save.identity,
+            files=tuple(files),
+            nonfinite=save.nonfinite,
+        )
+        job.storage.write_new(folder / DELTA, encode(record))
+        job.storage.sync_folder(folder)
+        # saves.json names the sequence first, so that older daemons do not use it again.
+        publisher.outcomes.published(save.step, save.identity, sequence)
+        # Rename building/d000017 to deltas/d000017. Fsync deltas/.
+        epoch.commit_delta(name)
+    except OSError as error:
+        epoch.raise_if_superseded(error)
+        if is_gone(error) and job.storage.exists(folder):
+            raise SaveNotReadyError(f"{error.filename or actor} is gone") from error
+        raise
+    finally:
+        if job.storage.exists(folder):
+            job.storage.remove_tree(folder)
+    return sequence
+
+
+def _check_small_files(vouched: Mapping[str, ReceiptFile], version: WholeVersion) -> None:
+    has = {file.name: (file.size, file.digest) for file in version.manifest.files}
+    for path, file in vouched.items():
+        folder, _, name = path.partition("/")
+        if folder == HUGGINGFACE and has.get(name) != (file.size, file.digest):
+            raise NoDeltaError(f"{path} differs from that of version {version.manifest.sequence}")

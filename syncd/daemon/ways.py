@@ -1,0 +1,109 @@
+"""The links above LATEST, and the way back from the pointer's save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from syncd.checkpoint.save import Links, Remote, Save, SavedWeights, Unfinished, WholeSave
+from syncd.deltas.ends import LONGEST_CHAIN
+from syncd.deltas.link_index import LinkRecord
+from syncd.protocol.errors import RecordError
+from syncd.protocol.names import DELTA
+from syncd.protocol.records import SaveId, parse
+from syncd.storage.job import Job
+
+
+@dataclass(frozen=True)
+class DeltaSeen:
+    """A delta or a link on disk; ``sequence`` is the sequence of its target version.
+
+    A link has the saves ``base`` and ``target``.
+    """
+
+    sequence: int
+    bytes: int
+    base: str | None = None
+    target: str = ""
+
+
+@dataclass(frozen=True)
+class Way:
+    """The way back from the pointer's save, newest first.
+
+    Attributes:
+        joins: True if links can lead along the way from LATEST's version to the pointer's save.
+        full: the newest save on the way that can be merged, if any.
+    """
+
+    saves: tuple[SavedWeights, ...] = ()
+    joins: bool = False
+    full: WholeSave | None = None
+
+
+def look_at_delta(job: Job, sequence: int) -> DeltaSeen:
+    """A delta or a link on disk."""
+    folder = job.layout.delta(sequence)
+    found = [job.storage.status(folder / name) for name in job.storage.names(folder)]
+    seen = DeltaSeen(sequence, sum(status.st_size for status in found if status is not None))
+    try:
+        link = parse(LinkRecord, job.storage.read(folder / DELTA), folder / DELTA)
+    except (RecordError, FileNotFoundError):
+        return seen  # it is no link, or damaged
+    return replace(seen, base=link.base, target=link.target)
+
+
+def links_from(
+    version: int, save_id: str | None, deltas: Iterable[DeltaSeen]
+) -> dict[str, DeltaSeen]:
+    """The links above a version that lead from its save, by their targets."""
+    found: dict[str, DeltaSeen] = {}
+    # A link comes after the link to its base, so links from a save to itself are no loop.
+    for link in sorted(deltas, key=lambda delta: delta.sequence):
+        joins = link.base is not None and (link.base == save_id or link.base in found)
+        if joins and link.sequence > version and link.target != save_id:
+            found.setdefault(link.target, link)
+    return found
+
+
+def chain_to(target: str, links: Mapping[str, DeltaSeen]) -> list[DeltaSeen]:
+    """The links to a save, oldest first; ``links`` is a result of :func:`links_from`."""
+    link, chain = links.get(target), []
+    while link is not None:
+        chain.append(link)
+        link = links.get(link.base or "")
+    return chain[::-1]
+
+
+def way_back(
+    save: WholeSave,
+    known: Container[str],
+    refused: Container[str],
+    look: Callable[[int], Save],
+) -> Way:
+    """Find the way back from the pointer's save.
+
+    Args:
+        save: the pointer's save.
+        known: LATEST's save, and those to which links lead from it.
+        refused: the saves that cannot be merged.
+        look: finds the save in the folder of a step.
+    """
+    if isinstance(save, Remote):
+        return Way(full=save)
+    way = [save]
+    while way[-1].identity not in known and (base := way[-1].base) is not None:
+        if base in known:
+            break
+        before, after = SaveId.parse(base), SaveId.parse(way[-1].identity)
+        if before is None or after is None or not after.is_newer_than(before):
+            break
+        earlier = look(before.step)
+        if isinstance(earlier, Unfinished | Remote) or earlier.identity != base:
+            break
+        way.append(earlier)
+        if len(way) > LONGEST_CHAIN:
+            break
+    joins = way[-1].identity in known or way[-1].base in known
+    fulls = (one for one in way if not isinstance(one, Links) and one.identity not in refused)
+    return Way(tuple(way), joins, next(fulls, None))

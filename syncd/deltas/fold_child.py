@@ -1,0 +1,51 @@
+"""The child process that folds links; :class:`~.making.FoldChild` starts it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from syncd.checkpoint.merging.options import Work
+from syncd.deltas.ends import NoDeltaError
+from syncd.protocol.errors import SyncdError
+from syncd.storage.job import Job
+
+#: Seconds between two signs of life.
+_SIGN: Final = 0.5
+
+
+def run() -> None:
+    """Fold as standard input and the arguments say, and tell the progress."""
+    root, folder = map(Path, json.loads(sys.stdin.readline()))
+    base, *chain = map(int, sys.argv[2:])
+    said, size = 0.0, 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal said, size
+        size = total
+        if done < total and time.monotonic() - said >= _SIGN:
+            said = time.monotonic()
+            _tell(0, done, total)
+
+    with suppress(BrokenPipeError):  # the parent has ended
+        try:
+            from syncd.deltas.folding import fold_version  # noqa: PLC0415 - NumPy may be missing
+
+            fold_version(Job.at(root), base, chain, folder, Work(lambda: None, progress))
+            _tell(0, size, size)
+        except BrokenPipeError:
+            raise
+        except (NoDeltaError, SyncdError) as error:
+            _tell(0, why=str(error))
+        except (OSError, ImportError, MemoryError) as error:
+            code = error.errno if isinstance(error, OSError) else None
+            _tell(code or errno.ENOMEM, why=str(error) or type(error).__name__)
+
+
+def _tell(code: int, done: int = 0, total: int = 0, why: str = "") -> None:
+    print(json.dumps([code, done, total, why]), flush=True)

@@ -1,0 +1,240 @@
+"""Make a whole version from an older one, and from links that lead from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import xxhash
+
+from syncd.checkpoint.merging.options import Work
+from syncd.checkpoint.parallel import Check, run_side_by_side, threads_here
+from syncd.checkpoint.safetensors_file import with_digests
+from syncd.checkpoint.tensor_rules import ITEMSIZE
+from syncd.checkpoint.version import copy_file, read_manifest
+from syncd.checkpoint.whole_files import Merged, written_file
+from syncd.deltas.delta_folder import BLOCK
+from syncd.deltas.encoding import Decoder
+from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.link_index import LinkRecord, read_index
+from syncd.deltas.link_plan import LinkPlan, PieceKey, Place, key_of, plan_links
+from syncd.deltas.links import LinkReader
+from syncd.deltas.whole_version import Places, WholeVersion, open_weights
+from syncd.protocol.names import DELTA, MANIFEST
+from syncd.protocol.records import Manifest, SaveId, encode, parse
+from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
+
+#: Bytes between two fsyncs, because an fsync of gigabytes could not be interrupted.
+_SYNC_EVERY: Final = 256 * 1024 * 1024
+
+
+class LinkFolder(NamedTuple):
+    """A link's folder and its record."""
+
+    folder: Path
+    link: LinkRecord
+
+
+def fold(
+    storage: Storage,
+    base: WholeVersion,
+    chain: Sequence[LinkFolder],
+    folder: Path,
+    *,
+    to: Storage,
+    threads: int = 4,
+    work: Work,
+) -> Merged:
+    """Write all files of the version to which links lead, except the manifest; sync the files.
+
+    Args:
+        storage: the storage of the links.
+        base: a whole version. Nobody may delete it during the call.
+        chain: the links from the base's save on, in order.
+        folder: an empty folder. The caller must sync its parent, or remove the folder on errors.
+        to: the storage of the folder and of the base.
+        threads: the most threads, also limited by the number of processors.
+        work: its callbacks are called in this thread.
+
+    Raises:
+        NoDeltaError: a link is missing or damaged, or the base is, or they do not fit.
+        VerificationError: a small file of the base is damaged.
+        OSError: a storage failed.
+    """
+    with ExitStack() as stack:
+        links = [_open(storage, each, stack) for each in chain]
+        pieces = [reader.pieces for reader in links[-1]]
+        plan = plan_links(pieces, base, to, cancel=work.cancel)
+        places = stack.enter_context(open_weights(to, base))
+        files = {file.path.name: file for file, _ in places.values()}
+        made = {(folder / file.name).parent for file in base.manifest.files}
+        for below in sorted(made - {folder}):
+            to.make_folder(below, below=folder.parent)
+        for file in base.manifest.files:
+            if file.name not in files:
+                copy_file(to, base.folder, to, folder, file, {}, work.cancel)
+        fds = {name: stack.enter_context(to.closing(to.create(folder / name))) for name in files}
+        folding = _Folding(to, [_by_key(readers) for readers in links], plan, places, fds)
+        total = sum(entry.end - entry.begin for _, entry in places.values())
+
+        def look() -> None:
+            work.cancel()
+            work.progress(sum(folding.done.copy().values()), total)
+
+        units = [partial(folding.write, unit) for unit in _units(plan)]
+        run_side_by_side(units, threads=threads_here(threads), look=look)
+        written = []
+        for name, source in files.items():
+            digests = [
+                folding.digests.get(entry.name) or xxhash.xxh3_128_digest(b"")
+                for entry in source.entries
+            ]
+            header = with_digests(source.header, digests)
+            to.pwrite_all(fds[name], header, 0)
+            to.fsync(fds[name])
+            size = source.size - len(header)
+            written.append(written_file(name, header, size, source.entries, digests, work.cancel))
+    for below in sorted(made - {folder}, reverse=True):
+        to.sync_folder(below)
+    merged = Merged.of(written, total)
+    files_made = {file.name: file for file in merged.files}
+    listed = tuple(files_made.get(file.name, file) for file in base.manifest.files)
+    return merged._replace(files=listed)
+
+
+def fold_version(job: Job, base: int, chain: Sequence[int], folder: Path, work: Work) -> Manifest:
+    """Fold links into a published version; the new one has the number of the last link.
+
+    The folder must be empty; the caller must sync its parent. For the errors see :func:`fold`.
+    """
+    storage, layout = job.storage, job.layout
+    version = WholeVersion(layout.version(base), read_manifest(storage, layout.version(base)))
+    links = []
+    for path in map(layout.delta, chain):
+        record = parse(LinkRecord, storage.read(path / DELTA), path / DELTA)
+        links.append(LinkFolder(path, record))
+    merged = fold(storage, version, links, folder, to=storage, work=work)
+    last = links[-1].link
+    saved = SaveId.parse(last.target)
+    manifest = version.manifest.model_copy(
+        update={
+            "sequence": chain[-1],
+            "step": saved.step if saved else version.manifest.step,
+            "save_id": last.target,
+            "files": merged.files,
+            "tensors": merged.tensors,
+            "rolled_back": None,
+            "nonfinite": last.nonfinite,
+            "timings": {},
+        }
+    )
+    storage.write_new(folder / MANIFEST, encode(manifest))
+    storage.sync_folder(folder)
+    return manifest
+
+
+def _open(storage: Storage, at: LinkFolder, stack: ExitStack) -> list[LinkReader]:
+    readers = []
+    try:
+        for file in at.link.files:
+            path = at.folder / file.name
+            pieces = read_index(storage, path, file.size, file.digest or "")
+            readers.append(stack.enter_context(LinkReader(storage, path, pieces)))
+    except FileNotFoundError as error:
+        raise NoDeltaError(f"{error.filename} is gone") from error
+    return readers
+
+
+def _by_key(readers: Iterable[LinkReader]) -> dict[PieceKey, tuple[LinkReader, int]]:
+    return {
+        key_of(piece): (reader, number)
+        for reader in readers
+        for number, piece in enumerate(reader.pieces)
+        if piece.box.size and not piece.is_replica
+    }
+
+
+def _units(plan: LinkPlan) -> Iterator[list[PieceKey]]:
+    """Groups of pieces, each with all pieces of some tensors, for one thread each."""
+    last = {place.tensor: number for number, key in enumerate(plan) for place in plan[key]}
+    unit: list[PieceKey] = []
+    until = -1
+    for number, (key, places) in enumerate(plan.items()):
+        if unit and number > until:
+            yield unit
+            unit = []
+        unit.append(key)
+        until = max(until, *(last[place.tensor] for place in places))
+    if unit:
+        yield unit
+
+
+def _within(places: Sequence[Place], begin: int, end: int) -> Iterator[tuple[str, int, slice]]:
+    """A tensor, an offset in it, and its bytes among the bytes ``begin`` to ``end - 1``."""
+    for at, length, tensor, offset in places:
+        first, last = max(begin, at), min(end, at + length)
+        if first < last:
+            yield tensor, offset + first - at, slice(first - begin, last - begin)
+
+
+@dataclass(eq=False)
+class _Folding:
+    """Writes pieces. Several threads can call :meth:`write`, for different tensors."""
+
+    to: Storage
+    links: Sequence[Mapping[PieceKey, tuple[LinkReader, int]]]
+    plan: LinkPlan
+    places: Places
+    fds: Mapping[str, int]
+    digests: dict[str, bytes] = field(default_factory=dict)
+    done: dict[PieceKey, int] = field(default_factory=dict)
+
+    def write(self, unit: Sequence[PieceKey], check: Check) -> None:
+        """Write the new bytes of these pieces, and compute the digests of their tensors."""
+        decoder = Decoder()
+        hashers = {place.tensor: xxhash.xxh3_128() for key in unit for place in self.plan[key]}
+        unsynced = 0
+        for key in unit:
+            self.done[key] = 0
+            for content in self._new(key, decoder):
+                check()
+                begin = self.done[key]
+                for tensor, offset, part in _within(self.plan[key], begin, begin + len(content)):
+                    file, entry = self.places[tensor]
+                    fd = self.fds[file.path.name]
+                    hashers[tensor].update(content[part])
+                    self.to.pwrite_all(fd, content[part], entry.begin + offset)
+                    unsynced += part.stop - part.start
+                    if unsynced >= _SYNC_EVERY:
+                        self.to.fsync(fd)
+                        unsynced = 0
+                self.done[key] += len(content)
+        self.digests.update((tensor, hasher.digest()) for tensor, hasher in hashers.items())
+
+    def _new(self, key: PieceKey, decoder: Decoder) -> Iterator[memoryview]:
+        blocks = self._old(key)
+        for link in self.links:
+            if key not in link:
+                raise NoDeltaError("the links divide the tensors in different ways")
+            reader, number = link[key]
+            blocks = reader.apply(number, blocks, decoder)
+        return blocks
+
+    def _old(self, key: PieceKey) -> Iterator[memoryview]:
+        places = self.plan[key]
+        width = ITEMSIZE[self.places[places[0].tensor][1].dtype]
+        size = sum(place.length for place in places)
+        memory = memoryview(bytearray(min(size, BLOCK * width)))
+        for begin in range(0, size, BLOCK * width):
+            part = memory[: size - begin]
+            for tensor, offset, at in _within(places, begin, begin + len(part)):
+                file, entry = self.places[tensor]
+                count = self.to.pread_fully(file.fd, part[at], entry.begin + offset)
+                if count < at.stop - at.start:
+                    raise NoDeltaError(f"{file.path} became shorter while it was read")
+            yield part

@@ -1,0 +1,166 @@
+"""A link: the file in which one rank saves what changed since an earlier save, its base.
+
+::
+
+    blocks   the encoded blocks, one after the other, in the order of the index
+    index    a LinkIndex, as JSON
+    length   of the index in bytes: 8 bytes, little endian
+
+A piece is a part of a tensor. Its elements in C order are divided into blocks of 2^20; the last can
+be shorter. A block without changes has no entry. Nothing here imports NumPy.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Final, NamedTuple
+
+import pydantic
+import xxhash
+from pydantic import FailFast, Field
+
+from syncd.checkpoint.boxes import Box, holds
+from syncd.checkpoint.tensor_rules import ITEMSIZE, NUMBER_LIMIT, name_fault, shape_of, shown
+from syncd.deltas.delta_folder import BLOCK
+from syncd.deltas.ends import NoDeltaError
+from syncd.protocol.errors import ProtocolMismatchError, RecordError
+from syncd.protocol.records import Digest, NonFinite, Record, Size, VersionFile, parse
+from syncd.storage.fsio import Storage
+
+#: The most bytes of an index: enough for 5 * 10^11 elements, and parsed in less than 1 GiB.
+INDEX_LIMIT: Final = 32 * 1024 * 1024
+LENGTH: Final = struct.Struct("<Q")
+
+
+class LinkBlock(NamedTuple):
+    """An entry: a block of a piece in which ``changed`` elements changed.
+
+    ``length`` is that of the encoded block in bytes, and ``digest`` its xxh3-64.
+    """
+
+    number: Size
+    length: Size
+    changed: Size
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+
+@pydantic.dataclasses.dataclass(frozen=True, slots=True)
+class LinkPiece:
+    """A part of a tensor on one rank; ``digest`` is the xxh3-128 of its new bytes.
+
+    If ``is_replica``, another rank has the blocks of this part, and this rank none.
+    """
+
+    name: str
+    dtype: str
+    box: Box
+    digest: Digest
+    blocks: Annotated[tuple[LinkBlock, ...], FailFast()] = ()
+    is_replica: bool = False
+
+    @property
+    def needs_base(self) -> bool:
+        """False if each block has all its new elements."""
+        size = self.box.size * ITEMSIZE[self.dtype]
+        return sum(one.length - 1 for one in self.blocks) < size
+
+
+class LinkIndex(Record):
+    """The pieces of one rank."""
+
+    pieces: Annotated[tuple[LinkPiece, ...], FailFast()]
+
+
+class LinkRecord(Record):
+    """``delta.json`` of a link: the save ``target``, as changes against the save ``base``.
+
+    ``files`` has ``rank-R`` for each rank, in order; ``digest`` is the xxh3-128 of a file's index.
+    """
+
+    base: str
+    target: str
+    files: Annotated[tuple[VersionFile, ...], FailFast()]
+    nonfinite: NonFinite | None = None
+
+
+#: The bytes of a piece from one offset to another.
+Content = Callable[[int, int], memoryview]
+
+
+class SavedPiece(NamedTuple):
+    """A part of a tensor to save; ``dtype`` is safetensors' name.
+
+    Attributes:
+        old: the bytes in the base; None if they are not known, so that all of ``new`` is written.
+        is_replica: whether another rank writes the changes of this part.
+    """
+
+    name: str
+    dtype: str
+    box: Box
+    new: Content
+    old: Content | None
+    is_replica: bool = False
+
+
+class WrittenLink(NamedTuple):
+    """The xxh3-128 of a link's index, and how many of its ``elements`` were written as changed."""
+
+    digest: str
+    changed: int
+    elements: int
+
+
+def read_index(storage: Storage, path: Path, size: int, digest: str) -> tuple[LinkPiece, ...]:
+    """Read and check the pieces in a link file, but none of its blocks.
+
+    ``size`` is the file's, ``digest`` the xxh3-128 of its index, as the receipt has them.
+
+    Raises:
+        NoDeltaError: the file is damaged, or another one.
+        OSError: it is missing, or cannot be read.
+    """
+    with storage.reading(path) as fd:
+        end = size - LENGTH.size
+        if storage.fstat(fd).st_size != size or end < 0:
+            raise NoDeltaError(f"{path} does not have {size} bytes, as its receipt says")
+        (length,) = LENGTH.unpack(storage.pread_all(fd, LENGTH.size, end))
+        if length > min(end, INDEX_LIMIT):
+            raise NoDeltaError(f"{path} declares an index of {length} bytes, which is too long")
+        content = storage.pread_all(fd, length, end - length)
+    if xxhash.xxh3_128_hexdigest(content) != digest:
+        raise NoDeltaError(f"the index of {path} does not have the digest in its receipt")
+    try:
+        pieces = parse(LinkIndex, content, path).pieces
+    except (ProtocolMismatchError, RecordError) as error:
+        raise NoDeltaError(str(error)) from None
+    names = set()
+    for piece in pieces:
+        why = name_fault(piece.name)
+        if why is None and not _is_possible(piece):
+            why = "has an impossible dtype, box or block"
+        if why is None and (piece.name, piece.box.offsets) in names:
+            why = "comes twice"
+        if why is not None:
+            raise NoDeltaError(f"{path}: {shown(piece.name)} {why}")
+        names.add((piece.name, piece.box.offsets))
+    if sum(block.length for piece in pieces for block in piece.blocks) != end - length:
+        raise NoDeltaError(f"the blocks of {path} are not as long as its index says")
+    return pieces
+
+
+def _is_possible(piece: LinkPiece) -> bool:
+    ends = piece.box.ends if len(piece.box.offsets) == len(piece.box.shape) else None
+    width, last = ITEMSIZE.get(piece.dtype), -1
+    if width is None or ends is None or shape_of(ends) is None or not holds(ends, piece.box):
+        return False
+    for block in piece.blocks:
+        inside = min(piece.box.size - block.number * BLOCK, BLOCK)
+        if not (last < block.number and 1 <= block.changed <= inside):
+            return False
+        if not 1 < block.length <= 1 + inside * width:
+            return False
+        last = block.number
+    return piece.box.size < NUMBER_LIMIT and not (piece.is_replica and piece.blocks)

@@ -1,0 +1,108 @@
+"""Write the pieces of one rank into a link, and make their new bytes from the old ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import xxhash
+
+from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
+from syncd.closing import Closing
+from syncd.deltas.delta_folder import BLOCK
+from syncd.deltas.encoding import BlockError, Decoder, Encoder, as_elements, whole_block
+from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.link_index import LENGTH, LinkBlock, LinkIndex, LinkPiece, SavedPiece, WrittenLink
+from syncd.protocol.records import encode
+from syncd.storage.fsio import Storage
+
+
+def write_link(write: Callable[[bytes], object], pieces: Iterable[SavedPiece]) -> WrittenLink:
+    """Write a link's blocks and index; ``write`` appends to its file."""
+    encoder = Encoder()
+    written: list[LinkPiece] = []
+    changed = elements = 0
+    for piece in pieces:
+        width = ITEMSIZE[piece.dtype]
+        size = piece.box.size * width
+        hasher = xxhash.xxh3_128()
+        blocks = []
+        for number, begin in enumerate(range(0, size, BLOCK * width)):
+            end = min(begin + BLOCK * width, size)
+            new = piece.new(begin, end)
+            hasher.update(new)
+            if piece.is_replica:
+                continue
+            elements += (end - begin) // width
+            if piece.old is None:
+                encoded, count = whole_block(new), (end - begin) // width
+            else:
+                old = as_elements(piece.old(begin, end), width)
+                encoded, count = encoder.encode(old, as_elements(new, width))
+            if count:
+                write(encoded)
+                digest = xxhash.xxh3_64_hexdigest(encoded)
+                blocks.append(LinkBlock(number, len(encoded), count, digest))
+                changed += count
+        name, dtype, box, _, _, is_replica = piece
+        digest = hasher.hexdigest()
+        written.append(LinkPiece(name, dtype, box, digest, tuple(blocks), is_replica))
+    index = encode(LinkIndex(pieces=tuple(written)))
+    write(index)
+    write(LENGTH.pack(len(index)))
+    return WrittenLink(xxhash.xxh3_128_hexdigest(index), changed, elements)
+
+
+class LinkReader(Closing):
+    """An open link file, and its ``pieces`` (:func:`~.link_index.read_index`).
+
+    Several threads can share a reader, if each has its own :class:`~.encoding.Decoder`.
+    """
+
+    def __init__(self, storage: Storage, path: Path, pieces: Sequence[LinkPiece]) -> None:
+        self._storage = storage
+        self._path = path
+        self.pieces = pieces
+        lengths = (sum(block.length for block in piece.blocks) for piece in pieces)
+        self._offsets = list(accumulate(lengths, initial=0))
+        self._fd = storage.open_read(path)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._storage.release(self._fd)
+
+    def apply(
+        self, number: int, old: Iterable[memoryview], decoder: Decoder
+    ) -> Iterator[memoryview]:
+        """Yield the new bytes of a piece, block by block, in the memory of the old ones.
+
+        The memory must be writable; its content does not matter if the piece needs no base. Readers
+        of consecutive links can be nested, if their pieces have the same box.
+
+        Raises:
+            NoDeltaError: the link is damaged, or the old bytes are not the base's: at the latest
+                after the last block.
+        """
+        piece = self.pieces[number]
+        width, offset = ITEMSIZE[piece.dtype], self._offsets[number]
+        blocks = {block.number: block for block in piece.blocks}
+        hasher = xxhash.xxh3_128()
+        for at, content in enumerate(old):
+            if (block := blocks.get(at)) is not None:
+                encoded = self._storage.pread_all(self._fd, block.length, offset)
+                offset += block.length
+                if xxhash.xxh3_64_hexdigest(encoded) != block.digest:
+                    raise self._damaged(piece, f"block {at} does not have the digest in the index")
+                try:
+                    elements = as_elements(content, width)
+                    decoder.apply(memoryview(encoded), block.changed, elements)
+                except BlockError as error:
+                    raise self._damaged(piece, f"block {at}: {error}") from None
+            hasher.update(content)
+            yield content
+        if hasher.hexdigest() != piece.digest:
+            raise self._damaged(piece, "the new bytes do not have the digest in the index")
+
+    def _damaged(self, piece: LinkPiece, why: str) -> NoDeltaError:
+        return NoDeltaError(f"the link {self._path} cannot be used: {shown(piece.name)}: {why}")

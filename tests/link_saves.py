@@ -1,0 +1,122 @@
+"""Saves that consist of a full one and links, and a daemon that takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from syncd.checkpoint.boxes import Box
+from syncd.checkpoint.tensor_rules import ITEMSIZE
+from syncd.coordination.tensors import DTYPES
+from syncd.deltas.encoding import Decoder
+from syncd.deltas.link_index import LinkPiece, read_index
+from syncd.deltas.links import LinkReader
+from syncd.protocol.names import RECEIPTS, receipt_name
+from syncd.protocol.records import Latest, Receipt, ReceiptFile, SaveId, encode, parse
+from syncd.protocol.reports import DaemonReport
+from syncd.storage.job import Job
+from syncd.storage.sessions import Session
+from tests.links import STORAGE, blocks_of
+from tests.merging import build, loaded
+
+
+@contextmanager
+def offered(root: Path, *, links: bool = True) -> Iterator[Job]:
+    """Be a daemon that takes links, and that has published nothing yet."""
+    job = Job.at(root, STORAGE)
+    lease_time = job.open().lease_time
+    with Session(job.layout, lease_time) as session:
+        report = DaemonReport(
+            session=session.id, host="h", pid=1, epoch=1, state="watching", links=links, time=0.0
+        )
+        job.storage.replace(job.layout.daemon_report, encode(report))
+        yield job
+
+
+def publish(job: Job, save_id: str, sequence: int = 1, **more: object) -> None:
+    """Write LATEST as a daemon that has published this save."""
+    saved = SaveId.parse(save_id)
+    assert saved is not None
+    latest = Latest.model_validate(
+        {"sequence": sequence, "step": saved.step, "folder": f"v{sequence:06d}", "save_id": save_id}
+        | more
+    )
+    job.storage.replace(job.layout.latest, encode(latest))
+
+
+def receipts(job: Job, step: int) -> list[Receipt]:
+    """Those of all ranks."""
+    folder = job.layout.actor(step) / RECEIPTS
+
+    def receipt(rank: int) -> Receipt:
+        path = folder / receipt_name(rank)
+        return parse(Receipt, path.read_bytes(), path)
+
+    first = receipt(0)
+    return [first, *(receipt(rank) for rank in range(1, first.world_size))]
+
+
+def link_in(receipt: Receipt) -> ReceiptFile | None:
+    """The receipt's entry of the link, if there is one."""
+    return next((file for file in receipt.files if file.over == "index"), None)
+
+
+def is_link(job: Job, step: int) -> bool:
+    """True if the save of a step is nothing but a link on each rank; False if it has no links."""
+    found = receipts(job, step)
+    kinds = {file.over for one in found for file in one.files} - {"content"}
+    assert (kinds == {"index"}) is all(one.base is not None for one in found)
+    return kinds == {"index"}
+
+
+def full(job: Job, step: int) -> dict[str, torch.Tensor]:
+    """The tensors of a full save, as the daemon merges them."""
+    with TemporaryDirectory() as folder:
+        build(job.layout.actor(step), Path(folder, "out"))
+        return loaded(Path(folder, "out"))
+
+
+def linked(job: Job, step: int, base: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a link, made from those of its base."""
+    made = {name: tensor.clone() for name, tensor in base.items()}
+    seen: dict[tuple[str, Box], str] = {}
+    replicas: list[LinkPiece] = []
+    covered = dict.fromkeys(made, 0)
+    for receipt in receipts(job, step):
+        file = link_in(receipt)
+        assert file is not None
+        path = job.layout.actor(step) / file.name
+        pieces = read_index(STORAGE, path, file.size, file.digest)
+        with LinkReader(STORAGE, path, pieces) as reader:
+            for number, piece in enumerate(pieces):
+                if piece.is_replica:
+                    replicas.append(piece)
+                    continue
+                part = _part(made[piece.name], piece)
+                width = ITEMSIZE[piece.dtype]
+                new = b"".join(reader.apply(number, blocks_of(bytes(part), width), Decoder()))
+                part[:] = new
+                assert (piece.name, piece.box) not in seen
+                seen[piece.name, piece.box] = piece.digest
+                covered[piece.name] += piece.box.size
+    assert all(seen[piece.name, piece.box] == piece.digest for piece in replicas)
+    assert covered == {name: tensor.numel() for name, tensor in made.items()}
+    return made
+
+
+def _part(tensor: torch.Tensor, piece: LinkPiece) -> memoryview:
+    """The memory of a piece, which is whole rows, in a whole tensor."""
+    assert DTYPES[piece.dtype] == tensor.dtype
+    begin = 0
+    if tensor.ndim:
+        rows, *others = piece.box.offsets
+        assert (*others,) == (0,) * (tensor.ndim - 1)
+        assert piece.box.shape[1:] == tuple(tensor.shape[1:])
+        begin = rows * prod(tensor.shape[1:]) * tensor.itemsize
+    content = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return content[begin : begin + piece.box.size * tensor.itemsize]

@@ -1,0 +1,42 @@
+"""Links for tests: pieces of random bytes, written to a file and read back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from syncd.checkpoint.tensor_rules import ITEMSIZE
+from syncd.deltas.delta_folder import BLOCK
+from syncd.deltas.encoding import Decoder
+from syncd.deltas.link_index import SavedPiece, WrittenLink, read_index
+from syncd.deltas.links import LinkReader, write_link
+from syncd.storage.fsio import Draft, Storage
+
+STORAGE = Storage()
+
+
+def written(path: Path, pieces: Sequence[SavedPiece]) -> WrittenLink:
+    """Write a link durably under this path."""
+    with Draft(STORAGE, path) as draft:
+        result = write_link(draft.write, pieces)
+        draft.commit()
+    return result
+
+
+def blocks_of(content: bytes | bytearray, width: int) -> Iterator[memoryview]:
+    """The old bytes of a piece, each block in memory of its own."""
+    for begin in range(0, len(content), BLOCK * width):
+        yield memoryview(bytearray(content[begin : begin + BLOCK * width]))
+
+
+def applied(path: Path, digest: str, olds: dict[str, bytes]) -> dict[str, bytes]:
+    """The new bytes of all pieces that have blocks or a base, by their names."""
+    pieces = read_index(STORAGE, path, path.stat().st_size, digest)
+    with LinkReader(STORAGE, path, pieces) as reader:
+        return {
+            piece.name: b"".join(
+                reader.apply(number, blocks_of(olds[piece.name], ITEMSIZE[piece.dtype]), Decoder())
+            )
+            for number, piece in enumerate(pieces)
+            if not piece.is_replica
+        }

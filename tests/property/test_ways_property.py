@@ -1,0 +1,181 @@
+"""The way back from the pointer's save, and the links above LATEST, whatever lies there."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from syncd.checkpoint.save import Links, Save, Shards, Unfinished, WholeSave
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.decide import (
+    Advance,
+    CloseLinks,
+    Fold,
+    MakeLinks,
+    Observation,
+    Pointer,
+    PointerState,
+    PruneDelta,
+    PruneStep,
+    Publish,
+    StepSeen,
+    decide,
+)
+from syncd.daemon.ways import DeltaSeen, Way, chain_to, links_from, way_back
+from syncd.protocol.records import Ahead, Receipt
+
+STEPS = 7
+NAMES = st.integers(1, STEPS).map(lambda step: f"run-{step}-{step}")
+FOREIGN = st.just("other-3-3")
+
+
+def receipt(step: int, save_id: str, base: str | None) -> Receipt:
+    return Receipt(save_id=save_id, step=step, rank=0, world_size=1, files=(), base=base)
+
+
+@st.composite
+def folders(draw: st.DrawFn) -> dict[int, Save]:
+    """Step folders: saves with and without a base, of two runs, also with loops of bases."""
+    found: dict[int, Save] = {}
+    for step in range(1, STEPS + 1):
+        kind = draw(st.sampled_from(["links", "links", "full", "missing"]))
+        if kind == "missing":
+            found[step] = Unfinished(step, "nothing is there")
+            continue
+        save_id = draw(st.sampled_from([f"run-{step}-{step}", f"other-{step}-{step}"]))
+        base = draw(NAMES | FOREIGN | (st.none() if kind == "full" else st.nothing()))
+        near = st.just(f"{save_id.partition('-')[0]}-{step - 1}-{step - 1}")
+        base = draw(near | st.just(base))
+        make = Links if kind == "links" else Shards
+        found[step] = make(step, save_id, receipts=(receipt(step, save_id, base),))
+    return found
+
+
+DELTAS = st.lists(
+    st.builds(
+        DeltaSeen,
+        sequence=st.integers(1, 12),
+        bytes=st.integers(0, 100),
+        base=st.none() | NAMES | FOREIGN,
+        target=NAMES | FOREIGN,
+    ),
+    max_size=8,
+    unique_by=lambda delta: delta.sequence,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(DELTAS, st.integers(0, 6), st.none() | NAMES)
+def test_the_links_above_latest_lead_from_its_save_without_loops(
+    deltas: list[DeltaSeen], latest: int, save_id: str | None
+) -> None:
+    links = links_from(latest, save_id, deltas)
+    for target, link in links.items():
+        assert link.sequence > latest
+        assert link.target == target != save_id
+        chain = chain_to(target, links)
+        assert chain[0].base == save_id
+        assert [one.target for one in chain[:-1]] == [one.base for one in chain[1:]]
+        assert [one.sequence for one in chain] == sorted(one.sequence for one in chain)
+
+
+@settings(max_examples=300, deadline=None)
+@given(folders(), st.sets(NAMES), st.sets(NAMES), st.integers(1, STEPS))
+def test_the_way_back_ends_at_a_known_save_or_says_what_to_merge(
+    found: dict[int, Save], known: set[str], refused: set[str], pointed: int
+) -> None:
+    save = found[pointed]
+    if isinstance(save, Unfinished):
+        return
+    way = way_back(save, known, refused, lambda step: found.get(step, Unfinished(step, "")))
+    assert way.saves[0] == save
+    for later, earlier in zip(way.saves, way.saves[1:], strict=False):
+        assert later.base == earlier.identity
+        assert later.step > earlier.step
+    last = way.saves[-1]
+    assert way.joins == (last.identity in known or last.base in known)
+    if way.full is not None:
+        assert not isinstance(way.full, Links)
+        assert way.full.identity not in refused
+    elif not way.joins:
+        assert all(isinstance(one, Links) or one.identity in refused for one in way.saves)
+
+
+@st.composite
+def observed(draw: st.DrawFn) -> Observation:
+    found = draw(folders())
+    pointed = draw(st.integers(1, STEPS))
+    save = found[pointed]
+    latest, save_id = draw(st.integers(1, 6)), draw(NAMES)
+    deltas = draw(DELTAS)
+    links = links_from(latest, save_id, deltas)
+    way: Way | None = None
+    if not isinstance(save, Unfinished):
+        way = way_back(
+            save, {*links, save_id}, (), lambda step: found.get(step, Unfinished(step, ""))
+        )
+    named = draw(st.sampled_from([None, *links.values()]))
+    ahead = Ahead(sequence=named.sequence, step=1, save_id=named.target) if named else None
+    steps = tuple(
+        StepSeen(
+            step, "published", one.identity, one.identity, has_receipts=True, full=False,
+            retired=False, saving=False, resumable=False, critic=False,
+        )
+        for step, one in found.items() if one.identity is not None
+    )  # fmt: skip
+    return Observation(
+        pointer=Pointer(PointerState.STEP, pointed),
+        save=save,
+        published_save=save_id,
+        latest=latest,
+        full_bytes=draw(st.integers(1, 1000)),
+        versions=(latest,),
+        lease_folders=(latest,),
+        deltas=tuple(deltas),
+        steps=steps,
+        announced_step=99,
+        way=way,
+        links=links,
+        ahead=ahead,
+        closed=draw(st.booleans()),
+        whole_readers=draw(st.booleans()),
+        may_fold=draw(st.booleans()),
+        save_still_for=draw(st.sampled_from([0.0, 1000.0])),
+    )
+
+
+def _way(seen: Observation) -> tuple[WholeSave, ...]:
+    return seen.way.saves if seen.way else ()
+
+
+@settings(max_examples=500, deadline=None)
+@given(observed())
+def test_decisions_about_links(seen: Observation) -> None:
+    for action in decide(seen, DaemonConfig()).actions:
+        match action:
+            case MakeLinks(saves):
+                assert not seen.closed
+                assert saves[-1] == seen.save
+                bases = [saves[0].base, *(one.identity for one in saves[:-1])]
+                assert [one.base for one in saves] == bases
+            case Advance(save, sequence):
+                assert save == seen.save
+                assert sequence > (seen.ahead.sequence if seen.ahead else seen.latest)
+            case Publish(save):
+                assert not isinstance(save, Links)
+                assert save in _way(seen)
+            case CloseLinks(save):
+                assert save == seen.save
+                assert all(isinstance(one, Links) for one in _way(seen))
+            case Fold(chain):
+                assert seen.may_fold
+                assert seen.ahead is not None
+                assert chain[-1].target == seen.ahead.save_id
+                assert chain[0].base == seen.published_save
+            case PruneStep(step):
+                assert seen.way is not None
+                assert step.step not in {one.step for one in _way(seen)}
+                assert not any(step.recorded == target for target in seen.links)
+            case PruneDelta(sequence):
+                leading = [link.sequence for link in seen.links.values()]
+                assert sequence <= seen.latest or sequence not in leading

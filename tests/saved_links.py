@@ -1,0 +1,157 @@
+"""Small jobs whose trainer saves links, and folds of them without a child process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncd.checkpoint.boxes import Box
+from syncd.checkpoint.merging.options import Work
+from syncd.deltas.folding import LinkFolder, fold_version
+from syncd.deltas.link_index import Content, LinkRecord, SavedPiece
+from syncd.protocol.names import DELTA, RECEIPTS, link_name, receipt_name
+from syncd.protocol.records import (
+    Manifest,
+    NonFinite,
+    Receipt,
+    ReceiptFile,
+    VersionFile,
+    encode,
+    parse,
+)
+from syncd.storage.job import Job
+from tests.deltas import Tensors
+from tests.jobs import SmallJob, nothing
+from tests.links import written
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Values = Sequence[float]
+
+
+class InThisProcess:
+    """A fold that is made at the first poll."""
+
+    def __init__(self, job: Job, base: int, chain: Sequence[int], folder: Path) -> None:
+        self.done = self.total = 0
+        self.closed = False
+        self._work = (job, base, chain, folder)
+
+    def poll(self) -> Manifest | None:
+        return fold_version(*self._work, Work(nothing))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def write_links(
+    folder: Path, old: Tensors | None, new: Tensors, world_size: int, names: Sequence[str]
+) -> list[ReceiptFile]:
+    """Write the link files of all ranks, each with uneven rows of the tensors.
+
+    Tensors without rows are replicas on all ranks but the first. ``old`` is None for raw blocks.
+    """
+    listed = []
+    for rank, file in enumerate(names):
+        pieces = []
+        for tensor, (dtype, values) in new.items():
+            rows = values.shape[0] if values.shape else 0
+            begin, end = (-(-rows // world_size) * r for r in (rank, rank + 1))
+            box = Box((0,) * values.ndim, values.shape)
+            if rows:
+                box = Box(
+                    (begin, *box.offsets[1:]), (max(0, min(end, rows) - begin), *box.shape[1:])
+                )
+                if not box.size:
+                    continue
+            part = slice(begin, end) if rows else ...
+            before = None if old is None else _bytes(old[tensor][1][part])
+            is_replica = not rows and rank > 0
+            pieces.append(SavedPiece(tensor, dtype, box, _bytes(values[part]), before, is_replica))
+        result = written(folder / file, pieces)
+        size = (folder / file).stat().st_size
+        listed.append(ReceiptFile(name=file, size=size, digest=result.digest, over="index"))
+    return listed
+
+
+def _bytes(values: NDArray[Any]) -> Content:
+    content = memoryview(values.tobytes())
+    return lambda begin, end: content[begin:end]
+
+
+def link_folder(
+    folder: Path, base: str, target: str, old: Tensors | None, new: Tensors, world_size: int = 1
+) -> LinkFolder:
+    """A link as the daemon makes it."""
+    folder.mkdir()
+    names = [f"rank-{rank}" for rank in range(world_size)]
+    files = tuple(
+        VersionFile(name=one.name, size=one.size, digest=one.digest)
+        for one in write_links(folder, old, new, world_size, names)
+    )
+    link = LinkRecord(base=base, target=target, files=files)
+    (folder / DELTA).write_bytes(encode(link))
+    return LinkFolder(folder, link)
+
+
+def values_of(step: int) -> Values:
+    """The weights that ``SmallJob.save`` saves."""
+    return (float(step), 2.0, 3.0)
+
+
+def save_link(
+    job: SmallJob,
+    step: int,
+    base: int,
+    *,
+    world_size: int = 1,
+    raw: bool = False,
+    point: bool = True,
+    run: str = "run",
+    nonfinite: NonFinite | None = None,
+    shape: int = 3,
+) -> str:
+    """Save what changed since step ``base``; the counters of the saves are their steps.
+
+    If the step has a full save of the run, the link becomes a part of it.
+    """
+    actor = job.layout.actor(step)
+    (actor / RECEIPTS).mkdir(parents=True, exist_ok=True)
+    save_id = f"{run}-{step}-{step}"
+    before: list[ReceiptFile] = []
+    if (actor / RECEIPTS / receipt_name(0)).exists():
+        path = actor / RECEIPTS / receipt_name(0)
+        whole = parse(Receipt, path.read_bytes(), path)
+        before = list(whole.files) if whole.save_id == save_id else []
+    old, new = (
+        {"weight": ("F32", np.array(values_of(one)[:shape], "<f4").view("<u4"))}
+        for one in (base, step)
+    )
+    names = [link_name(world_size, rank) for rank in range(world_size)]
+    for rank, file in enumerate(write_links(actor, None if raw else old, new, world_size, names)):
+        record = Receipt(
+            save_id=save_id,
+            step=step,
+            rank=rank,
+            world_size=world_size,
+            files=(*before, file.model_copy(update={"nonfinite": nonfinite})),
+            base=f"{run}-{base}-{base}",
+        )
+        job.put(actor / RECEIPTS / receipt_name(rank), encode(record))
+    if point:
+        job.point(step)
+    return save_id
+
+
+def save_full(job: SmallJob, step: int, *, base: int | None = None, point: bool = True) -> str:
+    """A full save, and its link if it has a base."""
+    save_id = job.save(step, counter=step, point=False)
+    if base is not None:
+        save_link(job, step, base, point=False)
+    if point:
+        job.point(step)
+    return save_id

@@ -1,0 +1,515 @@
+"""The daemon links the trainer's changes at once, and folds them into full versions."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from syncd.checkpoint.build import build_model_folder
+from syncd.checkpoint.merging.options import MergeOptions, Work
+from syncd.checkpoint.save import look_at_save
+from syncd.checkpoint.version import read_manifest, verify_version
+from syncd.cli import cli
+from syncd.coordination.versions import Versions
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.loop import Loop
+from syncd.operate.history import history
+from syncd.operate.job_state import look
+from syncd.protocol.errors import CheckpointError
+from syncd.protocol.names import link_name
+from syncd.protocol.records import Ahead, Latest, NonFinite, encode, parse
+from syncd.protocol.reports import DaemonReport, ExplorerReport
+from syncd.storage.job import Job
+from syncd.storage.sessions import Session
+from tests.jobs import LEASE_TIME, SmallJob, nothing
+from tests.made_deltas import work
+from tests.saved_links import save_full, save_link
+from tests.storages import Clock, FastStorage, RuledStorage, refuse
+
+CONFIG = DaemonConfig(keep=1)
+STORAGE = FastStorage()
+NO = Ahead(sequence=1, step=0, save_id="none")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> SmallJob:
+    return SmallJob(tmp_path / "job")
+
+
+def daemon(job: SmallJob, config: DaemonConfig = CONFIG, clock: Clock | None = None) -> Any:
+    return job.daemon(config, clock=clock, deltas=work())
+
+
+def links(job: SmallJob) -> list[str]:
+    return sorted(path.name for path in job.layout.deltas.iterdir())
+
+
+def ahead_of(job: SmallJob) -> Ahead | None:
+    return job.latest.ahead
+
+
+def closed(job: SmallJob) -> str | None:
+    return job.latest.closed
+
+
+def weights(job: SmallJob, sequence: int) -> bytes:
+    folder = job.layout.version(sequence)
+    verify_version(STORAGE, folder, read_manifest(STORAGE, folder))
+    return (folder / "model.safetensors").read_bytes()
+
+
+def is_merge_of(job: SmallJob, sequence: int, step: int, tmp_path: Path) -> bool:
+    """True if a version has the bytes of a merge of the same weights, manifest apart."""
+    other = SmallJob(tmp_path / "other")
+    other.save(step)
+    with other.daemon() as loop:
+        loop.run_once()
+    one, two = (
+        {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
+        for folder in (job.layout.version(sequence), other.layout.version(1))
+    )
+    return one == two
+
+
+def fold(loop: Loop, clock: Clock, rounds: int = 4) -> None:
+    """Let no save come for a while."""
+    for _ in range(rounds):
+        loop.run_once()
+        clock.advance(20 * CONFIG.tick)
+
+
+def test_links_become_ahead_and_a_fold_is_equal_to_a_merge(job: SmallJob, tmp_path: Path) -> None:
+    save_full(job, 1)
+    clock = Clock()
+    with daemon(job, clock=clock) as loop:
+        loop.run_once()
+        assert job.latest.save_id == "run-1-1"
+        for step in (2, 3, 4):
+            save_id = save_link(job, step, step - 1, world_size=2)
+            loop.run_once()
+            assert job.latest.sequence == 1
+            assert ahead_of(job) == Ahead(sequence=step, step=step, save_id=save_id)
+            clock.advance(CONFIG.tick)
+        assert links(job) == ["d000002", "d000003", "d000004"]
+        fold(loop, clock)
+        assert (job.latest.sequence, job.latest.step, ahead_of(job)) == (4, 4, None)
+        assert job.latest.save_id == save_id
+        assert is_merge_of(job, 4, 4, tmp_path)
+        save_link(job, 5, 4, world_size=2)
+        loop.run_once()
+        assert ahead_of(job) == Ahead(sequence=5, step=5, save_id="run-5-5")
+        fold(loop, clock)
+    assert is_merge_of(job, 5, 5, tmp_path / "5")
+    assert job.versions == ["v000005"]
+    assert set(job.outcomes) == {5}
+    assert not job.leftovers()
+
+
+def test_the_saves_that_the_pointer_has_passed_are_linked_first(job: SmallJob) -> None:
+    save_full(job, 1)
+    with daemon(job) as loop:
+        loop.run_once()
+        for step in (2, 3, 4):
+            save_link(job, step, step - 1)
+        loop.run_once()
+    assert links(job) == ["d000002", "d000003", "d000004"]
+    assert ahead_of(job) == Ahead(sequence=4, step=4, save_id="run-4-4")
+
+
+def test_a_full_save_is_merged_first_although_the_pointer_has_passed_it(job: SmallJob) -> None:
+    save_full(job, 1)
+    with daemon(job) as loop:
+        loop.run_once()
+        save_full(job, 2)
+        save_link(job, 3, 2)
+        save_link(job, 4, 3)
+        loop.run_once()
+        assert (job.latest.step, ahead_of(job)) == (2, None)
+        loop.run_once()
+        assert ahead_of(job) == Ahead(sequence=4, step=4, save_id="run-4-4")
+
+
+def test_a_full_save_with_a_base_is_linked_and_then_merged_under_its_number(job: SmallJob) -> None:
+    save_full(job, 1)
+    with daemon(job) as loop:
+        loop.run_once()
+        save_link(job, 2, 1)
+        save_full(job, 3, base=2)
+        loop.run_once()
+        assert ahead_of(job) == Ahead(sequence=3, step=3, save_id="run-3-3")
+        loop.run_once()
+        assert (job.latest.sequence, job.latest.step, ahead_of(job)) == (3, 3, None)
+        assert weights(job, 3)
+        save_link(job, 4, 3)
+        loop.run_once()
+        assert ahead_of(job) == Ahead(sequence=4, step=4, save_id="run-4-4")
+
+
+def test_a_link_without_its_base_closes_the_links_until_the_next_full_version(
+    job: SmallJob,
+) -> None:
+    save_full(job, 1)
+    with daemon(job) as loop:
+        loop.run_once()
+        save_link(job, 3, 2)
+        loop.run_once()
+        assert closed(job) is None  # first it asks the server
+        loop.run_once()
+        assert closed(job) is not None
+        assert job.outcomes[3] == "skipped"
+        loop.run_once()
+        save_full(job, 4)
+        loop.run_once()
+        assert (job.latest.step, closed(job)) == (4, None)
+        save_link(job, 5, 4)
+        loop.run_once()
+        assert ahead_of(job) is not None
+
+
+@pytest.mark.parametrize("fault", ["config", "shape", "index", "no link"])
+def test_a_link_that_does_not_fit_closes_the_links(job: SmallJob, fault: str) -> None:
+    save_full(job, 1)
+    with daemon(job) as loop:
+        loop.run_once()
+        save_link(job, 2, 1, shape=2 if fault == "shape" else 3)
+        actor = job.layout.actor(2)
+        if fault == "index":
+            path = actor / link_name(1, 0)
+            content = path.read_bytes()
+            job.put(path, content[:-12] + b"{" + content[-11:])
+        if fault == "config":
+            (actor / "huggingface").mkdir()
+            job.put(actor / "huggingface" / "config.json", b"{}")
+            path = actor / ".receipts" / "rank_0.json"
+            other = job.layout.version(1) / "config.json"
+            told = next(
+                f for f in read_manifest(STORAGE, other.parent).files if f.name == other.name
+            )
+            line = '{"name":"huggingface/config.json","size":2,"digest":"%s","over":"content"},'
+            text = path.read_text().replace(
+                '"files":[', '"files":[' + line % (told.digest or "")[::-1]
+            )
+            job.put(path, text.encode())
+        if fault == "no link":
+            (actor / link_name(1, 0)).unlink()
+        loop.run_once()
+        if fault == "no link":  # as for a missing shard, the daemon looks again
+            assert (closed(job), ahead_of(job)) == (None, None)
+            return
+        assert closed(job) is not None
+        assert ahead_of(job) is None
+        for _ in range(3):
+            loop.run_once()
+        assert job.outcomes[2] == "skipped"
+
+
+def test_a_refused_save_with_nan_is_linked_but_never_ahead(job: SmallJob) -> None:
+    config = CONFIG.model_copy(update={"refuse_nonfinite": True})
+    save_full(job, 1)
+    with daemon(job, config) as loop:
+        loop.run_once()
+        save_link(job, 2, 1)
+        loop.run_once()
+        save_link(job, 3, 2, nonfinite=NonFinite(count=1, names=("weight",)))
+        for _ in range(3):
+            loop.run_once()
+        assert ahead_of(job) == Ahead(sequence=2, step=2, save_id="run-2-2")
+        assert job.outcomes[3] == "quarantined"
+        save_link(job, 4, 3)
+        loop.run_once()
+        assert ahead_of(job) == Ahead(sequence=4, step=4, save_id="run-4-4")
+    assert links(job) == ["d000002", "d000003", "d000004"]
+
+
+def test_links_above_latest_stay_and_those_below_go_as_deltas_do(job: SmallJob) -> None:
+    config = CONFIG.model_copy(update={"keep_deltas": 1})
+    save_full(job, 1)
+    clock = Clock()
+    with daemon(job, config, clock) as loop:
+        loop.run_once()
+        for step in range(2, 8):
+            save_link(job, step, step - 1, raw=True)  # together they exceed a version
+            loop.run_once()
+            if job.latest.sequence == 1:
+                assert len(links(job)) == step - 1
+        fold(loop, clock)
+    assert job.latest.sequence == 7
+    assert len(links(job)) <= 1
+
+
+def test_a_full_disk_takes_no_link_above_latest(job: SmallJob) -> None:
+    save_full(job, 1)
+    with daemon(job) as loop:
+        loop.run_once()
+        save_link(job, 2, 1)
+        loop.run_once()
+        loop._tidying.after(OSError(errno.ENOSPC, "no room"))  # as a merge that found no room
+        loop.run_once()
+        assert links(job) == ["d000002"]
+
+
+def test_a_step_on_the_way_back_is_kept(job: SmallJob) -> None:
+    save_full(job, 1)
+    clock = Clock()
+    with daemon(job, clock=clock) as loop:
+        loop.run_once()
+        for step in (2, 3, 4):
+            save_link(job, step, step - 1)
+        for _ in range(3):
+            loop.run_once()
+        steps = {path.name for path in job.layout.root.glob("global_step_*")}
+        assert steps == {"global_step_2", "global_step_3", "global_step_4"}
+        fold(loop, clock)
+        steps = {path.name for path in job.layout.root.glob("global_step_*")}
+    assert steps == {"global_step_4"}
+
+
+def test_a_take_over_keeps_ahead_and_discards_links_that_do_not_lead_from_latest(
+    job: SmallJob,
+) -> None:
+    save_full(job, 1)
+    with daemon(job) as loop:
+        loop.run_once()
+        for step in (2, 3):
+            save_link(job, step, step - 1)
+            loop.run_once()
+    stray = job.layout.delta(9)
+    stray.mkdir()
+    text = (job.layout.delta(3) / "delta.json").read_bytes().replace(b"run-2-2", b"run-7-7")
+    (stray / "delta.json").write_bytes(text)
+    ahead = ahead_of(job)
+    assert ahead is not None
+    with daemon(job):
+        assert ahead_of(job) == ahead
+        assert links(job) == ["d000002", "d000003"]
+    for path in job.layout.delta(2).iterdir():
+        path.unlink()
+    job.layout.delta(2).rmdir()
+    with daemon(job) as loop:  # what LATEST calls ahead cannot be reached: it is linked again
+        assert ahead_of(job) is None
+        loop.run_once()
+        assert (ahead_of(job) or NO).step == 3
+        assert (ahead_of(job) or NO).sequence > ahead.sequence
+
+
+def test_ahead_that_was_linked_but_not_named_is_named_by_the_next_daemon(job: SmallJob) -> None:
+    save_full(job, 1)
+    with daemon(job) as loop:
+        loop.run_once()
+        before = job.layout.latest.read_bytes()
+        save_link(job, 2, 1)
+        loop.run_once()
+    job.put(job.layout.latest, before)
+    with daemon(job) as loop:
+        loop.run_once()
+        assert ahead_of(job) == Ahead(sequence=2, step=2, save_id="run-2-2")
+    assert links(job) == ["d000002"]
+
+
+def test_an_unnamed_fold_is_adopted_with_the_later_ahead(job: SmallJob) -> None:
+    save_full(job, 1)
+    clock = Clock()
+    with daemon(job, clock=clock) as loop:
+        loop.run_once()
+        save_link(job, 2, 1)
+        loop.run_once()
+        before = job.latest
+        fold(loop, clock)
+        assert job.latest.sequence == 2
+        save_link(job, 3, 2)
+        loop.run_once()
+        ahead = ahead_of(job)
+        assert ahead is not None
+    job.put(job.layout.latest, encode(before.model_copy(update={"ahead": ahead})))
+    with daemon(job):
+        assert (job.latest.sequence, ahead_of(job)) == (2, ahead)
+
+
+def test_a_rollback_ends_ahead_and_links_until_the_next_full_version(job: SmallJob) -> None:
+    config = CONFIG.model_copy(update={"keep": 9})
+    save_full(job, 1)
+    with daemon(job, config) as loop:
+        loop.run_once()
+        save_link(job, 2, 1)
+        loop.run_once()
+        job.ask_rollback(1)  # LATEST itself, because ahead is newer
+        loop.run_once()
+        assert (job.latest.sequence, job.latest.step) == (3, 1)
+        assert ahead_of(job) is None
+        assert closed(job) is not None
+        back = read_manifest(STORAGE, job.layout.version(3)).rolled_back
+        assert back is not None
+        assert back.instead_of == "run-2-2"
+        for _ in range(3):
+            loop.run_once()
+        assert job.latest.sequence == 3  # what was ahead does not come back
+        save_link(job, 4, 2)  # planned before the rollback
+        for _ in range(3):
+            loop.run_once()
+        assert (job.latest.sequence, job.outcomes[4]) == (3, "skipped")
+        save_full(job, 5)
+        loop.run_once()
+        assert (job.latest.step, closed(job)) == (5, None)
+        save_link(job, 6, 5)
+        loop.run_once()
+        assert ahead_of(job) is not None
+
+
+def test_a_pause_takes_no_link_and_publishes_no_fold(job: SmallJob) -> None:
+    save_full(job, 1)
+    clock = Clock()
+    with daemon(job, clock=clock) as loop:
+        loop.run_once()
+        save_link(job, 2, 1)
+        loop.run_once()
+        ahead = ahead_of(job)
+        pause = b'{"protocol":1,"id":"p","by":"me","time":0}'
+        job.put(job.layout.paused, pause)
+        save_link(job, 3, 2)
+        fold(loop, clock)
+        assert (job.latest.sequence, ahead_of(job)) == (1, ahead)
+        job.layout.paused.unlink()
+        loop.run_once()
+        assert (ahead_of(job) or NO).step == 3
+
+
+def test_an_older_daemon_reads_latest_and_a_newer_one_goes_on(job: SmallJob) -> None:
+    """0.2 passes over the unknown keys, discards the links, and publishes full saves only."""
+    save_full(job, 1)
+    with daemon(job) as loop:
+        loop.run_once()
+        for step in (2, 3):
+            save_link(job, step, step - 1)
+            loop.run_once()
+    told = parse(Latest, job.layout.latest.read_bytes(), "LATEST")
+    for number in (2, 3):  # what its take-over does
+        FastStorage().remove_tree(job.layout.delta(number))
+    old = told.model_copy(update={"save_id": None, "ahead": None})
+    job.put(job.layout.latest, encode(old))
+    with daemon(job) as loop:
+        loop.run_once()
+        assert (ahead_of(job) or NO).step == 3
+        assert (ahead_of(job) or NO).sequence > 3  # no number is used twice
+
+
+def test_the_fold_of_a_damaged_link_closes_the_links(job: SmallJob) -> None:
+    save_full(job, 1)
+    clock = Clock()
+    with daemon(job, clock=clock) as loop:
+        loop.run_once()
+        save_link(job, 2, 1)
+        loop.run_once()
+        path = job.layout.delta(2) / "rank-0"
+        content = bytearray(path.read_bytes())
+        content[0] ^= 1
+        path.write_bytes(bytes(content))
+        fold(loop, clock)
+        assert (job.latest.sequence, job.outcomes[2]) == (1, "skipped")
+        assert closed(job) is not None
+        save_full(job, 3)
+        loop.run_once()
+        assert (job.latest.step, closed(job)) == (3, None)
+
+
+def test_storage_errors_only_put_a_fold_off(tmp_path: Path) -> None:
+    storage = RuledStorage()
+    job = SmallJob(tmp_path / "job", storage)
+    save_full(job, 1)
+    clock = Clock()
+    with daemon(job, clock=clock) as loop:
+        loop.run_once()
+        save_link(job, 2, 1)
+        loop.run_once()
+        clock.advance(20 * CONFIG.tick)
+        storage.rules.append(refuse("create", errno.EIO, where="fold-v000002"))
+        loop.run_once()
+        assert job.latest.sequence == 1
+        save_link(job, 3, 2)  # links go on
+        loop.run_once()
+        assert (ahead_of(job) or NO).step == 3
+        storage.rules.clear()
+        fold(loop, clock)
+        assert job.latest.sequence == 3
+
+
+def test_the_report_offers_links_only_if_an_explorer_follows_ahead(job: SmallJob) -> None:
+    def offers() -> DaemonReport:
+        return parse(DaemonReport, job.layout.daemon_report.read_bytes(), "daemon.json")
+
+    save_full(job, 1)
+    clock = Clock()
+    with daemon(job, clock=clock) as loop:
+        loop.run_once()
+        assert not offers().links
+        assert offers().no_links == "no live explorer follows ahead"
+        report = ExplorerReport(
+            name="e", session="living", status="running", sequence=None, time=0.0,
+            follows_ahead=True,
+        )  # fmt: skip
+        job.layout.session("living").write_text("x")
+        job.put(job.layout.explorer("e"), encode(report))
+        for _ in range(12):
+            clock.advance(LEASE_TIME / 5)
+            job.layout.session("living").write_text(str(clock.now))
+            loop.run_once()
+        assert offers().links
+        assert offers().no_links is None
+
+
+def test_status_history_and_verify_tell_of_links(job: SmallJob) -> None:
+    save_full(job, 1)
+    with daemon(job) as loop:
+        loop.run_once()
+        save_link(job, 2, 1)
+        loop.run_once()
+        save_link(job, 4, 3)
+        loop.run_once()
+        loop.run_once()
+    seen = look(Job.at(job.layout.root))
+    assert [link["sequence"] for link in seen["links"]] == [2]
+    assert seen["latest"]["ahead"]["step"] == 2
+    text = CliRunner().invoke(cli, ["status", str(job.layout.root)]).output
+    assert "ahead: step 2, by 1 links" in text
+    assert "its base is neither linked nor published" in text
+    first, second = history(Job.at(job.layout.root), 9)
+    assert (first.version, second.version) == (1, 2)
+    assert first.published is not None
+    assert second.published is None
+    assert second.linked is not None
+    assert "linked" in CliRunner().invoke(cli, ["history", str(job.layout.root)]).output
+    told = CliRunner().invoke(cli, ["verify", str(job.layout.root)])
+    assert told.exit_code == 0
+    assert "d000002: link from run-1-1, whole" in told.output
+
+
+def test_what_needs_whole_weights_refuses_a_link_and_names_the_way(job: SmallJob) -> None:
+    save_full(job, 1)
+    with daemon(job) as loop:
+        loop.run_once()
+        save_link(job, 2, 1)
+        loop.run_once()
+    for command in (["pin", str(job.layout.root), "2"], ["merge", str(job.layout.actor(2)), "x"]):
+        told = CliRunner().invoke(cli, command)
+        assert told.exit_code != 0
+        assert "holds only what changed since run-1-1" in str(told.exception) + told.output
+    save = look_at_save(STORAGE, job.layout.actor(2), 2)
+    with pytest.raises(CheckpointError, match="the version of step 2"):
+        build_model_folder(
+            STORAGE, job.layout.actor(2), save, job.layout.root,
+            options=MergeOptions(), work=Work(nothing), sequence=0,
+        )  # fmt: skip
+
+
+def test_an_explorer_waits_for_the_fold_of_a_linked_save(job: SmallJob) -> None:
+    save_full(job, 1)
+    with daemon(job) as loop, Session(job.layout, LEASE_TIME) as session:
+        loop.run_once()
+        versions = Versions(Job.at(job.layout.root), "explorer", session, clock=Clock())
+        assert versions.on_its_way() is None
+        save_link(job, 2, 1)
+        loop.run_once()
+        assert versions.on_its_way() == 2

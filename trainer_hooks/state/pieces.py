@@ -1,0 +1,105 @@
+"""A rank's part of a state as pieces of a link, and what such pieces cannot hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from syncd.checkpoint.boxes import Box, whole
+from syncd.checkpoint.merging.plan import is_output_embedding
+from syncd.checkpoint.tensor_rules import Cast
+from syncd.deltas.link_index import Content, SavedPiece
+from trainer_hooks.state.gather import flat_bytes
+from trainer_hooks.state.host_buffers import memory_of
+from trainer_hooks.state.state_dict import cast_to, dtype_name, tensors_of
+
+#: If more of the bytes are of wide floats, of which nearly all change, links would save little.
+_MOST_WIDE: Final = 0.30
+
+
+class _Place(NamedTuple):
+    """A rank's part of a tensor; the first rank of all replicas writes it."""
+
+    box: Box
+    local: Tensor
+    is_replica: bool
+
+
+def why_no_pieces(state: Mapping[str, Any], cast: Cast | None) -> str | None:
+    """The reason, as a clause, why this state is saved without links; None if there is none."""
+    wide = total = 0
+    for name, value in tensors_of(state).items():
+        place = _place(value, 0)
+        dtype = cast_to(value.dtype, cast)
+        if place is None or not dtype_name(dtype):
+            return f"{name} is neither a plain tensor nor sharded along dimension 0 alone"
+        size = place.local.numel() * dtype.itemsize
+        total += size
+        wide += size * (dtype.is_floating_point and dtype.itemsize > 2)
+    if wide > _MOST_WIDE * total:
+        return "more than 30 % of its bytes are float32. Set SaveSettings(sync_dtype='bf16')"
+    return None
+
+
+def pieces_of(
+    new: Mapping[str, Any], old: Mapping[str, Any] | None, rank: int, *, tied: bool
+) -> Iterator[SavedPiece]:
+    """The pieces of a state on the host; ``old`` is that of the base, or None if it is not known.
+
+    ``tied`` leaves out a tied output embedding, as the merge does.
+
+    Raises:
+        TypeError: a tensor has no piece (:func:`why_no_pieces`).
+    """
+    before = {} if old is None else tensors_of(old)
+    seen = set()
+    for name, value in tensors_of(new).items():
+        place, memory = _place(value, rank), memory_of(value)
+        if place is None:
+            raise TypeError(f"{name} can no longer be saved as changes. Set deltas=False")
+        if memory is None or (tied and memory in seen and is_output_embedding(name)):
+            continue  # this rank has no elements, or the merge leaves the tensor out
+        seen.add(memory)
+        known = _place(before[name], rank) if name in before else None
+        yield SavedPiece(
+            name,
+            dtype_name(value.dtype),
+            place.box,
+            _content(place.local),
+            None if known is None or _kind(known) != _kind(place) else _content(known.local),
+            place.is_replica,
+        )
+
+
+def _kind(place: _Place) -> object:
+    return place.box, place.local.dtype
+
+
+def _content(part: Tensor) -> Content:
+    content = flat_bytes(part).numpy().data
+    return lambda begin, end: content[begin:end]
+
+
+def _place(value: Tensor, rank: int) -> _Place | None:
+    if not isinstance(value, DTensor):
+        is_plain = type(value) in {Tensor, nn.Parameter} and value.layout is torch.strided
+        return _Place(whole(tuple(value.shape)), value, rank > 0) if is_plain else None
+    mesh, local = value.device_mesh, value._local_tensor  # noqa: SLF001 - the result of to_local without gradients
+    offsets, is_replica, shards = [0] * value.ndim, False, False
+    where = mesh.get_coordinate()
+    if where is None:
+        return None
+    for dim, (at, placement) in enumerate(zip(where, value.placements, strict=True)):
+        if type(placement) is Replicate:
+            is_replica = is_replica or at > 0
+        elif type(placement) is Shard and placement.dim == 0 and not shards:
+            # torch.chunk: the last ranks have less, or nothing.
+            offsets[0] = min(at * -(-value.shape[0] // mesh.size(dim)), value.shape[0])
+            shards = True
+        else:
+            return None
+    return _Place(Box(tuple(offsets), tuple(local.shape)), local, is_replica)
