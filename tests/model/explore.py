@@ -11,7 +11,7 @@ does that is not one of its steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -51,24 +51,11 @@ def explore(initial: S, successors: Successors[S], violation: Violation[S]) -> E
     A promise about single states is checked on the state after each step, so it is also asked of
     the start state, as a step from the start state to itself.
     """
-    came_from: dict[S, S] = {initial: initial}
-    broken = violation(initial, initial)
-    if broken is not None:
-        return Exploration(1, Counterexample(broken, (), initial))
-    layer = [initial]
-    while layer:
-        next_layer: list[S] = []
-        for state in layer:
-            for text, after in successors(state):
-                broken = violation(state, after)
-                if broken is not None:
-                    steps = (*_steps_to(state, came_from, successors), text)
-                    return Exploration(len(came_from), Counterexample(broken, steps, after))
-                if after not in came_from:
-                    came_from[after] = state
-                    next_layer.append(after)
-        layer = next_layer
-    return Exploration(len(came_from), None)
+
+    def steps(state: S) -> Iterator[tuple[str, S, bool]]:
+        return ((text, after, False) for text, after in successors(state))
+
+    return explore_and_return(initial, steps, violation, lambda _: True)
 
 
 def explore_for_dead_ends(
@@ -80,37 +67,58 @@ def explore_for_dead_ends(
     happen": whether those steps are taken is up to the schedule. `willing` yields a part of
     what `successors` yields, so that a crash is no way out.
     """
-    came_from: dict[S, S] = {initial: initial}
-    before: dict[S, list[S]] = {initial: []}
-    queue = [initial]
-    for state in queue:
-        for _, after in successors(state):
-            if after not in came_from:
-                came_from[after] = state
-                before[after] = []
+
+    def steps(state: S) -> Iterator[tuple[str, S, bool]]:
+        for text, after in willing(state):
+            yield text, after, True
+        for text, after in successors(state):
+            yield text, after, False
+
+    return explore_and_return(initial, steps, lambda _before, _after: None, reached)
+
+
+def explore_and_return(
+    initial: S,
+    successors: Callable[[S], Iterable[tuple[str, S, bool]]],
+    violation: Violation[S],
+    reached: Callable[[S], bool],
+) -> Exploration[S]:
+    """`explore` and `explore_for_dead_ends` in one search: each step says if it is willing."""
+    numbers: dict[S, int] = {initial: 0}
+    queue, parents = [initial], [0]
+    into: dict[int, list[int]] = {}
+
+    def example(number: int, end: S, broken: str, *last: str) -> Exploration[S]:
+        texts = [*last]
+        while number:
+            state, number = queue[number], parents[number]
+            steps = successors(queue[number])
+            texts.insert(0, next(text for text, after, _ in steps if after == state))
+        return Exploration(len(queue), Counterexample(broken, tuple(texts), end))
+
+    broken = violation(initial, initial)
+    if broken is not None:
+        return example(0, initial, broken)
+    for number, state in enumerate(queue):
+        for text, after, willing in successors(state):
+            broken = violation(state, after)
+            if broken is not None:
+                return example(number, after, broken, text)
+            known = numbers.get(after)
+            if known is None:
+                known = numbers[after] = len(queue)
                 queue.append(after)
-        for _, after in willing(state):
-            before[after].append(state)
-    good = {state for state in queue if reached(state)}
-    backwards = list(good)
+                parents.append(number)
+            if willing:
+                into.setdefault(known, []).append(number)
+    good = [reached(state) for state in queue]
+    backwards = [number for number, is_good in enumerate(good) if is_good]
     while backwards:
-        for state in before[backwards.pop()]:
-            if state not in good:
-                good.add(state)
-                backwards.append(state)
-    for state in queue:
-        if state not in good:
-            steps = _steps_to(state, came_from, successors)
-            dead_end = Counterexample("nothing leads on from here", steps, state)
-            return Exploration(len(queue), dead_end)
+        for number in into.get(backwards.pop(), ()):
+            if not good[number]:
+                good[number] = True
+                backwards.append(number)
+    if not all(good):
+        number = good.index(False)
+        return example(number, queue[number], "nothing leads on from here")
     return Exploration(len(queue), None)
-
-
-def _steps_to(state: S, came_from: dict[S, S], successors: Successors[S]) -> tuple[str, ...]:
-    """Name the steps on the way back; kept out of the search, where every byte counts."""
-    steps: list[str] = []
-    while came_from[state] != state:
-        earlier = came_from[state]
-        steps.append(next(text for text, after in successors(earlier) if after == state))
-        state = earlier
-    return tuple(reversed(steps))

@@ -1,0 +1,318 @@
+"""Ahead: saves that are links, and the folds that make full versions of them, as a model.
+
+A trainer of two ranks, two daemons that may stop for ever between any two steps, and readers. Each
+step is one operation on storage: a rename is visible at once, and the daemon syncs the folder as a
+part of its next step, so that a power loss can undo a rename in between. One fault may happen at
+any moment. An old cache is a fault, too: one client goes on seeing the records or the folders of
+that moment, until it asks the server.
+
+The bytes of a save are its number: a link of save 3, whose base is 2, turns 2 into 3. The fence is
+given here (fence.py): a rename out of a room whose successor has taken over fails. So are leases
+(lease.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from .ahead_daemon import Daemons, Step
+from .ahead_state import BAD, WRONG, Daemon, Disk, Latest, Reader, Save, State, Trainer, Version
+
+_READERS = {
+    "c": Reader(stage=True, sequence=1, serves=1),
+    "n": Reader(stage=True),
+    "p": Reader(stage=False, sequence=1, serves=1, leases=(1, 0)),
+}
+
+
+@dataclass(frozen=True)
+class Ahead(Daemons):
+    """The model: `start`, `successors`, `violation` and `served` are for the search."""
+
+    def start(self) -> State:
+        """Save 1 is published and served."""
+        first = Latest(1, 1)
+        folders = ((0, 0), (1, 1), *((0, 0),) * (self.saves - 1))
+        return State(
+            (Save(0, 0, full=True), Save(1, 1, full=True)),
+            Disk(first, 1, folders, (Version(1, 1),)),
+            Trainer(),
+            (Daemon("ready", 1, first, 1), Daemon()),
+            tuple(_READERS[letter] for letter in self.readers),
+            faults=len(self.faults[:1]),
+            rollbacks=int(self.rollback),
+            agains=int(self.again),
+            nans=int(self.nan),
+        )
+
+    def successors(self, state: State) -> Iterator[tuple[str, State, bool]]:
+        """Every step, and whether somebody takes it of his own accord."""
+        for text, after in self._willing(state):
+            yield text, self._canonical(state, after), True
+        for text, after in self._unwilling(state):
+            yield text, self._canonical(state, after), False
+
+    def _canonical(self, state: State, after: State) -> State:
+        """Let a cache expire, and forget what nobody will see."""
+        disk, daemons = after.disk, after.daemons
+        if self.rules.fence:  # the renames of a superseded daemon fail
+            daemons = tuple(d if d.room == disk.room else Daemon() for d in daemons)
+        if not after.faults or "power loss" not in self.faults:
+            disk = disk._replace(unsynced=())
+            daemons = tuple(d._replace(dirty="") for d in daemons)
+        if not self.old_daemon:
+            daemons = tuple(sorted(daemons, reverse=True))
+        if after.stale:
+            client, records, old, changes = after.stale
+            changes += state.disk.seen(not records, old) != disk.seen(not records, old)
+            stale = (client, records, old, changes) if changes <= self.lag else None
+            after = after._replace(stale=stale)
+        return after._replace(disk=disk, daemons=daemons)
+
+    def _willing(self, state: State) -> Iterator[Step]:
+        yield from self._trainer(state)
+        for number, daemon in enumerate(state.daemons):
+            for text, after in self.daemon(state, number, daemon):
+                yield f"daemon {number}: {text}", after
+        for number, reader in enumerate(state.readers):
+            for text, now in self._reader(state, f"reader {number}", reader):
+                yield f"reader {number}: {text}", _with_reader(state, number, now)
+        if state.stale:
+            yield f"{state.stale[0]} asks the server", state._replace(stale=None)
+
+    def _unwilling(self, state: State) -> Iterator[Step]:
+        trainer = state.trainer
+        if state.rollbacks:
+            yield "people ask for a rollback", state._replace(rollbacks=0, asked=True)
+        if trainer.stage == "dead" and len(state.saves) <= self.saves:
+            run = Trainer(trainer.run + 1, 1, last=0, copy=0, announced=False)
+            yield f"run {run.run} resumes from step 1", state._replace(trainer=run)
+        if state.faults:
+            for text, after in self._faults(state._replace(faults=0)):
+                if text.startswith(self.faults):
+                    yield f"FAULT {text}", after
+
+    # -- the trainer -------------------------------------------------------------------------------
+
+    def _trainer(self, state: State) -> Iterator[Step]:
+        trainer, disk = state.trainer, state.disk
+        save, step = trainer.last, trainer.step
+        if trainer.stage == "idle" and len(state.saves) <= self.saves:
+            yield from self._plan(state)
+        elif trainer.stage == "planned":
+            disk = disk.write(step, (save, disk.folders[step][1]))
+            trainer = trainer._replace(stage="rank 0 wrote")
+            yield f"rank 0 writes {save}", state._replace(disk=disk, trainer=trainer)
+        elif trainer.stage == "rank 0 wrote":
+            disk = disk.write(step, (save, save))
+            trainer = trainer._replace(stage="all wrote")
+            yield f"rank 1 writes {save}", state._replace(disk=disk, trainer=trainer)
+        elif trainer.stage == "all wrote":
+            trainer = trainer._replace(stage="idle", announced=True)
+            disk = disk._replace(pointer=step)
+            yield f"announce {save}", state._replace(disk=disk, trainer=trainer)
+
+    def _plan(self, state: State) -> Iterator[Step]:
+        trainer, rules, new = state.trainer, self.rules, len(state.saves)
+        steps = [trainer.step + 1] + [trainer.step] * (state.agains and trainer.last > 0)
+        for step, nan, full in product(steps, range(state.nans + 1), (True, False)):
+            base = self._base(state, step)
+            is_last = new == self.saves and rules.close_is_full and not self.eager
+            if (not full and (not base or is_last)) or (full and base and self.eager):
+                continue
+            base_1 = base if rules.base_in_message else trainer.copy
+            has_copy = trainer.copy == base_1 or not rules.whole_without_copy
+            against = trainer.copy if base_1 and has_copy else 0
+            save = Save(trainer.run, step, full, base, base_1, against, bool(nan))
+            yield (
+                f"plan {new}: step {step}{', full' * full}{f', a link on {base}' * (base > 0)}",
+                state._replace(
+                    saves=(*state.saves, save),
+                    trainer=Trainer(trainer.run, step, new, new, False, "planned"),
+                    agains=state.agains - (step == trainer.step),
+                    nans=state.nans - nan,
+                ),
+            )
+
+    def _base(self, state: State, step: int) -> int:
+        """The base of the next save; 0 if there is to be no link."""
+        trainer, rules, base = state.trainer, self.rules, state.saves[state.trainer.last]
+        new_daemons = state.daemons[: 1 if self.old_daemon else 2]
+        allowed = (
+            trainer.announced or not rules.last_is_announced,
+            any(d.place != "away" for d in new_daemons) or not rules.is_offered,
+            not state.to("the trainer").disk.latest.closed or not rules.not_closed,
+            step > base.step or not rules.above_base,
+            not base.nan or base.base or not rules.finite_root,
+        )
+        return trainer.last if all(allowed) else 0
+
+    # -- readers -----------------------------------------------------------------------------------
+
+    def _reader(self, state: State, name: str, me: Reader) -> Iterator[tuple[str, Reader]]:
+        rules, seen = self.rules, state.to(name)
+        latest = seen.disk.latest
+        sequence, save = me.goal
+        if not sequence:
+            ahead = me.stage and latest.ahead
+            goal = (latest.number, latest.ahead) if ahead else (latest.sequence, latest.save)
+            newer = goal[0] > me.sequence if rules.never_back else goal[0] != me.sequence
+            version = state.version(latest.sequence)
+            if newer and (me.stage or version):
+                leases = (me.leases[0], version.sequence if version else 0)
+                yield f"want {goal[0]}", me._replace(goal=goal, leases=leases)
+            return
+        back = me._replace(goal=(0, 0), leases=(me.leases[0], 0))
+        if rules.gives_up:
+            yield "give up", back
+        if me.stage and me.serves:
+            made = self.made(seen, me.serves, save)
+            made = BAD if me.damaged and made and save != me.serves else made
+            if made and (made != BAD or not rules.digests) and self.made(state, me.serves, save):
+                yield (
+                    f"serve {sequence} from its copy",
+                    back._replace(sequence=sequence, serves=made),
+                )
+        version = state.version(me.leases[1])
+        if version and rules.falls_back:
+            if me.stage:
+                made = self.made(state, version.save, save)
+                whole = back._replace(sequence=sequence, serves=made, damaged=False)
+                if made and (made != BAD or not rules.digests):
+                    yield f"serve {sequence} from v{version.sequence}", whole
+            if version.sequence > me.sequence:
+                held = 0 if me.stage else version.sequence
+                whole = Reader(me.stage, version.sequence, version.save, leases=(held, 0))
+                yield f"serve v{version.sequence}", whole
+
+    # -- faults ------------------------------------------------------------------------------------
+
+    def _faults(self, state: State) -> Iterator[Step]:
+        trainer, disk = state.trainer, state.disk
+        if trainer.stage != "dead":
+            yield "kill trainer", state._replace(trainer=trainer._replace(stage="dead"))
+        if trainer.stage in ("planned", "rank 0 wrote"):
+            gone = disk.write(trainer.step, (0, 0))
+            yield "rank fails", state._replace(disk=gone, trainer=trainer._replace(stage="idle"))
+        if trainer.stage == "planned":
+            older = trainer._replace(copy=trainer.last - 1)
+            yield "copy of rank 1 is not kept", state._replace(trainer=older)
+        for number, daemon in enumerate(state.daemons):
+            if daemon.room == disk.room < self.rooms:
+                yield f"kill daemon {number}", state.by(number, Daemon())
+            if daemon.place in ("linking", "building", "naming"):
+                back = daemon.ready(daemon.latest, daemon.floor, daemon.dirty)
+                yield f"EIO for daemon {number}", state.by(number, back)
+        for number, reader in enumerate(state.readers):
+            after = _with_reader(state, number, reader._replace(damaged=True))
+            yield f"damage to the copy of reader {number}", after
+        for link in disk.links:
+            links = (*disk.without(link).links, link._replace(files=BAD))
+            after = state._replace(disk=disk._replace(links=tuple(sorted(links))))
+            yield f"damage to d{link.number}", after
+        clients = ["the trainer", "the daemon", *(f"reader {n}" for n in range(len(state.readers)))]
+        for client, records in product(clients, (True, False)):
+            nothing = Disk(Latest(), 0, (), ())
+            old = (client, records, nothing.seen(records, disk), 0)
+            text = f"stale {'records' if records else 'folders'} for {client}"
+            yield text, state._replace(stale=old)
+        for undone in product((False, True), repeat=len(disk.unsynced)):
+            if disk.room < self.rooms:
+                yield from self._power_loss(state, undone)
+
+    def _power_loss(self, state: State, undone: tuple[bool, ...]) -> Iterator[Step]:
+        """Some renames are undone; the trainer's host may live on."""
+        disk = state.disk
+        for (_, what), is_undone in reversed([*zip(disk.unsynced, undone, strict=True)]):
+            lost = disk._replace(latest=what) if isinstance(what, Latest) else disk.without(what)
+            disk = lost if is_undone else disk
+        after = state._replace(
+            disk=disk._replace(unsynced=()),
+            daemons=(Daemon(),) * 2,
+            replaced=state.replaced if disk.latest == state.disk.latest else 0,
+        )
+        yield f"power loss undoes {sum(undone)} renames", after
+        dead = state.trainer._replace(stage="dead")
+        yield f"power loss, {sum(undone)}, and trainer killed", after._replace(trainer=dead)
+
+    # -- the promises ------------------------------------------------------------------------------
+
+    def violation(self, before: State, after: State) -> str | None:
+        """Which promise a step breaks."""
+        return next(self._broken(before, after), None)
+
+    def _served(self, before: State, after: State) -> Iterator[str]:
+        latest = after.disk.latest
+        names = {latest.number: latest.ahead, latest.sequence: latest.save}
+        for old, now in zip(before.readers, after.readers, strict=True):
+            if now.serves == WRONG:
+                yield "a link is applied to another base than its own"
+            if now.serves == BAD or after.saves[now.serves].nan:
+                yield "a reader serves what no save has, or NaN"
+            if now.sequence < old.sequence:
+                yield "a reader goes back"
+            if names.get(now.sequence, now.serves) != now.serves:
+                yield f"{now.sequence} is {now.serves} for a reader, and another save in LATEST"
+            if any(lease and not after.version(lease) for lease in now.leases):
+                yield "a version is gone under a lease"
+
+    def _broken(self, before: State, after: State) -> Iterator[str]:
+        latest, was = after.disk.latest, before.disk.latest
+        yield from self._served(before, after)
+        named = after.version(latest.sequence)
+        if named is None or named.save != latest.save or latest.save < 0:
+            yield f"LATEST names v{latest.sequence} = {latest.save}, which is not there"
+        if latest.ahead and latest.number <= latest.sequence:
+            yield "ahead is not above LATEST"
+        if latest.sequence < was.sequence and before.faults == after.faults:
+            yield "LATEST goes back"
+        if before.asked and not after.asked and was.ahead and latest == was:
+            yield "a rollback of ahead is refused"
+        replaced = before.replaced == after.replaced and after.replaced
+        if replaced and latest != was and replaced in (latest.save, latest.ahead):
+            yield "what people rolled back is published again"
+        if any(link.files not in (link.save, BAD) for link in after.disk.links):
+            yield "a link has the files of another save"
+        if not any(link.files == BAD for link in after.disk.links):
+            yield from self._lost(before, after)
+
+    def _lost(self, before: State, after: State) -> Iterator[str]:
+        """Whether a save is announced of which there is too little, or a step takes it away."""
+        new, stage = after.trainer.last, before.trainer.stage
+        announces = after.trainer.announced > before.trainer.announced
+        if announces and not after.saves[new].nan and not self.available(after, new):
+            yield f"{new} is announced, and cannot be made from what is there"
+        # The trainer writes over saves of the same step, as always, also those of an earlier run.
+        writes = after.trainer != before.trainer and stage not in ("idle", "dead")
+        # An old daemon skips and prunes a full save that the pointer has passed: a limit.
+        if writes or (self.old_daemon and before.disk.folders != after.disk.folders):
+            return
+        for save in {before.pointed(), 0 if self.old_daemon else before.disk.latest.ahead} - {0}:
+            if self.available(before, save) and not self.available(after, save):
+                yield f"{save}, which is announced, is lost"
+
+    def served(self, state: State) -> bool:
+        """Whether every reader serves the last save, and nobody has more to do."""
+        latest, save, trainer = state.disk.latest, state.pointed(), state.trainer
+        if state.asked or trainer.stage not in ("idle", "dead"):
+            return False
+        if not save or (self.old_daemon and not self.available(state, save)):
+            return True
+        alive = trainer.stage == "idle"
+        if self.eager and alive and not self._base(state, trainer.step + 1):
+            return True  # the next save will be full, and heals all
+        full = latest.sequence, latest.save
+        newest = (latest.number, latest.ahead) if latest.ahead else full
+        is_settled = state.saves[save].nan or save == latest.instead_of
+        return (is_settled or save in (latest.save, latest.ahead)) and all(
+            (reader.sequence, reader.serves) == (newest if reader.stage else full)
+            and (is_settled or reader.serves == save)
+            for reader in state.readers
+        )
+
+
+def _with_reader(state: State, number: int, reader: Reader) -> State:
+    readers = (*state.readers[:number], reader, *state.readers[number + 1 :])
+    return state._replace(readers=readers)

@@ -1,0 +1,316 @@
+"""The daemons of the model of ahead (ahead.py): link, name ahead, fold, roll back, prune."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from .ahead_state import BAD, WRONG, Daemon, Latest, Link, Rules, State, Version
+
+Step: TypeAlias = tuple[str, State]
+
+
+@dataclass(frozen=True)
+class Daemons:
+    """The bounds and the rules, and what a daemon does next."""
+
+    faults: tuple[str, ...] = ()
+    """Which one may happen, once: the beginnings of its names in `_faults`."""
+    readers: str = ""
+    """One letter a reader: c has a copy of version 1, n none, and p reads without a stage."""
+    saves: int = 3
+    rooms: int = 2
+    lag: int = 2
+    """How many changes of records, or of folders, an old cache may miss."""
+    again: bool = True
+    """Whether a run may save one step twice."""
+    nan: bool = False
+    """Whether one save may have NaN."""
+    rollback: bool = False
+    old_daemon: bool = False
+    """Whether the second daemon is one of 0.2, which does not know ahead."""
+    eager: bool = False
+    """The trainer links whenever it may, and its run does not end with the last save."""
+    rules: Rules = field(default_factory=Rules)
+
+    def daemon(self, state: State, number: int, me: Daemon) -> Iterator[Step]:
+        disk, new = state.disk, not (self.old_daemon and number == 1)
+        if me.place == "away":
+            # An old daemon leaves a room for a new one, for which progress is asked.
+            if disk.room + (not new and not self.eager) < self.rooms:
+                disk = disk._replace(room=disk.room + 1)
+                yield "take over", state.by(number, Daemon("read", disk.room), disk)
+            return
+        if me.dirty and (me.place != "naming" or self.rules.syncs_first):
+            state = state._replace(disk=disk.sync(me.dirty))
+            me = me._replace(dirty="")
+        if me.place == "read":
+            yield self._read(state, number, me, new)
+        elif me.place == "linking":
+            yield self._link(state, number, me)
+        elif me.place == "building":
+            yield self._commit(state, number, me)
+        elif me.place == "naming":
+            yield self._name(state, number, me)
+        else:
+            if state.asked and new:
+                yield from self._roll_back(state, number, me)
+            if not (state.asked and new and self.rules.rollback_first):
+                yield from self._decide(state, number, me, new)
+                if new:
+                    yield from self._fold(state, number, me)
+            yield from self._prune(state, number, me, new)
+
+    def _read(self, state: State, number: int, me: Daemon, new: bool) -> Step:
+        """Take over: adopt the version above LATEST. An old daemon discards the links there."""
+        if self.rules.take_over_syncs:
+            state = state._replace(disk=state.disk.sync("state", "published", "deltas"))
+        disk = state.disk  # it asks the server
+        latest, top = disk.latest, disk.published[-1]
+        numbers = [top.sequence, latest.sequence, latest.number * new, disk.reserved]
+        floor = max(numbers + [link.number for link in disk.links])
+        if not new or not self.reached(state, latest, latest.ahead):
+            latest = latest._replace(number=0, ahead=0)
+        for link in disk.links:
+            if not new and link.number > max(top.sequence, latest.sequence):
+                disk = disk.without(link)
+        ready = me.ready(latest, floor)
+        if top.sequence > latest.sequence:
+            ready = ready._replace(place="naming", then=_follow(latest, top))
+        return f"read LATEST: {_text(latest)}", state.by(number, ready, disk)
+
+    def _same(self, state: State, one: int, other: int) -> bool:
+        by_step = not self.rules.by_save_id and state.saves[one].step == state.saves[other].step
+        return one == other or by_step
+
+    def reached(self, state: State, latest: Latest, save: int) -> bool:
+        """Whether links above LATEST lead from its save to this one."""
+        while save and not self._same(state, save, latest.save):
+            link = state.link_of(save)
+            if link is None or link.number <= latest.sequence:
+                return False
+            save = state.saves[save].base
+        return save > 0
+
+    def _work(
+        self, state: State, latest: Latest, save: int
+    ) -> tuple[Literal["link", "merge", "none", "reached"], int]:
+        """What to do first, on the way back from a save."""
+        rules, found = self.rules, state.saves[save]
+        if self.reached(state, latest, save):
+            return "reached", save
+        if not state.written(save) or found.base != found.base_1:
+            return "none", save
+        if found.base and not (latest.instead_of and rules.none_after_rollback):
+            does, what = self._work(state, latest, found.base)
+            if does == "reached":
+                return "link", save
+            if does != "none":
+                allowed = rules.walks_back and (does == "link" or rules.merges_passed_root)
+                return (does, what) if allowed else ("none", save)
+        return ("merge" if found.full and not found.nan else "none"), save
+
+    def _decide(self, state: State, number: int, me: Daemon, new: bool) -> Iterator[Step]:
+        """What becomes of the pointer's save."""
+        latest, rules, seen = me.latest, self.rules, state.to("the daemon")
+        save = seen.pointed()
+        if save in (0, latest.save, latest.ahead, latest.instead_of):
+            return
+        found = state.saves[save]
+        if not new:
+            does, what = ("merge" if found.full and not found.nan else "wait"), save
+        else:
+            does, what = self._work(seen, latest, save)
+            if does == "none":  # before it says so, it asks the server
+                does, what = self._work(state, latest, save)
+        parts = state.disk.folders[state.saves[what].step]
+        begun = me._replace(work=Version(me.floor + 1, what), parts=parts)
+        link = seen.link_of(save)
+        if does == "link" and me.floor < 4 * self.saves:
+            yield f"link the files of {what}", state.by(number, begun._replace(place="linking"))
+        elif does == "merge":
+            yield f"merge {what}", state.by(number, begun._replace(place="building"))
+        elif does == "reached" and link and not (found.nan and rules.nan_never_ahead):
+            ahead = latest._replace(number=link.number, ahead=save)
+            yield f"{save} is linked", state.by(number, me._replace(place="naming", then=ahead))
+        elif does == "none":
+            if latest.instead_of and rules.merges_after_rollback and self.available(state, save):
+                begun = begun._replace(place="building", parts=(what, what))
+                yield f"merge the links to {save}", state.by(number, begun)
+            elif rules.closes and not latest.closed:
+                closed = me._replace(place="naming", then=latest._replace(closed=True))
+                yield f"{save} cannot be linked", state.by(number, closed)
+
+    def _link(self, state: State, number: int, me: Daemon) -> Step:
+        (sequence, save, _), disk, parts = me.work, state.disk, me.parts
+        if parts != (save, save) and self.rules.index_digests:
+            return "the save has changed", state.by(number, me.ready(me.latest, me.floor))
+        link = Link(sequence, save, parts[0] if parts[0] == parts[1] else BAD)
+        disk = disk._replace(
+            links=(*disk.links, link),
+            reserved=sequence if self.rules.reserves else 0,
+            unsynced=(*disk.unsynced, ("deltas", link)),
+        )
+        after = me.ready(me.latest, sequence, "deltas")
+        return f"rename to deltas/d{sequence}: {save}", state.by(number, after, disk)
+
+    def _commit(self, state: State, number: int, me: Daemon) -> Step:
+        version, disk = me.work, state.disk
+        if state.version(version.sequence):
+            return f"v{version.sequence} is another daemon's", state.by(number, Daemon())
+        if me.parts != (version.save, version.save):
+            return "the save has changed", state.by(number, me.ready(me.latest, me.floor))
+        disk = disk._replace(
+            published=tuple(sorted((*disk.published, version))),
+            unsynced=(*disk.unsynced, ("published", version)),
+        )
+        then = _follow(me.latest, version)
+        if version.instead_of and not self.rules.rollback_ends_ahead:
+            then = then._replace(number=me.latest.number, ahead=me.latest.ahead)
+        after = me.ready(me.latest, max(me.floor, version.sequence), "published")
+        after = after._replace(place="naming", then=then)
+        text = f"rename to published/v{version.sequence}: {version.save}"
+        return text, state.by(number, after, disk)
+
+    def _name(self, state: State, number: int, me: Daemon) -> Step:
+        disk, latest = state.disk, me.then
+        unsynced = (*disk.unsynced, ("state", disk.latest))
+        named = disk._replace(latest=latest, unsynced=unsynced)
+        after = state.by(number, me.ready(latest, me.floor, "state"), named)
+        if latest.instead_of and latest.sequence > disk.latest.sequence:
+            replaced = disk.latest.ahead or disk.latest.save
+            after = after._replace(asked=False, replaced=replaced)
+        return f"LATEST: {_text(latest)}", after
+
+    def _fold(self, state: State, number: int, me: Daemon) -> Iterator[Step]:
+        rules, latest = self.rules, me.latest
+        sequence, save, base = me.fold
+        if not sequence:
+            if latest.ahead and rules.folds:
+                begun = me._replace(fold=(latest.number, latest.ahead, latest.sequence))
+                yield f"begin a fold of {latest.ahead}", state.by(number, begun)
+            return
+        me = me._replace(fold=(0, 0, 0))
+        ready, there, source = state.by(number, me), state.version(sequence), state.version(base)
+        made = save
+        if not (rules.fold_reads_full and state.saves[save].full and state.written(save)):
+            made = self.made(state, source.save, save) if source else 0
+        if sequence <= latest.sequence and rules.fold_above_latest:
+            yield f"discard the fold of {save}", ready
+        elif there:
+            naming = me._replace(place="naming", then=_follow(latest, there))
+            yield f"v{sequence} is there already", state.by(number, naming)
+        elif not made:
+            yield f"the links to {save} are gone", ready
+        elif made == BAD and rules.digests:
+            closed = latest._replace(closed=rules.closes)
+            text = f"a link to {save} is damaged"
+            yield text, state.by(number, me._replace(place="naming", then=closed))
+        else:
+            folded = me._replace(work=Version(sequence, made), parts=(made, made))
+            text, after = self._commit(state, number, folded)
+            yield f"end the fold: {text}", after
+
+    def _roll_back(self, state: State, number: int, me: Daemon) -> Iterator[Step]:
+        latest, rules, refusal = me.latest, self.rules, True
+        for version in state.disk.published:
+            newest = latest.ahead if rules.rollback_to_latest else 0
+            if version.sequence < latest.sequence + (newest > 0):
+                refusal = False
+                instead_of = latest.ahead * rules.rollback_of_ahead or latest.save
+                work = Version(me.floor + 1, version.save, instead_of)
+                parts = (version.save, version.save)
+                begun = me._replace(place="building", work=work, parts=parts)
+                yield f"roll back to v{version.sequence}", state.by(number, begun)
+        if refusal:
+            yield "refuse a rollback", state.by(number, me)._replace(asked=False)
+
+    def _prune(self, state: State, number: int, me: Daemon, new: bool) -> Iterator[Step]:
+        rules, latest, seen = self.rules, me.latest, state.to("the daemon")
+        ways = self._way_back(seen)
+        way = (ways or [0]) if new else [0]
+        is_known = not new or ways is not None or not rules.unknown_keeps_all
+        synced = state.disk.sync("published", "deltas")
+        leased = {lease for reader in state.readers for lease in reader.leases}
+        for version in state.disk.published:
+            is_root = rules.keeps_root and (version.save == way[-1] or not is_known)
+            is_kept = is_root or state.asked or version.sequence in leased
+            if version.sequence < latest.sequence and not is_kept:
+                gone = state.by(number, me, synced.without(version))
+                yield f"retire v{version.sequence}", gone
+        for link in state.disk.links:
+            above = link.number > latest.sequence
+            leads = self.reached(state, latest, link.save) and rules.keeps_links_above
+            on_way = rules.keeps_links_of_way and (link.save in way or not is_known)
+            if not (above and (leads or not new)) and not on_way:
+                yield f"delete d{link.number}", state.by(number, me, synced.without(link))
+        for step in range(1, seen.disk.pointer):
+            save = state.disk.folders[step][0]
+            writes = save == state.trainer.last and not state.trainer.announced
+            if not state.written(save) or not seen.written(save) or writes:
+                continue
+            # An old daemon knows no links, and skips a full save that the pointer has passed.
+            on_way = save in way[:-1] and rules.keeps_way_back
+            if (is_known and not on_way) if new else state.saves[save].full:
+                gone = state.by(number, me, synced.write(step, (0, 0)))
+                yield f"prune step {step}", gone
+
+    def _way_back(self, state: State) -> list[int] | None:
+        """The saves on the way back from the pointer's; the last one is published, or 0."""
+        published = {version.save for version in state.disk.published}
+        save, way = state.pointed(), list[int]()
+        while save not in published:
+            linked = state.link_of(save) is not None
+            if not linked and not state.written(save):
+                return None
+            if not linked or self.rules.keeps_until_full:
+                way.append(save)
+            save = state.saves[save].base
+            if not save:
+                break
+        return [*way, save]
+
+    # -- links -------------------------------------------------------------------------------------
+
+    def made(self, state: State, base: int, save: int) -> int:
+        """The bytes that links make of a base; 0 if they do not lead to the save."""
+        path = list[Link]()
+        while not self._same(state, save, base):
+            link = state.link_of(save)
+            if link is None:
+                return 0
+            path.append(link)
+            save = state.saves[save].base
+        for link in reversed(path):
+            found = state.saves[link.save]
+            if base != found.base or found.against not in (0, base):
+                return WRONG
+            if link.files != link.save:
+                return BAD
+            base = link.save
+        return base
+
+    def available(self, state: State, save: int) -> bool:
+        """Whether a save can be made from what is on disk."""
+        if any(version.save == save for version in state.disk.published):
+            return True
+        found, link = state.saves[save], state.link_of(save)
+        written = state.written(save) and found.base == found.base_1
+        if written and found.full and not found.nan:
+            return True
+        there = written or (link is not None and link.files == save)
+        return there and found.base > 0 and self.available(state, found.base)
+
+
+def _text(latest: Latest) -> str:
+    ahead = f", ahead {latest.number} = {latest.ahead}" if latest.ahead else ""
+    return f"v{latest.sequence} = {latest.save}{ahead}{', closed' * latest.closed}"
+
+
+def _follow(latest: Latest, version: Version) -> Latest:
+    """LATEST with a new version: ahead stays if it is above, and only a rollback is closed."""
+    sequence, save, instead_of = version
+    if latest.number > sequence and not instead_of:
+        return Latest(sequence, save, latest.number, latest.ahead)
+    return Latest(sequence, save, closed=instead_of > 0, instead_of=instead_of)

@@ -1,0 +1,278 @@
+"""What a state of the model of ahead is, and the rules that can be left out (see ahead.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+BAD: Final = -1
+"""Bytes that are no save's, because a file is damaged; digests show it."""
+WRONG: Final = -2
+"""What a link makes of another base than its own; it must never come to this."""
+
+
+class Save(NamedTuple):
+    """What the ranks mean to write."""
+
+    run: int
+    step: int
+    full: bool
+    base: int = 0
+    """The base in rank 0's message, 0 for none. A full save with a base is a link, too."""
+    base_1: int = 0
+    """The base in the receipt of rank 1."""
+    against: int = 0
+    """The save against which rank 1 wrote its changes; 0 if its part is whole."""
+    nan: bool = False
+
+
+class Latest(NamedTuple):
+    """LATEST. `number` and `ahead` are the sequence and the save of ahead, 0 for none."""
+
+    sequence: int = 0
+    save: int = 0
+    number: int = 0
+    ahead: int = 0
+    closed: bool = False
+    instead_of: int = 0
+    """What a rollback replaced; 0 if LATEST's version is none."""
+
+
+class Version(NamedTuple):
+    """published/vN, with what its manifest says of a rollback."""
+
+    sequence: int = 0
+    save: int = 0
+    instead_of: int = 0
+
+
+class Link(NamedTuple):
+    """deltas/dN: the save of delta.json, and the one that wrote the files in it."""
+
+    number: int
+    save: int
+    files: int
+
+
+Folder = Literal["", "state", "published", "deltas"]
+Rename: TypeAlias = tuple[Folder, Latest | Version | Link]
+"""A rename that is not synced: the LATEST that went, or the version or the link that came."""
+
+
+class Disk(NamedTuple):
+    """The job. `folders` has for each step the saves whose files and receipts the ranks wrote."""
+
+    latest: Latest
+    pointer: int
+    folders: tuple[tuple[int, int], ...]
+    published: tuple[Version, ...]
+    links: tuple[Link, ...] = ()
+    room: int = 1
+    reserved: int = 0
+    """The highest number of a link in saves.json, which old daemons count, too."""
+    unsynced: tuple[Rename, ...] = ()
+
+    def write(self, step: int, parts: tuple[int, int]) -> Disk:
+        """Change the files of a step folder."""
+        return self._replace(folders=(*self.folders[:step], parts, *self.folders[step + 1 :]))
+
+    def sync(self, *folders: Folder) -> Disk:
+        """Fsync folders."""
+        return self._replace(unsynced=tuple(r for r in self.unsynced if r[0] not in folders))
+
+    def without(self, what: Version | Link) -> Disk:
+        """Take a version or a link away."""
+        return self._replace(
+            published=tuple(version for version in self.published if version != what),
+            links=tuple(link for link in self.links if link != what),
+        )
+
+    def seen(self, records: bool, old: Disk) -> Disk:
+        """The disk to a client whose cache has old records, or old folders."""
+        if records:
+            return self._replace(latest=old.latest, pointer=old.pointer)
+        return self._replace(folders=old.folders, published=old.published, links=old.links)
+
+
+class Trainer(NamedTuple):
+    """`last` is the last planned save; `copy` the one of which rank 1 has a copy."""
+
+    run: int = 1
+    step: int = 1
+    last: int = 1
+    copy: int = 1
+    announced: bool = True
+    stage: Literal["idle", "planned", "rank 0 wrote", "all wrote", "dead"] = "idle"
+
+
+class Daemon(NamedTuple):
+    """One daemon; a kill loses all of it."""
+
+    place: Literal["away", "read", "ready", "linking", "building", "naming"] = "away"
+    room: int = 0
+    latest: Latest = Latest()
+    floor: int = 0
+    """The highest number that it knows."""
+    fold: tuple[int, int, int] = (0, 0, 0)
+    """The number and the save that a fold makes, and the sequence of its base."""
+    dirty: Folder = ""
+    """The folder that it will sync next."""
+    work: Version = Version()
+    """What it links or builds."""
+    parts: tuple[int, int] = (0, 0)
+    """The ranks' files that it has linked or opened."""
+    then: Latest = Latest()
+    """What LATEST is to be."""
+
+    def ready(self, latest: Latest, floor: int, dirty: Folder = "") -> Daemon:
+        """Have nothing in hand."""
+        return Daemon("ready", self.room, latest, floor, self.fold, dirty)
+
+
+class Reader(NamedTuple):
+    """An explorer with a stage, or one without, which reads LATEST's version in place."""
+
+    stage: bool
+    sequence: int = 0
+    serves: int = 0
+    damaged: bool = False
+    """Whether its host's copy of what it serves is damaged."""
+    goal: tuple[int, int] = (0, 0)
+    """The sequence and the save that it wants, 0 for none."""
+    leases: tuple[int, int] = (0, 0)
+    """The versions that it has leased, because it serves one, and to reach its goal."""
+
+
+class State(NamedTuple):
+    """Everything. Processes know less than `saves`, but find a save's base in its receipts."""
+
+    saves: tuple[Save, ...]
+    disk: Disk
+    trainer: Trainer
+    daemons: tuple[Daemon, ...]
+    readers: tuple[Reader, ...]
+    faults: int
+    rollbacks: int
+    agains: int
+    nans: int
+    """How often each may still happen."""
+    asked: bool = False
+    """Whether people ask for a rollback."""
+    replaced: int = 0
+    """The save that they rolled back."""
+    stale: tuple[str, bool, Disk, int] | None = None
+    """A client with an old cache, whether of records (else of folders), what it sees, for how long.
+
+    The last counts the changes of these on the server.
+    """
+
+    def by(self, number: int, daemon: Daemon, disk: Disk | None = None) -> State:
+        """Let a daemon do something."""
+        daemons = (*self.daemons[:number], daemon, *self.daemons[number + 1 :])
+        return self._replace(daemons=daemons, disk=disk or self.disk)
+
+    def to(self, client: str) -> State:
+        """What a client sees."""
+        if self.stale is None or self.stale[0] != client:
+            return self
+        return self._replace(disk=self.disk.seen(*self.stale[1:3]))
+
+    def pointed(self) -> int:
+        """The save that the pointer names, if it is complete."""
+        first, second = self.disk.folders[self.disk.pointer]
+        return first if first == second else 0
+
+    def written(self, save: int) -> bool:
+        """Whether all files and receipts of a save are in its step folder."""
+        return save > 0 and self.disk.folders[self.saves[save].step] == (save, save)
+
+    def link_of(self, save: int) -> Link | None:
+        """The link of a save."""
+        return next((link for link in self.disk.links if link.save == save), None)
+
+    def version(self, sequence: int) -> Version | None:
+        """What is at published/vN."""
+        return next((v for v in self.disk.published if v.sequence == sequence), None)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The design, one switch a rule. All on is what syncd does."""
+
+    # The trainer plans a link only if ...
+    last_is_announced: bool = True
+    """... the last planned save is announced;"""
+    is_offered: bool = True
+    """... a live daemon offers links;"""
+    not_closed: bool = True
+    """... LATEST has no `closed`;"""
+    close_is_full: bool = True
+    """... it is not the last save of the run;"""
+    above_base: bool = True
+    """... its step is above the step of its base;"""
+    finite_root: bool = True
+    """... its base is no full save with NaN that has no link."""
+    base_in_message: bool = True
+    """Rank 0 tells the base, instead of each rank taking its own last copy."""
+    whole_without_copy: bool = True
+    """A rank whose copy is not the base writes its part whole."""
+    # The daemon
+    walks_back: bool = True
+    """It links all saves on the way back from the pointer, instead of only the pointer's."""
+    merges_passed_root: bool = True
+    """It merges the full save at the end of this way, even if the pointer has passed it."""
+    by_save_id: bool = True
+    """A base is a save, instead of any save of its step."""
+    index_digests: bool = True
+    """The files that it has linked are those of the receipts."""
+    nan_never_ahead: bool = True
+    """A save with NaN is linked, but ahead never names it."""
+    closes: bool = True
+    """If a save cannot be linked, or a link is damaged, LATEST gets `closed`."""
+    keeps_way_back: bool = True
+    """A step on the way back from the pointer is kept while its save is not linked;"""
+    keeps_until_full: bool = True
+    """... and while it is not published: an old daemon discards the links."""
+    unknown_keeps_all: bool = True
+    """If the way back cannot be followed, nothing that may be on it is pruned."""
+    keeps_root: bool = True
+    """The version at which the way back ends is kept, also below LATEST."""
+    keeps_links_of_way: bool = True
+    """A link on the way back is kept, also below LATEST."""
+    keeps_links_above: bool = True
+    """A link above LATEST is deleted only if LATEST's save does not lead to it."""
+    reserves: bool = True
+    """saves.json has a link's number before LATEST names it, so that old daemons count it."""
+    none_after_rollback: bool = True
+    """While LATEST is a rollback, nothing is linked."""
+    merges_after_rollback: bool = True
+    """A later save is then merged, if a version and links lead to it."""
+    rollback_first: bool = True
+    """While people ask for a rollback, nothing else is linked, named, or committed."""
+    rollback_ends_ahead: bool = True
+    """A rollback writes LATEST without ahead."""
+    rollback_of_ahead: bool = True
+    """`instead_of` is ahead's save, if there is one."""
+    rollback_to_latest: bool = True
+    """LATEST itself can be the target while there is an ahead."""
+    folds: bool = True
+    """Full versions are made of links, under ahead's sequence,"""
+    fold_above_latest: bool = True
+    """... and published only above LATEST's sequence."""
+    fold_reads_full: bool = True
+    """A fold of a full save reads its shards, not the links."""
+    digests: bool = True
+    """Readers and folds check the digest of every piece."""
+    fence: bool = True
+    """Each commit is a rename out of the daemon's own room."""
+    syncs_first: bool = True
+    """What LATEST will name is synced before."""
+    take_over_syncs: bool = True
+    """A take-over syncs published/, deltas/ and .syncd/ before it relies on them."""
+    # A reader
+    never_back: bool = True
+    """... serves only what has a higher sequence;"""
+    falls_back: bool = True
+    """... reads LATEST's version if the links do not lead from its copy;"""
+    gives_up: bool = True
+    """... forgets a goal whose files are missing, and reads LATEST again."""
