@@ -10,12 +10,10 @@ slime's encoding is written from its description: the exclusive or of both tenso
 frame of level 1 for each tensor. Both encodings run in memory, in one thread, in turns. Times are
 CPU seconds.
 
-``--steps`` are those of the AdamW run; ``--rate`` is in MB/s, for the hosts' shared storage in
-``--job-dir``, which must be on another filesystem than ``--dir``.
+``--steps`` are those of the AdamW run.
 
 One thread copies files from the page cache into new files in ``--dir``, with the digest of every
-tensor. The copies share no blocks with the source, as between two filesystems. The time of the
-child that makes the delta includes its start.
+tensor. The copies share no blocks with the source, as between two filesystems.
 """
 
 from __future__ import annotations
@@ -23,9 +21,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import resource
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,25 +34,20 @@ import torch
 import zstandard
 from numpy.typing import NDArray
 
-from benchmarks.delta_hosts import Setup, Steps, print_hosts
 from benchmarks.machine import Report, median_ratio, parser, prepared
-from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.version import copy_version
-from syncd.deltas.applying import Link, apply_chain
+from syncd.deltas.applying import apply_chain
 from syncd.deltas.delta_folder import BLOCK
 from syncd.deltas.encoding import Decoder, Encoder
-from syncd.deltas.making import DeltaChild
 from syncd.deltas.whole_version import WholeVersion
 from syncd.storage.fsio import Storage
-from tests.deltas import write_version
+from tests.deltas import make_delta, write_version
 
 _DENSITIES: Final = (0.01, 0.033, 0.08, 0.2)
 _ELEMENTS: Final = 2**24
 _TENSORS: Final = 8
 _SIGMA: Final = 0.02
-_PARTS: Final = ("codecs", "copies", "bytes", "live")
-_HOSTS: Final = 8
-_SHARED_DENSITY: Final = 0.03
+_PARTS: Final = ("codecs", "copies")
 
 Bits = NDArray[np.uint16]
 
@@ -283,38 +274,23 @@ def _versions(work: Path, update: Update, megabytes: int) -> list[WholeVersion]:
     return found
 
 
-def _child(base: WholeVersion, target: WholeVersion, folder: Path) -> tuple[float, Link]:
-    """Make a delta; return the CPU seconds of child and parent, and the delta."""
-
-    def spent() -> float:
-        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        return sum(one.ru_utime + one.ru_stime for one in used)
-
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    begun = spent()
-    with DeltaChild(Storage(durable=False), base, target) as child:
-        delta = child.write(folder, Work(lambda: None))
-    return spent() - begun, Link(folder, delta)
-
-
 def _print_copies(report: Report, work: Path, given: argparse.Namespace) -> None:
     update = _adam_like(given.density)
     storage, to = Storage(durable=False), _OtherFilesystem()
     base, target = _versions(work, update, given.megabytes)
     size = sum(file.size for file in target.manifest.files)
-    found: dict[str, list[float]] = {"child": [], "plain": [], "delta": []}
+    link = make_delta(base, target, work / "delta")
+    found: dict[str, list[float]] = {"plain": [], "delta": []}
     for number in range(given.rounds + 1):
-        making, link = _child(base, target, work / "delta")
         draft = work / "draft"
 
         def plain(draft: Path = draft) -> None:
             copy_version(storage, target.folder, target.manifest, to=to, target=draft, threads=1)
 
-        def from_base(draft: Path = draft, link: Link = link) -> None:
+        def from_base(draft: Path = draft) -> None:
             apply_chain(storage, target, [link], base, to=to, draft=draft, threads=1)
 
-        seconds = {"child": making}
+        seconds = {}
         ways = [("plain", plain), ("delta", from_base)]
         for name, make in ways if number % 2 else ways[::-1]:
             draft.mkdir()
@@ -335,34 +311,8 @@ def _print_copies(report: Report, work: Path, given: argparse.Namespace) -> None
                 f"{size / 1e9 / median(found['delta']):.2f}",
                 f"{ratio:.2f}",
             ),
-            (
-                "making the delta: child and daemon",
-                f"{size / 1e9 / median(found['child']):.2f}",
-                f"{median_ratio(found['plain'], found['child']):.2f}",
-            ),
         ],
     )
-
-
-# -- hosts ---------------------------------------------------------------------------------------
-
-
-def _print_hosts(report: Report, stage_dir: Path, given: argparse.Namespace) -> None:
-    weights, _, size = _calibrated(_SHARED_DENSITY)
-    setups = {
-        "bytes": Setup(
-            "Bytes from shared storage", _HOSTS, given.versions, given.rate * 1e6, False
-        ),
-        "live": Setup("Pointer -> live", 1, given.versions, given.rate * 1e6, True),
-    }
-    for name, megabytes in (("bytes", given.shared_megabytes), ("live", given.megabytes)):
-        if name in given.parts:
-            steps = Steps(weights, size, max(1, megabytes * 10**6 // (2 * _ELEMENTS)))
-            with (
-                tempfile.TemporaryDirectory(dir=given.job_dir, prefix="deltas-") as jobs,
-                tempfile.TemporaryDirectory(dir=stage_dir) as stages,
-            ):
-                print_hosts(report, Path(jobs), Path(stages), steps, setups[name])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -372,10 +322,6 @@ def _parser() -> argparse.ArgumentParser:
         steps=12,
         megabytes=400,
         density=0.033,
-        versions=10,
-        rate=200,
-        shared_megabytes=100,
-        job_dir=Path(tempfile.gettempdir()),
     )
     options.set_defaults(dir=Path("/dev/shm"))  # noqa: S108 - memory, so that no disk is measured
     options.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
@@ -390,7 +336,6 @@ def main() -> None:
             _print_codecs(report, given)
         if "copies" in given.parts:
             _print_copies(report, work, given)
-        _print_hosts(report, work, given)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,10 @@ from syncd.checkpoint.version import read_manifest
 from syncd.deltas.ends import NoDeltaError, content_of, delta_end, find_chain
 from syncd.deltas.making import why_not_here
 from syncd.deltas.whole_version import WholeVersion
-from syncd.protocol.amounts import span
 from syncd.protocol.errors import RecordError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import DELTA, parse_delta_folder
-from syncd.protocol.records import Delta, Latest
-from syncd.protocol.reports import DELTA_SIGN, DeltaProgress
+from syncd.protocol.records import Delta
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 from syncd.storage.job import OF_OTHERS, Job
@@ -30,10 +27,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 #: Deltas are not read if they have more than this fraction of the version's bytes.
 _MOST: Final = 0.5
-#: Seconds between two looks at a delta that is being made.
-_LOOK: Final = 0.25
-#: Seconds without progress of a delta after which an explorer stops waiting for it.
-_SILENCE: Final = 10 * DELTA_SIGN
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +73,8 @@ class DeltaBases:
         self._room = room
         self._known: dict[str, WholeVersion] = {}
 
-    def find(
-        self,
-        target: LeasedVersion,
-        names: Collection[str],
-        *,
-        patience: float,
-        why_no_room: Callable[[str], str | None],
-        cancel: Callable[[], None],
-    ) -> DeltaBase:
+    def find(self, target: LeasedVersion, names: Collection[str]) -> DeltaBase:
         """Find and hold the copy that becomes ``target`` with the fewest bytes of deltas.
-
-        If the daemon is still making a delta from one of these copies, and its last deltas took at
-        most ``patience`` seconds, wait for it so long. ``why_no_room`` returns the reason if the
-        version does not fit beside a named copy; then do not wait. ``cancel`` is called often, and
-        raises an error to stop.
 
         Raises:
             NoDeltaError: the version cannot be made from a copy and deltas.
@@ -111,11 +91,7 @@ class DeltaBases:
         job = Job(target.storage, JobLayout(target.source.parent.parent))
         chain = _chain(job, here, content)
         if chain is None:
-            why = _wait(job, target.sequence, here, patience, why_no_room, cancel)
-            # Look again, however the wait ended: the delta may have been committed meanwhile.
-            chain = _chain(job, here, content)
-        if chain is None:
-            raise NoDeltaError(why or "")
+            raise NoDeltaError(f"no deltas lead to version {target.sequence}")
         name, links = chain
         size = sum(delta.bytes for _, delta in links)
         whole = sum(file.size for file in target.manifest.files)
@@ -155,81 +131,6 @@ def _chain(
         return None
     _, name, chain = min(found, key=lambda one: one[:2])
     return name, [(folders[delta], delta) for delta in chain]
-
-
-def _wait(
-    job: Job,
-    sequence: int,
-    here: Mapping[str, WholeVersion],
-    patience: float,
-    why_no_room: Callable[[str], str | None],
-    cancel: Callable[[], None],
-) -> str:
-    """Wait for a delta that the daemon makes from a copy here. Return why there may be none."""
-    which = f"the delta to version {sequence}"
-    latest = job.read(Latest, job.layout.latest, OF_OTHERS)
-    if latest is None or latest.sequence != sequence or latest.delta_from is None:
-        return f"the daemon makes no delta to version {sequence}"
-    leads_from = f"{which} starts from version {latest.delta_from}"
-    try:
-        # Contents are compared, because copies of other jobs have the same version numbers.
-        base = content_of(read_manifest(job.storage, job.layout.version(latest.delta_from)))
-    except (RecordError, OSError) as error:
-        return f"{leads_from}, which cannot be read: {error}"
-    bases = [name for name, one in here.items() if content_of(one.manifest) == base]
-    if not bases:
-        return f"{leads_from}, which is not on this host"
-    no_room = [why for name in bases if (why := why_no_room(name)) is not None]
-    if len(no_room) == len(bases):
-        return (
-            f"{leads_from}, but this host's copy of that version must be removed to free "
-            f"space: {no_room[0]}"
-        )
-    return _watch(job, sequence, patience, cancel)
-
-
-def _watch(job: Job, sequence: int, patience: float, cancel: Callable[[], None]) -> str:
-    """Wait for a delta that will be there sooner than a copy; return why the wait ended."""
-    which = f"the delta to version {sequence}"
-    begun = alive = time.monotonic()
-    sign: DeltaProgress | None = None
-    while True:
-        cancel()
-        progress = _progress(job, sequence)
-        if progress is None or progress.state != "making" or progress.sequence != sequence:
-            return f"{which} {_end_of(progress, sequence)}"
-        if progress.seconds is None or progress.seconds > patience:
-            took = "an unknown time" if progress.seconds is None else span(progress.seconds)
-            return f"a copy is sooner there than {which}: the last deltas took {took}"
-        now = time.monotonic()
-        if progress != sign:
-            sign, alive = progress, now
-        if now >= alive + _SILENCE:
-            return f"the daemon has reported no progress of {which} for {_SILENCE:g} s"
-        if now >= begun + patience:
-            return f"{which} was not made within {span(patience)}"
-        time.sleep(min(_LOOK, max(begun + patience - now, 0.01)))
-
-
-def _progress(job: Job, sequence: int) -> DeltaProgress | None:
-    for is_asked in (False, True):
-        if is_asked:
-            # The record exists before LATEST names the version, so this client's cache may be old.
-            _refreshed(job, job.layout.state)
-        told = job.read(DeltaProgress, job.layout.delta_progress, OF_OTHERS)
-        if told is not None and told.sequence >= sequence:
-            return told
-    return None
-
-
-def _end_of(told: DeltaProgress | None, sequence: int) -> str:
-    if told is None:
-        return "is not being made, because the daemon has ended or has not begun this delta"
-    if told.sequence != sequence:
-        return f"was cancelled: the daemon now makes the delta to version {told.sequence}"
-    if told.state == "made":
-        return "was made, but starts from a version that is not on this host"
-    return f"was not made: {told.why}"
 
 
 def _refreshed(job: Job, folder: Path) -> bool:

@@ -183,7 +183,6 @@ class Pipeline:
                 bench=bench.step if bench else None,
                 fault=self.fault,
                 received=str(self._received) if self._received else None,
-                delta_base=self.staging.base if self.staging and not bench else None,
                 workers=self.fast_path.engine.workers if self.fast_path and self.joins() else 0,
                 group=self.fast_path.group if self.fast_path else None,
                 starting=starting,

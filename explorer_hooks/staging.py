@@ -5,7 +5,6 @@ All explorers on this host share the copies. The user names a folder, for exampl
 
     syncd-UID-BOOT/           the copies of one user, since the last boot of this host
       .copier                 the process that copies or cleans up has an exclusive lock on it
-      .speed                  bytes per second of the last copy that was read from a job
       v000017-KEY/            one whole copy; KEY is a digest of the job and the save
         manifest.json         each process that holds the copy has a shared lock on it
       .tmp-…/                 an unfinished or deleted copy; garbage if ``.copier`` is not locked
@@ -22,7 +21,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,8 +34,7 @@ from explorer_hooks.delta_base import DeltaBase, DeltaBases
 from explorer_hooks.staged_copy import StagedCopy, hold
 from syncd.checkpoint.version import WEIGHTS
 from syncd.coordination.leased_version import LeasedVersion
-from syncd.deltas.ends import NoDeltaError, delta_end
-from syncd.deltas.making import why_not_here
+from syncd.deltas.ends import NoDeltaError
 from syncd.protocol.errors import (
     CancelledError,
     InvalidSettingsError,
@@ -52,9 +50,6 @@ from syncd.storage.sessions import boot_id
 
 log = logging.getLogger(__name__)
 _COPIER: Final = ".copier"
-_SPEED: Final = ".speed"
-#: The part of a copy's time to wait for a delta; the rest is for applying it.
-_WAIT: Final = 0.7
 #: Seconds between two checks whether the copier is done.
 _LOOK: Final = 0.05
 #: Bytes to leave free on the filesystem, because others use it too: ``/dev/shm`` is memory.
@@ -94,7 +89,7 @@ class Staging:
         patience: seconds to wait for a copy that another process makes.
         keep_last: True to keep the last served copy after its release, for a server that reads the
             copy after this process has ended. Other processes can still remove this copy.
-        storage, clock: replace the filesystem calls and the clock in tests.
+        storage: replaces the filesystem calls in tests.
 
     Attributes:
         folder: the stage folder.
@@ -113,7 +108,6 @@ class Staging:
         patience: float = 600.0,
         keep_last: bool = False,
         storage: Storage | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if budget_bytes is not None:
             check_above_0("budget_bytes", budget_bytes, "bytes")
@@ -133,9 +127,7 @@ class Staging:
         self._room = self.folder / f"{self._rooms}{boot_id()}"
         self._kept: str | None = None
         self._bases = DeltaBases(self._storage, self._room)
-        self._clock = clock
         self.fetched = Fetched()
-        self._base: LeasedVersion | None = None
         self._open()
 
     def stage(
@@ -157,22 +149,6 @@ class Staging:
             raise NotStagedError(
                 f"the version could not be copied into {self._room}: {error}"
             ) from error
-
-    @property
-    def base(self) -> int | None:
-        """The sequence of the last staged version, if deltas can be applied to its copy.
-
-        It is None if the copy was removed, or consists of hard links to the job's files.
-        """
-        copy = self._base
-        try:
-            is_there = copy is not None and self._storage.exists(copy.folder)
-        except OSError as error:
-            log.debug(
-                "cannot check whether the copy %s exists: %s", copy.folder if copy else None, error
-            )
-            return None
-        return copy.sequence if copy is not None and is_there else None
 
     def hold_again(self, copy: LeasedVersion) -> LeasedVersion:
         """Get a second hold on a version that :meth:`stage` returned, while the first hold lasts.
@@ -237,8 +213,6 @@ class Staging:
                     copy = self._held(name, version)
         if copy is None:
             raise FileNotFoundError(f"{self._room / name} was removed")
-        is_base = self._is_elsewhere(version) and delta_end(version.manifest) is not None
-        self._base = copy if is_base and why_not_here() is None else None
         return copy
 
     def _name(self, version: LeasedVersion) -> str:
@@ -288,13 +262,7 @@ class Staging:
     ) -> str | None:
         """Make a copy from an older copy and deltas; return the reason if that failed."""
         try:
-            base = self._bases.find(
-                version,
-                self._copies(),
-                patience=_WAIT * self._copy_seconds(version),
-                why_no_room=lambda copy: self._why_not_beside(copy, version),
-                cancel=cancel,
-            )
+            base = self._bases.find(version, self._copies())
             try:
                 self._make_of(base, version, name, cancel)
             finally:
@@ -338,22 +306,10 @@ class Staging:
         self.fetched = Fetched(full_bytes=sum(others), delta_bytes=base.bytes)
 
     def _copy(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
-        begun = self._clock()
         with self._draft(version, name) as draft:
             version.copy_to(self._storage, draft, cancel=cancel)
         size = sum(file.size for file in version.manifest.files)
-        if self._is_elsewhere(version):
-            speed = size / max(self._clock() - begun, 1e-3)
-            self._storage.replace(self._room / _SPEED, f"{speed:.0f}".encode())
         self.fetched = Fetched(full_bytes=size)
-
-    def _copy_seconds(self, version: LeasedVersion) -> float:
-        """The time that a full copy would take, by the last one on this host; 0.0 before it."""
-        try:
-            speed = float(self._storage.read(self._room / _SPEED))
-        except (OSError, ValueError):
-            return 0.0
-        return sum(file.size for file in version.manifest.files) / max(speed, 1.0)
 
     @contextmanager
     def _draft(self, version: LeasedVersion, name: str) -> Iterator[Path]:
@@ -370,23 +326,9 @@ class Staging:
             self._discard(draft)
             raise
 
-    def _why_not_beside(self, base: str, version: LeasedVersion) -> str | None:
-        leaving = []
-        for name in self._copies():
-            if name not in (base, self._kept):
-                with StagedCopy.unheld(self._storage, self._room / name) as is_free:
-                    if is_free:
-                        leaving.append(name)
-        try:
-            self._check_room(sum(file.size for file in version.manifest.files), leaving)
-        except NotStagedError as error:
-            return str(error)
-        return None
-
-    def _check_room(self, size: int, leaving: Collection[str] = ()) -> None:
+    def _check_room(self, size: int) -> None:
         sizes = {name: self._size(self._room / name) for name in self._copies()}
-        leaves = sum(sizes.get(name, 0) for name in leaving)
-        used = sum(sizes.values()) - leaves
+        used = sum(sizes.values())
         if self._budget is not None and used + size > self._budget:
             raise NotStagedError(
                 f"the version's {size} bytes do not fit into the stage folder's budget of "
@@ -394,7 +336,7 @@ class Staging:
                 "Increase the budget, or release other copies"
             )
         free = self._storage.free(self._room).bytes
-        if free is not None and size + _SPARE > free + leaves:
+        if free is not None and size + _SPARE > free:
             raise NotStagedError(
                 f"the version's {size} bytes do not fit into the {free} free bytes of {self._room}"
             )

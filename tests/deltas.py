@@ -10,17 +10,15 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.checkpoint.whole_files import digest_file
 from syncd.deltas.applying import Link
-from syncd.deltas.delta_folder import BLOCK, BLOCKS, ENTRY, INDEX, blocks_of
+from syncd.deltas.delta_folder import BLOCK, BLOCKS, ENTRY, INDEX
 from syncd.deltas.encoding import Encoder
 from syncd.deltas.ends import delta_end, in_order
-from syncd.deltas.making import DeltaChild
-from syncd.deltas.whole_version import WholeVersion
+from syncd.deltas.whole_version import WholeVersion, open_weights
 from syncd.protocol.names import DELTA, MANIFEST, version_folder
 from syncd.protocol.records import Delta, Manifest, VersionFile, encode
 from syncd.storage.fsio import Storage
@@ -92,10 +90,21 @@ def _write_weights(path: Path, tensors: Tensors, metadata: Mapping[str, str] | N
 
 
 def make_delta(base: WholeVersion, target: WholeVersion, folder: Path) -> Link:
-    """The delta from one version to another, made by a child process."""
-    folder.mkdir()
-    with DeltaChild(STORAGE, base, target) as child:
-        return Link(folder, child.write(folder, Work(nothing)))
+    """The delta from one version to another, as a daemon of 0.2 makes it."""
+    return encode_delta(folder, base, target, _tensors(base), _tensors(target))
+
+
+def _tensors(version: WholeVersion) -> Tensors:
+    with open_weights(STORAGE, version) as places:
+        return {
+            name: (
+                entry.dtype,
+                np.memmap(file.path, np.uint8, "r")[entry.begin : entry.end].view(
+                    f"<u{ITEMSIZE[entry.dtype]}"
+                ),
+            )
+            for name, (file, entry) in places.items()
+        }
 
 
 def same_files(made: Path, version: WholeVersion) -> bool:
@@ -154,8 +163,8 @@ def encode_delta(
     for number, tensor in enumerate(in_order(target.manifest)):
         before, after = (tensors[tensor.name][1].reshape(-1) for tensors in (old, new))
         elements += len(after)
-        for block in range(blocks_of(len(after))):
-            part = slice(block * BLOCK, (block + 1) * BLOCK)
+        for block, begin in enumerate(range(0, len(after), BLOCK)):
+            part = slice(begin, begin + BLOCK)
             encoded, count = encoder.encode(before[part], after[part])
             if count:
                 digest = xxhash.xxh3_64_intdigest(encoded)

@@ -12,7 +12,7 @@ import xxhash
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Decision
-from syncd.daemon.delta_maker import DeltaWork
+from syncd.daemon.folds import DeltaWork
 from syncd.daemon.loop import Loop
 from syncd.daemon.telling.journal import Meter
 from syncd.daemon.tenure import Tenure

@@ -13,13 +13,13 @@ from rich.text import Text
 from syncd.cli import options
 from syncd.daemon.config import Count
 from syncd.operate.history import Live, VersionHistory, history, told
-from syncd.protocol.amounts import moment, size, span
+from syncd.protocol.amounts import moment, span
 from syncd.protocol.names import printable
 from syncd.storage.job import Job
 
 #: The most explorers that are shown for a version; JSON has all.
 _EXPLORERS: Final = 4
-_HEADS: Final = ("version", "step", "published", "after", "merge", "delta", "pruned")
+_HEADS: Final = ("version", "step", "published", "after", "merge", "pruned")
 _GAP: Final = "  "
 
 
@@ -35,9 +35,8 @@ def command(
     'published' is when LATEST began to name the version, 'after' the time until then from the
     daemon's first look at the complete save, and 'merge' the merge's part of it; '= v3' stands for
     a rollback to v3. 'live on' names the explorers that loaded the version from files, and how long
-    after 'published' each began to serve it; those with 'delta' read deltas. 'delta' is the size of
-    the delta to the version, or 'none' if a delta was planned but not made. 'pruned' is the time
-    from 'published' to the deletion.
+    after 'published' each began to serve it; those with 'delta' read deltas. 'pruned' is the
+    time from 'published' to the deletion.
 
     All times come from the daemon's clock. The daemon reads the explorers' reports once a tick.
     """
@@ -49,9 +48,6 @@ def command(
         return {}, "nothing is published yet"
     console = Console(highlight=False)
     heads, rows = list(_HEADS), [list(_cells(version)) for version in found]
-    if all(version.delta is None for version in found):
-        for row in (heads, *rows):
-            del row[-2]  # there are no deltas to show
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     room = console.width - sum(widths) - len(_GAP) * len(widths)
     table = Table(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0))
@@ -64,15 +60,13 @@ def command(
 
 
 def _cells(version: VersionHistory) -> tuple[str, ...]:
-    merge, delta = _span(version.merge_seconds), version.delta
-    made = "none" if delta is None or delta.bytes is None else size(delta.bytes)
+    merge = _span(version.merge_seconds)
     return (
         f"v{version.version}",
         "-" if version.step is None else str(version.step),
         "-" if version.published is None else moment(version.published),
         _span(version.latency_seconds),
         merge if version.of is None else f"= v{version.of}",
-        "-" if delta is None else made,
         _end(version),
     )
 

@@ -235,32 +235,11 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
     free = seen["free"] and seen["free"]["bytes"]
     facts += [
         ("on disk", ", ".join(leased) or "no version"),
-        ("deltas", _deltas(seen)),
         ("pinned", f"steps {pinned}" if pinned else ""),
         ("refused", ", ".join(seen["quarantined"])),
         ("free", "" if free is None else f"{size(free)} on the job's filesystem"),
     ]
     return [(label, text) for label, text in facts if text]
-
-
-def _deltas(seen: dict[str, Any]) -> str:
-    *older, newest = seen["deltas"] or [None]
-    told = []
-    if newest is not None:
-        told.append(
-            f"v{newest['base']} to v{newest['sequence']}: {size(newest['bytes'])}, "
-            f"{newest['changed']:.2%} of the elements"
-        )
-    if older:
-        told.append(f"{len(older)} older: {size(sum(one['bytes'] for one in older))}")
-    making, latest = seen["delta_progress"], seen["latest"]
-    if making and latest and making["sequence"] == latest["sequence"]:
-        if making["state"] == "making":
-            done = f" ({making['done'] / making['total']:.0%})" if making["total"] else ""
-            told.append(f"the delta to v{making['sequence']} is being made{done}")
-        elif making["state"] == "none":
-            told.append(f"no delta to v{making['sequence']}: {making['why']}")
-    return "; ".join(told)
 
 
 def _names(seen: dict[str, Any]) -> str:
@@ -402,11 +381,6 @@ def _event(event: dict[str, Any]) -> str:  # noqa: PLR0911 - one return for each
             return f"v{event.get('of')} is served again, as {version}: asked for by {by}"
         case "refused":
             return f"no rollback to v{event.get('of')} for {by}: {event.get('why')}"
-        case "delta":
-            what = f"{size(event.get('delta_bytes', 0))}, {event.get('changed', 0.0):.2%} changed"
-            return f"made the delta from v{event.get('of')} to {version}: {what}"
-        case "no_delta":
-            return f"no delta from v{event.get('of')} to {version}: {event.get('why')}"
         case "linked":
             return f"linked step {step} as {version}: {size(event.get('delta_bytes', 0))}"
         case "skipped":

@@ -20,7 +20,6 @@ from syncd.coordination.weight_waits import WeightWaits
 from syncd.protocol.errors import BroadcastError
 from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings, Version, may_produce
 from syncd.protocol.reports import ExplorerReport, Offer, Reload, Rendezvous, SyncTerms, loads_with
-from syncd.storage.sessions import boot_id
 from syncd.torch_extra import require_torch
 
 if TYPE_CHECKING:
@@ -113,7 +112,6 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         workers: int | None = None,
         group: str | None = None,
         starting: str | None = None,
-        delta_base: int | None = None,
     ) -> None:
         """Set fields of the explorer's report; omitted fields are cleared, except ``workers``.
 
@@ -127,7 +125,6 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             workers: the new number of ranks in a weight group; None for no change.
             group: the weight group that all ``workers`` ranks have open; only with ``workers``.
             starting: the reason why this explorer is not running yet. Setting a status clears it.
-            delta_base: the newest version on this host that can be the base of a delta.
         """
         self._serve(
             version,
@@ -137,8 +134,6 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             received=received,
             bench=bench,
             starting=starting,
-            delta_base=delta_base,
-            stage=boot_id() if delta_base is not None else None,
             **({} if workers is None else {"workers": workers, "group": group}),
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 from syncd.checkpoint.merging.options import Progress
@@ -12,7 +11,6 @@ from syncd.checkpoint.model_folder import changed_settings
 from syncd.checkpoint.save import Save, SavedWeights, WholeSave
 from syncd.daemon.collect import Tidying
 from syncd.daemon.decide import Fold
-from syncd.daemon.delta_maker import DeltaMaker
 from syncd.daemon.folds import Folds
 from syncd.daemon.linking import link_save
 from syncd.daemon.publish import Publisher
@@ -67,7 +65,6 @@ class Attempts:
     publisher: Publisher
     reporter: Reporter
     tidying: Tidying
-    deltas: DeltaMaker
     folds: Folds
 
     def __post_init__(self) -> None:
@@ -104,10 +101,8 @@ class Attempts:
             manifest = self.publisher.publish(
                 save,
                 progress=self._progress(save, begun, heard),
-                delta_from=partial(self.deltas.announce, None if sequence else before),
                 sequence=sequence,
             )
-            self.deltas.begin()
         except (SaveNotReadyError, NoRoomError) as error:
             return self._try_later(str(error), error)
         except CheckpointError as error:

@@ -114,9 +114,8 @@ class PruningRules(BaseModel):
     """How many of the newest versions to keep, including LATEST; leased versions always stay."""
 
     deltas: Live[Literal["auto", "on", "off"]] = "auto"
-    """When to make [deltas](deltas.md). `auto`: while live explorers on two or more hosts could use
-    them, and this host has the extra `deltas`; `on`: always; `off`: never, and delete existing
-    deltas."""
+    """Whether trainers may save [deltas](deltas.md). `auto`: if this host has the extra `deltas`;
+    `on`: always; `off`: never, and delete existing deltas."""
 
     keep_deltas: Live[Annotated[Count, Ge(1)]] = 16
     """The most deltas to keep; together they are at most half as large as a version."""

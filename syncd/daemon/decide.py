@@ -104,7 +104,6 @@ class Observation:
             if the report names no step or is unreadable.
         living: the sessions with a heartbeat, of those that have a lease, a build or a report.
         served_request: the id of the rollback request that LATEST results from, if any.
-        delta_versions: the two versions of the delta that is being made, if any.
         way: the way back from the pointer's save; None if it is unknown.
         links: the links that lead from LATEST's version, by their targets.
         ahead, closed: as in LATEST; ``closed`` is also set while LATEST is a rollback.
@@ -136,7 +135,6 @@ class Observation:
     pause: Pause | None = None
     rollbacks: Sequence[RollbackRequest] = ()
     served_request: str | None = None
-    delta_versions: Collection[int] = ()
     way: Way | None = field(default_factory=Way)
     links: Mapping[str, DeltaSeen] = field(default_factory=dict)
     ahead: Ahead | None = None
@@ -415,7 +413,6 @@ def _versions(
     keep = newest((v for v in seen.versions if v <= seen.latest), config.keep)
     leased = {lease.sequence for lease in seen.leases}  # also pins, which are in the same folders
     leased.update(request.sequence for request in seen.rollbacks)
-    leased.update(seen.delta_versions)
     leasable = set(seen.lease_folders)
     for sequence in sorted(v for v in seen.versions if v < seen.latest):
         if sequence not in leasable:

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
-from syncd.daemon.delta_maker import DeltaWork, Folding
 from syncd.daemon.tenure import Tenure
+from syncd.deltas.making import FoldChild, why_not_here
 from syncd.protocol.errors import NoRoomError
 from syncd.protocol.names import version_folder
 from syncd.protocol.records import Ahead, Latest, Manifest
 from syncd.protocol.reports import MergeProgress
+from syncd.storage.job import Job
 
 #: The most seconds between two attempts that storage refuses.
 _LONGEST_WAIT: Final = 30.0
+
+
+class Folding(Protocol):
+    """A fold in the background, such as :class:`~syncd.deltas.making.FoldChild`."""
+
+    done: int
+    total: int
+
+    def poll(self) -> Manifest | None:
+        """The new version, once it is there."""
+        ...
+
+    def close(self) -> None:
+        """End the work."""
+        ...
+
+
+@dataclass(frozen=True)
+class DeltaWork:
+    """Begins a fold, and gives the reason if this host cannot; tests replace both."""
+
+    fold: Callable[[Job, int, Sequence[int], Path], Folding] = FoldChild
+    why_not_here: Callable[[], str | None] = why_not_here
 
 
 @dataclass

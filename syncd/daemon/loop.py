@@ -32,8 +32,7 @@ from syncd.daemon.decide import (
     Skip,
     decide,
 )
-from syncd.daemon.delta_maker import DeltaMaker, DeltaWork
-from syncd.daemon.folds import Folds
+from syncd.daemon.folds import DeltaWork, Folds
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
@@ -45,7 +44,7 @@ from syncd.daemon.turns import OTHERS_FIRST, Turn
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.events import DaemonActive
 from syncd.protocol.names import parse_lease_marker
-from syncd.protocol.version_events import MergeLate, NoDelta, SaveSkipped, VersionAdopted
+from syncd.protocol.version_events import MergeLate, SaveSkipped, VersionAdopted
 
 log = logging.getLogger(__name__)
 
@@ -83,10 +82,9 @@ class Loop:
         self._going_live = GoingLive(job)
         self._reporter = Reporter(tenure, self._publisher, self.notice)
         self._tidying = Tidying(tenure, self._pruner)
-        self._deltas = DeltaMaker(tenure, self.work)
         self._folds = Folds(tenure, self.work)
         self._attempts = Attempts(
-            tenure, self._publisher, self._reporter, self._tidying, self._deltas, self._folds
+            tenure, self._publisher, self._reporter, self._tidying, self._folds
         )
         self._follow: set[bool] = set()
         self._prunings_left = False
@@ -94,7 +92,6 @@ class Loop:
     def begin(self) -> None:
         """Recover the previous daemon's state; call this after the take-over."""
         adopted = self._publisher.recover()
-        self._deltas.forget_others()
         self._tidying.begin()
         self._reporter.report("watching")
         self._journal.tell(DaemonActive(self._job.layout.root, self.tenure.epoch.number))
@@ -113,8 +110,6 @@ class Loop:
         started = self._clock()
         config = self.config
         self._publisher.config = config
-        self._deltas.mode = config.deltas
-        self._look_at_deltas()
         seen = self._scanner.scan(self._known(), config)
         decision = decide(seen, config)
         self.notice.ready()  # before a merge, which may take minutes
@@ -141,7 +136,6 @@ class Loop:
         if self._prunings_left:
             self._scanner.look_again()
         self._look_who_is_live(seen)
-        self._look_at_deltas()
         self._publisher.look_at_latest()
         self._journal.write()
         self._tidy(refused, seen)
@@ -160,13 +154,11 @@ class Loop:
 
     def leave(self) -> None:
         """End the background work; call this even if the loop ends with an error."""
-        self._deltas.leave()
         self._folds.end()
 
     def end(self) -> None:
         """Remove unfinished files; the caller must still release the lock."""
         self.leave()
-        self._look_at_deltas()
         self._tidying.end()
         self._journal.write()
         self._reporter.report("stopped")
@@ -248,19 +240,12 @@ class Loop:
             self._tidying.leftovers()
             refused.setdefault("tidy", f"cannot remove leftovers now: {error}")
 
-    def _look_at_deltas(self) -> None:
-        for event in self._deltas.finished():
-            self._journal.delta(event)
-            if isinstance(event, NoDelta) and event.error_ is not None:
-                self._tidying.leftovers()
-
     def _look_who_is_live(self, seen: Observation) -> None:
         latest = self._publisher.latest  # published in this round: explorers may have it already
         try:
             self._publisher.naming.look()
             for load in self._going_live.look(seen.leases, latest.sequence if latest else 0):
                 self._journal.live(load)
-            self._deltas.takers = self._going_live.takers(seen.living)
             self._follow = self._going_live.follow(seen.living)
         except OSError as error:
             self._job.check_is_there()
@@ -275,7 +260,6 @@ class Loop:
             published_save=self._publisher.published_save,
             outcomes=self._outcomes.of_step,
             served_request=self._publisher.served_request,
-            delta_versions=self._deltas.versions,
             sessions=self._going_live.sessions,
             save_id=self._publisher.save_id,
             ahead=ahead,

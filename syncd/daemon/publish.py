@@ -52,13 +52,6 @@ log = logging.getLogger(__name__)
 #: Seconds between two looks at LATEST.
 _LOOK_AGAIN: Final = 60.0
 
-#: Called with a version before LATEST names it; returns the base of the version's delta, if any.
-DeltaFrom = Callable[[Manifest], int | None]
-
-
-def _no_delta(_: Manifest) -> None:
-    """Make no delta."""
-
 
 @dataclass
 class Publisher:
@@ -170,7 +163,6 @@ class Publisher:
         save: WholeSave,
         *,
         progress: Progress = unheard,
-        delta_from: DeltaFrom = _no_delta,
         sequence: int | None = None,
     ) -> Manifest:
         """Merge a complete save and make it LATEST, if it is linked as ``sequence``.
@@ -194,7 +186,7 @@ class Publisher:
                 sequence=sequence,
             )
 
-        manifest = self._make_version(save.step, build, delta_from, sequence)
+        manifest = self._make_version(save.step, build, sequence)
         self.outcomes.published(save.step, save.identity, manifest.sequence)
         return manifest
 
@@ -286,7 +278,6 @@ class Publisher:
         self,
         step: int,
         build: Callable[[Path, int], Manifest],
-        delta_from: DeltaFrom = _no_delta,
         sequence: int | None = None,
     ) -> Manifest:
         """Publish a version; this method defines the order of all writes.
@@ -318,10 +309,8 @@ class Publisher:
             self._floor = max(self._floor, sequence)
             # Rename building/VERSION to published/VERSION. Fsync published/.
             epoch.publish_version(sequence)
-            # If a delta will be made, write delta_progress.json, which is also only a hint.
-            base = delta_from(manifest)
             # Write LATEST with an fsync, and rename it. Fsync .syncd/. Explorers see LATEST.
-            self._write_latest(manifest, base)
+            self._write_latest(manifest)
         except OSError as error:
             epoch.raise_if_superseded(error)
             raise
@@ -363,7 +352,7 @@ class Publisher:
         except OSError as error:  # the file is only a hint
             CleanupDelayed(error).tell(log)
 
-    def _write_latest(self, manifest: Manifest, delta_from: int | None = None) -> None:
+    def _write_latest(self, manifest: Manifest) -> None:
         ahead, back = self.latest.ahead if self.latest else None, manifest.rolled_back
         latest = Latest(
             sequence=manifest.sequence,
@@ -371,7 +360,6 @@ class Publisher:
             folder=version_folder(manifest.sequence),
             kind=manifest.kind,
             dtype=manifest.dtype,
-            delta_from=delta_from,
             names=self.naming.kept_with(manifest),
             save_id=manifest.save_id,
             ahead=ahead if ahead and ahead.sequence > manifest.sequence else None,

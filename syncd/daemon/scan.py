@@ -55,7 +55,6 @@ class Known:
     outcomes: Mapping[int, SaveOutcome]
     served_request: str | None = None
     full_bytes: int | None = None
-    delta_versions: Collection[int] = ()
     sessions: Collection[str] = ()
     save_id: str | None = None
     ahead: Ahead | None = None
@@ -145,7 +144,6 @@ class Scanner:
             pause=self._steering.pause(),
             rollbacks=self._steering.rollbacks(),
             served_request=known.served_request,
-            delta_versions=known.delta_versions,
             way=self._way(known, links),
             links=links,
             ahead=known.ahead,

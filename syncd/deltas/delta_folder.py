@@ -36,11 +36,6 @@ DENSEST: Final = 0.30
 _BUFFER: Final = 1024 * 1024
 
 
-def blocks_of(elements: int) -> int:
-    """The number of blocks in a tensor with this many elements."""
-    return -(-elements // BLOCK)
-
-
 def read_delta(storage: Storage, folder: Path) -> Delta:
     """Read the record in a delta's folder; raise RecordError if it is damaged."""
     path = folder / DELTA

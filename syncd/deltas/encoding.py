@@ -135,11 +135,6 @@ def as_elements(memory: memoryview, width: int) -> Elements:
     return found
 
 
-def count_changed(old: Elements, new: Elements) -> int:
-    """The number of elements that differ between two blocks."""
-    return int(np.count_nonzero(old != new))
-
-
 def _nonzero(flags: NDArray[np.bool_]) -> Positions:
     """The positions of all true flags.
 

@@ -39,23 +39,6 @@ class Live:
 
 
 @dataclass(slots=True)
-class DeltaHistory:
-    """The outcome of the delta from version ``base`` to a version.
-
-    Attributes:
-        bytes, changed, seconds: the delta's size, the fraction of elements that differ, and the
-            time to make the delta; None without a delta.
-        why: the reason why there is no delta.
-    """
-
-    base: int | None
-    bytes: int | None = None
-    changed: float | None = None
-    seconds: float | None = None
-    why: str | None = None
-
-
-@dataclass(slots=True)
 class VersionHistory:
     """One version; times are in seconds since the epoch by the daemon's clock, None if unknown.
 
@@ -66,7 +49,6 @@ class VersionHistory:
         published: when LATEST began to name the version.
         latency_seconds: from ``saved`` to ``published``.
         of, by: for a rollback, the version that was published again, and the requesting user.
-        delta: None if no delta was to be made.
         live: in the order in which daemons found the loads.
     """
 
@@ -81,7 +63,6 @@ class VersionHistory:
     latency_seconds: float | None = None
     of: int | None = None
     by: str | None = None
-    delta: DeltaHistory | None = None
     live: list[Live] = field(default_factory=list)
     pruned: float | None = None
     pruned_why: str | None = None
@@ -149,11 +130,6 @@ def _add(version: VersionHistory, line: JournalLine) -> None:
             seconds = _finite(max(0.0, line.time - version.published))
         live = Live(line.explorer or "?", line.time, seconds, line.pause, line.delta_bytes)
         version.live.append(live)
-        return
-    if line.event in {"delta", "no_delta"}:
-        version.delta = DeltaHistory(
-            line.of, line.delta_bytes, line.changed, line.seconds, line.why
-        )
         return
     version.step = line.step if version.step is None else version.step
     if line.event == "linked":

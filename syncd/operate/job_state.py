@@ -12,9 +12,8 @@ from typing import Any, Final
 from syncd.daemon.steering import Steering
 from syncd.daemon.telling.journal import read_journal
 from syncd.daemon.ways import DeltaSeen, links_from, look_at_delta
-from syncd.deltas.delta_folder import read_delta
 from syncd.protocol.amounts import few, span
-from syncd.protocol.errors import JobUnavailableError, RecordError, SyncdError
+from syncd.protocol.errors import JobUnavailableError, SyncdError
 from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.names import (
     PINNED,
@@ -24,7 +23,7 @@ from syncd.protocol.names import (
     parse_version_folder,
 )
 from syncd.protocol.records import DEFAULT_LEASE_TIME, Delta, Format, Latest
-from syncd.protocol.reports import DaemonReport, DeltaProgress, ExplorerReport, TrainerReport
+from syncd.protocol.reports import DaemonReport, ExplorerReport, TrainerReport
 from syncd.storage.append import last_lines
 from syncd.storage.errnos import is_refused_here
 from syncd.storage.fsio import Storage
@@ -107,7 +106,6 @@ def _look(job: Job) -> dict[str, Any]:
     trainer = job.read(TrainerReport, layout.trainer_report, IF_ANY)
     pause = Steering(job).pause()
     form = job.read(Format, layout.format, _NOT_NEWER)
-    making = job.read(DeltaProgress, layout.delta_progress, IF_ANY)
     lease_time = form.lease_time if form else DEFAULT_LEASE_TIME
     return {
         "job": str(layout.root),
@@ -125,9 +123,7 @@ def _look(job: Job) -> dict[str, Any]:
             if (sequence := parse_version_folder(name)) is not None
             for markers in [_names(storage, layout.lease_folder(sequence))]
         ],
-        "deltas": _deltas(job),
         "links": [asdict(link) for link in _links(job, latest)],
-        "delta_progress": making.model_dump() if making else None,
         "pinned_steps": [
             step
             for name in _names(storage, layout.root)
@@ -207,18 +203,6 @@ def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:
         return _look(Job.at(folder))
     except (SyncdError, ValueError) as error:  # ValueError: a path with a null character
         return {"unseen": str(error)}
-
-
-def _deltas(job: Job) -> list[dict[str, Any]]:
-    """The readable deltas, oldest first."""
-    found = []
-    for sequence in filter(None, map(parse_delta_folder, _names(job.storage, job.layout.deltas))):
-        # A delta can be pruned meanwhile, or damaged: 'syncd verify' says that.
-        with suppress(OSError, RecordError):
-            delta = read_delta(job.storage, job.layout.delta(sequence))
-            told = {"sequence": sequence, "base": delta.base.sequence, "bytes": delta.bytes}
-            found.append({**told, "changed": changed_part(delta)})
-    return found
 
 
 def _links(job: Job, latest: Latest | None) -> list[DeltaSeen]:

@@ -212,7 +212,7 @@ class DaemonStopped(InfoEvent):
 
 
 class Fault(ErrorEvent):
-    """A bug: please report the ``traceback``. The fields name the job, save or delta, if any."""
+    """A bug: please report the ``traceback``. The fields name the job or save, if any."""
 
     text = "a bug in syncd; please report it"
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from syncd.protocol.records import Kind, Names, Record, Seconds, Sequence, Size, Step, Text
 
@@ -42,10 +40,9 @@ class JournalLine(Record):
         pause: seconds for which the explorer's engine did not serve; None if not reported.
         latency: for ``published``: seconds from the time when the daemon found the save whole until
             LATEST named the version.
-        of: the version that is published again, or the base of the delta.
+        of: the version that is published again.
         by: the person or process that asked for a rollback.
-        changed: the fraction of the elements that differ, 0 to 1.
-        delta_bytes: the size of the delta. For ``live``: the bytes of the deltas that the explorer
+        delta_bytes: the size of the link. For ``live``: the bytes of the deltas that the explorer
             read instead of the version's files, if any.
         why: the reason. For ``published``: the tensors with NaN or Inf, if any. For ``names``: why
             the trainer's names are used, if no setting asks for them.
@@ -54,7 +51,7 @@ class JournalLine(Record):
     time: float
     event: Literal[
         "active", "published", "adopted", "rolled_back", "live", "skipped", "quarantined",
-        "refused", "delta", "no_delta", "names", "linked", "closed",
+        "refused", "names", "linked", "closed",
     ]  # fmt: skip
     version: Sequence | None = None
     step: Step | None = None
@@ -66,7 +63,6 @@ class JournalLine(Record):
     of: Sequence | None = None
     by: Text | None = None
     explorer: Text | None = None
-    changed: Annotated[float, Field(ge=0, le=1)] | None = None
     delta_bytes: Size | None = None
     names: Names | None = None
     why: Text | None = None

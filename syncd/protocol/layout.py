@@ -84,9 +84,6 @@ class JobLayout:
     publish_lock = Below(".syncd/publish.lock")
     """The hint that the daemon is making a new version."""
 
-    delta_progress = Below(".syncd/delta_progress.json")
-    """The progress of the newest delta."""
-
     daemon_report = Below(".syncd/daemon.json")
     """The daemon's report about itself."""
 

@@ -158,8 +158,6 @@ class Latest(Record):
     """``.syncd/LATEST``: the version that explorers should serve.
 
     Attributes:
-        delta_from: the base of the delta that the daemon planned for this version, if any.
-            :class:`~.reports.DeltaProgress` tells if the daemon made this delta.
         names: the origin of the tensor names that the job keeps. None if the hub's names and the
             trainer's names never differed, or if an older release wrote LATEST.
         save_id: the save that the version was made from.
@@ -171,7 +169,6 @@ class Latest(Record):
     folder: Annotated[str, Field(pattern=r"^v[0-9]{6,18}$")]
     kind: Kind = "full"
     dtype: VersionDtype = None
-    delta_from: Sequence | None = None
     names: Names | None = None
     save_id: str | None = None
     ahead: Ahead | None = None

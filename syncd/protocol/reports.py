@@ -142,8 +142,6 @@ class SavedState(Record):
 #: The number of newest loads in an explorer's report. The daemon misses none, because it reads each
 #: report at least once in 8 rounds, and publishes at most one version a round.
 LOADS_KEPT: Final = 16
-#: Seconds between two signs of life while a delta is being made.
-DELTA_SIGN: Final = 1.0
 
 
 class Load(Part):
@@ -284,9 +282,6 @@ class ExplorerReport(Record):
             and nobody waits for the explorer.
         starting: the reason why the explorer waits before its first run. Its status is then
             ``stopped``, so that nobody waits for it.
-        delta_base: the newest version of which the explorer's host has a whole copy outside the
-            job's filesystem. A delta can be applied to this copy.
-        stage: the boot of the host that has this copy; explorers on one host share its copies.
         hub_names: True if the explorer also accepts versions with the hub's names.
         follows_ahead: True if the explorer makes its copies from links.
     """
@@ -309,8 +304,6 @@ class ExplorerReport(Record):
     bench: Step | None = None
     starting: Text | None = None
     sync: SyncTerms | None = None
-    delta_base: Sequence | None = None
-    stage: str | None = None
     hub_names: bool = False
     follows_ahead: bool = False
     time: float
@@ -367,7 +360,6 @@ class DaemonCounters(Part):
     quarantined: Size = 0
     versions_retired: Size = 0
     steps_pruned: Size = 0
-    deltas_made: Size = 0
     deltas_pruned: Size = 0
     merged_bytes: Size = 0
 
@@ -379,25 +371,6 @@ class MergeProgress(Part):
     done: Size
     total: Size
     seconds: Seconds
-
-
-class DeltaProgress(Record):
-    """``.syncd/delta_progress.json``: the state of the delta to version ``sequence``. Only a hint.
-
-    While the work on the delta advances, the daemon replaces the file every :data:`DELTA_SIGN`
-    seconds. ``done`` and ``total`` are bytes of the version's tensors. In state ``none`` the daemon
-    made no delta, because of ``why``. ``seconds`` is how long the longest of the last three
-    deltas took, from the update of LATEST to its commit; None before the first.
-    """
-
-    sequence: Sequence
-    base: Sequence
-    state: Literal["making", "made", "none"]
-    done: Size = 0
-    total: Size = 0
-    seconds: Seconds | None = None
-    why: Text | None = None
-    time: float
 
 
 class BuildSettings(Part):

@@ -300,53 +300,6 @@ class DeltaDiscarded(WarningEvent):
     version: int
 
 
-class DeltaFault(Fault):
-    """A bug in syncd keeps the daemon from making the delta."""
-
-    text = "cannot make the delta d{version:06}: {reason_}"
-    version: int
-    reason_: str
-
-
-class DeltaMade(InfoEvent):
-    """``changed``: the fraction of elements that differ."""
-
-    line = "delta"
-    counter = "deltas_made"
-    renamed = Event.renamed | {"bytes": "delta_bytes"}
-    version: int
-    base: int
-    bytes: int
-    changed: float
-    seconds: float
-
-    def __str__(self) -> str:
-        return (
-            f"made the delta to version {self.version} from version {self.base}: "
-            f"{size(self.bytes)}, {self.changed:.2%} of the elements, in {self.seconds:.2f} s"
-        )
-
-
-class NoDelta(WarningEvent):
-    """No delta was made; ``warning``: the reason is new."""
-
-    text = (
-        "no delta to version {version} from version {base}: {reason}; explorers read the whole "
-        "version"
-    )
-    line = "no_delta"
-    version: int
-    base: int
-    reason: str
-    error_: BaseException | None = None
-
-
-class DeltaOvertaken(NoDelta):
-    """No delta was begun, because the daemon had other work; this is no failure."""
-
-    level = logging.DEBUG
-
-
 # -- deletions -----------------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 // The last things that happened, in the words of `syncd status`.
 
 import { h } from "./dom.js";
-import { moment, percent, said, size, span } from "./words.js";
+import { moment, said, size, span } from "./words.js";
 
 const NAMES = 4;
 const ALL = 50; // of explorers that went live the status has no more
@@ -61,10 +61,6 @@ function words(event) {
       return [`${of} is served again, as ${version}: asked for by `, by];
     case "refused":
       return [`no rollback to ${of} for `, by, ": ", said(event.why)];
-    case "delta":
-      return `made the delta from ${of} to ${version}: ${size(event.delta_bytes ?? 0)}, ${percent(event.changed ?? 0)} changed`;
-    case "no_delta":
-      return [`no delta from ${of} to ${version}: `, said(event.why)];
     case "linked":
       return `linked step ${step} as ${version}`;
     case "closed":

@@ -3,7 +3,7 @@
 import { Axis, chart, head, row } from "./charts.js";
 import { h } from "./dom.js";
 import { extent, isSilent, median, silence, sorted, table } from "./parts.js";
-import { many, moment, percent, printable, said, size, span } from "./words.js";
+import { many, moment, printable, said, size, span } from "./words.js";
 
 const NARROW = matchMedia("(max-width: 640px)");
 const LOOKING = "Reading the versions for the first time…";
@@ -53,7 +53,6 @@ function rows(status, versions, chosen, now) {
         ?.[1] ?? 0), wanted)
     : clockAxis(newest, now, wanted);
   const onDisk = new Map(status.versions.map((one) => [one.sequence, one]));
-  const deltas = shown.some((one) => one.delta !== null);
   const cells = shown.map((one) => [String(one.version), [
     h("span", null, h("b", null, `v${one.version}`), " ",
       h("span", { class: "dim" }, one.step === null ? "" : `step ${one.step}`)),
@@ -61,7 +60,6 @@ function rows(status, versions, chosen, now) {
     one.published === null ? "–" : moment(one.published, now),
     one.latency_seconds === null ? "–" : span(one.latency_seconds),
     one.of === null ? (one.merge_seconds === null ? "–" : span(one.merge_seconds)) : `= v${one.of}`,
-    ...(deltas ? [deltaOf(one.delta)] : []),
     liveOf(one, chosen, now),
     endOf(one, onDisk.get(one.version), now),
   ]]);
@@ -72,7 +70,7 @@ function rows(status, versions, chosen, now) {
           kept: "on disk", pruned: "pruned" }[kind]))),
     h("div", { class: "narrow-axis", "aria-hidden": "true" }, head(axis)),
     table("Versions, the newest first",
-      ["version", head(axis), "published", "after", "merge", ...(deltas ? ["delta"] : []), "live on", "state"], cells, "timeline"),
+      ["version", head(axis), "published", "after", "merge", "live on", "state"], cells, "timeline"),
   ];
 }
 
@@ -99,14 +97,6 @@ function laterLives(versions) {
     version.live.forEach(({ explorer }) => known.add(explorer));
   }
   return found;
-}
-
-function deltaOf(delta) {
-  if (delta === null) {
-    return "–";
-  }
-  return delta.bytes === null ? h("span", { title: printable(delta.why ?? "") }, "none")
-    : h("span", { title: `from v${delta.base}: ${percent(delta.changed ?? 0)} of the elements differ` }, size(delta.bytes));
 }
 
 function liveOf(version, chosen, now) {

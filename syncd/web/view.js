@@ -240,8 +240,6 @@ function details(status) {
     .map(([name, count]) => (name === "merged_bytes" ? `${size(count)} merged` : `${count} ${words(name)}`));
   const facts = [
     counters.length ? ["Done since the daemon took over", counters.join(", ")] : null,
-    status.deltas.length ? ["Deltas on disk", `${status.deltas.length}: ${
-      size(status.deltas.reduce((sum, one) => sum + one.bytes, 0))}`] : null,
     status.pinned_steps.length ? ["Pinned steps", status.pinned_steps.join(", ")] : null,
   ].filter(Boolean);
   return facts.length === 0 ? null : h("section", { class: "panel", "data-key": "details" }, h("h2", null, "Details"),

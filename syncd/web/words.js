@@ -29,11 +29,6 @@ export function span(seconds) {
   return `${Math.min(seconds / 86400, 99999).toFixed(0)} d`;
 }
 
-/** A part of a whole as the command line says it: `1.20%`. */
-export function percent(part) {
-  return `${(100 * part).toFixed(2)}%`;
-}
-
 export function many(count, one, more = `${one}s`) {
   return `${count} ${count === 1 ? one : more}`;
 }

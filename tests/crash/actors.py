@@ -438,9 +438,7 @@ class Rules:
             clock=clock,
             wall=lambda: 0.0,
         )
-        loop = Loop(
-            tenure, CONFIG.model_copy(update={"deltas": "on"}), publishes=publishes, work=work()
-        )
+        loop = Loop(tenure, CONFIG, publishes=publishes, work=work())
         loop._pruner.__class__ = self.pruner
         return loop
 

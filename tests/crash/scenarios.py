@@ -162,12 +162,11 @@ def shards(job: SmallJob, step: int) -> None:
     job.point(step)
 
 
-def rounds(count: int, *, deltas: bool = False) -> Callable[[SmallJob, Clock], None]:
-    """A daemon that takes over, works for a while and ends; it may make deltas, and keep one."""
-    config = CONFIG.model_copy(update={"deltas": "on", "keep_deltas": 1}) if deltas else CONFIG
+def rounds(count: int) -> Callable[[SmallJob, Clock], None]:
+    """A daemon that takes over, works for a while and ends."""
 
     def act(job: SmallJob, clock: Clock) -> None:
-        with job.daemon(config, clock=clock, deltas=work()) as loop:
+        with job.daemon(CONFIG, clock=clock, deltas=work()) as loop:
             for _ in range(count):
                 loop.run_once()
                 pass_time(job, clock)
@@ -208,14 +207,6 @@ def _to_publish(job: SmallJob) -> None:
 def _named_to_publish(job: SmallJob) -> None:
     published(job, 1)
     ranks_save(job, "run", 2, named=True)
-
-
-def _with_deltas(job: SmallJob) -> None:
-    """Two deltas are there, of which one goes once there is a third."""
-    config = CONFIG.model_copy(update={"deltas": "on", "keep": 100, "prune_steps": False})
-    with job.daemon(config, deltas=work()) as loop:
-        loop.publish(1, 2, 3)
-    job.save(4)
 
 
 def _to_merge(job: SmallJob) -> None:
@@ -393,8 +384,6 @@ SCENARIOS = (
              _saves("again", full=True, adapter=True), _SECOND),
     Scenario("publish", _to_publish, rounds(1)),
     Scenario("publish named tensors", _named_to_publish, rounds(1)),
-    Scenario("first delta", _to_publish, rounds(2, deltas=True)),
-    Scenario("delta", _with_deltas, rounds(2, deltas=True)),
     Scenario("link", to_link, rounds(2)),
     Scenario("fold", linked, rounds(8)),
     Scenario("full save with a base", _full_with_base, rounds(3)),

@@ -143,7 +143,7 @@ class Host:
         Staging(self._stage).tidy()
         (room,) = self._stage.iterdir()
         left = [self._base.folder.name] if self._is_held else []
-        assert sorted(os.listdir(room)) == [".copier", ".speed", *left], when
+        assert sorted(os.listdir(room)) == [".copier", *left], when
         self._base.release()
 
     @staticmethod

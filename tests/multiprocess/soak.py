@@ -4,9 +4,9 @@ A trainer's ranks, two daemons on a mount each, five explorers and a pruner, on 
 their own, and four explorers that stage elsewhere, two on the host of each mount, in rounds: in
 each some of them are killed, or stopped for longer than a lease, the disk is full, or the job is
 not mounted here or there, while training goes on; then all is put right, and every explorer must
-come to serve what is trained from then on. Most saves change few elements, so that stages make
-versions by deltas. ``soak_watch`` says what must hold all the time. Ends with what happened, and
-exits with 1 where anything was not as it must be; with 77 where no disk can be mounted.
+come to serve what is trained from then on. ``soak_watch`` says what must hold all the time. Ends
+with what happened, and exits with 1 where anything was not as it must be; with 77 where no disk can
+be mounted.
 """
 
 import argparse
@@ -25,12 +25,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from syncd.deltas.delta_folder import read_delta, verify_delta
-from syncd.deltas.ends import NoDeltaError
-from syncd.protocol.errors import SyncdError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import parse_step_folder
-from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from tests.multiprocess.mounts import Filler
 from tests.multiprocess.processes import (
@@ -54,9 +50,7 @@ from tests.multiprocess.soak_watch import Findings, Vitals, Watch
 _DISK: Final = "192m"
 #: Longer than all that an explorer is silent for: a pause, and a job that is away.
 _GRACE: Final = 30.0
-_OPTIONS: Final = ("--keep", "1", "--deltas", "on", "--dead-reader-grace", str(_GRACE))
-#: Seconds of a soak in which at least one copy is made by a delta.
-_SURELY: Final = 120.0
+_OPTIONS: Final = ("--keep", "1", "--dead-reader-grace", str(_GRACE))
 #: A namespace of its own: whatever becomes of this process, its mounts go with it.
 _INSIDE: Final = "SYNCD_SOAK_INSIDE"
 _CANNOT: Final = 77
@@ -257,11 +251,8 @@ class Soak:
             explorer.terminate()
         for stage in self._stages:
             (room,) = stage.iterdir()
-            if set(os.listdir(room)) - {".copier", ".speed"}:
+            if set(os.listdir(room)) - {".copier"}:
                 self.found.violated(f"{room} has {os.listdir(room)}, and nobody uses it")
-        if self._seconds >= _SURELY and not self.found.counts["deltas used"]:
-            self.found.violated("no stage has used a delta")
-        self._check_deltas()
         for daemon in self._daemons:
             if status := daemon.terminate(DEADLINE):
                 self.found.violated(f"a daemon ended with {status}: {daemon.log[-20:]}")
@@ -269,20 +260,6 @@ class Soak:
         for folder in (layout.sessions, layout.lease_folder(max(self.found.numbers))):
             if left := os.listdir(folder):
                 self.found.violated(f"{folder} is not empty: {left}")
-
-    def _check_deltas(self) -> None:
-        """All that are left are whole, and of versions that were published."""
-        storage, last = Storage(self._layout.root), latest(self._layout.root)
-        for name in os.listdir(self._layout.deltas):
-            folder = self._layout.deltas / name
-            try:
-                delta = read_delta(storage, folder)
-                verify_delta(storage, folder, delta)
-            except (SyncdError, NoDeltaError, OSError) as error:
-                self.found.violated(f"{folder} is no delta: {error}")
-            else:
-                if last is None or delta.target.sequence > last.sequence:
-                    self.found.violated(f"{folder} leads to a version above LATEST, {last}")
 
     def tell(self) -> None:
         self._vitals.tell(self.found)

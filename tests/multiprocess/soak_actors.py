@@ -276,9 +276,7 @@ class Trainer:
         else:
             self._findings.count("saves that failed")
         if not self._last:
-            # Now and then there is time for a delta before the next version.
-            between = (1.0, 3.0) if self._random.random() < 0.2 else (0.0, 0.6)
-            time.sleep(self._random.uniform(*between))
+            time.sleep(self._random.uniform(0.0, 0.6))
 
     @contextmanager
     def _started(self, run: str) -> Iterator[list[Rank]]:

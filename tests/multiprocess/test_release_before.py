@@ -10,7 +10,6 @@ from typing import Any, Final
 import pytest
 import torch
 from click.testing import CliRunner
-from torch import nn
 
 from explorer_hooks import ExplorerHook, TorchModule
 from explorer_hooks.reader import Reader
@@ -21,7 +20,6 @@ from syncd.protocol.records import encode
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 from tests.multiprocess.processes import (
     DEADLINE,
-    LEASE_TIME,
     Daemon,
     wait_for_step,
     wait_until,
@@ -252,60 +250,6 @@ def test_an_explorer_of_the_release_before_keeps_a_new_job_at_the_names_that_it_
     assert status["daemon"]["names"] == "trainer"
     (line,) = [line for line in journal(new) if line["event"] == "names"]
     assert line["why"] == "explorer-before did not report support for the hub's names"
-
-
-def sparse(job: Path, step: int) -> None:
-    """A save of this release's trainer in which one element in a hundred is another one."""
-    model = nn.Linear(100, 100, bias=False)
-    with torch.no_grad():
-        model.weight.zero_()
-        model.weight[0] = step
-    with TrainerHook(job, model, settings=SyncSettings(sync_interval=1)) as hook:
-        hook.after_step(step)
-
-
-def test_two_daemons_of_which_one_knows_no_deltas_serve_one_job(
-    tmp_path: Path, before: Path
-) -> None:
-    layout = JobLayout(tmp_path / "job")
-    layout.root.mkdir()
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(before)}
-    old_syncd = [sys.executable, "-P", "-m", "syncd"]
-    old_run = [*old_syncd, "run", str(layout.root), *DAEMON, "--lease-time", str(LEASE_TIME)]
-
-    def publish(step: int, base: int | None) -> None:
-        sparse(layout.root, step)
-        assert wait_for_step(layout.root, step).delta_from == base
-        if base is not None:
-            wait_until(layout.delta(step).exists, f"the delta to version {step}")
-
-    with Daemon(layout.root, *DAEMON, "--deltas", "on") as daemon:
-        for step, base in ((1, None), (2, 1), (3, 2)):
-            publish(step, base)
-        with subprocess.Popen(old_run, env=environment, stderr=subprocess.DEVNULL) as old:
-            try:
-                # Killed with a draft in its room: the release before takes over.
-                daemon.kill()
-                (room,) = layout.epochs.iterdir()
-                (room / "building" / "d000004").mkdir()
-                (room / "building" / "d000004" / "blocks").write_bytes(b"half")
-                deltas = files(layout.deltas)
-                publish(4, None)
-                wait_until(lambda: not any(layout.epochs.glob("*/*/*")), "no draft is left")
-                assert files(layout.deltas) == deltas
-                old.terminate()
-                assert old.wait(DEADLINE) == 0
-            finally:
-                old.kill()
-    with Daemon(layout.root, *DAEMON, "--deltas", "on"):
-        publish(5, 4)
-    # Its commands know neither the lines nor the records of deltas, and do their work.
-    for command in ("status", "history", "verify"):
-        done = subprocess.run(
-            [*old_syncd, command, str(layout.root)],
-            env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
 
 
 def test_the_release_before_serves_on_a_job_of_this_one(job: Path, before: Path) -> None:

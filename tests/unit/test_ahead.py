@@ -436,7 +436,10 @@ def test_storage_errors_only_put_a_fold_off(tmp_path: Path) -> None:
         assert job.latest.sequence == 3
 
 
-def test_the_report_offers_links_only_if_an_explorer_follows_ahead(job: SmallJob) -> None:
+@pytest.mark.parametrize("gone", ["stopped", "dead", "report gone"])
+def test_the_report_offers_links_only_while_an_explorer_follows_ahead(
+    job: SmallJob, gone: str
+) -> None:
     def offers() -> DaemonReport:
         return parse(DaemonReport, job.layout.daemon_report.read_bytes(), "daemon.json")
 
@@ -458,6 +461,18 @@ def test_the_report_offers_links_only_if_an_explorer_follows_ahead(job: SmallJob
             loop.run_once()
         assert offers().links
         assert offers().no_links is None
+        if gone == "stopped":
+            job.put(
+                job.layout.explorer("e"), encode(report.model_copy(update={"status": "stopped"}))
+            )
+        elif gone == "report gone":
+            job.layout.explorer("e").unlink()
+        for _ in range(16):
+            clock.advance(LEASE_TIME / 4)
+            if gone != "dead":
+                job.layout.session("living").write_text(str(clock.now))
+            loop.run_once()
+        assert not offers().links
 
 
 def test_status_history_and_verify_tell_of_links(job: SmallJob) -> None:

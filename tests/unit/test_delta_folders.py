@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -159,6 +160,34 @@ def test_old_deltas_go_by_number_and_by_bytes_each_with_an_audit_line(job: Small
     assert sorted(name for what, name in job.audit if what == "delta") == [
         "d000001", "d000002", "d000003"
     ]  # fmt: skip
+
+
+def test_off_deletes_deltas(job: SmallJob) -> None:
+    published(job, 2)
+    add_deltas(job, 2)
+    with job.daemon(DaemonConfig(keep=99, deltas="off")) as loop:
+        loop.run_once()
+    assert deltas(job) == []
+    assert ("delta", "d000002") in job.audit
+
+
+def test_deltas_give_way_to_a_version_that_finds_no_room(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published(job, 2)
+    add_deltas(job, 2)
+    real = job.storage.free
+
+    def free(path: Path) -> Any:
+        return real(path)._replace(bytes=0 if job.layout.delta(2).exists() else 10**12)
+
+    monkeypatch.setattr(job.storage, "free", free)
+    with job.daemon(DaemonConfig(keep=99)) as loop:
+        job.save(3)
+        loop.run_once()
+    assert job.latest.step == 3
+    assert deltas(job) == []
+    assert ("delta", "d000002") in job.audit
 
 
 def test_the_dry_run_names_the_deltas_that_would_go(job: SmallJob) -> None:

@@ -3,24 +3,20 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
-from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.whole_files import digest_file
 from syncd.deltas.applying import Link, apply_chain
-from syncd.deltas.delta_folder import BLOCKS, DENSEST, INDEX, read_delta, verify_delta
+from syncd.deltas.delta_folder import BLOCKS, INDEX, read_delta, verify_delta
 from syncd.deltas.ends import LONGEST_CHAIN, NoDeltaError, content_of, find_chain, why_no_delta
-from syncd.deltas.making import DeltaChild, why_not_here
+from syncd.deltas.making import why_not_here
 from syncd.deltas.whole_version import WholeVersion
-from syncd.protocol.errors import CancelledError
 from syncd.protocol.names import DELTA
 from syncd.storage.fsio import Storage
 from tests.deltas import (
@@ -84,13 +80,6 @@ def chain(tmp_path: Path, made: Made) -> Chain:
         Link(Path(shutil.copytree(link.folder, tmp_path / link.folder.name)), link.delta)
         for link in made[1]
     ]
-
-
-@pytest.fixture
-def child(made: Made) -> Iterator[DeltaChild]:
-    """A child that is to make the first delta."""
-    with DeltaChild(STORAGE, *made[0][:2]) as child:
-        yield child
 
 
 def applied(
@@ -177,89 +166,6 @@ def test_a_base_with_other_bytes_is_refused(
     path.write_bytes(content[:-3] if wrong == "truncated" else content)
     with pytest.raises(NoDeltaError):
         applied(tmp_path, versions[0], chain[:1], versions[1])
-
-
-# -- making ------------------------------------------------------------------------------------
-
-
-def test_a_delta_that_would_save_little_is_given_up(tmp_path: Path) -> None:
-    tensors = random_tensors(1, weights=("F32", (1000, 1000)))
-    base = write_version(tmp_path, 1, tensors)
-    target = write_version(tmp_path, 2, changed(tensors, DENSEST + 0.05))
-    with pytest.raises(NoDeltaError, match="elements differ"):
-        make_delta(base, target, tmp_path / "d")
-
-
-@pytest.mark.slow
-def test_too_many_changes_are_seen_before_a_twentieth_is_compared(tmp_path: Path) -> None:
-    tensors = random_tensors(1, weights=("U8", (20 * 2**20,)))
-    base = write_version(tmp_path, 1, tensors)
-    target = write_version(tmp_path, 2, changed(tensors, 0.9))
-    (tmp_path / "d").mkdir()
-    with (
-        DeltaChild(STORAGE, base, target) as child,
-        pytest.raises(NoDeltaError, match=r"of 1048576 elements differ"),
-    ):
-        child.write(tmp_path / "d", Work(nothing))
-    assert child.done == 0
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_version_that_is_not_what_its_manifest_says_gets_no_delta(
-    tmp_path: Path, versions: Versions, which: int
-) -> None:
-    path = versions[2 * which].folder / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    sequence = versions[2 * which].manifest.sequence
-    with pytest.raises(NoDeltaError, match=f"large of version {sequence} does not have the bytes"):
-        make_delta(versions[0], versions[2], tmp_path / "d")
-
-
-def test_a_child_that_is_killed_ends_the_delta(tmp_path: Path, child: DeltaChild) -> None:
-    os.kill(child.pid, signal.SIGKILL)
-    with pytest.raises(NoDeltaError, match="SIGKILL"):
-        child.write(tmp_path, Work(nothing))
-
-
-def test_the_child_imports_what_its_parent_can(
-    tmp_path: Path, versions: Versions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From PYTHONPATH too, and not from the working folder."""
-    for name in ("path", "work"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "numpy.py").write_text(f"raise ImportError('numpy of {name}')")
-    monkeypatch.chdir(tmp_path / "work")
-    make_delta(versions[0], versions[1], tmp_path / "d1")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
-    with pytest.raises(NoDeltaError, match="numpy of path"):
-        make_delta(versions[0], versions[1], tmp_path / "d2")
-
-
-def test_a_child_that_stands_still_can_be_given_up(tmp_path: Path, child: DeltaChild) -> None:
-    os.kill(child.pid, signal.SIGSTOP)
-    with pytest.raises(CancelledError):
-        child.write(tmp_path, Work(after(3)))
-
-
-def after(calls: int) -> Callable[[], None]:
-    left = iter(range(calls))
-
-    def cancel() -> None:
-        if next(left, None) is None:
-            raise CancelledError("enough")
-
-    return cancel
-
-
-def test_signs_of_life_ascend_to_the_bytes_of_all_tensors(
-    tmp_path: Path, child: DeltaChild
-) -> None:
-    told: list[tuple[int, int]] = []
-    child.write(tmp_path, Work(nothing, lambda *done: told.append(done)))
-    assert told == sorted(told)
-    assert told[-1] == (child.total, child.total)
 
 
 def test_versions_that_are_unlike_have_no_delta(tmp_path: Path) -> None:

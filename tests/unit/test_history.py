@@ -168,6 +168,22 @@ def test_how_long_an_engine_paused_for_a_version_is_kept_with_it(job: SmallJob) 
     assert paused == {"node-1": 0.25, "node-2": None, "node-3": None, "node-4": 0.75}
 
 
+def test_an_explorer_that_read_deltas_is_marked(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    with job.daemon(KEEP) as loop:
+        loop.publish(1)
+        reload = Reload(sequence=1, step=1, staged=True, full_bytes=0, delta_bytes=77)
+        read = (Load(sequence=1, time=0.0, delta_bytes=77),)
+        serves(job, "a", 1, reload=reload, loads=read, time=0.0)
+        loop.run_once()
+    ((live,),) = [version.live for version in history(job, 1)]
+    assert (live.explorer, live.delta_bytes) == ("a", 77)
+    assert "a +0 ms, delta" in invoke("history", job.root).output
+    assert "staged by delta" in invoke("status", job.root).output
+
+
 def test_weights_that_came_by_broadcast_are_no_version_that_is_served(
     job: SmallJob,
 ) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import re
 import shutil
 import stat
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,18 +16,16 @@ from typing import Any
 
 import pytest
 
-from explorer_hooks import delta_base
 from explorer_hooks.staging import NotStagedError, Staging
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.deltas.applying import Link
 from syncd.deltas.whole_version import WholeVersion
-from syncd.protocol.names import MANIFEST, delta_folder, version_folder
-from syncd.protocol.records import Latest, Record, encode
-from syncd.protocol.reports import DeltaProgress
+from syncd.protocol.names import MANIFEST, delta_folder
+from syncd.protocol.records import encode
 from tests.deltas import changed, make_delta, random_tensors, same_files, write_version
 from tests.jobs import SmallJob
 from tests.lagging import LagClock, LaggingStorage
-from tests.storages import CHANGES, Clock, RuledStorage, refuse
+from tests.storages import CHANGES, RuledStorage, refuse
 
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "embed": ("BF16", (300, 1000)),
@@ -254,15 +250,16 @@ def test_deltas_whose_code_cannot_be_imported_are_left_for_the_full_version(
     held.release()
 
 
-@pytest.mark.parametrize("record", ["deltas/d000004/delta.json", ".syncd/delta_progress.json"])
-def test_if_a_record_of_deltas_cannot_be_read_the_full_version_is(
-    versions: Versions, slow: Staging, record: str
+def test_if_the_record_of_a_delta_cannot_be_read_the_full_version_is(
+    versions: Versions, stage: Path
 ) -> None:
-    if record.startswith(".syncd"):
-        Daemon(versions).says("making")
+    staging = Staging(stage)
+    held = staging.stage(versions[0])
+    record = "deltas/d000004/delta.json"
     versions.storage.rules.append(refuse("open_read", errno.EIO, where=record))
-    check(slow, versions)
-    assert os.strerror(errno.EIO) in (slow.fetched.no_delta or "")
+    check(staging, versions)
+    assert os.strerror(errno.EIO) in (staging.fetched.no_delta or "")
+    held.release()
 
 
 def test_if_storage_fails_once_the_copy_is_held_nothing_stays_held(
@@ -275,16 +272,6 @@ def test_if_storage_fails_once_the_copy_is_held_nothing_stays_held(
     made.release()
     theirs.tidy()
     assert copies(stage) == []
-
-
-def test_a_base_is_reported_for_as_long_as_it_is_there(versions: Versions, stage: Path) -> None:
-    staging = Staging(stage)
-    copy = staging.stage(versions[0])
-    assert staging.base == 1
-    copy.release()
-    assert staging.base == 1
-    staging.tidy()
-    assert staging.base is None
 
 
 def test_a_step_that_was_evaluated_hides_no_base(versions: Versions, stage: Path) -> None:
@@ -415,186 +402,6 @@ def test_no_file_with_a_second_name_is_ever_written_to(
     assert storage.count("create", tmp_path if near else stage)
 
 
-# -- the wait for a delta that is being made ---------------------------------------------------
-
-
-class Daemon:
-    """The hints of a daemon that makes the delta to version 4."""
-
-    def __init__(self, versions: Versions) -> None:
-        self._versions = versions
-        self._layout = versions.job.layout
-        self._delta = self._layout.delta(4)
-        self._away = self._layout.root / "not-yet"
-        self._delta.rename(self._away)
-        self._put(
-            self._layout.latest,
-            Latest(sequence=4, step=4, folder=version_folder(4), kind="full", delta_from=1),
-        )
-
-    def says(self, state: Any, **more: Any) -> None:
-        usual = {"sequence": 4, "base": 1, "seconds": 1.0, "time": 0.0}
-        progress = DeltaProgress.model_validate({**usual, "state": state, **more})
-        self._put(self._layout.delta_progress, progress)
-
-    def commits(self) -> None:
-        self._away.rename(self._delta)
-
-    def makes_it(self) -> None:
-        self.commits()
-        self.says("made")
-
-    def _put(self, path: Path, record: Record) -> None:
-        self._versions.job.put(path, encode(record))
-
-
-def a_slow_one(stage: Path, budget_bytes: int | None = None) -> Staging:
-    clock = Clock()
-
-    def rule(name: str, _: tuple[Any, ...]) -> None:
-        if name == "sync_folder":
-            clock.advance(1000.0)
-
-    return Staging(stage, budget_bytes, storage=RuledStorage(rule), clock=clock)
-
-
-@pytest.fixture
-def slow(versions: Versions, stage: Path) -> Staging:
-    """A stage whose first full copy has taken 1,000 seconds, by its clock."""
-    staging = a_slow_one(stage)
-    staging.stage(versions[0])
-    return staging
-
-
-def after_looks(versions: Versions, count: int, act: Callable[[], None]) -> None:
-    """Do something after so many looks at the progress of a delta."""
-    looks = 0
-
-    def rule(name: str, given: tuple[Any, ...]) -> None:
-        nonlocal looks
-        if name == "open_read" and given[0] == versions.job.layout.delta_progress:
-            looks += 1
-            if looks == count:
-                act()
-
-    versions.storage.rules.append(rule)
-
-
-def test_a_delta_that_is_being_made_is_waited_for(versions: Versions, slow: Staging) -> None:
-    daemon = Daemon(versions)
-    daemon.says("making", done=5)
-    after_looks(versions, 3, daemon.makes_it)
-    check(slow, versions)
-    assert slow.fetched.delta_bytes == versions.links[0].delta.bytes
-
-
-@pytest.mark.parametrize(
-    ("says", "why"),
-    [
-        ({"state": "none", "why": "too many elements differ"}, "too many elements differ"),
-        ({"state": "making", "sequence": 9}, "the delta to version 9"),
-    ],
-)
-def test_a_delta_that_will_never_be_made_is_not_waited_for(
-    versions: Versions, slow: Staging, says: dict[str, Any], why: str
-) -> None:
-    daemon = Daemon(versions)
-    daemon.says("making")
-    after_looks(versions, 2, lambda: daemon.says(**says))
-    check(slow, versions)
-    assert why in (slow.fetched.no_delta or "")
-
-
-def goes_on_once_it_is_made(daemon: Daemon) -> None:
-    daemon.makes_it()
-    daemon.says("making", sequence=9)
-
-
-@pytest.mark.parametrize("ends", [Daemon.commits, goes_on_once_it_is_made])
-def test_a_delta_that_was_made_is_used_however_the_wait_ends(
-    versions: Versions,
-    slow: Staging,
-    ends: Callable[[Daemon], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its daemon is killed before it says so, or makes the next one before the reader's look."""
-    monkeypatch.setattr(delta_base, "_SILENCE", 0.5)
-    daemon = Daemon(versions)
-    daemon.says("making")
-    after_looks(versions, 2, lambda: ends(daemon))
-    check(slow, versions)
-    assert slow.fetched.delta_bytes == versions.links[0].delta.bytes
-
-
-def test_latest_alone_makes_nobody_wait(versions: Versions, slow: Staging) -> None:
-    """After a take-over LATEST still has ``delta_from``, and there is no progress."""
-    Daemon(versions)
-    versions.storage.calls.clear()
-    check(slow, versions)
-    assert "is not being made" in (slow.fetched.no_delta or "")
-    layout = versions.job.layout
-    assert versions.storage.count("open_read", layout.delta_progress) == 2
-    assert ("utime", (layout.state,)) in versions.storage.calls
-
-
-@pytest.mark.parametrize("seconds", [None, 1e6])
-def test_a_delta_that_will_not_be_there_sooner_than_a_copy_is_not_waited_for(
-    versions: Versions, slow: Staging, seconds: float | None
-) -> None:
-    Daemon(versions).says("making", seconds=seconds)
-    check(slow, versions)
-    assert "a copy is sooner there" in (slow.fetched.no_delta or "")
-    assert versions.storage.count("open_read", versions.job.layout.delta_progress) == 1
-
-
-def test_the_speed_of_copies_is_known_to_all_processes_of_the_host(
-    versions: Versions, slow: Staging
-) -> None:
-    daemon = Daemon(versions)
-    daemon.says("making")
-    after_looks(versions, 3, daemon.makes_it)
-    other = Staging(slow.folder)  # which has copied nothing yet
-    check(other, versions)
-    assert other.fetched.delta_bytes == versions.links[0].delta.bytes
-
-
-def test_a_damaged_speed_makes_nobody_wait(versions: Versions, slow: Staging) -> None:
-    (room,) = slow.folder.iterdir()
-    (room / ".speed").write_bytes(b"quick")
-    Daemon(versions).says("making")
-    check(slow, versions)
-    assert "a copy is sooner there" in (slow.fetched.no_delta or "")
-
-
-def test_for_a_base_that_must_make_room_nobody_waits(versions: Versions, stage: Path) -> None:
-    staging = a_slow_one(stage, budget_bytes=size_of(versions.whole[1].folder) + 2000)
-    staging.stage(versions[0]).release()
-    Daemon(versions).says("making")
-    check(staging, versions)
-    assert "must be removed to free space" in (staging.fetched.no_delta or "")
-    assert not versions.storage.count("open_read", versions.job.layout.delta_progress)
-
-
-def test_for_a_base_that_only_another_job_has_nobody_waits(
-    versions: Versions, slow: Staging, tmp_path: Path
-) -> None:
-    """Both jobs have a version 4, and share the stage folder."""
-    (tmp_path / "b").mkdir()
-    other = write_version(tmp_path / "b", 4, random_tensors(9, x=("BF16", (4,))))
-    theirs = Staging(slow.folder)
-    kept = theirs.stage(LeasedVersion(versions.storage, other.folder, other.manifest, Unheld()))
-    for link in versions.links:
-        shutil.rmtree(link.folder)
-    layout, put = versions.job.layout, versions.job.put
-    latest = Latest(sequence=9, step=9, folder=version_folder(9), kind="full", delta_from=4)
-    put(layout.latest, encode(latest))
-    progress = DeltaProgress(sequence=9, base=4, state="making", time=0.0)
-    put(layout.delta_progress, encode(progress))
-    check(slow, versions, 2)
-    assert "not on this host" in (slow.fetched.no_delta or "")
-    kept.release()
-
-
 class Client:
     """An explorer's host that mounts the job from a network, with caches that lag."""
 
@@ -608,24 +415,6 @@ class Client:
         return LeasedVersion(self.storage, one.folder, one.manifest, Unheld())
 
 
-def test_on_a_network_a_delta_that_was_waited_for_is_found(
-    versions: Versions, slow: Staging
-) -> None:
-    client, daemon, looks = Client(versions), Daemon(versions), 0
-    daemon.says("making")
-    shutil.rmtree(versions.links[1].folder)
-
-    def a_second_passes() -> None:
-        nonlocal looks
-        looks += 1
-        client.clock.advance(1.0)
-        if looks == 5:
-            daemon.makes_it()
-
-    assert is_copy(slow.stage(client[1], cancel=a_second_passes), versions.whole[1])
-    assert slow.fetched.delta_bytes == versions.links[0].delta.bytes
-
-
 def test_on_a_network_the_first_delta_of_all_is_found(versions: Versions, stage: Path) -> None:
     client, staging, layout = Client(versions), Staging(stage), versions.job.layout
     held = staging.stage(client[0])
@@ -637,38 +426,6 @@ def test_on_a_network_the_first_delta_of_all_is_found(versions: Versions, stage:
     assert is_copy(staging.stage(client[1]), versions.whole[1])
     assert staging.fetched.delta_bytes == versions.links[0].delta.bytes
     held.release()
-
-
-def test_without_a_sign_of_life_the_full_version_is_read(
-    versions: Versions, slow: Staging, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(delta_base, "_SILENCE", 0.5)
-    Daemon(versions).says("making")
-    check(slow, versions)
-    assert "reported no progress" in (slow.fetched.no_delta or "")
-
-
-def test_the_wait_is_shorter_than_a_full_copy(versions: Versions, stage: Path) -> None:
-    staging = Staging(stage)  # its full copy takes milliseconds
-    held = staging.stage(versions[0])
-    Daemon(versions).says("making", seconds=0.0)
-    check(staging, versions)
-    assert re.search(r"was not made within .* ms$", staging.fetched.no_delta or "")
-    held.release()
-
-
-def test_a_wait_can_be_cancelled(versions: Versions, slow: Staging) -> None:
-    Daemon(versions).says("making")
-    cancelled = threading.Event()
-    after_looks(versions, 2, cancelled.set)
-
-    def cancel() -> None:
-        if cancelled.is_set():
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        slow.stage(versions[1], cancel=cancel)
-    check(slow, versions, 0)
 
 
 # -- cut off anywhere --------------------------------------------------------------------------

@@ -23,10 +23,7 @@ from syncd.protocol.names import TEMPORARY, parse_lease_marker
 from syncd.protocol.records import SessionId, encode
 from syncd.protocol.reports import LOADS_KEPT, DaemonCounters, ExplorerReport, TrainerReport
 from syncd.protocol.version_events import (
-    DeltaMade,
-    DeltaOvertaken,
     DiskFull,
-    NoDelta,
     VersionAdopted,
     VersionLive,
     VersionPublished,
@@ -118,7 +115,6 @@ class Journal:
         self._named_at: dict[int, float] = {}
         self.counters = DaemonCounters()
         self.waiting_for = ""
-        self._no_delta_said = ""
         self._repeats = Repeats(clock=self.clock)
 
     def tell(self, event: Event, level: int | None = None) -> None:
@@ -161,16 +157,6 @@ class Journal:
         is_full = no_room and self._repeats.due("no room")
         if why and (changed or is_full):
             (DiskFull if is_full else Waiting)(why).tell(log)
-
-    def delta(self, event: DeltaMade | NoDelta) -> None:
-        """A delta to LATEST's version was made, or was wanted and could not be made."""
-        if isinstance(event, DeltaOvertaken):
-            self.tell(event)
-            return
-        reason = event.reason if isinstance(event, NoDelta) else ""
-        is_known = reason == self._no_delta_said
-        self.tell(event, logging.DEBUG if reason and is_known else None)
-        self._no_delta_said = reason
 
     def pruned(self, what: str) -> None:
         """Count a deletion that is already logged."""
@@ -244,10 +230,8 @@ class GoingLive:
         self._told_before = 0  # for explorers that are not in _on_record
         self._looks: dict[str, _LastLook] = {}
         self._leased: dict[str, set[int]] = {}
-        #: Explorer → its session and, if it can use a delta, its host.
-        #: Explorers of old releases count as hosts.
-        #: At the end, whether it follows ahead.
-        self._live: dict[str, tuple[SessionId, str, bool]] = {}
+        #: Explorer → its session, and whether it follows ahead.
+        self._live: dict[str, tuple[SessionId, bool]] = {}
         self._round = 0
         self._trainer: set[SessionId] = set()
 
@@ -284,8 +268,7 @@ class GoingLive:
             self._live.pop(name, None)
             if report is not None:
                 if report.status != "stopped":
-                    host = "" if report.delta_base is None else report.stage or name
-                    self._live[name] = report.session, host, report.follows_ahead
+                    self._live[name] = report.session, report.follows_ahead
                 yield from self._loads(name, report, latest)
 
     @property
@@ -299,19 +282,15 @@ class GoingLive:
             self._trainer = set()
             if report and report.session and report.status != "stopped":
                 self._trainer.add(report.session)
-        return {session for session, _, _ in self._live.values()} | self._trainer
+        return {session for session, _ in self._live.values()} | self._trainer
 
-    def takers(self, living: Collection[str]) -> set[str]:
-        """The hosts with a live explorer whose report says that it can use a delta.
+    def follow(self, living: Collection[str]) -> set[bool]:
+        """Whether live explorers follow ahead: each answer that one of them gives.
 
         Explorers that serve from a copy on their host hold no lease. ``living`` are the sessions
         with a heartbeat, of :attr:`sessions` before the last :meth:`look`.
         """
-        return {host for session, host, _ in self._live.values() if session in living} - {""}
-
-    def follow(self, living: Collection[str]) -> set[bool]:
-        """Whether live explorers follow ahead: each answer that one of them gives."""
-        return {ahead for session, _, ahead in self._live.values() if session in living}
+        return {ahead for session, ahead in self._live.values() if session in living}
 
     def _loads(self, name: str, report: ExplorerReport, latest: int) -> Iterator[VersionLive]:
         loads, serves = report.last_loads, report.sequence or 0
@@ -343,7 +322,7 @@ class GoingLive:
         told: dict[str, int] = {}
         published = []
         for line in read_journal(self.job, _ENOUGH):
-            if line.version is None or line.event in {"delta", "no_delta", "linked"}:
+            if line.version is None or line.event == "linked":
                 continue
             if line.event != "live":
                 published.append(line.version)

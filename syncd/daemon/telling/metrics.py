@@ -37,8 +37,6 @@ from syncd.protocol.names import TEMPORARY, printable
 from syncd.protocol.records import DEFAULT_LEASE_TIME, Format, Latest
 from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.protocol.version_events import (
-    DeltaMade,
-    NoDelta,
     VersionLive,
     VersionNonfinite,
     VersionPublished,
@@ -81,7 +79,6 @@ _GAUGES: Final = {
     "leases": "Number of leases on versions.",
     "free_bytes": "Free space on the job's filesystem; a quota may leave less.",
     "free_inodes": "Number of files that still fit on the job's filesystem, if known.",
-    "delta_changed_ratio": "The fraction of the elements that the last delta changes.",
     "explorer_up": "1 while the explorer's heartbeat goes on, 0 if it is lost.",
     "explorer_lag_versions": "Versions behind LATEST; absent during an evaluation of an old step.",
     "explorer_lag_steps": "Training steps behind LATEST.",
@@ -98,22 +95,18 @@ _COUNTERS: Final = {
     "rollbacks": "Old versions that were published again.",
     "pruned": "Deletions: version, delta, step, lease.",
     "merge_bytes": "Bytes of published versions.",
-    "deltas": "Attempts to make a delta: made or none.",
-    "delta_bytes": "Bytes of all deltas that were made.",
     "errors": "Refusals and failures, by error class; each attempt counts.",
 }
 #: Metric → its label besides the job.
 _LABELS: Final = {
     "saves": ["outcome"],
     "pruned": ["what"],
-    "deltas": ["outcome"],
     "errors": ["error"],
 } | {name: ["explorer"] for name in _GAUGES if name.startswith("explorer_")}
 #: Counter → the values of its label that begin at 0.
 _OUTCOMES: Final = {
     "saves": ("skipped", "quarantined", "published"),
     "pruned": ("version", "step", "lease", "delta"),
-    "deltas": ("made", "none"),
 }
 _HISTOGRAMS: Final = {
     "tick_seconds": (
@@ -123,10 +116,6 @@ _HISTOGRAMS: Final = {
     "merge_seconds": ("Time from the start of a merge until LATEST names the version.", _LONG),
     "publish_latency_seconds": (
         "Time from the scan that finds a save complete until LATEST names the version.",
-        _LONG,
-    ),
-    "delta_seconds": (
-        "Time after LATEST names a version until the delta to this version is made.",
         _LONG,
     ),
     "live_seconds": (
@@ -251,13 +240,6 @@ class _JobMeter(Meter):
                 self._count("nonfinite_versions")
             case VersionRolledBack():
                 self._count("rollbacks")
-            case DeltaMade():
-                self._count("deltas", "made")
-                self._count("delta_bytes", by=event.bytes)
-                self._set(delta_changed_ratio=event.changed)
-                self._observe("delta_seconds", event.seconds)
-            case NoDelta():
-                self._count("deltas", "none")
             case VersionLive():
                 self._observe("live_seconds", None if event.is_first_ else event.seconds)
                 self._observe("load_pause_seconds", event.pause)
