@@ -1,4 +1,4 @@
-"""Deltas beside slime's encoding, and copies from a base and a delta beside full copies.
+"""Deltas beside slime's encoding, and copies from a base and a link beside full copies.
 
 Repeat with ``python -m benchmarks.deltas`` (some minutes).
 
@@ -14,8 +14,7 @@ CPU seconds.
 ``--job-dir``, which must be on another filesystem than ``--dir``.
 
 One thread copies files from the page cache into new files in ``--dir``, with the digest of every
-tensor. The copies share no blocks with the source, as between two filesystems. The time of the
-child that makes the delta includes its start.
+tensor. The copies share no blocks with the source, as between two filesystems.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import resource
 import shutil
 import tempfile
 import time
@@ -42,13 +40,12 @@ from benchmarks.delta_hosts import Setup, Steps, print_hosts
 from benchmarks.machine import Report, median_ratio, parser, prepared
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.version import copy_version
-from syncd.deltas.applying import Link, apply_chain
 from syncd.deltas.delta_folder import BLOCK
 from syncd.deltas.encoding import Decoder, Encoder
-from syncd.deltas.making import DeltaChild
-from syncd.deltas.whole_version import WholeVersion
+from syncd.deltas.folding import fold
 from syncd.storage.fsio import Storage
-from tests.deltas import write_version
+from tests.deltas import Tensors, write_version
+from tests.saved_links import link_folder
 
 _DENSITIES: Final = (0.01, 0.033, 0.08, 0.2)
 _ELEMENTS: Final = 2**24
@@ -270,52 +267,33 @@ class _OtherFilesystem(Storage):
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
 
-def _versions(work: Path, update: Update, megabytes: int) -> list[WholeVersion]:
+def _tensors(update: Update, megabytes: int) -> list[Tensors]:
     copies = max(1, megabytes * 10**6 // update.bytes)
-    found = []
-    for sequence, tensors in ((1, update.old), (2, update.new)):
-        many = {
-            f"{number}.{name}": ("BF16", value)
-            for number in range(copies)
-            for name, value in tensors.items()
-        }
-        found.append(write_version(work, sequence, many))
-    return found
-
-
-def _child(base: WholeVersion, target: WholeVersion, folder: Path) -> tuple[float, Link]:
-    """Make a delta; return the CPU seconds of child and parent, and the delta."""
-
-    def spent() -> float:
-        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        return sum(one.ru_utime + one.ru_stime for one in used)
-
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    begun = spent()
-    with DeltaChild(Storage(durable=False), base, target) as child:
-        delta = child.write(folder, Work(lambda: None))
-    return spent() - begun, Link(folder, delta)
+    return [
+        {f"{n}.{name}": ("BF16", value) for n in range(copies) for name, value in tensors.items()}
+        for tensors in (update.old, update.new)
+    ]
 
 
 def _print_copies(report: Report, work: Path, given: argparse.Namespace) -> None:
     update = _adam_like(given.density)
     storage, to = Storage(durable=False), _OtherFilesystem()
-    base, target = _versions(work, update, given.megabytes)
+    old, new = _tensors(update, given.megabytes)
+    base, target = write_version(work, 1, old), write_version(work, 2, new)
+    link = link_folder(work / "link", "run-1-1", "run-2-2", old, new)
     size = sum(file.size for file in target.manifest.files)
-    found: dict[str, list[float]] = {"child": [], "plain": [], "delta": []}
+    found: dict[str, list[float]] = {"plain": [], "link": []}
+    draft = work / "draft"
+
+    def plain() -> None:
+        copy_version(storage, target.folder, target.manifest, to=to, target=draft, threads=1)
+
+    def from_base() -> None:
+        fold(storage, base, [link], draft, to=to, threads=1, work=Work(lambda: None))
+
     for number in range(given.rounds + 1):
-        making, link = _child(base, target, work / "delta")
-        draft = work / "draft"
-
-        def plain(draft: Path = draft) -> None:
-            copy_version(storage, target.folder, target.manifest, to=to, target=draft, threads=1)
-
-        def from_base(draft: Path = draft, link: Link = link) -> None:
-            apply_chain(storage, target, [link], base, to=to, draft=draft, threads=1)
-
-        seconds = {"child": making}
-        ways = [("plain", plain), ("delta", from_base)]
+        seconds: dict[str, float] = {}
+        ways = [("plain", plain), ("link", from_base)]
         for name, make in ways if number % 2 else ways[::-1]:
             draft.mkdir()
             seconds[name], _ = _cpu(make)
@@ -323,7 +301,7 @@ def _print_copies(report: Report, work: Path, given: argparse.Namespace) -> None
         if number:
             for name, value in seconds.items():
                 found[name].append(value)
-    ratio = median_ratio(found["plain"], found["delta"])
+    ratio = median_ratio(found["plain"], found["link"])
     report.whole_table(
         f"New files of {size / 1e6:.0f} MB, {update.density:.2%} changed, one thread; medians of "
         f"{given.rounds} rounds",
@@ -331,14 +309,9 @@ def _print_copies(report: Report, work: Path, given: argparse.Namespace) -> None
         [
             ("plain copy with digests", f"{size / 1e9 / median(found['plain']):.2f}", "1.00"),
             (
-                "from a base and a delta, with digests",
-                f"{size / 1e9 / median(found['delta']):.2f}",
+                "from a base and a link, with digests",
+                f"{size / 1e9 / median(found['link']):.2f}",
                 f"{ratio:.2f}",
-            ),
-            (
-                "making the delta: child and daemon",
-                f"{size / 1e9 / median(found['child']):.2f}",
-                f"{median_ratio(found['plain'], found['child']):.2f}",
             ),
         ],
     )

@@ -1,18 +1,17 @@
-"""The two ends of a delta, called base and target, and chains of deltas. No I/O."""
+"""The two ends of a delta, called base and target. No I/O."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
 from typing import Final
 
 import xxhash
 
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
-from syncd.protocol.records import Delta, DeltaEnd, Manifest, TensorEntry
+from syncd.protocol.records import DeltaEnd, Manifest, TensorEntry
 
-#: The most deltas in a chain. By default the daemon keeps 16 deltas.
+#: The most links in a chain.
 LONGEST_CHAIN: Final = 64
 
 
@@ -96,51 +95,3 @@ def _unlike(base: Manifest, target: Manifest) -> str | None:
 def elements_of(tensor: TensorEntry) -> int:
     """The number of elements of a tensor; 1 for a tensor of rank 0."""
     return math.prod(tensor.shape)
-
-
-def find_chain(deltas: Iterable[Delta], base: str, target: str) -> list[Delta] | None:
-    """Find the chain of deltas from ``base`` to ``target`` with the fewest bytes.
-
-    ``base`` and ``target`` are digests of :func:`content_of`, because sequence numbers can have
-    gaps, and a content can occur again after a rollback. A chain has at most
-    :data:`LONGEST_CHAIN` deltas, because a reader keeps a file of each delta open.
-
-    Returns:
-        The deltas in the order to apply them. The list is empty if both digests are equal. None if
-        there is no chain.
-    """
-    links: dict[str, list[Delta]] = {}
-    for delta in deltas:
-        links.setdefault(delta.base.content, []).append(delta)
-    best: dict[str, tuple[int, list[Delta]]] = {base: (0, [])}
-    nearer = dict(best)
-    # After n rounds, `best` has the smallest chain of at most n deltas to each content.
-    for _ in range(LONGEST_CHAIN):
-        reached: dict[str, tuple[int, list[Delta]]] = {}
-        for content, (size, chain) in nearer.items():
-            for delta in links.get(content, ()):
-                end, longer = delta.target.content, size + delta.bytes
-                known = reached.get(end) or best.get(end)
-                if known is None or longer < known[0]:
-                    reached[end] = longer, [*chain, delta]
-        best |= reached
-        nearer = reached
-    return best[target][1] if target in best else None
-
-
-def why_no_chain(chain: Sequence[Delta], base: Manifest, target: Manifest) -> str | None:
-    """The reason, as a clause, why a chain does not lead from base to target; None if it does."""
-    why = why_no_delta(base, target)
-    if why is not None:
-        return why
-    at = content_of(base)
-    for delta in chain:
-        if delta.base.content != at:
-            return (
-                f"the delta to version {delta.target.sequence} does not start from the "
-                "previous version in the chain"
-            )
-        at = delta.target.content
-    if at != content_of(target):
-        return f"the chain does not end with the bytes of version {target.sequence}"
-    return None

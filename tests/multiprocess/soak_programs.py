@@ -41,8 +41,6 @@ MEGABYTES: Final = 1.0
 ERA: Final = 20
 _SAVE_TIMEOUT: Final = 10.0
 _AGAIN: Final = 0.2
-#: A copy of a megabyte counts as one of gigabytes, so that a delta is waited for.
-_SLOWER: Final = 1000.0
 
 
 # -- a trainer's rank ----------------------------------------------------------------------------
@@ -137,10 +135,10 @@ class Explorer:
         self._away = away
         self._staging: Staging | None = None
         if stage is not None:
-            # With the first delta otherwise: the memory that it takes is no growth.
-            import syncd.deltas.applying  # noqa: F401, PLC0415
+            # With the first link otherwise: the memory that it takes is no growth.
+            import syncd.deltas.folding  # noqa: F401, PLC0415
 
-            self._staging = Staging(stage, clock=lambda: _SLOWER * time.monotonic())
+            self._staging = Staging(stage)
         self._held: LeasedVersion | None = None
         self._reader: Reader | None = None
         self._stopping = False
