@@ -1,4 +1,4 @@
-"""Deltas beside slime's encoding, and copies from a base and a delta beside full copies.
+"""Deltas beside slime's encoding, and copies from a base and a link beside full copies.
 
 Repeat with ``python -m benchmarks.deltas`` (some minutes).
 
@@ -35,13 +35,14 @@ import zstandard
 from numpy.typing import NDArray
 
 from benchmarks.machine import Report, median_ratio, parser, prepared
+from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.version import copy_version
-from syncd.deltas.applying import apply_chain
-from syncd.deltas.delta_folder import BLOCK
 from syncd.deltas.encoding import Decoder, Encoder
-from syncd.deltas.whole_version import WholeVersion
+from syncd.deltas.ends import BLOCK
+from syncd.deltas.folding import fold
 from syncd.storage.fsio import Storage
-from tests.deltas import make_delta, write_version
+from tests.deltas import Tensors, write_version
+from tests.saved_links import link_folder
 
 _DENSITIES: Final = (0.01, 0.033, 0.08, 0.2)
 _ELEMENTS: Final = 2**24
@@ -261,37 +262,33 @@ class _OtherFilesystem(Storage):
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
 
-def _versions(work: Path, update: Update, megabytes: int) -> list[WholeVersion]:
+def _tensors(update: Update, megabytes: int) -> list[Tensors]:
     copies = max(1, megabytes * 10**6 // update.bytes)
-    found = []
-    for sequence, tensors in ((1, update.old), (2, update.new)):
-        many = {
-            f"{number}.{name}": ("BF16", value)
-            for number in range(copies)
-            for name, value in tensors.items()
-        }
-        found.append(write_version(work, sequence, many))
-    return found
+    return [
+        {f"{n}.{name}": ("BF16", value) for n in range(copies) for name, value in tensors.items()}
+        for tensors in (update.old, update.new)
+    ]
 
 
 def _print_copies(report: Report, work: Path, given: argparse.Namespace) -> None:
     update = _adam_like(given.density)
     storage, to = Storage(durable=False), _OtherFilesystem()
-    base, target = _versions(work, update, given.megabytes)
+    old, new = _tensors(update, given.megabytes)
+    base, target = write_version(work, 1, old), write_version(work, 2, new)
+    link = link_folder(work / "link", "run-1-1", "run-2-2", old, new)
     size = sum(file.size for file in target.manifest.files)
-    link = make_delta(base, target, work / "delta")
-    found: dict[str, list[float]] = {"plain": [], "delta": []}
+    found: dict[str, list[float]] = {"plain": [], "link": []}
+    draft = work / "draft"
+
+    def plain() -> None:
+        copy_version(storage, target.folder, target.manifest, to=to, target=draft, threads=1)
+
+    def from_base() -> None:
+        fold(storage, base, [link], draft, to=to, threads=1, work=Work(lambda: None))
+
     for number in range(given.rounds + 1):
-        draft = work / "draft"
-
-        def plain(draft: Path = draft) -> None:
-            copy_version(storage, target.folder, target.manifest, to=to, target=draft, threads=1)
-
-        def from_base(draft: Path = draft) -> None:
-            apply_chain(storage, target, [link], base, to=to, draft=draft, threads=1)
-
-        seconds = {}
-        ways = [("plain", plain), ("delta", from_base)]
+        seconds: dict[str, float] = {}
+        ways = [("plain", plain), ("link", from_base)]
         for name, make in ways if number % 2 else ways[::-1]:
             draft.mkdir()
             seconds[name], _ = _cpu(make)
@@ -299,7 +296,7 @@ def _print_copies(report: Report, work: Path, given: argparse.Namespace) -> None
         if number:
             for name, value in seconds.items():
                 found[name].append(value)
-    ratio = median_ratio(found["plain"], found["delta"])
+    ratio = median_ratio(found["plain"], found["link"])
     report.whole_table(
         f"New files of {size / 1e6:.0f} MB, {update.density:.2%} changed, one thread; medians of "
         f"{given.rounds} rounds",
@@ -307,8 +304,8 @@ def _print_copies(report: Report, work: Path, given: argparse.Namespace) -> None
         [
             ("plain copy with digests", f"{size / 1e9 / median(found['plain']):.2f}", "1.00"),
             (
-                "from a base and a delta, with digests",
-                f"{size / 1e9 / median(found['delta']):.2f}",
+                "from a base and a link, with digests",
+                f"{size / 1e9 / median(found['link']):.2f}",
                 f"{ratio:.2f}",
             ),
         ],

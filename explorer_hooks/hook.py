@@ -122,6 +122,11 @@ class ExplorerHook:
             memory_dir=memory_dir,
             workers=0,  # until there is a version to fall back to
             hub_names=isinstance(engine, TakesHubNames) and engine.hub_names,
+            follows_ahead=staging is not None
+            and memory_dir is None
+            and engine.is_local
+            and "full" in engine.kinds
+            and staging.follows(Path(job_dir)),
             seams=Seams(storage=storage, poll=poll),
         )
         fast_path = None

@@ -16,6 +16,7 @@ from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.reload import ExplorerBroadcasts, RefusedError, Reloader, Take, refuses
 from explorer_hooks.staging import NotStagedError, Staging
 from syncd.coordination.explorer import ExplorerSynchronizer
+from syncd.coordination.versions import Lead
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import EngineBrokenError, InvalidSettingsError, VerificationError
 from syncd.protocol.policy import Version
@@ -244,12 +245,20 @@ class Pipeline:
             EngineBrokenError: the weights that the engine serves are unknown.
             Exception: storage, the engine or a callback failed. The next try may succeed.
         """
+        begun = time.monotonic()
+        lead = self.sync.lead(version)
+        if lead is not None and self.staging is not None:
+            copy = self._follow(self.staging, lead, cancel)
+            if copy is not None:
+                self.load(copy, cancel, begun=begun)
+            return copy is not None
         try:
             leased = self.sync.hold(version)
         except VerificationError as error:
             raise self._refusal(version, error) from error
         try:
-            has_received = not exactly and self._has_received(leased)
+            is_back = leased.manifest.rolled_back is not None
+            has_received = not (exactly or is_back) and self._has_received(leased.manifest.save_id)
         except BaseException:
             leased.release()
             raise
@@ -259,20 +268,45 @@ class Pipeline:
         self.load(leased, cancel)
         return True
 
-    def load(self, leased: LeasedVersion, cancel: Cancellation, *, benches: bool = False) -> None:
+    def _follow(self, staging: Staging, lead: Lead, cancel: Cancellation) -> LeasedVersion | None:
+        """A copy of the save that LATEST names as ahead; None if it is not to be loaded."""
+        if not self._has_received(lead.ahead.save_id):
+            served = Version(lead.latest.sequence, lead.latest.step)
+            try:
+                return staging.follow(lead, lambda: self.sync.hold(served), cancel=cancel.check)
+            except NotStagedError as error:
+                log.warning(
+                    "%s does not load step %d before its full version: %s",
+                    self.sync.name,
+                    lead.ahead.step,
+                    error,
+                )
+        self.sync.passes(lead.ahead.sequence)
+        return None
+
+    def load(
+        self,
+        leased: LeasedVersion,
+        cancel: Cancellation,
+        *,
+        benches: bool = False,
+        begun: float | None = None,
+    ) -> None:
         """Load a leased version, or a step to evaluate it; release the version after an error.
 
-        See :meth:`take` for the errors.
+        ``begun`` is when its copy was begun, if ``leased`` is a copy already. See :meth:`take` for
+        the errors.
         """
         taker = self.reloader.taker(leased)
         using = [leased]  # to release if the load fails
         blames = True
         try:
             check_kind(leased, taker.kinds)
-            begun = time.monotonic()
-            ready, staged, why = leased, None, None
+            is_copy, ready, why = begun is not None, leased, None
+            staged = True if is_copy else None
+            begun = time.monotonic() if begun is None else begun
             # Each byte is read once, also with a stage: the copy is verified while it is made.
-            if self.staging is not None and leased.kind != "remote":
+            if self.staging is not None and leased.kind != "remote" and not is_copy:
                 try:
                     ready, staged = self.staging.stage(leased, cancel=cancel.check), True
                     using.append(ready)
@@ -283,7 +317,7 @@ class Pipeline:
                         leased.sequence,
                         why,
                     )
-            if ready is leased:
+            if ready is leased and not is_copy:
                 leased.verify(cancel=cancel.check)
             taker.check(ready)
             verified = time.monotonic()
@@ -396,15 +430,14 @@ class Pipeline:
             self._broken = f"a load was interrupted by {type(error).__name__}"
             raise
 
-    def _has_received(self, version: LeasedVersion) -> bool:
-        """True if a broadcast has given the engine a version's weights, or later weights.
+    def _has_received(self, save_id: str) -> bool:
+        """True if a broadcast has given the engine a save's weights, or later weights.
 
-        Weights of the current trainer run are later than those of other runs. A rollback is always
-        loaded.
+        Weights of the current trainer run are later than those of other runs.
         """
-        saved = SaveId.parse(version.manifest.save_id)
+        saved = SaveId.parse(save_id)
         received = self._received
-        if received is None or saved is None or version.manifest.rolled_back is not None:
+        if received is None or saved is None:
             return False
         if saved.run != received.run:
             return self.sync.current_run() == received.run

@@ -12,65 +12,68 @@ All explorers on this host share the copies. The user names a folder, for exampl
 One rename commits a copy, when it is whole and verified. Both locks are flocks, because the kernel
 drops a flock when its process dies. Nothing is synced to disk, because copies from before the last
 boot are never used.
+
+If this host has a copy of an older save, a newer copy is made from it and from links (the trainer's
+changes), in new files. So it can be of a save of which there is no version yet: LATEST's ``ahead``.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import secrets
-import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import xxhash
-from filelock import FileLock, Timeout
-
-from explorer_hooks.delta_base import DeltaBase, DeltaBases
-from explorer_hooks.staged_copy import StagedCopy, hold
-from syncd.checkpoint.version import WEIGHTS
+from explorer_hooks.copies import Copies, NotStagedError, copy_name
+from syncd.checkpoint.merging.options import Work
+from syncd.checkpoint.version import verify_version
 from syncd.coordination.leased_version import LeasedVersion
+from syncd.coordination.versions import Lead
 from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.making import why_not_here
+from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import (
     CancelledError,
     InvalidSettingsError,
     SyncdError,
     VerificationError,
 )
-from syncd.protocol.names import MANIFEST, TEMPORARY, version_folder
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import MANIFEST
 from syncd.protocol.policy import check_above_0
-from syncd.protocol.records import encode
-from syncd.storage.calls import Kind
+from syncd.protocol.records import Ahead, encode
 from syncd.storage.fsio import Storage
-from syncd.storage.sessions import boot_id
+from syncd.storage.job import Job
+
+if TYPE_CHECKING:
+    from syncd.deltas.folding import LinkFolder
+
+__all__ = ["Fetched", "NotStagedError", "Staging"]
 
 log = logging.getLogger(__name__)
-_COPIER: Final = ".copier"
-#: Seconds between two checks whether the copier is done.
-_LOOK: Final = 0.05
-#: Bytes to leave free on the filesystem, because others use it too: ``/dev/shm`` is memory.
-_SPARE: Final = 64 * 1024 * 1024
-
-
-class NotStagedError(Exception):
-    """Raised if a version could not be copied. The version itself may be intact."""
+_CHUNK: Final = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The bytes that were read from a job to make a copy of a version.
+    """The bytes that were read from a job to make a copy of a version, and the time.
 
     Attributes:
-        delta_bytes: read from deltas; None if no delta was used.
-        no_delta: the reason why no delta was used; None also if syncd did not look for one.
+        full_bytes: read from versions.
+        delta_bytes: read from links; None if no link was used.
+        fetch: seconds to read the links; None likewise.
+        rebuild: seconds to make the copy from them, and to compare all digests; None likewise.
+        no_delta: the reason why no link was used; None also if syncd did not look for one.
     """
 
     full_bytes: int = 0
     delta_bytes: int | None = None
+    fetch: float | None = None
+    rebuild: float | None = None
     no_delta: str | None = None
 
 
@@ -89,12 +92,12 @@ class Staging:
         patience: seconds to wait for a copy that another process makes.
         keep_last: True to keep the last served copy after its release, for a server that reads the
             copy after this process has ended. Other processes can still remove this copy.
-        storage: replaces the filesystem calls in tests.
+        storage, clock: replace the filesystem calls and the clock in tests.
 
     Attributes:
         folder: the stage folder.
-        fetched: the bytes that this process read in the last :meth:`stage`; zero if another process
-            had made the copy.
+        fetched: what this process read in the last :meth:`stage` or :meth:`follow`; zero if another
+            process had made the copy.
 
     Raises:
         InvalidSettingsError: the folder cannot be used, or a number is out of its range.
@@ -108,6 +111,7 @@ class Staging:
         patience: float = 600.0,
         keep_last: bool = False,
         storage: Storage | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if budget_bytes is not None:
             check_above_0("budget_bytes", budget_bytes, "bytes")
@@ -118,17 +122,13 @@ class Staging:
                 "whole path, or os.path.expanduser() of it"
             )
         self.folder = Path(folder).absolute()
-        self._budget = budget_bytes
+        self.fetched = Fetched()
         self._patience = patience
         self._keep_last = keep_last
+        self._clock = clock
         # Without fsync: no copy is used after this host has stopped.
         self._storage = storage or Storage(self.folder, durable=False)
-        self._rooms = f"syncd-{os.geteuid()}-"
-        self._room = self.folder / f"{self._rooms}{boot_id()}"
-        self._kept: str | None = None
-        self._bases = DeltaBases(self._storage, self._room)
-        self.fetched = Fetched()
-        self._open()
+        self._copies = Copies(self._storage, self.folder, budget_bytes)
 
     def stage(
         self, version: LeasedVersion, *, cancel: Callable[[], None] = lambda: None
@@ -144,11 +144,39 @@ class Staging:
                 failed. The caller must still verify the version.
         """
         try:
-            return self._stage(version, cancel)
+            return self._get(
+                *_named(version), lambda name: self._make(version, name, cancel), cancel
+            )
         except (OSError, VerificationError) as error:
             raise NotStagedError(
-                f"the version could not be copied into {self._room}: {error}"
+                f"the version could not be copied into {self._copies.room}: {error}"
             ) from error
+
+    def follow(
+        self,
+        lead: Lead,
+        hold: Callable[[], LeasedVersion],
+        *,
+        cancel: Callable[[], None] = lambda: None,
+    ) -> LeasedVersion:
+        """Make a copy of the save that LATEST names as ahead, from links and a copy on this host.
+
+        ``lead`` names the save. If there is no such copy, or it is damaged, ``hold`` gives LATEST's
+        version, which is copied first. For the rest see :meth:`stage`.
+
+        Raises:
+            NotStagedError: the copy cannot be made now. A later save may be possible.
+        """
+        job, latest, ahead = lead
+        source = job.layout.version(ahead.sequence)
+        name = copy_name(source, ahead.sequence, ahead.save_id, latest.dtype)
+        make = partial(self._fold, job, ahead, {latest.save_id or "": hold}, cancel)
+        with _never_an_end():
+            return self._get(name, source, make, cancel)
+
+    def follows(self, job_dir: Path) -> bool:
+        """True if copies of this job's versions can be made from links here."""
+        return why_not_here() is None and self._is_elsewhere(self._storage, job_dir)
 
     def hold_again(self, copy: LeasedVersion) -> LeasedVersion:
         """Get a second hold on a version that :meth:`stage` returned, while the first hold lasts.
@@ -156,7 +184,7 @@ class Staging:
         Raises:
             FileNotFoundError: the copy was removed although it was held.
         """
-        again = self._held(copy.folder.name, copy)
+        again = self._copies.hold(copy.folder.name, copy.source)
         if again is None:
             raise FileNotFoundError(
                 f"another program removed the copy {copy.folder}, although this process holds it. "
@@ -167,231 +195,187 @@ class Staging:
     def serves(self, folder: Path) -> None:
         """Record the folder that the engine serves from now on; it need not be a copy."""
         if self._keep_last:
-            self._kept = folder.name if folder.parent == self._room else None
+            is_copy = folder.parent == self._copies.room
+            self._copies.kept = folder.name if is_copy else None
 
     def tidy(self) -> None:
         """Remove the copies that no process holds; do nothing while another process copies."""
-        try:
-            with self._copier().acquire(timeout=0):
-                self._sweep()
-        except Timeout:
-            log.debug(
-                "skipping the clean-up of %s, because another process is copying into this folder",
-                self._room,
-            )
-        except OSError as error:
-            log.warning("cannot clean up %s: %s", self._room, error)
+        self._copies.tidy()
 
-    def _copier(self) -> FileLock:
-        """Make a new lock, because threads that share one would all count as its holder."""
-        return FileLock(self._room / _COPIER)
-
-    def _open(self) -> None:
-        try:
-            self._storage.make_folder(self._room, below=Path(self.folder.anchor))
-            found = self._room.stat(follow_symlinks=False)
-        except OSError as error:
-            raise InvalidSettingsError(
-                f"{self.folder} cannot be the stage folder: {error}"
-            ) from None
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise InvalidSettingsError(
-                f"{self._room} is not a folder, or belongs to another user. Remove this path, "
-                "or choose another stage folder"
-            )
-
-    def _stage(self, version: LeasedVersion, cancel: Callable[[], None]) -> LeasedVersion:
-        name = self._name(version)
+    def _get(
+        self, name: str, source: Path, make: Callable[[str], None], cancel: Callable[[], None]
+    ) -> LeasedVersion:
         self.fetched = Fetched()
-        copy = self._held(name, version)
+        copy = self._copies.hold(name, source)
         if copy is None:
-            with self._elected(cancel):
-                # The process that held the lock before may have copied this version.
-                copy = self._held(name, version)
+            with self._copies.elected(self._patience, cancel):
+                # The process that held the lock before may have made this copy.
+                copy = self._copies.hold(name, source)
                 if copy is None:
-                    self._make(version, name, cancel)
-                    copy = self._held(name, version)
+                    make(name)
+                    copy = self._copies.hold(name, source)
         if copy is None:
-            raise FileNotFoundError(f"{self._room / name} was removed")
+            raise FileNotFoundError(f"{self._copies.room / name} was removed")
         return copy
 
-    def _name(self, version: LeasedVersion) -> str:
-        """The name of this version's copy. Copies for a recreated job have other names."""
-        what = f"{version.source}\0".encode() + encode(version.manifest)
-        return f"{version_folder(version.sequence)}-{xxhash.xxh3_64_hexdigest(what)}"
+    def _make(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
+        reason = None
+        is_elsewhere = self._is_elsewhere(version.storage, version.folder)
+        if version.kind == "full" and version.sequence and is_elsewhere:
+            job = Job(version.storage, JobLayout(version.source.parent.parent))
+            target = Ahead(
+                sequence=version.sequence, step=version.step, save_id=version.manifest.save_id
+            )
+            try:
+                with _never_an_end():
+                    self._fold(job, target, {}, cancel, name)
+                    return
+            except NotStagedError as error:
+                reason = str(error)
+        self._copies.sweep()
+        self._copy(version, name, cancel)
+        self.fetched = replace(self.fetched, no_delta=reason)
 
-    def _held(self, name: str, version: LeasedVersion) -> LeasedVersion | None:
-        copy = hold(self._storage, self._room / name)
-        if copy is None:
-            return None
-        return LeasedVersion(
-            self._storage, copy.folder, version.manifest, copy, source=version.source
+    def _copy(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
+        size = sum(file.size for file in version.manifest.files)
+        with self._copies.draft(name, size) as draft:
+            version.copy_to(self._storage, draft, cancel=cancel)
+            self._storage.write_new(draft / MANIFEST, encode(version.manifest))
+        self.fetched = Fetched(full_bytes=size)
+
+    def _fold(
+        self,
+        job: Job,
+        target: Ahead,
+        wholes: Mapping[str, Callable[[], LeasedVersion]],
+        cancel: Callable[[], None],
+        name: str,
+    ) -> None:
+        """Make a copy from links and a copy here, or a version of one of the saves ``wholes``."""
+        # NumPy is imported once there is a link to apply.
+        from syncd.deltas.folding import find_links  # noqa: PLC0415
+
+        for is_last in (False, True):
+            here = self._copies.of_job(job.layout)
+            chain = find_links(job, target.sequence, target.save_id, {*here, *wholes})
+            save_id = chain[0].link.base
+            base_name, source = here.get(save_id) or self._whole(wholes[save_id], cancel)
+            base = self._copies.hold(base_name, source)
+            if base is None:
+                raise NoDeltaError(f"{self._copies.room / base_name} was removed")
+            try:
+                self._copies.sweep()  # does not remove the base, because it is held
+                self._fold_from(base, job.storage, chain, target, cancel, name)
+            except (NoDeltaError, VerificationError, FileNotFoundError):
+                if is_last or self._is_sound(base, cancel):
+                    raise
+                self._copies.remove(base_name, "it is damaged")
+            else:
+                return
+            finally:
+                base.release()
+
+    def _whole(
+        self, hold: Callable[[], LeasedVersion], cancel: Callable[[], None]
+    ) -> tuple[str, Path]:
+        version = hold()
+        try:
+            name, source = _named(version)
+            self._copies.sweep()
+            self._copy(version, name, cancel)
+        finally:
+            version.release()
+        return name, source
+
+    def _fold_from(
+        self,
+        base: LeasedVersion,
+        storage: Storage,
+        chain: list[LinkFolder],
+        target: Ahead,
+        cancel: Callable[[], None],
+        name: str,
+    ) -> None:
+        from syncd.deltas.folding import fold, manifest_of  # noqa: PLC0415 - as above
+
+        full = sum(file.size for file in base.manifest.files)
+        size = sum(file.size for each in chain for file in each.link.files)
+        if size > full:
+            raise NoDeltaError(f"the links have {size} bytes, and a version only {full}")
+        whole, to = WholeVersion(base.folder, base.manifest), self._storage
+        with (
+            self._copies.draft(name, full + size) as draft,
+            self._copies.temporary("links") as folder,
+        ):
+            begun = self._clock()
+            links = [self._fetch(storage, link, folder, cancel) for link in chain]
+            fetched = self._clock()
+            merged = fold(to, whole, links, draft, to=to, work=Work(cancel))
+            manifest = manifest_of(whole, merged, links[-1].link, target.sequence)
+            to.write_new(draft / MANIFEST, encode(manifest))
+        self.fetched = replace(
+            self.fetched,
+            delta_bytes=size,
+            fetch=fetched - begun,
+            rebuild=self._clock() - fetched,
         )
 
-    @contextmanager
-    def _elected(self, cancel: Callable[[], None]) -> Iterator[None]:
-        deadline = time.monotonic() + self._patience
-        while True:
-            cancel()
-            try:
-                lock = self._copier().acquire(timeout=0)
-                break
-            except Timeout:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError(
-                        "another process on this host was copying into the stage folder for "
-                        f"longer than {self._patience:g} s"
-                    ) from None
-                time.sleep(min(_LOOK, left))
-        with lock:
-            yield
+    def _fetch(
+        self, storage: Storage, link: LinkFolder, folder: Path, cancel: Callable[[], None]
+    ) -> LinkFolder:
+        """Copy the files of a link to this host, so that nobody reads or deletes them meanwhile."""
+        here = folder / link.folder.name
+        self._storage.mkdir(here)
+        for file in link.link.files:
+            with (
+                storage.reading(link.folder / file.name) as source,
+                self._storage.closing(self._storage.create(here / file.name)) as copy,
+            ):
+                if storage.fstat(source).st_size != file.size:
+                    raise NoDeltaError(f"{link.folder / file.name} is not {file.size} bytes long")
+                at = 0
+                while at < file.size and (
+                    done := self._storage.copy_range(source, copy, _CHUNK, at, at)
+                ):
+                    cancel()
+                    at += done
+        return link._replace(folder=here)
 
-    def _make(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
-        why = None
-        if version.kind == "full" and self._is_elsewhere(version):
-            why = self._make_by_deltas(version, name, cancel)
-            if why is None:
-                return
-        self._sweep()
-        self._copy(version, name, cancel)
-        self.fetched = replace(self.fetched, no_delta=why)
-
-    def _make_by_deltas(
-        self, version: LeasedVersion, name: str, cancel: Callable[[], None]
-    ) -> str | None:
-        """Make a copy from an older copy and deltas; return the reason if that failed."""
+    def _is_sound(self, copy: LeasedVersion, cancel: Callable[[], None]) -> bool:
         try:
-            base = self._bases.find(version, self._copies())
-            try:
-                self._make_of(base, version, name, cancel)
-            finally:
-                base.copy.release()
-        except CancelledError:
-            raise
-        except NoDeltaError as error:
-            return str(error)
-        except Exception as error:  # a version is never refused because of its delta
-            log.warning(
-                "copying all of version %d, because its copy cannot be computed from an older "
-                "version and deltas: %s",
-                version.sequence,
-                error,
-                exc_info=not isinstance(error, (NotStagedError, SyncdError, OSError, MemoryError)),
-            )
-            return str(error) or type(error).__name__
-        return None
+            verify_version(self._storage, copy.folder, copy.manifest, cancel=cancel)
+        except VerificationError as error:
+            log.warning("%s", error)
+            return False
+        return True
 
-    def _is_elsewhere(self, version: LeasedVersion) -> bool:
+    def _is_elsewhere(self, storage: Storage, folder: Path) -> bool:
         """True if stage folder and job are on different filesystems; else files are linked."""
         try:
-            there = version.storage.status(version.folder)
-            here = self._storage.status(self._room)
+            there, here = storage.status(folder), self._storage.status(self._copies.room)
         except OSError as error:  # then the copy itself tells whether storage fails
             log.debug(
                 "cannot check whether %s is on another filesystem than the stage folder: %s",
-                version.folder,
+                folder,
                 error,
             )
             return False
         return there is not None and here is not None and there.st_dev != here.st_dev
 
-    def _make_of(
-        self, base: DeltaBase, version: LeasedVersion, name: str, cancel: Callable[[], None]
-    ) -> None:
-        self._sweep()  # does not remove the base, because it is held
-        with self._draft(version, name) as draft:
-            base.make(version, self._storage, draft, cancel)
-        others = (file.size for file in version.manifest.files if not file.name.endswith(WEIGHTS))
-        self.fetched = Fetched(full_bytes=sum(others), delta_bytes=base.bytes)
 
-    def _copy(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
-        with self._draft(version, name) as draft:
-            version.copy_to(self._storage, draft, cancel=cancel)
-        size = sum(file.size for file in version.manifest.files)
-        self.fetched = Fetched(full_bytes=size)
+def _named(version: LeasedVersion) -> tuple[str, Path]:
+    manifest, source = version.manifest, version.source
+    return copy_name(source, version.sequence, manifest.save_id, manifest.dtype), source
 
-    @contextmanager
-    def _draft(self, version: LeasedVersion, name: str) -> Iterator[Path]:
-        """Yield a temporary folder, which becomes the copy at the end."""
-        self._check_room(sum(file.size for file in version.manifest.files))
-        draft = self._room / f"{TEMPORARY}{name}-{secrets.token_hex(6)}"
-        self._storage.mkdir(draft)
-        try:
-            yield draft
-            self._storage.write_new(draft / MANIFEST, encode(version.manifest))
-            self._storage.sync_folder(draft)
-            self._storage.rename(draft, self._room / name)
-        except BaseException:
-            self._discard(draft)
-            raise
 
-    def _check_room(self, size: int) -> None:
-        sizes = {name: self._size(self._room / name) for name in self._copies()}
-        used = sum(sizes.values())
-        if self._budget is not None and used + size > self._budget:
-            raise NotStagedError(
-                f"the version's {size} bytes do not fit into the stage folder's budget of "
-                f"{self._budget} bytes, because other copies take {used} bytes of the budget. "
-                "Increase the budget, or release other copies"
-            )
-        free = self._storage.free(self._room).bytes
-        if free is not None and size + _SPARE > free:
-            raise NotStagedError(
-                f"the version's {size} bytes do not fit into the {free} free bytes of {self._room}"
-            )
-
-    def _copies(self) -> list[str]:
-        found = self._storage.kinds(self._room)
-        return [name for name, kind in found.items() if kind is Kind.FOLDER and name[0] != "."]
-
-    def _size(self, copy: Path) -> int:
-        total = 0
-        pending = [copy]
-        while pending:
-            folder = pending.pop()
-            for name, kind in self._storage.kinds(folder).items():
-                if kind is Kind.FOLDER:
-                    pending.append(folder / name)
-                else:
-                    status = self._storage.status(folder / name)
-                    total += status.st_size if status is not None else 0
-        return total
-
-    def _sweep(self) -> None:
-        """Remove drafts and unheld copies. The caller must be the elected process."""
-        for name, kind in self._storage.kinds(self._room).items():
-            if name.startswith(TEMPORARY):
-                self._discard(self._room / name)
-            elif kind is Kind.FOLDER and name != self._kept:
-                with StagedCopy.unheld(self._storage, self._room / name) as is_free:
-                    if is_free:
-                        self._retire(name)
-        for name, kind in self._storage.kinds(self.folder).items():
-            left = name.startswith(self._rooms) and name != self._room.name
-            if left and not (kind is Kind.FOLDER and self._is_held(self.folder / name)):
-                log.info(
-                    "removing %s, which is from before this host's last restart", self.folder / name
-                )
-                self._discard(self.folder / name)
-
-    def _is_held(self, room: Path) -> bool:
-        """True if a copy in the folder is held, perhaps by a process on another host."""
-        for name, kind in self._storage.kinds(room).items():
-            if kind is Kind.FOLDER:
-                with StagedCopy.unheld(self._storage, room / name) as is_free:
-                    if not is_free:
-                        return True
-        return False
-
-    def _retire(self, name: str) -> None:
-        gone = self._room / f"{TEMPORARY}gone-{secrets.token_hex(6)}"
-        self._storage.rename(self._room / name, gone)
-        self._discard(gone)
-        log.info("removing the copy %s, because no process holds it", self._room / name)
-
-    def _discard(self, path: Path) -> None:
-        try:
-            self._storage.remove_tree(path)
-        except OSError as error:
-            log.warning("cannot remove %s: %s", path, error)
+@contextmanager
+def _never_an_end() -> Iterator[None]:
+    """Let each error but a cancellation be a NotStagedError, because links refuse no version."""
+    try:
+        yield
+    except (CancelledError, NotStagedError):
+        raise
+    except Exception as error:
+        if not isinstance(error, (NoDeltaError, SyncdError, OSError, MemoryError)):
+            log.warning("a link cannot be used", exc_info=True)
+        raise NotStagedError(str(error) or type(error).__name__) from error

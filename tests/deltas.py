@@ -14,13 +14,9 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.checkpoint.whole_files import digest_file
-from syncd.deltas.applying import Link
-from syncd.deltas.delta_folder import BLOCK, BLOCKS, ENTRY, INDEX
-from syncd.deltas.encoding import Encoder
-from syncd.deltas.ends import delta_end, in_order
-from syncd.deltas.whole_version import WholeVersion, open_weights
-from syncd.protocol.names import DELTA, MANIFEST, version_folder
-from syncd.protocol.records import Delta, Manifest, VersionFile, encode
+from syncd.deltas.whole_version import WholeVersion
+from syncd.protocol.names import MANIFEST, version_folder
+from syncd.protocol.records import Manifest, VersionFile, encode
 from syncd.storage.fsio import Storage
 from tests.jobs import nothing
 
@@ -89,24 +85,6 @@ def _write_weights(path: Path, tensors: Tensors, metadata: Mapping[str, str] | N
         return digest_file(STORAGE, file, cancel=nothing)
 
 
-def make_delta(base: WholeVersion, target: WholeVersion, folder: Path) -> Link:
-    """The delta from one version to another, as a daemon of 0.2 makes it."""
-    return encode_delta(folder, base, target, _tensors(base), _tensors(target))
-
-
-def _tensors(version: WholeVersion) -> Tensors:
-    with open_weights(STORAGE, version) as places:
-        return {
-            name: (
-                entry.dtype,
-                np.memmap(file.path, np.uint8, "r")[entry.begin : entry.end].view(
-                    f"<u{ITEMSIZE[entry.dtype]}"
-                ),
-            )
-            for name, (file, entry) in places.items()
-        }
-
-
 def same_files(made: Path, version: WholeVersion) -> bool:
     """True if a folder has the version's files, byte by byte, and no others."""
     return contents(made) == {
@@ -148,45 +126,3 @@ def changed(tensors: Tensors, density: float, seed: int = 0) -> dict[str, Any]:
         new[chosen] += step[chosen]
         made[name] = (dtype, new)
     return made
-
-
-def encode_delta(
-    folder: Path, base: WholeVersion, target: WholeVersion, old: Tensors, new: Tensors
-) -> Link:
-    """The delta from one version to another, made here and without a child process."""
-    folder.mkdir()
-    ends = delta_end(base.manifest), delta_end(target.manifest)
-    assert ends[0] is not None
-    assert ends[1] is not None
-    encoder, blocks, index = Encoder(), bytearray(), bytearray()
-    changed = elements = 0
-    for number, tensor in enumerate(in_order(target.manifest)):
-        before, after = (tensors[tensor.name][1].reshape(-1) for tensors in (old, new))
-        elements += len(after)
-        for block, begin in enumerate(range(0, len(after), BLOCK)):
-            part = slice(begin, begin + BLOCK)
-            encoded, count = encoder.encode(before[part], after[part])
-            if count:
-                digest = xxhash.xxh3_64_intdigest(encoded)
-                index += ENTRY.pack(number, block, len(encoded), count, digest)
-                blocks += encoded
-                changed += count
-    delta = Delta(
-        base=ends[0],
-        target=ends[1],
-        files=tuple(write_listed(folder, name, data) for name, data in _parts(blocks, index)),
-        changed=changed,
-        elements=elements,
-    )
-    (folder / DELTA).write_bytes(encode(delta))
-    return Link(folder, delta)
-
-
-def _parts(blocks: bytes, index: bytes) -> list[tuple[str, bytes]]:
-    return [(BLOCKS, bytes(blocks)), (INDEX, bytes(index))]
-
-
-def write_listed(folder: Path, name: str, data: bytes) -> VersionFile:
-    """Write a file of a delta; returns it as the record lists it."""
-    (folder / name).write_bytes(data)
-    return VersionFile(name=name, size=len(data), digest=xxhash.xxh3_128_hexdigest(data))

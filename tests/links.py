@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from syncd.checkpoint.tensor_rules import ITEMSIZE
-from syncd.deltas.delta_folder import BLOCK
 from syncd.deltas.encoding import Decoder
+from syncd.deltas.ends import BLOCK
 from syncd.deltas.link_index import SavedPiece, WrittenLink, read_index
 from syncd.deltas.links import LinkReader, write_link
 from syncd.storage.fsio import Draft, Storage

@@ -15,6 +15,7 @@ from syncd.coordination.leased_version import LeasedVersion
 from syncd.coordination.member import Member, Seams
 from syncd.coordination.participant import become
 from syncd.coordination.roster import served
+from syncd.coordination.versions import Lead
 from syncd.coordination.waiting import Cancellation
 from syncd.coordination.weight_waits import WeightWaits
 from syncd.protocol.errors import BroadcastError
@@ -34,6 +35,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     Args:
         workers: the explorer's number of ranks in a weight group; 0 to join no transfers.
         hub_names: True if this explorer also accepts the hub's names (``syncd run --names``).
+        follows_ahead: True if it makes saves from links (:meth:`lead`).
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         memory_dir: str | Path | None = None,
         workers: int = 1,
         hub_names: bool = False,
+        follows_ahead: bool = False,
         seams: Seams | None = None,
     ) -> None:
         super().__init__(
@@ -62,6 +65,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
                 loads=self._job.previous_loads(name),
                 sync=SyncTerms.of(settings),
                 hub_names=hub_names,
+                follows_ahead=follows_ahead,
                 time=0.0,
             ),
         )
@@ -76,6 +80,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         )  # fmt: skip
         if (trainer := self._trainer_there()) is not None:
             self._weights.unlike = self._compare_settings(trainer, self._me.record, trainer.session)
+        if follows_ahead:
+            self._versions.passed = 0
         self._counts_loads = memory_dir is None  # else the versions belong to another job
         self._loading = threading.RLock()
         self._bench = Bench(
@@ -218,10 +224,18 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             OSError: storage failed.
         """
         if no_wait:
-            return self._versions.newest(current)
+            return self._versions.newest(current, ahead=True)
         with self._wait(timeout, cancel) as wait:
             found = self._weights.newer(current, wait, ends_with_trainer=True)
         return found if isinstance(found, Version) else current
+
+    def lead(self, version: Version) -> Lead | None:
+        """The save to make from links, if this version is not published, but only ahead."""
+        return self._versions.lead(version)
+
+    def passes(self, sequence: int) -> None:
+        """Wait for this save no longer while it is ahead, but for its version, or a later save."""
+        self._versions.passed = sequence
 
     def wait_for_newer(
         self,
@@ -312,7 +326,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         """True if this explorer's weights are fresh enough for producing (``max_staleness``)."""
         if self.settings.max_staleness is None:
             return True
-        newest, trainer = self._versions.newest(), None
+        newest, trainer = self._versions.newest(ahead=True), None
         if self.settings.method is SyncMethod.NCCL and newest is not None:
             trainer = self._roster.trainer()
         held = served(self._me.record, newest, trainer.run_id if trainer else None)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from syncd.coordination.leased_version import Holds, LeasedVersion, read_latest
 from syncd.protocol.errors import (
@@ -24,7 +25,7 @@ from syncd.protocol.names import (
     shard_name,
 )
 from syncd.protocol.policy import Pull, Version, pull_decision
-from syncd.protocol.records import Receipt, SaveOutcome, encode
+from syncd.protocol.records import Ahead, Latest, Receipt, SaveOutcome, encode
 from syncd.protocol.reports import DaemonReport, TrainerReport
 from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring
 from syncd.storage.job import Job, ask_server, daemon_hint, point
@@ -35,6 +36,14 @@ log = logging.getLogger(__name__)
 
 #: Attempts to hold the newest version, if each one is retired before it can be held.
 _ATTEMPTS: Final = 10
+
+
+class Lead(NamedTuple):
+    """A save that is not published yet, and LATEST, which names it as ahead."""
+
+    job: Job
+    latest: Latest
+    ahead: Ahead
 
 
 class Versions:
@@ -60,18 +69,37 @@ class Versions:
         self.lease_time = session.lease_time
         self._judge = Judge(job.storage, session.lease_time, clock=clock)
         self.holds = Holds(job, name, session.id)
+        #: The newest save that this participant does not take from links.
+        self.passed = math.inf
 
-    def newest(self, known: Version | None = None, *, sure: bool = False) -> Version | None:
+    def newest(
+        self, known: Version | None = None, *, sure: bool = False, ahead: bool = False
+    ) -> Version | None:
         """LATEST's version if it is newer than ``known``; else ``known``.
 
-        With ``sure`` the method asks the file server instead of this client's cache.
+        With ``sure`` the method asks the file server instead of this client's cache. With ``ahead``
+        the result can be the save that LATEST names as ahead, unless its number is ``passed``.
         """
         if sure:
             self.job.storage.refresh(self.job.layout.state)
         self.holds.settle()
         latest = read_latest(self.job)
-        found = Version(latest.sequence, latest.step) if latest is not None else None
+        found = self._named(latest, ahead=ahead) if latest is not None else None
         return known if pull_decision(known, found) is Pull.NOTHING_NEW else found
+
+    def _named(self, latest: Latest, *, ahead: bool) -> Version:
+        link = latest.ahead if ahead else None
+        if link is not None and link.sequence > max(latest.sequence, self.passed):
+            return Version(link.sequence, link.step)
+        return Version(latest.sequence, latest.step)
+
+    def lead(self, version: Version) -> Lead | None:
+        """What LATEST names as ahead, if that is this save, or a newer one, and not published."""
+        latest = read_latest(self.job)
+        if latest is None or latest.ahead is None or latest.sequence >= version.sequence:
+            return None
+        is_found = latest.ahead.sequence >= version.sequence
+        return Lead(self.job, latest, latest.ahead) if is_found else None
 
     def is_latest_damaged(self) -> bool:
         """True if LATEST exists but names no version; False if storage does not answer."""
@@ -143,7 +171,8 @@ class Versions:
         outcome, latest = self.job.outcome(step), read_latest(self.job)
         if outcome is not None:
             # A linked save has the number of the version to come.
-            folds = latest is not None and (outcome.sequence or 0) > latest.sequence
+            served = self._named(latest, ahead=True).sequence if latest else math.inf
+            folds = (outcome.sequence or 0) > served
             return None if self._is_of_now(step, outcome) and not folds else step
         # The daemon writes LATEST first; on a full disk the outcome comes much later.
         return None if latest is not None and latest.step == step else step

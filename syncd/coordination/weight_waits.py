@@ -94,7 +94,7 @@ class WeightWaits:
                     missed = False
                     return offer
                 if not self.transfer.has_joined:  # else the offer's members wait for us
-                    newest = self.versions.newest(current, sure=is_over)
+                    newest = self.versions.newest(current, sure=is_over, ahead=True)
                     if newest != current:
                         missed = False
                         return newest

@@ -1,5 +1,5 @@
-"""Deltas: the elements that differ between two published versions.
+"""Links: saves that hold the elements that differ from an earlier save.
 
-Read ``ends.py`` first. The daemon's process must never import NumPy, so it imports none of
-``encoding``, ``delta_reader`` and ``applying``.
+Read ``link_index.py`` first. The daemon's process must never import NumPy, so it imports none of
+``encoding``, ``links`` and ``folding``.
 """

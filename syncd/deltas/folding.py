@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,17 +18,19 @@ from syncd.checkpoint.safetensors_file import with_digests
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.checkpoint.version import copy_file, read_manifest
 from syncd.checkpoint.whole_files import Merged, written_file
-from syncd.deltas.delta_folder import BLOCK
 from syncd.deltas.encoding import Decoder
-from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.ends import BLOCK, LONGEST_CHAIN, NoDeltaError
 from syncd.deltas.link_index import LinkRecord, read_index
 from syncd.deltas.link_plan import LinkPlan, PieceKey, Place, key_of, plan_links
 from syncd.deltas.links import LinkReader
 from syncd.deltas.whole_version import Places, WholeVersion, open_weights
-from syncd.protocol.names import DELTA, MANIFEST
+from syncd.protocol.names import DELTA, MANIFEST, parse_delta_folder
 from syncd.protocol.records import Manifest, SaveId, encode, parse
+from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job
+from syncd.storage.job import OF_OTHERS, Job
+
+log = logging.getLogger(__name__)
 
 #: Bytes between two fsyncs, because an fsync of gigabytes could not be interrupted.
 _SYNC_EVERY: Final = 256 * 1024 * 1024
@@ -119,12 +122,19 @@ def fold_version(job: Job, base: int, chain: Sequence[int], folder: Path, work: 
         record = parse(LinkRecord, storage.read(path / DELTA), path / DELTA)
         links.append(LinkFolder(path, record))
     merged = fold(storage, version, links, folder, to=storage, work=work)
-    last = links[-1].link
+    manifest = manifest_of(version, merged, links[-1].link, chain[-1])
+    storage.write_new(folder / MANIFEST, encode(manifest))
+    storage.sync_folder(folder)
+    return manifest
+
+
+def manifest_of(base: WholeVersion, merged: Merged, last: LinkRecord, sequence: int) -> Manifest:
+    """The manifest of the version that links make of ``base``; ``last`` is the last of them."""
     saved = SaveId.parse(last.target)
-    manifest = version.manifest.model_copy(
+    return base.manifest.model_copy(
         update={
-            "sequence": chain[-1],
-            "step": saved.step if saved else version.manifest.step,
+            "sequence": sequence,
+            "step": saved.step if saved else base.manifest.step,
             "save_id": last.target,
             "files": merged.files,
             "tensors": merged.tensors,
@@ -133,9 +143,43 @@ def fold_version(job: Job, base: int, chain: Sequence[int], folder: Path, work: 
             "timings": {},
         }
     )
-    storage.write_new(folder / MANIFEST, encode(manifest))
-    storage.sync_folder(folder)
-    return manifest
+
+
+def find_links(job: Job, sequence: int, save_id: str, bases: Container[str]) -> list[LinkFolder]:
+    """The links from one of the saves ``bases`` to the save of a version, in order.
+
+    Raises:
+        NoDeltaError: there are none, or more than :data:`LONGEST_CHAIN`.
+        OSError: storage failed.
+    """
+    _refresh(job)
+    chain: list[LinkFolder] = []
+    wanted = save_id
+    numbers = map(parse_delta_folder, job.storage.names(job.layout.deltas))
+    # A link comes after the link to its base, so this ends even if links lead in a circle.
+    for number in sorted((one for one in numbers if one and one <= sequence), reverse=True):
+        folder = job.layout.delta(number)
+        link = job.read(LinkRecord, folder / DELTA, OF_OTHERS)  # the daemon can delete it any time
+        if link is not None and link.target == wanted:
+            chain.append(LinkFolder(folder, link))
+            wanted = link.base
+            if wanted in bases:
+                return chain[::-1]
+            if len(chain) == LONGEST_CHAIN:
+                break
+    raise NoDeltaError(f"no links lead to version {sequence} from a version on this host")
+
+
+def _refresh(job: Job) -> None:
+    """Make this host ask the server for the names of links."""
+    for folder in (job.layout.deltas, job.layout.root):  # the second if the first is not known yet
+        try:
+            job.storage.refresh(folder)
+        except OSError as error:
+            log.debug("cannot refresh the cached list of the files in %s: %s", folder, error)
+            if is_gone(error):
+                continue
+        break
 
 
 def _open(storage: Storage, at: LinkFolder, stack: ExitStack) -> list[LinkReader]:

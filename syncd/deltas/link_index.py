@@ -23,8 +23,7 @@ from pydantic import FailFast, Field
 
 from syncd.checkpoint.boxes import Box, holds
 from syncd.checkpoint.tensor_rules import ITEMSIZE, NUMBER_LIMIT, name_fault, shape_of, shown
-from syncd.deltas.delta_folder import BLOCK
-from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.ends import BLOCK, NoDeltaError
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
 from syncd.protocol.records import Digest, NonFinite, Record, Size, VersionFile, parse
 from syncd.storage.fsio import Storage

@@ -10,9 +10,8 @@ import xxhash
 
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.closing import Closing
-from syncd.deltas.delta_folder import BLOCK
 from syncd.deltas.encoding import BlockError, Decoder, Encoder, as_elements, whole_block
-from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.ends import BLOCK, NoDeltaError
 from syncd.deltas.link_index import LENGTH, LinkBlock, LinkIndex, LinkPiece, SavedPiece, WrittenLink
 from syncd.protocol.records import encode
 from syncd.storage.fsio import Storage

@@ -22,7 +22,7 @@ from syncd.protocol.names import (
     parse_step_folder,
     parse_version_folder,
 )
-from syncd.protocol.records import DEFAULT_LEASE_TIME, Delta, Format, Latest
+from syncd.protocol.records import DEFAULT_LEASE_TIME, Format, Latest
 from syncd.protocol.reports import DaemonReport, ExplorerReport, TrainerReport
 from syncd.storage.append import last_lines
 from syncd.storage.errnos import is_refused_here
@@ -212,11 +212,6 @@ def _links(job: Job, latest: Latest | None) -> list[DeltaSeen]:
         with suppress(OSError):
             seen.append(look_at_delta(job, sequence))
     return list(links_from(latest.sequence, latest.save_id, seen).values()) if latest else []
-
-
-def changed_part(delta: Delta) -> float:
-    """The fraction of elements that differ between the two versions, from 0 to 1."""
-    return delta.changed / delta.elements if delta.elements else 0.0
 
 
 def _names(storage: Storage, folder: Path) -> list[str]:

@@ -322,37 +322,6 @@ class Manifest(Record):
         return self.save_id if back is None or back.instead_of is None else back.instead_of
 
 
-class DeltaEnd(Part):
-    """One of the two versions that a delta joins.
-
-    ``content`` is the xxh3-128 over name, dtype, shape and digest of all tensors
-    (:func:`syncd.deltas.ends.content_of`). The delta fits every version with this digest.
-    """
-
-    sequence: Sequence
-    save_id: str
-    content: Digest
-
-
-class Delta(Record):
-    """``delta.json``: the elements of ``target`` that differ from ``base`` (docs/deltas.md).
-
-    ``files`` has all other files of the folder, each with the xxh3-128 of its bytes. Of all
-    ``elements``, ``changed`` differ.
-    """
-
-    base: DeltaEnd
-    target: DeltaEnd
-    files: Annotated[tuple[VersionFile, ...], FailFast()]
-    changed: Size
-    elements: Size
-
-    @property
-    def bytes(self) -> int:
-        """The size of all ``files`` together."""
-        return sum(file.size for file in self.files)
-
-
 _SAVE_ID: Final = re.compile(
     r"([^-]+)-(0|[1-9][0-9]{0,18})-(0|[1-9][0-9]{0,18})", re.ASCII | re.DOTALL
 )

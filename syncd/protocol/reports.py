@@ -172,8 +172,10 @@ class Reload(Part):
         not_staged: the reason why there was no such copy, although staging is on.
         full_bytes: the bytes of the version's own files that were read from the job to make the
             copy; 0 if another process made the copy; None if staging is off.
-        delta_bytes: the bytes of deltas that were read, if any.
-        no_delta: the reason why a possible delta was not used.
+        delta_bytes: the bytes of links that were read, if any.
+        fetch, rebuild: the parts of ``verify`` in which the links were read, and in which the copy
+            was made from them and all digests were compared.
+        no_delta: the reason why links were not used.
     """
 
     sequence: Size
@@ -186,6 +188,8 @@ class Reload(Part):
     not_staged: Text | None = None
     full_bytes: Size | None = None
     delta_bytes: Size | None = None
+    fetch: Seconds | None = None
+    rebuild: Seconds | None = None
     no_delta: Text | None = None
 
     @property

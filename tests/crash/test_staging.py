@@ -10,20 +10,24 @@ import random
 import shutil
 import signal
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from explorer_hooks.reader import LeasedVersion, Reader
-from explorer_hooks.staging import Staging
-from syncd.deltas.whole_version import WholeVersion
+from explorer_hooks.staging import NotStagedError, Staging
+from syncd.protocol.errors import InvalidSettingsError
 from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 from tests.crash.children import child, was_killed
+from tests.crash.test_errors import CODES, FailingStorage
 from tests.crash.test_kill import STRIDE, DeadlyStorage
-from tests.deltas import STORAGE, changed, contents, encode_delta, random_tensors, write_version
 from tests.explorers import LONG, publish
 from tests.jobs import SmallJob
+from tests.staged_links import LinkedJob, state
+from tests.storages import RuledStorage
 
 
 class Unlinkable(DeadlyStorage):
@@ -81,64 +85,49 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-# -- by a delta ----------------------------------------------------------------------------------
-
-
-class Unheld:
-    """A test's versions stay by themselves."""
-
-    def release(self) -> None:
-        """Do nothing."""
+# -- from links ----------------------------------------------------------------------------------
 
 
 class Host:
-    """A host with a whole copy of version 1, in a job with version 2 and a delta.
+    """A host with a whole copy of version 1, in a job with links to saves 2 and 3.
 
     Args:
-        job: the job.
+        linked: the job.
         stage: the stage folder, on another filesystem.
         is_held: whether a process that lives holds the copy.
     """
 
-    def __init__(self, job: SmallJob, stage: Path, *, is_held: bool) -> None:
+    def __init__(self, linked: LinkedJob, stage: Path, *, is_held: bool) -> None:
+        self._linked = linked
         self._stage = stage
         self._is_held = is_held
-        old = random_tensors(1, a=("BF16", (300, 100)), b=("F32", (5000,)), c=("U8", (9,)))
-        new = changed(old, 0.03, 2)
-        job.layout.published.mkdir(exist_ok=True)
-        job.layout.deltas.mkdir()
-        self._whole = [
-            write_version(job.layout.published, 1, old),
-            write_version(job.layout.published, 2, new, files=[["c", "a"], ["b"]]),
-        ]
-        encode_delta(job.layout.delta(2), *self._whole, old, new)
         self.begin()
 
     def begin(self) -> None:
         """Have the copy of version 1 and nothing else."""
         for room in self._stage.iterdir():
             shutil.rmtree(room)
-        self._base = Staging(self._stage).stage(self._leased(self._whole[0]))
+        self._base = Staging(self._stage).stage(self._linked.version(1))
         self._state = state(self._base.folder)
         if not self._is_held:
             self._base.release()
 
     def stage(self, storage: Storage | None = None) -> Staging:
-        """Make a copy of version 2, check it, and leave no other."""
+        """Make a copy of what is ahead, check it, and leave no other."""
         staging = Staging(self._stage, storage=storage)
-        copy = staging.stage(self._leased(self._whole[1]))
-        assert contents(copy.folder) == contents(self._whole[1].folder)
-        copy.verify()
+        copy = self._linked.follow(staging)
         staging.tidy()
         copy.release()
         return staging
 
     def check(self, when: str) -> None:
-        """Whoever comes next has version 2 without reading all of it, and leaves nothing else."""
-        if self._is_held or self._base.folder.exists():
+        """Whoever comes next has the save, from the base if it is there, and leaves nothing."""
+        has_base = self._base.folder.exists()
+        if self._is_held or has_base:
             assert state(self._base.folder) == self._state, when
+        before = self._linked.holds
         fetched = self.stage().fetched
-        assert fetched.no_delta is None, when
+        assert self._linked.holds == before or not has_base, when
         assert fetched.delta_bytes or not fetched.full_bytes, when
         Staging(self._stage).tidy()
         (room,) = self._stage.iterdir()
@@ -146,25 +135,17 @@ class Host:
         assert sorted(os.listdir(room)) == [".copier", *left], when
         self._base.release()
 
-    @staticmethod
-    def _leased(version: WholeVersion) -> LeasedVersion:
-        return LeasedVersion(STORAGE, version.folder, version.manifest, Unheld())
 
-
-def state(folder: Path) -> list[tuple[str, int, int, bytes]]:
-    """What of a copy's files must stay as it is."""
-    return [
-        (str(path), (status := path.stat()).st_ino, status.st_mtime_ns, path.read_bytes())
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    ]
+@pytest.fixture
+def linked(job: SmallJob, tmp_path: Path) -> LinkedJob:
+    return LinkedJob(job, tmp_path)
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-def test_whatever_change_is_the_last_one_a_delta_makes_the_version_in_the_end(
-    job: SmallJob, memory: Path, is_held: bool
+def test_whatever_change_is_the_last_one_links_make_the_save_in_the_end(
+    linked: LinkedJob, memory: Path, is_held: bool
 ) -> None:
-    host = Host(job, memory, is_held=is_held)
+    host = Host(linked, memory, is_held=is_held)
     moment, going_on = 1 - STRIDE, True
     while going_on:
         moment += STRIDE
@@ -175,11 +156,10 @@ def test_whatever_change_is_the_last_one_a_delta_makes_the_version_in_the_end(
     assert moment > 10
 
 
-@pytest.mark.parametrize("is_held", [True, False])
-def test_killed_at_random_moments_a_delta_makes_the_version_in_the_end(
-    job: SmallJob, memory: Path, is_held: bool
+def test_killed_at_random_moments_links_make_the_save_in_the_end(
+    linked: LinkedJob, memory: Path
 ) -> None:
-    host = Host(job, memory, is_held=is_held)
+    host = Host(linked, memory, is_held=True)
     begun = time.monotonic()
     host.check("not killed")
     took = time.monotonic() - begun
@@ -192,3 +172,64 @@ def test_killed_at_random_moments_a_delta_makes_the_version_in_the_end(
         ended += not was_killed(pid, f"turn {turn}")
         host.check(f"turn {turn}")
     assert ended < 30
+
+
+@pytest.mark.parametrize("where", ["job", "stage"])
+def test_whatever_call_fails_the_copy_is_whole_or_none(
+    linked: LinkedJob, memory: Path, where: str
+) -> None:
+    """And then the explorer serves on, and the next one makes it."""
+    before = state(linked.job.root)
+    number = 0
+    while True:
+        for room in memory.iterdir():
+            shutil.rmtree(room)
+        base = Staging(memory).stage(linked.version(1))
+        kept = state(base.folder)
+        failing = FailingStorage(1 + number, CODES[number % len(CODES)], on=False)
+        lead = linked.lead()
+        if where == "job":
+            lead = lead._replace(job=Job(failing, linked.job.layout))
+        with suppress(NotStagedError, InvalidSettingsError):
+            staging = Staging(memory, storage=failing if where == "stage" else None)
+            linked.check(staging.follow(lead, linked.hold), 3)
+        assert state(base.folder) == kept
+        linked.follow(Staging(memory)).release()
+        base.release()
+        if not failing.failed:
+            break
+        number += 1
+    assert number > 10
+    assert state(linked.job.root) == before
+
+
+class ShortStorage(RuledStorage):
+    """The k-th read finds the end of the file: someone has cut it."""
+
+    def __init__(self, call: int) -> None:
+        super().__init__()
+        self.left = call
+
+    def pread_into(self, fd: int, part: memoryview, offset: int) -> int:
+        self.left -= 1
+        return 0 if self.left == 0 else super().pread_into(fd, part, offset)
+
+    def copy_file_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
+        self.left -= 1
+        return 0 if self.left == 0 else super().copy_file_range(source, target, count, at, to)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_no_copy(linked: LinkedJob, memory: Path) -> None:
+    call = 0
+    while True:
+        call += 1
+        for room in memory.iterdir():
+            shutil.rmtree(room)
+        base = Staging(memory).stage(linked.version(1))
+        short = ShortStorage(call)
+        with suppress(NotStagedError):
+            linked.follow(Staging(memory, storage=short)).release()
+        base.release()
+        if short.left > 0:
+            break
+    assert call > 5

@@ -135,8 +135,8 @@ class Explorer:
         self._away = away
         self._staging: Staging | None = None
         if stage is not None:
-            # With the first delta otherwise: the memory that it takes is no growth.
-            import syncd.deltas.applying  # noqa: F401, PLC0415
+            # With the first link otherwise: the memory that it takes is no growth.
+            import syncd.deltas.folding  # noqa: F401, PLC0415
 
             self._staging = Staging(stage)
         self._held: LeasedVersion | None = None

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from syncd.checkpoint.boxes import Box
 from syncd.checkpoint.tensor_rules import ITEMSIZE
-from syncd.deltas.delta_folder import BLOCK
 from syncd.deltas.encoding import Decoder
-from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.ends import BLOCK, NoDeltaError
 from syncd.deltas.link_index import LENGTH, SavedPiece, read_index
 from syncd.deltas.links import LinkReader
 from tests.links import STORAGE, applied, blocks_of, written

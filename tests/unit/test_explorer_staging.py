@@ -353,7 +353,7 @@ def test_a_folder_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidSettingsError, match="cannot be the stage folder"):
         Staging(tmp_path / "file")
-    room = Staging(tmp_path / "stage")._room
+    room = Staging(tmp_path / "stage")._copies.room
     room.rmdir()
     room.symlink_to(tmp_path)
     with pytest.raises(InvalidSettingsError, match="choose another stage folder"):

@@ -18,7 +18,7 @@ from syncd.checkpoint.safetensors_file import DIGESTS
 from syncd.checkpoint.version import verify_version
 from syncd.deltas.ends import NoDeltaError
 from syncd.deltas.folding import LinkFolder, fold
-from syncd.deltas.making import FoldChild
+from syncd.deltas.making import FoldChild, why_not_here
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import VerificationError
 from syncd.protocol.records import Manifest
@@ -220,3 +220,7 @@ def test_a_child_process_folds_and_tells_what_is_damaged(tmp_path: Path) -> None
         finally:
             child.close()
         _flip(job.layout.delta(2) / "rank-1", 2)
+
+
+def test_this_host_can_fold() -> None:
+    assert why_not_here() is None

@@ -1,0 +1,151 @@
+"""A job with a version, links that lead from it, and the versions that folds would make of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from explorer_hooks.staging import Staging
+from syncd.checkpoint.version import verify_version
+from syncd.coordination.leased_version import LeasedVersion
+from syncd.coordination.versions import Lead
+from syncd.deltas.folding import LinkFolder
+from syncd.deltas.whole_version import WholeVersion
+from syncd.protocol.names import MANIFEST, version_folder
+from syncd.protocol.records import Ahead, Latest, encode
+from syncd.storage.job import Job
+from tests.deltas import STORAGE, changed, contents, random_tensors, write_version
+from tests.jobs import SmallJob
+from tests.saved_links import link_folder
+from tests.storages import RuledStorage
+
+SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "embed": ("BF16", (300, 100)),
+    "norm": ("F32", (64,)),
+    "head": ("BF16", (100, 40)),
+}
+SMALL = {"config.json": b"{}", "tokenizer/vocab.json": b"[]"}
+
+
+class Unheld:
+    """A test's versions stay by themselves."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
+class LinkedJob:
+    """Version 1 of a job, and links to the next saves, of which the last is ahead.
+
+    Args:
+        job: the job.
+        folder: for the versions that folds would make.
+        saves: the number of saves, the first of which is published.
+
+    Attributes:
+        storage: of the explorers.
+        whole: the versions, from the first on; only the first is published.
+        links: the link to the second save, and so on.
+        holds: the number of times that LATEST's version was held.
+    """
+
+    def __init__(self, job: SmallJob, folder: Path, saves: int = 3, *, world_size: int = 2) -> None:
+        self.job = job
+        self.storage = RuledStorage()
+        self.holds = 0
+        self._folds = folder / "folds"
+        self._folds.mkdir()
+        job.layout.published.mkdir(exist_ok=True)
+        job.layout.deltas.mkdir()
+        self._world_size = world_size
+        self.tensors: list[dict[str, Any]] = [random_tensors(1, **SHAPES)]
+        files = [["head", "norm"], ["embed"]]
+        given: Any = {"files": files, "small": SMALL, "metadata": {"format": "pt"}}
+        self._given = given
+        self.whole = [write_version(job.layout.published, 1, self.tensors[0], **given)]
+        self.links: list[LinkFolder] = []
+        self._publish(self.whole[0])
+        for _ in range(saves - 1):
+            self.link()
+
+    def link(self) -> None:
+        """Let the next save be ahead."""
+        old, number = self.tensors[-1], len(self.tensors) + 1
+        new = changed(old, 0.03, number)
+        self.tensors.append(new)
+        self.whole.append(write_version(self._folds, number, new, **self._given))
+        base, target = (f"run-{n}-{n}" for n in (number - 1, number))
+        folder = self.job.layout.delta(number)
+        self.links.append(link_folder(folder, base, target, old, new, self._world_size))
+        self.put(ahead=Ahead(sequence=number, step=number, save_id=target))
+
+    def put(self, **changes: object) -> None:
+        """Change LATEST."""
+        latest = self.latest.model_copy(update=changes)
+        self.job.put(self.job.layout.latest, encode(latest))
+
+    def publish(self, number: int) -> None:
+        """Publish the fold of a save; nothing is ahead."""
+        whole = self.whole[number - 1]
+        whole.folder.rename(folder := self.job.layout.version(number))
+        self.whole[number - 1] = WholeVersion(folder, whole.manifest)
+        self._publish(self.whole[number - 1])
+
+    def _publish(self, version: WholeVersion) -> None:
+        manifest = version.manifest
+        self.job.lease_folder(manifest.sequence).mkdir()
+        latest = Latest(
+            sequence=manifest.sequence,
+            step=manifest.step,
+            folder=version_folder(manifest.sequence),
+            save_id=manifest.save_id,
+        )
+        self.job.put(self.job.layout.latest, encode(latest))
+
+    @property
+    def latest(self) -> Latest:
+        return self.job.latest
+
+    def lead(self) -> Lead:
+        """What explorers find in LATEST."""
+        assert self.latest.ahead is not None
+        return Lead(Job(self.storage, self.job.layout), self.latest, self.latest.ahead)
+
+    def version(self, number: int) -> LeasedVersion:
+        """A published version."""
+        whole = self.whole[number - 1]
+        return LeasedVersion(self.storage, whole.folder, whole.manifest, Unheld())
+
+    def hold(self) -> LeasedVersion:
+        self.holds += 1
+        return self.version(self.latest.sequence)
+
+    def follow(self, staging: Staging) -> LeasedVersion:
+        """Make a copy of what is ahead, and compare it with the fold."""
+        copy = staging.follow(self.lead(), self.hold)
+        self.check(copy, self.lead().ahead.sequence)
+        return copy
+
+    def check(self, copy: LeasedVersion, number: int) -> None:
+        """A copy has the files of a fold and the manifest of its own bytes."""
+        own, whole = contents(copy.folder), contents(self.whole[number - 1].folder)
+        del own[MANIFEST], whole[MANIFEST]
+        assert own == whole
+        verify_version(STORAGE, copy.folder, copy.manifest)
+        assert (copy.sequence, copy.step) == (number, number)
+        assert copy.manifest.save_id == f"run-{number}-{number}"
+
+
+def copies(stage: Path) -> list[str]:
+    """The copies in a stage folder."""
+    (room,) = stage.iterdir()
+    return sorted(path.name.partition("-")[0] for path in room.iterdir() if path.is_dir())
+
+
+def state(folder: Path) -> list[tuple[str, int, int, bytes]]:
+    """What of a folder's files must stay as it is."""
+    return [
+        (str(path), (status := path.stat()).st_ino, status.st_mtime_ns, path.read_bytes())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    ]

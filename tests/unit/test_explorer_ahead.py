@@ -1,0 +1,162 @@
+"""An explorer with a stage serves a save before any full version of it exists."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from explorer_hooks.engines.fake import FakeEngine
+from explorer_hooks.hook import ExplorerHook
+from explorer_hooks.reader import Reader
+from explorer_hooks.staging import Staging
+from syncd.protocol.policy import SyncSettings, Version
+from syncd.protocol.records import SaveId, SaveOutcome, SaveOutcomes, encode
+from tests.explorers import leased, report
+from tests.jobs import SmallJob
+from tests.staged_links import LinkedJob, copies
+
+
+@pytest.fixture
+def linked(job: SmallJob, tmp_path: Path) -> LinkedJob:
+    return LinkedJob(job, tmp_path)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def hook(linked: LinkedJob, memory: Path, engine: FakeEngine) -> Iterator[ExplorerHook]:
+    with ExplorerHook(
+        linked.job.root, "explorer", engine,
+        settings=SyncSettings(max_staleness=0), staging=Staging(memory), poll=0.02,
+    ) as made:  # fmt: skip
+        yield made
+
+
+def test_what_is_ahead_is_served_and_its_fold_is_no_news(
+    linked: LinkedJob, hook: ExplorerHook, memory: Path
+) -> None:
+    assert report(linked.job).follows_ahead
+    assert hook.pull(0) == Version(3, 3)
+    assert leased(linked.job) == []  # LATEST's version was only the base
+    assert copies(memory) == ["v000003"]
+    assert hook.folder is not None
+    reload = report(linked.job).reload
+    assert reload is not None
+    assert (reload.sequence, reload.staged, reload.no_delta) == (3, True, None)
+    assert reload.delta_bytes
+    assert None not in (reload.fetch, reload.rebuild)
+    assert reload.verify >= (reload.fetch or 0) + (reload.rebuild or 0)
+    linked.link()
+    assert not hook.may_produce()
+    assert hook.pull(0) == Version(4, 4)
+    linked.publish(4)
+    assert hook.pull(0) is None
+    assert hook.may_produce()
+    told = report(linked.job)
+    assert (told.sequence, told.step) == (4, 4)
+    assert [load.sequence for load in told.last_loads] == [3, 4]
+
+
+@pytest.mark.parametrize("why", ["no stage", "near", "elsewhere"])
+def test_who_cannot_make_copies_reads_versions(
+    linked: LinkedJob, tmp_path: Path, memory: Path, why: str
+) -> None:
+    stage = {"no stage": None, "near": Staging(tmp_path / "stage"), "elsewhere": Staging(memory)}
+    engine = FakeEngine(is_local=why != "elsewhere")
+    with ExplorerHook(linked.job.root, "explorer", engine, staging=stage[why]) as hook:
+        assert hook.pull(0) == Version(1, 1)
+        assert not report(linked.job).follows_ahead
+        assert hook.pull(0) is None
+    with Reader(linked.job.root, "reader") as reader:
+        held = reader.next_version(0)
+        assert held.sequence == 1
+        held.release()
+
+
+def test_a_damaged_link_is_passed_over_and_the_fold_or_a_later_save_is_served(
+    linked: LinkedJob, hook: ExplorerHook
+) -> None:
+    away = linked.job.root / "away"
+    linked.links[0].folder.rename(away)
+    assert hook.pull(0) == Version(1, 1)  # and nobody goes without weights
+    assert hook.pull(0) is None
+    assert report(linked.job).refused is None
+    assert hook.may_produce()
+    linked.publish(3)
+    assert hook.pull(0) == Version(3, 3)
+    reload = report(linked.job).reload
+    assert reload is not None
+    assert reload.delta_bytes is None
+    assert reload.no_delta is not None
+    away.rename(linked.links[0].folder)
+    linked.link()
+    assert hook.pull(0) == Version(4, 4)
+
+
+def test_without_room_the_explorer_serves_on(
+    linked: LinkedJob, memory: Path, engine: FakeEngine
+) -> None:
+    size = sum(file.size for file in linked.whole[0].manifest.files)
+    ahead = linked.latest.ahead
+    linked.put(ahead=None)
+    with ExplorerHook(
+        linked.job.root, "explorer", engine, staging=Staging(memory, int(1.5 * size))
+    ) as hook:
+        assert hook.pull(0) == Version(1, 1)
+        linked.put(ahead=ahead)
+        assert hook.pull(0) is None
+        assert copies(memory) == ["v000001"]
+        linked.publish(3)
+        assert hook.pull(0) == Version(3, 3)  # without a copy
+        assert hook.folder == linked.job.version(3)
+
+
+def test_a_flipped_byte_in_the_served_copy_is_not_in_the_next(
+    linked: LinkedJob, hook: ExplorerHook, memory: Path
+) -> None:
+    hook.pull(0)
+    assert hook.folder is not None
+    path = hook.folder / "model-00002-of-00002.safetensors"
+    with open(path, "r+b") as file:
+        file.seek(-9, os.SEEK_END)
+        (byte,) = file.read(1)
+        file.seek(-9, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    linked.link()
+    assert hook.pull(0) == Version(4, 4)
+    assert copies(memory) == ["v000004"]
+    with hook._pipeline.hold_again() as copy:
+        linked.check(copy, 4)
+
+
+def test_what_is_served_never_goes_back_and_a_rollback_is_newer(
+    linked: LinkedJob, hook: ExplorerHook
+) -> None:
+    hook.pull(0)
+    linked.put(ahead=None)  # as an older daemon writes LATEST
+    assert hook.pull(0) is None
+    folder = linked.job.version(7)
+    linked.job.lease_folder(7).mkdir()
+    shutil.copytree(linked.job.version(1), folder)
+    manifest = linked.whole[0].manifest.model_copy(update={"sequence": 7})
+    (folder / "manifest.json").write_bytes(encode(manifest))
+    linked.put(sequence=7, folder=folder.name)
+    assert hook.pull(0) == Version(7, 1)
+
+
+def test_the_end_of_a_run_waits_for_no_fold(linked: LinkedJob, hook: ExplorerHook) -> None:
+    """The pointer's save is linked, and the explorer serves it."""
+    hook.pull(0)
+    job = linked.job
+    saved = SaveOutcome(identity=str(SaveId("run", 3, 3)), outcome="published", sequence=3)
+    job.put(job.layout.saves, encode(SaveOutcomes(steps={3: saved})))
+    job.step(3).mkdir()
+    job.point(3)
+    assert hook.after_step(1) == Version(3, 3)

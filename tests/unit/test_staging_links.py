@@ -1,0 +1,386 @@
+"""Copies on a host that are made from links: equal to the fold, or the version, or none."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from explorer_hooks.staging import NotStagedError, Staging
+from syncd.deltas.link_index import LinkRecord
+from syncd.protocol.errors import CancelledError, VersionGoneError
+from syncd.protocol.names import DELTA
+from syncd.protocol.records import Ahead, encode
+from tests.jobs import SmallJob
+from tests.staged_links import SMALL, LinkedJob, copies, state
+from tests.storages import RuledStorage, refuse
+
+
+@pytest.fixture
+def linked(job: SmallJob, tmp_path: Path) -> LinkedJob:
+    return LinkedJob(job, tmp_path)
+
+
+def bytes_of(linked: LinkedJob, *numbers: int) -> int:
+    """The bytes of the links to these saves."""
+    return sum(file.size for n in numbers for file in linked.links[n - 2].link.files)
+
+
+def size(linked: LinkedJob) -> int:
+    return sum(file.size for file in linked.whole[0].manifest.files)
+
+
+def test_the_next_save_is_made_from_a_copy_and_links_alone(linked: LinkedJob, memory: Path) -> None:
+    staging = Staging(memory, storage=RuledStorage())
+    base = staging.stage(linked.version(1))
+    before = state(base.folder), state(linked.job.layout.root)
+    linked.storage.calls.clear()
+    copy = linked.follow(staging)
+    assert copy.source == linked.job.version(3)
+    assert staging.fetched.full_bytes == 0
+    assert staging.fetched.delta_bytes == bytes_of(linked, 2, 3)
+    assert staging.fetched.fetch is not None
+    assert staging.fetched.rebuild is not None
+    assert linked.storage.count("open_read", linked.job.layout.published) == 0
+    assert linked.holds == 0
+    assert before == (state(base.folder), state(linked.job.layout.root))
+    linked.link()
+    later = linked.follow(staging)  # from the nearer copy
+    assert staging.fetched.delta_bytes == bytes_of(linked, 4)
+    for one in (base, copy, later):
+        one.release()
+    staging.tidy()
+    assert copies(memory) == []
+
+
+def test_engines_of_one_host_read_a_link_once(linked: LinkedJob, memory: Path) -> None:
+    ours, theirs = Staging(memory), Staging(memory)
+    held = [ours.stage(linked.version(1)), linked.follow(ours)]
+    linked.storage.calls.clear()
+    again = linked.follow(theirs)
+    assert again.folder == held[1].folder
+    assert (theirs.fetched.full_bytes, theirs.fetched.delta_bytes) == (0, None)
+    assert linked.storage.count("open_read", linked.job.layout.deltas) == 0
+    assert ours.hold_again(again).folder == again.folder
+
+
+def test_a_fold_costs_no_second_copy(linked: LinkedJob, memory: Path) -> None:
+    staging = Staging(memory)
+    staging.stage(linked.version(1))
+    copy = linked.follow(staging)
+    linked.publish(3)
+    linked.storage.calls.clear()
+    assert staging.stage(linked.version(3)).folder == copy.folder
+    assert not linked.storage.calls
+
+
+def test_a_version_behind_which_a_host_is_comes_by_links_too(
+    linked: LinkedJob, memory: Path
+) -> None:
+    staging = Staging(memory)
+    held = staging.stage(linked.version(1))
+    linked.publish(3)
+    linked.check(staging.stage(linked.version(3)), 3)
+    assert staging.fetched.full_bytes == 0
+    assert staging.fetched.delta_bytes == bytes_of(linked, 2, 3)
+    held.release()
+
+
+def test_a_host_without_a_copy_reads_the_version_and_the_links(
+    linked: LinkedJob, memory: Path
+) -> None:
+    staging = Staging(memory)
+    copy = linked.follow(staging)
+    assert linked.holds == 1
+    assert staging.fetched.full_bytes == size(linked)
+    assert staging.fetched.delta_bytes == bytes_of(linked, 2, 3)
+    staging.tidy()
+    assert copies(memory) == ["v000003"]
+    copy.release()
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 1000)
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (flip, "model-00002-of-00002.safetensors"),
+        (cut, "model-00002-of-00002.safetensors"),
+        (Path.unlink, "model-00001-of-00002.safetensors"),
+        (flip, "tokenizer/vocab.json"),
+        (Path.unlink, "config.json"),
+    ],
+)
+def test_a_damaged_base_goes_and_the_version_is_read_again(
+    linked: LinkedJob, memory: Path, damage: Callable[[Path], None], name: str
+) -> None:
+    staging = Staging(memory)
+    base = staging.stage(linked.version(1))
+    damage(base.folder / name)
+    linked.follow(staging)
+    assert linked.holds == 1
+    assert staging.fetched.full_bytes == size(linked)
+    base.release()
+
+
+def test_a_base_with_another_flipped_byte_is_replaced_for_a_published_version_too(
+    linked: LinkedJob, memory: Path
+) -> None:
+    staging = Staging(memory)
+    base = staging.stage(linked.version(1))
+    flip(base.folder / "model-00001-of-00002.safetensors")
+    linked.publish(3)
+    linked.check(staging.stage(linked.version(3)), 3)
+    assert staging.fetched.delta_bytes is None
+    assert "no links lead" in (staging.fetched.no_delta or "")
+    assert copies(memory) == ["v000003"]
+
+
+def gone(linked: LinkedJob) -> None:
+    shutil.rmtree(linked.links[0].folder)
+
+
+def torn_record(linked: LinkedJob) -> None:
+    cut_to = linked.links[0].folder / DELTA
+    os.truncate(cut_to, 30)
+
+
+def torn_file(linked: LinkedJob) -> None:
+    path = linked.links[1].folder / "rank-1"
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flipped_block(linked: LinkedJob) -> None:
+    path = linked.links[1].folder / "rank-0"
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+
+
+def flipped_index(linked: LinkedJob) -> None:
+    flip(linked.links[1].folder / "rank-0")
+
+
+def huge(linked: LinkedJob) -> None:
+    """Its record says so, and the file is as long."""
+    folder, link = linked.links[1]
+    file = link.files[0].model_copy(update={"size": 2**40})
+    os.truncate(folder / file.name, 2**40)
+    record = link.model_copy(update={"files": (file, *link.files[1:])})
+    (folder / DELTA).write_bytes(encode(record))
+
+
+def other_base(linked: LinkedJob) -> None:
+    """A link in a circle."""
+    folder, link = linked.links[1]
+    (folder / DELTA).write_bytes(encode(link.model_copy(update={"base": link.target})))
+
+
+@pytest.mark.parametrize(
+    "damage", [gone, torn_record, torn_file, flipped_block, flipped_index, huge, other_base]
+)
+def test_a_link_that_cannot_be_used_costs_no_version(
+    linked: LinkedJob, memory: Path, damage: Callable[[LinkedJob], None]
+) -> None:
+    staging = Staging(memory)
+    base = staging.stage(linked.version(1))
+    before = state(base.folder)
+    damage(linked)
+    with pytest.raises(NotStagedError):
+        staging.follow(linked.lead(), linked.hold)
+    assert linked.holds == 0
+    assert state(base.folder) == before
+    assert copies(memory) == ["v000001"]
+    linked.publish(3)
+    linked.check(staging.stage(linked.version(3)), 3)
+    assert staging.fetched.delta_bytes is None
+    assert staging.fetched.no_delta is not None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, os.strerror(errno.EIO)),
+        OSError(errno.ESTALE, os.strerror(errno.ESTALE)),
+        MemoryError("no 8 MiB"),
+        IndexError("a bug"),
+        VersionGoneError("pruned"),
+    ],
+)
+def test_whatever_fails_is_no_refusal(linked: LinkedJob, memory: Path, error: Exception) -> None:
+    def rule(name: str, given: tuple[Any, ...]) -> None:
+        if name == "open_read" and "rank-0" in str(given[0]):
+            raise error
+
+    staging = Staging(memory)
+    base = staging.stage(linked.version(1))
+    linked.storage.rules.append(rule)
+    with pytest.raises(NotStagedError, match=str(error).split("]")[-1].strip()):
+        staging.follow(linked.lead(), linked.hold)
+    linked.storage.rules.clear()
+    linked.follow(staging)
+    base.release()
+
+
+def test_a_cancellation_ends_it(linked: LinkedJob, memory: Path) -> None:
+    staging = Staging(memory)
+    base = staging.stage(linked.version(1))
+    left = 3
+
+    def cancel() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise CancelledError("enough")
+
+    with pytest.raises(CancelledError):
+        staging.follow(linked.lead(), linked.hold, cancel=cancel)
+    assert copies(memory) == ["v000001"]
+    linked.publish(3)
+    left = 3
+    with pytest.raises(CancelledError):
+        staging.stage(linked.version(3), cancel=cancel)
+    base.release()
+
+
+def test_code_that_cannot_be_imported_is_no_refusal(
+    linked: LinkedJob, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = Staging(memory)
+    held = staging.stage(linked.version(1))
+    monkeypatch.setitem(sys.modules, "syncd.deltas.folding", None)
+    with pytest.raises(NotStagedError, match=r"syncd\.deltas\.folding"):
+        staging.follow(linked.lead(), linked.hold)
+    held.release()
+
+
+@pytest.mark.parametrize("room_for", [1, 2, 3])
+def test_without_room_for_both_a_version_takes_the_place_of_its_base(
+    linked: LinkedJob, memory: Path, room_for: int
+) -> None:
+    first = Staging(memory, keep_last=True)
+    copy = first.stage(linked.version(1))
+    first.serves(copy.folder)
+    copy.release()
+    staging = Staging(memory, room_for * (size(linked) + 6000))
+    if room_for == 1:
+        with pytest.raises(NotStagedError, match="do not fit"):
+            staging.follow(linked.lead(), linked.hold)
+        linked.publish(3)
+        linked.check(staging.stage(linked.version(3)), 3)
+        assert copies(memory) == ["v000003"]
+        assert "do not fit" in (staging.fetched.no_delta or "")
+    else:
+        linked.follow(staging)
+
+
+def test_more_bytes_of_links_than_of_a_version_are_not_read(
+    linked: LinkedJob, memory: Path
+) -> None:
+    staging = Staging(memory)
+    held = staging.stage(linked.version(1))
+    for _ in range(64):
+        linked.link()
+    linked.storage.calls.clear()
+    with pytest.raises(NotStagedError, match="no links lead"):
+        staging.follow(linked.lead(), linked.hold)
+    assert not [given for name, given in linked.storage.calls if "rank-" in str(given[0])]
+    held.release()
+
+
+def test_a_delta_of_an_older_release_is_ignored(linked: LinkedJob, memory: Path) -> None:
+    staging = Staging(memory)
+    held = staging.stage(linked.version(1))
+    old = linked.job.layout.delta(4)
+    old.mkdir()
+    (old / DELTA).write_bytes(b'{"protocol":1,"base":{"sequence":1},"target":{"sequence":4}}')
+    linked.put(ahead=None)
+    assert staging.stage(linked.version(1)).folder == held.folder
+    linked.put(ahead=Ahead(sequence=4, step=4, save_id="run-4-4"))
+    with pytest.raises(NotStagedError):
+        staging.follow(linked.lead(), linked.hold)
+
+
+def test_copies_of_other_jobs_are_no_base(linked: LinkedJob, memory: Path, tmp_path: Path) -> None:
+    other = LinkedJob(SmallJob(tmp_path / "other"), tmp_path / "other")
+    held = Staging(memory).stage(other.version(1))
+    staging = Staging(memory)
+    linked.follow(staging)
+    assert linked.holds == 1
+    held.release()
+
+
+def test_a_map_of_a_copy_keeps_its_bytes(linked: LinkedJob, memory: Path) -> None:
+    staging = Staging(memory)
+    copy = staging.stage(linked.version(1))
+    with open(copy.folder / "model-00001-of-00002.safetensors", "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    before = bytes(mapped)
+    linked.follow(staging)
+    copy.release()
+    staging.tidy()
+    assert copies(memory) == ["v000003"]
+    assert bytes(mapped) == before
+    mapped.close()
+
+
+def test_on_the_jobs_own_filesystem_nobody_follows(linked: LinkedJob, tmp_path: Path) -> None:
+    staging = Staging(tmp_path / "near")
+    assert not staging.follows(linked.job.root)
+    held = staging.stage(linked.version(1))
+    linked.publish(3)
+    copy = staging.stage(linked.version(3))
+    name = "model-00001-of-00002.safetensors"
+    assert (copy.folder / name).samefile(linked.whole[2].folder / name)
+    assert (staging.fetched.delta_bytes, staging.fetched.no_delta) == (None, None)
+    held.release()
+
+
+def test_what_is_read_is_the_record_and_each_file_once(linked: LinkedJob, memory: Path) -> None:
+    staging = Staging(memory)
+    held = staging.stage(linked.version(1))
+    linked.storage.calls.clear()
+    linked.follow(staging)
+    read = [given[0] for name, given in linked.storage.calls if name == "open_read"]
+    assert sorted(read) == sorted(
+        link.folder / name for link in linked.links for name in (DELTA, "rank-0", "rank-1")
+    )
+    held.release()
+
+
+def test_a_folder_that_cannot_be_looked_into_is_no_refusal(linked: LinkedJob, memory: Path) -> None:
+    staging = Staging(memory)
+    held = staging.stage(linked.version(1))
+    linked.storage.rules.append(refuse("utime", errno.EROFS))
+    linked.follow(staging)
+    assert SMALL["config.json"] == held.read_file("config.json")
+    held.release()
+
+
+def test_a_record_with_a_foreign_name_is_not_followed_out_of_the_folder(
+    linked: LinkedJob, memory: Path, tmp_path: Path
+) -> None:
+    staging = Staging(memory)
+    held = staging.stage(linked.version(1))
+    folder, link = linked.links[1]
+    (folder / "rank-0").rename(tmp_path / "away")
+    (folder / "rank-0").symlink_to(tmp_path / "away")
+    assert isinstance(link, LinkRecord)
+    with pytest.raises(NotStagedError):
+        staging.follow(linked.lead(), linked.hold)
+    held.release()
