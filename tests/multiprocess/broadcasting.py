@@ -25,6 +25,7 @@ from explorer_hooks.reader import LeasedVersion
 from syncd.coordination.broadcast.group import WeightGroup
 from syncd.coordination.broadcast.offer import ExplorerSide, Offers
 from syncd.coordination.tensors import bytes_of
+from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
 from syncd.protocol.reports import Rendezvous
 from tests.hooks import over
@@ -282,7 +283,8 @@ def ready(job: Path, *names: str) -> None:
     for name in names:
         wait_until(
             lambda name=name: (  # type: ignore[misc] # mypy infers no type of a default
-                (one := explorer_report(job, name)).workers > 0
+                JobLayout(job).explorer(name).exists()
+                and (one := explorer_report(job, name)).workers > 0
                 and one.status == RunningStatus.REQUIRE_SYNC.value
             ),
             f"{name} is ready for a broadcast",

@@ -27,7 +27,7 @@ DEADLINE = 240.0 if IS_NETWORK else 60.0
 LEASE_TIME = 6.0 if IS_NETWORK else 2.0
 
 
-def wait_until(look: Callable[[], T], what: str, deadline: float = DEADLINE) -> T:
+def wait_until(look: Callable[[], T | None], what: str, deadline: float = DEADLINE) -> T:
     """Look until something is true; another process makes it so."""
     end = time.monotonic() + deadline
     while not (found := look()):
@@ -54,9 +54,7 @@ def wait_for_step(job: Path, step: int) -> Latest:
         found = latest(job)
         return found if found is not None and found.step == step else None
 
-    found = wait_until(named, f"LATEST names step {step} of {job}")
-    assert found is not None
-    return found
+    return wait_until(named, f"LATEST names step {step} of {job}")
 
 
 def report(job: Path) -> DaemonReport | None:

@@ -1,11 +1,10 @@
 """The code of docs/broadcast.md, as it stands there."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -15,9 +14,6 @@ from syncd.protocol.layout import JobLayout
 from tests.doc_blocks import blocks
 from tests.multiprocess.broadcasting import Mixed, digest_of, ready
 from tests.multiprocess.processes import DEADLINE, Daemon, explorer_report, wait_until
-
-if TYPE_CHECKING:
-    import pytest
 
 TRAINER, EXPLORER, OWN_TRAINER, OWN_EXPLORER = blocks("broadcast.md")
 

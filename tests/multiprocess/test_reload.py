@@ -25,9 +25,7 @@ def wait_for(daemon: Daemon, event: str, **fields: object) -> dict[str, Any]:
                 return line
         return None
 
-    line = wait_until(found, f"{event} {fields} in {daemon.log}")
-    assert line is not None
-    return line
+    return wait_until(found, f"{event} {fields} in {daemon.log}")
 
 
 def metric(port: int, name: str) -> float:
