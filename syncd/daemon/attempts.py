@@ -166,7 +166,7 @@ class Attempts:
             begun = self._clock()
             try:
                 sequence = link_save(self.tenure, self.publisher, save, latest)
-            except (NoDeltaError, CheckpointError) as error:
+            except (NoDeltaError, RecordError) as error:
                 self._close(save.step, str(error))
                 return ""
             except (SaveNotReadyError, OSError) as error:
@@ -222,14 +222,12 @@ class Attempts:
             self._close(ahead.step, str(error))
             self.publisher.outcomes.skip(ahead.step, ahead.save_id)
         except (NoRoomError, OSError) as error:
-            folds.end()
+            folds.end(failed=True)
             self._job.check_is_there()
-            folds.put_off()
             self.tidying.after(error)
             self._journal.tell(FoldDelayed(ahead.step, error))
         else:
             folds.end()
-            folds.rest()
             self._say_published(manifest, folds.begun, folds.begun, VersionFolded)
 
     def give_up(self, save: Save, error: CheckpointError) -> None:

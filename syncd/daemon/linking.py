@@ -32,19 +32,22 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
     version = WholeVersion(published, read_manifest(job.storage, published))
     folder = epoch.start_build(name)  # mkdir building/d000017
     try:
-        files, pieces = [], []
+        files = []
         for rank in range(len(save.receipts)):
             publisher.cancel()
             file = vouched.get(link_name(len(save.receipts), rank))
             if file is None:
                 raise NoDeltaError(f"the receipt of rank {rank} lists no link")
-            # Link or copy the file, and read its index, but none of its blocks.
             target = folder / f"rank-{rank}"
             link_or_copy(job.storage, actor / file.name, target, publisher.cancel)
-            pieces.append(read_index(job.storage, target, file.size, file.digest))
             files.append(VersionFile(name=target.name, size=file.size, digest=file.digest))
         # Read all receipts again by name, so that all files are of this save.
         confirm_unchanged(job.storage, actor, save)
+        # Read the indexes, but none of the blocks.
+        pieces = [
+            read_index(job.storage, folder / file.name, file.size, file.digest or "")
+            for file in files
+        ]
         _check_small_files(vouched, version)
         plan_links(pieces, version, job.storage, cancel=publisher.cancel)
         record = LinkRecord(
@@ -57,6 +60,8 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
         job.storage.sync_folder(folder)
         # saves.json names the sequence first, so that older daemons do not use it again.
         publisher.outcomes.published(save.step, save.identity, sequence)
+        if publisher.outcomes.unwritten:
+            raise SaveNotReadyError(f"{job.layout.saves} cannot be written")
         # Rename building/d000017 to deltas/d000017. Fsync deltas/.
         epoch.commit_delta(name)
     except OSError as error:

@@ -279,7 +279,10 @@ class Loop:
             sessions=self._going_live.sessions,
             save_id=self._publisher.save_id,
             ahead=ahead,
-            closed=latest is not None and latest.closed is not None,
+            # After a rollback, a save that was planned before is still linked.
+            closed=latest is not None
+            and latest.closed is not None
+            and self._publisher.save_id == self._publisher.published_save,
             whole_readers=False in self._follow,
             may_fold=ahead is not None and self._folds.damaged != ahead.sequence,
             folding=self._folds.folder is not None,

@@ -112,7 +112,7 @@ class Publisher:
         if found.adopted is not None:
             served = found.adopted
             self._epoch.open_leasing(served.sequence)
-            self._write_latest(served)
+            self._write_latest(served, closed=self.latest.closed if self.latest else None)
         elif self.latest is not None and not self._job.storage.exists(
             self._job.layout.lease_folder(self.latest.sequence)
         ):
@@ -218,7 +218,8 @@ class Publisher:
             self._job.storage.rename(folder, empty)
             return folded
 
-        return self._make_version(folded.step, build, sequence=folded.sequence)
+        closed = self.latest.closed if self.latest else None
+        return self._make_version(folded.step, build, sequence=folded.sequence, closed=closed)
 
     def advance(self, ahead: Ahead | None, closed: str | None = None) -> None:
         """Let LATEST name this as ahead; ``closed`` is a new reason to take no links."""
@@ -288,6 +289,7 @@ class Publisher:
         build: Callable[[Path, int], Manifest],
         delta_from: DeltaFrom = _no_delta,
         sequence: int | None = None,
+        closed: str | None = None,
     ) -> Manifest:
         """Publish a version; this method defines the order of all writes.
 
@@ -302,7 +304,8 @@ class Publisher:
         sequence = sequence or self._next_sequence()
         if not is_new and self._job.storage.exists(self._job.layout.version(sequence)):
             manifest = read_manifest(self._job.storage, self._job.layout.version(sequence))
-            self._write_latest(manifest)
+            self._job.storage.sync_folder(self._job.layout.published)
+            self._write_latest(manifest, closed=closed)
             self._serve(manifest)
             return manifest
         folder = epoch.start_version(sequence)  # mkdir building/VERSION
@@ -321,7 +324,7 @@ class Publisher:
             # If a delta will be made, write delta_progress.json, which is also only a hint.
             base = delta_from(manifest)
             # Write LATEST with an fsync, and rename it. Fsync .syncd/. Explorers see LATEST.
-            self._write_latest(manifest, base)
+            self._write_latest(manifest, base, closed)
         except OSError as error:
             epoch.raise_if_superseded(error)
             raise
@@ -363,7 +366,9 @@ class Publisher:
         except OSError as error:  # the file is only a hint
             CleanupDelayed(error).tell(log)
 
-    def _write_latest(self, manifest: Manifest, delta_from: int | None = None) -> None:
+    def _write_latest(
+        self, manifest: Manifest, delta_from: int | None = None, closed: str | None = None
+    ) -> None:
         ahead, back = self.latest.ahead if self.latest else None, manifest.rolled_back
         latest = Latest(
             sequence=manifest.sequence,
@@ -375,7 +380,7 @@ class Publisher:
             names=self.naming.kept_with(manifest),
             save_id=manifest.save_id,
             ahead=ahead if ahead and ahead.sequence > manifest.sequence else None,
-            closed=f"{version_folder(back.sequence)} is served again" if back else None,
+            closed=f"{version_folder(back.sequence)} is served again" if back else closed,
         )
         self._epoch.replace_file(self._job.layout.latest, encode(latest))
         self.latest = latest
@@ -386,7 +391,7 @@ class Outcomes:
     """The outcomes of saves, as the active daemon records them.
 
     An outcome counts even if storage refuses to write it; :meth:`write_again` writes it later.
-    ``of_step`` maps each step to the outcome of its last save.
+    ``of_step`` maps each step to the outcome of its last save; ``unwritten`` is True meanwhile.
     """
 
     job: Job
@@ -394,7 +399,7 @@ class Outcomes:
     wall: Clock
 
     def __post_init__(self) -> None:
-        self._unwritten = False
+        self.unwritten = False
         self.of_step: dict[int, SaveOutcome] = {}
 
     def published(self, step: int, identity: str, sequence: int) -> None:
@@ -464,7 +469,7 @@ class Outcomes:
 
     def write_again(self) -> None:
         """Write ``saves.json`` if the last write failed."""
-        if self._unwritten:
+        if self.unwritten:
             self._write()
 
     def _put_on_record(self, step: int, outcome: SaveOutcome) -> None:
@@ -476,8 +481,8 @@ class Outcomes:
         try:
             self.epoch.replace_file(self.job.layout.saves, encode(SaveOutcomes(steps=self.of_step)))
         except OSError as error:
-            if not self._unwritten:
+            if not self.unwritten:
                 RecordUnwritten(self.job.layout.saves, error).tell(log)
-            self._unwritten = True
+            self.unwritten = True
         else:
-            self._unwritten = False
+            self.unwritten = False

@@ -276,10 +276,7 @@ class Scanner:
             self._deltas_seen = seen
         return tuple(seen.values())
 
-    def _way(self, known: Known, links: Mapping[str, DeltaSeen]) -> Way | None:
-        if self._save is None or isinstance(self._save, Unfinished):
-            return None if self._save else Way()
-
+    def _way(self, known: Known, links: Mapping[str, DeltaSeen]) -> Way:
         def look(step: int) -> Save:
             return look_into_step(self._storage, self._layout.step(step), step)
 

@@ -31,6 +31,8 @@ from syncd.storage.job import Job
 
 #: Bytes between two fsyncs, because an fsync of gigabytes could not be interrupted.
 _SYNC_EVERY: Final = 256 * 1024 * 1024
+#: The most link files that stay open.
+_MOST_OPEN: Final = 256
 
 
 class LinkFolder(NamedTuple):
@@ -67,7 +69,8 @@ def fold(
         OSError: a storage failed.
     """
     with ExitStack() as stack:
-        links = [_open(storage, each, stack) for each in chain]
+        stay_open = sum(len(each.link.files) for each in chain) <= _MOST_OPEN
+        links = [_open(storage, each, stack, stay_open=stay_open) for each in chain]
         pieces = [reader.pieces for reader in links[-1]]
         plan = plan_links(pieces, base, to, cancel=work.cancel)
         places = stack.enter_context(open_weights(to, base))
@@ -138,13 +141,17 @@ def fold_version(job: Job, base: int, chain: Sequence[int], folder: Path, work: 
     return manifest
 
 
-def _open(storage: Storage, at: LinkFolder, stack: ExitStack) -> list[LinkReader]:
+def _open(
+    storage: Storage, at: LinkFolder, stack: ExitStack, *, stay_open: bool
+) -> list[LinkReader]:
     readers = []
     try:
         for file in at.link.files:
             path = at.folder / file.name
             pieces = read_index(storage, path, file.size, file.digest or "")
-            readers.append(stack.enter_context(LinkReader(storage, path, pieces)))
+            readers.append(
+                stack.enter_context(LinkReader(storage, path, pieces, stays_open=stay_open))
+            )
     except FileNotFoundError as error:
         raise NoDeltaError(f"{error.filename} is gone") from error
     return readers
