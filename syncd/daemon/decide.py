@@ -122,7 +122,6 @@ class Observation:
     instead: str = ""
     save: Save | None = None
     save_still_for: float = 0.0
-    quarantined: bool = False
     published_save: str | None = None
     latest: int = 0
     full_bytes: int | None = None
@@ -160,17 +159,13 @@ class Publish:
 
 @dataclass(frozen=True)
 class MakeLinks:
-    """Make links of these saves, the oldest first; the last one is the pointer's."""
+    """Make links of these saves, the oldest first, and let LATEST name the last one as ahead.
+
+    The last one is the pointer's. If it is linked, ``sequence`` is the number of its link.
+    """
 
     saves: tuple[SavedWeights, ...]
-
-
-@dataclass(frozen=True)
-class Advance:
-    """Let LATEST name the pointer's save, which is linked, as ahead."""
-
-    save: WholeSave
-    sequence: int
+    sequence: int = 0
 
 
 @dataclass(frozen=True)
@@ -275,8 +270,8 @@ class Learn:
 #: The actions that delete data of the job.
 Pruning = DropLease | RetireVersion | PruneDelta | PruneStep
 #: The actions that make new versions or links.
-New = Publish | MakeLinks | Advance | CloseLinks | Fold | Republish
-Action = New | Republish | AnswerRequest | Skip | Forget | CloseLeaseFolder | Learn | Pruning
+New = Publish | MakeLinks | CloseLinks | Fold | Republish
+Action = New | GiveUp | AnswerRequest | Skip | Forget | CloseLeaseFolder | Learn | Pruning
 
 
 @dataclass(frozen=True)
@@ -351,7 +346,9 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveU
     save = seen.save
     if save is None:
         return (), f"step {seen.pointer.step} has not been examined yet"
-    if save.known_as is not None and (seen.quarantined or save.known_as == seen.published_save):
+    if save.known_as is not None and (
+        seen.outcome == "quarantined" or save.known_as == seen.published_save
+    ):
         return (), ""
     if isinstance(save, Unfinished):
         overdue = save.awaits_path and seen.save_still_for >= _PATH_TIME
@@ -371,7 +368,7 @@ def _link(save: WholeSave, seen: Observation) -> tuple[New, ...]:
     if link is not None:
         named = seen.ahead.sequence if seen.ahead else seen.latest
         if link.sequence > named:
-            return (Advance(save, link.sequence),)
+            return (MakeLinks(way.saves[:1], link.sequence),)
         return () if isinstance(save, Links) else (Publish(save, link.sequence),)
     if way.joins and not seen.closed:
         return (MakeLinks(way.saves[::-1]),)

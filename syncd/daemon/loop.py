@@ -10,7 +10,6 @@ from syncd.daemon.collect import Tidying
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
     Action,
-    Advance,
     AnswerRequest,
     CloseLeaseFolder,
     CloseLinks,
@@ -202,10 +201,8 @@ class Loop:
             case Republish(request):
                 self._folds.end()
                 self._attempts.roll_back(request)
-            case MakeLinks(saves):
-                return self._attempts.link(saves)
-            case Advance(save, sequence):
-                self._attempts.advance(save, sequence)
+            case MakeLinks(saves, sequence):
+                return self._attempts.link(saves, sequence)
             case CloseLinks(save):
                 self._attempts.close_links(save)
             case Fold():
@@ -280,8 +277,7 @@ class Loop:
             save_id=self._publisher.save_id,
             ahead=ahead,
             # After a rollback, a save that was planned before is still linked.
-            closed=latest is not None
-            and latest.closed is not None
+            closed=bool(latest and latest.closed)
             and self._publisher.save_id == self._publisher.published_save,
             whole_readers=False in self._follow,
             may_fold=ahead is not None and self._folds.damaged != ahead.sequence,

@@ -222,17 +222,12 @@ class Publisher:
         return self._make_version(folded.step, build, sequence=folded.sequence, closed=closed)
 
     def advance(self, ahead: Ahead | None, closed: str | None = None) -> None:
-        """Let LATEST name this as ahead; ``closed`` is a new reason to take no links."""
+        """Let LATEST name this as ahead; ``closed`` is a reason to take no links."""
         if self.latest is not None:
-            told = {"ahead": ahead, "closed": closed or self.latest.closed}
+            told = {"ahead": ahead, "closed": self.latest.closed or closed}
             latest = self.latest.model_copy(update=told)
             self._epoch.replace_file(self._job.layout.latest, encode(latest))
             self.latest = latest
-
-    def close_links(self, reason: str) -> None:
-        """Take no links until the next full version, except if a reason is known already."""
-        if self.latest is not None and self.latest.closed is None:
-            self.advance(self.latest.ahead, reason)
 
     def reserve(self) -> int:
         """A new sequence, for a link."""
@@ -300,9 +295,9 @@ class Publisher:
         another daemon has taken over. docs/protocol.md ("The fence: epochs") has the reasons.
         """
         epoch = self._epoch
-        is_new = sequence is None
-        sequence = sequence or self._next_sequence()
-        if not is_new and self._job.storage.exists(self._job.layout.version(sequence)):
+        if sequence is None:
+            sequence = self._next_sequence()
+        elif self._job.storage.exists(self._job.layout.version(sequence)):
             manifest = read_manifest(self._job.storage, self._job.layout.version(sequence))
             self._job.storage.sync_folder(self._job.layout.published)
             self._write_latest(manifest, closed=closed)

@@ -128,7 +128,6 @@ class Scanner:
             instead=self._instead(known) if pointer.state is PointerState.MISSING else "",
             save=save,
             save_still_for=self.clock() - self._save_since,
-            quarantined=told == "quarantined",
             published_save=known.published_save,
             latest=known.latest,
             full_bytes=known.full_bytes,

@@ -91,10 +91,9 @@ def way_back(
         return Way(is_seen=not isinstance(save, Unfinished))
     way, is_seen = [save], True
     while way[-1].identity not in known and (base := way[-1].base) not in {None, *known}:
-        before, after = SaveId.parse(base or ""), SaveId.parse(way[-1].identity)
-        if before is None or after is None or not after.is_newer_than(before):
+        if (saved := SaveId.parse(base or "")) is None:
             break
-        earlier = look(before.step)
+        earlier = look(saved.step)
         is_seen = earlier.identity == base and len(way) < LONGEST_CHAIN
         if not is_seen or isinstance(earlier, Unfinished | Remote):
             break

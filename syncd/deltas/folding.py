@@ -31,6 +31,7 @@ from syncd.storage.job import Job
 
 #: Bytes between two fsyncs, because an fsync of gigabytes could not be interrupted.
 _SYNC_EVERY: Final = 256 * 1024 * 1024
+_MOST_THREADS: Final = 4
 #: The most link files that stay open.
 _MOST_OPEN: Final = 256
 
@@ -49,7 +50,6 @@ def fold(
     folder: Path,
     *,
     to: Storage,
-    threads: int = 4,
     work: Work,
 ) -> Merged:
     """Write all files of the version to which links lead, except the manifest; sync the files.
@@ -60,7 +60,6 @@ def fold(
         chain: the links from the base's save on, in order.
         folder: an empty folder. The caller must sync its parent, or remove the folder on errors.
         to: the storage of the folder and of the base.
-        threads: the most threads, also limited by the number of processors.
         work: its callbacks are called in this thread.
 
     Raises:
@@ -90,7 +89,7 @@ def fold(
             work.progress(sum(folding.done.copy().values()), total)
 
         units = [partial(folding.write, unit) for unit in _units(plan)]
-        run_side_by_side(units, threads=threads_here(threads), look=look)
+        run_side_by_side(units, threads=threads_here(_MOST_THREADS), look=look)
         written = []
         for name, source in files.items():
             digests = [
