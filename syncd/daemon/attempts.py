@@ -202,9 +202,10 @@ class Attempts:
         self.publisher.outcomes.skip(save.step, save.identity)
 
     def _close(self, step: int, reason: str) -> None:
-        self._journal.tell(LinksClosed(step, reason))
-        if (latest := self.publisher.latest) is not None:
-            self.publisher.advance(latest.ahead, reason)
+        latest = self.publisher.latest
+        if latest is None or latest.closed is None:
+            self.publisher.advance(latest.ahead if latest else None, reason)
+            self._journal.tell(LinksClosed(step, reason))
 
     def fold(self, fold: Fold) -> None:
         """Begin or continue a fold, and publish it once it is ready."""

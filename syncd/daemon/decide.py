@@ -109,8 +109,7 @@ class Observation:
         delta_versions: the two versions of the delta that is being made, if any.
         way: the way back from the pointer's save.
         links: the links that lead from LATEST's version, by their targets.
-        ahead: as in LATEST.
-        closed: True if LATEST says why no link is taken, and is no rollback.
+        ahead, closed: as in LATEST; ``closed`` is also set while LATEST is a rollback.
         outcome: of the pointer's save, if any.
         whole_readers: True if a live explorer reads only whole versions.
         may_fold: False if a link to ahead is damaged.

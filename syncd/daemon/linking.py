@@ -15,7 +15,6 @@ from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import SaveNotReadyError
 from syncd.protocol.names import DELTA, HUGGINGFACE, delta_folder, link_name
 from syncd.protocol.records import Latest, ReceiptFile, VersionFile, encode
-from syncd.storage.errnos import is_gone
 
 
 def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: Latest) -> int:
@@ -23,7 +22,7 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
 
     Raises:
         NoDeltaError: the save cannot be linked.
-        SaveNotReadyError: the save changed meanwhile.
+        SaveNotReadyError, OSError: this can be tried again; for example, the save has changed.
         SupersededError: another daemon has taken over.
     """
     job, epoch, sequence = tenure.job, tenure.epoch, publisher.reserve()
@@ -66,8 +65,6 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
         epoch.commit_delta(name)
     except OSError as error:
         epoch.raise_if_superseded(error)
-        if is_gone(error) and job.storage.exists(folder):
-            raise SaveNotReadyError(f"{error.filename or actor} is gone") from error
         raise
     finally:
         if job.storage.exists(folder):

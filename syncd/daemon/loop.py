@@ -276,9 +276,7 @@ class Loop:
             sessions=self._going_live.sessions,
             save_id=self._publisher.save_id,
             ahead=ahead,
-            # After a rollback, a save that was planned before is still linked.
-            closed=bool(latest and latest.closed)
-            and self._publisher.save_id == self._publisher.published_save,
+            closed=bool(latest and latest.closed),
             whole_readers=False in self._follow,
             may_fold=ahead is not None and self._folds.damaged != ahead.sequence,
             folding=self._folds.folder is not None,

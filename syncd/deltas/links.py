@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
 
@@ -75,15 +75,12 @@ class LinkReader(Closing):
         self.pieces = pieces
         lengths = (sum(block.length for block in piece.blocks) for piece in pieces)
         self._offsets = list(accumulate(lengths, initial=0))
-        self._fd = storage.open_read(path) if stays_open else None
+        self._fd = storage.open_read(path) if stays_open else 0
 
     def close(self) -> None:
         """Close the file."""
-        if self._fd is not None:
+        if self._fd:
             self._storage.release(self._fd)
-
-    def _opened(self) -> AbstractContextManager[int]:
-        return self._storage.reading(self._path) if self._fd is None else nullcontext(self._fd)
 
     def apply(
         self, number: int, old: Iterable[memoryview], decoder: Decoder
@@ -103,7 +100,8 @@ class LinkReader(Closing):
         hasher = xxhash.xxh3_128()
         for at, content in enumerate(old):
             if (block := blocks.get(at)) is not None:
-                with self._opened() as fd:
+                reading = self._storage.reading
+                with nullcontext(self._fd) if self._fd else reading(self._path) as fd:
                     encoded = self._storage.pread_all(fd, block.length, offset)
                 offset += block.length
                 if xxhash.xxh3_64_hexdigest(encoded) != block.digest:
