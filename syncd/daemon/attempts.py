@@ -152,16 +152,20 @@ class Attempts:
         self.no_room = False
         return ""
 
-    def link(self, saves: Sequence[SavedWeights]) -> str:
-        """Link saves, the oldest first; the last one becomes ahead. For the rest see publish."""
-        for save in saves:
+    def link(self, saves: Sequence[SavedWeights], sequence: int) -> str:
+        """Link saves, the oldest first, unless the last one is linked as ``sequence``.
+
+        Then LATEST names the last one as ahead, unless it has NaN and the daemon refuses it. For
+        the result and errors see :meth:`publish`.
+        """
+        for save in () if sequence else saves:
             latest = self.publisher.latest
             if latest is None or (reason := self._not_now(save)):
                 return reason
             begun = self._clock()
             try:
                 sequence = link_save(self.tenure, self.publisher, save, latest)
-            except (NoDeltaError, CheckpointError) as error:
+            except (NoDeltaError, RecordError) as error:
                 self._close(save.step, str(error))
                 return ""
             except (SaveNotReadyError, OSError) as error:
@@ -171,19 +175,16 @@ class Attempts:
             size = sum(file.size for file in save.vouched().values() if file.over == "index")
             seconds = round(self._clock() - begun, 3)
             self._journal.tell(SaveLinked(sequence, save.step, size, seconds))
-        self.advance(saves[-1], sequence)
-        return ""
-
-    def advance(self, save: WholeSave, sequence: int) -> None:
-        """Let LATEST name a linked save as ahead, unless it has NaN and the daemon refuses it."""
+        save = saves[-1]
         try:
             self.publisher.check_finite(save)
         except CheckpointError as error:
             self.give_up(save, error)
-            return
+            return ""
         self.publisher.outcomes.published(save.step, save.identity, sequence)
         ahead = Ahead(sequence=sequence, step=save.step, save_id=save.identity)
         self.publisher.advance(ahead)
+        return ""
 
     def close_links(self, save: WholeSave) -> None:
         """Record that a save cannot be linked, once the server has been asked."""
@@ -196,8 +197,10 @@ class Attempts:
         self.publisher.outcomes.skip(save.step, save.identity)
 
     def _close(self, step: int, reason: str) -> None:
-        self._journal.tell(LinksClosed(step, reason))
-        self.publisher.close_links(reason)
+        latest = self.publisher.latest
+        if latest is None or latest.closed is None:
+            self.publisher.advance(latest.ahead if latest else None, reason)
+            self._journal.tell(LinksClosed(step, reason))
 
     def fold(self, fold: Fold) -> None:
         """Begin or continue a fold, and publish it once it is ready."""
@@ -217,14 +220,12 @@ class Attempts:
             self._close(ahead.step, str(error))
             self.publisher.outcomes.skip(ahead.step, ahead.save_id)
         except (NoRoomError, OSError) as error:
-            folds.end()
+            folds.end(failed=True)
             self._job.check_is_there()
-            folds.put_off()
             self.tidying.after(error)
             self._journal.tell(FoldDelayed(ahead.step, error))
         else:
             folds.end()
-            folds.rest()
             self._say_published(manifest, folds.begun, folds.begun, VersionFolded)
 
     def give_up(self, save: Save, error: CheckpointError) -> None:

@@ -16,6 +16,8 @@ from syncd.protocol.records import Ahead, Pause, RollbackRequest, SaveId
 
 #: Seconds to wait for a step's remote path, which trainers write right after they make the folder.
 _PATH_TIME: Final = 60.0
+#: The most seconds that a client's cache may hide files on the way back.
+_HIDDEN: Final = 120.0
 #: Fold after this many links, because a reader keeps a file of each open,
 _MANY_LINKS: Final = 32
 #: or after this many ticks without a save.
@@ -104,7 +106,7 @@ class Observation:
             if the report names no step or is unreadable.
         living: the sessions with a heartbeat, of those that have a lease, a build or a report.
         served_request: the id of the rollback request that LATEST results from, if any.
-        way: the way back from the pointer's save; None if it is unknown.
+        way: the way back from the pointer's save.
         links: the links that lead from LATEST's version, by their targets.
         ahead, closed: as in LATEST; ``closed`` is also set while LATEST is a rollback.
         outcome: of the pointer's save, if any.
@@ -118,7 +120,6 @@ class Observation:
     instead: str = ""
     save: Save | None = None
     save_still_for: float = 0.0
-    quarantined: bool = False
     published_save: str | None = None
     latest: int = 0
     full_bytes: int | None = None
@@ -135,7 +136,7 @@ class Observation:
     pause: Pause | None = None
     rollbacks: Sequence[RollbackRequest] = ()
     served_request: str | None = None
-    way: Way | None = field(default_factory=Way)
+    way: Way = field(default_factory=Way)
     links: Mapping[str, DeltaSeen] = field(default_factory=dict)
     ahead: Ahead | None = None
     closed: bool = False
@@ -155,17 +156,13 @@ class Publish:
 
 @dataclass(frozen=True)
 class MakeLinks:
-    """Make links of these saves, the oldest first; the last one is the pointer's."""
+    """Make links of these saves, the oldest first, and let LATEST name the last one as ahead.
+
+    The last one is the pointer's. If it is linked, ``sequence`` is the number of its link.
+    """
 
     saves: tuple[SavedWeights, ...]
-
-
-@dataclass(frozen=True)
-class Advance:
-    """Let LATEST name the pointer's save, which is linked, as ahead."""
-
-    save: WholeSave
-    sequence: int
+    sequence: int = 0
 
 
 @dataclass(frozen=True)
@@ -270,8 +267,8 @@ class Learn:
 #: The actions that delete data of the job.
 Pruning = DropLease | RetireVersion | PruneDelta | PruneStep
 #: The actions that make new versions or links.
-New = Publish | MakeLinks | Advance | CloseLinks | Fold | Republish
-Action = New | Republish | AnswerRequest | Skip | Forget | CloseLeaseFolder | Learn | Pruning
+New = Publish | MakeLinks | CloseLinks | Fold | Republish
+Action = New | GiveUp | AnswerRequest | Skip | Forget | CloseLeaseFolder | Learn | Pruning
 
 
 @dataclass(frozen=True)
@@ -299,12 +296,11 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
     else:
         new, waiting_for = _publish(seen, config)
         new = new or _fold(seen, config)
-    on_way = seen.way.saves if seen.way else ()
     records: tuple[Action, ...] = (
         *(
             Skip(save.step, save.identity)
             for save in seen.unrecorded
-            if save.identity and save not in on_way
+            if save.identity and save not in seen.way.saves
         ),
         *(Forget(step) for step in seen.vanished),
     )
@@ -347,7 +343,9 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveU
     save = seen.save
     if save is None:
         return (), f"step {seen.pointer.step} has not been examined yet"
-    if save.known_as is not None and (seen.quarantined or save.known_as == seen.published_save):
+    if save.known_as is not None and (
+        seen.outcome == "quarantined" or save.known_as == seen.published_save
+    ):
         return (), ""
     if isinstance(save, Unfinished):
         overdue = save.awaits_path and seen.save_still_for >= _PATH_TIME
@@ -363,17 +361,17 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveU
 
 def _link(save: WholeSave, seen: Observation) -> tuple[New, ...]:
     """What to do about a save with links, or with a base for them."""
-    link, way = seen.links.get(save.identity), seen.way or Way()
+    link, way = seen.links.get(save.identity), seen.way
     if link is not None:
         named = seen.ahead.sequence if seen.ahead else seen.latest
         if link.sequence > named:
-            return (Advance(save, link.sequence),)
+            return (MakeLinks(way.saves[:1], link.sequence),)
         return () if isinstance(save, Links) else (Publish(save, link.sequence),)
     if way.joins and not seen.closed:
         return (MakeLinks(way.saves[::-1]),)
     if way.full is not None:
         return (Publish(way.full),)
-    settled = seen.closed and seen.outcome == "skipped"
+    settled = (seen.closed or not seen.latest) and seen.outcome == "skipped"
     return () if settled else (CloseLinks(save),)
 
 
@@ -468,14 +466,15 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
     if seen.pointer.step is None:
         return ""
     announced = seen.pointer.step if seen.announced_step is None else seen.announced_step
-    on_way = {save.step for save in seen.way.saves} if seen.way else set()
+    on_way = {save.step for save in seen.way.saves}
     # Also those that are linked already, because an older daemon would discard the links.
     on_way.update(saved.step for one in seen.links if (saved := SaveId.parse(one)))
     doubts = (
         step.outcome not in {"published", "skipped"},
         step.found != step.recorded,
         step.step in {seen.pointer.step, seen.checkpoint.step, *seen.benched, *on_way},
-        seen.way is None and step.has_receipts,
+        # The save may be a base that an old cache still hides, but not for ever.
+        step.has_receipts and not seen.way.is_seen and seen.save_still_for < _HIDDEN,
         step.step >= announced,
         step.saving or step.full or step.pinned,
         not step.has_receipts and config.pointer != STATE_POINTER and not config.prune_foreign,

@@ -96,20 +96,17 @@ class Folds:
             self._child = self.work.fold(self.tenure.job, latest.sequence, chain, self.folder)
         return self._child.poll()
 
-    def rest(self) -> None:
-        """Begin no fold for as long as the last one took."""
-        self._again_at, self._wait = 2 * self._clock() - self.begun, 0.0
+    def end(self, *, failed: bool = False) -> None:
+        """End the fold, if any, and delete its files.
 
-    def put_off(self) -> None:
-        """Wait after an error, each time for longer."""
-        self._wait = min(_LONGEST_WAIT, 2 * self._wait or 1.0)
-        self._again_at = self._clock() + self._wait
-
-    def end(self) -> None:
-        """End the fold, if any, and delete its files."""
-        child, self._child = self._child, None
+        The next one waits as long as this one took; after an error also for longer each time.
+        """
+        now, child, self._child = self._clock(), self._child, None
         folder, self.folder = self.folder, None
+        self._wait = min(_LONGEST_WAIT, 2 * self._wait or 1.0) if failed else 0.0
+        self._again_at = max(self._again_at, now + self._wait)
         if child is not None:
+            self._again_at = max(self._again_at, 2 * now - self.begun)
             child.close()
         if folder is not None:
             self._epoch.in_background.discard(folder.name)

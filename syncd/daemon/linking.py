@@ -15,7 +15,6 @@ from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import SaveNotReadyError
 from syncd.protocol.names import DELTA, HUGGINGFACE, delta_folder, link_name
 from syncd.protocol.records import Latest, ReceiptFile, VersionFile, encode
-from syncd.storage.errnos import is_gone
 
 
 def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: Latest) -> int:
@@ -23,7 +22,7 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
 
     Raises:
         NoDeltaError: the save cannot be linked.
-        SaveNotReadyError: the save changed meanwhile.
+        SaveNotReadyError, OSError: this can be tried again; for example, the save has changed.
         SupersededError: another daemon has taken over.
     """
     job, epoch, sequence = tenure.job, tenure.epoch, publisher.reserve()
@@ -32,19 +31,22 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
     version = WholeVersion(published, read_manifest(job.storage, published))
     folder = epoch.start_build(name)  # mkdir building/d000017
     try:
-        files, pieces = [], []
+        files = []
         for rank in range(len(save.receipts)):
             publisher.cancel()
             file = vouched.get(link_name(len(save.receipts), rank))
             if file is None:
                 raise NoDeltaError(f"the receipt of rank {rank} lists no link")
-            # Link or copy the file, and read its index, but none of its blocks.
             target = folder / f"rank-{rank}"
             link_or_copy(job.storage, actor / file.name, target, publisher.cancel)
-            pieces.append(read_index(job.storage, target, file.size, file.digest))
             files.append(VersionFile(name=target.name, size=file.size, digest=file.digest))
         # Read all receipts again by name, so that all files are of this save.
         confirm_unchanged(job.storage, actor, save)
+        # Read the indexes, but none of the blocks.
+        pieces = [
+            read_index(job.storage, folder / file.name, file.size, file.digest or "")
+            for file in files
+        ]
         _check_small_files(vouched, version)
         plan_links(pieces, version, job.storage, cancel=publisher.cancel)
         record = LinkRecord(
@@ -57,12 +59,12 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
         job.storage.sync_folder(folder)
         # saves.json names the sequence first, so that older daemons do not use it again.
         publisher.outcomes.published(save.step, save.identity, sequence)
+        if publisher.outcomes.unwritten:
+            raise SaveNotReadyError(f"{job.layout.saves} cannot be written")
         # Rename building/d000017 to deltas/d000017. Fsync deltas/.
         epoch.commit_delta(name)
     except OSError as error:
         epoch.raise_if_superseded(error)
-        if is_gone(error) and job.storage.exists(folder):
-            raise SaveNotReadyError(f"{error.filename or actor} is gone") from error
         raise
     finally:
         if job.storage.exists(folder):

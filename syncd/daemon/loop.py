@@ -10,7 +10,6 @@ from syncd.daemon.collect import Tidying
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
     Action,
-    Advance,
     AnswerRequest,
     CloseLeaseFolder,
     CloseLinks,
@@ -194,10 +193,8 @@ class Loop:
             case Republish(request):
                 self._folds.end()
                 self._attempts.roll_back(request)
-            case MakeLinks(saves):
-                return self._attempts.link(saves)
-            case Advance(save, sequence):
-                self._attempts.advance(save, sequence)
+            case MakeLinks(saves, sequence):
+                return self._attempts.link(saves, sequence)
             case CloseLinks(save):
                 self._attempts.close_links(save)
             case Fold():
@@ -263,7 +260,7 @@ class Loop:
             sessions=self._going_live.sessions,
             save_id=self._publisher.save_id,
             ahead=ahead,
-            closed=latest is not None and latest.closed is not None,
+            closed=bool(latest and latest.closed),
             whole_readers=False in self._follow,
             may_fold=ahead is not None and self._folds.damaged != ahead.sequence,
             folding=self._folds.folder is not None,

@@ -101,9 +101,8 @@ class Pruner:
     def prune_all_deltas(self, why: str) -> bool:
         """Delete all deltas, but no links above LATEST; returns whether there was any delta."""
         latest = self.job.read(Latest, self._layout.latest)
-        above = latest.sequence if latest else 0
         deltas = numbers_in(self._storage, self._layout.deltas, parse_delta_folder)
-        found = [sequence for sequence in deltas if sequence <= above]
+        found = [one for one in deltas if latest is None or one <= latest.sequence]
         for sequence in found:
             self.prune_delta(PruneDelta(sequence, why))
         return bool(found)

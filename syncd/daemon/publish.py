@@ -105,7 +105,7 @@ class Publisher:
         if found.adopted is not None:
             served = found.adopted
             self._epoch.open_leasing(served.sequence)
-            self._write_latest(served)
+            self._write_latest(served, closed=self.latest.closed if self.latest else None)
         elif self.latest is not None and not self._job.storage.exists(
             self._job.layout.lease_folder(self.latest.sequence)
         ):
@@ -210,20 +210,16 @@ class Publisher:
             self._job.storage.rename(folder, empty)
             return folded
 
-        return self._make_version(folded.step, build, sequence=folded.sequence)
+        closed = self.latest.closed if self.latest else None
+        return self._make_version(folded.step, build, sequence=folded.sequence, closed=closed)
 
     def advance(self, ahead: Ahead | None, closed: str | None = None) -> None:
-        """Let LATEST name this as ahead; ``closed`` is a new reason to take no links."""
+        """Let LATEST name this as ahead; ``closed`` is a reason to take no links."""
         if self.latest is not None:
-            told = {"ahead": ahead, "closed": closed or self.latest.closed}
+            told = {"ahead": ahead, "closed": self.latest.closed or closed}
             latest = self.latest.model_copy(update=told)
             self._epoch.replace_file(self._job.layout.latest, encode(latest))
             self.latest = latest
-
-    def close_links(self, reason: str) -> None:
-        """Take no links until the next full version, except if a reason is known already."""
-        if self.latest is not None and self.latest.closed is None:
-            self.advance(self.latest.ahead, reason)
 
     def reserve(self) -> int:
         """A new sequence, for a link."""
@@ -279,6 +275,7 @@ class Publisher:
         step: int,
         build: Callable[[Path, int], Manifest],
         sequence: int | None = None,
+        closed: str | None = None,
     ) -> Manifest:
         """Publish a version; this method defines the order of all writes.
 
@@ -289,11 +286,12 @@ class Publisher:
         another daemon has taken over. docs/protocol.md ("The fence: epochs") has the reasons.
         """
         epoch = self._epoch
-        is_new = sequence is None
-        sequence = sequence or self._next_sequence()
-        if not is_new and self._job.storage.exists(self._job.layout.version(sequence)):
+        if sequence is None:
+            sequence = self._next_sequence()
+        elif self._job.storage.exists(self._job.layout.version(sequence)):
             manifest = read_manifest(self._job.storage, self._job.layout.version(sequence))
-            self._write_latest(manifest)
+            self._job.storage.sync_folder(self._job.layout.published)
+            self._write_latest(manifest, closed=closed)
             self._serve(manifest)
             return manifest
         folder = epoch.start_version(sequence)  # mkdir building/VERSION
@@ -310,7 +308,7 @@ class Publisher:
             # Rename building/VERSION to published/VERSION. Fsync published/.
             epoch.publish_version(sequence)
             # Write LATEST with an fsync, and rename it. Fsync .syncd/. Explorers see LATEST.
-            self._write_latest(manifest)
+            self._write_latest(manifest, closed)
         except OSError as error:
             epoch.raise_if_superseded(error)
             raise
@@ -352,7 +350,7 @@ class Publisher:
         except OSError as error:  # the file is only a hint
             CleanupDelayed(error).tell(log)
 
-    def _write_latest(self, manifest: Manifest) -> None:
+    def _write_latest(self, manifest: Manifest, closed: str | None = None) -> None:
         ahead, back = self.latest.ahead if self.latest else None, manifest.rolled_back
         latest = Latest(
             sequence=manifest.sequence,
@@ -363,7 +361,7 @@ class Publisher:
             names=self.naming.kept_with(manifest),
             save_id=manifest.save_id,
             ahead=ahead if ahead and ahead.sequence > manifest.sequence else None,
-            closed=f"{version_folder(back.sequence)} is served again" if back else None,
+            closed=f"{version_folder(back.sequence)} is served again" if back else closed,
         )
         self._epoch.replace_file(self._job.layout.latest, encode(latest))
         self.latest = latest
@@ -374,7 +372,7 @@ class Outcomes:
     """The outcomes of saves, as the active daemon records them.
 
     An outcome counts even if storage refuses to write it; :meth:`write_again` writes it later.
-    ``of_step`` maps each step to the outcome of its last save.
+    ``of_step`` maps each step to the outcome of its last save; ``unwritten`` is True meanwhile.
     """
 
     job: Job
@@ -382,7 +380,7 @@ class Outcomes:
     wall: Clock
 
     def __post_init__(self) -> None:
-        self._unwritten = False
+        self.unwritten = False
         self.of_step: dict[int, SaveOutcome] = {}
 
     def published(self, step: int, identity: str, sequence: int) -> None:
@@ -452,7 +450,7 @@ class Outcomes:
 
     def write_again(self) -> None:
         """Write ``saves.json`` if the last write failed."""
-        if self._unwritten:
+        if self.unwritten:
             self._write()
 
     def _put_on_record(self, step: int, outcome: SaveOutcome) -> None:
@@ -464,8 +462,8 @@ class Outcomes:
         try:
             self.epoch.replace_file(self.job.layout.saves, encode(SaveOutcomes(steps=self.of_step)))
         except OSError as error:
-            if not self._unwritten:
+            if not self.unwritten:
                 RecordUnwritten(self.job.layout.saves, error).tell(log)
-            self._unwritten = True
+            self.unwritten = True
         else:
-            self._unwritten = False
+            self.unwritten = False

@@ -127,7 +127,6 @@ class Scanner:
             instead=self._instead(known) if pointer.state is PointerState.MISSING else "",
             save=save,
             save_still_for=self.clock() - self._save_since,
-            quarantined=told == "quarantined",
             published_save=known.published_save,
             latest=known.latest,
             full_bytes=known.full_bytes,
@@ -274,10 +273,7 @@ class Scanner:
             self._deltas_seen = seen
         return tuple(seen.values())
 
-    def _way(self, known: Known, links: Mapping[str, DeltaSeen]) -> Way | None:
-        if self._save is None or isinstance(self._save, Unfinished):
-            return None if self._save else Way()
-
+    def _way(self, known: Known, links: Mapping[str, DeltaSeen]) -> Way:
         def look(step: int) -> Save:
             return look_into_step(self._storage, self._layout.step(step), step)
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from syncd.checkpoint.save import Links, Remote, Save, SavedWeights, Unfinished, WholeSave
+from syncd.checkpoint.save import Links, Remote, Save, SavedWeights, Unfinished
 from syncd.deltas.ends import LONGEST_CHAIN
 from syncd.deltas.link_index import LinkRecord
-from syncd.protocol.errors import RecordError
 from syncd.protocol.names import DELTA
-from syncd.protocol.records import SaveId, parse
-from syncd.storage.job import Job
+from syncd.protocol.records import SaveId
+from syncd.storage.job import OF_OTHERS, Job
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,13 @@ class Way:
     Attributes:
         joins: True if links can lead along the way from LATEST's version to the pointer's save.
         full: the newest save on the way that can be merged, if any.
+        is_seen: False if a save on the way cannot be seen, perhaps only now.
     """
 
     saves: tuple[SavedWeights, ...] = ()
     joins: bool = False
-    full: WholeSave | None = None
+    full: SavedWeights | None = None
+    is_seen: bool = True
 
 
 def look_at_delta(job: Job, sequence: int) -> DeltaSeen:
@@ -46,11 +47,8 @@ def look_at_delta(job: Job, sequence: int) -> DeltaSeen:
     folder = job.layout.delta(sequence)
     found = [job.storage.status(folder / name) for name in job.storage.names(folder)]
     seen = DeltaSeen(sequence, sum(status.st_size for status in found if status is not None))
-    try:
-        link = parse(LinkRecord, job.storage.read(folder / DELTA), folder / DELTA)
-    except (RecordError, FileNotFoundError):
-        return seen  # it is no link, or damaged
-    return replace(seen, base=link.base, target=link.target)
+    link = job.read(LinkRecord, folder / DELTA, OF_OTHERS)
+    return seen if link is None else replace(seen, base=link.base, target=link.target)
 
 
 def links_from(
@@ -76,34 +74,30 @@ def chain_to(target: str, links: Mapping[str, DeltaSeen]) -> list[DeltaSeen]:
 
 
 def way_back(
-    save: WholeSave,
-    known: Container[str],
-    refused: Container[str],
+    save: Save | None,
+    known: Collection[str],
+    refused: Collection[str],
     look: Callable[[int], Save],
 ) -> Way:
     """Find the way back from the pointer's save.
 
     Args:
-        save: the pointer's save.
+        save: the pointer's save, if any.
         known: LATEST's save, and those to which links lead from it.
         refused: the saves that cannot be merged.
         look: finds the save in the folder of a step.
     """
-    if isinstance(save, Remote):
-        return Way(full=save)
-    way = [save]
-    while way[-1].identity not in known and (base := way[-1].base) is not None:
-        if base in known:
+    if save is None or isinstance(save, Unfinished | Remote):
+        return Way(is_seen=not isinstance(save, Unfinished))
+    way, is_seen = [save], True
+    while way[-1].identity not in known and (base := way[-1].base) not in {None, *known}:
+        if (saved := SaveId.parse(base or "")) is None:
             break
-        before, after = SaveId.parse(base), SaveId.parse(way[-1].identity)
-        if before is None or after is None or not after.is_newer_than(before):
-            break
-        earlier = look(before.step)
-        if isinstance(earlier, Unfinished | Remote) or earlier.identity != base:
+        earlier = look(saved.step)
+        is_seen = earlier.identity == base and len(way) < LONGEST_CHAIN
+        if not is_seen or isinstance(earlier, Unfinished | Remote):
             break
         way.append(earlier)
-        if len(way) > LONGEST_CHAIN:
-            break
     joins = way[-1].identity in known or way[-1].base in known
     fulls = (one for one in way if not isinstance(one, Links) and one.identity not in refused)
-    return Way(tuple(way), joins, next(fulls, None))
+    return Way(tuple(way), joins, next(fulls, None), is_seen)

@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 
 #: Bytes between two fsyncs, because an fsync of gigabytes could not be interrupted.
 _SYNC_EVERY: Final = 256 * 1024 * 1024
+_MOST_THREADS: Final = 4
+#: The most link files that stay open.
+_MOST_OPEN: Final = 256
 
 
 class LinkFolder(NamedTuple):
@@ -50,7 +53,6 @@ def fold(
     folder: Path,
     *,
     to: Storage,
-    threads: int = 4,
     work: Work,
 ) -> Merged:
     """Write all files of the version to which links lead, except the manifest; sync the files.
@@ -61,7 +63,6 @@ def fold(
         chain: the links from the base's save on, in order.
         folder: an empty folder. The caller must sync its parent, or remove the folder on errors.
         to: the storage of the folder and of the base.
-        threads: the most threads, also limited by the number of processors.
         work: its callbacks are called in this thread.
 
     Raises:
@@ -70,7 +71,8 @@ def fold(
         OSError: a storage failed.
     """
     with ExitStack() as stack:
-        links = [_open(storage, each, stack) for each in chain]
+        stay_open = sum(len(each.link.files) for each in chain) <= _MOST_OPEN
+        links = [_open(storage, each, stack, stay_open=stay_open) for each in chain]
         pieces = [reader.pieces for reader in links[-1]]
         plan = plan_links(pieces, base, to, cancel=work.cancel)
         places = stack.enter_context(open_weights(to, base))
@@ -90,7 +92,7 @@ def fold(
             work.progress(sum(folding.done.copy().values()), total)
 
         units = [partial(folding.write, unit) for unit in _units(plan)]
-        run_side_by_side(units, threads=threads_here(threads), look=look)
+        run_side_by_side(units, threads=threads_here(_MOST_THREADS), look=look)
         written = []
         for name, source in files.items():
             digests = [
@@ -182,13 +184,17 @@ def _refresh(job: Job) -> None:
         break
 
 
-def _open(storage: Storage, at: LinkFolder, stack: ExitStack) -> list[LinkReader]:
+def _open(
+    storage: Storage, at: LinkFolder, stack: ExitStack, *, stay_open: bool
+) -> list[LinkReader]:
     readers = []
     try:
         for file in at.link.files:
             path = at.folder / file.name
             pieces = read_index(storage, path, file.size, file.digest or "")
-            readers.append(stack.enter_context(LinkReader(storage, path, pieces)))
+            readers.append(
+                stack.enter_context(LinkReader(storage, path, pieces, stays_open=stay_open))
+            )
     except FileNotFoundError as error:
         raise NoDeltaError(f"{error.filename} is gone") from error
     return readers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
 
@@ -56,20 +57,29 @@ def write_link(write: Callable[[bytes], object], pieces: Iterable[SavedPiece]) -
 class LinkReader(Closing):
     """An open link file, and its ``pieces`` (:func:`~.link_index.read_index`).
 
-    Several threads can share a reader, if each has its own :class:`~.encoding.Decoder`.
+    Several threads can share a reader, if each has its own :class:`~.encoding.Decoder`. Unless it
+    ``stays_open``, the file is opened for each block.
     """
 
-    def __init__(self, storage: Storage, path: Path, pieces: Sequence[LinkPiece]) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        path: Path,
+        pieces: Sequence[LinkPiece],
+        *,
+        stays_open: bool = True,
+    ) -> None:
         self._storage = storage
         self._path = path
         self.pieces = pieces
         lengths = (sum(block.length for block in piece.blocks) for piece in pieces)
         self._offsets = list(accumulate(lengths, initial=0))
-        self._fd = storage.open_read(path)
+        self._fd = storage.open_read(path) if stays_open else 0
 
     def close(self) -> None:
         """Close the file."""
-        self._storage.release(self._fd)
+        if self._fd:
+            self._storage.release(self._fd)
 
     def apply(
         self, number: int, old: Iterable[memoryview], decoder: Decoder
@@ -89,7 +99,9 @@ class LinkReader(Closing):
         hasher = xxhash.xxh3_128()
         for at, content in enumerate(old):
             if (block := blocks.get(at)) is not None:
-                encoded = self._storage.pread_all(self._fd, block.length, offset)
+                reading = self._storage.reading
+                with nullcontext(self._fd) if self._fd else reading(self._path) as fd:
+                    encoded = self._storage.pread_all(fd, block.length, offset)
                 offset += block.length
                 if xxhash.xxh3_64_hexdigest(encoded) != block.digest:
                     raise self._damaged(piece, f"block {at} does not have the digest in the index")

@@ -86,7 +86,7 @@ def observations(draw: st.DrawFn) -> Observation:
         checkpoint=draw(POINTERS),
         save=draw(st.none() | SAVES),
         save_still_for=draw(st.floats(0, 5)),
-        quarantined=draw(st.booleans()),
+        outcome=draw(st.sampled_from(["", "quarantined"])),
         published_save=draw(st.none() | IDENTITIES),
         latest=draw(st.integers(0, 8)),
         versions=tuple(draw(st.sets(SEQUENCES))),
@@ -192,7 +192,7 @@ def test_only_a_whole_new_save_that_the_pointer_names_is_published_and_first(
         assert action.save is seen.save
         assert seen.pointer.step is not None
         assert action.save.identity not in {None, seen.published_save}
-        assert not seen.quarantined
+        assert seen.outcome != "quarantined"
         assert action.save.receipts or seen.save_still_for >= config.tick
 
 
@@ -230,7 +230,7 @@ def test_whoever_waits_is_told_for_what(seen: Observation, config: DaemonConfig)
         seen.pointer.step is not None
         and seen.save is not None
         and seen.save.identity is not None
-        and (seen.save.identity == seen.published_save or seen.quarantined)
+        and (seen.save.identity == seen.published_save or seen.outcome == "quarantined")
     )
     if seen.rollbacks:
         assert isinstance(decision.actions[0], Republish | AnswerRequest)

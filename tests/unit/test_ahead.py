@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,30 +110,6 @@ def test_links_become_ahead_and_a_fold_is_equal_to_a_merge(job: SmallJob, tmp_pa
     assert not job.leftovers()
 
 
-def test_the_saves_that_the_pointer_has_passed_are_linked_first(job: SmallJob) -> None:
-    save_full(job, 1)
-    with daemon(job) as loop:
-        loop.run_once()
-        for step in (2, 3, 4):
-            save_link(job, step, step - 1)
-        loop.run_once()
-    assert links(job) == ["d000002", "d000003", "d000004"]
-    assert ahead_of(job) == Ahead(sequence=4, step=4, save_id="run-4-4")
-
-
-def test_a_full_save_is_merged_first_although_the_pointer_has_passed_it(job: SmallJob) -> None:
-    save_full(job, 1)
-    with daemon(job) as loop:
-        loop.run_once()
-        save_full(job, 2)
-        save_link(job, 3, 2)
-        save_link(job, 4, 3)
-        loop.run_once()
-        assert (job.latest.step, ahead_of(job)) == (2, None)
-        loop.run_once()
-        assert ahead_of(job) == Ahead(sequence=4, step=4, save_id="run-4-4")
-
-
 def test_a_full_save_with_a_base_is_linked_and_then_merged_under_its_number(job: SmallJob) -> None:
     save_full(job, 1)
     with daemon(job) as loop:
@@ -205,6 +182,7 @@ def test_a_link_that_does_not_fit_closes_the_links(job: SmallJob, fault: str) ->
         for _ in range(3):
             loop.run_once()
         assert job.outcomes[2] == "skipped"
+    assert job.layout.journal.read_bytes().count(b'"closed"') == 1
 
 
 def test_a_refused_save_with_nan_is_linked_but_never_ahead(job: SmallJob) -> None:
@@ -252,14 +230,17 @@ def test_a_full_disk_takes_no_link_above_latest(job: SmallJob) -> None:
         assert links(job) == ["d000002"]
 
 
-def test_a_step_on_the_way_back_is_kept(job: SmallJob) -> None:
+def test_saves_that_the_pointer_has_passed_are_linked_first_and_kept(job: SmallJob) -> None:
     save_full(job, 1)
     clock = Clock()
     with daemon(job, clock=clock) as loop:
         loop.run_once()
         for step in (2, 3, 4):
             save_link(job, step, step - 1)
-        for _ in range(3):
+        loop.run_once()
+        assert links(job) == ["d000002", "d000003", "d000004"]
+        assert ahead_of(job) == Ahead(sequence=4, step=4, save_id="run-4-4")
+        for _ in range(2):
             loop.run_once()
         steps = {path.name for path in job.layout.root.glob("global_step_*")}
         assert steps == {"global_step_2", "global_step_3", "global_step_4"}
@@ -528,3 +509,150 @@ def test_an_explorer_waits_for_the_fold_of_a_linked_save(job: SmallJob) -> None:
         save_link(job, 2, 1)
         loop.run_once()
         assert versions.on_its_way() == 2
+
+
+def test_an_unseen_save_keeps_the_steps_below_only_for_a_while(job: SmallJob) -> None:
+    """A cache may still hide the save, whose base one of the steps may be; or it never comes."""
+    clock = Clock()
+    with daemon(job, clock=clock) as loop:
+        save_full(job, 1)
+        loop.run_once()
+        job.point(3)
+        for _ in range(2):
+            loop.run_once()
+        assert job.layout.step(1).exists()
+        clock.advance(1000)
+        for _ in range(2):
+            loop.run_once()
+        assert not job.layout.step(1).exists()
+
+
+def test_a_passed_full_save_is_merged_first_although_a_save_between_is_unseen(
+    job: SmallJob,
+) -> None:
+    save_full(job, 1)
+    with daemon(job) as loop:
+        loop.run_once()
+        save_full(job, 2, point=False)
+        save_link(job, 4, 3)
+        for _ in range(3):
+            loop.run_once()
+        save_link(job, 3, 2, point=False)
+        loop._scanner.look_again()
+        for _ in range(3):
+            loop.run_once()
+    assert (job.latest.step, (ahead_of(job) or NO).step) == (2, 4)
+
+
+def test_a_link_whose_full_save_is_refused_is_skipped_once(job: SmallJob) -> None:
+    with daemon(job) as loop:
+        save_full(job, 1)
+        (job.layout.actor(1) / "model.safetensors").write_bytes(b"")
+        save_link(job, 2, 5)
+        for _ in range(5):
+            loop.run_once()
+    assert job.outcomes[2] == "skipped"
+    assert job.layout.journal.read_bytes().count(b'"closed"') == 1
+
+
+def test_a_fold_keeps_the_reason_to_take_no_links(job: SmallJob) -> None:
+    save_full(job, 1)
+    clock = Clock()
+    with daemon(job, clock=clock) as loop:
+        loop.run_once()
+        save_link(job, 2, 1)
+        loop.run_once()
+        save_link(job, 4, 3)
+        fold(loop, clock)
+        assert job.latest.sequence == 2
+        assert closed(job) is not None
+    assert job.layout.journal.read_bytes().count(b'"closed"') == 1
+
+
+def test_a_fold_is_named_only_after_its_folder_is_synced(tmp_path: Path) -> None:
+    storage = RuledStorage()
+    job = SmallJob(tmp_path / "job", storage)
+    save_full(job, 1)
+    clock = Clock()
+    with daemon(job, clock=clock) as loop:
+        loop.run_once()
+        save_link(job, 2, 1)
+        loop.run_once()
+        storage.refuse("sync_folder", errno.EIO, where="published")
+        fold(loop, clock)
+        assert (job.latest.sequence, job.versions) == (1, ["v000001", "v000002"])
+        storage.rules.clear()
+        fold(loop, clock)
+        assert job.latest.sequence == 2
+
+
+def test_a_fold_that_fails_waits_as_long_as_it_took(job: SmallJob) -> None:
+    save_full(job, 1)
+    clock = Clock()
+    begun = []
+
+    class Slow:
+        done = total = 0
+
+        def __init__(self, *_: object) -> None:
+            begun.append(clock.now)
+
+        def poll(self) -> None:
+            clock.advance(100)
+            raise OSError(errno.EIO, "a storage error at the end")
+
+        def close(self) -> None:
+            pass
+
+    with job.daemon(CONFIG, clock=clock, deltas=replace(work(), fold=Slow)) as loop:
+        loop.run_once()
+        save_link(job, 2, 1)
+        loop.run_once()
+        while len(begun) < 3:
+            clock.advance(CONFIG.tick)
+            loop.run_once()
+    assert begun[2] - begun[1] >= 200
+
+
+def test_no_link_is_made_whose_number_is_not_on_record(tmp_path: Path) -> None:
+    storage = RuledStorage()
+    job = SmallJob(tmp_path / "job", storage)
+    save_full(job, 1)
+    clock = Clock()
+    with daemon(job, clock=clock) as loop:
+        loop.run_once()
+        save_link(job, 2, 1)
+        storage.refuse("rename", errno.EIO, where="saves.json")
+        loop.run_once()
+        assert (ahead_of(job), job.layout.deltas.exists()) == (None, False)
+        storage.rules.clear()
+        clock.advance(CONFIG.tick)
+        loop.run_once()
+        assert ahead_of(job) is not None
+
+
+def test_a_step_that_is_saved_again_while_it_is_linked_does_not_close_the_links(
+    tmp_path: Path,
+) -> None:
+    storage = RuledStorage()
+    job = SmallJob(tmp_path / "job", storage)
+    save_full(job, 1)
+    with daemon(job) as loop:
+        loop.run_once()
+        save_link(job, 2, 1)
+
+        def again(*_: Path) -> None:
+            save_link(job, 2, 1, run="later", raw=True)
+
+        storage.once("link", again, where="rank_0")
+        loop.run_once()
+        assert closed(job) is None
+
+
+def test_a_take_over_discards_a_delta_that_holds_no_record(job: SmallJob) -> None:
+    save_full(job, 1)
+    with daemon(job) as loop:
+        loop.run_once()
+    (job.layout.delta(9) / "delta.json").mkdir(parents=True)
+    with daemon(job):
+        assert not job.layout.delta(9).exists()

@@ -90,7 +90,7 @@ def test_a_lower_step_of_a_resumed_trainer_is_published() -> None:
 
 
 def test_a_quarantined_save_is_not_tried_again() -> None:
-    assert actions(job(published_save=None, quarantined=True)) == []
+    assert actions(job(published_save=None, outcome="quarantined")) == []
 
 
 def test_a_foreign_save_must_lie_still_for_a_tick() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Mapping
 from itertools import pairwise
@@ -224,3 +225,18 @@ def test_a_child_process_folds_and_tells_what_is_damaged(tmp_path: Path) -> None
 
 def test_this_host_can_fold() -> None:
     assert why_not_here() is None
+
+
+def test_a_fold_opens_few_of_many_files(tmp_path: Path) -> None:
+    tensors = [random_tensors(0, a=("BF16", (200, 2)))]
+    tensors += [changed(tensors[-1], 0.3, seed) for seed in range(2)]
+    base = write_version(tmp_path, 1, tensors[0])
+    chain = chain_of(tmp_path, tensors, 200)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 300, hard)
+    )
+    try:
+        folded(base, chain, tmp_path / "made")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -227,6 +227,6 @@ def test_decide_gives_up_only_what_is_overdue() -> None:
     assert decide(early, CONFIG).waiting_for == "no path"
     late = replace(early, save_still_for=60.0)
     assert decide(late, CONFIG).actions == (GiveUp(awaiting),)
-    assert decide(replace(late, quarantined=True), CONFIG).actions == ()
+    assert decide(replace(late, outcome="quarantined"), CONFIG).actions == ()
     remote = Remote(9, "remote-1", path=TINKER)
     assert decide(observed(save=remote, save_still_for=1.0), CONFIG).actions == (Publish(remote),)
