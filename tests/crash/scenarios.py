@@ -129,10 +129,7 @@ def ranks_save(
 def _link(run: str, step: int, rank: int, model: dict[str, torch.Tensor]) -> LinkContents:
     old = {name: value - 1 for name, value in model.items()}
     return LinkContents(
-        base=f"{run}-{step - 1}-0",
-        pieces=lambda _: pieces_of(model, old, rank, tied=False),
-        is_whole=False,
-        written=lambda _: None,
+        base=f"{run}-{step - 1}-0", pieces=lambda _: pieces_of(model, old, rank, tied=False)
     )
 
 

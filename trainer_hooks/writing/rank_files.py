@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from syncd.checkpoint.save import ADAPTER
-from syncd.deltas.link_index import SavedPiece, WrittenLink
+from syncd.deltas.link_index import SavedPiece
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import (
     CRITIC,
@@ -63,14 +63,10 @@ class LinkContents(NamedTuple):
         base: the save_id of the earlier save.
         pieces: makes the pieces; adds the names of tensors with NaN or Inf to the list, if the
             caller does not know them.
-        is_whole: whether to write the weights themselves, too.
-        written: called with the result.
     """
 
     base: str
     pieces: Callable[[list[str]], Iterator[SavedPiece]]
-    is_whole: bool
-    written: Callable[[WrittenLink], object]
 
 
 class RankContents(NamedTuple):
@@ -227,9 +223,7 @@ class RankFiles:
             files += write_model_files(self.storage, adapter, contents.adapter_files)
         if contents.link is not None:
             files.append(self._write_link(contents.link, nonfinite))
-            if not contents.link.is_whole:
-                contents = contents._replace(model=None, whole=None)
-        if contents.whole is not None:
+        elif contents.whole is not None:
             files.append(write_part(self.job, self.actor, contents.whole_name, contents.whole))
         elif contents.model is not None:
             file = write_tensors(self.storage, shard, contents.model)
@@ -252,13 +246,12 @@ class RankFiles:
 
         path, found = self.actor / self.name(link_name), list[str]()
         with Draft(self.storage, path, room=self.job.layout.drafts) as draft:
-            written = write_link(draft.write, link.pieces(found))
+            digest = write_link(draft.write, link.pieces(found))
             draft.commit()
-        link.written(written)
         return ReceiptFile(
             name=path.name,
             size=draft.size,
-            digest=written.digest,
+            digest=digest,
             over="index",
             nonfinite=NonFinite.of_all([nonfinite, NonFinite.of(found)]),
         )
