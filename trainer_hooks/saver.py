@@ -34,7 +34,7 @@ from trainer_hooks.settings import SaveLayout, SaveSettings, WriteConcurrency
 from trainer_hooks.state.host_buffers import HostBuffers
 from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.pieces import pieces_of
-from trainer_hooks.writing.rank_files import LinkContents, RankContents
+from trainer_hooks.writing.rank_files import RankContents
 from trainer_hooks.writing.retire import retire_old
 from trainer_hooks.writing.writer import RankWriter
 
@@ -213,8 +213,9 @@ class Saver:
                     self.copies.keep(save, model, buffers)
                     if save.base is not None:
                         new = partial(pieces_of, model, old, self.rank, tied=tied)
-                        link = LinkContents(str(save.base), lambda _: new())
-                        contents = contents._replace(link=link, needs_base=base)
+                        contents = contents._replace(
+                            base=str(save.base), pieces=lambda _: new(), needs_base=base
+                        )
                 work = partial(self.write, save, contents, writer, at_end.pop_all())
                 self.submit(step, work)
                 return

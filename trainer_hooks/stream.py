@@ -42,7 +42,7 @@ from trainer_hooks.saver import ClosingSaver, Saver
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.state_dict import FileWriters, Pretrained
-from trainer_hooks.writing.rank_files import LinkContents, RankContents, RankFiles
+from trainer_hooks.writing.rank_files import RankContents, RankFiles
 from trainer_hooks.writing.writer import RankWriter
 
 log = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ class WeightStream(ClosingSaver):
         part.save_id = save.id
         if save.base is None:
             return contents
-        return contents._replace(link=LinkContents(str(save.base), partial(part.pieces, base)))
+        return contents._replace(base=str(save.base), pieces=partial(part.pieces, base))
 
     def _compare(self, save: Save) -> None:
         """Refuse a save of all writers whose names, shapes or dtypes are not those expected."""

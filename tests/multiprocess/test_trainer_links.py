@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -171,7 +171,7 @@ def test_a_rank_that_is_killed_costs_its_link_alone(
         assert_equal(linked(there, 4, full(there, 3)), full(other, 4))
 
 
-def assert_still(there: Job, before: Mapping[str, torch.Tensor]) -> None:
+def assert_still(there: Job, before: dict[str, torch.Tensor]) -> None:
     """The pointer names step 2, and its link is what it was."""
     assert int(there.layout.state_pointer.read_text()) == 2
     assert_equal(linked(there, 2, full(there, 1)), before)
