@@ -7,8 +7,8 @@ elements, random normal numbers are added to random normal fp32 weights (sigma 0
 update is a step of a small language model, trained here with AdamW (lr 1e-6, fp32 weights).
 
 slime's encoding is written from its description: the exclusive or of both tensors, as one zstd
-frame of level 1 for each tensor. Both encodings run in memory, in one thread, in turns. Times are
-CPU seconds.
+frame of level 1 for each tensor. syncd's is a trainer's link. Both run in memory, in one thread, in
+turns. Times are CPU seconds.
 
 ``--steps`` are those of the AdamW run.
 
@@ -34,12 +34,16 @@ import torch
 import zstandard
 from numpy.typing import NDArray
 
-from benchmarks.machine import Report, median_ratio, parser, prepared
+from benchmarks.machine import Report, median_ratio, parser, prepared, turns
+from syncd.checkpoint.boxes import whole
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.version import copy_version
-from syncd.deltas.encoding import Decoder, Encoder
+from syncd.deltas.encoding import Decoder
 from syncd.deltas.ends import BLOCK
 from syncd.deltas.folding import fold
+from syncd.deltas.link_index import Content, LinkIndex, SavedPiece
+from syncd.deltas.links import write_link
+from syncd.protocol.records import parse
 from syncd.storage.fsio import Storage
 from tests.deltas import Tensors, write_version
 from tests.saved_links import link_folder
@@ -140,63 +144,56 @@ def _adamw_run(steps: int) -> Update:
 
 # -- in memory ---------------------------------------------------------------------------------
 
-_Encoded = dict[str, Any]
-
 
 class _Slime:
     def __init__(self) -> None:
         self._pack = zstandard.ZstdCompressor(level=1)
         self._unpack = zstandard.ZstdDecompressor()
 
-    def encode(self, update: Update) -> _Encoded:
-        return {
-            name: self._pack.compress(np.bitwise_xor(old, update.new[name]))
+    def encode(self, update: Update) -> list[bytes]:
+        return [
+            self._pack.compress(np.bitwise_xor(old, update.new[name]))
             for name, old in update.old.items()
-        }
+        ]
 
-    def decode(self, encoded: _Encoded, tensors: Mapping[str, Bits]) -> None:
-        for name, frame in encoded.items():
+    def decode(self, encoded: list[bytes], tensors: Mapping[str, Bits]) -> None:
+        for frame, tensor in zip(encoded, tensors.values(), strict=True):
             xor = np.frombuffer(self._unpack.decompress(frame), np.uint16)
-            np.bitwise_xor(tensors[name], xor, out=tensors[name])
-
-    @staticmethod
-    def size(encoded: _Encoded) -> int:
-        return sum(map(len, encoded.values()))
+            np.bitwise_xor(tensor, xor, out=tensor)
 
 
 class _Syncd:
-    """Encodes blocks as in a delta; each counts 24 bytes more, for its entry in the index."""
+    """Writes a rank's link: also its index, and the digests of all new bytes."""
 
     def __init__(self) -> None:
-        self._encoder = Encoder()
         self._decoder = Decoder()
 
-    def encode(self, update: Update) -> _Encoded:
-        return {
-            name: [
-                self._encoder.encode(old[at : at + BLOCK], update.new[name][at : at + BLOCK])
-                for at in range(0, len(old), BLOCK)
-            ]
-            for name, old in update.old.items()
-        }
+    def encode(self, update: Update) -> list[bytes]:
+        def content(tensor: Bits) -> Content:
+            return lambda begin, end: tensor.data.cast("B")[begin:end]
 
-    def decode(self, encoded: _Encoded, tensors: Mapping[str, Bits]) -> None:
-        for name, blocks in encoded.items():
-            for number, (block, count) in enumerate(blocks):
-                if count:
-                    part = tensors[name][number * BLOCK : (number + 1) * BLOCK]
-                    self._decoder.apply(memoryview(block), count, part)
-
-    @staticmethod
-    def size(encoded: _Encoded) -> int:
-        return sum(
-            len(block) + 24 for blocks in encoded.values() for block, count in blocks if count
+        found: list[bytes] = []
+        write_link(
+            found.append,
+            (
+                SavedPiece(name, "BF16", whole(old.shape), content(update.new[name]), content(old))
+                for name, old in update.old.items()
+            ),
         )
+        return found
+
+    def decode(self, encoded: list[bytes], tensors: Mapping[str, Bits]) -> None:
+        *blocks, index, _ = encoded
+        rest = iter(blocks)
+        for piece in parse(LinkIndex, index, Path()).pieces:
+            for number, _, count, _ in piece.blocks:
+                part = tensors[piece.name][number * BLOCK : (number + 1) * BLOCK]
+                self._decoder.apply(memoryview(next(rest)), count, part)
 
 
-def _cpu(work: Callable[[], Any]) -> tuple[float, Any]:
+def _cpu(work: Callable[..., Any], *given: Any) -> tuple[float, Any]:
     begun = time.process_time()
-    result = work()
+    result = work(*given)
     return time.process_time() - begun, result
 
 
@@ -204,15 +201,14 @@ def _measure(update: Update, rounds: int) -> dict[str, Any]:
     codecs: dict[str, _Slime | _Syncd] = {"syncd": _Syncd(), "slime": _Slime()}
     found: dict[str, Any] = {name: {"encode": [], "decode": [], "bytes": 0} for name in codecs}
     for number in range(rounds + 1):
-        names = list(codecs) if number % 2 else list(codecs)[::-1]
-        for name in names:
+        for name in turns(list(codecs), number):
             codec, row = codecs[name], found[name]
-            encoding, encoded = _cpu(lambda codec=codec: codec.encode(update))
+            encoding, encoded = _cpu(codec.encode, update)
             tensors = {key: value.copy() for key, value in update.old.items()}
-            decoding, _ = _cpu(lambda codec=codec, e=encoded, t=tensors: codec.decode(e, t))
+            decoding, _ = _cpu(codec.decode, encoded, tensors)
             if any((tensors[key] != new).any() for key, new in update.new.items()):
                 raise RuntimeError(f"{name} does not decode what it encoded")
-            row["bytes"] = codec.size(encoded)
+            row["bytes"] = sum(map(len, encoded))
             if number:  # the first round warms up
                 row["encode"].append(encoding)
                 row["decode"].append(decoding)
@@ -289,7 +285,7 @@ def _print_copies(report: Report, work: Path, given: argparse.Namespace) -> None
     for number in range(given.rounds + 1):
         seconds: dict[str, float] = {}
         ways = [("plain", plain), ("link", from_base)]
-        for name, make in ways if number % 2 else ways[::-1]:
+        for name, make in turns(ways, number):
             draft.mkdir()
             seconds[name], _ = _cpu(make)
             shutil.rmtree(draft)

@@ -9,6 +9,8 @@ each contender, the ranks change their parameters in place, meet, and save. The 
 rank counts. Each contender's background work ends before the next contender begins. The first round
 makes buffers, and is reported separately.
 
+With deltas a link is saved, because each rank is a daemon that offers links.
+
 - ``bare clone`` copies the local shards into new memory.
 - ``bare copy`` copies them into existing memory (pinned, for a GPU): the least for a save.
 - ``torch.save`` writes each rank's own shard, without fsync.
@@ -54,15 +56,19 @@ from syncd.protocol.layout import JobLayout
 
 HOOK: Final = "TrainerHook.after_step"
 CAST: Final = "TrainerHook.after_step, cast"
+LINKS: Final = "TrainerHook.after_step, deltas"
 TORCH_SAVE: Final = "torch.save in the loop"
 ASYNC: Final = "async_save"
 ASYNC_KEPT: Final = "async_save, staging memory kept"
 CLONE: Final = "bare clone of the local shards"
 COPY: Final = "bare copy into memory that is there"
 _CONTENDERS: Final = {
-    "cpu": (CLONE, COPY, HOOK, TORCH_SAVE, ASYNC),
-    "cuda": (CLONE, COPY, HOOK, TORCH_SAVE, ASYNC, ASYNC_KEPT),
+    "cpu": (CLONE, COPY, HOOK, LINKS, TORCH_SAVE, ASYNC),
+    "cuda": (CLONE, COPY, HOOK, LINKS, TORCH_SAVE, ASYNC, ASYNC_KEPT),
 }
+
+#: What a rank does while its memory is measured.
+_SAVING: Final = {"saving": HOOK, "casting": CAST, "linking": LINKS}
 
 #: Saves the step with this number; returns a function that waits for its end.
 Save = Callable[[int], Callable[[], object]]
@@ -118,7 +124,7 @@ class _Rank:
     def train(self) -> None:
         with self._torch.no_grad():
             for local in self._locals:
-                local.mul_(1.001)
+                local.view(-1)[::30].mul_(1.01)
         if self.device.type == "cuda":
             self._torch.cuda.synchronize()
 
@@ -171,12 +177,12 @@ class _Rank:
         self.wait_for_all()
 
     @contextmanager
-    def hook(self, when_busy: str = "skip", *, casts: bool = False) -> Iterator[Save]:
-        from trainer_hooks import SaveSettings, TrainerHook  # noqa: PLC0415
+    def hook(self, name: str, when_busy: str = "skip") -> Iterator[Save]:
+        from tests.link_saves import offered  # noqa: PLC0415
+        from trainer_hooks import SaveSettings, SyncSettings, TrainerHook  # noqa: PLC0415
         from trainer_hooks.settings import WhenBusy  # noqa: PLC0415
 
-        name = CAST if casts else HOOK
-        layout = JobLayout(self._work / ("cast" if casts else "job"))
+        layout = JobLayout(self._work / name)
 
         def save(step: int) -> Callable[[], object]:
             hook.after_step(step)
@@ -187,9 +193,18 @@ class _Rank:
             self.written[name] = size_of(layout.actor(step))
 
         saving = SaveSettings(
-            when_busy_sync=WhenBusy(when_busy), sync_dtype=self._sync_dtype if casts else None
+            when_busy_sync=WhenBusy(when_busy),
+            sync_dtype=self._sync_dtype if name == CAST else None,
         )
-        with TrainerHook(layout.root, self.model, saving=saving) as hook:
+        with (
+            offered(layout.root),
+            TrainerHook(
+                layout.root,
+                self.model,
+                settings=SyncSettings(deltas=name == LINKS),
+                saving=saving,
+            ) as hook,
+        ):
             yield save
 
     def measure(self, rounds: int) -> dict[str, list[float]]:
@@ -199,13 +214,13 @@ class _Rank:
             saves: dict[str, Save] = {
                 CLONE: self.clone,
                 COPY: self.copy_into(),
-                HOOK: stack.enter_context(self.hook()),
                 TORCH_SAVE: self.torch_save,
                 ASYNC: self.async_save(kept=False),
                 ASYNC_KEPT: self.async_save(kept=True),
             }
-            if self._sync_dtype:
-                saves[CAST] = stack.enter_context(self.hook(casts=True))
+            for name in names:
+                if name in _SAVING.values():
+                    saves[name] = stack.enter_context(self.hook(name))
             step = 0
             for number in range(rounds + 1):
                 for name in turns(names, number):
@@ -225,10 +240,10 @@ class _Rank:
                     self.wait_for_all()
         return found
 
-    def peak(self, saves: int, *, saving: bool, casts: bool) -> int:
+    def peak(self, saves: int, name: str | None) -> int:
         with ExitStack() as stack:
             # "wait", because skipped saves copy nothing: there would be one copy instead of two.
-            save = stack.enter_context(self.hook("wait", casts=casts)) if saving else None
+            save = stack.enter_context(self.hook(name, "wait")) if name else None
             for step in range(1, saves + 1):
                 self.train()
                 self.wait_for_all()
@@ -250,8 +265,7 @@ def _be_rank(given: argparse.Namespace) -> None:
         )
         told["full"] = checkpoints.measure(given.rounds)
     else:
-        saving, casts = given.what != "without", given.what == "casting"
-        told["peak"] = rank.peak(given.saves, saving=saving, casts=casts)
+        told["peak"] = rank.peak(given.saves, _SAVING.get(given.what))
     (given.work / f"rank_{given.rank}.json").write_text(json.dumps(told))
     rank.wait_for_all()
     rank._dist.destroy_process_group()  # noqa: SLF001 - its own
@@ -262,7 +276,7 @@ def _be_rank(given: argparse.Namespace) -> None:
 
 def _run(what: str, world_size: int, given: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
     folder = work / f"{what}-{world_size}"
-    for job in ("job", "cast"):
+    for job in ("job", "cast", *_SAVING.values()):
         (folder / job).mkdir(parents=True)
     processes = [
         subprocess.Popen(
@@ -332,8 +346,7 @@ def _memory(what: str, world_size: int, given: argparse.Namespace, work: Path) -
         for mine, other in zip(saving, without, strict=True)
     ]
     most = max(extra)
-    name = f"{world_size} rank(s)" + (", cast" if what == "casting" else "")
-    return (name, f"{most[0] / 1e6:.0f}", f"{most[1]:.2f}")
+    return (f"{world_size} rank(s), {what}", f"{most[0] / 1e6:.0f}", f"{most[1]:.2f}")
 
 
 def _devices() -> int:
@@ -376,7 +389,7 @@ def main() -> None:
             ("ranks", "MB", "local shards"),
         )
         for world_size in sizes:
-            for what in ("saving", "casting") if given.sync_dtype else ("saving",):
+            for what in ("saving", "casting" if given.sync_dtype else "linking"):
                 table.row(*_memory(what, world_size, given, work))
         for world_size in sizes if given.sync_dtype else ():
             cast_checkpoints.print_table(report, world_size, _run("full", world_size, given, work))

@@ -8,19 +8,19 @@ from pathlib import Path
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.deltas.encoding import Decoder
 from syncd.deltas.ends import BLOCK
-from syncd.deltas.link_index import SavedPiece, WrittenLink, read_index
+from syncd.deltas.link_index import SavedPiece, read_index
 from syncd.deltas.links import LinkReader, write_link
 from syncd.storage.fsio import Draft, Storage
 
 STORAGE = Storage()
 
 
-def written(path: Path, pieces: Sequence[SavedPiece]) -> WrittenLink:
-    """Write a link durably under this path."""
+def written(path: Path, pieces: Sequence[SavedPiece]) -> str:
+    """Write a link durably under this path; return the digest of its index."""
     with Draft(STORAGE, path) as draft:
-        result = write_link(draft.write, pieces)
+        digest = write_link(draft.write, pieces)
         draft.commit()
-    return result
+    return digest
 
 
 def blocks_of(content: bytes | bytearray, width: int) -> Iterator[memoryview]:

@@ -72,9 +72,9 @@ def write_links(
             before = None if old is None else _bytes(old[tensor][1][part])
             is_replica = not rows and rank > 0
             pieces.append(SavedPiece(tensor, dtype, box, _bytes(values[part]), before, is_replica))
-        result = written(folder / file, pieces)
+        digest = written(folder / file, pieces)
         size = (folder / file).stat().st_size
-        listed.append(ReceiptFile(name=file, size=size, digest=result.digest, over="index"))
+        listed.append(ReceiptFile(name=file, size=size, digest=digest, over="index"))
     return listed
 
 

@@ -321,8 +321,7 @@ class TrainerHook(ClosingSaver):
         return metrics
 
     def _save(self, save: Save, plan: Plan, writer: RankWriter) -> None:
-        is_link = save.base is not None and not save.is_whole
-        make = partial(self._trained.part, writer, plan, is_link=is_link)
+        make = partial(self._trained.part, writer, plan, is_link=save.base is not None)
         self._saver.save(save, make, writer)
 
     def _told(self, metrics: dict[str, float], begun: float) -> dict[str, float]:

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-from syncd.deltas.link_index import SavedPiece, WrittenLink
 from syncd.protocol.records import SaveId
 from trainer_hooks.explorers import Explorers
 from trainer_hooks.state.host_buffers import HostBuffers
-from trainer_hooks.writing.rank_files import LinkContents, RankContents
-
-#: A link in which more of rank 0's elements changed is dense.
-_DENSEST: Final = 0.30
-#: After so many dense links in a row come full saves, until so many saves have passed.
-_DENSE, _PASSED = 2, 12
 
 
 @dataclass(eq=False)
@@ -34,7 +27,6 @@ class Save:
         has_failed: True if this rank's part was not written.
         has_hugging_face: True if the full weights for users were, or will be, written.
         base: the save that this one is relative to; None for a full save.
-        is_whole: True if all weights are written although there is a base.
     """
 
     id: SaveId
@@ -43,39 +35,18 @@ class Save:
     has_failed: bool = False
     has_hugging_face: bool = False
     base: SaveId | None = None
-    is_whole: bool = False
 
     def __post_init__(self) -> None:
-        self._root = self.id
-        self._dense = 0
+        self._root = self.id  # the full save that links lead from
 
-    def follow(self, last: Save, base: SaveId | None) -> None:
-        """Make this the save after ``last``: a link if there is a base."""
-        self.base = base
-        self._dense = last._dense
-        if base is not None:
-            self._root = last._root
-        elif self._dense >= _DENSE:
-            self._dense = (self._dense + 1) % _PASSED
+    def follow(self, base: Save) -> None:
+        """Make this a link."""
+        self.base, self._root = base.id, base._root
 
-    def written(self, link: WrittenLink) -> None:
-        """Count the dense links."""
-        is_dense = link.changed > _DENSEST * link.elements
-        self._dense = self._dense + 1 if is_dense else 0
-
-    def as_link(
-        self, contents: RankContents, pieces: Callable[[list[str]], Iterator[SavedPiece]]
-    ) -> RankContents:
-        """Make contents a link to the base."""
-        link = LinkContents(str(self.base), pieces, self.is_whole, self.written)
-        return contents._replace(link=link)
-
-    def base_for(self, step: int, explorers: Explorers) -> SaveId | None:
-        """On rank 0, the base of a save of ``step`` after this one, if it can be a link."""
+    def takes_link(self, step: int, explorers: Explorers) -> bool:
+        """On rank 0, True if a later save, of ``step``, can be a link to this one."""
         is_base = self.is_announced and not self.has_failed and 0 <= self.id.step < step
-        if is_base and self._dense < _DENSE and explorers.takes_links(self._root):
-            return self.id
-        return None
+        return is_base and bool(explorers.takes_links(self._root))
 
 
 class Copies:

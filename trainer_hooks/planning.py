@@ -11,7 +11,7 @@ from syncd.protocol.policy import SyncStyle, trainer_decision
 from syncd.protocol.records import SaveId
 from trainer_hooks.fast_path import TrainerBroadcasts
 from trainer_hooks.links import Save
-from trainer_hooks.ranks import NO_BASE, LedRanks, Plan
+from trainer_hooks.ranks import LedRanks, Plan
 from trainer_hooks.saver import Saver
 from trainer_hooks.settings import SaveAsHf, WhenBusy
 
@@ -92,7 +92,8 @@ class Planner:
             return Plan.NOTHING
         why_not = self.ranks.meet(self.saver.run_id, act="call close()")
         if why_not is None:
-            return self._agree(lambda: self._for_close(step), step)
+            # Never a link: the last save of a run needs no other one.
+            return self.ranks.agree(lambda: self._for_close(step), step=step)
         log.warning(
             "close() does not save step %d, because %s. Saves announced earlier are unaffected",
             step,
@@ -101,16 +102,15 @@ class Planner:
         return Plan.NOTHING
 
     def _agree(self, decide: Callable[[], Plan], step: int | None) -> Plan:
-        def with_base() -> Plan:
+        def with_link() -> Plan:
             busy, plan = self.saver.is_busy, decide()
             is_new = plan & (Plan.SYNC | Plan.FULL) and not plan & (Plan.COMPLETE | Plan.AGAIN)
-            base = None
-            if self.saver.copies.keeps and is_new and step is not None and not busy:
-                base = self.synced.base_for(step, self._explorers)
-            self.ranks.base = NO_BASE if base is None else (base.step, base.counter)
+            can_be = self.saver.copies.keeps and is_new and not busy
+            if can_be and step is not None and self.synced.takes_link(step, self._explorers):
+                plan |= Plan.LINK
             return plan
 
-        return self.ranks.agree(with_base, step=step)
+        return self.ranks.agree(with_link, step=step)
 
     def begin(self, plan: Plan, step: int) -> Plan:
         """Record that a plan is being carried out; ``synced`` and ``full`` are its saves.
@@ -180,11 +180,8 @@ class Planner:
         """Return this step's broadcast, or a new save."""
         sent, self._sent = self._sent, _NO_SAVE
         save = sent if sent.id.step == step else self.saver.new(step)
-        base = None
-        if self.ranks.base != NO_BASE:
-            base = SaveId(self.saver.run_id, *self.ranks.base)
-        save.follow(self.synced, base)
-        save.is_whole = bool(plan & Plan.WHOLE)
+        if plan & Plan.LINK:
+            save.follow(self.synced)
         return save
 
     # -- on rank 0 ---------------------------------------------------------------------------------
@@ -300,7 +297,7 @@ class Planner:
             plan |= self._for_checkpoint(step, with_hf=with_hf)
         if self._saving.final and not _is_begun(self.synced, step):
             plan |= Plan.SYNC
-        return plan and plan | Plan.WHOLE  # all links that follow the last save would need it
+        return plan
 
 
 def _is_begun(save: Save, step: int) -> bool:

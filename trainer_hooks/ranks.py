@@ -45,8 +45,6 @@ _ANSWER: Final = 10.0
 _ALL: Final = "all"
 #: Sent in place of the step if there is none.
 _NO_STEP: Final = -1
-#: Sent in place of a base if the save is full.
-NO_BASE: Final = (-1, -1)
 
 
 class Plan(IntFlag):
@@ -63,7 +61,7 @@ class Plan(IntFlag):
     - ``BROADCAST``: send the weights to the weight group. In the decision after a broadcast: the
       weights have arrived.
     - ``UNDECIDED``: rank 0 could not decide.
-    - ``WHOLE``: write all weights, even if the save is a link.
+    - ``LINK``: write only what changed since the newest save for explorers.
     """
 
     NOTHING = 0
@@ -76,7 +74,7 @@ class Plan(IntFlag):
     AGAIN = 64
     UNDECIDED = 128
     BROADCAST = 256
-    WHOLE = 512
+    LINK = 512
 
 
 class Ranks:
@@ -132,10 +130,6 @@ class LedRanks(Ranks):
     waits for no rank. If rank 0 has died, the other ranks wait at most ``timeout`` seconds.
     ``save_timeout`` is the longest wait for ranks that must meet, in seconds.
 
-    Attributes:
-        base: step and counter of the save that the decided save is relative to. Rank 0 sets it when
-            it decides.
-
     Raises:
         SaveFailedError: a rank did not make its hook within the ``save_timeout``.
     """
@@ -143,7 +137,6 @@ class LedRanks(Ranks):
     def __init__(self, *, timeout: float, save_timeout: float) -> None:
         super().__init__()
         self._save_timeout = min(save_timeout, _LONGEST)
-        self.base = NO_BASE
         announced = os.environ.get("WORLD_SIZE", "")
         if not self._grouped and announced.isdecimal() and int(announced) > 1:
             log.warning(
@@ -176,7 +169,7 @@ class LedRanks(Ranks):
             finally:
                 self._send(plan, step)
             return plan
-        word = torch.zeros(4, dtype=torch.int64, device="cpu")
+        word = torch.zeros(2, dtype=torch.int64, device="cpu")
         try:
             dist.broadcast(word, src=0, group=self._group)
         except RuntimeError as error:
@@ -184,8 +177,7 @@ class LedRanks(Ranks):
                 f"rank 0 did not send its decision about what to save: {error}. Check whether "
                 "rank 0 has ended"
             ) from error
-        decided, first, *base = word.tolist()
-        self.base = base[0], base[1]
+        decided, first = word.tolist()
         if step is not None and first not in (step, _NO_STEP):
             raise OutOfStepError(
                 f"rank 0 called the hook with step {first}, but rank {self.rank} with step "
@@ -278,7 +270,7 @@ class LedRanks(Ranks):
             return True  # another group has replaced it
 
     def _send(self, plan: Plan, step: int | None) -> None:
-        told = [plan.value, _NO_STEP if step is None else step, *self.base]
+        told = [plan.value, _NO_STEP if step is None else step]
         word = torch.tensor(told, dtype=torch.int64, device="cpu")
         # The sent memory must stay unchanged until it has arrived.
         self._sent = [(work, sent) for work, sent in self._sent if not work.is_completed()]

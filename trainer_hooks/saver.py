@@ -213,8 +213,9 @@ class Saver:
                     self.copies.keep(save, model, buffers)
                     if save.base is not None:
                         new = partial(pieces_of, model, old, self.rank, tied=tied)
-                        contents = save.as_link(contents, lambda _: new())
-                        contents = contents._replace(needs_base=base)
+                        contents = contents._replace(
+                            base=str(save.base), pieces=lambda _: new(), needs_base=base
+                        )
                 work = partial(self.write, save, contents, writer, at_end.pop_all())
                 self.submit(step, work)
                 return

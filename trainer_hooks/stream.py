@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.tensor_rules import shown
+from syncd.coordination.leased_version import read_latest
 from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.deltas.link_index import read_index
 from syncd.protocol.errors import InvalidSettingsError, SaveFailedError, WaitTimeoutError
@@ -120,7 +121,6 @@ class WeightStream(ClosingSaver):
         )
         # With deltas, the first one is the copy of the save before, while the last one is written.
         self._parts = deque(HostPart() for _ in range(1 + settings.deltas))
-        self._kept: SaveId | None = None  # the save of the last part
         self._synced = Save(SaveId("", -1, 0))  # on rank 0, the last save
         self._found: _Tensors = {}
         self._before: _Tensors = {}  # of the save that was announced last
@@ -202,13 +202,16 @@ class WeightStream(ClosingSaver):
         while True:
             outcome = _unless_passing(lambda: job.outcome(save.step))
             if outcome is not None and outcome.identity == str(save):
-                if outcome.sequence is not None:
+                if outcome.sequence is None:
+                    refused = _unless_passing(
+                        lambda: job.read(Quarantine, job.layout.quarantined(save.step, str(save)))
+                    )
+                    why = f": {refused.reason}" if refused is not None else ""
+                    raise SaveFailedError(f"step {save.step} was {outcome.outcome}{why}")
+                latest = _unless_passing(lambda: read_latest(job))
+                # A linked save has the number of the version to come.
+                if latest is not None and latest.sequence >= outcome.sequence:
                     return Version(outcome.sequence, save.step)
-                refused = _unless_passing(
-                    lambda: job.read(Quarantine, job.layout.quarantined(save.step, str(save)))
-                )
-                why = f": {refused.reason}" if refused is not None else ""
-                raise SaveFailedError(f"step {save.step} was {outcome.outcome}{why}")
             if time.monotonic() >= until:
                 raise WaitTimeoutError(
                     f"step {save.step} was not published within {timeout:g} s; {job.daemon_hint()}"
@@ -222,8 +225,8 @@ class WeightStream(ClosingSaver):
         saver = self._saver
         if saver.rank == 0:
             save, last = saver.new(step), self._synced
-            base = last.base_for(step, saver.explorers) if saver.settings.deltas else None
-            save.follow(last, base)
+            if saver.settings.deltas and last.takes_link(step, saver.explorers):
+                save.follow(last)
             self._synced, self._last = save, save.id
             contents = self._as_link(save, contents)._replace(
                 model_files=self._model_files, confirm=partial(self._compare, save)
@@ -237,12 +240,14 @@ class WeightStream(ClosingSaver):
         self._wait_for_end(save.id)
 
     def _as_link(self, save: Save, contents: RankContents) -> RankContents:
-        part, kept, self._kept = contents.whole, self._kept, save.id
-        if save.base is None or part is None or isinstance(part, _NoCopy):
+        part, old = contents.whole, self._parts[0]
+        if part is None or isinstance(part, _NoCopy):
             return contents
-        old = self._parts[0]
-        has_base = kept == save.base and old is not part
-        return save.as_link(contents, partial(part.pieces, old if has_base else None))
+        base = old if old.save_id == save.base else None
+        part.save_id = save.id
+        if save.base is None:
+            return contents
+        return contents._replace(base=str(save.base), pieces=partial(part.pieces, base))
 
     def _compare(self, save: Save) -> None:
         """Refuse a save of all writers whose names, shapes or dtypes are not those expected."""

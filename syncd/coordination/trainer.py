@@ -190,13 +190,13 @@ class TrainerSynchronizer(Member[TrainerReport]):
         if daemon is None or not daemon.links or not self._roster.is_alive(daemon.session):
             return False
         latest = read_latest(self._job)
-        if latest is None:
-            return True
+        if latest is None or latest.closed is not None:
+            return latest is None
         published = SaveId.parse(latest.save_id or "")
-        if latest.closed is None and (published is None or published.run != root.run):
-            outcome = self._versions.job.outcome(root.step)  # the root may still be merged
-            return outcome is None or outcome.identity != str(root)
-        return latest.closed is None
+        if published is not None and published.run == root.run:
+            return True
+        outcome = self._job.outcome(root.step)  # the root may still be merged
+        return outcome is None or outcome.identity != str(root)
 
     def notify_no_new_model_state_dict(self) -> None:
         """Tell waiting explorers that nothing newer than the published version will come."""

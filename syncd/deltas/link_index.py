@@ -104,14 +104,6 @@ class SavedPiece(NamedTuple):
     is_replica: bool = False
 
 
-class WrittenLink(NamedTuple):
-    """The xxh3-128 of a link's index, and how many of its ``elements`` were written as changed."""
-
-    digest: str
-    changed: int
-    elements: int
-
-
 def read_index(storage: Storage, path: Path, size: int, digest: str) -> tuple[LinkPiece, ...]:
     """Read and check the pieces in a link file, but none of its blocks.
 

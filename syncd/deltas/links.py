@@ -13,16 +13,18 @@ from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.closing import Closing
 from syncd.deltas.encoding import BlockError, Decoder, Encoder, as_elements, whole_block
 from syncd.deltas.ends import BLOCK, NoDeltaError
-from syncd.deltas.link_index import LENGTH, LinkBlock, LinkIndex, LinkPiece, SavedPiece, WrittenLink
+from syncd.deltas.link_index import LENGTH, LinkBlock, LinkIndex, LinkPiece, SavedPiece
 from syncd.protocol.records import encode
 from syncd.storage.fsio import Storage
 
 
-def write_link(write: Callable[[bytes], object], pieces: Iterable[SavedPiece]) -> WrittenLink:
-    """Write a link's blocks and index; ``write`` appends to its file."""
+def write_link(write: Callable[[bytes], object], pieces: Iterable[SavedPiece]) -> str:
+    """Write a link's blocks and index, and return the xxh3-128 of the index.
+
+    ``write`` appends to the file.
+    """
     encoder = Encoder()
     written: list[LinkPiece] = []
-    changed = elements = 0
     for piece in pieces:
         width = ITEMSIZE[piece.dtype]
         size = piece.box.size * width
@@ -34,7 +36,6 @@ def write_link(write: Callable[[bytes], object], pieces: Iterable[SavedPiece]) -
             hasher.update(new)
             if piece.is_replica:
                 continue
-            elements += (end - begin) // width
             if piece.old is None:
                 encoded, count = whole_block(new), (end - begin) // width
             else:
@@ -44,14 +45,13 @@ def write_link(write: Callable[[bytes], object], pieces: Iterable[SavedPiece]) -
                 write(encoded)
                 digest = xxhash.xxh3_64_hexdigest(encoded)
                 blocks.append(LinkBlock(number, len(encoded), count, digest))
-                changed += count
         name, dtype, box, _, _, is_replica = piece
         digest = hasher.hexdigest()
         written.append(LinkPiece(name, dtype, box, digest, tuple(blocks), is_replica))
     index = encode(LinkIndex(pieces=tuple(written)))
     write(index)
     write(LENGTH.pack(len(index)))
-    return WrittenLink(xxhash.xxh3_128_hexdigest(index), changed, elements)
+    return xxhash.xxh3_128_hexdigest(index)
 
 
 class LinkReader(Closing):

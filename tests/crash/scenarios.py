@@ -3,7 +3,7 @@
 import io
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from syncd.coordination.benching import Bench
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Wait
+from syncd.deltas.link_index import SavedPiece
 from syncd.protocol.names import DELTA, master_name, part_name, shard_name
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import RollbackRequest, SaveId, encode
@@ -43,7 +44,6 @@ from tests.saved_links import save_full, save_link
 from tests.storages import Clock, FastStorage
 from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.pieces import pieces_of
-from trainer_hooks.writing.rank_files import LinkContents
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
 
@@ -112,7 +112,8 @@ def ranks_save(
             whole_name=ADAPTER if adapter else part_name(2, rank),
             trained=trained if (adapter or cast or link) and full else None,
             trained_name=master_name if cast or link else shard_name,
-            link=_link(run, step, rank, model) if link else None,
+            base=f"{run}-{step - 1}-0" if link else None,
+            pieces=partial(_pieces, model, rank) if link else None,
             sync_dtype="bf16" if cast else None,
             adapter_files=(_adapter_config,) if adapter and rank == 0 else (),
             optimizer={"state": torch.zeros(2)} if full else None,
@@ -126,14 +127,9 @@ def ranks_save(
         writer.save(SaveId(run, step, 0), contents)
 
 
-def _link(run: str, step: int, rank: int, model: dict[str, torch.Tensor]) -> LinkContents:
+def _pieces(model: dict[str, torch.Tensor], rank: int, _: list[str]) -> Iterator[SavedPiece]:
     old = {name: value - 1 for name, value in model.items()}
-    return LinkContents(
-        base=f"{run}-{step - 1}-0",
-        pieces=lambda _: pieces_of(model, old, rank, tied=False),
-        is_whole=False,
-        written=lambda _: None,
-    )
+    return pieces_of(model, old, rank, tied=False)
 
 
 def _adapter(step: int) -> list[tuple[str, torch.Tensor]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -26,15 +27,31 @@ DELTAS = {"deltas": True, "save_timeout": 60}
 
 
 @contextmanager
-def started(
-    job: Path, tmp_path: Path, name: str, world_size: int, *given: object
-) -> Iterator[Ranks]:
-    with ExitStack() as stack:
-        ranks = Ranks()
+def started(job: Path, world_size: int, replicas: int = 1) -> Iterator[Ranks]:
+    with ExitStack() as stack, TemporaryDirectory() as folder:
+        ranks, store = Ranks(), Path(folder, "store")
         for rank in range(world_size):
-            ranks.append(Peer(LinkRank, job, tmp_path / name, rank, world_size, *given))
+            ranks.append(Peer(LinkRank, job, store, rank, world_size, "bfloat16", replicas))
             stack.callback(ranks[-1].end)
         yield ranks
+
+
+def open_both(ranks: Ranks, other: Job) -> None:
+    """Save with deltas, and whole in another job."""
+    assert ranks.all("open", DELTAS) == [[]] * len(ranks)
+    ranks.all("open_whole", other.layout.root)
+
+
+def train(ranks: Ranks, *steps: int) -> None:
+    for step in steps:
+        ranks.all("train", step)
+        ranks.all("over")
+
+
+@pytest.fixture
+def there(job: Path) -> Iterator[Job]:
+    with offered(job) as there:
+        yield there
 
 
 @pytest.fixture
@@ -47,69 +64,45 @@ def other(tmp_path: Path) -> Job:
     return job
 
 
-def pointed(job: Job) -> int:
-    return int(job.layout.state_pointer.read_text())
-
-
-@pytest.mark.parametrize(
-    ("dtype", "saving", "replicas"),
-    [("bfloat16", {}, 1), ("float32", {"sync_dtype": "bf16"}, 1), ("bfloat16", {}, 2)],
-)
-def test_each_link_of_four_ranks_is_the_full_save_of_its_step(
-    job: Path, tmp_path: Path, other: Job, dtype: str, saving: dict[str, Any], replicas: int
+def test_each_link_of_replicated_shards_is_the_full_save_of_its_step(
+    job: Path, there: Job, other: Job
 ) -> None:
-    with offered(job) as there, started(job, tmp_path, "one", 4, dtype, replicas) as ranks:
-        assert ranks.all("open", DELTAS, saving) == [[]] * 4
-        ranks.all("open_whole", other.layout.root, saving)
-        made: dict[str, torch.Tensor] = {}
-        for step in range(1, 7):
-            ranks.all("train", step)
-            ranks.all("over")
-            assert pointed(there) == pointed(other) == step
-            assert is_link(there, step) is (step > 1)
-            made = linked(there, step, made) if step > 1 else full(there, 1)
+    with started(job, 4, replicas=2) as ranks:
+        open_both(ranks, other)
+        train(ranks, 1)
+        made = full(there, 1)
+        for step in range(2, 5):
+            if step == 4:
+                ranks[1]("forget")  # so it writes its part whole
+            train(ranks, step)
+            made = linked(there, step, made)
             assert_equal(made, full(other, step))
-        blocks = {file.size for receipt in receipts(there, 6) for file in receipt.files}
-        assert len(blocks) > 1
-        ranks.all("close_whole")
-        ranks.all("close")
+            small, large = (receipt.files[0].size for receipt in receipts(there, step)[:2])
+            assert (small < large / 2) is (step == 4)
 
 
 def test_training_resumes_on_another_world_size_from_a_link(
-    job: Path, tmp_path: Path, other: Job
+    job: Path, there: Job, other: Job
 ) -> None:
-    with offered(job) as there:
-        with started(job, tmp_path, "four", 4, "bfloat16") as ranks:
-            ranks.all("open", DELTAS)
-            ranks.all("open_whole", other.layout.root)
-            for step in (1, 2, 3):
-                ranks.all("train", step)
-                ranks.all("over")
-            ranks.all("checkpoint_now", 3)
-            ranks.all("over")
-            assert latest_checkpoint(job) == 3
-            names = {path.name for path in there.layout.actor(3).iterdir()}
-            for rank in range(4):
-                assert {link_name(4, rank), master_name(4, rank)} <= names
-            ranks.all("close_whole")
-            ranks.all("close")
-            truth = full(other, 3)
-        with started(job, tmp_path, "three", 3, "bfloat16") as ranks:
-            ranks.all("resume", 3)
-            ranks.all("open", DELTAS)
-            ranks.all("open_whole", other.layout.root)
-            ranks.all("save_whole", 4)
-            ranks.all("over")
-            assert_equal(full(other, 4), truth)
-            # A run of its own begins with a full save.
-            ranks.all("train", 5)
-            ranks.all("over")
-            assert not is_link(there, 5)
-            ranks.all("train", 6)
-            ranks.all("over")
-            assert_equal(linked(there, 6, full(there, 5)), full(other, 6))
-            ranks.all("close_whole")
-            ranks.all("close")
+    with started(job, 4) as ranks:
+        open_both(ranks, other)
+        train(ranks, 1, 2, 3)
+        ranks.all("checkpoint_now", 3)
+        ranks.all("over")
+        assert latest_checkpoint(job) == 3
+        names = {path.name for path in there.layout.actor(3).iterdir()}
+        for rank in range(4):
+            assert {link_name(4, rank), master_name(4, rank)} <= names
+        truth = full(other, 3)
+    with started(job, 3) as ranks:
+        ranks.all("resume", 3)
+        open_both(ranks, other)
+        ranks.all("save_whole", 4)
+        ranks.all("over")
+        assert_equal(full(other, 4), truth)
+        train(ranks, 5, 6)
+        # A run of its own begins with a full save.
+        assert_equal(linked(there, 6, full(there, 5)), full(other, 6))
 
 
 @pytest.mark.parametrize(
@@ -123,21 +116,16 @@ def test_training_resumes_on_another_world_size_from_a_link(
     ],
 )
 def test_a_rank_that_fails_costs_its_link_alone(
-    job: Path, tmp_path: Path, other: Job, rank: int, method: str, where: str
+    job: Path, there: Job, other: Job, rank: int, method: str, where: str
 ) -> None:
-    with offered(job) as there, started(job, tmp_path, "one", 2, "bfloat16") as ranks:
-        ranks.all("open", DELTAS)
-        ranks.all("open_whole", other.layout.root)
-        for step in (1, 2):
-            ranks.all("train", step)
-            ranks.all("over")
-        before = linked(there, 2, full(there, 1))
-        ranks[rank].ask("refuse", method, where)
-        ranks.all("train", 3)
-        ranks.all("over")
-        assert pointed(there) == 2
-        assert_equal(linked(there, 2, full(there, 1)), before)
-        ranks[rank].ask("heal")
+    with started(job, 2) as ranks:
+        open_both(ranks, other)
+        train(ranks, 1, 2)
+        before = full(other, 2)
+        ranks[rank]("refuse", method, where)
+        train(ranks, 3)
+        assert_still(there, before)
+        ranks[rank]("heal")
         for number, peer in enumerate(ranks):
             peer.tell("train", 4)
             if number in {0, rank}:
@@ -145,13 +133,9 @@ def test_a_rank_that_fails_costs_its_link_alone(
             else:
                 peer.answer()
         ranks.all("over")
-        assert not is_link(there, 4)
         assert not list(there.layout.actor(3).glob("link_*"))
-        ranks.all("train", 5)
-        ranks.all("over")
+        train(ranks, 5)
         assert_equal(linked(there, 5, full(there, 4)), full(other, 5))
-        ranks.all("close_whole")
-        ranks.all("close")
 
 
 @pytest.mark.parametrize(
@@ -166,66 +150,39 @@ def test_a_rank_that_fails_costs_its_link_alone(
     ],
 )
 def test_a_rank_that_is_killed_costs_its_link_alone(
-    job: Path, tmp_path: Path, other: Job, rank: int, method: str, where: str
+    job: Path, there: Job, other: Job, rank: int, method: str, where: str
 ) -> None:
-    with offered(job) as there:
-        with started(job, tmp_path, "one", 2, "bfloat16") as ranks:
-            ranks.all("open", DELTAS | {"save_timeout": 3})
-            for step in (1, 2):
-                ranks.all("train", step)
-                ranks.all("over")
-            before = linked(there, 2, full(there, 1))
-            ranks[rank].ask("die_at", method, where)
-            for peer in ranks:
-                peer.tell("train", 3)
-            ranks[rank].wait_until_killed()
-            ranks[1 - rank].answer()
-            if rank == 1:
-                ranks[0].ask("over")
-            assert pointed(there) == 2
-            assert_equal(linked(there, 2, full(there, 1)), before)
-        with started(job, tmp_path, "two", 2, "bfloat16") as ranks:
-            ranks.all("open", DELTAS)
-            ranks.all("open_whole", other.layout.root)
-            ranks.all("train", 3)  # the same step again, by another run
-            ranks.all("over")
-            assert not is_link(there, 3)
-            assert_equal(full(there, 3), full(other, 3))
-            ranks.all("train", 4)
-            ranks.all("over")
-            assert_equal(linked(there, 4, full(there, 3)), full(other, 4))
-            ranks.all("close_whole")
-            ranks.all("close")
+    with started(job, 2) as ranks:
+        ranks.all("open", DELTAS | {"save_timeout": 3})
+        train(ranks, 1, 2)
+        before = linked(there, 2, full(there, 1))
+        ranks[rank]("die_at", method, where)
+        for peer in ranks:
+            peer.tell("train", 3)
+        ranks[rank].wait_until_killed()
+        ranks[1 - rank].answer()
+        if rank == 1:
+            ranks[0]("over")
+        assert_still(there, before)
+    with started(job, 2) as ranks:
+        open_both(ranks, other)
+        train(ranks, 3, 4)  # the same step again, by another run
+        assert_equal(full(there, 3), full(other, 3))
+        assert_equal(linked(there, 4, full(there, 3)), full(other, 4))
 
 
-def test_a_rank_without_the_base_writes_its_part_whole(
-    job: Path, tmp_path: Path, other: Job
-) -> None:
-    with offered(job) as there, started(job, tmp_path, "one", 2, "bfloat16") as ranks:
-        ranks.all("open", DELTAS)
-        ranks.all("open_whole", other.layout.root)
-        ranks.all("train", 1)
-        ranks.all("over")
-        ranks[1].ask("forget")
-        ranks.all("train", 2)
-        ranks.all("over")
-        assert is_link(there, 2)
-        small, large = (receipt.files[0].size for receipt in receipts(there, 2))
-        assert small < large / 2
-        assert_equal(linked(there, 2, full(there, 1)), full(other, 2))
-        ranks.all("close_whole")
-        ranks.all("close")
+def assert_still(there: Job, before: dict[str, torch.Tensor]) -> None:
+    """The pointer names step 2, and its link is what it was."""
+    assert int(there.layout.state_pointer.read_text()) == 2
+    assert_equal(linked(there, 2, full(there, 1)), before)
 
 
-def test_dimension_1_is_saved_whole_after_a_warning_of_rank_0(job: Path, tmp_path: Path) -> None:
-    with offered(job) as there, started(job, tmp_path, "one", 2, "bfloat16") as ranks:
+def test_dimension_1_is_saved_whole_after_a_warning_of_rank_0(job: Path, there: Job) -> None:
+    with started(job, 2) as ranks:
         ranks.all("shard_columns")
         first, second = ranks.all("open", DELTAS)
         assert second == []
         assert len(first) == 1
         assert "dimension 0" in first[0]
-        for step in (1, 2):
-            ranks.all("train", step)
-            ranks.all("over")
+        train(ranks, 1, 2)
         assert not is_link(there, 2)
-        ranks.all("close")

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import struct
-import tracemalloc
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,11 +13,9 @@ from hypothesis import strategies as st
 
 from syncd.checkpoint.boxes import Box
 from syncd.checkpoint.tensor_rules import ITEMSIZE
-from syncd.deltas.encoding import Decoder
 from syncd.deltas.ends import BLOCK, NoDeltaError
 from syncd.deltas.link_index import LENGTH, SavedPiece, read_index
-from syncd.deltas.links import LinkReader
-from tests.links import STORAGE, applied, blocks_of, written
+from tests.links import STORAGE, applied, written
 
 DTYPES = sorted(ITEMSIZE)
 DIGEST = xxhash.xxh3_128_hexdigest(b"")
@@ -38,15 +34,12 @@ def piece(
 def parts(draw: st.DrawFn) -> tuple[str, Box, bytes, bytes | None]:
     """dtype, box, new and old bytes: any bits, so also NaN payloads and negative zeros."""
     dtype = draw(st.sampled_from(DTYPES))
-    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
-    shape = (draw(st.integers(0, 900)), *shape[1:]) if shape else ()
-    offsets = tuple(draw(st.integers(0, 50)) if dim == 0 else 0 for dim in range(len(shape)))
-    box = Box(offsets, shape)
+    shape = draw(st.sampled_from([(), (7,), (900,), (0, 4), (300, 2, 3)]))
+    box = Box((5,) * len(shape), shape)
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    count = box.size * ITEMSIZE[dtype]
-    old = generator.integers(0, 256, count, np.uint8)
-    keep = generator.random(count) >= draw(st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]))
-    new = np.where(keep, old, generator.integers(0, 256, count, np.uint8))
+    old, other = generator.integers(0, 256, (2, box.size * ITEMSIZE[dtype]), np.uint8)
+    keep = generator.random(old.shape) >= draw(st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]))
+    new = np.where(keep, old, other)
     return dtype, box, new.tobytes(), old.tobytes() if draw(st.booleans()) else None
 
 
@@ -60,23 +53,17 @@ def test_every_piece_of_a_link_comes_out_bit_for_bit(
     ]
     with TemporaryDirectory() as folder:
         path = Path(folder, "link")
-        result = written(path, pieces)
-        read = read_index(STORAGE, path, path.stat().st_size, result.digest)
-        assert [(one.name, one.dtype, one.box) for one in read] == [
-            (one.name, one.dtype, one.box) for one in pieces
-        ]
+        digest = written(path, pieces)
+        read = read_index(STORAGE, path, path.stat().st_size, digest)
+        assert [(one.name, one.dtype, one.box) for one in read] == [one[:3] for one in pieces]
         olds = {
             f"t{at}": bytes(len(new)) if old is None else old
             for at, (_, _, new, old) in enumerate(drawn)
         }
         news = {f"t{at}": new for at, (_, _, new, _) in enumerate(drawn)}
-        assert applied(path, result.digest, olds) == news
-        for one in read:
-            assert one.needs_base or pieces[int(one.name[1:])].new(0, 1) is not None
-        for at, (_, _, _, old) in enumerate(drawn):
-            assert old is not None or not any(
-                one.needs_base for one in read if one.name == f"t{at}"
-            )
+        assert applied(path, digest, olds) == news
+        raw = {f"t{at}" for at, (_, _, _, old) in enumerate(drawn) if old is None}
+        assert raw.isdisjoint(one.name for one in read if one.needs_base)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "F8_E4M3"])
@@ -89,43 +76,14 @@ def test_a_piece_of_several_blocks_is_written_by_blocks(tmp_path: Path, dtype: s
     new[-1] ^= 128  # in the last, short block; the middle one has no entry
     box = Box((11,), (elements,))
     path = tmp_path / "link"
-    result = written(path, [piece("t", dtype, box, new.tobytes(), old.tobytes())])
-    assert (result.changed, result.elements) == (2, elements)
-    (read,) = read_index(STORAGE, path, path.stat().st_size, result.digest)
-    assert [block.number for block in read.blocks] == [0, 2]
+    digest = written(path, [piece("t", dtype, box, new.tobytes(), old.tobytes())])
+    (read,) = read_index(STORAGE, path, path.stat().st_size, digest)
+    assert [(block.number, block.changed) for block in read.blocks] == [(0, 1), (2, 1)]
     assert path.stat().st_size < 600
-    assert applied(path, result.digest, {"t": old.tobytes()}) == {"t": new.tobytes()}
+    assert applied(path, digest, {"t": old.tobytes()}) == {"t": new.tobytes()}
 
 
-def test_readers_of_consecutive_links_can_be_nested(tmp_path: Path) -> None:
-    states = [bytes([step]) * 30 + bytes(70) for step in range(4)]
-    box = Box((0,), (50,))
-    readers = []
-    for step in (1, 2, 3):
-        path = tmp_path / f"link-{step}"
-        result = written(path, [piece("t", "BF16", box, states[step], states[step - 1])])
-        pieces = read_index(STORAGE, path, path.stat().st_size, result.digest)
-        readers.append(LinkReader(STORAGE, path, pieces))
-    content = blocks_of(states[0], 2)
-    for reader in readers:
-        content = reader.apply(0, content, Decoder())
-    assert b"".join(content) == states[3]
-    for reader in readers:
-        reader.close()
-
-
-def test_a_replica_has_the_digest_and_no_blocks(tmp_path: Path) -> None:
-    path = tmp_path / "link"
-    box = Box((0,), (4,))
-    result = written(path, [piece("t", "F32", box, b"n" * 16, b"o" * 16, is_replica=True)])
-    (read,) = read_index(STORAGE, path, path.stat().st_size, result.digest)
-    assert read.is_replica
-    assert not read.blocks
-    assert read.digest == xxhash.xxh3_128_hexdigest(b"n" * 16)
-    assert result.elements == 0
-
-
-def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
+def test_every_flipped_byte_of_a_link_is_found_and_any_of_the_base(tmp_path: Path) -> None:
     generator = np.random.default_rng(1)
     old = generator.integers(0, 256, 900, np.uint8).tobytes()
     new = bytearray(old)
@@ -134,44 +92,32 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
         piece("sparse", "BF16", Box((0,), (450,)), bytes(new), old),
         piece("raw", "F8_E4M3", Box((2, 0), (2, 3)), b"abcdef", None),
         piece("same", "I64", Box((), ()), b"12345678", b"12345678"),
+        piece("elsewhere", "F32", Box((0,), (4,)), b"n" * 16, b"o" * 16, is_replica=True),
     ]
     path = tmp_path / "link"
-    result = written(path, pieces)
+    digest = written(path, pieces)
     olds = {"sparse": old, "raw": bytes(6), "same": b"12345678"}
     good = path.read_bytes()
-    assert applied(path, result.digest, olds)["sparse"] == bytes(new)
+    assert applied(path, digest, olds)["sparse"] == bytes(new)
     for at in range(len(good)):
         for flip in (1, 128):
             bad = bytearray(good)
             bad[at] ^= flip
             path.write_bytes(bad)
             with pytest.raises(NoDeltaError):
-                applied(path, result.digest, olds)
+                applied(path, digest, olds)
+    path.write_bytes(good)
+    for name in ("sparse", "same"):
+        bad = bytearray(olds[name])
+        bad[5] ^= 4
+        with pytest.raises(NoDeltaError, match=name):
+            applied(path, digest, olds | {name: bytes(bad)})
 
 
-@pytest.mark.parametrize("name", ["sparse", "same"])
-def test_a_flipped_byte_of_the_base_is_found(tmp_path: Path, name: str) -> None:
-    old = bytes(range(200))
-    new = b"\xff" + old[1:]
-    path = tmp_path / "link"
-    result = written(
-        path,
-        [
-            piece("sparse", "BF16", Box((0,), (100,)), new, old),
-            piece("same", "BF16", Box((0,), (100,)), old, old),
-        ],
-    )
-    olds = {"sparse": old, "same": old}
-    damaged = bytearray(old)
-    damaged[100] ^= 4
-    with pytest.raises(NoDeltaError, match=name):
-        applied(path, result.digest, olds | {name: bytes(damaged)})
-
-
-def stored(path: Path, index: object, blocks: bytes = b"", length: int | None = None) -> str:
+def stored(path: Path, index: object, blocks: bytes = b"") -> str:
     """Write a link with any index; return the index's digest."""
-    content = index if isinstance(index, bytes) else json.dumps(index).encode()
-    path.write_bytes(blocks + content + LENGTH.pack(len(content) if length is None else length))
+    content = json.dumps(index).encode()
+    path.write_bytes(blocks + content + LENGTH.pack(len(content)))
     return xxhash.xxh3_128_hexdigest(content)
 
 
@@ -185,8 +131,6 @@ def entry(number: int = 0, length: int = 5, count: int = 1) -> list[Any]:
 
 
 HOSTILE = {
-    "not JSON": b"{",
-    "no record": [],
     "a newer protocol": {"protocol": 2, "pieces": []},
     "an unknown dtype": one_piece(dtype="Q7"),
     "a negative offset": one_piece(box=[[-1], [4]]),
@@ -198,60 +142,37 @@ HOSTILE = {
     "more elements than 63 bits": one_piece(box=[[0, 0], [2**40, 2**40]]),
     "too many dimensions": one_piece(box=[[0] * 65, [1] * 65]),
     "a name with a control character": one_piece(name="a\nb"),
-    "a name of megabytes": one_piece(name="a" * 2_000_000),
-    "the same piece twice": {"pieces": one_piece()["pieces"] * 2},
     "the same offsets twice": {
         "pieces": one_piece()["pieces"] + one_piece(box=[[0], [7]])["pieces"]
     },
     "the same block twice": one_piece(blocks=[entry(), entry()]),
-    "blocks in another order": one_piece(blocks=[entry(1), entry(0)]),
     "a block outside": one_piece(blocks=[entry(2)]),
-    "a block far outside": one_piece(blocks=[entry(2**62)]),
     "a count of 0": one_piece(blocks=[entry(count=0)]),
     "a count above the block's": one_piece(blocks=[entry(count=BLOCK + 1)]),
     "a length of 1": one_piece(blocks=[entry(length=1)]),
     "a length above the block's": one_piece(blocks=[entry(length=2 * BLOCK + 2)]),
-    "a negative length": one_piece(blocks=[entry(length=-5)]),
     "a digest of another kind": one_piece(blocks=[[0, 5, 1, "x"]]),
     "a replica with blocks": one_piece(is_replica=True, blocks=[entry()]),
-    "blocks longer than the file": one_piece(blocks=[entry(length=4000)]),
-    "blocks shorter than the file": one_piece(blocks=[entry(length=3)]),
-    "no entry for the blocks of the file": one_piece(),
 }
-
-
-def lengths_in(index: object) -> int:
-    """The bytes of all blocks, so that an index is refused only for its own fault."""
-    pieces = index.get("pieces", []) if isinstance(index, dict) else []
-    return sum(block[1] for piece in pieces for block in piece.get("blocks", []))
 
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_index_is_refused(tmp_path: Path, what: str) -> None:
-    path = tmp_path / "link"
-    length = 7 if "the file" in what else max(lengths_in(HOSTILE[what]), 0)
-    digest = stored(path, HOSTILE[what], bytes(length))
+    path, index = tmp_path / "link", HOSTILE[what]
+    # The blocks that it lists are in the file, so that it is refused only for its own fault.
+    length = sum(block[1] for one in index["pieces"] for block in one.get("blocks", []))
+    digest = stored(path, index, bytes(length))
     with pytest.raises(NoDeltaError):
         read_index(STORAGE, path, path.stat().st_size, digest)
 
 
-def test_a_link_that_the_hostile_ones_resemble_is_accepted(tmp_path: Path) -> None:
-    path = tmp_path / "link"
-    digest = stored(path, one_piece(blocks=[entry()]), bytes(5))
+def test_an_index_that_the_hostile_ones_resemble_is_accepted(tmp_path: Path) -> None:
+    path, index = tmp_path / "link", one_piece(blocks=[entry()])
+    digest = stored(path, index, bytes(5))
     assert len(read_index(STORAGE, path, path.stat().st_size, digest)) == 1
-
-
-@pytest.mark.parametrize("length", [2**64 - 1, 2**63, 10**9, 300])
-def test_a_length_beyond_the_file_is_refused_in_bounded_memory(tmp_path: Path, length: int) -> None:
-    path = tmp_path / "link"
-    digest = stored(path, one_piece(), length=length)
-    tracemalloc.start()
-    try:
-        with pytest.raises(NoDeltaError):
-            read_index(STORAGE, path, path.stat().st_size, digest)
-        assert tracemalloc.get_traced_memory()[1] < 1_000_000
-    finally:
-        tracemalloc.stop()
+    stored(path, index, bytes(6))
+    with pytest.raises(NoDeltaError, match="as long as"):
+        read_index(STORAGE, path, path.stat().st_size, digest)
 
 
 def test_an_index_above_the_limit_is_not_read(tmp_path: Path) -> None:
@@ -264,19 +185,14 @@ def test_an_index_above_the_limit_is_not_read(tmp_path: Path) -> None:
         read_index(STORAGE, path, path.stat().st_size, DIGEST)
 
 
-@pytest.mark.parametrize("size", [0, 7])
-def test_a_file_that_is_too_short_is_refused(tmp_path: Path, size: int) -> None:
-    path = tmp_path / "link"
-    path.write_bytes(bytes(size))
-    with pytest.raises(NoDeltaError):
-        read_index(STORAGE, path, size, DIGEST)
-
-
-def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [0, 7, 100])
+def test_a_file_that_is_too_short_or_of_another_size_is_refused(tmp_path: Path, size: int) -> None:
     path = tmp_path / "link"
     digest = stored(path, {"pieces": []})
+    if size < 100:
+        path.write_bytes(bytes(size))
     with pytest.raises(NoDeltaError, match="bytes"):
-        read_index(STORAGE, path, path.stat().st_size + 1, digest)
+        read_index(STORAGE, path, size, digest)
 
 
 @settings(deadline=None)
@@ -284,7 +200,7 @@ def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
 def test_any_bytes_are_read_or_refused(content: bytes, length: int) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder, "link")
-        path.write_bytes(content + struct.pack("<Q", length))
+        path.write_bytes(content + LENGTH.pack(length))
         index = content[len(content) - length :] if length <= len(content) else b""
         try:
             digest = xxhash.xxh3_128_hexdigest(index)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncd.checkpoint.tensor_rules import ITEMSIZE
-from syncd.deltas.encoding import Decoder
-from syncd.deltas.link_index import read_index
-from syncd.deltas.links import LinkReader
-from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
+from syncd.protocol.errors import InvalidSettingsError, SaveFailedError, WaitTimeoutError
 from syncd.protocol.names import link_name, part_name
-from syncd.protocol.policy import SyncSettings
+from syncd.protocol.policy import SyncSettings, Version
+from syncd.protocol.records import SaveOutcome, SaveOutcomes, encode
 from syncd.storage.job import Job
 from tests.link_saves import is_link, linked, offered, publish, receipts
-from tests.links import STORAGE, blocks_of, written
+from tests.links import applied, written
 from tests.merging import assert_equal
 from tests.storages import RuledStorage, refuse
 from trainer_hooks import WeightStream
@@ -88,109 +86,101 @@ def test_each_save_after_the_first_is_a_link(job: Job, stack: ExitStack) -> None
     made = weights.whole()
     for step in (2, 3, 4):
         save(streams, weights, step)
-        assert is_link(job, step)
         for rank, receipt in enumerate(receipts(job, step)):
             assert receipt.base == receipts(job, step - 1)[0].save_id
             assert not (job.layout.actor(step) / part_name(2, rank)).exists()
         made = linked(job, step, made)
         assert_equal(made, weights.whole())
-
-
-def test_a_closed_chain_begins_anew(job: Job, stack: ExitStack) -> None:
-    streams, weights = pair(job, stack), Weights()
-    save(streams, weights, 1)
     publish(job, receipts(job, 1)[0].save_id, closed="for a reason")
-    save(streams, weights, 2)
-    assert not is_link(job, 2)
-    publish(job, receipts(job, 2)[0].save_id, sequence=2)
-    before = weights.whole()
-    save(streams, weights, 3)
-    assert_equal(linked(job, 3, before), weights.whole())
+    save(streams, weights, 5)
+    assert not is_link(job, 5)
+    publish(job, receipts(job, 5)[0].save_id, sequence=2)
+    made = weights.whole()
+    weights.tensors["a"][3, 4] = float("nan")
+    save(streams, weights, 6)
+    assert_equal(linked(job, 6, made), weights.whole())
+    nonfinite = [receipt.files[0].nonfinite for receipt in receipts(job, 6)]
+    assert [one.names for one in nonfinite if one is not None] == [("a",), ()]
 
 
-def test_a_writer_that_fails_costs_its_link_alone(job: Job, stack: ExitStack) -> None:
+@pytest.mark.parametrize(
+    ("rule", "second", "why"),
+    [
+        (refuse("create", 28, where="link_world"), None, ["because that rank failed", "No space"]),
+        (None, {"b": [1.0]}, ["because that rank failed", "has no copy"]),
+        (None, {"bx": torch.ones(7), "d": torch.tensor(3)}, ["b is missing; bx is new", "step 2"]),
+    ],
+)
+def test_a_writer_that_fails_costs_its_link_alone(
+    job: Job, stack: ExitStack, rule: Any, second: Any, why: list[str]
+) -> None:
     storage = RuledStorage()
     streams, weights = pair(job, stack, storage=storage), Weights()
     save(streams, weights, 1)
-    storage.rules.append(refuse("create", 28, where="link_world"))
-    weights.change()
-    for rank, stream in enumerate(streams):
-        stream.save(2, weights.part(rank))
-    for stream in streams:
-        with pytest.raises(SaveFailedError):
+    storage.rules += [rule] if rule else []
+    streams[0].save(2, weights.part(0))
+    with suppress(InvalidSettingsError):  # of the list, at once
+        streams[1].save(2, second or weights.part(1))
+    for stream, reason in zip(streams, why, strict=True):
+        with pytest.raises(SaveFailedError, match=reason):
             stream.wait()
     storage.rules.clear()
-    assert not (job.layout.actor(2) / link_name(2, 1)).exists()
+    assert int(job.layout.state_pointer.read_text()) == 1
     save(streams, weights, 3)
     assert not is_link(job, 3)
+    assert not (job.layout.actor(2) / link_name(2, 1)).exists()
     before = weights.whole()
     save(streams, weights, 4)
     assert_equal(linked(job, 4, before), weights.whole())
 
 
-def test_a_writer_without_a_copy_fails_the_link_and_not_the_next_one(
-    job: Job, stack: ExitStack
-) -> None:
-    streams, weights = pair(job, stack), Weights()
+def test_a_writer_that_saved_alone_has_no_base(job: Job, stack: ExitStack) -> None:
+    storage = RuledStorage()
+    streams, weights = pair(job, stack, storage=storage), Weights()
     save(streams, weights, 1)
-    streams[0].save(2, weights.part(0))
-    with pytest.raises(InvalidSettingsError, match="list"):
-        streams[1].save(2, {"b": [1.0]})
-    with pytest.raises(SaveFailedError, match="because that rank failed"):
-        streams[0].wait()
-    with pytest.raises(SaveFailedError, match="has no copy"):
-        streams[1].wait()
-    for step in (3, 4):
-        before = weights.whole()
-        save(streams, weights, step)
-    assert_equal(linked(job, 4, before), weights.whole())
-
-
-def test_a_link_of_other_tensors_is_refused(job: Job, stack: ExitStack) -> None:
-    streams, weights = pair(job, stack), Weights()
-    save(streams, weights, 1)
-    streams[0].save(2, weights.part(0))
-    streams[1].save(2, {"bx": weights.tensors["b"], "d": weights.tensors["d"]})
-    with pytest.raises(SaveFailedError, match="b is missing; bx is new"):
-        streams[0].wait()
+    before = weights.whole()
+    storage.rules.append(refuse("open_read", errno.EACCES, where="trainer.json"))
+    weights.change()
+    streams[1].save(2, weights.part(1))
     with pytest.raises(SaveFailedError):
         streams[1].wait()
-    assert int(job.layout.state_pointer.read_text()) == 1
+    storage.rules.clear()
+    save(streams, weights, 3)
+    assert_equal(linked(job, 3, before), weights.whole())
 
 
-def test_a_link_names_tensors_with_nan(job: Job, stack: ExitStack) -> None:
-    streams, weights = pair(job, stack), Weights()
-    save(streams, weights, 1)
-    weights.tensors["a"][3, 4] = float("nan")
-    save(streams, weights, 2)
-    found = [receipt.files[0].nonfinite for receipt in receipts(job, 2)]
-    assert found[0] is not None
-    assert found[0].names == ("a",)
-    assert found[1] is not None
-    assert found[1].count == 0
+def test_a_linked_save_is_published_when_latest_has_its_number(job: Job) -> None:
+    with WeightStream(job.layout.root) as stream:
+        stream.save(1, {"a": torch.ones(2)})
+        stream.wait()
+        save_id = receipts(job, 1)[0].save_id
+        publish(job, save_id, sequence=3)
+        outcome = SaveOutcome(identity=save_id, outcome="published", sequence=4)
+        job.storage.replace(job.layout.saves, encode(SaveOutcomes(steps={1: outcome})))
+        with pytest.raises(WaitTimeoutError):
+            stream.wait_published(0)
+        publish(job, save_id, sequence=4)
+        assert stream.wait_published() == Version(4, 1)
 
 
 @pytest.mark.parametrize("bucket", [7, 64, 100_000])
 def test_pieces_may_lie_in_several_buckets(tmp_path: Path, bucket: int) -> None:
     weights, parts = Weights(), [HostPart(bucket), HostPart(2 * bucket + 1)]
-    old = weights.whole()
-    parts[0].fill(old.items())
+    old = contents(weights.tensors)
+    parts[0].fill(weights.whole().items())
     weights.change()
     weights.tensors["b"] = weights.tensors["b"].to(torch.float64)  # another dtype: whole
     parts[1].fill(reversed(weights.tensors.items()))
-    path = tmp_path / "link"
-    result = written(path, list(parts[1].pieces(parts[0], [])))
-    pieces = read_index(STORAGE, path, path.stat().st_size, result.digest)
-    assert {piece.name for piece in pieces} == weights.tensors.keys()
-    with LinkReader(STORAGE, path, pieces) as reader:
-        for number, piece in enumerate(pieces):
-            width, new = ITEMSIZE[piece.dtype], weights.tensors[piece.name]
-            before = old[piece.name].reshape(-1).view(torch.uint8).numpy().tobytes()
-            if piece.name == "b":
-                assert not piece.needs_base
-                before = bytes(piece.box.size * width)
-            content = b"".join(reader.apply(number, blocks_of(before, width), Decoder()))
-            assert content == new.reshape(-1).view(torch.uint8).numpy().tobytes()
+    path, new = tmp_path / "link", contents(weights.tensors)
+    digest = written(path, list(parts[1].pieces(parts[0], [])))
+    assert applied(path, digest, old | {"b": bytes(len(new["b"]))}) == new
+
+
+def contents(tensors: dict[str, Tensor]) -> dict[str, bytes]:
+    return {
+        name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        for name, tensor in tensors.items()
+    }
 
 
 def test_a_writer_without_deltas_writes_its_part_whole(job: Job, stack: ExitStack) -> None:

@@ -22,7 +22,7 @@ from syncd.coordination.host_memory import HostMemory, wait_for_copies
 from syncd.coordination.tensors import torch_dtype
 from syncd.deltas.link_index import Content, SavedPiece
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.records import NonFinite, ReceiptFile
+from syncd.protocol.records import NonFinite, ReceiptFile, SaveId
 from syncd.storage.fsio import Draft
 from trainer_hooks.state.finite import LookedAtBytes
 from trainer_hooks.state.gather import flat_bytes
@@ -37,9 +37,13 @@ class HostPart:
 
     The memory holds the tensors' bytes, and less than one bucket more. It is pinned if the first
     tensor of a bucket comes from an accelerator.
+
+    Attributes:
+        save_id: the save of the present tensors; None before it begins.
     """
 
     def __init__(self, bucket: int = BUCKET) -> None:
+        self.save_id: SaveId | None = None
         self._size = bucket
         self._buckets: list[HostMemory] = []
         self._entries: dict[str, HeaderEntry] = {}  # with offsets in the buckets
@@ -54,7 +58,7 @@ class HostPart:
         Raises:
             InvalidSettingsError: a value is no whole tensor, or a name comes twice.
         """
-        self._entries, self._end = {}, 0
+        self._entries, self._end, self.save_id = {}, 0, None
         failed: Exception | None = None
         for name, value in tensors:
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from trainer_hooks.state.gather import flat_bytes
 from trainer_hooks.state.host_buffers import memory_of
 from trainer_hooks.state.state_dict import cast_to, dtype_name, tensors_of
 
-#: If more of the bytes are of wide floats, of which nearly all change, links would save little.
-_MOST_WIDE: Final = 0.30
-
 
 class _Place(NamedTuple):
     """A rank's part of a tensor; the first rank of all replicas writes it."""
@@ -31,17 +28,9 @@ class _Place(NamedTuple):
 
 def why_no_pieces(state: Mapping[str, Any], cast: Cast | None) -> str | None:
     """The reason, as a clause, why this state is saved without links; None if there is none."""
-    wide = total = 0
     for name, value in tensors_of(state).items():
-        place = _place(value, 0)
-        dtype = cast_to(value.dtype, cast)
-        if place is None or not dtype_name(dtype):
+        if _place(value, 0) is None or not dtype_name(cast_to(value.dtype, cast)):
             return f"{name} is neither a plain tensor nor sharded along dimension 0 alone"
-        size = place.local.numel() * dtype.itemsize
-        total += size
-        wide += size * (dtype.is_floating_point and dtype.itemsize > 2)
-    if wide > _MOST_WIDE * total:
-        return "more than 30 % of its bytes are float32. Set SaveSettings(sync_dtype='bf16')"
     return None
 
 

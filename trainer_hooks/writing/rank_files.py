@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from syncd.checkpoint.save import ADAPTER
-from syncd.deltas.link_index import SavedPiece, WrittenLink
+from syncd.deltas.link_index import SavedPiece
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import (
     CRITIC,
@@ -56,23 +56,6 @@ from trainer_hooks.writing.parts import (
 log = logging.getLogger(__name__)
 
 
-class LinkContents(NamedTuple):
-    """How to write a rank's weights as a link.
-
-    Attributes:
-        base: the save_id of the earlier save.
-        pieces: makes the pieces; adds the names of tensors with NaN or Inf to the list, if the
-            caller does not know them.
-        is_whole: whether to write the weights themselves, too.
-        written: called with the result.
-    """
-
-    base: str
-    pieces: Callable[[list[str]], Iterator[SavedPiece]]
-    is_whole: bool
-    written: Callable[[WrittenLink], object]
-
-
 class RankContents(NamedTuple):
     """Everything that one rank writes in one save. Its tensors, on the host, must not change.
 
@@ -94,8 +77,10 @@ class RankContents(NamedTuple):
             storage fails for a moment, it is called again and must start over.
         sync_dtype: the dtype to which published weights were cast; None if no tensor changed.
         completes: True if the weights are announced already, so that only the rest is written.
-        link: to write the weights as a link; None for a full save.
-        needs_base: closed when this rank's weights are written, because then ``link`` no longer
+        base: the save_id of a link's base; None for a full save.
+        pieces: makes the pieces of a link; adds the names of tensors with NaN or Inf to the list,
+            if the caller does not know them.
+        needs_base: closed when this rank's weights are written, because then ``pieces`` no longer
             reads the copy of the base.
         tied: whether a link leaves out a tied output embedding.
     """
@@ -119,7 +104,8 @@ class RankContents(NamedTuple):
     written_by: Callable[[], object] | None = None
     sync_dtype: str | None = None
     completes: bool = False
-    link: LinkContents | None = None
+    base: str | None = None
+    pieces: Callable[[list[str]], Iterator[SavedPiece]] | None = None
     needs_base: AbstractContextManager[object] = nullcontext()
     tied: bool = False
 
@@ -136,7 +122,7 @@ class RankFiles:
         rest_stays: True if the other files for resuming must not be deleted, or do not exist.
         trained: the name of this rank's file of the trained model.
         sync_dtype: see :class:`RankContents`.
-        base: see :class:`LinkContents`; None for a full save.
+        base: see :class:`RankContents`.
     """
 
     job: Job
@@ -225,11 +211,12 @@ class RankFiles:
         if contents.adapter_files:
             adapter = self.actor / LORA_ADAPTER
             files += write_model_files(self.storage, adapter, contents.adapter_files)
-        if contents.link is not None:
-            files.append(self._write_link(contents.link, nonfinite))
-            if not contents.link.is_whole:
-                contents = contents._replace(model=None, whole=None)
-        if contents.whole is not None:
+        if contents.pieces is not None:
+            found: list[str] = []
+            link = self._write_link(contents.pieces(found))
+            nonfinite = NonFinite.of_all([nonfinite, NonFinite.of(found)])
+            files.append(link.model_copy(update={"nonfinite": nonfinite}))
+        elif contents.whole is not None:
             files.append(write_part(self.job, self.actor, contents.whole_name, contents.whole))
         elif contents.model is not None:
             file = write_tensors(self.storage, shard, contents.model)
@@ -247,21 +234,14 @@ class RankFiles:
                 )
         return files
 
-    def _write_link(self, link: LinkContents, nonfinite: NonFinite) -> ReceiptFile:
+    def _write_link(self, pieces: Iterator[SavedPiece]) -> ReceiptFile:
         from syncd.deltas.links import write_link  # noqa: PLC0415 - imports NumPy and zstd
 
-        path, found = self.actor / self.name(link_name), list[str]()
+        path = self.actor / self.name(link_name)
         with Draft(self.storage, path, room=self.job.layout.drafts) as draft:
-            written = write_link(draft.write, link.pieces(found))
+            digest = write_link(draft.write, pieces)
             draft.commit()
-        link.written(written)
-        return ReceiptFile(
-            name=path.name,
-            size=draft.size,
-            digest=written.digest,
-            over="index",
-            nonfinite=NonFinite.of_all([nonfinite, NonFinite.of(found)]),
-        )
+        return ReceiptFile(name=path.name, size=draft.size, digest=digest, over="index")
 
     def write_configs(self, contents: RankContents) -> list[ReceiptFile]:
         """Write ``fsdp_config.json`` and ``huggingface/``, on rank 0."""
