@@ -76,6 +76,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
                 name=name,
                 session=session,
                 sync=SyncTerms.of(settings),
+                deltas=settings is not None and settings.deltas,
                 time=0.0,
             ),
         )
@@ -138,7 +139,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
         learn the ``save_id``, and the ``base`` of a link, from the report.
         """
         saving, relative_to = (None if one is None else str(one) for one in (save_id, base))
-        self._me.update(step=step, saving=saving, base=relative_to)
+        no_links = None if base else self._me.record.no_links
+        self._me.update(step=step, saving=saving, base=relative_to, no_links=no_links)
         self._versions.copy_report(self._me.record)
 
     def set_model_state_dict(
@@ -183,6 +185,10 @@ class TrainerSynchronizer(Member[TrainerReport]):
         newest = self._versions.newest()
         published = newest is not None and newest.step == self._saved_step
         return not published and self._versions.job.outcome(self._saved_step) is None
+
+    def say_no_links(self, reason: str) -> None:
+        """Report why saves are full, until one is a link, although the settings ask for links."""
+        self._me.update(no_links=reason)
 
     def takes_links(self, root: SaveId) -> bool:
         """True if the daemon can use a link that leads from ``root``, a full save of this run."""

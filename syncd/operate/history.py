@@ -165,8 +165,12 @@ def _add(version: VersionHistory, line: JournalLine) -> None:
     if line.event == "published":
         version.bytes = line.bytes
         version.merge_seconds = line.seconds
-        version.latency_seconds = line.latency
-        version.saved = None if line.latency is None else _finite(line.time - line.latency)
+        # A fold's line counts from the start of the fold.
+        version.saved = version.linked
+        if version.saved is None and line.latency is not None:
+            version.saved = _finite(line.time - line.latency)
+        is_fold = version.linked is not None
+        version.latency_seconds = line.time - version.linked if is_fold else line.latency
     elif line.event == "rolled_back":
         version.of, version.by = line.of, line.by
 

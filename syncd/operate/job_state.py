@@ -127,6 +127,7 @@ def _look(job: Job) -> dict[str, Any]:
         ],
         "deltas": _deltas(job),
         "links": [asdict(link) for link in _links(job, latest)],
+        "no_links": _no_links(daemon, latest, trainer),
         "delta_progress": making.model_dump() if making else None,
         "pinned_steps": [
             step
@@ -228,6 +229,16 @@ def _links(job: Job, latest: Latest | None) -> list[DeltaSeen]:
         with suppress(OSError):
             seen.append(look_at_delta(job, sequence))
     return list(links_from(latest.sequence, latest.save_id, seen).values()) if latest else []
+
+
+def _no_links(
+    daemon: DaemonReport | None, latest: Latest | None, trainer: TrainerReport | None
+) -> str | None:
+    """Why the trainer's saves are full although its settings ask for links."""
+    if trainer is None or not trainer.deltas:
+        return None
+    closed, offered = (latest and latest.closed), (daemon and daemon.no_links)
+    return trainer.no_links or closed or offered
 
 
 def changed_part(delta: Delta) -> float:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from syncd.operate.job_state import look
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import link_name, master_name, shard_name
 from syncd.protocol.policy import SyncSettings
@@ -289,6 +290,8 @@ def test_after_two_dense_links_saves_are_full_for_a_while(root: Path) -> None:
         for step in range(1, 16):
             save(hook, model, step, 0.9)
             kinds.append(is_link(job, step))
+            is_dense = look(job)["no_links"] == "too many elements change"
+            assert is_dense is (3 < step < 14)
         assert kinds == [False, True, True, *[False] * 10, True, True]
         before = full(job, 13)
         assert_equal(linked(job, 15, linked(job, 14, before)), state(model))
@@ -333,6 +336,7 @@ def test_what_links_do_not_cover_is_saved_whole_after_one_warning(
             save(hook, model, 1)
             save(hook, model, 2)
             assert not is_link(job, 2)
+            assert why in look(job)["no_links"]
         told = [one.getMessage() for one in caplog.records if "deltas" in one.getMessage()]
         assert len(told) == 1
         assert why in told[0]
