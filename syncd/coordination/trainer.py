@@ -139,8 +139,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         learn the ``save_id``, and the ``base`` of a link, from the report.
         """
         saving, relative_to = (None if one is None else str(one) for one in (save_id, base))
-        no_links = None if base else self._me.record.no_links
-        self._me.update(step=step, saving=saving, base=relative_to, no_links=no_links)
+        self._me.update(step=step, saving=saving, base=relative_to)
         self._versions.copy_report(self._me.record)
 
     def set_model_state_dict(
@@ -187,7 +186,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         return not published and self._versions.job.outcome(self._saved_step) is None
 
     def say_no_links(self, reason: str) -> None:
-        """Report why saves are full, until one is a link, although the settings ask for links."""
+        """Report why all saves are full although the settings ask for links."""
         self._me.update(no_links=reason)
 
     def takes_links(self, root: SaveId) -> bool:

@@ -166,11 +166,9 @@ def _add(version: VersionHistory, line: JournalLine) -> None:
         version.bytes = line.bytes
         version.merge_seconds = line.seconds
         # A fold's line counts from the start of the fold.
-        version.saved = version.linked
-        if version.saved is None and line.latency is not None:
-            version.saved = _finite(line.time - line.latency)
-        is_fold = version.linked is not None
-        version.latency_seconds = line.time - version.linked if is_fold else line.latency
+        latency = line.latency if version.linked is None else line.time - version.linked
+        version.latency_seconds = latency
+        version.saved = None if latency is None else _finite(line.time - latency)
     elif line.event == "rolled_back":
         version.of, version.by = line.of, line.by
 

@@ -237,8 +237,8 @@ def _no_links(
     """Why the trainer's saves are full although its settings ask for links."""
     if trainer is None or not trainer.deltas:
         return None
-    closed, offered = (latest and latest.closed), (daemon and daemon.no_links)
-    return trainer.no_links or closed or offered
+    closed = latest.closed if latest else None
+    return trainer.no_links or closed or (daemon.no_links if daemon else None)
 
 
 def changed_part(delta: Delta) -> float:
