@@ -110,20 +110,19 @@ _COUNTERS: Final = {
     "links_closed": "Times when no more saves were linked until the next full version.",
     "errors": "Refusals and failures, by error class; each attempt counts.",
 }
-#: Metric → its label besides the job.
-_LABELS: Final = {
-    "saves": ["outcome"],
-    "pruned": ["what"],
-    "deltas": ["outcome"],
-    "folds": ["outcome"],
-    "errors": ["error"],
-} | {name: ["explorer"] for name in _GAUGES if name.startswith("explorer_")}
 #: Counter → the values of its label that begin at 0.
 _OUTCOMES: Final = {
     "saves": ("skipped", "quarantined", "published", "linked"),
     "pruned": ("version", "step", "lease", "delta"),
     "deltas": ("made", "none"),
     "folds": ("made", "delayed"),
+}
+#: Metric → its label besides the job.
+_LABELS: Final = {
+    **{name: ["outcome"] for name in _OUTCOMES},
+    **{name: ["explorer"] for name in _GAUGES if name.startswith("explorer_")},
+    "pruned": ["what"],
+    "errors": ["error"],
 }
 _HISTOGRAMS: Final = {
     "tick_seconds": (
