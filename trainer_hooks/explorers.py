@@ -73,6 +73,7 @@ class Explorers:
     explorer_requires_sync = tried(TrainerSynchronizer.explorer_requires_sync)
     save_is_on_its_way = tried(TrainerSynchronizer.save_is_on_its_way)
     takes_links = tried(TrainerSynchronizer.takes_links)
+    say_no_links = tried(TrainerSynchronizer.say_no_links)
     say_nothing_new = tried(TrainerSynchronizer.notify_no_new_model_state_dict)
     takers = tried(TrainerSynchronizer.takers)
     have_received = tried(TrainerSynchronizer.have_received)

@@ -137,6 +137,7 @@ class TrainerHook(ClosingSaver):
             saver.copies.keeps = why is None
             if why is not None and saver.rank == 0:
                 log.warning("deltas=True has no effect, so every save is full: %s", why)
+                saver.explorers.say_no_links(why)
         self._fast_path = TrainerBroadcasts(model, settings, saver.explorers, saving.sync_dtype)
         self._planner = Planner(ranks, saver, self._fast_path)
         self._step: int | None = None

@@ -197,7 +197,6 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
             ("daemon", f"{_state(seen)}{detail} ({who}, heard {heard})"),
             ("merge", _merge(daemon["merge"]) if daemon["merge"] else ""),
             ("fold", _merge(daemon["fold"]) if daemon["fold"] else ""),
-            ("no links", (latest or {}).get("closed") or ""),
             ("done", _done(daemon["counters"])),
         ]
     served = "nothing is published yet"
@@ -206,8 +205,8 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
         more = f" ({', '.join(said)})" if said else ""
         if ahead := latest["ahead"]:
             links = seen["links"]
-            bytes_ = size(sum(one["bytes"] for one in links))
-            more += f"; ahead: step {ahead['step']}, by {len(links)} links ({bytes_})"
+            more += f"; ahead: step {ahead['step']}, by {len(links)} link{'s'[: len(links) != 1]}"
+            more += f" ({size(sum(one['bytes'] for one in links))})"
         served = f"version {latest['sequence']}, step {latest['step']}{more}"
     facts += [("start", _how_to_start(seen)), ("latest", served), ("names", _names(seen))]
     facts += [
@@ -222,6 +221,7 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
         heard = ago(now, trainer["heard"])
         state = trainer["trouble"] or trainer["status"]
         facts.append(("trainer", f"{state}{step} ({ranks}, heard {heard})"))
+    facts.append(("no links", seen["no_links"] or ""))
     if seen["paused"]:
         by = seen["paused"]["by"]
         facts.append(("paused", f"by {by}: nothing is published or pruned until 'syncd resume'"))

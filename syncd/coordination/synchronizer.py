@@ -189,6 +189,8 @@ class Synchronizer:
 
     takers = in_thread(TrainerSynchronizer.takers)
     have_received = in_thread(TrainerSynchronizer.have_received)
+    takes_links = in_thread(TrainerSynchronizer.takes_links)
+    say_no_links = in_thread(TrainerSynchronizer.say_no_links)
     has_missed = in_thread(TrainerSynchronizer.has_missed)
     goes_by_files = in_thread(TrainerSynchronizer.goes_by_files)
 

@@ -76,6 +76,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
                 name=name,
                 session=session,
                 sync=SyncTerms.of(settings),
+                deltas=settings is not None and settings.deltas,
                 time=0.0,
             ),
         )
@@ -183,6 +184,10 @@ class TrainerSynchronizer(Member[TrainerReport]):
         newest = self._versions.newest()
         published = newest is not None and newest.step == self._saved_step
         return not published and self._versions.job.outcome(self._saved_step) is None
+
+    def say_no_links(self, reason: str) -> None:
+        """Report why all saves are full although the settings ask for links."""
+        self._me.update(no_links=reason)
 
     def takes_links(self, root: SaveId) -> bool:
         """True if the daemon can use a link that leads from ``root``, a full save of this run."""

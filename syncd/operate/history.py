@@ -141,8 +141,10 @@ def _add(version: VersionHistory, line: JournalLine) -> None:
     if line.event == "published":
         version.bytes = line.bytes
         version.merge_seconds = line.seconds
-        version.latency_seconds = line.latency
-        version.saved = None if line.latency is None else _finite(line.time - line.latency)
+        # A fold's line counts from the start of the fold.
+        latency = line.latency if version.linked is None else line.time - version.linked
+        version.latency_seconds = latency
+        version.saved = None if latency is None else _finite(line.time - latency)
     elif line.event == "rolled_back":
         version.of, version.by = line.of, line.by
 

@@ -124,6 +124,7 @@ def _look(job: Job) -> dict[str, Any]:
             for markers in [_names(storage, layout.lease_folder(sequence))]
         ],
         "links": [asdict(link) for link in _links(job, latest)],
+        "no_links": _no_links(daemon, latest, trainer),
         "pinned_steps": [
             step
             for name in _names(storage, layout.root)
@@ -212,6 +213,16 @@ def _links(job: Job, latest: Latest | None) -> list[DeltaSeen]:
         with suppress(OSError):
             seen.append(look_at_delta(job, sequence))
     return list(links_from(latest.sequence, latest.save_id, seen).values()) if latest else []
+
+
+def _no_links(
+    daemon: DaemonReport | None, latest: Latest | None, trainer: TrainerReport | None
+) -> str | None:
+    """Why the trainer's saves are full although its settings ask for links."""
+    if trainer is None or not trainer.deltas:
+        return None
+    closed = latest.closed if latest else None
+    return trainer.no_links or closed or (daemon.no_links if daemon else None)
 
 
 def _names(storage: Storage, folder: Path) -> list[str]:

@@ -336,6 +336,8 @@ class TrainerReport(Record):
         step: the step of the newest announced save; None before the first save.
         saving: the id of the save that was begun last, until it is announced.
         base: the save that ``saving`` is relative to, if it is a link.
+        deltas: True if the trainer's settings ask for links.
+        no_links: why it makes none, unless the daemon has the reason.
         name, session: None if the trainer does not register. Then only ``status`` shows whether the
             trainer works.
         nothing_new: how often the trainer told waiting explorers that no newer weights will follow.
@@ -347,6 +349,8 @@ class TrainerReport(Record):
     step: Step | None = None
     saving: Annotated[str, Field(max_length=200)] | None = None
     base: Annotated[str, Field(max_length=200)] | None = None
+    deltas: bool = False
+    no_links: Text | None = None
     name: str | None = None
     session: SessionId | None = None
     nothing_new: Size = 0

@@ -80,13 +80,18 @@ class SaveQuarantined(ErrorEvent):
 class SaveLinked(InfoEvent):
     """The save is linked, under the number of a version to come."""
 
-    text = "linked step {step} as {version}: {bytes} bytes in {seconds} s"
     line = counter = "linked"
     renamed = Event.renamed | {"bytes": "delta_bytes"}
     version: int
     step: int
     bytes: int
     seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"linked step {self.step} for version {self.version}: {size(self.bytes)} in "
+            f"{self.seconds:.2f} s"
+        )
 
 
 class LinksClosed(WarningEvent):
@@ -276,6 +281,9 @@ class VersionPublished(InfoEvent):
 
 class VersionFolded(VersionPublished):
     """Links became a full version; ``seconds`` begins with the fold."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, folded from links"
 
 
 class VersionRolledBack(InfoEvent):

@@ -33,7 +33,7 @@ export function command(text) {
   return h("code", null, said(text));
 }
 
-/** Whether storage has let an answer wait for longer than what is only much to read. */
+/** Whether storage has let an answer wait for too long. */
 export function isSilent(answer, now) {
   return answer.silent_since !== null && now - answer.silent_since > SILENCE;
 }

@@ -22,8 +22,7 @@ export function timeline(status, history, versions, chosen, now) {
     parts.push(h("p", { class: "empty" }, history?.history?.unseen
       ? said(history.history.unseen) : LOOKING));
   } else if (!versions.length) {
-    parts.push(h("p", { class: "empty" },
-      "Nothing is published yet. A version appears once a trainer has saved a complete step, and a daemon has merged the save."));
+    parts.push(h("p", { class: "empty" }, "Nothing is published yet."));
   } else {
     parts.push(choices(versions.length, chosen), ...rows(status, versions, chosen, now));
   }
@@ -85,10 +84,7 @@ function momentsOf({ saved, published }, live, end = null) {
   return published === null ? [] : [saved, published, end, ...live.map(({ time }) => time)].filter((at) => at !== null);
 }
 
-/**
- * Of each version the explorers that have served one before: the first one of an explorer says when it came,
- * which may be days later, and not how long it took.
- */
+/** Of each version the explorers that have served one before: the first load of one may be days late. */
 function laterLives(versions) {
   const known = new Set();
   const found = new Map();
@@ -123,7 +119,7 @@ function endOf(version, onDisk, now) {
       ? ["held by ", said(onDisk.leases[0])] : `held by ${onDisk.leases.length}`) : null;
   const state = version.latest ? h("b", null, "LATEST")
     : version.on_disk ? "kept"
-    : version.pruned === null ? "gone"
+    : version.pruned === null ? (version.linked === null || version.published !== null ? "gone" : "linked")
     : h("span", { title: printable(version.pruned_why ?? "") }, version.published === null
       ? ["pruned ", moment(version.pruned, now)]
       : `pruned +${span(Math.max(0, version.pruned - version.published))}`);

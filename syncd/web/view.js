@@ -152,7 +152,9 @@ function tiles(job, status, versions, now) {
     tile("Latest version", latest ? `v${latest.sequence}` : "none yet",
       latest ? [`step ${latest.step}`, latest.kind === "full" ? "" : `, ${latest.kind}`,
         latest.dtype ? `, ${latest.dtype}` : "", ", ",
-        publishedAgo(status, now, versions)] : "It appears after the first complete save."),
+        publishedAgo(status, now, versions),
+        latest.ahead ? `; ahead: step ${latest.ahead.step}, by ${many(status.links.length, "link")} (${bytesOf(status.links)})` : ""]
+        : "It appears after the first complete save."),
     tile("Slowest explorer", slowest ? (slowest.behind > 0 ? `${slowest.behind} behind` : "up to date") : "none yet",
       slowest ? [slowest.behind > 0 ? [slowest.behind_steps ? `or ${many(slowest.behind_steps, "step")}: ` : "",
         said(slowest.name), ", of "] : "of ", many(live.length, "explorer")] : "No explorer serves this job."),
@@ -173,16 +175,17 @@ function tiles(job, status, versions, now) {
   ];
 }
 
-/** What the daemon does now: always there, so that nothing moves when it begins and ends. */
-function doing({ merge, state, detail }) {
-  const words = merge ? `Merging step ${merge.step}: ${progress(merge)}`
+/** What the daemon does now: always there, so that nothing moves. */
+function doing({ fold, merge, state, detail }) {
+  const work = merge ?? fold;
+  const words = work ? `${merge ? "Merging" : "Folding links to"} step ${work.step}: ${progress(work)}`
     : state === "merging" ? ["Merging ", said(detail)]
     : detail ? ["Waiting: ", said(detail)]
     : "Nothing is being merged.";
   return h("div", { class: "tile doing", "data-key": "doing" },
     h("p", null, words),
-    h("progress", { "aria-label": "Progress of the merge", class: merge ? null : "idle",
-      max: Math.max(merge?.total ?? 1, 1), value: merge?.done ?? 0 }));
+    h("progress", { "aria-label": "Progress", class: work ? null : "idle",
+      max: Math.max(work?.total ?? 1, 1), value: work?.done ?? 0 }));
 }
 
 function progress({ done, total, seconds }) {
@@ -192,20 +195,20 @@ function progress({ done, total, seconds }) {
 
 function diskNote(status, versions) {
   const on = versions?.filter((one) => one.on_disk) ?? [];
-  const bytes = on.reduce((sum, one) => sum + (one.bytes ?? 0), 0);
+  const bytes = on.some((one) => one.bytes) && bytesOf(on);
   const files = status.free?.inodes;
   return [
     status.free ? "free on the job's filesystem" : "The filesystem does not report its free space",
     files === null || files === undefined ? "" : `, and ${files.toLocaleString("en")} files`,
     `; ${many(status.versions.length, "version")}`,
-    bytes ? ` of ${size(bytes)}` : "",
+    bytes ? ` of ${bytes}` : "",
     " published",
   ];
 }
 
 function explorers(status, chosen, now) {
   const key = "explorers";
-  const hasStopped = (one) => Number(one.status === "stopped"); // those, often many, are behind for good
+  const hasStopped = (one) => Number(one.status === "stopped"); // behind for good
   const all = [...status.explorers]
     .sort((one, other) => hasStopped(one) - hasStopped(other) || other.behind - one.behind);
   const shown = chosen.allExplorers ? all : all.slice(0, FEW);
@@ -240,6 +243,7 @@ function details(status) {
     .map(([name, count]) => (name === "merged_bytes" ? `${size(count)} merged` : `${count} ${words(name)}`));
   const facts = [
     counters.length ? ["Done since the daemon took over", counters.join(", ")] : null,
+    status.no_links ? ["No links, because", said(status.no_links)] : null,
     status.pinned_steps.length ? ["Pinned steps", status.pinned_steps.join(", ")] : null,
   ].filter(Boolean);
   return facts.length === 0 ? null : h("section", { class: "panel", "data-key": "details" }, h("h2", null, "Details"),
@@ -290,12 +294,16 @@ function behindOf({ behind, behind_steps: steps }) {
   return `${many(behind, "version")}${steps ? `, ${many(steps, "step")}` : ""}`;
 }
 
-/** By the events, or by the history: those are few, and a hundred explorers that go live are more. */
+/** By the events, which may be few, or by the history. */
 function publishedAgo(status, now, versions = null) {
   const named = new Set(["published", "adopted", "rolled_back"]);
   const event = status.events.findLast((one) => named.has(one.event) && one.version === status.latest?.sequence);
   const at = event?.time ?? versions?.find((one) => one.version === status.latest?.sequence)?.published;
   return at === null || at === undefined ? "–" : ago(at, now);
+}
+
+function bytesOf(all) {
+  return size(all.reduce((sum, { bytes }) => sum + bytes, 0));
 }
 
 function freeOf({ free }) {
@@ -315,7 +323,7 @@ function tile(name, value, more) {
     h("dd", { class: "more" }, more));
 }
 
-/** Give each job its `name`: the end of its path, as long as it takes to tell it from the others. */
+/** Give each job its `name`: the end of its path that tells it from the others. */
 export function nameJobs(jobs) {
   const end = ({ job }, length) => {
     const parts = job.split("/").filter(Boolean);

@@ -23,7 +23,7 @@ from syncd.operate.job_state import look
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import link_name
 from syncd.protocol.records import Ahead, Latest, NonFinite, encode, parse
-from syncd.protocol.reports import DaemonReport, ExplorerReport
+from syncd.protocol.reports import DaemonReport, ExplorerReport, TrainerReport
 from syncd.storage.job import Job
 from syncd.storage.sessions import Session
 from tests.jobs import LEASE_TIME, SmallJob, nothing
@@ -458,6 +458,8 @@ def test_the_report_offers_links_only_while_an_explorer_follows_ahead(
 
 def test_status_history_and_verify_tell_of_links(job: SmallJob) -> None:
     save_full(job, 1)
+    trainer = TrainerReport(run_id="r", world_size=1, status="running", deltas=True, time=0.0)
+    job.put(job.layout.trainer_report, encode(trainer))
     with daemon(job) as loop:
         loop.run_once()
         save_link(job, 2, 1)
@@ -469,8 +471,8 @@ def test_status_history_and_verify_tell_of_links(job: SmallJob) -> None:
     assert [link["sequence"] for link in seen["links"]] == [2]
     assert seen["latest"]["ahead"]["step"] == 2
     text = CliRunner().invoke(cli, ["status", str(job.layout.root)]).output
-    assert "ahead: step 2, by 1 links" in text
-    assert "its base is neither linked nor published" in text
+    assert "ahead: step 2, by 1 link (" in text
+    assert "no links its base is neither linked nor published" in text
     first, second = history(Job.at(job.layout.root), 9)
     assert (first.version, second.version) == (1, 2)
     assert first.published is not None

@@ -20,7 +20,9 @@ from syncd.protocol.reports import ExplorerReport, Load, Reload, TrainerReport
 from tests.doc_lists import page
 from tests.jobs import SmallJob
 from tests.lagging import Hosts
+from tests.made_deltas import work
 from tests.ports import free_port
+from tests.saved_links import save_full, save_link
 from tests.storages import Clock, refuse
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -109,6 +111,26 @@ def test_publish_latency_begins_with_the_first_look_at_the_whole_save(
     assert said("publish_latency_seconds_count") == 1
     assert said("publish_latency_seconds_sum") == pytest.approx(7)
     assert said("merge_seconds_sum") == pytest.approx(0)
+
+
+def test_links_and_folds_are_measured(job: SmallJob, clock: Clock, said: Measured) -> None:
+    save_full(job, 1)
+    with job.daemon(clock=clock, meter=said.meter, deltas=work()) as loop:
+        loop.run_once()
+        for step in (2, 3):
+            save_link(job, step, step - 1)
+            loop.run_once()
+        loop.run_once()
+        assert (said("latest_version"), said("ahead_version"), said("links")) == (1, 3, 2)
+        assert (said("link_bytes") or 0) > 0
+        loop.rounds(3, 60)
+        assert (said("latest_version"), said("ahead_version"), said("links")) == (3, 3, 0)
+        save_link(job, 5, 4)
+        loop.rounds(3, 1)
+    assert said("saves_total", outcome="linked") == 2
+    assert said("folds_total", outcome="made") == said("fold_seconds_count") == 1
+    assert said("publish_latency_seconds_count") == 1
+    assert said("links_closed_total") == 1
 
 
 def test_each_load_is_measured_and_of_an_explorers_first_one_the_pause_alone(

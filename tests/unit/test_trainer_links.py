@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from syncd.operate.job_state import look
 from syncd.protocol.names import link_name, master_name, shard_name
 from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import SaveOutcome, SaveOutcomes, encode, parse
@@ -241,6 +242,7 @@ def test_what_links_do_not_cover_is_saved_whole_after_one_warning(
             save(hook, model, 1)
             save(hook, model, 2)
             assert not is_link(job, 2)
+            assert "only method" in look(job)["no_links"]
         told = [one for one in caplog.messages if "every save is full: only method" in one]
         assert len(told) == 1
 

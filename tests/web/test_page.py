@@ -25,6 +25,8 @@ from syncd.web.server import Server
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import DEADLINE
 from tests.ports import free_port
+from tests.made_deltas import work
+from tests.saved_links import save_full, save_link
 from tests.storages import FastStorage
 from tests.web.chromium import ENTER, RIGHT, SPACE, TAB, Browser, browser
 from tests.web.served import daemon, explorer, served
@@ -137,6 +139,25 @@ def test_an_explorer_that_read_deltas_is_seen(page: Browser, tmp_path: Path) -> 
         page.sees("250 ms, staged by delta", ".stack")
         page.run("document.querySelector('details[data-key=v2] summary').click()")
         page.sees("read 9.0 MB of deltas", ".timeline")
+
+
+def test_ahead_its_links_and_why_saves_are_full_are_seen(page: Browser, tmp_path: Path) -> None:
+    job = SmallJob(tmp_path / "job")
+    save_full(job, 1)
+    trainer = TrainerReport(run_id="r", world_size=1, status="running", deltas=True, time=0.0)
+    job.put(job.layout.trainer_report, encode(trainer))
+    with shown(page, job.root) as server, job.daemon(deltas=work()) as loop:
+        loop.run_once()
+        save_link(job, 2, 1)
+        loop.rounds(2, 1)
+        page.open(server.address)
+        page.sees("ahead: step 2, by 1 link (", ".tiles")
+        page.sees("linked", ".timeline")
+        page.sees("no live explorer follows ahead", ".facts")
+        page.sees("linked step 2 as v2", ".events")
+        fold = MergeProgress(step=2, done=10**9, total=4 * 10**9, seconds=1.0)
+        daemon(job, time.time(), fold=fold)
+        page.sees("Folding links to step 2: 1.0 GB of 4.0 GB", ".doing")
 
 
 def test_what_others_wrote_is_text_and_nothing_else(page: Browser, tmp_path: Path) -> None:

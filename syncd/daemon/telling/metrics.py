@@ -37,6 +37,9 @@ from syncd.protocol.names import TEMPORARY, printable
 from syncd.protocol.records import DEFAULT_LEASE_TIME, Format, Latest
 from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.protocol.version_events import (
+    FoldDelayed,
+    LinksClosed,
+    VersionFolded,
     VersionLive,
     VersionNonfinite,
     VersionPublished,
@@ -72,6 +75,9 @@ _GAUGES: Final = {
     "paused": "1 while publishing is paused by a user.",
     "last_scan_timestamp_seconds": "Time of the last successful scan of the job.",
     "latest_version": "The sequence in LATEST.",
+    "ahead_version": "The sequence of ahead; of LATEST if no links lead from it.",
+    "links": "Number of links above LATEST.",
+    "link_bytes": "Bytes of these links.",
     "last_publish_timestamp_seconds": "Time of the last change of LATEST, by the storage's clock.",
     "trainer_up": "1 while the trainer's heartbeat goes on, 0 if lost; absent after a stop.",
     "trainer_step": "The step that the trainer announced last.",
@@ -90,23 +96,28 @@ _GAUGES: Final = {
     "explorer_broken": "1 if the explorer reports that its engine's weights are unknown.",
 }
 _COUNTERS: Final = {
-    "saves": "Saves that were published, skipped or quarantined.",
+    "saves": "Saves that were linked, published, skipped or quarantined.",
     "nonfinite_versions": "Published versions in which the trainer's hook found NaN or Inf.",
     "rollbacks": "Old versions that were published again.",
     "pruned": "Deletions: version, delta, step, lease.",
     "merge_bytes": "Bytes of published versions.",
+    "folds": "Attempts to fold links into a version: made or delayed.",
+    "links_closed": "Times when no more saves were linked until the next full version.",
     "errors": "Refusals and failures, by error class; each attempt counts.",
+}
+#: Counter → the values of its label that begin at 0.
+_OUTCOMES: Final = {
+    "saves": ("skipped", "quarantined", "published", "linked"),
+    "pruned": ("version", "step", "lease", "delta"),
+    "deltas": ("made", "none"),
+    "folds": ("made", "delayed"),
 }
 #: Metric → its label besides the job.
 _LABELS: Final = {
-    "saves": ["outcome"],
+    **{name: ["outcome"] for name in _OUTCOMES},
+    **{name: ["explorer"] for name in _GAUGES if name.startswith("explorer_")},
     "pruned": ["what"],
     "errors": ["error"],
-} | {name: ["explorer"] for name in _GAUGES if name.startswith("explorer_")}
-#: Counter → the values of its label that begin at 0.
-_OUTCOMES: Final = {
-    "saves": ("skipped", "quarantined", "published"),
-    "pruned": ("version", "step", "lease", "delta"),
 }
 _HISTOGRAMS: Final = {
     "tick_seconds": (
@@ -118,6 +129,7 @@ _HISTOGRAMS: Final = {
         "Time from the scan that finds a save complete until LATEST names the version.",
         _LONG,
     ),
+    "fold_seconds": ("Time from the start of a fold until LATEST names the version.", _LONG),
     "live_seconds": (
         "Time after LATEST names a version until an explorer serves it; not of first loads.",
         _SHORT,
@@ -214,6 +226,9 @@ class _JobMeter(Meter):
             leases=len(seen.leases),
             paused=seen.pause is not None,
             latest_version=seen.latest,
+            ahead_version=seen.ahead.sequence if seen.ahead else seen.latest,
+            links=len(seen.links),
+            link_bytes=sum(link.bytes for link in seen.links.values()),
         )
 
     def round_ended(self, seconds: float) -> None:
@@ -232,6 +247,14 @@ class _JobMeter(Meter):
         if event.counter in _OUTCOMES["saves"]:
             self._count("saves", event.counter)
         match event:
+            case VersionFolded():
+                self._count("folds", "made")
+                self._count("merge_bytes", by=event.bytes)
+                self._observe("fold_seconds", event.seconds)
+            case FoldDelayed():
+                self._count("folds", "delayed")
+            case LinksClosed():
+                self._count("links_closed")
             case VersionPublished():
                 self._count("merge_bytes", by=event.bytes)
                 self._observe("merge_seconds", event.seconds)
