@@ -23,9 +23,9 @@ from syncd.storage.job import Job
 from syncd.web import jobs
 from syncd.web.server import Server
 from tests.jobs import SmallJob
+from tests.made_deltas import work
 from tests.multiprocess.processes import DEADLINE
 from tests.ports import free_port
-from tests.made_deltas import work
 from tests.saved_links import save_full, save_link
 from tests.storages import FastStorage
 from tests.web.chromium import ENTER, RIGHT, SPACE, TAB, Browser, browser
