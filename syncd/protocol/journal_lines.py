@@ -47,6 +47,7 @@ class JournalLine(Record):
         changed: the fraction of the elements that differ, 0 to 1.
         delta_bytes: the size of the delta. For ``live``: the bytes of the deltas that the explorer
             read instead of the version's files, if any.
+        phases: for ``live``: the seconds of each part of the load.
         why: the reason. For ``published``: the tensors with NaN or Inf, if any. For ``names``: why
             the trainer's names are used, if no setting asks for them.
     """
@@ -68,5 +69,6 @@ class JournalLine(Record):
     explorer: Text | None = None
     changed: Annotated[float, Field(ge=0, le=1)] | None = None
     delta_bytes: Size | None = None
+    phases: dict[str, Seconds] | None = None
     names: Names | None = None
     why: Text | None = None
