@@ -27,8 +27,9 @@ class Live:
         time: approximate, since the epoch by the daemon's clock.
         seconds: from the update of LATEST to the load.
         pause: how long the engine did not serve during the load.
-        delta_bytes: bytes of deltas that the explorer read instead of the version's files; None
+        delta_bytes: bytes of links that the explorer read instead of the version's files; None
             also if it read these files.
+        phases: the seconds of ``fetch`` and ``rebuild`` (of links), ``verify`` and ``load``.
     """
 
     explorer: str
@@ -36,6 +37,7 @@ class Live:
     seconds: float | None
     pause: float | None = None
     delta_bytes: int | None = None
+    phases: dict[str, float] | None = None
 
 
 @dataclass(slots=True)
@@ -128,8 +130,8 @@ def _add(version: VersionHistory, line: JournalLine) -> None:
         seconds = line.seconds
         if seconds is None and version.published is not None:
             seconds = _finite(max(0.0, line.time - version.published))
-        live = Live(line.explorer or "?", line.time, seconds, line.pause, line.delta_bytes)
-        version.live.append(live)
+        used = line.pause, line.delta_bytes, line.phases
+        version.live.append(Live(line.explorer or "?", line.time, seconds, *used))
         return
     version.step = line.step if version.step is None else version.step
     if line.event == "linked":
@@ -169,7 +171,9 @@ def _add_unseen(job: Job, found: dict[int, VersionHistory]) -> None:
         for load in report.last_loads:
             version = found.get(load.sequence)
             if version is not None and all(one.explorer != report.name for one in version.live):
-                version.live.append(Live(report.name, None, None, load.pause, load.delta_bytes))
+                version.live.append(
+                    Live(report.name, None, None, load.pause, load.delta_bytes, load.phases)
+                )
 
 
 def _add_manifest(job: Job, version: VersionHistory) -> None:

@@ -210,6 +210,7 @@ class VersionLive(InfoEvent):
     seconds: float | None
     pause: float | None
     delta_bytes: int | None
+    phases: dict[str, float] | None
     ago_: float
     is_first_: bool
 

@@ -134,5 +134,6 @@ def test_two_explorers_serve_each_save_before_it_is_a_version(
             assert served == whole
         ranks.all("close")
         assert "by delta" in said_by_syncd("status", job)
-        assert "delta" in said_by_syncd("history", job)
+        loads = json.loads(said_by_syncd("history", "--json", job))["versions"][-1]["live"]
+        assert any(one["delta_bytes"] and "rebuild" in one["phases"] for one in loads)
         assert "Traceback" not in "".join(daemon.log)
