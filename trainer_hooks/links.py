@@ -45,7 +45,7 @@ class Save:
 
     def takes_link(self, step: int, explorers: Explorers) -> bool:
         """On rank 0, True if a later save, of ``step``, can be a link to this one."""
-        is_base = self.is_announced and not self.has_failed and 0 <= self.id.step < step
+        is_base = self.is_announced and 0 <= self.id.step < step
         return is_base and bool(explorers.takes_links(self._root))
 
 
