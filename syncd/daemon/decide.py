@@ -110,9 +110,8 @@ class Observation:
         links: the links that lead from LATEST's version, by their targets.
         ahead, closed: as in LATEST; ``closed`` is also set while LATEST is a rollback.
         outcome: of the pointer's save, if any.
-        whole_readers: True if a live explorer reads only whole versions.
+        must_fold: True if a live explorer reads only whole versions, or a fold has begun.
         may_fold: False if a link to ahead is damaged.
-        folding: True if a fold has begun.
     """
 
     pointer: Pointer
@@ -141,9 +140,8 @@ class Observation:
     ahead: Ahead | None = None
     closed: bool = False
     outcome: str = ""
-    whole_readers: bool = False
+    must_fold: bool = False
     may_fold: bool = False
-    folding: bool = False
 
 
 @dataclass(frozen=True)
@@ -381,8 +379,7 @@ def _fold(seen: Observation, config: DaemonConfig) -> tuple[Fold, ...]:
         return ()
     chain = tuple(chain_to(seen.ahead.save_id, seen.links))
     needed = (
-        seen.folding,
-        seen.whole_readers,
+        seen.must_fold,
         len(chain) >= _MANY_LINKS,
         sum(link.bytes for link in chain) > (seen.full_bytes or 0) / 4,
         seen.save_still_for >= _QUIET_TICKS * config.tick,

@@ -261,9 +261,8 @@ class Loop:
             save_id=self._publisher.save_id,
             ahead=ahead,
             closed=bool(latest and latest.closed),
-            whole_readers=False in self._follow,
+            must_fold=False in self._follow or self._folds.folder is not None,
             may_fold=ahead is not None and self._folds.damaged != ahead.sequence,
-            folding=self._folds.folder is not None,
         )
 
     def _no_links(self) -> str | None:

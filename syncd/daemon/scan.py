@@ -59,9 +59,8 @@ class Known:
     save_id: str | None = None
     ahead: Ahead | None = None
     closed: bool = False
-    whole_readers: bool = False
+    must_fold: bool = False
     may_fold: bool = False
-    folding: bool = False
 
 
 @dataclass
@@ -148,9 +147,8 @@ class Scanner:
             ahead=known.ahead,
             closed=known.closed,
             outcome=told,
-            whole_readers=known.whole_readers,
+            must_fold=known.must_fold,
             may_fold=known.may_fold,
-            folding=known.folding,
         )
 
     @property

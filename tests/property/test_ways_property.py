@@ -132,7 +132,7 @@ def observed(draw: st.DrawFn) -> Observation:
         links=links,
         ahead=ahead,
         closed=draw(st.booleans()),
-        whole_readers=draw(st.booleans()),
+        must_fold=draw(st.booleans()),
         may_fold=draw(st.booleans()),
         save_still_for=draw(st.sampled_from([0.0, 1000.0])),
     )

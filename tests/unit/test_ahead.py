@@ -546,11 +546,9 @@ def test_a_passed_full_save_is_merged_first_although_a_save_between_is_unseen(
     assert (job.latest.step, (ahead_of(job) or NO).step) == (2, 4)
 
 
-def test_a_link_whose_full_save_is_refused_is_skipped_once(job: SmallJob) -> None:
+def test_a_link_before_any_version_is_skipped_once(job: SmallJob) -> None:
     with daemon(job) as loop:
-        save_full(job, 1)
-        (job.layout.actor(1) / "model.safetensors").write_bytes(b"")
-        save_link(job, 2, 5)
+        save_link(job, 2, 1)
         for _ in range(5):
             loop.run_once()
     assert job.outcomes[2] == "skipped"
