@@ -41,14 +41,14 @@ class NotStagedError(Exception):
 def copy_name(source: Path, sequence: int, save_id: str, dtype: str | None) -> str:
     """The name of a version's copy, whatever it is made from.
 
-    ``source`` is the published folder. Copies for a recreated job have other names.
+    ``source`` is the published folder. StagedCopies for a recreated job have other names.
     """
     key = xxhash.xxh3_64_hexdigest(f"{source}\0{save_id}\0{dtype}".encode())
     return f"{version_folder(sequence)}-{key}"
 
 
 @dataclass
-class Copies:
+class StagedCopies:
     """The copies of this user in ``folder``, since the host's last boot, and the room for more.
 
     Methods that make or remove copies must run while :meth:`elected` holds the copier's lock.
