@@ -41,7 +41,7 @@ class NotStagedError(Exception):
 def copy_name(source: Path, sequence: int, save_id: str, dtype: str | None) -> str:
     """The name of a version's copy, whatever it is made from.
 
-    ``source`` is the published folder. StagedCopies for a recreated job have other names.
+    ``source`` is the published folder. Copies for a recreated job have other names.
     """
     key = xxhash.xxh3_64_hexdigest(f"{source}\0{save_id}\0{dtype}".encode())
     return f"{version_folder(sequence)}-{key}"
