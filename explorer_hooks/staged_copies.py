@@ -86,8 +86,10 @@ class StagedCopies:
             return None
         try:
             manifest = read_manifest(self.storage, copy.folder)
-        except BaseException:
+        except BaseException as error:
             copy.release()
+            if isinstance(error, RecordError):  # until nobody holds the copy, and it goes
+                raise NotStagedError(str(error)) from error
             raise
         return LeasedVersion(self.storage, copy.folder, manifest, copy, source=source)
 
