@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from explorer_hooks.copies import Copies, NotStagedError, copy_name
+from explorer_hooks.staged_copies import NotStagedError, StagedCopies, copy_name
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.version import verify_version
 from syncd.coordination.leased_version import LeasedVersion
@@ -128,7 +128,7 @@ class Staging:
         self._clock = clock
         # Without fsync: no copy is used after this host has stopped.
         self._storage = storage or Storage(self.folder, durable=False)
-        self._copies = Copies(self._storage, self.folder, budget_bytes)
+        self._copies = StagedCopies(self._storage, self.folder, budget_bytes)
 
     def stage(
         self, version: LeasedVersion, *, cancel: Callable[[], None] = lambda: None
@@ -331,8 +331,6 @@ class Staging:
                 storage.reading(link.folder / file.name) as source,
                 self._storage.closing(self._storage.create(here / file.name)) as copy,
             ):
-                if storage.fstat(source).st_size != file.size:
-                    raise NoDeltaError(f"{link.folder / file.name} is not {file.size} bytes long")
                 at = 0
                 while at < file.size and (
                     done := self._storage.copy_range(source, copy, _CHUNK, at, at)

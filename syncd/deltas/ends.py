@@ -1,4 +1,4 @@
-"""What is fixed of links: the size of a block, and limits. No I/O."""
+"""Limits of links, the size of a block, and the error if a link is of no use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LONGEST_CHAIN: Final = 64
 
 
 class NoDeltaError(Exception):
-    """Raised when a delta cannot be made or used; the message has the reason.
+    """Raised when a link cannot be made or used; the message has the reason.
 
-    The version itself can still be whole: the caller should read it without the delta.
+    The version itself can still be whole.
     """

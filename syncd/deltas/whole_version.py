@@ -12,7 +12,7 @@ from syncd.checkpoint.safetensors_header import HeaderEntry
 from syncd.checkpoint.version import WEIGHTS
 from syncd.deltas.ends import NoDeltaError
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError
-from syncd.protocol.records import Manifest, TensorEntry
+from syncd.protocol.records import Manifest
 from syncd.storage.fsio import Storage
 
 
@@ -22,9 +22,6 @@ class WholeVersion:
 
     folder: Path
     manifest: Manifest
-
-    def __str__(self) -> str:
-        return f"version {self.manifest.sequence} in {self.folder}"
 
 
 #: The name of a tensor → the open file that has it, and its place in that file.
@@ -48,13 +45,8 @@ def open_weights(storage: Storage, version: WholeVersion) -> Iterator[Places]:
                 file = stack.enter_context(SafetensorsFile.open(storage, version.folder / name))
             except (CheckpointError, SaveNotReadyError) as error:
                 raise NoDeltaError(str(error)) from error
-            check_header(file, tensors)
+            told = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors.values()}
+            if told != {entry.name: (entry.dtype, entry.shape) for entry in file.entries}:
+                raise NoDeltaError(f"{file.path}: its header is not what the manifest says")
             places.update((entry.name, (file, entry)) for entry in file.entries)
         yield places
-
-
-def check_header(file: SafetensorsFile, told: Mapping[str, TensorEntry]) -> None:
-    """Raise NoDeltaError if a file's header differs from the manifest."""
-    found = {entry.name: (entry.dtype, entry.shape) for entry in file.entries}
-    if found != {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in told.items()}:
-        raise NoDeltaError(f"{file.path}: its header is not what the manifest says")

@@ -97,8 +97,10 @@ def test_two_explorers_serve_each_save_before_it_is_a_version(
 ) -> None:
     layout = Job.at(job).layout
 
-    def latest() -> Latest:
-        return read(Latest, layout.latest)
+    def folded(step: int) -> dict[str, bytes]:
+        """The files of the full version, once there is one."""
+        wait_until(lambda: read(Latest, layout.latest).sequence == step, "it is folded")
+        return contents(layout.version(step))
 
     with (
         Daemon(job, "--keep", "9") as daemon,
@@ -128,8 +130,7 @@ def test_two_explorers_serve_each_save_before_it_is_a_version(
             assert read_bytes[0] == (0, 0)
             assert read_bytes[1][1] > 0
             assert (read_bytes[1][0] > 0) == (step == 3)
-            wait_until(lambda n=step: latest().sequence == n, "it is folded")
-            whole = contents(layout.version(step))
+            whole = folded(step)
             del served[MANIFEST], whole[MANIFEST]
             assert served == whole
         ranks.all("close")

@@ -16,7 +16,7 @@ import pytest
 from explorer_hooks.staging import NotStagedError, Staging
 from syncd.deltas.link_index import LinkRecord
 from syncd.protocol.errors import CancelledError, VersionGoneError
-from syncd.protocol.names import DELTA
+from syncd.protocol.names import DELTA, MANIFEST
 from syncd.protocol.records import Ahead, encode
 from tests.jobs import SmallJob
 from tests.staged_links import SMALL, LinkedJob, copies, state
@@ -201,7 +201,7 @@ def test_a_link_that_cannot_be_used_costs_no_version(
     base = staging.stage(linked.version(1))
     before = state(base.folder)
     damage(linked)
-    with pytest.raises(NotStagedError):
+    with pytest.raises(NotStagedError, match="a version only" if damage is huge else None):
         staging.follow(linked.lead(), linked.hold)
     assert linked.holds == 0
     assert state(base.folder) == before
@@ -287,6 +287,29 @@ def test_without_room_for_both_a_version_takes_the_place_of_its_base(
         assert "do not fit" in (staging.fetched.no_delta or "")
     else:
         linked.follow(staging)
+
+
+def test_a_copy_whose_manifest_is_damaged_is_no_copy(linked: LinkedJob, memory: Path) -> None:
+    staging = Staging(memory)
+    base = staging.stage(linked.version(1))
+    cut(base.folder / MANIFEST)
+    with pytest.raises(NotStagedError, match=MANIFEST):
+        staging.stage(linked.version(1))
+    with pytest.raises(NotStagedError):
+        staging.follow(linked.lead(), linked.hold)
+    base.release()
+    staging.tidy()
+    linked.follow(staging)
+
+
+def test_copies_that_nobody_holds_make_room(linked: LinkedJob, memory: Path) -> None:
+    staging = Staging(memory, int(2.7 * size(linked)))
+    staging.stage(linked.version(1)).release()
+    held = linked.follow(staging)
+    linked.link()
+    linked.follow(staging)
+    assert copies(memory) == ["v000003", "v000004"]
+    held.release()
 
 
 def test_more_bytes_of_links_than_of_a_version_are_not_read(

@@ -48,7 +48,7 @@ def copy_name(source: Path, sequence: int, save_id: str, dtype: str | None) -> s
 
 
 @dataclass
-class Copies:
+class StagedCopies:
     """The copies of this user in ``folder``, since the host's last boot, and the room for more.
 
     Methods that make or remove copies must run while :meth:`elected` holds the copier's lock.
@@ -86,8 +86,10 @@ class Copies:
             return None
         try:
             manifest = read_manifest(self.storage, copy.folder)
-        except BaseException:
+        except BaseException as error:
             copy.release()
+            if isinstance(error, RecordError):  # until nobody holds the copy, and it goes
+                raise NotStagedError(str(error)) from error
             raise
         return LeasedVersion(self.storage, copy.folder, manifest, copy, source=source)
 
