@@ -15,7 +15,7 @@ from tests.jobs import SmallJob
 from tests.link_saves import follower, is_link
 from tests.multiprocess.link_ranks import LinkRank
 from tests.multiprocess.peers import Peer, Ranks
-from tests.multiprocess.processes import Daemon, epoch_content, wait_until
+from tests.multiprocess.processes import Daemon, dying_at, epoch_content, wait_until
 
 DELTAS = {"deltas": True, "save_timeout": 60}
 OPTIONS = ("--keep", "99", "--keep-deltas", "1")
@@ -23,26 +23,11 @@ OPTIONS = ("--keep", "99", "--keep-deltas", "1")
 #: met the others. None: it is killed from outside, when the other one has died.
 PHASES: dict[str, tuple[str | None, list[str]]] = {
     "announce": ("latest_state_dict", []),
-    "link": ("link_world_size_4", ["deltas/d"]),
+    "link": ("world_size_4", ["deltas/d"]),
     "ahead": (None, ["deltas/d", ".syncd/LATEST"]),
     "fold": (None, ["fold-v"]),
     "prune": (None, ["doomed/global_step"]),
 }
-#: A daemon that dies before or after a rename.
-DYING = """
-import os
-from syncd.cli import main
-from syncd.storage.fsio import Storage
-words, rename = {words}, Storage.rename
-def dying(storage, source, target):
-    met = words and words[0] in f"{{source}} {{target}}" and words.pop(0)
-    if {after} or not met or words:
-        rename(storage, source, target)
-    if met and not words:
-        os.kill(os.getpid(), 9)
-Storage.rename = dying
-main()
-"""
 
 
 @pytest.mark.parametrize(
@@ -70,8 +55,8 @@ def test_each_fold_has_the_files_of_a_merge(
     with follower(here, "ahead"), follower(here, "whole", ahead=False):
         for phase in [*random.sample([*PHASES], 5) * rounds, None]:
             place, words = PHASES[phase] if phase else (None, [])
-            dying = DYING.format(words=words, after=random.choice([True, False]))
-            with Daemon(job, *OPTIONS, program=("-c", dying)) as daemon, ExitStack() as stack:
+            dying = dying_at(*words, after=random.choice([True, False]))
+            with Daemon(job, *OPTIONS, program=dying) as daemon, ExitStack() as stack:
                 wait_until(lambda: is_folded() or not daemon.running, "the last save is folded")
                 ranks = Ranks()
                 for rank in range(4):
@@ -80,7 +65,8 @@ def test_each_fold_has_the_files_of_a_merge(
                     stack.callback(ranks[-1].end)
                 ranks.all("open", DELTAS, saving)
                 ranks.all("open_whole", other.root, saving)
-                for step in range(step + 1, step + 4):
+                for _ in range(3):
+                    step += 1
                     ranks.all("train", step)
                     ranks.all("over")
                     if is_link(here, step):
@@ -91,7 +77,8 @@ def test_each_fold_has_the_files_of_a_merge(
                     ranks.all("close")
                     wait_until(is_folded, "the last step is full")
                     break
-                wait_until(lambda: not words or not daemon.running, f"it dies: {phase}")
+                if words:
+                    wait_until(lambda: not daemon.running, f"it dies: {phase}")
                 step += 1
                 victim = ranks[0 if phase == "announce" else random.randrange(4)]
                 if place is not None:

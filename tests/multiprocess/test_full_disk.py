@@ -188,7 +188,7 @@ def test_syncd_prune_makes_room_on_a_full_disk(job: Path, filler: Filler, kind: 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("last", "refused"),
-    [(3, "step 3 could not be linked"), (2, "the links to step 2 could not be folded")],
+    [(3, "step 3 could not be linked"), (2, "to step 2 could not be folded")],
 )
 def test_links_above_latest_outlive_a_full_disk_and_become_a_version_later(
     job: Path, filler: Filler, kind: Kind, last: int, refused: str
