@@ -70,8 +70,7 @@ class LinkRank(Rank):
         """Change the model, and save it by both hooks, whole first."""
         self.change(step)
         if self._whole is not None:
-            self._whole.save_state_dict(step)
-            over(self._whole)
+            self.save_whole(step)
         return self.hook.save_state_dict(step)
 
     def close_whole(self) -> None:
@@ -89,6 +88,7 @@ class LinkRank(Rank):
     def save_whole(self, step: int) -> None:
         assert self._whole is not None
         self._whole.save_state_dict(step)
+        over(self._whole)
 
     def checkpoint_now(self, step: int) -> None:
         self.hook.save_checkpoint(step)
