@@ -10,7 +10,7 @@ import pytest
 
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
-from tests.crash.invariants import files
+from tests.deltas import contents
 from tests.jobs import SmallJob
 from tests.link_saves import follower, is_link
 from tests.multiprocess.link_ranks import LinkRank
@@ -99,7 +99,7 @@ def test_each_fold_has_the_files_of_a_merge(
             other.point(step)
             merging.rounds(2, 1.0)
             assert other.latest.step == step
-            made, merged = files(version), files(other.version(other.latest.sequence))
+            made, merged = contents(version), contents(other.version(other.latest.sequence))
             assert made.pop("manifest.json") != merged.pop("manifest.json")
             assert made == merged
             folds |= {step} & linked
