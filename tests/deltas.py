@@ -101,15 +101,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def state(folder: Path) -> list[tuple[str, int, int, bytes]]:
-    """What of a folder's files must stay as it is."""
-    return [
-        (str(path), (status := path.stat()).st_ino, status.st_mtime_ns, path.read_bytes())
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    ]
-
-
 def random_tensors(seed: int, **shapes: tuple[str, tuple[int, ...]]) -> dict[str, Any]:
     """Tensors with any bits."""
     generator = np.random.default_rng(seed)
