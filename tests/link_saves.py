@@ -17,7 +17,7 @@ from syncd.deltas.link_index import LinkPiece, read_index
 from syncd.deltas.links import LinkReader
 from syncd.protocol.names import RECEIPTS, receipt_name
 from syncd.protocol.records import Latest, Receipt, ReceiptFile, SaveId, encode, parse
-from syncd.protocol.reports import DaemonReport
+from syncd.protocol.reports import DaemonReport, ExplorerReport
 from syncd.storage.job import Job
 from syncd.storage.sessions import Session
 from tests.links import STORAGE, blocks_of
@@ -35,6 +35,18 @@ def offered(root: Path, *, links: bool = True) -> Iterator[Job]:
         )
         job.storage.replace(job.layout.daemon_report, encode(report))
         yield job
+
+
+@contextmanager
+def follower(job: Job, name: str, *, ahead: bool = True) -> Iterator[None]:
+    """Be an explorer that follows ahead, or one that reads whole versions."""
+    with Session(job.layout, job.open().lease_time) as session:
+        report = ExplorerReport(
+            name=name, session=session.id, status="running", sequence=None, time=0.0,
+            follows_ahead=ahead,
+        )  # fmt: skip
+        job.storage.replace(job.layout.explorer(name), encode(report))
+        yield
 
 
 def publish(job: Job, save_id: str, sequence: int = 1, **more: object) -> None:

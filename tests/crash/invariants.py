@@ -26,6 +26,7 @@ from syncd.storage.job import Job
 from syncd.storage.judge import Judge
 from syncd.storage.leases import Lease
 from syncd.storage.sessions import DaemonLock
+from tests.deltas import contents
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.made_deltas import work
 from tests.storages import Clock, FastStorage
@@ -36,15 +37,6 @@ CONFIG = DaemonConfig(keep=1, dead_reader_grace=10.0)
 #: The session of an explorer that lives through everything.
 LIVING = "living"
 Files = dict[str, bytes]
-
-
-def files(folder: Path) -> Files:
-    """Everything below a folder, by its path in it."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 @dataclass(frozen=True)
@@ -64,14 +56,14 @@ def look(job: SmallJob, *, rewritten: Collection[int] = ()) -> Seen:
     layout = job.layout
     return Seen(
         sequence=latest_sequence(layout),
-        versions={path.name: files(path) for path in versions(layout)},
+        versions={path.name: contents(path) for path in versions(layout)},
         leased=frozenset(
             parse_version_folder(path.parent.name) or 0
             for path in layout.leases.glob("*/*")  # none where there is no such folder
             if path.name.endswith(f".{LIVING}")
         ),
         kept={
-            path.name: files(path)
+            path.name: contents(path)
             for path in layout.root.iterdir()
             if (step := parse_step_folder(path.name)) is not None
             and step not in rewritten
@@ -116,11 +108,11 @@ def check(job: SmallJob, before: Seen) -> None:
     found = {path.name: path for path in versions(layout)}
     for name, content in before.versions.items():
         if name in found:
-            assert files(found[name]) == content, f"{name} is not what it was"
+            assert contents(found[name]) == content, f"{name} is not what it was"
         else:
             assert parse_version_folder(name) not in before.leased, f"{name} went, and was leased"
     for name, content in before.kept.items():
-        now = files(layout.root / name)
+        now = contents(layout.root / name)
         missing = {file for file in content if now.get(file) != content[file]}
         assert not missing, f"{name} lost {missing}"
 

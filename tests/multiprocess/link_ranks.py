@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.hooks import over
 from tests.multiprocess.trainer_ranks import Rank
 from tests.storages import refuse
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
@@ -66,16 +67,11 @@ class LinkRank(Rank):
                     value.view(-1)[: int(torch.randint(2, (), generator=alike))] += 1
 
     def train(self, step: int) -> dict[str, float]:
-        """Change the model, and save it by both hooks."""
+        """Change the model, and save it by both hooks, whole first."""
         self.change(step)
         if self._whole is not None:
-            self._whole.save_state_dict(step)
+            self.save_whole(step)
         return self.hook.save_state_dict(step)
-
-    def over(self) -> None:
-        super().over()
-        if self._whole is not None:
-            assert self._whole._saver.has_ended()
 
     def close_whole(self) -> None:
         assert self._whole is not None
@@ -92,6 +88,7 @@ class LinkRank(Rank):
     def save_whole(self, step: int) -> None:
         assert self._whole is not None
         self._whole.save_state_dict(step)
+        over(self._whole)
 
     def checkpoint_now(self, step: int) -> None:
         self.hook.save_checkpoint(step)

@@ -161,6 +161,30 @@ IMPATIENT: Final = (
 )
 
 
+def dying_at(*words: str, after: bool) -> tuple[str, str]:
+    """A ``program`` for :class:`Daemon` that dies at a rename.
+
+    Each word is in the paths of a rename after the one before; it dies at the last one's.
+    """
+    return (
+        "-c",
+        f"""
+import os
+from syncd.cli import main
+from syncd.storage.fsio import Storage
+words, rename = {[*words]}, Storage.rename
+def dying(storage, source, target):
+    met = words and words[0] in f"{{source}} {{target}}" and words.pop(0)
+    if {after} or not met or words:
+        rename(storage, source, target)
+    if met and not words:
+        os.kill(os.getpid(), 9)
+Storage.rename = dying
+main()
+""",
+    )
+
+
 class Daemon:
     """``syncd run`` as a process of its own; its log is kept in memory.
 

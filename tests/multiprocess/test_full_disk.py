@@ -38,6 +38,7 @@ from tests.multiprocess.processes import (
     wait_until_gone,
 )
 from tests.multiprocess.saves import Constant, save, serve, trainer
+from tests.saved_links import save_full, save_link
 from tests.storages import Clock, RuledStorage
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
@@ -182,6 +183,36 @@ def test_syncd_prune_makes_room_on_a_full_disk(job: Path, filler: Filler, kind: 
     assert done.returncode == 0, done.stderr
     assert published(job) == ["v000003"]
     nothing_half_made(job)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("last", "refused"),
+    [(3, "step 3 could not be linked"), (2, "to step 2 could not be folded")],
+)
+def test_links_above_latest_outlive_a_full_disk_and_become_a_version_later(
+    job: Path, filler: Filler, kind: Kind, last: int, refused: str
+) -> None:
+    made = SmallJob(job)
+    save_full(made, 1)
+    with Daemon(job, "--keep", "1") as daemon:
+        wait_for_step(job, 1)
+        save_link(made, 2, 1)
+        wait_until(lambda: made.latest.ahead, "step 2 is ahead")
+        daemon.pause()
+        for step in range(3, last + 1):
+            save_link(made, step, step - 1)
+        for kept in made.layout.reserve.iterdir():
+            kept.unlink()
+        filler.fill(kind)
+        before = made.latest
+        daemon.resume()
+        daemon.wait_for_log(refused)
+        assert made.latest == before
+        assert os.listdir(made.layout.deltas) == ["d000002"]
+        filler.clear()
+        verified(job, wait_for_step(job, last).sequence)
+        nothing_half_made(job)
 
 
 def full_at_start(job: Path, filler: Filler, kind: Kind) -> None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,9 +19,13 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import FULL, NAME_MAP, RETIRED
 from syncd.protocol.records import encode
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
+from tests.hooks import written
+from tests.jobs import SmallJob
+from tests.link_saves import follower, is_link
 from tests.multiprocess.processes import (
     DEADLINE,
     Daemon,
+    dying_at,
     wait_for_step,
     wait_until,
     wait_until_gone,
@@ -30,6 +35,8 @@ from tests.stored_job import Config, Model
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
 from trainer_hooks.settings import SyncDtype
 
+#: The release that makes deltas in the daemon.
+OWN_DELTAS: Final = "c67e864a"
 #: The commit that stands for the release before; ``tests/stored_job.py`` made the job with it.
 BEFORE: Final = "361c29a"
 STORED: Final = ROOT / "tests" / "fixtures" / f"job-{BEFORE}.tar.gz"
@@ -94,7 +101,7 @@ class Model(nn.Module):
 
 model = Model()
 with ExplorerHook(sys.argv[1], "explorer-before", TorchModule(model)) as hook:
-    for step in (1, 2):
+    for _ in range(int(sys.argv[2])):
         print(hook.pull(60).step, model.lm_head.weight[0, 0].item(), flush=True)
 """
 
@@ -130,13 +137,14 @@ def job(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def before(tmp_path: Path) -> Path:
-    """The packages of the release before, from the history of this checkout."""
-    archive = ["git", "-C", str(ROOT), "archive", BEFORE, *PACKAGES]
+def before(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """The packages of the release before, or of another one, from the history of this checkout."""
+    commit = getattr(request, "param", BEFORE)
+    archive = ["git", "-C", str(ROOT), "archive", commit, *PACKAGES]
     try:
         packed = subprocess.run(archive, check=True, capture_output=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip(f"git cannot give the files of {BEFORE}: no history, or a shallow clone")
+        pytest.skip(f"git cannot give the files of {commit}: no history, or a shallow clone")
     tree = tmp_path / "before"
     tree.mkdir()
     subprocess.run(["tar", "-x", "-C", str(tree)], input=packed, check=True)
@@ -229,7 +237,7 @@ def test_an_explorer_of_the_release_before_keeps_a_new_job_at_the_names_that_it_
     new.mkdir()
     layout = JobLayout(new)
     environment = {**ENVIRONMENT, "PYTHONPATH": str(before)}
-    run = [sys.executable, "-P", "-c", EXPLORER_BEFORE, str(new)]
+    run = [sys.executable, "-P", "-c", EXPLORER_BEFORE, str(new), "2"]
     with subprocess.Popen(run, env=environment, stdout=subprocess.PIPE, text=True) as old:
         try:
             assert old.stdout is not None
@@ -250,6 +258,57 @@ def test_an_explorer_of_the_release_before_keeps_a_new_job_at_the_names_that_it_
     assert status["daemon"]["names"] == "trainer"
     (line,) = [line for line in journal(new) if line["event"] == "names"]
     assert line["why"] == "explorer-before did not report support for the hub's names"
+
+
+@pytest.mark.parametrize("before", [OWN_DELTAS], indirect=True)
+def test_an_explorer_and_a_standby_that_know_no_links_serve_beside_them(
+    tmp_path: Path, before: Path
+) -> None:
+    here, model = SmallJob(tmp_path / "new"), Model(0).bfloat16()
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(before)}
+    python = [sys.executable, "-P"]
+    program = EXPLORER_BEFORE.replace("Model()", "Model().bfloat16()")
+    explorer = [*python, "-c", program, str(here.root), "5"]
+    standby = [*python, "-m", "syncd", "run", str(here.root), *DAEMON]
+
+    def save(step: int) -> bool:
+        with torch.no_grad():
+            model.lm_head.weight[0, 0] = -step
+        hook.after_step(step)
+        written(hook)
+        return is_link(here, step)
+
+    def serve(step: int) -> bool:
+        is_small = save(step)
+        assert old.stdout is not None
+        assert old.stdout.readline().split() == [str(step), f"{-step}.0"]
+        return is_small
+
+    settings = SyncSettings(deltas=True, sync_interval=1)
+    with ExitStack() as stack:
+        stack.enter_context(follower(here, "ahead"))
+        hook = stack.enter_context(TrainerHook(here.root, model, settings=settings))
+        old = subprocess.Popen(explorer, env=environment, stdout=subprocess.PIPE, text=True)
+        stack.callback(old.kill)
+        dying = dying_at(*2 * ["deltas/d", ".syncd/LATEST"], after=True)
+        daemon = stack.enter_context(Daemon(here.root, *DAEMON, program=dying))
+        assert not serve(1)
+        second = subprocess.Popen(standby, env=environment, stderr=subprocess.DEVNULL)
+        stack.callback(second.kill)
+        wait_until(lambda: here.daemon_says.links, "links are offered")
+        assert serve(2)
+        assert save(3)
+        assert daemon.wait() == -9
+        assert here.latest.ahead is not None
+        wait_until(lambda: here.daemon_says.pid == second.pid, "the standby has taken over")
+        assert not serve(4)
+        second.terminate()
+        assert second.wait(DEADLINE) == 0
+        stack.enter_context(Daemon(here.root, *DAEMON))
+        wait_until(lambda: here.daemon_says.links, "links are offered")
+        serve(5)
+        assert serve(6)
+        assert old.wait(DEADLINE) == 0
 
 
 def test_the_release_before_serves_on_a_job_of_this_one(job: Path, before: Path) -> None:

@@ -5,7 +5,7 @@ Without ``SYNCD_TEST_MOUNTS`` the two are paths of the local disk, and nobody is
 
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from syncd.protocol.records import parse
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.leases import Lease
+from tests.jobs import SmallJob
 from tests.multiprocess.by_hand import TrainerByHand, numbers
 from tests.multiprocess.processes import (
     DEADLINE,
@@ -28,11 +29,13 @@ from tests.multiprocess.processes import (
     converges,
     latest,
     report,
+    verified,
     wait_for_step,
     wait_until,
     wait_until_gone,
 )
 from tests.multiprocess.shared_job import SharedJob
+from tests.saved_links import save_full, save_link
 
 pytestmark = pytest.mark.mounts
 
@@ -81,6 +84,38 @@ def test_what_was_retired_cannot_be_leased_by_who_remembers_it(shared: SharedJob
         newer = reader.next_version(1, DEADLINE)
         assert numbers(newer) == {2}
         newer.release()
+
+
+def test_links_of_a_trainer_elsewhere_survive_a_take_over_and_end_with_a_rollback(
+    shared: SharedJob,
+) -> None:
+    trainer, seen = SmallJob(shared.a.job), SmallJob(shared.seen.root)
+
+    def is_ahead(step: int) -> Callable[[], bool]:
+        return lambda: seen.latest.ahead is not None and seen.latest.ahead.step == step
+
+    save_full(trainer, 1)
+    with Daemon(shared.b, "--keep", "99") as first:
+        wait_for_step(seen.root, 1)
+        for step in (2, 3):
+            save_link(trainer, step, step - 1, world_size=2)
+            wait_until(is_ahead(step), f"step {step} is ahead")
+        first.kill()
+    with Daemon(shared.a, "--keep", "99"):
+        save_link(trainer, 4, 3, world_size=2)
+        folded = wait_for_step(seen.root, 4)
+        verified(shared.b.job, folded.sequence)
+        save_link(trainer, 5, 4, world_size=2)
+        wait_until(is_ahead(5), "step 5 is ahead")
+        trainer.ask_rollback(1)
+        back = wait_for_step(seen.root, 1)
+        assert (back.ahead, back.sequence > folded.sequence + 1) == (None, True)
+        save_link(trainer, 6, 5, world_size=2)
+        wait_until(lambda: seen.outcomes.get(6) == "skipped", "nothing is linked any more")
+        save_full(trainer, 7)
+        verified(shared.b.job, wait_for_step(seen.root, 7).sequence)
+        save_link(trainer, 8, 7, world_size=2)
+        wait_until(is_ahead(8), "step 8 is ahead")
 
 
 def test_clients_that_were_cut_off_for_longer_than_a_lease_do_no_harm(tmp_path: Path) -> None:

@@ -126,8 +126,9 @@ def test_a_rank_that_fails_costs_its_link_alone(
         train(ranks, 3)
         assert_still(there, before)
         ranks[rank]("heal")
-        for number, peer in enumerate(ranks):
+        for peer in ranks:
             peer.tell("train", 4)
+        for number, peer in enumerate(ranks):
             if number in {0, rank}:
                 assert "step 3" in peer.refusal()
             else:

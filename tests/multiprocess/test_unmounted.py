@@ -26,8 +26,9 @@ from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.sessions import Session
 from tests.crash.children import child, was_killed
-from tests.crash.invariants import files, look
+from tests.crash.invariants import look
 from tests.crash.scenarios import SCENARIOS, Scenario
+from tests.deltas import contents
 from tests.hooks import written
 from tests.jobs import SmallJob
 from tests.multiprocess.mounts import Detachable
@@ -178,8 +179,8 @@ def test_what_is_due_for_pruning_is_whole_while_the_job_is_away_and_goes_once_af
         audit = layout.audit.read_bytes()
         with away(place, daemon):
             behind = JobLayout(place.behind)
-            before = files(behind.published)
-        assert files(layout.published) == before or not layout.version(1).exists()
+            before = contents(behind.published)
+        assert contents(layout.published) == before or not layout.version(1).exists()
         assert layout.audit.read_bytes().startswith(audit)
         wait_until_gone(layout.version(1))
         converges(job, 3, 3)

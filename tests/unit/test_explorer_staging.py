@@ -13,6 +13,7 @@ import pytest
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.staging import NotStagedError, Staging
 from syncd.protocol.errors import CancelledError, InvalidSettingsError
+from tests.deltas import contents
 from tests.explorers import held, publish
 from tests.jobs import SmallJob
 from tests.storages import FastStorage, RuledStorage, once, refuse
@@ -46,10 +47,6 @@ def no_links() -> RuledStorage:
     return RuledStorage(refuse("link", errno.EXDEV))
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def test_a_version_is_copied_whole_and_read_once(job: SmallJob, stage: Path) -> None:
     publish(job, 3)
     source = job.explorers = RuledStorage()
@@ -62,7 +59,7 @@ def test_a_version_is_copied_whole_and_read_once(job: SmallJob, stage: Path) -> 
     assert copy.folder.parent.parent == stage
     assert copy.source == job.version(1) != copy.folder
     assert (copy.sequence, copy.step, copy.kind) == (1, 3, "full")
-    assert files(copy.folder) == files(copy.source)
+    assert contents(copy.folder) == contents(copy.source)
     copy.verify()
     assert [file.path.parent for file in copy.open_weights()] == [copy.folder]
     copy.release()
