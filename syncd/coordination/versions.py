@@ -95,7 +95,7 @@ class Versions:
 
     def lead(self, version: Version) -> Lead | None:
         """What LATEST names as ahead, if that is this save, or a newer one, and not published."""
-        latest = read_latest(self.job)
+        latest = read_latest(self.job) if version.sequence > self.passed else None
         if latest is None or latest.ahead is None or latest.sequence >= version.sequence:
             return None
         is_found = latest.ahead.sequence >= version.sequence

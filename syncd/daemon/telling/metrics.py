@@ -109,7 +109,6 @@ _COUNTERS: Final = {
 _OUTCOMES: Final = {
     "saves": ("skipped", "quarantined", "published", "linked"),
     "pruned": ("version", "step", "lease", "delta"),
-    "deltas": ("made", "none"),
     "folds": ("made", "delayed"),
 }
 #: Metric → its label besides the job.
