@@ -20,7 +20,6 @@ from syncd.protocol.records import (
     ReceiptFile,
     VersionFile,
     encode,
-    parse,
 )
 from syncd.storage.job import Job
 from tests.deltas import Tensors
@@ -115,18 +114,10 @@ def save_link(
     nonfinite: NonFinite | None = None,
     shape: int = 3,
 ) -> str:
-    """Save what changed since step ``base``; the counters of the saves are their steps.
-
-    If the step has a full save of the run, the link becomes a part of it.
-    """
+    """Save what changed since step ``base``; the counters of the saves are their steps."""
     actor = job.layout.actor(step)
     (actor / RECEIPTS).mkdir(parents=True, exist_ok=True)
     save_id = f"{run}-{step}-{step}"
-    before: list[ReceiptFile] = []
-    if (actor / RECEIPTS / receipt_name(0)).exists():
-        path = actor / RECEIPTS / receipt_name(0)
-        whole = parse(Receipt, path.read_bytes(), path)
-        before = list(whole.files) if whole.save_id == save_id else []
     old, new = (
         {"weight": ("F32", np.array(values_of(one)[:shape], "<f4").view("<u4"))}
         for one in (base, step)
@@ -138,7 +129,7 @@ def save_link(
             step=step,
             rank=rank,
             world_size=world_size,
-            files=(*before, file.model_copy(update={"nonfinite": nonfinite})),
+            files=(file.model_copy(update={"nonfinite": nonfinite}),),
             base=f"{run}-{base}-{base}",
         )
         job.put(actor / RECEIPTS / receipt_name(rank), encode(record))
@@ -147,11 +138,6 @@ def save_link(
     return save_id
 
 
-def save_full(job: SmallJob, step: int, *, base: int | None = None, point: bool = True) -> str:
-    """A full save, and its link if it has a base."""
-    save_id = job.save(step, counter=step, point=False)
-    if base is not None:
-        save_link(job, step, base, point=False)
-    if point:
-        job.point(step)
-    return save_id
+def save_full(job: SmallJob, step: int, *, point: bool = True) -> str:
+    """A full save."""
+    return job.save(step, counter=step, point=point)

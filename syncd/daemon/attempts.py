@@ -79,14 +79,12 @@ class Attempts:
         self._refusals = 0
         self._unsure: str | None = None  # the save that seemed to have no base before a refresh
 
-    def publish(  # noqa: PLR0911 - one return for each way it ends
-        self, save: WholeSave, whole_since: float, heard: Progress, sequence: int | None = None
-    ) -> str:
+    def publish(self, save: WholeSave, whole_since: float, heard: Progress) -> str:  # noqa: PLR0911 - one return for each way it ends
         """Publish a save, or quarantine it; returns the reason if the save has to wait, else "".
 
-        ``whole_since`` is the ``clock`` time when the save was first seen in its present state;
-        ``sequence`` is the number of its link, if any. After the first failure the save waits a
-        tick. Each further failure doubles the wait, up to 30 s.
+        ``whole_since`` is the ``clock`` time when the save was first seen in its present state.
+        After the first failure the save waits a tick. Each further failure doubles the
+        wait, up to 30 s.
 
         Raises:
             SyncdError: another daemon took over, a stop was requested, or the job is unavailable.
@@ -98,11 +96,7 @@ class Attempts:
             self.publisher.check_finite(save)
             self._check_room(save)
             self.reporter.report("merging", f"step {save.step}")
-            manifest = self.publisher.publish(
-                save,
-                progress=self._progress(save, begun, heard),
-                sequence=sequence,
-            )
+            manifest = self.publisher.publish(save, progress=self._progress(save, begun, heard))
         except (SaveNotReadyError, NoRoomError) as error:
             return self._try_later(str(error), error)
         except CheckpointError as error:

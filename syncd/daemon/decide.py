@@ -146,10 +146,9 @@ class Observation:
 
 @dataclass(frozen=True)
 class Publish:
-    """Merge this save and make it LATEST, if it is linked as ``sequence``."""
+    """Merge this save and make it LATEST."""
 
     save: WholeSave
-    sequence: int | None = None
 
 
 @dataclass(frozen=True)
@@ -354,17 +353,14 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveU
             f"step {save.step} has no receipts, so the daemon waits until the step's files "
             f"have not changed for {config.tick:g} s",
         )
-    return ((Publish(save),) if save.base is None else _link(save, seen)), ""
+    return (_link(save, seen) if isinstance(save, Links) else (Publish(save),)), ""
 
 
-def _link(save: WholeSave, seen: Observation) -> tuple[New, ...]:
-    """What to do about a save with links, or with a base for them."""
+def _link(save: Links, seen: Observation) -> tuple[New, ...]:
     link, way = seen.links.get(save.identity), seen.way
     if link is not None:
         named = seen.ahead.sequence if seen.ahead else seen.latest
-        if link.sequence > named:
-            return (MakeLinks(way.saves[:1], link.sequence),)
-        return () if isinstance(save, Links) else (Publish(save, link.sequence),)
+        return (MakeLinks(way.saves[:1], link.sequence),) if link.sequence > named else ()
     if way.joins and not seen.closed:
         return (MakeLinks(way.saves[::-1]),)
     if way.full is not None:

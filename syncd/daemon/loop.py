@@ -281,7 +281,7 @@ class Loop:
             return OTHERS_FIRST
         self._merging = save.step
         try:
-            return self._attempts.publish(save, whole_since, self.turn.progress, action.sequence)
+            return self._attempts.publish(save, whole_since, self.turn.progress)
         finally:
             self._no_room = self._attempts.no_room
             self._merging = None

@@ -158,14 +158,8 @@ class Publisher:
                 "(refuse_nonfinite). Resume training from an earlier checkpoint, and save again"
             )
 
-    def publish(
-        self,
-        save: WholeSave,
-        *,
-        progress: Progress = unheard,
-        sequence: int | None = None,
-    ) -> Manifest:
-        """Merge a complete save and make it LATEST, if it is linked as ``sequence``.
+    def publish(self, save: WholeSave, *, progress: Progress = unheard) -> Manifest:
+        """Merge a complete save and make it LATEST.
 
         ``progress`` is called with the bytes of tensors merged so far, and of all tensors.
 
@@ -186,7 +180,7 @@ class Publisher:
                 sequence=sequence,
             )
 
-        manifest = self._make_version(save.step, build, sequence)
+        manifest = self._make_version(save.step, build)
         self.outcomes.published(save.step, save.identity, manifest.sequence)
         return manifest
 
@@ -279,7 +273,7 @@ class Publisher:
     ) -> Manifest:
         """Publish a version; this method defines the order of all writes.
 
-        If the save is linked, ``sequence`` is its link's. An attempt whose LATEST could not be
+        ``sequence`` is a fold's, that of its last link. An attempt whose LATEST could not be
         written is finished here.
 
         All files are made in this daemon's room. They leave it by a rename, which fails after

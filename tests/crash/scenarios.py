@@ -277,11 +277,6 @@ def linked(job: SmallJob) -> None:
         loop.run_once()
 
 
-def _full_with_base(job: SmallJob) -> None:
-    linked(job)
-    save_full(job, 4, base=3)
-
-
 def _ahead_to_roll_back(job: SmallJob) -> None:
     linked(job)
     job.layout.requests.mkdir(exist_ok=True)
@@ -382,7 +377,6 @@ SCENARIOS = (
     Scenario("publish named tensors", _named_to_publish, rounds(1)),
     Scenario("link", to_link, rounds(2)),
     Scenario("fold", linked, rounds(8)),
-    Scenario("full save with a base", _full_with_base, rounds(3)),
     Scenario("roll back from ahead", _ahead_to_roll_back, rounds(2)),
     Scenario("take-over of links", _strays, rounds(2)),
     Scenario("merge and publish", _to_merge, rounds(2)),

@@ -110,22 +110,6 @@ def test_links_become_ahead_and_a_fold_is_equal_to_a_merge(job: SmallJob, tmp_pa
     assert not job.leftovers()
 
 
-def test_a_full_save_with_a_base_is_linked_and_then_merged_under_its_number(job: SmallJob) -> None:
-    save_full(job, 1)
-    with daemon(job) as loop:
-        loop.run_once()
-        save_link(job, 2, 1)
-        save_full(job, 3, base=2)
-        loop.run_once()
-        assert ahead_of(job) == Ahead(sequence=3, step=3, save_id="run-3-3")
-        loop.run_once()
-        assert (job.latest.sequence, job.latest.step, ahead_of(job)) == (3, 3, None)
-        assert weights(job, 3)
-        save_link(job, 4, 3)
-        loop.run_once()
-        assert ahead_of(job) == Ahead(sequence=4, step=4, save_id="run-4-4")
-
-
 def test_a_link_without_its_base_closes_the_links_until_the_next_full_version(
     job: SmallJob,
 ) -> None:
