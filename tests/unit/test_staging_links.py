@@ -112,6 +112,11 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def flip_in_header(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"pt"', b'"qt"', 1))
+
+
 def cut(path: Path) -> None:
     os.truncate(path, 1000)
 
@@ -120,6 +125,7 @@ def cut(path: Path) -> None:
     ("damage", "name"),
     [
         (flip, "model-00002-of-00002.safetensors"),
+        (flip_in_header, "model-00002-of-00002.safetensors"),
         (cut, "model-00002-of-00002.safetensors"),
         (Path.unlink, "model-00001-of-00002.safetensors"),
         (flip, "tokenizer/vocab.json"),
