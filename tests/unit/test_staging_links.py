@@ -264,6 +264,25 @@ def test_a_cancellation_ends_it(linked: LinkedJob, memory: Path) -> None:
     base.release()
 
 
+def test_without_numpy_versions_are_copied_without_a_warning(
+    linked: LinkedJob,
+    memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for module in ("folding", "encoding", "links"):
+        monkeypatch.delitem(sys.modules, f"syncd.deltas.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    staging = Staging(memory)
+    assert not staging.follows(linked.job.root)
+    held = staging.stage(linked.version(1))
+    linked.publish(3)
+    linked.check(staging.stage(linked.version(3)), 3)
+    assert "pip install" in (staging.fetched.no_delta or "")
+    assert caplog.messages == []
+    held.release()
+
+
 def test_code_that_cannot_be_imported_is_no_refusal(
     linked: LinkedJob, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
