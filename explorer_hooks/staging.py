@@ -254,7 +254,7 @@ class Staging:
             raise NoDeltaError(why)
         for is_last in (False, True):
             here = self._copies.of_job(job.layout)
-            chain = find_links(job, target.sequence, target.save_id, {*here, *wholes})
+            chain = find_links(job, target.sequence, target.save_id, here, wholes)
             save_id = chain[0].link.base
             base_name, source = here.get(save_id) or self._whole(wholes[save_id], cancel)
             base = self._copies.hold(base_name, source)

@@ -170,8 +170,12 @@ def _is_possible(piece: LinkPiece) -> bool:
     return piece.box.size < NUMBER_LIMIT and not (piece.is_replica and piece.blocks)
 
 
-def find_links(job: Job, sequence: int, save_id: str, bases: Container[str]) -> list[LinkFolder]:
+def find_links(
+    job: Job, sequence: int, save_id: str, bases: Container[str], others: Container[str]
+) -> list[LinkFolder]:
     """The links from one of the saves ``bases`` to the save of a version, in order.
+
+    If there are none, those from one of the saves ``others``.
 
     Raises:
         NoDeltaError: there are none, or more than :data:`LONGEST_CHAIN`.
@@ -179,7 +183,7 @@ def find_links(job: Job, sequence: int, save_id: str, bases: Container[str]) -> 
     """
     _refresh(job)
     chain: list[LinkFolder] = []
-    wanted = save_id
+    wanted, count = save_id, 0
     numbers = map(parse_delta_folder, job.storage.names(job.layout.deltas))
     # A link comes after the link to its base, so this ends even if links lead in a circle.
     for number in sorted((one for one in numbers if one and one <= sequence), reverse=True):
@@ -190,8 +194,12 @@ def find_links(job: Job, sequence: int, save_id: str, bases: Container[str]) -> 
             wanted = link.base
             if wanted in bases:
                 return chain[::-1]
+            if wanted in others:
+                count = len(chain)
             if len(chain) == LONGEST_CHAIN:
                 break
+    if count:
+        return chain[:count][::-1]
     raise NoDeltaError(f"no links lead to version {sequence} from a version on this host")
 
 

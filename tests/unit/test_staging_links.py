@@ -93,6 +93,20 @@ def test_a_version_behind_which_a_host_is_comes_by_links_too(
     held.release()
 
 
+def test_links_from_a_copy_here_are_read_rather_than_a_version(
+    linked: LinkedJob, memory: Path
+) -> None:
+    staging = Staging(memory)
+    held = staging.stage(linked.version(1))
+    ahead = linked.latest.ahead
+    linked.publish(2)
+    linked.put(ahead=ahead)
+    linked.follow(staging)
+    assert (linked.holds, staging.fetched.full_bytes) == (0, 0)
+    assert staging.fetched.delta_bytes == bytes_of(linked, 2, 3)
+    held.release()
+
+
 def test_a_host_without_a_copy_reads_the_version_and_the_links(
     linked: LinkedJob, memory: Path
 ) -> None:
