@@ -31,7 +31,7 @@ from typing import Final
 from explorer_hooks.copies import Copies, NotStagedError, copy_name
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.version import verify_version
-from syncd.coordination.leased_version import LeasedVersion
+from syncd.coordination.leased_version import LeasedVersion, read_latest
 from syncd.coordination.versions import Lead
 from syncd.deltas.ends import NoDeltaError
 from syncd.deltas.link_index import LinkFolder, find_links
@@ -170,7 +170,16 @@ class Staging:
         name = copy_name(source, ahead.sequence, ahead.save_id, latest.dtype)
         make = partial(self._fold, job, ahead, {latest.save_id or "": hold}, cancel)
         with _never_an_end():
-            return self._get(name, source, make, cancel)
+            copy = self._get(name, source, make, cancel)
+            try:
+                now = read_latest(job)
+            except BaseException:
+                copy.release()
+                raise
+            if now and now.closed and now.sequence > ahead.sequence:  # perhaps rolled back
+                copy.release()
+                raise NotStagedError(now.closed)
+            return copy
 
     def follows(self, job_dir: Path) -> bool:
         """True if copies of this job's versions can be made from links here."""

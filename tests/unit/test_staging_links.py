@@ -107,6 +107,20 @@ def test_links_from_a_copy_here_are_read_rather_than_a_version(
     held.release()
 
 
+def test_what_is_rolled_back_meanwhile_is_not_served(linked: LinkedJob, memory: Path) -> None:
+    staging = Staging(memory)
+    held = staging.stage(linked.version(1))
+
+    def roll_back() -> None:
+        linked.put(ahead=None, sequence=4, folder="v000004", closed="v000001 is served again")
+
+    with pytest.raises(NotStagedError, match="served again"):
+        staging.follow(linked.lead(), linked.hold, cancel=roll_back)
+    staging.tidy()
+    assert copies(memory) == ["v000001"]
+    held.release()
+
+
 def test_a_host_without_a_copy_reads_the_version_and_the_links(
     linked: LinkedJob, memory: Path
 ) -> None:
@@ -396,9 +410,8 @@ def test_what_is_read_is_the_record_and_each_file_once(linked: LinkedJob, memory
     linked.storage.calls.clear()
     linked.follow(staging)
     read = [given[0] for name, given in linked.storage.calls if name == "open_read"]
-    assert sorted(read) == sorted(
-        link.folder / name for link in linked.links for name in (DELTA, "rank-0", "rank-1")
-    )
+    files = [link.folder / name for link in linked.links for name in (DELTA, "rank-0", "rank-1")]
+    assert sorted(read) == sorted([linked.job.layout.latest, *files])
     held.release()
 
 
