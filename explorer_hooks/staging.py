@@ -26,14 +26,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from explorer_hooks.staged_copies import NotStagedError, StagedCopies, copy_name
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.version import verify_version
-from syncd.coordination.leased_version import LeasedVersion
+from syncd.coordination.leased_version import LeasedVersion, read_latest
 from syncd.coordination.versions import Lead
 from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.link_index import LinkFolder, find_links
 from syncd.deltas.making import why_not_here
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import (
@@ -48,9 +49,6 @@ from syncd.protocol.policy import check_above_0
 from syncd.protocol.records import Ahead, encode
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
-
-if TYPE_CHECKING:
-    from syncd.deltas.folding import LinkFolder
 
 __all__ = ["Fetched", "NotStagedError", "Staging"]
 
@@ -172,7 +170,16 @@ class Staging:
         name = copy_name(source, ahead.sequence, ahead.save_id, latest.dtype)
         make = partial(self._fold, job, ahead, {latest.save_id or "": hold}, cancel)
         with _never_an_end():
-            return self._get(name, source, make, cancel)
+            copy = self._get(name, source, make, cancel)
+            try:
+                now = read_latest(job)
+            except BaseException:
+                copy.release()
+                raise
+            if now and now.closed and now.sequence > ahead.sequence:  # perhaps rolled back
+                copy.release()
+                raise NotStagedError(now.closed)
+            return copy
 
     def follows(self, job_dir: Path) -> bool:
         """True if copies of this job's versions can be made from links here."""
@@ -252,12 +259,11 @@ class Staging:
         name: str,
     ) -> None:
         """Make a copy from links and a copy here, or a version of one of the saves ``wholes``."""
-        # NumPy is imported once there is a link to apply.
-        from syncd.deltas.folding import find_links  # noqa: PLC0415
-
+        if (why := why_not_here()) is not None:
+            raise NoDeltaError(why)
         for is_last in (False, True):
             here = self._copies.of_job(job.layout)
-            chain = find_links(job, target.sequence, target.save_id, {*here, *wholes})
+            chain = find_links(job, target.sequence, target.save_id, here, wholes)
             save_id = chain[0].link.base
             base_name, source = here.get(save_id) or self._whole(wholes[save_id], cancel)
             base = self._copies.hold(base_name, source)
@@ -296,7 +302,8 @@ class Staging:
         cancel: Callable[[], None],
         name: str,
     ) -> None:
-        from syncd.deltas.folding import fold, manifest_of  # noqa: PLC0415 - as above
+        # NumPy is imported once there is a link to apply.
+        from syncd.deltas.folding import fold, manifest_of  # noqa: PLC0415
 
         full = sum(file.size for file in base.manifest.files)
         size = sum(file.size for each in chain for file in each.link.files)

@@ -10,8 +10,8 @@ import numpy as np
 
 from syncd.checkpoint.boxes import Box
 from syncd.checkpoint.merging.options import Work
-from syncd.deltas.folding import LinkFolder, fold_version
-from syncd.deltas.link_index import Content, LinkRecord, SavedPiece
+from syncd.deltas.folding import fold_version
+from syncd.deltas.link_index import Content, LinkFolder, LinkRecord, SavedPiece
 from syncd.protocol.names import DELTA, RECEIPTS, link_name, receipt_name
 from syncd.protocol.records import (
     Manifest,

@@ -9,7 +9,7 @@ from explorer_hooks.staging import Staging
 from syncd.checkpoint.version import verify_version
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.coordination.versions import Lead
-from syncd.deltas.folding import LinkFolder
+from syncd.deltas.link_index import LinkFolder
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.names import MANIFEST, version_folder
 from syncd.protocol.records import Ahead, Latest, encode

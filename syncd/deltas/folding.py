@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import xxhash
 
@@ -19,31 +18,21 @@ from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.checkpoint.version import copy_file, read_manifest
 from syncd.checkpoint.whole_files import Merged, written_file
 from syncd.deltas.encoding import Decoder
-from syncd.deltas.ends import BLOCK, LONGEST_CHAIN, NoDeltaError
-from syncd.deltas.link_index import LinkRecord, read_index
+from syncd.deltas.ends import BLOCK, NoDeltaError
+from syncd.deltas.link_index import LinkFolder, LinkRecord, read_index
 from syncd.deltas.link_plan import LinkPlan, PieceKey, Place, key_of, plan_links
 from syncd.deltas.links import LinkReader
 from syncd.deltas.whole_version import Places, WholeVersion, open_weights
-from syncd.protocol.names import DELTA, MANIFEST, parse_delta_folder
+from syncd.protocol.names import DELTA, MANIFEST
 from syncd.protocol.records import Manifest, SaveId, encode, parse
-from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
-from syncd.storage.job import OF_OTHERS, Job
-
-log = logging.getLogger(__name__)
+from syncd.storage.job import Job
 
 #: Bytes between two fsyncs, because an fsync of gigabytes could not be interrupted.
 _SYNC_EVERY: Final = 256 * 1024 * 1024
 _MOST_THREADS: Final = 4
 #: The most link files that stay open.
 _MOST_OPEN: Final = 256
-
-
-class LinkFolder(NamedTuple):
-    """A link's folder and its record."""
-
-    folder: Path
-    link: LinkRecord
 
 
 def fold(
@@ -145,43 +134,6 @@ def manifest_of(base: WholeVersion, merged: Merged, last: LinkRecord, sequence: 
             "timings": {},
         }
     )
-
-
-def find_links(job: Job, sequence: int, save_id: str, bases: Container[str]) -> list[LinkFolder]:
-    """The links from one of the saves ``bases`` to the save of a version, in order.
-
-    Raises:
-        NoDeltaError: there are none, or more than :data:`LONGEST_CHAIN`.
-        OSError: storage failed.
-    """
-    _refresh(job)
-    chain: list[LinkFolder] = []
-    wanted = save_id
-    numbers = map(parse_delta_folder, job.storage.names(job.layout.deltas))
-    # A link comes after the link to its base, so this ends even if links lead in a circle.
-    for number in sorted((one for one in numbers if one and one <= sequence), reverse=True):
-        folder = job.layout.delta(number)
-        link = job.read(LinkRecord, folder / DELTA, OF_OTHERS)  # the daemon can delete it any time
-        if link is not None and link.target == wanted:
-            chain.append(LinkFolder(folder, link))
-            wanted = link.base
-            if wanted in bases:
-                return chain[::-1]
-            if len(chain) == LONGEST_CHAIN:
-                break
-    raise NoDeltaError(f"no links lead to version {sequence} from a version on this host")
-
-
-def _refresh(job: Job) -> None:
-    """Make this host ask the server for the names of links."""
-    for folder in (job.layout.deltas, job.layout.root):  # the second if the first is not known yet
-        try:
-            job.storage.refresh(folder)
-        except OSError as error:
-            log.debug("cannot refresh the cached list of the files in %s: %s", folder, error)
-            if is_gone(error):
-                continue
-        break
 
 
 def _open(

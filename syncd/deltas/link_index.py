@@ -12,8 +12,9 @@ be shorter. A block without changes has no entry. Nothing here imports NumPy.
 
 from __future__ import annotations
 
+import logging
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
 
@@ -23,10 +24,15 @@ from pydantic import FailFast, Field
 
 from syncd.checkpoint.boxes import Box, holds
 from syncd.checkpoint.tensor_rules import ITEMSIZE, NUMBER_LIMIT, name_fault, shape_of, shown
-from syncd.deltas.ends import BLOCK, NoDeltaError
+from syncd.deltas.ends import BLOCK, LONGEST_CHAIN, NoDeltaError
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
+from syncd.protocol.names import DELTA, parse_delta_folder
 from syncd.protocol.records import Digest, NonFinite, Record, Size, VersionFile, parse
+from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
+from syncd.storage.job import OF_OTHERS, Job
+
+log = logging.getLogger(__name__)
 
 #: The most bytes of an index: enough for 5 * 10^11 elements, and parsed in less than 1 GiB.
 INDEX_LIMIT: Final = 32 * 1024 * 1024
@@ -82,6 +88,13 @@ class LinkRecord(Record):
     target: str
     files: Annotated[tuple[VersionFile, ...], FailFast()]
     nonfinite: NonFinite | None = None
+
+
+class LinkFolder(NamedTuple):
+    """A link's folder and its record."""
+
+    folder: Path
+    link: LinkRecord
 
 
 #: The bytes of a piece from one offset to another.
@@ -155,3 +168,48 @@ def _is_possible(piece: LinkPiece) -> bool:
             return False
         last = block.number
     return piece.box.size < NUMBER_LIMIT and not (piece.is_replica and piece.blocks)
+
+
+def find_links(
+    job: Job, sequence: int, save_id: str, bases: Container[str], others: Container[str]
+) -> list[LinkFolder]:
+    """The links from one of the saves ``bases`` to the save of a version, in order.
+
+    If there are none, those from one of the saves ``others``.
+
+    Raises:
+        NoDeltaError: there are none, or more than :data:`LONGEST_CHAIN`.
+        OSError: storage failed.
+    """
+    _refresh(job)
+    chain: list[LinkFolder] = []
+    wanted, count = save_id, 0
+    numbers = map(parse_delta_folder, job.storage.names(job.layout.deltas))
+    # A link comes after the link to its base, so this ends even if links lead in a circle.
+    for number in sorted((one for one in numbers if one and one <= sequence), reverse=True):
+        folder = job.layout.delta(number)
+        link = job.read(LinkRecord, folder / DELTA, OF_OTHERS)  # the daemon can delete it any time
+        if link is not None and link.target == wanted:
+            chain.append(LinkFolder(folder, link))
+            wanted = link.base
+            if wanted in bases:
+                return chain[::-1]
+            if wanted in others:
+                count = len(chain)
+            if len(chain) == LONGEST_CHAIN:
+                break
+    if count:
+        return chain[:count][::-1]
+    raise NoDeltaError(f"no links lead to version {sequence} from a version on this host")
+
+
+def _refresh(job: Job) -> None:
+    """Make this host ask the server for the names of links."""
+    for folder in (job.layout.deltas, job.layout.root):  # the second if the first is not known yet
+        try:
+            job.storage.refresh(folder)
+        except OSError as error:
+            log.debug("cannot refresh the cached list of the files in %s: %s", folder, error)
+            if is_gone(error):
+                continue
+        break

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.safetensors_file import SafetensorsFile, file_digest
 from syncd.checkpoint.safetensors_header import HeaderEntry
 from syncd.checkpoint.version import WEIGHTS
 from syncd.deltas.ends import NoDeltaError
@@ -38,6 +38,7 @@ def open_weights(storage: Storage, version: WholeVersion) -> Iterator[Places]:
     """
     with ExitStack() as stack:
         places: dict[str, tuple[SafetensorsFile, HeaderEntry]] = {}
+        digests = {file.name: file.digest for file in version.manifest.files}
         for name, tensors in version.manifest.tensors_by_file().items():
             if not name.endswith(WEIGHTS):
                 continue
@@ -46,7 +47,11 @@ def open_weights(storage: Storage, version: WholeVersion) -> Iterator[Places]:
             except (CheckpointError, SaveNotReadyError) as error:
                 raise NoDeltaError(str(error)) from error
             told = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors.values()}
-            if told != {entry.name: (entry.dtype, entry.shape) for entry in file.entries}:
+            same = told == {entry.name: (entry.dtype, entry.shape) for entry in file.entries}
+            if same and (digest := digests[name]) is not None:  # the new file gets this header
+                known = [bytes.fromhex(tensors[one.name].digest or "") for one in file.entries]
+                same = file_digest(file.header, known) == digest
+            if not same:
                 raise NoDeltaError(f"{file.path}: its header is not what the manifest says")
             places.update((entry.name, (file, entry)) for entry in file.entries)
         yield places

@@ -93,6 +93,34 @@ def test_a_version_behind_which_a_host_is_comes_by_links_too(
     held.release()
 
 
+def test_links_from_a_copy_here_are_read_rather_than_a_version(
+    linked: LinkedJob, memory: Path
+) -> None:
+    staging = Staging(memory)
+    held = staging.stage(linked.version(1))
+    ahead = linked.latest.ahead
+    linked.publish(2)
+    linked.put(ahead=ahead)
+    linked.follow(staging)
+    assert (linked.holds, staging.fetched.full_bytes) == (0, 0)
+    assert staging.fetched.delta_bytes == bytes_of(linked, 2, 3)
+    held.release()
+
+
+def test_what_is_rolled_back_meanwhile_is_not_served(linked: LinkedJob, memory: Path) -> None:
+    staging = Staging(memory)
+    held = staging.stage(linked.version(1))
+
+    def roll_back() -> None:
+        linked.put(ahead=None, sequence=4, folder="v000004", closed="v000001 is served again")
+
+    with pytest.raises(NotStagedError, match="served again"):
+        staging.follow(linked.lead(), linked.hold, cancel=roll_back)
+    staging.tidy()
+    assert copies(memory) == ["v000001"]
+    held.release()
+
+
 def test_a_host_without_a_copy_reads_the_version_and_the_links(
     linked: LinkedJob, memory: Path
 ) -> None:
@@ -112,6 +140,11 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def flip_in_header(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"pt"', b'"qt"', 1))
+
+
 def cut(path: Path) -> None:
     os.truncate(path, 1000)
 
@@ -120,6 +153,7 @@ def cut(path: Path) -> None:
     ("damage", "name"),
     [
         (flip, "model-00002-of-00002.safetensors"),
+        (flip_in_header, "model-00002-of-00002.safetensors"),
         (cut, "model-00002-of-00002.safetensors"),
         (Path.unlink, "model-00001-of-00002.safetensors"),
         (flip, "tokenizer/vocab.json"),
@@ -258,6 +292,25 @@ def test_a_cancellation_ends_it(linked: LinkedJob, memory: Path) -> None:
     base.release()
 
 
+def test_without_numpy_versions_are_copied_without_a_warning(
+    linked: LinkedJob,
+    memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for module in ("folding", "encoding", "links"):
+        monkeypatch.delitem(sys.modules, f"syncd.deltas.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    staging = Staging(memory)
+    assert not staging.follows(linked.job.root)
+    held = staging.stage(linked.version(1))
+    linked.publish(3)
+    linked.check(staging.stage(linked.version(3)), 3)
+    assert "pip install" in (staging.fetched.no_delta or "")
+    assert caplog.messages == []
+    held.release()
+
+
 def test_code_that_cannot_be_imported_is_no_refusal(
     linked: LinkedJob, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,9 +433,8 @@ def test_what_is_read_is_the_record_and_each_file_once(linked: LinkedJob, memory
     linked.storage.calls.clear()
     linked.follow(staging)
     read = [given[0] for name, given in linked.storage.calls if name == "open_read"]
-    assert sorted(read) == sorted(
-        link.folder / name for link in linked.links for name in (DELTA, "rank-0", "rank-1")
-    )
+    files = [link.folder / name for link in linked.links for name in (DELTA, "rank-0", "rank-1")]
+    assert sorted(read) == sorted([linked.job.layout.latest, *files])
     held.release()
 
 
