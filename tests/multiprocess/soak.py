@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import parse_step_folder
+from syncd.protocol.names import parse_step_folder, parse_version_folder
 from syncd.storage.job import Job
 from tests.multiprocess.mounts import Filler
 from tests.multiprocess.processes import (
@@ -69,7 +69,6 @@ class Soak:
     def __init__(self, base: Path, seed: int, seconds: float, stack: ExitStack) -> None:
         self._random = random.Random(seed)
         self._one_daemon_at_a_time = threading.Lock()
-        self._none_starts = True
         self._seconds = seconds
         self.found = Findings()
         disk = base / "disk"
@@ -126,6 +125,7 @@ class Soak:
             self._fill_the_disk,
             self._unmount,
             self._prune,
+            self._roll_back,
         ]
         chosen = self._random.sample(troubles, self._random.randint(1, 3))
         self._none_starts = not {self._kill_a_daemon, self._kill_an_explorer, self._prune} & {
@@ -179,26 +179,36 @@ class Soak:
 
     def _unmount(self) -> None:
         mounts = self._random.choice([self._mounts[:1], self._mounts[1:], self._mounts])
-        for mount in mounts:
-            mount.leave(empty_folder=self._none_starts)
-        time.sleep(self._random.uniform(0.5, 2) * LEASE_TIME)
-        for mount in mounts:
-            mount.come_back()
+        with self._trainer.begins:
+            for mount in mounts:
+                mount.leave(empty_folder=self._none_starts)
+            time.sleep(self._random.uniform(0.5, 2) * LEASE_TIME)
+            for mount in mounts:
+                mount.come_back()
 
     def _prune(self) -> None:
         """By hand, while one daemon is dead and the other one stopped."""
         with self._one_daemon_at_a_time:
             self._daemons[1].kill()
             self._daemons[0].pause()
-            done = subprocess.run(
-                [sys.executable, "-m", "syncd", "prune", self._mounts[0].path, "--keep", "1"],
-                capture_output=True, text=True, env=ENVIRONMENT, check=False, timeout=2 * DEADLINE,
-            )  # fmt: skip
+            self._command("prune", "--keep", "1")
             self._daemons[0].resume()
             self._restart_daemon()
+
+    def _roll_back(self) -> None:
+        """To whatever is there, and may be gone by then."""
+        there = sorted(filter(parse_version_folder, os.listdir(self._layout.published)))
+        if there:
+            self._command("rollback", self._random.choice(there), "--timeout", "10")
+
+    def _command(self, name: str, *arguments: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "syncd", name, self._mounts[0].path, *arguments],
+            capture_output=True, text=True, env=ENVIRONMENT, check=False, timeout=2 * DEADLINE,
+        )  # fmt: skip
         if "Traceback" in done.stderr:
             self.found.violated(done.stderr)
-        self.found.count("prunings refused" if done.returncode else "prunings done")
+        self.found.count(f"syncd {name} {'refused' if done.returncode else 'done'}")
 
     # -- what a round must come to -----------------------------------------------------------------
 
@@ -257,6 +267,9 @@ class Soak:
             if status := daemon.terminate(DEADLINE):
                 self.found.violated(f"a daemon ended with {status}: {daemon.log[-20:]}")
             self._check_log(daemon)
+        for what in ("copies made from links", "served before their full version"):
+            if not self.found.counts[what]:
+                self.found.violated(f"nothing was {what}")
         for folder in (layout.sessions, layout.lease_folder(max(self.found.numbers))):
             if left := os.listdir(folder):
                 self.found.violated(f"{folder} is not empty: {left}")

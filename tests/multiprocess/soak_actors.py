@@ -22,7 +22,7 @@ from tests.multiprocess.soak_programs import Away, rank_of_a_trainer
 from tests.multiprocess.soak_watch import Findings
 
 LEASE_TIME: Final = 2.0
-#: They read versions where they are; those beside them stage, two on each host.
+#: They read versions where they are; those beside them stage, and follow ahead, two on each host.
 EXPLORERS: Final = 5
 STAGING: Final = 4
 RANKS: Final = 2
@@ -179,7 +179,11 @@ class Explorer:
                         self._findings.violated(f"{self._name} got {said} after {sequence}")
                     sequence = said["holds"]
                     self._findings.count("leases taken")
-                    self._findings.version_is(sequence, said["save_id"], said["number"])
+                    self._findings.version_is(
+                        sequence, said["step"], said["number"], is_back=said["is_back"]
+                    )
+                    if said["is_ahead"]:
+                        self._findings.count("served before their full version")
                     if said["read"] is not None:
                         self._findings.copied(**said["read"])
                     if process is self._process:
@@ -187,12 +191,13 @@ class Explorer:
 
 
 class Trainer:
-    """Runs of a trainer, one after the other: saves, saves a step again, resumes at lower steps.
+    """Runs of a trainer, one after the other, which resume at lower steps.
 
     Each save is a number, higher than those before it. When a rank is killed its run is over, as a
     scheduler has it, and the next one resumes.
 
     Attributes:
+        begins: held while a run begins, which takes an empty folder for a job to be begun.
         announced: the number of the last save that a pointer named.
     """
 
@@ -201,7 +206,8 @@ class Trainer:
         self._findings = findings
         self._random = random.Random(seed)
         self._ranks: list[Rank] = []
-        _PROCESSES.set_forkserver_preload(["trainer_hooks.writing.writer", _PROGRAM])
+        _PROCESSES.set_forkserver_preload(["torch._dynamo", "trainer_hooks.hook", _PROGRAM])
+        self.begins = threading.Lock()
         self._step = 0
         self._highest = 0
         self._number = 0
@@ -241,14 +247,14 @@ class Trainer:
         while not self._over():
             # Resumes: what was not saved before the end of the run is trained again.
             self._step = max(0, self._step - self._random.randint(0, 3))
-            run = f"run{self._number}"
-            with self._started(run) as ranks:
+            with self._started() as ranks:
                 self._findings.count("runs of the trainer")
                 try:
-                    for rank in ranks:
-                        rank.answer()  # it has begun
+                    with self.begins:
+                        for rank in ranks:
+                            rank.answer()  # it has begun
                     while not self._over():
-                        self._save(run, ranks)
+                        self._save(ranks)
                         if not self._last and self._random.random() < 0.03:
                             break
                 except (OSError, EOFError):
@@ -257,18 +263,16 @@ class Trainer:
     def _over(self) -> bool:
         return self._last < 0 or 0 < self._last == self._step
 
-    def _save(self, run: str, ranks: list[Rank]) -> None:
-        again = self._step > 0 and not self._last and self._random.random() < 0.2
-        step = self._step if again else self._step + 1
+    def _save(self, ranks: list[Rank]) -> None:
+        step = self._step + 1
+        # Whoever fails, or is killed, saves it again: what was begun, and is never saved again,
+        # stays as it was left, for all the daemon knows.
         self._highest = max(self._highest, step)
-        # Whoever fails, or is killed, goes back to before it: a step that was begun to be saved
-        # again, and is never saved again, stays as it was left, for all the daemon knows.
-        self._step = step - 1
         self._number += 1
         number = float(self._number)
-        self._findings.told[f"{run}-{step}-{self._number}"] = number
+        self._findings.told[number] = step
         for rank in ranks:
-            rank.orders.send((step, self._number, number))
+            rank.orders.send((step, number))
         if all([rank.answer() for rank in ranks]):  # noqa: C419 - each has to be heard
             self._step = step
             self.announced = number
@@ -279,11 +283,12 @@ class Trainer:
             time.sleep(self._random.uniform(0.0, 0.6))
 
     @contextmanager
-    def _started(self, run: str) -> Iterator[list[Rank]]:
+    def _started(self) -> Iterator[list[Rank]]:
         ranks = []
+        rendezvous = self._job.with_name(f"run-{self._number}-{time.monotonic_ns()}")
         for number in range(RANKS):
             ours, its = _PROCESSES.Pipe()
-            given = (its, self._job, number, RANKS, run)
+            given = (its, self._job, number, RANKS, rendezvous)
             process = _PROCESSES.Process(target=rank_of_a_trainer, args=given, daemon=True)
             process.start()
             its.close()

@@ -1,9 +1,9 @@
 """The processes of a soak that are not the daemon's: a trainer's rank, and an explorer.
 
-A rank saves what it is ordered to, through the writer of ``TrainerHook``. An explorer,
-``python -m tests.multiprocess.soak_programs JOB NAME AWAY [STAGE]``, holds one version after the
+A rank saves what it is ordered to, by a ``TrainerHook`` with deltas. An explorer,
+``python -m tests.multiprocess.soak_programs JOB NAME AWAY [STAGE]``, loads one version after the
 other, reads all of each when it takes it and before it lets it go, and says so on stdout as JSON
-lines. With a stage folder it holds copies there.
+lines. With a stage folder it holds copies there, and follows ahead.
 """
 
 import json
@@ -12,33 +12,23 @@ import random
 import signal
 import sys
 import time
-from dataclasses import asdict
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
-from explorer_hooks.reader import LeasedVersion, Reader
-from explorer_hooks.staging import NotStagedError, Staging
-from syncd.protocol.errors import (
-    CancelledError,
-    JobUnavailableError,
-    SaveFailedError,
-    VerificationError,
-    WaitTimeoutError,
-)
-from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import shard_name
-from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import SaveId, encode
-from syncd.protocol.reports import TrainerReport
-from syncd.storage.fsio import Storage
-from syncd.storage.job import Job
-from tests.multiprocess.by_hand import TrainerByHand, numbers
+from explorer_hooks import ExplorerHook, LeasedVersion
+from explorer_hooks.engines.base import InProcessEngine
+from explorer_hooks.staging import Staging
+from syncd.protocol.errors import CancelledError, SyncdError, VerificationError, WaitTimeoutError
+from tests.multiprocess.by_hand import elements, numbers
+from tests.multiprocess.processes import latest
 
 #: Of each version, in all tensors together.
 MEGABYTES: Final = 1.0
-#: So many saves differ in few elements, and deltas lead from one to the next.
+#: So many saves differ in few elements, and links lead from one to the next.
 ERA: Final = 20
+_TENSORS: Final = 4
 _SAVE_TIMEOUT: Final = 10.0
 _AGAIN: Final = 0.2
 
@@ -46,42 +36,54 @@ _AGAIN: Final = 0.2
 # -- a trainer's rank ----------------------------------------------------------------------------
 
 
-def rank_of_a_trainer(orders: Connection, job: Path, rank: int, world_size: int, run: str) -> None:
+def rank_of_a_trainer(
+    orders: Connection, job: Path, rank: int, world_size: int, rendezvous: Path
+) -> None:
     """Answer ``True`` when it has begun, and to each order whether it was saved.
 
-    An order is a step, a counter, and the number that all weights are.
+    An order is a step, and the number that all weights are. Ends where it cannot begin.
     """
-    from trainer_hooks.writing.writer import RankContents, RankWriter  # noqa: PLC0415 - it needs torch
+    import torch  # noqa: PLC0415 - explorers need none of it
+    from torch import distributed, nn  # noqa: PLC0415
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+    from tests.hooks import written  # noqa: PLC0415
+    from trainer_hooks import SaveSettings, SyncSettings, TrainerHook  # noqa: PLC0415
 
     logging.disable(logging.WARNING)  # what fails is told in the answer
-    storage, layout = Storage(job), JobLayout(job)
-    content = TrainerByHand(job, megabytes=MEGABYTES, ranks=world_size, era=ERA)
-    writer = RankWriter(Job(storage, layout), rank, world_size, save_timeout=_SAVE_TIMEOUT)
+    model = nn.ParameterList(
+        # Two make one float32.
+        torch.zeros(2 * int(MEGABYTES * 1e6 / 4 / _TENSORS), dtype=torch.bfloat16)
+        for _ in range(_TENSORS)
+    )
 
-    def report(step: int | None) -> None:
-        if rank == 0:
-            told = TrainerReport(
-                run_id=run, world_size=world_size, status="running", step=step, time=time.time()
-            )
-            storage.replace(layout.trainer_report, encode(told), room=layout.drafts)
+    def save(step: int, number: float) -> None:
+        for value in model.state_dict().values():
+            part = value.to_local()
+            count = len(part) // 2
+            data = elements(number, range(rank * count, (rank + 1) * count), ERA)
+            part.copy_(torch.frombuffer(bytearray(data), dtype=part.dtype))
+        hook.save_state_dict(step)
+        written(hook)
 
-    def save(step: int, counter: int, number: float) -> None:
-        path = layout.actor(step) / shard_name(world_size, rank)
-        report(step)
-        writer.save(
-            SaveId(run, step, counter),
-            RankContents(
-                written_by=lambda: path.write_bytes(content.shard(rank, number)),
-                model_files=(lambda folder: (folder / "config.json").write_text("{}"),),
-            ),
+    try:
+        distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=2 * _SAVE_TIMEOUT),
         )
-
-    while True:
-        try:
-            report(None)
-            break
-        except OSError:  # full, or away: it begins when it can
-            time.sleep(_AGAIN)
+        fully_shard(model)
+        hook = TrainerHook(
+            job,
+            model,
+            settings=SyncSettings(deltas=True, save_timeout=_SAVE_TIMEOUT),
+            saving=SaveSettings(final=False),
+        )
+    except (SyncdError, OSError, RuntimeError) as error:  # full, or a rank was killed
+        print(f"rank {rank} does not begin: {error}", file=sys.stderr)
+        return
     orders.send(True)
     while True:
         try:
@@ -90,7 +92,7 @@ def rank_of_a_trainer(orders: Connection, job: Path, rank: int, world_size: int,
             return  # the driver is gone
         try:
             save(*order)
-        except (SaveFailedError, OSError):
+        except (SyncdError, OSError, RuntimeError):
             orders.send(False)
         else:
             orders.send(True)
@@ -119,6 +121,39 @@ class Away:
         return bool(before % 2) or self.count() != before
 
 
+class Loaded(InProcessEngine):
+    """Reads all of a version when it takes it, and before it lets it go.
+
+    Attributes:
+        number: that all its weights are.
+        is_back: whether it is a rollback.
+        is_ahead: whether it came before its full version.
+    """
+
+    def __init__(self, job: Path) -> None:
+        self._job = job
+        self._held: LeasedVersion | None = None
+        self.number = 0.0
+        self.is_back = self.is_ahead = False
+
+    def check(self, version: LeasedVersion) -> None:
+        """Any will do."""
+
+    def load(self, version: LeasedVersion) -> None:
+        if self._held is not None:
+            self._held.verify()
+        found = numbers(version, ERA)
+        assert len(found) == 1, f"version {version.sequence} is a mixture of the saves {found}"
+        newest = latest(self._job)
+        self._held, self.number = version, found.pop()
+        self.is_back = version.manifest.rolled_back is not None
+        self.is_ahead = newest is not None and newest.sequence < version.sequence
+
+    def close(self) -> None:
+        if self._held is not None:
+            self._held.verify()
+
+
 class Explorer:
     """Takes versions, and never lets one go before it has read it twice.
 
@@ -139,8 +174,8 @@ class Explorer:
             import syncd.deltas.folding  # noqa: F401, PLC0415
 
             self._staging = Staging(stage)
-        self._held: LeasedVersion | None = None
-        self._reader: Reader | None = None
+        self._engine = Loaded(job)
+        self._hook: ExplorerHook | None = None
         self._stopping = False
         signal.signal(signal.SIGTERM, self._stop)
 
@@ -153,73 +188,45 @@ class Explorer:
                 break
             except WaitTimeoutError:
                 continue
-            except AssertionError as error:
-                self._fail(error)
-            except (VerificationError, NotStagedError) as error:
+            except (AssertionError, VerificationError) as error:
                 if not self._away.excuses(before):
-                    self._fail(error)
+                    tell(violation=f"{self._name}: {error!r}")
                 time.sleep(_AGAIN)
-            except (OSError, JobUnavailableError) as error:
+            except (OSError, SyncdError) as error:
                 tell(refused=str(error))
                 time.sleep(_AGAIN)
-        while self._held is not None:
-            try:
-                self._replace_by(None)
-            except (OSError, VerificationError) as error:  # the job may be away: it comes back
-                tell(refused=str(error))
-                time.sleep(_AGAIN)
-        if self._reader is not None:
-            self._reader.close()
+        if self._hook is not None:
+            self._hook.close()
 
     def _look(self) -> None:
-        if self._reader is None:
-            self._reader = Reader(self._job, self._name, poll=0.1)
-        sequence = self._held.sequence if self._held else 0
-        newer = self._reader.next_version(sequence, 1.0)
-        using = [newer]
-        try:
-            read = None
-            if self._staging is not None:
-                using.append(self._staging.stage(newer, cancel=self._reader.check_open))
-                read = asdict(self._staging.fetched)
-            using[-1].verify()
-            found = numbers(using[-1], ERA)
-            assert len(found) == 1, f"version {newer.sequence} is a mixture of the saves {found}"
-            self._replace_by(using.pop())
-        finally:
-            for version in using:
-                version.release()
+        if self._hook is None:
+            self._hook = ExplorerHook(
+                self._job, self._name, self._engine, staging=self._staging, poll=0.1
+            )
+        version, engine = self._hook.pull(1.0), self._engine
+        read = self._hook.last
+        assert read is not None
         tell(
-            holds=newer.sequence,
-            step=newer.step,
-            save_id=newer.manifest.save_id,
-            number=found.pop(),
-            read=read,
+            holds=version.sequence,
+            step=version.step,
+            number=engine.number,
+            is_back=engine.is_back,
+            is_ahead=engine.is_ahead,
+            read=read.model_dump(include={"full_bytes", "delta_bytes", "no_delta", "not_staged"})
+            if self._staging
+            else None,
         )
-        self._reader.report(RunningStatus.RUNNING, sequence=newer.sequence, step=newer.step)
         time.sleep(random.random())
-
-    def _replace_by(self, newer: LeasedVersion | None) -> None:
-        if self._held is not None:
-            self._held.verify()
-            self._held.release()
-        self._held = newer
-        if self._staging is not None:
-            self._staging.tidy()
-
-    def _fail(self, error: Exception) -> None:
-        """Say what must not be, and do not look at it again."""
-        tell(violation=f"{self._name}: {error}")
-        self._held = None
 
     def _stop(self, *_: object) -> None:
         self._stopping = True
-        if self._reader is not None:
-            self._reader.cancel()
+        if self._hook is not None:
+            self._hook.cancel()
 
 
 def main() -> None:
     job, name, away, *stage = sys.argv[1:]
+    logging.disable(logging.WARNING)  # what matters is told
     Explorer(Path(job), name, Away(Path(away)), Path(*stage) if stage else None).run()
 
 

@@ -42,7 +42,8 @@ class Findings:
     Attributes:
         violations: what must never be.
         numbers: sequence → the number that all weights of that version are.
-        told: save_id → the number that it was to be.
+        back: the sequences of rollbacks.
+        told: the number of a save → its step.
         counts: what happened how often, to be printed.
         no_delta: why stages read full versions, and how often.
         most: bytes of the job, at most.
@@ -50,7 +51,8 @@ class Findings:
 
     violations: list[str] = field(default_factory=list)
     numbers: dict[int, float] = field(default_factory=dict)
-    told: dict[str, float] = field(default_factory=dict)
+    back: set[int] = field(default_factory=set)
+    told: dict[float, int] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     no_delta: Counter[str] = field(default_factory=Counter)
     most: int = 0
@@ -65,28 +67,39 @@ class Findings:
         with self._changing:
             self.counts[what] += 1
 
-    def copied(self, full_bytes: int, delta_bytes: int | None, no_delta: str | None) -> None:
-        """A stage has a copy of a version: by deltas, by a full read, or from another process."""
+    def copied(
+        self,
+        full_bytes: int | None,
+        delta_bytes: int | None,
+        no_delta: str | None,
+        not_staged: str | None,
+    ) -> None:
+        """A stage has a copy of a version: by links, by a full read, or from another process."""
         if delta_bytes is not None:
-            self.count("deltas used")
-            if full_bytes + delta_bytes > MEGABYTES * 1e6 / 2:
-                self.violated(f"{full_bytes} bytes were read, and {delta_bytes} of deltas")
-        elif full_bytes:
+            self.count("copies made from links")
+        elif full_bytes or not_staged:
             self.count("full reads")
             with self._changing:
-                self.no_delta[re.sub(r"/\S*|\d+(\.\d+)?", "…", no_delta or "")] += 1
+                why = no_delta or not_staged or ""
+                self.no_delta[re.sub(r"/\S*|\d+(\.\d+)?", "…", why)] += 1
         else:
             self.count("copies of another process used")
 
-    def version_is(self, sequence: int, save_id: str, number: float) -> None:
+    def version_is(self, sequence: int, step: int, number: float, *, is_back: bool) -> None:
         """A version was read whole: it is the save that it says, and newer than those before it."""
         with self._changing:
             known = self.numbers.setdefault(sequence, number)
-            older = [n for s, n in self.numbers.items() if s < sequence and n >= number]
+            if is_back:
+                self.back.add(sequence)
+            older = [
+                s
+                for s, n in self.numbers.items()
+                if s < sequence and n >= number and not {s, sequence} & self.back
+            ]
         if known != number:
             self.violated(f"version {sequence} was {known}, and is {number}")
-        if self.told.get(save_id) != number:
-            self.violated(f"version {sequence} of {save_id} is {number}: {self.told.get(save_id)}")
+        if self.told.get(number) != step:
+            self.violated(f"version {sequence} of step {step} is {number}: {self.told.get(number)}")
         if older:
             self.violated(f"version {sequence} is of a save before those of {sorted(older)}")
 
@@ -203,7 +216,8 @@ class Watch:
                         version.verify()
                         found = numbers(version, ERA)
                         last = version.sequence
-                        self._found.version_is(last, version.manifest.save_id, max(found))
+                        is_back = version.manifest.rolled_back is not None
+                        self._found.version_is(last, version.step, max(found), is_back=is_back)
                         self._found.count("leases taken")
                         if len(found) > 1:
                             self._found.violated(f"version {last} is a mixture of {found}")
