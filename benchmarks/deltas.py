@@ -14,6 +14,8 @@ turns. Times are CPU seconds.
 
 One thread copies files from the page cache into new files in ``--dir``, with the digest of every
 tensor. The copies share no blocks with the source, as between two filesystems.
+
+The part ``hosts`` (:mod:`benchmarks.delta_hosts`) takes half an hour, and is not run by default.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import argparse
 import errno
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,6 +37,7 @@ import torch
 import zstandard
 from numpy.typing import NDArray
 
+from benchmarks.delta_hosts import print_hosts
 from benchmarks.machine import Report, median_ratio, parser, prepared, turns
 from syncd.checkpoint.boxes import whole
 from syncd.checkpoint.merging.options import Work
@@ -52,7 +56,7 @@ _DENSITIES: Final = (0.01, 0.033, 0.08, 0.2)
 _ELEMENTS: Final = 2**24
 _TENSORS: Final = 8
 _SIGMA: Final = 0.02
-_PARTS: Final = ("codecs", "copies")
+_PARTS: Final = ("codecs", "copies", "hosts")
 
 Bits = NDArray[np.uint16]
 
@@ -315,9 +319,16 @@ def _parser() -> argparse.ArgumentParser:
         steps=12,
         megabytes=400,
         density=0.033,
+        job_dir=Path(tempfile.gettempdir()),
+        syncs=30,
+        runs=2,
+        pause=0.0,
+        shared_megabytes=0,
     )
     options.set_defaults(dir=Path("/dev/shm"))  # noqa: S108 - memory, so that no disk is measured
-    options.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
+    options.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS[:2]))
+    options.add_argument("--hosts", type=int, nargs="+", default=[1, 8])
+    options.add_argument("--before", type=Path, help="a checkout of syncd 0.2")
     return options
 
 
@@ -329,6 +340,10 @@ def main() -> None:
             _print_codecs(report, given)
         if "copies" in given.parts:
             _print_copies(report, work, given)
+        if "hosts" in given.parts:
+            given.update = _calibrated(given.density)[2]
+            with tempfile.TemporaryDirectory(prefix="syncd-benchmark-", dir=given.job_dir) as job:
+                print_hosts(report, Path(job), work, given)
 
 
 if __name__ == "__main__":
