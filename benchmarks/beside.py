@@ -10,8 +10,6 @@ order of the trees alternates. A ratio is this tree's figure divided by the othe
 Medians are over all pairs. If a run fails, the complete pairs are printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -15,8 +15,6 @@ memory. Each way is timed on the trainer, until the last explorer reports the ne
 The first round warms up, and is not counted. If a run fails, the complete rounds are printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

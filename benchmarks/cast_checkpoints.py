@@ -3,8 +3,6 @@
 Functions import torch, because the process that starts the ranks must stay small.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

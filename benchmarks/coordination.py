@@ -12,8 +12,6 @@ newest version, and nothing is left to prune. A roster's thread checks a slice o
 16 times in each lease time.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

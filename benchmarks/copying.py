@@ -8,8 +8,6 @@ way copies all pieces into new files, in this process. It is compared with ``cat
 into one file. Before each run :func:`settle` prepares the machine.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -11,8 +11,6 @@ daemon is also measured by ``/proc``, which counts pipes and modules, too. With
 ``--shared-megabytes`` all processes together get so many MB a second.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The trainer and the hosts of delta_hosts.py. They also run with the code of another release."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -18,8 +18,6 @@ tensor. The copies share no blocks with the source, as between two filesystems.
 The part ``hosts`` (:mod:`benchmarks.delta_hosts`) takes half an hour, and is not run by default.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

@@ -6,8 +6,6 @@ publish is from the pointer to LATEST. The last column has the bytes that each d
 wrote, of any file, for each byte of the model.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -14,8 +14,6 @@ equal length without reloads. ``by hand`` calls the server's own ``reload_weight
 ``/reset_prefix_cache``, without pause, verification or daemon.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import sys

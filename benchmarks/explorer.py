@@ -18,8 +18,6 @@ Bytes: explorers on one host read these bytes in the job directory for one versi
 size of its files. Without a stage each explorer reads all files twice: to verify and to load.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

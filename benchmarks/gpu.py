@@ -12,8 +12,6 @@ error, the other parts run, and the exit code is 1. The weights are fp8 and bf16
   and another explorer gets this step from the files.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ their defaults, and idle side by side. Processor time is user and system time, i
 wake-up is a voluntary context switch of any thread.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -17,8 +17,6 @@ First each contender runs once, and its output is compared with the truth. Befor
 round fails, the complete rounds are printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The contenders of merge.py, with their command lines."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ its files, count by role in a file that all processes map. Calls of :data:`_SMAL
 also wait until a token bucket, which all roles share, has let them pass.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

@@ -5,8 +5,6 @@ mounted by two clients (two hosts, or two network namespaces). Each line is a qu
 often each answer occurred. A folder on a local disk, given twice, gives the right answers.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

@@ -14,8 +14,6 @@ Saves are full state dicts. The daemon links them, and copies no bytes.
 A call is one call of a method of ``Storage``. On a network filesystem it is a request.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

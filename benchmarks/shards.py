@@ -15,8 +15,6 @@ The size is the model's GB in bf16: 3.087 is Qwen2.5-1.5B, other sizes have anot
 ``python -m benchmarks.shards verify FOLDER 3.087 fsdp`` compares every bit with the truth.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

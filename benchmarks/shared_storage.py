@@ -1,7 +1,5 @@
 """Storage that counts the bytes read from it, and storage of a limited speed."""
 
-from __future__ import annotations
-
 import time
 from multiprocessing.context import ForkContext
 from typing import Final

@@ -5,8 +5,6 @@ shards are not read into memory first; with ``bf16`` tensors are cast; with ``fs
 durable.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

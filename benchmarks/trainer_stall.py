@@ -25,8 +25,6 @@ hook that does not. Then full checkpoints with AdamW are compared, cast by the t
 merge.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

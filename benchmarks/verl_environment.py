@@ -4,8 +4,6 @@ It has verl, what its merger and its checkpoint engines import (``verl-requireme
 syncd needs. The release of torch is the same as in the tests.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Versions on disk with tensors of a test's choice, and deltas between them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The code that pages tell users to paste: where it is, and which test runs it."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Waiting for what a trainer's hook does behind the training."""
 
-from __future__ import annotations
-
 import threading
 
 from tests.storages import RuledStorage, once

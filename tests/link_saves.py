@@ -1,7 +1,5 @@
 """Saves that consist of a full one and links, and a daemon that takes them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod

@@ -1,7 +1,5 @@
 """Links for tests: pieces of random bytes, written to a file and read back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

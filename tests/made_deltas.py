@@ -1,7 +1,5 @@
 """Folds without a child process."""
 
-from __future__ import annotations
-
 from syncd.daemon.folds import DeltaWork
 from tests.saved_links import InThisProcess
 

@@ -1,7 +1,5 @@
 """A job with a version, links that lead from it, and the versions that folds would make of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

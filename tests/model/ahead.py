@@ -11,8 +11,6 @@ given here (fence.py): a rename out of a room whose successor has taken over fai
 (lease.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product

@@ -1,7 +1,5 @@
 """The daemons of the model of ahead (ahead.py): link, name ahead, fold, roll back, prune."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias

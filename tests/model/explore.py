@@ -9,8 +9,6 @@ What is *not* promised: anything beyond the bounds of the model, and anything th
 does that is not one of its steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar

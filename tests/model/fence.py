@@ -13,8 +13,6 @@ rename is two steps as well: its folders are opened, and then stay what they are
 moved (see fence_take_over.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

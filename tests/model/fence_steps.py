@@ -9,8 +9,6 @@ Only the rename that sets aside is two steps. Those that follow are out of the o
 folder has a name of its own: once a take-over has moved it, no handle of that trash/ finds it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from .fence_state import AT_ITS_NAME, LOST, NO_HANDLE, NOT_THERE, STANDING_BY, Daemon, Disk, Handle

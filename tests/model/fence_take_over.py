@@ -11,8 +11,6 @@ A folder that is never moved is where its name is until it is removed, so that o
 nothing: that is what `rmdir_folders` is for, and the search agrees.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

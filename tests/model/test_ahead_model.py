@@ -3,8 +3,6 @@
 `pytest -rP` prints the counterexamples.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import pytest

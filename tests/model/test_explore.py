@@ -1,7 +1,5 @@
 """The search itself: it visits everything, and its counterexamples are shortest."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from .explore import explore, explore_for_dead_ends

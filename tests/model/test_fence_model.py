@@ -4,8 +4,6 @@ Searched once by hand as well, when a rename was one step: four take-overs and t
 15,950,508 states, 8 minutes.
 """
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

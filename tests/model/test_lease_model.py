@@ -1,7 +1,5 @@
 """Leases keep their promises in every interleaving, and each of their rules is needed."""
 
-from __future__ import annotations
-
 import pytest
 
 from .explore import Exploration, explore, explore_for_dead_ends

@@ -1,7 +1,5 @@
 """One rank of a trainer whose weights change a little each step, with and without deltas."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Folds of links are equal to merges of the same steps, whichever rank and daemon die meanwhile."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """A real trainer, a real daemon, and two explorers on one stage: what they serve is the fold."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -3,8 +3,6 @@
 Without ``SYNCD_TEST_MOUNTS`` the two are paths of the local disk. The stage is in memory.
 """
 
-from __future__ import annotations
-
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A job that verl's ranks write is served as it is; verl's own rollouts follow with its manager."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shlex

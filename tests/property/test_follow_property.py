@@ -1,7 +1,5 @@
 """Whatever lies in a job's links, a copy is that of the save, or there is none; and bounded."""
 
-from __future__ import annotations
-
 import shutil
 import tracemalloc
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The way back from the pointer's save, and the links above LATEST, whatever lies there."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

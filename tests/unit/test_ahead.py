@@ -1,7 +1,5 @@
 """The daemon links the trainer's changes at once, and folds them into full versions."""
 
-from __future__ import annotations
-
 import errno
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders of torch.distributed.checkpoint: exactly what was saved, or an error that says what."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Folders of torch.distributed.checkpoint in a job: saved over, passed over, and pruned."""
 
-from __future__ import annotations
-
 import errno
 import tracemalloc
 from collections.abc import Callable

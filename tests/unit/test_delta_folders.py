@@ -1,7 +1,5 @@
 """Deltas as folders of a job: their numbers, their recovery and their pruning."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

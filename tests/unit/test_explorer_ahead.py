@@ -1,7 +1,5 @@
 """An explorer with a stage serves a save before any full version of it exists."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A fold makes the files that a merge of the same save would make."""
 
-from __future__ import annotations
-
 import resource
 import time
 from collections.abc import Mapping

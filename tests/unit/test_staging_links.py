@@ -1,7 +1,5 @@
 """Copies on a host that are made from links: equal to the fold, or the version, or none."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

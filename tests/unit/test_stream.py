@@ -1,7 +1,5 @@
 """``WeightStream``: writers that meet through the job's folder only."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Iterator
 from contextlib import ExitStack

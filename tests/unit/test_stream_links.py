@@ -1,7 +1,5 @@
 """``WeightStream`` with deltas: writers learn the base from rank 0's report."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress

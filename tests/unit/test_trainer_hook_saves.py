@@ -1,7 +1,5 @@
 """What a hook of one rank saves, where, and when it does not."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

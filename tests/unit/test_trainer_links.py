@@ -1,7 +1,5 @@
 """Saves of one process that hold only what changed."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ``trainer_hooks.verl`` takes for granted of verl, compared with the sources in its wheel."""
 
-from __future__ import annotations
-
 import ast
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """verl's engine ``syncd``, without verl: what is sent, staged, received, and released."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Iterator
