@@ -1,9 +1,10 @@
 """The daemon links the trainer's changes at once, and folds them into full versions."""
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -15,7 +16,6 @@ from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.cli import cli
 from syncd.coordination.versions import Versions
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.loop import Loop
 from syncd.operate.history import history
 from syncd.operate.job_state import look
 from syncd.protocol.errors import CheckpointError
@@ -24,7 +24,7 @@ from syncd.protocol.records import Ahead, Latest, NonFinite, encode, parse
 from syncd.protocol.reports import DaemonReport, ExplorerReport, TrainerReport
 from syncd.storage.job import Job
 from syncd.storage.sessions import Session
-from tests.jobs import LEASE_TIME, SmallJob, nothing
+from tests.jobs import LEASE_TIME, Rounds, SmallJob, nothing
 from tests.made_deltas import work
 from tests.saved_links import save_full, save_link
 from tests.storages import Clock, FastStorage, RuledStorage, refuse
@@ -39,8 +39,17 @@ def job(tmp_path: Path) -> SmallJob:
     return SmallJob(tmp_path / "job")
 
 
-def daemon(job: SmallJob, config: DaemonConfig = CONFIG, clock: Clock | None = None) -> Any:
-    return job.daemon(config, clock=clock, deltas=work())
+@contextmanager
+def daemon(job: SmallJob, newest: int = 0, config: DaemonConfig = CONFIG) -> Iterator[Rounds]:
+    """A daemon that has published step 1 and linked all to ``newest``, or finds what is there."""
+    with job.daemon(config, deltas=work()) as loop:
+        for step in range(1, newest + 1):
+            if step == 1:
+                save_full(job, 1)
+            else:
+                save_link(job, step, step - 1)
+            loop.run_once()
+        yield loop
 
 
 def links(job: SmallJob) -> list[str]:
@@ -74,34 +83,29 @@ def is_merge_of(job: SmallJob, sequence: int, step: int, tmp_path: Path) -> bool
     return one == two
 
 
-def fold(loop: Loop, clock: Clock, rounds: int = 4) -> None:
+def fold(loop: Rounds) -> None:
     """Let no save come for a while."""
-    for _ in range(rounds):
-        loop.run_once()
-        clock.advance(20 * CONFIG.tick)
+    loop.rounds(4, 20 * CONFIG.tick)
 
 
 def test_links_become_ahead_and_a_fold_is_equal_to_a_merge(job: SmallJob, tmp_path: Path) -> None:
-    save_full(job, 1)
-    clock = Clock()
-    with daemon(job, clock=clock) as loop:
-        loop.run_once()
+    with daemon(job, 1) as loop:
         assert job.latest.save_id == "run-1-1"
         for step in (2, 3, 4):
             save_id = save_link(job, step, step - 1, world_size=2)
             loop.run_once()
             assert job.latest.sequence == 1
             assert ahead_of(job) == Ahead(sequence=step, step=step, save_id=save_id)
-            clock.advance(CONFIG.tick)
+            loop.clock.advance(CONFIG.tick)
         assert links(job) == ["d000002", "d000003", "d000004"]
-        fold(loop, clock)
+        fold(loop)
         assert (job.latest.sequence, job.latest.step, ahead_of(job)) == (4, 4, None)
         assert job.latest.save_id == save_id
         assert is_merge_of(job, 4, 4, tmp_path)
         save_link(job, 5, 4, world_size=2)
         loop.run_once()
         assert ahead_of(job) == Ahead(sequence=5, step=5, save_id="run-5-5")
-        fold(loop, clock)
+        fold(loop)
     assert is_merge_of(job, 5, 5, tmp_path / "5")
     assert job.versions == ["v000005"]
     assert set(job.outcomes) == {5}
@@ -111,9 +115,7 @@ def test_links_become_ahead_and_a_fold_is_equal_to_a_merge(job: SmallJob, tmp_pa
 def test_a_link_without_its_base_closes_the_links_until_the_next_full_version(
     job: SmallJob,
 ) -> None:
-    save_full(job, 1)
-    with daemon(job) as loop:
-        loop.run_once()
+    with daemon(job, 1) as loop:
         save_link(job, 3, 2)
         loop.run_once()
         assert closed(job) is None  # first it asks the server
@@ -131,9 +133,7 @@ def test_a_link_without_its_base_closes_the_links_until_the_next_full_version(
 
 @pytest.mark.parametrize("fault", ["config", "shape", "index", "no link"])
 def test_a_link_that_does_not_fit_closes_the_links(job: SmallJob, fault: str) -> None:
-    save_full(job, 1)
-    with daemon(job) as loop:
-        loop.run_once()
+    with daemon(job, 1) as loop:
         save_link(job, 2, 1, shape=2 if fault == "shape" else 3)
         actor = job.layout.actor(2)
         if fault == "index":
@@ -161,22 +161,16 @@ def test_a_link_that_does_not_fit_closes_the_links(job: SmallJob, fault: str) ->
             return
         assert closed(job) is not None
         assert ahead_of(job) is None
-        for _ in range(3):
-            loop.run_once()
+        loop.rounds(3, 0)
         assert job.outcomes[2] == "skipped"
     assert job.layout.journal.read_bytes().count(b'"closed"') == 1
 
 
 def test_a_refused_save_with_nan_is_linked_but_never_ahead(job: SmallJob) -> None:
     config = CONFIG.model_copy(update={"refuse_nonfinite": True})
-    save_full(job, 1)
-    with daemon(job, config) as loop:
-        loop.run_once()
-        save_link(job, 2, 1)
-        loop.run_once()
+    with daemon(job, 2, config) as loop:
         save_link(job, 3, 2, nonfinite=NonFinite(count=1, names=("weight",)))
-        for _ in range(3):
-            loop.run_once()
+        loop.rounds(3, 0)
         assert ahead_of(job) == Ahead(sequence=2, step=2, save_id="run-2-2")
         assert job.outcomes[3] == "quarantined"
         save_link(job, 4, 3)
@@ -187,46 +181,35 @@ def test_a_refused_save_with_nan_is_linked_but_never_ahead(job: SmallJob) -> Non
 
 def test_links_above_latest_stay_and_those_below_go_as_deltas_do(job: SmallJob) -> None:
     config = CONFIG.model_copy(update={"keep_deltas": 1})
-    save_full(job, 1)
-    clock = Clock()
-    with daemon(job, config, clock) as loop:
-        loop.run_once()
+    with daemon(job, 1, config) as loop:
         for step in range(2, 8):
             save_link(job, step, step - 1, raw=True)  # together they exceed a version
             loop.run_once()
             if job.latest.sequence == 1:
                 assert len(links(job)) == step - 1
-        fold(loop, clock)
+        fold(loop)
     assert job.latest.sequence == 7
     assert len(links(job)) <= 1
 
 
 def test_a_full_disk_takes_no_link_above_latest(job: SmallJob) -> None:
-    save_full(job, 1)
-    with daemon(job) as loop:
-        loop.run_once()
-        save_link(job, 2, 1)
-        loop.run_once()
+    with daemon(job, 2) as loop:
         loop._tidying.after(OSError(errno.ENOSPC, "no room"))  # as a merge that found no room
         loop.run_once()
         assert links(job) == ["d000002"]
 
 
 def test_saves_that_the_pointer_has_passed_are_linked_first_and_kept(job: SmallJob) -> None:
-    save_full(job, 1)
-    clock = Clock()
-    with daemon(job, clock=clock) as loop:
-        loop.run_once()
+    with daemon(job, 1) as loop:
         for step in (2, 3, 4):
             save_link(job, step, step - 1)
         loop.run_once()
         assert links(job) == ["d000002", "d000003", "d000004"]
         assert ahead_of(job) == Ahead(sequence=4, step=4, save_id="run-4-4")
-        for _ in range(2):
-            loop.run_once()
+        loop.rounds(2, 0)
         steps = {path.name for path in job.layout.root.glob("global_step_*")}
         assert steps == {"global_step_2", "global_step_3", "global_step_4"}
-        fold(loop, clock)
+        fold(loop)
         steps = {path.name for path in job.layout.root.glob("global_step_*")}
     assert steps == {"global_step_4"}
 
@@ -234,9 +217,7 @@ def test_saves_that_the_pointer_has_passed_are_linked_first_and_kept(job: SmallJ
 def test_a_take_over_keeps_ahead_and_discards_links_that_do_not_lead_from_latest(
     job: SmallJob,
 ) -> None:
-    save_full(job, 1)
-    with daemon(job) as loop:
-        loop.run_once()
+    with daemon(job, 1) as loop:
         for step in (2, 3):
             save_link(job, step, step - 1)
             loop.run_once()
@@ -260,9 +241,7 @@ def test_a_take_over_keeps_ahead_and_discards_links_that_do_not_lead_from_latest
 
 
 def test_ahead_that_was_linked_but_not_named_is_named_by_the_next_daemon(job: SmallJob) -> None:
-    save_full(job, 1)
-    with daemon(job) as loop:
-        loop.run_once()
+    with daemon(job, 1) as loop:
         before = job.layout.latest.read_bytes()
         save_link(job, 2, 1)
         loop.run_once()
@@ -274,14 +253,9 @@ def test_ahead_that_was_linked_but_not_named_is_named_by_the_next_daemon(job: Sm
 
 
 def test_an_unnamed_fold_is_adopted_with_the_later_ahead(job: SmallJob) -> None:
-    save_full(job, 1)
-    clock = Clock()
-    with daemon(job, clock=clock) as loop:
-        loop.run_once()
-        save_link(job, 2, 1)
-        loop.run_once()
+    with daemon(job, 2) as loop:
         before = job.latest
-        fold(loop, clock)
+        fold(loop)
         assert job.latest.sequence == 2
         save_link(job, 3, 2)
         loop.run_once()
@@ -294,11 +268,7 @@ def test_an_unnamed_fold_is_adopted_with_the_later_ahead(job: SmallJob) -> None:
 
 def test_a_rollback_ends_ahead_and_links_until_the_next_full_version(job: SmallJob) -> None:
     config = CONFIG.model_copy(update={"keep": 9})
-    save_full(job, 1)
-    with daemon(job, config) as loop:
-        loop.run_once()
-        save_link(job, 2, 1)
-        loop.run_once()
+    with daemon(job, 2, config) as loop:
         job.ask_rollback(1)  # LATEST itself, because ahead is newer
         loop.run_once()
         assert (job.latest.sequence, job.latest.step) == (3, 1)
@@ -307,12 +277,10 @@ def test_a_rollback_ends_ahead_and_links_until_the_next_full_version(job: SmallJ
         back = read_manifest(STORAGE, job.layout.version(3)).rolled_back
         assert back is not None
         assert back.instead_of == "run-2-2"
-        for _ in range(3):
-            loop.run_once()
+        loop.rounds(3, 0)
         assert job.latest.sequence == 3  # what was ahead does not come back
         save_link(job, 4, 2)  # planned before the rollback
-        for _ in range(3):
-            loop.run_once()
+        loop.rounds(3, 0)
         assert (job.latest.sequence, job.outcomes[4]) == (3, "skipped")
         save_full(job, 5)
         loop.run_once()
@@ -323,17 +291,12 @@ def test_a_rollback_ends_ahead_and_links_until_the_next_full_version(job: SmallJ
 
 
 def test_a_pause_takes_no_link_and_publishes_no_fold(job: SmallJob) -> None:
-    save_full(job, 1)
-    clock = Clock()
-    with daemon(job, clock=clock) as loop:
-        loop.run_once()
-        save_link(job, 2, 1)
-        loop.run_once()
+    with daemon(job, 2) as loop:
         ahead = ahead_of(job)
         pause = b'{"protocol":1,"id":"p","by":"me","time":0}'
         job.put(job.layout.paused, pause)
         save_link(job, 3, 2)
-        fold(loop, clock)
+        fold(loop)
         assert (job.latest.sequence, ahead_of(job)) == (1, ahead)
         job.layout.paused.unlink()
         loop.run_once()
@@ -342,9 +305,7 @@ def test_a_pause_takes_no_link_and_publishes_no_fold(job: SmallJob) -> None:
 
 def test_an_older_daemon_reads_latest_and_a_newer_one_goes_on(job: SmallJob) -> None:
     """0.2 passes over the unknown keys, discards the links, and publishes full saves only."""
-    save_full(job, 1)
-    with daemon(job) as loop:
-        loop.run_once()
+    with daemon(job, 1) as loop:
         for step in (2, 3):
             save_link(job, step, step - 1)
             loop.run_once()
@@ -360,17 +321,12 @@ def test_an_older_daemon_reads_latest_and_a_newer_one_goes_on(job: SmallJob) -> 
 
 
 def test_the_fold_of_a_damaged_link_closes_the_links(job: SmallJob) -> None:
-    save_full(job, 1)
-    clock = Clock()
-    with daemon(job, clock=clock) as loop:
-        loop.run_once()
-        save_link(job, 2, 1)
-        loop.run_once()
+    with daemon(job, 2) as loop:
         path = job.layout.delta(2) / "rank-0"
         content = bytearray(path.read_bytes())
         content[0] ^= 1
         path.write_bytes(bytes(content))
-        fold(loop, clock)
+        fold(loop)
         assert (job.latest.sequence, job.outcomes[2]) == (1, "skipped")
         assert closed(job) is not None
         save_full(job, 3)
@@ -381,13 +337,8 @@ def test_the_fold_of_a_damaged_link_closes_the_links(job: SmallJob) -> None:
 def test_storage_errors_only_put_a_fold_off(tmp_path: Path) -> None:
     storage = RuledStorage()
     job = SmallJob(tmp_path / "job", storage)
-    save_full(job, 1)
-    clock = Clock()
-    with daemon(job, clock=clock) as loop:
-        loop.run_once()
-        save_link(job, 2, 1)
-        loop.run_once()
-        clock.advance(20 * CONFIG.tick)
+    with daemon(job, 2) as loop:
+        loop.clock.advance(20 * CONFIG.tick)
         storage.rules.append(refuse("create", errno.EIO, where="fold-v000002"))
         loop.run_once()
         assert job.latest.sequence == 1
@@ -395,7 +346,7 @@ def test_storage_errors_only_put_a_fold_off(tmp_path: Path) -> None:
         loop.run_once()
         assert (ahead_of(job) or NO).step == 3
         storage.rules.clear()
-        fold(loop, clock)
+        fold(loop)
         assert job.latest.sequence == 3
 
 
@@ -406,10 +357,7 @@ def test_the_report_offers_links_only_while_an_explorer_follows_ahead(
     def offers() -> DaemonReport:
         return parse(DaemonReport, job.layout.daemon_report.read_bytes(), "daemon.json")
 
-    save_full(job, 1)
-    clock = Clock()
-    with daemon(job, clock=clock) as loop:
-        loop.run_once()
+    with daemon(job, 1) as loop:
         assert not offers().links
         assert offers().no_links == "no live explorer follows ahead"
         report = ExplorerReport(
@@ -419,8 +367,8 @@ def test_the_report_offers_links_only_while_an_explorer_follows_ahead(
         job.layout.session("living").write_text("x")
         job.put(job.layout.explorer("e"), encode(report))
         for _ in range(12):
-            clock.advance(LEASE_TIME / 5)
-            job.layout.session("living").write_text(str(clock.now))
+            loop.clock.advance(LEASE_TIME / 5)
+            job.layout.session("living").write_text(str(loop.clock.now))
             loop.run_once()
         assert offers().links
         assert offers().no_links is None
@@ -431,24 +379,19 @@ def test_the_report_offers_links_only_while_an_explorer_follows_ahead(
         elif gone == "report gone":
             job.layout.explorer("e").unlink()
         for _ in range(16):
-            clock.advance(LEASE_TIME / 4)
+            loop.clock.advance(LEASE_TIME / 4)
             if gone != "dead":
-                job.layout.session("living").write_text(str(clock.now))
+                job.layout.session("living").write_text(str(loop.clock.now))
             loop.run_once()
         assert not offers().links
 
 
 def test_status_history_and_verify_tell_of_links(job: SmallJob) -> None:
-    save_full(job, 1)
     trainer = TrainerReport(run_id="r", world_size=1, status="running", deltas=True, time=0.0)
     job.put(job.layout.trainer_report, encode(trainer))
-    with daemon(job) as loop:
-        loop.run_once()
-        save_link(job, 2, 1)
-        loop.run_once()
+    with daemon(job, 2) as loop:
         save_link(job, 4, 3)
-        loop.run_once()
-        loop.run_once()
+        loop.rounds(2, 0)
     seen = look(Job.at(job.layout.root))
     assert [link["sequence"] for link in seen["links"]] == [2]
     assert seen["latest"]["ahead"]["step"] == 2
@@ -467,11 +410,8 @@ def test_status_history_and_verify_tell_of_links(job: SmallJob) -> None:
 
 
 def test_what_needs_whole_weights_refuses_a_link_and_names_the_way(job: SmallJob) -> None:
-    save_full(job, 1)
-    with daemon(job) as loop:
-        loop.run_once()
-        save_link(job, 2, 1)
-        loop.run_once()
+    with daemon(job, 2):
+        pass
     for command in (["pin", str(job.layout.root), "2"], ["merge", str(job.layout.actor(2)), "x"]):
         told = CliRunner().invoke(cli, command)
         assert told.exit_code != 0
@@ -497,55 +437,40 @@ def test_an_explorer_waits_for_the_fold_of_a_linked_save(job: SmallJob) -> None:
 
 def test_an_unseen_save_keeps_the_steps_below_only_for_a_while(job: SmallJob) -> None:
     """A cache may still hide the save, whose base one of the steps may be; or it never comes."""
-    clock = Clock()
-    with daemon(job, clock=clock) as loop:
-        save_full(job, 1)
-        loop.run_once()
+    with daemon(job, 1) as loop:
         job.point(3)
-        for _ in range(2):
-            loop.run_once()
+        loop.rounds(2, 0)
         assert job.layout.step(1).exists()
-        clock.advance(1000)
-        for _ in range(2):
-            loop.run_once()
+        loop.clock.advance(1000)
+        loop.rounds(2, 0)
         assert not job.layout.step(1).exists()
 
 
 def test_a_passed_full_save_is_merged_first_although_a_save_between_is_unseen(
     job: SmallJob,
 ) -> None:
-    save_full(job, 1)
-    with daemon(job) as loop:
-        loop.run_once()
+    with daemon(job, 1) as loop:
         save_full(job, 2, point=False)
         save_link(job, 4, 3)
-        for _ in range(3):
-            loop.run_once()
+        loop.rounds(3, 0)
         save_link(job, 3, 2, point=False)
         loop._scanner.look_again()
-        for _ in range(3):
-            loop.run_once()
+        loop.rounds(3, 0)
     assert (job.latest.step, (ahead_of(job) or NO).step) == (2, 4)
 
 
 def test_a_link_before_any_version_is_skipped_once(job: SmallJob) -> None:
     with daemon(job) as loop:
         save_link(job, 2, 1)
-        for _ in range(5):
-            loop.run_once()
+        loop.rounds(5, 0)
     assert job.outcomes[2] == "skipped"
     assert job.layout.journal.read_bytes().count(b'"closed"') == 1
 
 
 def test_a_fold_keeps_the_reason_to_take_no_links(job: SmallJob) -> None:
-    save_full(job, 1)
-    clock = Clock()
-    with daemon(job, clock=clock) as loop:
-        loop.run_once()
-        save_link(job, 2, 1)
-        loop.run_once()
+    with daemon(job, 2) as loop:
         save_link(job, 4, 3)
-        fold(loop, clock)
+        fold(loop)
         assert job.latest.sequence == 2
         assert closed(job) is not None
     assert job.layout.journal.read_bytes().count(b'"closed"') == 1
@@ -554,17 +479,12 @@ def test_a_fold_keeps_the_reason_to_take_no_links(job: SmallJob) -> None:
 def test_a_fold_is_named_only_after_its_folder_is_synced(tmp_path: Path) -> None:
     storage = RuledStorage()
     job = SmallJob(tmp_path / "job", storage)
-    save_full(job, 1)
-    clock = Clock()
-    with daemon(job, clock=clock) as loop:
-        loop.run_once()
-        save_link(job, 2, 1)
-        loop.run_once()
+    with daemon(job, 2) as loop:
         storage.refuse("sync_folder", errno.EIO, where="published")
-        fold(loop, clock)
+        fold(loop)
         assert (job.latest.sequence, job.versions) == (1, ["v000001", "v000002"])
         storage.rules.clear()
-        fold(loop, clock)
+        fold(loop)
         assert job.latest.sequence == 2
 
 
@@ -599,16 +519,13 @@ def test_a_fold_that_fails_waits_as_long_as_it_took(job: SmallJob) -> None:
 def test_no_link_is_made_whose_number_is_not_on_record(tmp_path: Path) -> None:
     storage = RuledStorage()
     job = SmallJob(tmp_path / "job", storage)
-    save_full(job, 1)
-    clock = Clock()
-    with daemon(job, clock=clock) as loop:
-        loop.run_once()
+    with daemon(job, 1) as loop:
         save_link(job, 2, 1)
         storage.refuse("rename", errno.EIO, where="saves.json")
         loop.run_once()
         assert (ahead_of(job), job.layout.deltas.exists()) == (None, False)
         storage.rules.clear()
-        clock.advance(CONFIG.tick)
+        loop.clock.advance(CONFIG.tick)
         loop.run_once()
         assert ahead_of(job) is not None
 
@@ -618,9 +535,7 @@ def test_a_step_that_is_saved_again_while_it_is_linked_does_not_close_the_links(
 ) -> None:
     storage = RuledStorage()
     job = SmallJob(tmp_path / "job", storage)
-    save_full(job, 1)
-    with daemon(job) as loop:
-        loop.run_once()
+    with daemon(job, 1) as loop:
         save_link(job, 2, 1)
 
         def again(*_: Path) -> None:
@@ -632,9 +547,8 @@ def test_a_step_that_is_saved_again_while_it_is_linked_does_not_close_the_links(
 
 
 def test_a_take_over_discards_a_delta_that_holds_no_record(job: SmallJob) -> None:
-    save_full(job, 1)
-    with daemon(job) as loop:
-        loop.run_once()
+    with daemon(job, 1):
+        pass
     (job.layout.delta(9) / "delta.json").mkdir(parents=True)
     with daemon(job):
         assert not job.layout.delta(9).exists()
