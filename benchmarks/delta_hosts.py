@@ -93,6 +93,7 @@ def _processes(
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            cwd=code,
             env=meter.environment(counted, role, code),
         )
         stack.callback(process.wait)
