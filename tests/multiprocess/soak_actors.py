@@ -247,18 +247,15 @@ class Trainer:
         while not self._over():
             # Resumes: what was not saved before the end of the run is trained again.
             self._step = max(0, self._step - self._random.randint(0, 3))
-            with self._started() as ranks:
-                self._findings.count("runs of the trainer")
-                try:
-                    with self.begins:
-                        for rank in ranks:
-                            rank.answer()  # it has begun
+            self._findings.count("runs of the trainer")
+            try:
+                with self._started() as ranks:
                     while not self._over():
                         self._save(ranks)
                         if not self._last and self._random.random() < 0.03:
                             break
-                except (OSError, EOFError):
-                    pass  # a rank was killed
+            except (OSError, EOFError):
+                pass  # a rank was killed
 
     def _over(self) -> bool:
         return self._last < 0 or 0 < self._last == self._step
@@ -284,17 +281,19 @@ class Trainer:
 
     @contextmanager
     def _started(self) -> Iterator[list[Rank]]:
-        ranks = []
+        self._ranks = ranks = list[Rank]()
         rendezvous = self._job.with_name(f"run-{self._number}-{time.monotonic_ns()}")
-        for number in range(RANKS):
-            ours, its = _PROCESSES.Pipe()
-            given = (its, self._job, number, RANKS, rendezvous)
-            process = _PROCESSES.Process(target=rank_of_a_trainer, args=given, daemon=True)
-            process.start()
-            its.close()
-            ranks.append(Rank(process, ours))
-        self._ranks = ranks
         try:
+            with self.begins:
+                for number in range(RANKS):
+                    ours, its = _PROCESSES.Pipe()
+                    given = (its, self._job, number, RANKS, rendezvous)
+                    process = _PROCESSES.Process(target=rank_of_a_trainer, args=given, daemon=True)
+                    process.start()
+                    its.close()
+                    ranks.append(Rank(process, ours))
+                for rank in ranks:
+                    rank.answer()  # it has begun
             yield ranks
         finally:
             self._ranks = []
