@@ -1,4 +1,4 @@
-"""Deltas beside slime's encoding, and copies from a base and a link beside full copies.
+"""Deltas beside slime's encoding, and with trainer, daemon and hosts beside full saves.
 
 Repeat with ``python -m benchmarks.deltas`` (some minutes).
 
@@ -12,16 +12,10 @@ turns. Times are CPU seconds.
 
 ``--steps`` are those of the AdamW run.
 
-One thread copies files from the page cache into new files in ``--dir``, with the digest of every
-tensor. The copies share no blocks with the source, as between two filesystems.
-
 The part ``hosts`` (:mod:`benchmarks.delta_hosts`) takes half an hour, and is not run by default.
 """
 
 import argparse
-import errno
-import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -38,23 +32,17 @@ from numpy.typing import NDArray
 from benchmarks.delta_hosts import print_hosts
 from benchmarks.machine import Report, median_ratio, parser, prepared, turns
 from syncd.checkpoint.boxes import whole
-from syncd.checkpoint.merging.options import Work
-from syncd.checkpoint.version import copy_version
 from syncd.deltas.encoding import Decoder
 from syncd.deltas.ends import BLOCK
-from syncd.deltas.folding import fold
 from syncd.deltas.link_index import Content, LinkIndex, SavedPiece
 from syncd.deltas.links import write_link
 from syncd.protocol.records import parse
-from syncd.storage.fsio import Storage
-from tests.deltas import Tensors, write_version
-from tests.saved_links import link_folder
 
 _DENSITIES: Final = (0.01, 0.033, 0.08, 0.2)
 _ELEMENTS: Final = 2**24
 _TENSORS: Final = 8
 _SIGMA: Final = 0.02
-_PARTS: Final = ("codecs", "copies", "hosts")
+_PARTS: Final = ("codecs", "hosts")
 
 Bits = NDArray[np.uint16]
 
@@ -247,69 +235,6 @@ def _updates(steps: int) -> Iterator[Update]:
 # -- copies --------------------------------------------------------------------------------------
 
 
-class _OtherFilesystem(Storage):
-    """Refuses hard links and shared blocks, as another filesystem does."""
-
-    def __init__(self) -> None:
-        super().__init__(durable=False)
-
-    def link(self, source: Path, target: Path) -> None:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source), None, str(target))
-
-    def clone_range(self, *_: int) -> None:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
-
-def _tensors(update: Update, megabytes: int) -> list[Tensors]:
-    copies = max(1, megabytes * 10**6 // update.bytes)
-    return [
-        {f"{n}.{name}": ("BF16", value) for n in range(copies) for name, value in tensors.items()}
-        for tensors in (update.old, update.new)
-    ]
-
-
-def _print_copies(report: Report, work: Path, given: argparse.Namespace) -> None:
-    update = _adam_like(given.density)
-    storage, to = Storage(durable=False), _OtherFilesystem()
-    old, new = _tensors(update, given.megabytes)
-    base, target = write_version(work, 1, old), write_version(work, 2, new)
-    link = link_folder(work / "link", "run-1-1", "run-2-2", old, new)
-    size = sum(file.size for file in target.manifest.files)
-    found: dict[str, list[float]] = {"plain": [], "link": []}
-    draft = work / "draft"
-
-    def plain() -> None:
-        copy_version(storage, target.folder, target.manifest, to=to, target=draft, threads=1)
-
-    def from_base() -> None:
-        fold(storage, base, [link], draft, to=to, threads=1, work=Work(lambda: None))
-
-    for number in range(given.rounds + 1):
-        seconds: dict[str, float] = {}
-        ways = [("plain", plain), ("link", from_base)]
-        for name, make in turns(ways, number):
-            draft.mkdir()
-            seconds[name], _ = _cpu(make)
-            shutil.rmtree(draft)
-        if number:
-            for name, value in seconds.items():
-                found[name].append(value)
-    ratio = median_ratio(found["plain"], found["link"])
-    report.whole_table(
-        f"New files of {size / 1e6:.0f} MB, {update.density:.2%} changed, one thread; medians of "
-        f"{given.rounds} rounds",
-        ("", "GB/s", "of a plain copy"),
-        [
-            ("plain copy with digests", f"{size / 1e9 / median(found['plain']):.2f}", "1.00"),
-            (
-                "from a base and a link, with digests",
-                f"{size / 1e9 / median(found['link']):.2f}",
-                f"{ratio:.2f}",
-            ),
-        ],
-    )
-
-
 def _parser() -> argparse.ArgumentParser:
     options = parser(
         __doc__,
@@ -324,7 +249,7 @@ def _parser() -> argparse.ArgumentParser:
         shared_megabytes=0,
     )
     options.set_defaults(dir=Path("/dev/shm"))  # noqa: S108 - memory, so that no disk is measured
-    options.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS[:2]))
+    options.add_argument("--parts", nargs="+", choices=_PARTS, default=["codecs"])
     options.add_argument("--hosts", type=int, nargs="+", default=[1, 8])
     options.add_argument("--before", type=Path, help="a checkout of syncd 0.2")
     return options
@@ -336,8 +261,6 @@ def main() -> None:
     with prepared(given) as (work, report):
         if "codecs" in given.parts:
             _print_codecs(report, given)
-        if "copies" in given.parts:
-            _print_copies(report, work, given)
         if "hosts" in given.parts:
             given.update = _calibrated(given.density)[2]
             with tempfile.TemporaryDirectory(prefix="syncd-benchmark-", dir=given.job_dir) as job:
