@@ -1,5 +1,6 @@
 """A job with a version, links that lead from it, and the versions that folds would make of them."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ class LinkedJob:
     def publish(self, number: int) -> None:
         """Publish the fold of a save; nothing is ahead."""
         whole = self.whole[number - 1]
-        whole.folder.rename(folder := self.job.layout.version(number))
+        shutil.move(whole.folder, folder := self.job.layout.version(number))  # another filesystem
         self.whole[number - 1] = WholeVersion(folder, whole.manifest)
         self._publish(self.whole[number - 1])
 
