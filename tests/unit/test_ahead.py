@@ -386,6 +386,26 @@ def test_the_report_offers_links_only_while_an_explorer_follows_ahead(
         assert not offers().links
 
 
+def test_an_explorer_that_starts_anew_under_its_name_is_seen(job: SmallJob) -> None:
+    """Although it serves LATEST, so that nothing but its session is new."""
+    save_full(job, 1)
+    clock = Clock()
+    with daemon(job, clock=clock) as loop:
+        loop.run_once()
+        for session in ("before", "after"):
+            report = ExplorerReport(
+                name="e", session=session, status="running", sequence=1, time=0.0,
+                loads=(), follows_ahead=True,
+            )  # fmt: skip
+            job.put(job.layout.explorer("e"), encode(report))
+            for _ in range(12):
+                clock.advance(LEASE_TIME / 5)
+                job.layout.session(session).write_text(str(clock.now))
+                loop.run_once()
+            told = parse(DaemonReport, job.layout.daemon_report.read_bytes(), "daemon.json")
+            assert told.links, session
+
+
 def test_status_history_and_verify_tell_of_links(job: SmallJob) -> None:
     trainer = TrainerReport(run_id="r", world_size=1, status="running", deltas=True, time=0.0)
     job.put(job.layout.trainer_report, encode(trainer))

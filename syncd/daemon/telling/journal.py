@@ -235,8 +235,12 @@ class GoingLive:
         self._round = 0
         self._trainer: set[SessionId] = set()
 
-    def look(self, leases: Iterable[LeaseSeen], latest: int) -> Iterator[VersionLive]:
+    def look(
+        self, leases: Iterable[LeaseSeen], latest: int, living: Collection[str]
+    ) -> Iterator[VersionLive]:
         """Read reports and yield new loads; each yielded load counts as journaled afterwards.
+
+        ``living`` is as for :meth:`follow`.
 
         Raises:
             OSError: storage does not answer; the next call continues with the other reports.
@@ -257,8 +261,14 @@ class GoingLive:
         never = _LastLook(0, 0)
         self._looks = {name: self._looks.get(name, never) for name in names}
         self._live = {name: it for name, it in self._live.items() if name in self._looks}
+        # One that has ended may start anew under its name.
+        alive = {name for name, (session, _) in self._live.items() if session in living}
         behind = sorted(
-            (name for name, last in self._looks.items() if last.serves < latest),
+            (
+                name
+                for name, last in self._looks.items()
+                if last.serves < latest or name not in alive
+            ),
             key=lambda name: self._looks[name].round,
         )
         self._round += 1
