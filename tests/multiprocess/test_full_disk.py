@@ -195,7 +195,7 @@ def test_links_above_latest_outlive_a_full_disk_and_become_a_version_later(
 ) -> None:
     made = SmallJob(job)
     save_full(made, 1)
-    with Daemon(job, "--keep", "1") as daemon:
+    with Daemon(job, "--keep", "1", "--no-prune-steps") as daemon:
         wait_for_step(job, 1)
         save_link(made, 2, 1)
         wait_until(lambda: made.latest.ahead, "step 2 is ahead")

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.save import look_at_save
-from syncd.checkpoint.version import read_manifest, verify_version
+from syncd.checkpoint.version import read_manifest
 from syncd.cli import cli
 from syncd.coordination.versions import Versions
 from syncd.daemon.config import DaemonConfig
@@ -21,7 +21,7 @@ from syncd.operate.job_state import look
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import link_name
 from syncd.protocol.records import Ahead, Latest, NonFinite, encode, parse
-from syncd.protocol.reports import DaemonReport, ExplorerReport, TrainerReport
+from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.storage.job import Job
 from syncd.storage.sessions import Session
 from tests.jobs import LEASE_TIME, Rounds, SmallJob, nothing
@@ -35,8 +35,13 @@ NO = Ahead(sequence=1, step=0, save_id="none")
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> SmallJob:
-    return SmallJob(tmp_path / "job")
+def storage() -> RuledStorage:
+    return RuledStorage()
+
+
+@pytest.fixture
+def job(tmp_path: Path, storage: RuledStorage) -> SmallJob:
+    return SmallJob(tmp_path / "job", storage)
 
 
 @contextmanager
@@ -56,18 +61,10 @@ def links(job: SmallJob) -> list[str]:
     return sorted(path.name for path in job.layout.deltas.iterdir())
 
 
-def ahead_of(job: SmallJob) -> Ahead | None:
-    return job.latest.ahead
-
-
-def closed(job: SmallJob) -> str | None:
-    return job.latest.closed
-
-
-def weights(job: SmallJob, sequence: int) -> bytes:
-    folder = job.layout.version(sequence)
-    verify_version(STORAGE, folder, read_manifest(STORAGE, folder))
-    return (folder / "model.safetensors").read_bytes()
+def follower(session: str) -> ExplorerReport:
+    return ExplorerReport(
+        name="e", session=session, status="running", sequence=1, time=0.0, follows_ahead=True
+    )
 
 
 def is_merge_of(job: SmallJob, sequence: int, step: int, tmp_path: Path) -> bool:
@@ -95,16 +92,16 @@ def test_links_become_ahead_and_a_fold_is_equal_to_a_merge(job: SmallJob, tmp_pa
             save_id = save_link(job, step, step - 1, world_size=2)
             loop.run_once()
             assert job.latest.sequence == 1
-            assert ahead_of(job) == Ahead(sequence=step, step=step, save_id=save_id)
+            assert job.latest.ahead == Ahead(sequence=step, step=step, save_id=save_id)
             loop.clock.advance(CONFIG.tick)
         assert links(job) == ["d000002", "d000003", "d000004"]
         fold(loop)
-        assert (job.latest.sequence, job.latest.step, ahead_of(job)) == (4, 4, None)
+        assert (job.latest.sequence, job.latest.step, job.latest.ahead) == (4, 4, None)
         assert job.latest.save_id == save_id
         assert is_merge_of(job, 4, 4, tmp_path)
         save_link(job, 5, 4, world_size=2)
         loop.run_once()
-        assert ahead_of(job) == Ahead(sequence=5, step=5, save_id="run-5-5")
+        assert job.latest.ahead == Ahead(sequence=5, step=5, save_id="run-5-5")
         fold(loop)
     assert is_merge_of(job, 5, 5, tmp_path / "5")
     assert job.versions == ["v000005"]
@@ -118,17 +115,17 @@ def test_a_link_without_its_base_closes_the_links_until_the_next_full_version(
     with daemon(job, 1) as loop:
         save_link(job, 3, 2)
         loop.run_once()
-        assert closed(job) is None  # first it asks the server
+        assert job.latest.closed is None  # first it asks the server
         loop.run_once()
-        assert closed(job) is not None
+        assert job.latest.closed is not None
         assert job.outcomes[3] == "skipped"
         loop.run_once()
         save_full(job, 4)
         loop.run_once()
-        assert (job.latest.step, closed(job)) == (4, None)
+        assert (job.latest.step, job.latest.closed) == (4, None)
         save_link(job, 5, 4)
         loop.run_once()
-        assert ahead_of(job) is not None
+        assert job.latest.ahead is not None
 
 
 @pytest.mark.parametrize("fault", ["config", "shape", "index", "no link"])
@@ -157,10 +154,10 @@ def test_a_link_that_does_not_fit_closes_the_links(job: SmallJob, fault: str) ->
             (actor / link_name(1, 0)).unlink()
         loop.run_once()
         if fault == "no link":  # as for a missing shard, the daemon looks again
-            assert (closed(job), ahead_of(job)) == (None, None)
+            assert (job.latest.closed, job.latest.ahead) == (None, None)
             return
-        assert closed(job) is not None
-        assert ahead_of(job) is None
+        assert job.latest.closed is not None
+        assert job.latest.ahead is None
         loop.rounds(3, 0)
         assert job.outcomes[2] == "skipped"
     assert job.layout.journal.read_bytes().count(b'"closed"') == 1
@@ -171,11 +168,11 @@ def test_a_refused_save_with_nan_is_linked_but_never_ahead(job: SmallJob) -> Non
     with daemon(job, 2, config) as loop:
         save_link(job, 3, 2, nonfinite=NonFinite(count=1, names=("weight",)))
         loop.rounds(3, 0)
-        assert ahead_of(job) == Ahead(sequence=2, step=2, save_id="run-2-2")
+        assert job.latest.ahead == Ahead(sequence=2, step=2, save_id="run-2-2")
         assert job.outcomes[3] == "quarantined"
         save_link(job, 4, 3)
         loop.run_once()
-        assert ahead_of(job) == Ahead(sequence=4, step=4, save_id="run-4-4")
+        assert job.latest.ahead == Ahead(sequence=4, step=4, save_id="run-4-4")
     assert links(job) == ["d000002", "d000003", "d000004"]
 
 
@@ -205,7 +202,7 @@ def test_saves_that_the_pointer_has_passed_are_linked_first_and_kept(job: SmallJ
             save_link(job, step, step - 1)
         loop.run_once()
         assert links(job) == ["d000002", "d000003", "d000004"]
-        assert ahead_of(job) == Ahead(sequence=4, step=4, save_id="run-4-4")
+        assert job.latest.ahead == Ahead(sequence=4, step=4, save_id="run-4-4")
         loop.rounds(2, 0)
         steps = {path.name for path in job.layout.root.glob("global_step_*")}
         assert steps == {"global_step_2", "global_step_3", "global_step_4"}
@@ -225,19 +222,19 @@ def test_a_take_over_keeps_ahead_and_discards_links_that_do_not_lead_from_latest
     stray.mkdir()
     text = (job.layout.delta(3) / "delta.json").read_bytes().replace(b"run-2-2", b"run-7-7")
     (stray / "delta.json").write_bytes(text)
-    ahead = ahead_of(job)
+    ahead = job.latest.ahead
     assert ahead is not None
     with daemon(job):
-        assert ahead_of(job) == ahead
+        assert job.latest.ahead == ahead
         assert links(job) == ["d000002", "d000003"]
     for path in job.layout.delta(2).iterdir():
         path.unlink()
     job.layout.delta(2).rmdir()
     with daemon(job) as loop:  # what LATEST calls ahead cannot be reached: it is linked again
-        assert ahead_of(job) is None
+        assert job.latest.ahead is None
         loop.run_once()
-        assert (ahead_of(job) or NO).step == 3
-        assert (ahead_of(job) or NO).sequence > ahead.sequence
+        assert (job.latest.ahead or NO).step == 3
+        assert (job.latest.ahead or NO).sequence > ahead.sequence
 
 
 def test_ahead_that_was_linked_but_not_named_is_named_by_the_next_daemon(job: SmallJob) -> None:
@@ -248,7 +245,7 @@ def test_ahead_that_was_linked_but_not_named_is_named_by_the_next_daemon(job: Sm
     job.put(job.layout.latest, before)
     with daemon(job) as loop:
         loop.run_once()
-        assert ahead_of(job) == Ahead(sequence=2, step=2, save_id="run-2-2")
+        assert job.latest.ahead == Ahead(sequence=2, step=2, save_id="run-2-2")
     assert links(job) == ["d000002"]
 
 
@@ -259,11 +256,11 @@ def test_an_unnamed_fold_is_adopted_with_the_later_ahead(job: SmallJob) -> None:
         assert job.latest.sequence == 2
         save_link(job, 3, 2)
         loop.run_once()
-        ahead = ahead_of(job)
+        ahead = job.latest.ahead
         assert ahead is not None
     job.put(job.layout.latest, encode(before.model_copy(update={"ahead": ahead})))
     with daemon(job):
-        assert (job.latest.sequence, ahead_of(job)) == (2, ahead)
+        assert (job.latest.sequence, job.latest.ahead) == (2, ahead)
 
 
 def test_a_rollback_ends_ahead_and_links_until_the_next_full_version(job: SmallJob) -> None:
@@ -272,8 +269,8 @@ def test_a_rollback_ends_ahead_and_links_until_the_next_full_version(job: SmallJ
         job.ask_rollback(1)  # LATEST itself, because ahead is newer
         loop.run_once()
         assert (job.latest.sequence, job.latest.step) == (3, 1)
-        assert ahead_of(job) is None
-        assert closed(job) is not None
+        assert job.latest.ahead is None
+        assert job.latest.closed is not None
         back = read_manifest(STORAGE, job.layout.version(3)).rolled_back
         assert back is not None
         assert back.instead_of == "run-2-2"
@@ -284,23 +281,23 @@ def test_a_rollback_ends_ahead_and_links_until_the_next_full_version(job: SmallJ
         assert (job.latest.sequence, job.outcomes[4]) == (3, "skipped")
         save_full(job, 5)
         loop.run_once()
-        assert (job.latest.step, closed(job)) == (5, None)
+        assert (job.latest.step, job.latest.closed) == (5, None)
         save_link(job, 6, 5)
         loop.run_once()
-        assert ahead_of(job) is not None
+        assert job.latest.ahead is not None
 
 
 def test_a_pause_takes_no_link_and_publishes_no_fold(job: SmallJob) -> None:
     with daemon(job, 2) as loop:
-        ahead = ahead_of(job)
+        ahead = job.latest.ahead
         pause = b'{"protocol":1,"id":"p","by":"me","time":0}'
         job.put(job.layout.paused, pause)
         save_link(job, 3, 2)
         fold(loop)
-        assert (job.latest.sequence, ahead_of(job)) == (1, ahead)
+        assert (job.latest.sequence, job.latest.ahead) == (1, ahead)
         job.layout.paused.unlink()
         loop.run_once()
-        assert (ahead_of(job) or NO).step == 3
+        assert (job.latest.ahead or NO).step == 3
 
 
 def test_an_older_daemon_reads_latest_and_a_newer_one_goes_on(job: SmallJob) -> None:
@@ -316,8 +313,8 @@ def test_an_older_daemon_reads_latest_and_a_newer_one_goes_on(job: SmallJob) -> 
     job.put(job.layout.latest, encode(old))
     with daemon(job) as loop:
         loop.run_once()
-        assert (ahead_of(job) or NO).step == 3
-        assert (ahead_of(job) or NO).sequence > 3  # no number is used twice
+        assert (job.latest.ahead or NO).step == 3
+        assert (job.latest.ahead or NO).sequence > 3  # no number is used twice
 
 
 def test_the_fold_of_a_damaged_link_closes_the_links(job: SmallJob) -> None:
@@ -328,15 +325,13 @@ def test_the_fold_of_a_damaged_link_closes_the_links(job: SmallJob) -> None:
         path.write_bytes(bytes(content))
         fold(loop)
         assert (job.latest.sequence, job.outcomes[2]) == (1, "skipped")
-        assert closed(job) is not None
+        assert job.latest.closed is not None
         save_full(job, 3)
         loop.run_once()
-        assert (job.latest.step, closed(job)) == (3, None)
+        assert (job.latest.step, job.latest.closed) == (3, None)
 
 
-def test_storage_errors_only_put_a_fold_off(tmp_path: Path) -> None:
-    storage = RuledStorage()
-    job = SmallJob(tmp_path / "job", storage)
+def test_storage_errors_only_put_a_fold_off(job: SmallJob, storage: RuledStorage) -> None:
     with daemon(job, 2) as loop:
         loop.clock.advance(20 * CONFIG.tick)
         storage.rules.append(refuse("create", errno.EIO, where="fold-v000002"))
@@ -344,7 +339,7 @@ def test_storage_errors_only_put_a_fold_off(tmp_path: Path) -> None:
         assert job.latest.sequence == 1
         save_link(job, 3, 2)  # links go on
         loop.run_once()
-        assert (ahead_of(job) or NO).step == 3
+        assert (job.latest.ahead or NO).step == 3
         storage.rules.clear()
         fold(loop)
         assert job.latest.sequence == 3
@@ -354,24 +349,18 @@ def test_storage_errors_only_put_a_fold_off(tmp_path: Path) -> None:
 def test_the_report_offers_links_only_while_an_explorer_follows_ahead(
     job: SmallJob, gone: str
 ) -> None:
-    def offers() -> DaemonReport:
-        return parse(DaemonReport, job.layout.daemon_report.read_bytes(), "daemon.json")
-
     with daemon(job, 1) as loop:
-        assert not offers().links
-        assert offers().no_links == "no live explorer follows ahead"
-        report = ExplorerReport(
-            name="e", session="living", status="running", sequence=None, time=0.0,
-            follows_ahead=True,
-        )  # fmt: skip
+        assert not job.daemon_says.links
+        assert job.daemon_says.no_links == "no live explorer follows ahead"
+        report = follower("living")
         job.layout.session("living").write_text("x")
         job.put(job.layout.explorer("e"), encode(report))
         for _ in range(12):
             loop.clock.advance(LEASE_TIME / 5)
             job.layout.session("living").write_text(str(loop.clock.now))
             loop.run_once()
-        assert offers().links
-        assert offers().no_links is None
+        assert job.daemon_says.links
+        assert job.daemon_says.no_links is None
         if gone == "stopped":
             job.put(
                 job.layout.explorer("e"), encode(report.model_copy(update={"status": "stopped"}))
@@ -383,27 +372,19 @@ def test_the_report_offers_links_only_while_an_explorer_follows_ahead(
             if gone != "dead":
                 job.layout.session("living").write_text(str(loop.clock.now))
             loop.run_once()
-        assert not offers().links
+        assert not job.daemon_says.links
 
 
 def test_an_explorer_that_starts_anew_under_its_name_is_seen(job: SmallJob) -> None:
     """Although it serves LATEST, so that nothing but its session is new."""
-    save_full(job, 1)
-    clock = Clock()
-    with daemon(job, clock=clock) as loop:
-        loop.run_once()
+    with daemon(job, 1) as loop:
         for session in ("before", "after"):
-            report = ExplorerReport(
-                name="e", session=session, status="running", sequence=1, time=0.0,
-                loads=(), follows_ahead=True,
-            )  # fmt: skip
-            job.put(job.layout.explorer("e"), encode(report))
+            job.put(job.layout.explorer("e"), encode(follower(session)))
             for _ in range(12):
-                clock.advance(LEASE_TIME / 5)
-                job.layout.session(session).write_text(str(clock.now))
+                loop.clock.advance(LEASE_TIME / 5)
+                job.layout.session(session).write_text(str(loop.clock.now))
                 loop.run_once()
-            told = parse(DaemonReport, job.layout.daemon_report.read_bytes(), "daemon.json")
-            assert told.links, session
+            assert job.daemon_says.links, session
 
 
 def test_status_history_and_verify_tell_of_links(job: SmallJob) -> None:
@@ -476,7 +457,7 @@ def test_a_passed_full_save_is_merged_first_although_a_save_between_is_unseen(
         save_link(job, 3, 2, point=False)
         loop._scanner.look_again()
         loop.rounds(3, 0)
-    assert (job.latest.step, (ahead_of(job) or NO).step) == (2, 4)
+    assert (job.latest.step, (job.latest.ahead or NO).step) == (2, 4)
 
 
 def test_a_link_before_any_version_is_skipped_once(job: SmallJob) -> None:
@@ -492,13 +473,13 @@ def test_a_fold_keeps_the_reason_to_take_no_links(job: SmallJob) -> None:
         save_link(job, 4, 3)
         fold(loop)
         assert job.latest.sequence == 2
-        assert closed(job) is not None
+        assert job.latest.closed is not None
     assert job.layout.journal.read_bytes().count(b'"closed"') == 1
 
 
-def test_a_fold_is_named_only_after_its_folder_is_synced(tmp_path: Path) -> None:
-    storage = RuledStorage()
-    job = SmallJob(tmp_path / "job", storage)
+def test_a_fold_is_named_only_after_its_folder_is_synced(
+    job: SmallJob, storage: RuledStorage
+) -> None:
     with daemon(job, 2) as loop:
         storage.refuse("sync_folder", errno.EIO, where="published")
         fold(loop)
@@ -536,25 +517,24 @@ def test_a_fold_that_fails_waits_as_long_as_it_took(job: SmallJob) -> None:
     assert begun[2] - begun[1] >= 200
 
 
-def test_no_link_is_made_whose_number_is_not_on_record(tmp_path: Path) -> None:
-    storage = RuledStorage()
-    job = SmallJob(tmp_path / "job", storage)
+def test_no_link_is_made_whose_number_is_not_on_record(
+    job: SmallJob, storage: RuledStorage
+) -> None:
     with daemon(job, 1) as loop:
         save_link(job, 2, 1)
         storage.refuse("rename", errno.EIO, where="saves.json")
         loop.run_once()
-        assert (ahead_of(job), job.layout.deltas.exists()) == (None, False)
+        assert (job.latest.ahead, job.layout.deltas.exists()) == (None, False)
         storage.rules.clear()
         loop.clock.advance(CONFIG.tick)
         loop.run_once()
-        assert ahead_of(job) is not None
+        assert job.latest.ahead is not None
 
 
 def test_a_step_that_is_saved_again_while_it_is_linked_does_not_close_the_links(
-    tmp_path: Path,
+    job: SmallJob,
+    storage: RuledStorage,
 ) -> None:
-    storage = RuledStorage()
-    job = SmallJob(tmp_path / "job", storage)
     with daemon(job, 1) as loop:
         save_link(job, 2, 1)
 
@@ -563,7 +543,7 @@ def test_a_step_that_is_saved_again_while_it_is_linked_does_not_close_the_links(
 
         storage.once("link", again, where="rank_0")
         loop.run_once()
-        assert closed(job) is None
+        assert job.latest.closed is None
 
 
 def test_a_take_over_discards_a_delta_that_holds_no_record(job: SmallJob) -> None:
