@@ -20,9 +20,7 @@ from syncd.protocol.reports import ExplorerReport, Load, Reload, TrainerReport
 from tests.doc_lists import page
 from tests.jobs import SmallJob
 from tests.lagging import Hosts
-from tests.made_deltas import work
 from tests.ports import free_port
-from tests.saved_links import save_full, save_link
 from tests.storages import Clock, refuse
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -114,6 +112,10 @@ def test_publish_latency_begins_with_the_first_look_at_the_whole_save(
 
 
 def test_links_and_folds_are_measured(job: SmallJob, clock: Clock, said: Measured) -> None:
+    pytest.importorskip("numpy")
+    from tests.made_deltas import work  # noqa: PLC0415 # they need NumPy
+    from tests.saved_links import save_full, save_link  # noqa: PLC0415 # likewise
+
     save_full(job, 1)
     with job.daemon(clock=clock, meter=said.meter, deltas=work()) as loop:
         loop.run_once()
