@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import parse_step_folder, parse_version_folder
+from syncd.protocol.names import SAVING, parse_step_folder, parse_version_folder
 from syncd.storage.job import Job
 from tests.multiprocess.mounts import Filler
 from tests.multiprocess.processes import (
@@ -246,6 +246,9 @@ class Soak:
         self._all_come_to_serve(self._trainer.announced)
         self._watch.stop()
         layout = self._layout
+        # A rank that is killed in a full checkpoint leaves this for people to delete.
+        for mark in layout.root.glob(f"*/{SAVING}"):
+            shutil.rmtree(mark.parent)
         self._wait(
             lambda: len(os.listdir(layout.published)) == 1 == len(steps_of(layout)),
             lambda: (
@@ -310,7 +313,7 @@ def leftovers(layout: JobLayout) -> list[str]:
         os.path.join(folder, name)
         for folder, folders, files in os.walk(layout.root)
         for name in (*folders, *files)
-        if name.startswith(".tmp-") or ".broken-" in name or name == ".saving"
+        if name.startswith(".tmp-") or ".broken-" in name or name == SAVING
     ]
     rooms = os.listdir(layout.epochs)
     found += rooms[1:]
