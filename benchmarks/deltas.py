@@ -12,7 +12,7 @@ turns. Times are CPU seconds.
 
 ``--steps`` are those of the AdamW run.
 
-One thread copies files from the page cache into new files in ``--dir``, with the digest of every
+Files are copied from the page cache into new files in ``--dir``, with the digest of every
 tensor. The copies share no blocks with the source, as between two filesystems.
 
 The part ``hosts`` (:mod:`benchmarks.delta_hosts`) takes half an hour, and is not run by default.
@@ -284,7 +284,7 @@ def _print_copies(report: Report, work: Path, given: argparse.Namespace) -> None
         copy_version(storage, target.folder, target.manifest, to=to, target=draft, threads=1)
 
     def from_base() -> None:
-        fold(storage, base, [link], draft, to=to, threads=1, work=Work(lambda: None))
+        fold(storage, base, [link], draft, to=to, work=Work(lambda: None))
 
     for number in range(given.rounds + 1):
         seconds: dict[str, float] = {}
@@ -298,7 +298,7 @@ def _print_copies(report: Report, work: Path, given: argparse.Namespace) -> None
                 found[name].append(value)
     ratio = median_ratio(found["plain"], found["link"])
     report.whole_table(
-        f"New files of {size / 1e6:.0f} MB, {update.density:.2%} changed, one thread; medians of "
+        f"New files of {size / 1e6:.0f} MB, {update.density:.2%} changed, a CPU second; medians of "
         f"{given.rounds} rounds",
         ("", "GB/s", "of a plain copy"),
         [
