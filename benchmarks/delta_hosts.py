@@ -1,13 +1,13 @@
 """The part of deltas.py with a trainer, a daemon and hosts, each a process of its own.
 
-Each way runs in turn. ``full`` is without deltas; ``--before`` names a checkout of syncd
-0.2, in which the daemon makes the deltas. The trainer's model is plain, in bf16. A host is an
+Each way runs in turn. ``full`` is without deltas; ``--before`` names a checkout of syncd 0.2, in
+which the daemon makes the deltas. The trainer's model is plain, in bf16. A host is an
 ``ExplorerHook`` with a ``Staging`` of its own in ``--dir``, and an engine that only reads. The next
-sync begins when the last host is live, and ``--pause`` seconds have passed.
+sync begins when the last host is live, and at least ``--pause`` seconds after the last one.
 
 :mod:`benchmarks.meter` counts all bytes that these processes and their children read and write on
-the job's filesystem. The counts of a run end when a full version of its last save is published. The
-daemon is also measured by ``/proc``, which counts pipes and modules, too. With
+the filesystem of ``--job-dir``. The counts of a run end when a full version of its last save is
+published. The daemon is also measured by ``/proc``, which counts pipes and modules, too. With
 ``--shared-megabytes`` all processes together get so many MB a second.
 """
 
