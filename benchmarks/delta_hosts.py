@@ -1,33 +1,30 @@
 """The part of deltas.py with a trainer, a daemon and hosts, each a process of its own.
 
-Each way runs in turn. ``full`` is without deltas; ``--before`` names a checkout of syncd
-0.2, in which the daemon makes the deltas. The trainer's model is plain, in bf16. A host is an
+Each way runs in turn. ``full`` is without deltas; ``--before`` names a checkout of syncd 0.2, in
+which the daemon makes the deltas. The trainer's model is plain, in bf16. A host is an
 ``ExplorerHook`` with a ``Staging`` of its own in ``--dir``, and an engine that only reads. The next
-sync begins when the last host is live, and ``--pause`` seconds have passed.
+sync begins when the last host is live, and at least ``--pause`` seconds after the last one.
 
 :mod:`benchmarks.meter` counts all bytes that these processes and their children read and write on
-the job's filesystem. The counts of a run end when a full version of its last save is published. The
-daemon is also measured by ``/proc``, which counts pipes and modules, too. With
+the filesystem of ``--job-dir``. The counts of a run end when a full version of its last save is
+published. The daemon is also measured by ``/proc``, which counts pipes and modules, too. With
 ``--shared-megabytes`` all processes together get so many MB a second.
 """
 
 import argparse
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from benchmarks import delta_processes, meter
-from benchmarks.machine import ROOT, Report, Table, status
+from benchmarks.delta_processes import PARAMETER_BYTES
+from benchmarks.machine import ROOT, Report, status
+from benchmarks.meter import Meter
 from syncd.protocol.layout import JobLayout
 
 _WARM: Final = 2
@@ -35,163 +32,125 @@ _TIMEOUT: Final = 100.0
 _POLL: Final = 0.002
 #: Seconds in which a daemon reaps a child, whose bytes ``/proc`` then adds to the daemon's.
 _REAPED: Final = 2.0
+_PROGRAM: Final = str(ROOT / "benchmarks" / "delta_processes.py")
 _HEADS: Final = ("way", "trainer", "daemon", "explorers", "sum", "daemon by /proc", "until named",
                  "links", "s", "max", "faster", "stall ms")  # fmt: skip
 
 
-@dataclass
-class _Run:
-    """The syncs of one way, without the first, which warm up."""
+class _Sync(NamedTuple):
+    """Seconds, the daemon's bytes until it names the save, and the number of loads by links."""
 
-    seconds: list[float] = field(default_factory=list)
-    stalls: list[float] = field(default_factory=list)
-    until_named: list[int] = field(default_factory=list)
-    changed: list[float] = field(default_factory=list)
-    loads: list[dict[str, Any]] = field(default_factory=list)
-    bytes: list[int] = field(default_factory=list)
-    daemon_by_proc: int = 0
+    live: float
+    stall: float
+    until_named: int
+    by_links: int
 
 
 def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
     assert process.stdout is not None  # noqa: S101 - it is a pipe
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError(f"{process.args} has ended")
-    answer: dict[str, Any] = json.loads(line)
+    answer: dict[str, Any] = json.loads(process.stdout.readline())  # fails if it has ended
     return answer
 
 
-def _wait(is_true: Callable[[], bool]) -> float:
+def _wait(path: Path, step: int, key: str = "") -> float:
+    """Wait until a file, which is a step or has one, or the record with this key names a step."""
     until = time.monotonic() + _TIMEOUT
-    while not is_true():
-        if time.monotonic() > until:
-            raise RuntimeError("the trainer does not save, or the daemon does not publish")
+    while time.monotonic() < until:
+        found: Any = json.loads(path.read_text()) if path.exists() else None
+        if isinstance(found, dict):
+            found = (found.get(key) or found)["step"]
+        if found == step:
+            return time.monotonic()
         time.sleep(_POLL)
-    return time.monotonic()
+    raise RuntimeError(f"{path} does not name step {step}")
 
 
-def _reads(path: Path, step: int) -> bool:
-    return path.exists() and path.read_text().strip() == f"{step}"
-
-
-def _names(path: Path, step: int, *, ahead: bool = True) -> bool:
-    latest = json.loads(path.read_text()) if path.exists() else {}
-    newest = latest.get("ahead") or latest
-    return (newest if ahead else latest).get("step") == step
-
-
-@contextmanager
-def _processes(
-    job: Path, stage: Path, way: str, given: argparse.Namespace, hosts: int, counted: meter.Meter
-) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str], list[subprocess.Popen[str]]]]:
+def _run(
+    folder: Path, stages: Path, way: str, given: argparse.Namespace, hosts: int
+) -> tuple[list[_Sync], list[int]]:
+    layout = JobLayout(folder)
+    stages.mkdir()
+    folder.mkdir()
+    meter = Meter(stages, folder, given.shared_megabytes * 1e6)
     code = given.before if way == "0.2" else ROOT
-
-    def start(role: str, *command: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            (sys.executable, *command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=code,
-            env=meter.environment(counted, role, code),
-        )
-        stack.callback(process.wait)
-        stack.callback(process.send_signal, signal.SIGTERM)
-        return process
-
+    syncs: list[_Sync] = []
     with ExitStack() as stack:
-        on = ("--deltas", "off" if way == "full" else "on")
-        daemon = start("daemon", "-m", "syncd", "run", str(job), *on)
-        program, own = delta_processes.__file__, []
-        for number in range(hosts):
-            name = f"host-{number}"
-            own.append(start("explorers", program, "host", str(job), name, str(stage / name)))
-        parameters = given.megabytes * 10**6 // delta_processes.PARAMETER_BYTES
-        trainer = start(
-            "trainer", program, "trainer", str(job), str(parameters), str(given.update), way
-        )
-        for process in (*own, trainer):
+
+        def start(role: int, *command: object) -> subprocess.Popen[str]:
+            process = subprocess.Popen(
+                (sys.executable, *map(str, command)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                cwd=code,
+                env=meter.environment(role, code),
+            )
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            return process
+
+        on = "off" if way == "full" else "on"
+        daemon = start(1, "-m", "syncd", "run", folder, "--deltas", on)
+
+        def counts() -> list[int]:
+            proc = Path(f"/proc/{daemon.pid}/io")
+            return [*meter.counts(), status(proc, "rchar") + status(proc, "wchar")]
+
+        explorers = [start(2, _PROGRAM, folder, stages / f"host-{n}") for n in range(hosts)]
+        count = given.megabytes * 10**6 // PARAMETER_BYTES
+        trainer = start(0, _PROGRAM, folder, count, given.update, way)
+        for process in (*explorers, trainer):
             _answer(process)
-        yield trainer, daemon, own
-
-
-def _run(folder: Path, stage: Path, way: str, given: argparse.Namespace, hosts: int) -> _Run:
-    layout, run = JobLayout(folder / "job"), _Run()
-    for path in (layout.root, stage):
-        path.mkdir(parents=True)
-    counted = meter.new(stage, layout.root, given.shared_megabytes * 1e6)
-    with _processes(layout.root, stage, way, given, hosts, counted) as (trainer, daemon, own):
-        proc = Path(f"/proc/{daemon.pid}/io")
-
-        def by_proc() -> int:
-            return status(proc, "rchar") + status(proc, "wchar")
-
         for step in range(1, given.syncs + _WARM + 1):
-            begin = time.monotonic()
-            before = counted.counts()
+            begin, before = time.monotonic(), counts()
             if step == _WARM + 1:
-                run = _Run(bytes=before, daemon_by_proc=by_proc())
+                first = before
             print(step, file=trainer.stdin, flush=True)
-            moved = _wait(partial(_reads, layout.state_pointer, step))
-            _wait(partial(_names, layout.latest, step))
-            run.until_named.append(counted.counts()[1] - before[1])
-            saved = _answer(trainer)
-            run.stalls.append(saved["stall"])
-            run.changed.append(saved["changed"])
-            for host in own:
-                while (load := _answer(host))["step"] != step:
-                    pass
-                run.loads.append(load)
-            run.seconds.append(max(load["live"] for load in run.loads[-hosts:]) - moved)
+            moved = _wait(layout.state_pointer, step)
+            _wait(layout.latest, step, "ahead")
+            until_named = counts()[1] - before[1]
+            stall = _answer(trainer)["stall"]
+            loads = [_answer(host) for host in explorers]
+            seconds = max(load["live"] for load in loads) - moved
+            by_links = sum(load["by_delta"] for load in loads)
+            syncs.append(_Sync(seconds, stall, until_named, by_links))
             time.sleep(max(0.0, given.pause - (time.monotonic() - begin)))
-        _wait(partial(_names, layout.latest, step, ahead=False))
+        _wait(layout.latest, step)
         time.sleep(_REAPED)
-        run.bytes = [end - at for end, at in zip(counted.counts(), run.bytes, strict=True)]
-        run.daemon_by_proc = by_proc() - run.daemon_by_proc
-    return run
-
-
-def _row(table: Table, way: str, run: _Run, full: _Run, size: int) -> None:
-    syncs = len(run.seconds)
-    by_delta = sum(load["by_delta"] for load in run.loads)
-    moved = (*run.bytes, sum(run.bytes), run.daemon_by_proc)
-    table.row(
-        way,
-        *(f"{count / size / syncs:.3f}" for count in moved),
-        f"{median(run.until_named) / size:.4f}",
-        f"{by_delta}/{len(run.loads)}",
-        f"{median(run.seconds):.2f}",
-        f"{max(run.seconds):.2f}",
-        f"{median(full.seconds) / median(run.seconds):.2f}",
-        f"{1000 * median(run.stalls):.0f}",
-    )
+        moved_bytes = [end - at for end, at in zip(counts(), first, strict=True)]
+    return syncs[_WARM:], moved_bytes
 
 
 def print_hosts(report: Report, work: Path, stages: Path, given: argparse.Namespace) -> None:
     """Measure with each number of hosts. Job and stages must be on different filesystems."""
     if work.stat().st_dev == stages.stat().st_dev:
         raise SystemExit(f"{work} and {stages} are on one filesystem: no stage would copy")
-    size = given.megabytes * 10**6 // delta_processes.PARAMETER_BYTES
-    size *= delta_processes.PARAMETER_BYTES
-    ways = ("full", "deltas", *(("0.2",) if given.before else ()))
+    size = given.megabytes * 10**6 // PARAMETER_BYTES * PARAMETER_BYTES
     for hosts in given.hosts:
-        limit = f"{given.shared_megabytes} MB/s for all" if given.shared_megabytes else "no limit"
         table = report.table(
-            f"{hosts} host(s), {size / 1e6:.0f} MB, {given.syncs} syncs, {limit}; bytes in models "
-            "a sync, those until ahead or LATEST names a save as a median; seconds from the "
-            "pointer until the last host is live",
+            f"{hosts} host(s), {size / 1e6:.0f} MB, {given.syncs} syncs, {given.shared_megabytes} "
+            "MB/s for all (0: no limit); bytes in models a sync, until ahead or LATEST names a "
+            "save as a median; seconds from the pointer until the last host is live",
             _HEADS,
         )
         for number in range(given.runs):
-            full = None
-            for way in ways:
+            full = 0.0
+            for way in ("full", "deltas", "0.2") if given.before else ("full", "deltas"):
                 name = f"{hosts}-{number}-{way}"
-                run = _run(work / name, stages / name, way, given, hosts)
-                full = full or run
-                _row(table, way, run, full, size)
-                for why in sorted({load["no_delta"] or "" for load in run.loads} - {""}):
-                    report.say(f"no delta: {why}")
+                syncs, moved = _run(work / name, stages / name, way, given, hosts)
+                seconds, stalls, until_named, by_links = zip(*syncs, strict=True)
+                full = full or median(seconds)
+                moved.insert(3, sum(moved[:3]))
+                table.row(
+                    way,
+                    *(f"{count / size / given.syncs:.3f}" for count in moved),
+                    f"{median(until_named) / size:.4f}",
+                    f"{sum(by_links)}/{hosts * given.syncs}",
+                    f"{median(seconds):.2f}",
+                    f"{max(seconds):.2f}",
+                    f"{full / median(seconds):.2f}",
+                    f"{1000 * median(stalls):.0f}",
+                )
                 for folder in (work, stages):
                     shutil.rmtree(folder / name)
-        report.say(f"{sum(full.changed) / len(full.changed):.2%} changed")

@@ -39,37 +39,31 @@ def be_trainer(job: Path, parameters: int, update: float, deltas: bool) -> None:
     with TrainerHook(job, model, settings=settings, saving=saving) as hook:
         _say(ready=True)
         for line in sys.stdin:
-            before = weights.bfloat16()
             weights += update * torch.randn(weights.shape)
             after = weights.bfloat16()
             for number, parameter in enumerate(model):
                 parameter.copy_(after[number % _DIFFERENT])
             stall = hook.after_step(int(line))["time/stall"]
-            _say(stall=stall, changed=(before != after).float().mean().item())
+            _say(stall=stall)
 
 
-def be_host(job: Path, name: str, stage: Path) -> None:
+def be_host(job: Path, stage: Path) -> None:
     """Load each new version, and say when it is live, until this process is terminated."""
     from explorer_hooks.engines.fake import FakeEngine  # noqa: PLC0415 - the trainer needs none
     from explorer_hooks.hook import ExplorerHook  # noqa: PLC0415
     from explorer_hooks.staging import Staging  # noqa: PLC0415
 
     staging = Staging(stage)
-    hook = ExplorerHook(job, name, FakeEngine(), staging=staging)
+    hook = ExplorerHook(job, stage.name, FakeEngine(), staging=staging)
     _say(ready=True)
     while True:
-        version, fetched = hook.pull(), staging.fetched
-        _say(
-            step=version.step,
-            live=time.monotonic(),
-            by_delta=fetched.delta_bytes is not None,
-            no_delta=fetched.no_delta,
-        )
+        hook.pull()
+        _say(live=time.monotonic(), by_delta=staging.fetched.delta_bytes is not None)
 
 
 if __name__ == "__main__":
-    role, job, *given = sys.argv[1:]
-    if role == "trainer":
+    job, *given = sys.argv[1:]
+    if len(given) > 1:
         be_trainer(Path(job), int(given[0]), float(given[1]), given[2] == "deltas")
     else:
-        be_host(Path(job), given[0], Path(given[1]))
+        be_host(Path(job), Path(given[0]))

@@ -232,9 +232,6 @@ def _updates(steps: int) -> Iterator[Update]:
     yield _adamw_run(steps)
 
 
-# -- copies --------------------------------------------------------------------------------------
-
-
 def _parser() -> argparse.ArgumentParser:
     options = parser(
         __doc__,

@@ -1,9 +1,9 @@
 """Counts and limits the bytes that processes read and write on one filesystem.
 
-:func:`environment` makes Python import this file, as ``sitecustomize``, when a process or a child
-of it starts. Then ``os.read``, ``os.write`` and the like, through which syncd reads and writes all
-its files, count by role in a file that all processes map. Calls of :data:`_SMALL` bytes or more
-also wait until a token bucket, which all roles share, has let them pass.
+:meth:`Meter.environment` makes Python import this file, as ``sitecustomize``, when a process or
+a child of it starts. Then ``os.read``, ``os.write`` and the like, through which syncd reads and
+writes all its files, count by role in a file that all processes map. Calls of :data:`_SMALL` bytes
+or more also wait until a token bucket, which all roles share, has let them pass.
 """
 
 import fcntl
@@ -15,56 +15,40 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-ROLES: Final = ("trainer", "daemon", "explorers")
-#: The positions of the descriptors that a call reads from and writes to.
-_CALLS: Final = {
-    "read": (0, None),
-    "pread": (0, None),
-    "preadv": (0, None),
-    "write": (None, 0),
-    "pwrite": (None, 0),
-    "copy_file_range": (0, 1),
-    "sendfile": (1, 0),
-}
+#: How many descriptors a call has, as its first arguments.
+_CALLS: Final = {"read": 1, "pread": 1, "preadv": 1, "write": 1, "pwrite": 1,
+                 "copy_file_range": 2, "sendfile": 2}  # fmt: skip
 _SMALL: Final = 64 * 1024
-#: The time at which all bytes so far have passed, and a count for each role.
-_LAYOUT: Final = struct.Struct(f"d{len(ROLES)}q")
+#: The time at which all bytes so far have passed, and the counts of trainer, daemon and explorers.
+_LAYOUT: Final = struct.Struct("d3q")
 #: After a sleep that took too long, processes can catch up at most this many seconds.
 _CREDIT: Final = 0.02
 _VARIABLE: Final = "SYNCD_BENCHMARK_METER"
 
 
-class Meter(NamedTuple):
-    """The file of the counts, the device that is metered, and bytes per second (0: no limit)."""
+class Meter:
+    """Counts in a file in ``folder``, on the filesystem of a job. ``rate`` is in bytes a second."""
 
-    file: Path
-    device: int
-    rate: float
+    def __init__(self, folder: Path, job: Path, rate: float) -> None:
+        shutil.copy(__file__, folder / "sitecustomize.py")
+        self._file = folder / "counts"
+        self._file.write_bytes(bytes(_LAYOUT.size))
+        self._given = f"{job.stat().st_dev} {rate} {self._file}"
 
     def counts(self) -> list[int]:
         """The bytes that each role has read and written."""
-        return list(_LAYOUT.unpack(self.file.read_bytes())[1:])
+        return list(_LAYOUT.unpack(self._file.read_bytes())[1:])
 
-
-def new(folder: Path, job: Path, rate: float) -> Meter:
-    """A meter of the filesystem of a job, with its file in ``folder``."""
-    shutil.copy(__file__, folder / "sitecustomize.py")
-    file = folder / "counts"
-    file.write_bytes(bytes(_LAYOUT.size))
-    return Meter(file, os.stat(job).st_dev, rate)
-
-
-def environment(meter: Meter, role: str, code: Path) -> dict[str, str]:
-    """The environment of a process that is metered, and runs the syncd in ``code``."""
-    given = f"{meter.device} {meter.rate} {ROLES.index(role)} {meter.file}"
-    path = f"{meter.file.parent}{os.pathsep}{code}"
-    return {**os.environ, "PYTHONPATH": path, _VARIABLE: given}
+    def environment(self, role: int, code: Path) -> dict[str, str]:
+        """The environment of a process that is metered, and runs the syncd in ``code``."""
+        path = f"{self._file.parent}{os.pathsep}{code}"
+        return {**os.environ, "PYTHONPATH": path, _VARIABLE: f"{role} {self._given}"}
 
 
 def _install() -> None:
-    device, rate, role, name = os.environ[_VARIABLE].split(" ", 3)
+    role, device, rate, name = os.environ[_VARIABLE].split(" ", 3)
     fd, lock = os.open(name, os.O_RDWR), threading.Lock()
     counts = mmap.mmap(fd, 0)
 
@@ -81,12 +65,10 @@ def _install() -> None:
         if count >= _SMALL and end > now:
             time.sleep(end - now)
 
-    def metered(call: Callable[..., Any], ends: tuple[int | None, ...]) -> Callable[..., Any]:
+    def metered(call: Callable[..., Any], ends: int) -> Callable[..., Any]:
         def instead(*given: Any) -> Any:
             done = call(*given)
-            shared = sum(
-                os.fstat(given[end]).st_dev == int(device) for end in ends if end is not None
-            )
+            shared = sum(os.fstat(fd).st_dev == int(device) for fd in given[:ends])
             if shared and done:
                 take(shared * (done if isinstance(done, int) else len(done)))
             return done
