@@ -320,7 +320,7 @@ def leftovers(layout: JobLayout) -> list[str]:
     for room in rooms:
         for home in ("building", "trash", "doomed"):
             found += os.listdir(layout.epochs / room / home)
-    found += [str(path) for path in (layout.publish_lock,) if path.exists()]
+    found += ["publish.lock"] * layout.publish_lock.exists()
     # The two daemons, and the explorers.
     sessions = os.listdir(layout.sessions)
     return found + (sessions if len(sessions) != 2 + EXPLORERS + STAGING else [])
