@@ -20,8 +20,10 @@ _PATH_TIME: Final = 60.0
 _HIDDEN: Final = 120.0
 #: Fold after this many links, because a reader keeps a file of each open,
 _MANY_LINKS: Final = 32
-#: or after this many ticks without a save.
-_QUIET_TICKS: Final = 20
+#: or after this many seconds without a save, which is longer than between most runs' saves,
+_QUIET: Final = 600.0
+#: or after this many ticks if the daemon ends when it is idle.
+_IDLE_TICKS: Final = 20
 
 
 class PointerState(Enum):
@@ -374,11 +376,12 @@ def _fold(seen: Observation, config: DaemonConfig) -> tuple[Fold, ...]:
     if seen.ahead is None or not seen.may_fold:
         return ()
     chain = tuple(chain_to(seen.ahead.save_id, seen.links))
+    quiet = _IDLE_TICKS * config.tick if config.exit_when_idle else _QUIET
     needed = (
         seen.must_fold,
         len(chain) >= _MANY_LINKS,
         sum(link.bytes for link in chain) > (seen.full_bytes or 0) / 4,
-        seen.save_still_for >= _QUIET_TICKS * config.tick,
+        seen.save_still_for >= quiet,
     )
     return (Fold(chain),) if chain and any(needed) else ()
 

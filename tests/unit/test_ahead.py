@@ -82,7 +82,7 @@ def is_merge_of(job: SmallJob, sequence: int, step: int, tmp_path: Path) -> bool
 
 def fold(loop: Rounds) -> None:
     """Let no save come for a while."""
-    loop.rounds(4, 20 * CONFIG.tick)
+    loop.rounds(4, 600)
 
 
 def test_links_become_ahead_and_a_fold_is_equal_to_a_merge(job: SmallJob, tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_the_fold_of_a_damaged_link_closes_the_links(job: SmallJob) -> None:
 
 def test_storage_errors_only_put_a_fold_off(job: SmallJob, storage: RuledStorage) -> None:
     with daemon(job, 2) as loop:
-        loop.clock.advance(20 * CONFIG.tick)
+        loop.clock.advance(600)
         storage.rules.append(refuse("create", errno.EIO, where="fold-v000002"))
         loop.run_once()
         assert job.latest.sequence == 1
@@ -467,9 +467,9 @@ def test_a_link_before_any_version_is_skipped_once(job: SmallJob) -> None:
 
 
 def test_a_fold_keeps_the_reason_to_take_no_links(job: SmallJob) -> None:
-    with daemon(job, 2) as loop:
+    with daemon(job, 2, DaemonConfig(exit_when_idle=True)) as loop:
         save_link(job, 4, 3)
-        fold(loop)
+        loop.rounds(4, 20 * CONFIG.tick)
         assert job.latest.sequence == 2
         assert job.latest.closed is not None
     assert job.layout.journal.read_bytes().count(b'"closed"') == 1
@@ -510,7 +510,7 @@ def test_a_fold_that_fails_waits_as_long_as_it_took(job: SmallJob) -> None:
         save_link(job, 2, 1)
         loop.run_once()
         while len(begun) < 3:
-            clock.advance(CONFIG.tick)
+            clock.advance(10)
             loop.run_once()
     assert begun[2] - begun[1] >= 200
 
