@@ -55,14 +55,14 @@ def test_each_server_is_loaded_and_one_that_is_down_is_waited_for_alone(
             assert process.stdout is not None
             lines = map(json.loads, iter(process.stdout.readline, ""))
             assert next(lines) == {"explorer": "server-0", "version": 1, "step": 3}
+            wait_for(job.layout.explorer("server-1").exists)
             assert explorer_report(job.root, "server-1").starting is not None
             wait_for(ready[0].exists)
             assert not ready[1].exists()
             with sglang_process(down, base):
                 assert next(lines) == {"explorer": "server-1", "version": 1, "step": 3}
                 publish(job, 4)
-                both = {next(lines)["explorer"], next(lines)["explorer"]}
-                assert both == {"server-0", "server-1"}
+                assert {next(lines)["explorer"] for _ in ready} == {"server-0", "server-1"}
                 wait_for(lambda: all(file.exists() for file in ready))
                 process.terminate()
                 assert process.wait(DEADLINE) == 0

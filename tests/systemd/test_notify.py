@@ -273,7 +273,7 @@ def test_a_loop_or_a_copy_that_hangs_ends_its_process_and_another_takes_over(
     manager = Manager(address := f"@syncd-{os.getpid()}-{method}")
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(HANGING), method, str(marker),
-         "run", str(root), "--tick", "0.1", "--hang-time", "2", "--max-shard-size", "30000"],
+         "run", str(root), "--tick", "0.1", "--hang-time", "6", "--max-shard-size", "30000"],
         stderr=subprocess.PIPE,
         text=True,
         env={**ENVIRONMENT, "NOTIFY_SOCKET": address},

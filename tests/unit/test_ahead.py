@@ -96,7 +96,7 @@ def test_links_become_ahead_and_a_fold_is_equal_to_a_merge(job: SmallJob, tmp_pa
             loop.clock.advance(CONFIG.tick)
         assert links(job) == ["d000002", "d000003", "d000004"]
         fold(loop)
-        assert (job.latest.sequence, job.latest.step, job.latest.ahead) == (4, 4, None)
+        assert (job.latest.sequence, job.latest.ahead) == (4, None)
         assert job.latest.save_id == save_id
         assert is_merge_of(job, 4, 4, tmp_path)
         save_link(job, 5, 4, world_size=2)
