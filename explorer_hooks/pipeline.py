@@ -282,6 +282,7 @@ class Pipeline:
                     error,
                 )
         self.sync.passes(lead.ahead.sequence)
+        self.report()
         return None
 
     def load(
@@ -302,11 +303,11 @@ class Pipeline:
         blames = True
         try:
             check_kind(leased, taker.kinds)
-            is_copy, ready, why = begun is not None, leased, None
-            staged = True if is_copy else None
+            ready, why = leased, None
+            staged = None if begun is None else True
             begun = time.monotonic() if begun is None else begun
             # Each byte is read once, also with a stage: the copy is verified while it is made.
-            if self.staging is not None and leased.kind != "remote" and not is_copy:
+            if self.staging is not None and leased.kind != "remote" and not staged:
                 try:
                     ready, staged = self.staging.stage(leased, cancel=cancel.check), True
                     using.append(ready)
@@ -317,7 +318,7 @@ class Pipeline:
                         leased.sequence,
                         why,
                     )
-            if ready is leased and not is_copy:
+            if not staged:
                 leased.verify(cancel=cancel.check)
             taker.check(ready)
             verified = time.monotonic()

@@ -153,6 +153,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> None:
         self._me.check_process()
         loaded = version if self._counts_loads and received is None else None
+        if loaded is not None:
+            changes["follows_ahead"] = self._versions.passed <= loaded.sequence
         with self._loading:  # so that no load of another thread is lost
             loads = loads_with(self._me.record.loads or (), loaded, self._wall(), reload)
             self._me.update(

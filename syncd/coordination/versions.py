@@ -96,10 +96,10 @@ class Versions:
     def lead(self, version: Version) -> Lead | None:
         """What LATEST names as ahead, if that is this save, or a newer one, and not published."""
         latest = read_latest(self.job) if version.sequence > self.passed else None
-        if latest is None or latest.ahead is None or latest.sequence >= version.sequence:
+        if latest is None or (ahead := latest.ahead) is None:
             return None
-        is_found = latest.ahead.sequence >= version.sequence
-        return Lead(self.job, latest, latest.ahead) if is_found else None
+        is_found = latest.sequence < version.sequence <= ahead.sequence
+        return Lead(self.job, latest, ahead) if is_found else None
 
     def is_latest_damaged(self) -> bool:
         """True if LATEST exists but names no version; False if storage does not answer."""

@@ -112,7 +112,7 @@ class Observation:
         links: the links that lead from LATEST's version, by their targets.
         ahead, closed: as in LATEST; ``closed`` is also set while LATEST is a rollback.
         outcome: of the pointer's save, if any.
-        must_fold: True if a live explorer reads only whole versions, or a fold has begun.
+        must_fold: True if a live explorer cannot follow ahead now, or a fold has begun.
         may_fold: False if a link to ahead is damaged.
     """
 

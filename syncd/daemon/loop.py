@@ -241,7 +241,7 @@ class Loop:
         latest = self._publisher.latest  # published in this round: explorers may have it already
         try:
             self._publisher.naming.look()
-            sequence = latest.sequence if latest else 0
+            sequence = (latest.ahead or latest).sequence if latest else 0
             for load in self._going_live.look(seen.leases, sequence, seen.living):
                 self._journal.live(load)
             self._follow = self._going_live.follow(seen.living)

@@ -297,7 +297,8 @@ class ExplorerReport(Record):
         starting: the reason why the explorer waits before its first run. Its status is then
             ``stopped``, so that nobody waits for it.
         hub_names: True if the explorer also accepts versions with the hub's names.
-        follows_ahead: True if the explorer makes its copies from links.
+        follows_ahead: True if the explorer makes its copies from links; False after it could not,
+            until it serves this save or a later one.
     """
 
     name: str

@@ -61,10 +61,17 @@ def links(job: SmallJob) -> list[str]:
     return sorted(path.name for path in job.layout.deltas.iterdir())
 
 
-def follower(session: str) -> ExplorerReport:
-    return ExplorerReport(
+def live(loop: Rounds, session: str, rounds: int = 12, **changes: object) -> None:
+    """Rounds in which an explorer lives, and serves version 1."""
+    report = ExplorerReport(
         name="e", session=session, status="running", sequence=1, time=0.0, follows_ahead=True
     )
+    record = report.model_copy(update=changes)
+    loop.job.put(loop.job.layout.explorer("e"), encode(record))
+    for _ in range(rounds):
+        loop.clock.advance(LEASE_TIME / 5)
+        loop.job.layout.session(session).write_text(str(loop.clock.now))
+        loop.run_once()
 
 
 def is_merge_of(job: SmallJob, sequence: int, step: int, tmp_path: Path) -> bool:
@@ -350,38 +357,35 @@ def test_the_report_offers_links_only_while_an_explorer_follows_ahead(
     with daemon(job, 1) as loop:
         assert not job.daemon_says.links
         assert job.daemon_says.no_links == "no live explorer follows ahead"
-        report = follower("living")
-        job.layout.session("living").write_text("x")
-        job.put(job.layout.explorer("e"), encode(report))
-        for _ in range(12):
-            loop.clock.advance(LEASE_TIME / 5)
-            job.layout.session("living").write_text(str(loop.clock.now))
-            loop.run_once()
+        live(loop, "living")
         assert job.daemon_says.links
         assert job.daemon_says.no_links is None
         if gone == "stopped":
-            job.put(
-                job.layout.explorer("e"), encode(report.model_copy(update={"status": "stopped"}))
-            )
+            live(loop, "living", 1, status="stopped")
         elif gone == "report gone":
             job.layout.explorer("e").unlink()
-        for _ in range(16):
-            loop.clock.advance(LEASE_TIME / 4)
-            if gone != "dead":
-                job.layout.session("living").write_text(str(loop.clock.now))
-            loop.run_once()
+            loop.rounds(16, 0)
+        else:
+            loop.rounds(16, LEASE_TIME / 4)
         assert not job.daemon_says.links
+
+
+def test_links_are_folded_at_once_for_an_explorer_that_cannot_follow_now(job: SmallJob) -> None:
+    with daemon(job, 1) as loop:
+        live(loop, "living", loads=())
+        save_link(job, 2, 1)
+        loop.rounds(3, 0)
+        assert job.latest.sequence == 1
+        live(loop, "living", 0, loads=(), follows_ahead=False)
+        loop.rounds(3, 0)
+        assert job.latest.sequence == 2
 
 
 def test_an_explorer_that_starts_anew_under_its_name_is_seen(job: SmallJob) -> None:
     """Although it serves LATEST, so that nothing but its session is new."""
     with daemon(job, 1) as loop:
         for session in ("before", "after"):
-            job.put(job.layout.explorer("e"), encode(follower(session)))
-            for _ in range(12):
-                loop.clock.advance(LEASE_TIME / 5)
-                job.layout.session(session).write_text(str(loop.clock.now))
-                loop.run_once()
+            live(loop, session)
             assert job.daemon_says.links, session
 
 

@@ -117,14 +117,16 @@ def test_a_damaged_link_is_passed_over_and_the_fold_or_a_later_save_is_served(
     linked.links[0].folder.rename(away)
     assert hook.pull(0) == Version(1, 1)  # and nobody goes without weights
     assert hook.pull(0) is None
-    assert report(linked.job).refused is None
+    told = report(linked.job)
+    assert (told.refused, told.follows_ahead) == (None, False)
     assert hook.may_produce()
     linked.publish(3)
     assert hook.pull(0) == Version(3, 3)
-    reload = report(linked.job).reload
-    assert reload is not None
-    assert reload.delta_bytes is None
-    assert reload.no_delta is not None
+    told = report(linked.job)
+    assert told.follows_ahead
+    assert told.reload is not None
+    assert told.reload.delta_bytes is None
+    assert told.reload.no_delta is not None
     away.rename(linked.links[0].folder)
     linked.link()
     assert hook.pull(0) == Version(4, 4)

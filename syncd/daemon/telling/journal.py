@@ -24,6 +24,7 @@ from syncd.protocol.records import SessionId, encode
 from syncd.protocol.reports import LOADS_KEPT, DaemonCounters, ExplorerReport, TrainerReport
 from syncd.protocol.version_events import (
     DiskFull,
+    SaveLinked,
     VersionAdopted,
     VersionLive,
     VersionPublished,
@@ -128,7 +129,7 @@ class Journal:
         if isinstance(event, VersionPublished):
             self._count("merged_bytes", event.bytes)
             self._repeats.forget("no room")
-        if isinstance(event, VersionAdopted | VersionPublished | VersionRolledBack):
+        if isinstance(event, SaveLinked | VersionAdopted | VersionPublished | VersionRolledBack):
             self._named_at[event.version] = self.clock()
             if len(self._named_at) > _REMEMBERED:
                 del self._named_at[min(self._named_at)]
@@ -258,16 +259,14 @@ class GoingLive:
             for name in self.job.storage.names(self.job.layout.explorers)
             if name.endswith(".json") and not name.startswith(TEMPORARY)
         ]
-        never = _LastLook(0, 0)
-        self._looks = {name: self._looks.get(name, never) for name in names}
+        self._looks = {name: self._looks.get(name, _LastLook(0, 0)) for name in names}
         self._live = {name: it for name, it in self._live.items() if name in self._looks}
-        # One that has ended may start anew under its name.
-        alive = {name for name, (session, _) in self._live.items() if session in living}
         behind = sorted(
             (
                 name
                 for name, last in self._looks.items()
-                if last.serves < latest or name not in alive
+                # One that has ended may start anew under its name.
+                if last.serves < latest or self._live.get(name, ("",))[0] not in living
             ),
             key=lambda name: self._looks[name].round,
         )
