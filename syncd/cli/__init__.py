@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import resource
 import signal
 import sys
 from difflib import get_close_matches
@@ -144,6 +145,9 @@ def main() -> None:
     """Run the command line; report an error without a traceback, and exit with its code."""
     log_lines.set_up()
     log_lines.name_faults()
+    # A save of a thousand ranks needs a thousand open files.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
         cli.main(standalone_mode=True)
     except SyncdError as error:

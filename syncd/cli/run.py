@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -62,10 +61,6 @@ def command(
     )
     for name, meant in misspelt(os.environ).items():
         Misspelt(name, os.environ[name], None, meant).tell(log)
-    # A save of a thousand ranks needs a thousand open files.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    log.debug("the limit of open files is now %d; it was %d", hard, soft)
     with ExitStack() as stack:
         services = _services(configuration, stack)
         # Without a configuration file, SIGHUP keeps its default effect: it ends the process.

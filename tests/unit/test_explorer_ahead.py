@@ -1,8 +1,11 @@
 """An explorer with a stage serves a save before any full version of it exists."""
 
+import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from syncd.protocol.policy import SyncSettings, Version
 from syncd.protocol.records import SaveId, SaveOutcome, SaveOutcomes, encode
 from tests.explorers import leased, report
 from tests.jobs import SmallJob
+from tests.rank_programs import ENVIRONMENT
 from tests.staged_links import SHAPES, LinkedJob, copies
 from tests.storages import Clock
 
@@ -196,3 +200,19 @@ def test_only_who_cannot_make_it_waits_for_the_fold_of_the_last_save(
     versions.passed = passed
     assert versions.on_its_way() == coming
     versions.close()
+
+
+def test_follow_opens_more_links_than_its_soft_limit_of_files(
+    job: SmallJob, tmp_path: Path, memory: Path
+) -> None:
+    LinkedJob(job, tmp_path, saves=2, world_size=100)
+    with subprocess.Popen(
+        ["sh", "-c", 'ulimit -Sn 100 && exec "$@"', "sh", sys.executable, "-m", "syncd", "follow",
+         job.root, "--name", "e", "--stage", memory, "--link", tmp_path / "link", "--json"],
+        stdout=subprocess.PIPE, env=ENVIRONMENT,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        try:
+            assert json.loads(process.stdout.readline())["version"] == 2
+        finally:
+            process.terminate()
