@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from explorer_hooks.engines.fake import FakeEngine
+from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import Reader
+from explorer_hooks.staging import Staging
 from syncd.protocol.errors import VersionGoneError
 from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.layout import JobLayout
@@ -20,7 +23,7 @@ from syncd.protocol.records import parse
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.leases import Lease
-from tests.jobs import SmallJob
+from tests.jobs import SmallJob, weights
 from tests.multiprocess.by_hand import TrainerByHand, numbers
 from tests.multiprocess.processes import (
     DEADLINE,
@@ -35,7 +38,7 @@ from tests.multiprocess.processes import (
     wait_until_gone,
 )
 from tests.multiprocess.shared_job import SharedJob
-from tests.saved_links import save_full, save_link
+from tests.saved_links import save_full, save_link, values_of
 
 pytestmark = pytest.mark.mounts
 
@@ -86,8 +89,8 @@ def test_what_was_retired_cannot_be_leased_by_who_remembers_it(shared: SharedJob
         newer.release()
 
 
-def test_links_of_a_trainer_elsewhere_survive_a_take_over_and_end_with_a_rollback(
-    shared: SharedJob,
+def test_links_are_served_elsewhere_survive_a_take_over_and_end_with_a_rollback(
+    shared: SharedJob, memory: Path
 ) -> None:
     trainer, seen = SmallJob(shared.a.job), SmallJob(shared.seen.root)
 
@@ -95,16 +98,22 @@ def test_links_of_a_trainer_elsewhere_survive_a_take_over_and_end_with_a_rollbac
         return lambda: seen.latest.ahead is not None and seen.latest.ahead.step == step
 
     save_full(trainer, 1)
-    with Daemon(shared.b, "--keep", "99") as first:
-        wait_for_step(seen.root, 1)
+    hook = ExplorerHook(shared.b.job, "explorer", FakeEngine(), staging=Staging(memory), poll=0.1)
+    with hook, Daemon(shared.a, "--keep", "99") as first:
+        assert hook.pull(DEADLINE).step == 1
         for step in (2, 3):
             save_link(trainer, step, step - 1, world_size=2)
             wait_until(is_ahead(step), f"step {step} is ahead")
         first.kill()
-    with Daemon(shared.a, "--keep", "99"):
+        assert hook.pull(DEADLINE).step == 3
+        assert seen.latest.step == 1
+        assert hook.folder
+        served = (hook.folder / "model.safetensors").read_bytes()
+        assert served.endswith(weights(*values_of(3))[-12:])
+    with Daemon(shared.b, "--keep", "99"):
         save_link(trainer, 4, 3, world_size=2)
         folded = wait_for_step(seen.root, 4)
-        verified(shared.b.job, folded.sequence)
+        verified(shared.a.job, folded.sequence)
         save_link(trainer, 5, 4, world_size=2)
         wait_until(is_ahead(5), "step 5 is ahead")
         trainer.ask_rollback(1)
@@ -113,7 +122,7 @@ def test_links_of_a_trainer_elsewhere_survive_a_take_over_and_end_with_a_rollbac
         save_link(trainer, 6, 5, world_size=2)
         wait_until(lambda: seen.outcomes.get(6) == "skipped", "nothing is linked any more")
         save_full(trainer, 7)
-        verified(shared.b.job, wait_for_step(seen.root, 7).sequence)
+        verified(shared.a.job, wait_for_step(seen.root, 7).sequence)
         save_link(trainer, 8, 7, world_size=2)
         wait_until(is_ahead(8), "step 8 is ahead")
 

@@ -66,8 +66,7 @@ def live(loop: Rounds, session: str, rounds: int = 12, **changes: object) -> Non
     report = ExplorerReport(
         name="e", session=session, status="running", sequence=1, time=0.0, follows_ahead=True
     )
-    record = report.model_copy(update=changes)
-    loop.job.put(loop.job.layout.explorer("e"), encode(record))
+    loop.job.put(loop.job.layout.explorer("e"), encode(report.model_copy(update=changes)))
     for _ in range(rounds):
         loop.clock.advance(LEASE_TIME / 5)
         loop.job.layout.session(session).write_text(str(loop.clock.now))

@@ -1,6 +1,5 @@
 """An explorer with a stage serves a save before any full version of it exists."""
 
-import json
 import math
 import os
 import shutil
@@ -136,24 +135,6 @@ def test_a_damaged_link_is_passed_over_and_the_fold_or_a_later_save_is_served(
     assert hook.pull(0) == Version(4, 4)
 
 
-def test_without_room_the_explorer_serves_on(
-    linked: LinkedJob, memory: Path, engine: FakeEngine
-) -> None:
-    size = sum(file.size for file in linked.whole[0].manifest.files)
-    ahead = linked.latest.ahead
-    linked.put(ahead=None)
-    with ExplorerHook(
-        linked.job.root, "explorer", engine, staging=Staging(memory, int(1.5 * size))
-    ) as hook:
-        assert hook.pull(0) == Version(1, 1)
-        linked.put(ahead=ahead)
-        assert hook.pull(0) is None
-        assert copies(memory) == ["v000001"]
-        linked.publish(3)
-        assert hook.pull(0) == Version(3, 3)  # without a copy
-        assert hook.folder == linked.job.version(3)
-
-
 def test_a_flipped_byte_in_the_served_copy_is_not_in_the_next(
     linked: LinkedJob, hook: ExplorerHook, memory: Path
 ) -> None:
@@ -213,6 +194,6 @@ def test_follow_opens_more_links_than_its_soft_limit_of_files(
     ) as process:  # fmt: skip
         assert process.stdout is not None
         try:
-            assert json.loads(process.stdout.readline())["version"] == 2
+            assert b'"version": 2,' in process.stdout.readline()
         finally:
             process.terminate()

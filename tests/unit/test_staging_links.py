@@ -1,7 +1,6 @@
 """Copies on a host that are made from links: equal to the fold, or the version, or none."""
 
 import errno
-import mmap
 import os
 import shutil
 import sys
@@ -397,20 +396,6 @@ def test_copies_of_other_jobs_are_no_base(linked: LinkedJob, memory: Path, tmp_p
     linked.follow(staging)
     assert linked.holds == 1
     held.release()
-
-
-def test_a_map_of_a_copy_keeps_its_bytes(linked: LinkedJob, memory: Path) -> None:
-    staging = Staging(memory)
-    copy = staging.stage(linked.version(1))
-    with open(copy.folder / "model-00001-of-00002.safetensors", "rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    before = bytes(mapped)
-    linked.follow(staging)
-    copy.release()
-    staging.tidy()
-    assert copies(memory) == ["v000003"]
-    assert bytes(mapped) == before
-    mapped.close()
 
 
 def test_on_the_jobs_own_filesystem_nobody_follows(linked: LinkedJob, tmp_path: Path) -> None:
