@@ -21,7 +21,7 @@ from syncd.operate.job_state import look
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import link_name
 from syncd.protocol.records import Ahead, Latest, NonFinite, encode, parse
-from syncd.protocol.reports import ExplorerReport, TrainerReport
+from syncd.protocol.reports import ExplorerReport, Load, TrainerReport
 from syncd.storage.job import Job
 from syncd.storage.sessions import Session
 from tests.jobs import LEASE_TIME, Rounds, SmallJob, nothing
@@ -378,6 +378,12 @@ def test_links_are_folded_at_once_for_an_explorer_that_cannot_follow_now(job: Sm
         live(loop, "living", 0, loads=(), follows_ahead=False)
         loop.rounds(3, 0)
         assert job.latest.sequence == 2
+
+
+def test_a_load_of_a_link_is_history_before_it_is_folded(job: SmallJob) -> None:
+    with daemon(job, 2) as loop:
+        live(loop, "living", 1, sequence=2, loads=(Load(sequence=2, time=0.0),))
+    assert history(Job.at(job.layout.root), 1)[-1].live[0].seconds == LEASE_TIME / 5
 
 
 def test_an_explorer_that_starts_anew_under_its_name_is_seen(job: SmallJob) -> None:
