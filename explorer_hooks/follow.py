@@ -13,6 +13,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -211,7 +212,7 @@ def command(
             each,
             servers[each](cancel=cancel) if servers else engine,
             settings=settings,
-            staging=staging,
+            staging=copy(staging),  # each hook reports what it has read itself
             memory_dir=memory_dir,
         )
         if not ready:

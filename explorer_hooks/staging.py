@@ -183,7 +183,11 @@ class Staging:
 
     def follows(self, job_dir: Path) -> bool:
         """True if copies of this job's versions can be made from links here."""
-        return why_not_here() is None and self._is_elsewhere(self._storage, job_dir)
+        if not self._is_elsewhere(self._storage, job_dir):
+            return False
+        if (why := why_not_here()) is not None:
+            log.info("versions are copied whole, because %s", why)
+        return why is None
 
     def hold_again(self, copy: LeasedVersion) -> LeasedVersion:
         """Get a second hold on a version that :meth:`stage` returned, while the first hold lasts.

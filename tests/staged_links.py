@@ -1,6 +1,7 @@
 """A job with a version, links that lead from it, and the versions that folds would make of them."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "norm": ("F32", (64,)),
     "head": ("BF16", (100, 40)),
 }
-SMALL = {"config.json": b"{}", "tokenizer/vocab.json": b"[]"}
+SMALL: Mapping[str, bytes] = {"config.json": b"{}", "tokenizer/vocab.json": b"[]"}
 
 
 class Unheld:
@@ -40,6 +41,9 @@ class LinkedJob:
         job: the job.
         folder: for the versions that folds would make.
         saves: the number of saves, the first of which is published.
+        world_size: the number of files of a link.
+        shapes: the dtype and shape of each tensor.
+        small: the other files of a version.
 
     Attributes:
         storage: of the explorers.
@@ -48,7 +52,16 @@ class LinkedJob:
         holds: the number of times that LATEST's version was held.
     """
 
-    def __init__(self, job: SmallJob, folder: Path, saves: int = 3, *, world_size: int = 2) -> None:
+    def __init__(
+        self,
+        job: SmallJob,
+        folder: Path,
+        saves: int = 3,
+        *,
+        world_size: int = 2,
+        shapes: Mapping[str, tuple[str, tuple[int, ...]]] = SHAPES,
+        small: Mapping[str, bytes] = SMALL,
+    ) -> None:
         self.job = job
         self.storage = RuledStorage()
         self.holds = 0
@@ -57,9 +70,9 @@ class LinkedJob:
         job.layout.published.mkdir(exist_ok=True)
         job.layout.deltas.mkdir()
         self._world_size = world_size
-        self.tensors: list[dict[str, Any]] = [random_tensors(1, **SHAPES)]
-        files = [["head", "norm"], ["embed"]]
-        given: Any = {"files": files, "small": SMALL, "metadata": {"format": "pt"}}
+        self.tensors: list[dict[str, Any]] = [random_tensors(1, **shapes)]
+        first, *others = shapes
+        given: Any = {"files": [others, [first]], "small": small, "metadata": {"format": "pt"}}
         self._given = given
         self.whole = [write_version(job.layout.published, 1, self.tensors[0], **given)]
         self.links: list[LinkFolder] = []

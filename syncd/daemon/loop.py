@@ -272,7 +272,7 @@ class Loop:
         if config.deltas == "off" or not (config.digests and self.publishes) or config.cast:
             return "deltas are off, or versions are cast or have no digests"
         if True not in self._follow:
-            return "no live explorer follows ahead"
+            return "no live explorer follows ahead, which needs a stage folder and syncd[deltas]"
         return self.work.why_not_here()
 
     def _publish_in_turn(self, action: Publish, whole_since: float) -> str:

@@ -5,16 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.vllm_process import VLLMProcess, why_not
+from tests.engines.vllm_process import VLLMProcess, require
 from tests.jobs import SmallJob
 
 
 @pytest.fixture(scope="session")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
     """A server that was started with the tiny model 0; what it has by now is the test's to see."""
-    missing = why_not()
-    if missing is not None:
-        pytest.skip(missing)
+    require()
     from tests.engines.tiny_models import save_model  # noqa: PLC0415 # torch, for those alone
 
     folder = tmp_path_factory.mktemp("vllm")

@@ -7,8 +7,13 @@ from explorer_hooks.engines import conformance
 from explorer_hooks.engines.conformance import CHECKS, Check, ConformanceError, Subject, name_of
 from explorer_hooks.engines.fake import FakeEngine, content_of
 from explorer_hooks.engines.fitting import TensorSpec
+from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import LeasedVersion
+from explorer_hooks.staging import Staging
+from syncd.protocol.policy import Version
 from tests.engines.subjects import SUBJECTS
+from tests.jobs import SmallJob
+from tests.staged_links import LinkedJob
 
 
 @pytest.fixture(scope="module", params=SUBJECTS.values(), ids=SUBJECTS.keys())
@@ -21,6 +26,23 @@ def test_every_engine_does_what_the_protocol_promises(
     check: Check, subject: Subject, tmp_path: Path
 ) -> None:
     check(subject, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["module", "module, direct", "transformers"])
+def test_an_engine_has_the_bits_of_what_is_ahead(
+    job: SmallJob, tmp_path: Path, memory: Path, name: str
+) -> None:
+    subject = SUBJECTS[name]()
+    linked = LinkedJob(job, tmp_path, shapes=subject.tensors, small=subject.files)
+    engine = subject.make()
+    with ExplorerHook(job.root, "explorer", engine, staging=Staging(memory)) as hook:
+        for number in (3, 4):
+            assert hook.pull(0) == Version(number, number)
+            assert job.latest.sequence == 1
+            with hook._pipeline.hold_again() as copy:
+                linked.check(copy, number)
+                assert subject.served(engine) == subject.expected(copy)
+            linked.link()
 
 
 class TakesAnything(FakeEngine):

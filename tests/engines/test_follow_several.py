@@ -2,13 +2,16 @@
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from explorer_hooks.engines.fake import FakeEngine
@@ -22,26 +25,28 @@ from syncd.protocol.errors import (
     ServerUnreachableError,
     SyncdError,
 )
+from syncd.protocol.names import MANIFEST
 from syncd.protocol.policy import Version
+from tests.deltas import contents
 from tests.engines.sglang_process import sglang_process
 from tests.engines.waiting import wait_for
 from tests.explorers import publish
 from tests.jobs import SmallJob
-from tests.multiprocess.processes import DEADLINE, explorer_report
+from tests.multiprocess.processes import DEADLINE, explorer_report, read_by
 from tests.ports import free_port
 from tests.rank_programs import ENVIRONMENT
+from tests.staged_links import LinkedJob
 
 
-def test_each_server_is_loaded_and_one_that_is_down_is_waited_for_alone(
-    job: SmallJob, tmp_path: Path
+def test_each_server_is_loaded_with_what_is_ahead_and_one_that_is_down_is_waited_for_alone(
+    job: SmallJob, tmp_path: Path, memory: Path
 ) -> None:
-    publish(job, 3)
+    linked = LinkedJob(job, tmp_path, saves=1)
     base = str(job.version(1))
     up, down = free_port(), free_port()
     urls = [word for port in (up, down) for word in ("--url", f"http://127.0.0.1:{port}")]
     arguments = [job.root, "--name", "server", "--engine", "sglang", "--json", *urls]
-    arguments += ["--stage", tmp_path / "stage", "--ready-file", tmp_path / "ready"]
-    arguments += ["--max-behind", "0"]
+    arguments += ["--stage", memory, "--ready-file", tmp_path / "ready", "--max-behind", "0"]
     ready = [tmp_path / "ready-0", tmp_path / "ready-1"]
     ready[1].touch()  # of a process that was killed
     with (
@@ -54,16 +59,27 @@ def test_each_server_is_loaded_and_one_that_is_down_is_waited_for_alone(
         try:
             assert process.stdout is not None
             lines = map(json.loads, iter(process.stdout.readline, ""))
-            assert next(lines) == {"explorer": "server-0", "version": 1, "step": 3}
-            wait_for(job.layout.explorer("server-1").exists)
-            assert explorer_report(job.root, "server-1").starting is not None
+            assert next(lines) == {"explorer": "server-0", "version": 1, "step": 1}
+            wait_for(job.explorer("server-1").exists)
+            wait_for(lambda: explorer_report(job.root, "server-1").starting)
             wait_for(ready[0].exists)
             assert not ready[1].exists()
             with sglang_process(down, base):
-                assert next(lines) == {"explorer": "server-1", "version": 1, "step": 3}
-                publish(job, 4)
+                assert next(lines) == {"explorer": "server-1", "version": 1, "step": 1}
+                report = explorer_report(job.root, "server-1")
+                assert (report.status, report.starting) == ("running", None)
+                linked.link()
                 assert {next(lines)["explorer"] for _ in ready} == {"server-0", "server-1"}
+                assert job.latest.sequence == 1
+                whole = contents(linked.whole[1].folder)
+                del whole[MANIFEST]
                 wait_for(lambda: all(file.exists() for file in ready))
+                for port in (up, down):
+                    told = httpx2.get(f"http://127.0.0.1:{port}/model_info", trust_env=False)
+                    served = contents(Path(told.json()["model_path"]))
+                    assert served | whole == served
+                size = sum(file.size for file in linked.links[0].link.files)
+                assert read_by(job.root, 2, "server-0", "server-1") == [(0, 0), (0, size)]
                 process.terminate()
                 assert process.wait(DEADLINE) == 0
                 assert not any(file.exists() for file in ready)
@@ -73,45 +89,16 @@ def test_each_server_is_loaded_and_one_that_is_down_is_waited_for_alone(
         assert explorer_report(job.root, name).status == "stopped"
 
 
-def run(followers: Followers) -> threading.Thread:
+@contextmanager
+def running(followers: Followers) -> Iterator[None]:
     thread = threading.Thread(target=followers.run)
     thread.start()
-    return thread
-
-
-def test_one_that_fails_is_opened_again_and_the_other_goes_on(job: SmallJob) -> None:
-    publish(job, 3)
-    attempts = 0
-
-    def opens(_: Callable[[], None]) -> ExplorerHook:
-        nonlocal attempts
-        attempts += 1
-        if attempts < 3:
-            raise ServerUnreachableError("the server did not start to answer")
-        return ExplorerHook(job.root, "late", FakeEngine(), poll=0.01)
-
-    served: list[tuple[str, Version]] = []
-    all_serve = threading.Event()
-
-    def told(name: str, version: Version) -> None:
-        served.append((name, version))
-        if {name for name, _ in served} == {"early", "late"}:
-            all_serve.set()
-
-    followers = Followers(
-        {
-            "early": lambda _: ExplorerHook(job.root, "early", FakeEngine(), poll=0.01),
-            "late": opens,
-        },
-        told,
-        again=0.01,
-    )
-    thread = run(followers)
-    assert all_serve.wait(DEADLINE)
-    followers.end()
-    thread.join(DEADLINE)
+    try:
+        yield
+    finally:
+        followers.end()
+        thread.join(DEADLINE)
     assert not thread.is_alive()
-    assert sorted(served) == [("early", Version(1, 3)), ("late", Version(1, 3))]
 
 
 def test_an_end_is_heard_while_a_server_is_waited_for() -> None:
@@ -122,43 +109,38 @@ def test_an_end_is_heard_while_a_server_is_waited_for() -> None:
             cancel()
             waits.set()
 
-    followers = Followers({"a": opens, "b": opens}, lambda *_: None)
-    thread = run(followers)
-    assert waits.wait(DEADLINE)
-    followers.end()
-    thread.join(DEADLINE)
-    assert not thread.is_alive()
+    with running(Followers({"a": opens, "b": opens}, lambda *_: None)):
+        assert waits.wait(DEADLINE)
 
 
-@pytest.mark.parametrize("error", [NameTakenError, JobUnavailableError, InvalidSettingsError])
-def test_one_that_cannot_be_opened_does_not_end_the_other(
+@pytest.mark.parametrize(
+    "error",
+    [ServerUnreachableError, NameTakenError, JobUnavailableError, InvalidSettingsError],
+)
+def test_one_that_cannot_be_opened_is_tried_again_and_does_not_end_the_other(
     job: SmallJob, error: type[SyncdError]
 ) -> None:
     publish(job, 3)
-    first, later, refused_later = threading.Event(), threading.Event(), threading.Event()
-    served: list[tuple[str, Version]] = []
+    refused, mended = threading.Event(), threading.Event()
+    served: queue.SimpleQueue[tuple[str, Version]] = queue.SimpleQueue()
 
-    def refused(_: Callable[[], None]) -> ExplorerHook:
-        if first.is_set():
-            refused_later.set()
+    def late(cancel: Callable[[], None]) -> ExplorerHook:
+        if mended.is_set():
+            return opens(job, "late")(cancel)
+        refused.set()
         raise error("it cannot be opened")
 
-    def told(name: str, version: Version) -> None:
-        served.append((name, version))
-        (first if version == Version(1, 3) else later).set()
-
-    followers = Followers({"a": opens(job, "a"), "b": refused}, told, again=0.05)
-    thread = run(followers)
-    try:
-        assert first.wait(DEADLINE)
-        assert refused_later.wait(DEADLINE)
+    followers = Followers(
+        {"early": opens(job, "early"), "late": late}, lambda *told: served.put(told), again=0.05
+    )
+    with running(followers):
+        assert served.get(timeout=DEADLINE) == ("early", Version(1, 3))
+        refused.clear()
+        assert refused.wait(DEADLINE)
         publish(job, 4)
-        assert later.wait(DEADLINE)
-    finally:
-        followers.end()
-        thread.join(DEADLINE)
-    assert not thread.is_alive()
-    assert served == [("a", Version(1, 3)), ("a", Version(2, 4))]
+        assert served.get(timeout=DEADLINE) == ("early", Version(2, 4))
+        mended.set()
+        assert served.get(timeout=DEADLINE) == ("late", Version(2, 4))
 
 
 def opens(job: SmallJob, name: str) -> Callable[[Callable[[], None]], ExplorerHook]:

@@ -27,8 +27,6 @@ from tests.rank_programs import ENVIRONMENT
 
 (PROBE,) = (block for block in blocks("kubernetes.md", "sh") if "weight_info" in block)
 PROMPT: Final = (1, 2, 3)
-#: As ``syncd follow``, whose entry point is there only where syncd is installed.
-FOLLOW: Final = (sys.executable, "-c", "from explorer_hooks.follow import command; command()")
 _CLIENT: Final = httpx2.Client(
     trust_env=False, limits=httpx2.Limits(max_keepalive_connections=0)
 )  # made once, because that takes longer than a request
@@ -114,7 +112,7 @@ class Probes:
 
 @contextmanager
 def following(job: SmallJob, *options: object) -> Iterator[subprocess.Popen[bytes]]:
-    words = (*FOLLOW, job.root, "--name", "server", *options)
+    words = (sys.executable, "-m", "syncd", "follow", job.root, "--name", "server", *options)
     with subprocess.Popen([str(word) for word in words], env=ENVIRONMENT) as process:
         try:
             yield process

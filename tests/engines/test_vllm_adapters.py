@@ -22,7 +22,7 @@ from tests.engines.tiny_models import (
     save_model,
     state,
 )
-from tests.engines.vllm_process import Answer, VLLMProcess, why_not
+from tests.engines.vllm_process import Answer, VLLMProcess, require
 from tests.engines.waiting import LONG, wait_for
 from tests.jobs import SmallJob
 
@@ -40,9 +40,7 @@ PROMPTS[1][:64] = PROMPTS[0][:64]
 @pytest.fixture(params=RELEASES[:1])
 def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[VLLMProcess]]:
     """One that the adapters follow each other in, and one that has each under a name of its own."""
-    missing = why_not(request.param)
-    if missing is not None:
-        pytest.skip(missing)
+    require(request.param)
     modules = []
     for seed in range(SWAPS + 1):
         adapter(seed).save_pretrained(tmp_path / f"{seed}")

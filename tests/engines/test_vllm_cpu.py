@@ -15,7 +15,7 @@ from tests.engines.agreement import ROWS, serves
 from tests.engines.broadcast_trainer import DEADLINE, trainer
 from tests.engines.environment import RELEASES
 from tests.engines.tiny_models import EXPERTS, TIED, publish_model, save_model
-from tests.engines.vllm_process import WAYS, VLLMProcess, why_not
+from tests.engines.vllm_process import WAYS, VLLMProcess, require
 from tests.engines.waiting import LONG
 from tests.jobs import SmallJob
 from tests.products import product
@@ -32,9 +32,7 @@ def servers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, VLLMProcess]]:
     """A server of each model, with seed 0, of a release of vLLM; they begin side by side."""
-    missing = why_not(request.param)
-    if missing is not None:
-        pytest.skip(missing)
+    require(request.param)
     with ExitStack() as stack:
         found = {}
         for name, config in MODELS.items():

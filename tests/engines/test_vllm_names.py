@@ -13,7 +13,7 @@ from explorer_hooks.hook import ExplorerHook
 from syncd.protocol.errors import EngineMismatchError
 from tests.engines.agreement import serves
 from tests.engines.tiny_models import EXPERTS, MIXTRAL, model, publish_model
-from tests.engines.vllm_process import VLLMProcess, why_not
+from tests.engines.vllm_process import VLLMProcess, require
 from tests.engines.waiting import LONG
 from tests.jobs import SmallJob
 
@@ -30,9 +30,7 @@ MODELS = {"qwen3_moe": EXPERTS, "mixtral": MIXTRAL}
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VLLMProcess]]:
     """A server of each model, started from a version with the hub's names; side by side."""
-    missing = why_not()
-    if missing is not None:
-        pytest.skip(missing)
+    require()
     with ExitStack() as stack:
         found = {}
         for name, config in MODELS.items():

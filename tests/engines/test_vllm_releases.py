@@ -14,7 +14,7 @@ from explorer_hooks.hook import ExplorerHook
 from tests.engines.agreement import serves
 from tests.engines.environment import RELEASES
 from tests.engines.tiny_models import TIED, publish_model, save_model
-from tests.engines.vllm_process import VLLMProcess, python, why_not
+from tests.engines.vllm_process import VLLMProcess, python, require
 from tests.engines.waiting import LONG
 from tests.jobs import SmallJob
 
@@ -37,9 +37,7 @@ def overlay(folder: Path) -> Path:
 def test_a_vllm_of_another_signature_gets_its_versions_by_reload_weights(
     job: SmallJob, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    missing = why_not()
-    if missing is not None:
-        pytest.skip(missing)
+    require()
     (tmp_path / "overlay").mkdir()
     server = VLLMProcess(
         save_model(tmp_path / "base", 0, TIED),

@@ -11,14 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from explorer_hooks.engines.vllm_server import VLLMServer
+from explorer_hooks.hook import ExplorerHook
 from syncd.protocol.layout import JobLayout
+from syncd.protocol.records import Latest
+from syncd.protocol.reports import DaemonReport
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from tests.engines.pages import ROOT, TRAIN
 from tests.engines.tiny_models import CONFIG, save_model
 from tests.engines.vllm_process import VLLMProcess
 from tests.engines.waiting import LONG, wait_for
-from tests.multiprocess.processes import ENVIRONMENT, explorer_report
+from tests.jobs import read
+from tests.multiprocess.processes import ENVIRONMENT, explorer_report, read_by
 from tests.ports import free_port
 
 STEPS = 4
@@ -54,32 +59,58 @@ SAYS = """\
 """
 #: The first step goes by the files; the next ones do too while nobody has anything to go back to.
 WAITS = """\
-        while not takes_part(job):
+        while not goes_on(job, step):
             time.sleep(0.02)
 """
-IMPORTS = "import json\nimport time\nfrom tests.engines.test_whole_loop import takes_part\n"
+IMPORTS = "import json\nimport time\nfrom tests.engines.test_whole_loop import TEST as goes_on\n"
+TRAINED = ".model.layers[0].self_attn.v_proj.requires_grad_(True)"
 HEAD, SYNCS, TAIL = TRAIN.partition("        metrics = hook")
 CALL, END, REST = TAIL.partition("\n")
-BY_FILES = IMPORTS + HEAD + SAYS + SYNCS + TAIL
-BY_BROADCAST = (IMPORTS + HEAD + SAYS + SYNCS + CALL + END + WAITS + REST).replace(
+BY_FILES = "import json\n" + HEAD + SAYS + SYNCS + TAIL
+WAITING = IMPORTS + HEAD + SAYS + SYNCS + CALL + END + WAITS + REST
+BY_BROADCAST = WAITING.replace("TEST", "takes_part").replace(
     "SyncSettings(", "SyncSettings(method='nccl', master_address='127.0.0.1', "
+)
+#: Each step changes 3 % of the weights, so much that the model says something else.
+BY_LINKS = (
+    WAITING.replace("TEST", "follows")
+    .replace("SyncSettings(", "SyncSettings(deltas=True, ")
+    .replace("settings=settings", "settings=settings, saving=SaveSettings(sync_dtype='bf16')")
+    .replace("import SyncSettings", "import SaveSettings, SyncSettings")
+    .replace("lr=1e-2", "lr=0.1")
+    .replace("for layer in", f"model.requires_grad_(False){TRAINED}\nfor layer in", 1)
 )
 
 
-def takes_part(job: str) -> bool:
+def takes_part(job: str, _: int) -> bool:
     """Whether the server is one of those that take broadcasts."""
     return explorer_report(Path(job), "server-0").workers > 0
+
+
+def follows(job: str, step: int) -> bool:
+    """Whether the server has the step, and the next save can be a link."""
+    has_it = explorer_report(Path(job), "server-0").step == step
+    return has_it and read(DaemonReport, JobLayout(Path(job)).daemon_report).links
 
 
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("program", "options", "label"),
-    [(BY_FILES, (), "version-"), (BY_BROADCAST, ("--broadcast",), "broadcast-")],
-    ids=["files", "broadcast"],
+    [
+        (BY_FILES, (), "version-"),
+        (BY_BROADCAST, ("--broadcast",), "broadcast-"),
+        (BY_LINKS, (), "version-"),
+    ],
+    ids=["files", "broadcast", "links"],
 )
 def test_what_the_server_says_is_what_the_trainer_says_at_the_step_that_it_reports(
-    vllm: VLLMProcess, tmp_path: Path, program: str, options: tuple[str, ...], label: str
+    vllm: VLLMProcess,
+    tmp_path: Path,
+    memory: Path,
+    program: str,
+    options: tuple[str, ...],
+    label: str,
 ) -> None:
     job, base = tmp_path / "job", save_model(tmp_path / "base", 0)
     job.mkdir()
@@ -91,31 +122,41 @@ def test_what_the_server_says_is_what_the_trainer_says_at_the_step_that_it_repor
         "WORLD_SIZE": str(RANKS),
     }
     syncd = (sys.executable, "-m", "syncd")
-    # As ``syncd follow``, whose entry point is there only where syncd is installed.
-    run = (sys.executable, "-c", "from explorer_hooks.follow import command; command()")
-    follow = (*run, job, "--name", "server-0", "--engine", "vllm", "--url", vllm.url, *options)
-    with process(*syncd, "run", job, "--tick", "0.2"), process(*follow, "--stage", tmp_path / "s"):
-        wait_for(lambda: any(JobLayout(job).explorers.glob("*.json")))
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, str(tmp_path / "train.py"), str(job), str(base), str(STEPS)],
-                env=ENVIRONMENT | rendezvous | {"RANK": str(rank), "PYTHONPATH": str(ROOT)},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(RANKS)
-        ]
-        try:
-            lines = [rank.communicate(timeout=LONG)[0] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        assert [rank.returncode for rank in ranks] == [0] * RANKS
-        said = [json.loads(line) for line in lines[0].splitlines() if line.startswith("{")]
-        truth = {one["step"]: torch.tensor(one["logprobs"]) for one in said}
-        wait_for(lambda: vllm.label.startswith(f"step-{STEPS}-{label}"))
-        tokens = torch.randint(0, CONFIG.vocab_size, (4, 16), generator=torch.manual_seed(0))
-        answer = vllm.generate(tokens[0].tolist(), 1, logprobs=20)
+    follow = (*syncd, "follow", job, "--name", "server-0", "--stage", memory)
+    server = ("--engine", "vllm", "--url", vllm.url, *options)
+    with process(*syncd, "run", job):
+        with process(*follow, *server):
+            wait_for(lambda: any(JobLayout(job).explorers.glob("*.json")))
+            ranks = [
+                subprocess.Popen(
+                    [sys.executable, str(tmp_path / "train.py"), str(job), str(base), str(STEPS)],
+                    env=ENVIRONMENT | rendezvous | {"RANK": str(rank), "PYTHONPATH": str(ROOT)},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                for rank in range(RANKS)
+            ]
+            try:
+                lines = [rank.communicate(timeout=LONG)[0] for rank in ranks]
+            finally:
+                for rank in ranks:
+                    rank.kill()
+            assert [rank.returncode for rank in ranks] == [0] * RANKS
+            said = [json.loads(line) for line in lines[0].splitlines() if line.startswith("{")]
+            truth = {one["step"]: torch.tensor(one["logprobs"]) for one in said}
+            wait_for(lambda: vllm.label.startswith(f"step-{STEPS}-{label}"))
+            tokens = torch.randint(0, CONFIG.vocab_size, (4, 16), generator=torch.manual_seed(0))
+            prompt = tokens[0].tolist()
+            answer = vllm.generate(prompt, 1, logprobs=20)
+            if program is BY_LINKS:
+                ((of_version, of_links),) = read_by(job, STEPS, "server-0")
+                assert (read(Latest, JobLayout(job).latest).sequence, of_version) == (1, 0)
+                assert of_links > 0
+        if program is BY_LINKS:
+            with ExplorerHook(job, "server-0", VLLMServer(vllm.url)) as hook:
+                while hook.pull(LONG).step < STEPS:
+                    assert vllm.generate(prompt, 1, logprobs=20).logprobs != answer.logprobs
+            assert vllm.generate(prompt, 1, logprobs=20) == answer  # of the full version
     (served,) = answer.labels
     step = int(served.split("-")[1])
     (logprobs,) = answer.logprobs

@@ -15,6 +15,7 @@ from tempfile import mkdtemp
 from typing import Any, Final
 
 import httpx2
+import pytest
 
 from explorer_hooks.engines.vllm_engine import EXTENSION
 from explorer_hooks.engines.vllm_server import VLLMServer
@@ -44,6 +45,12 @@ def why_not(release: str = RELEASES[0]) -> str | None:
         )
     there = python(release)
     return None if there.exists() else f"{there} is not there: vLLM {release}"
+
+
+def require(release: str = RELEASES[0]) -> None:
+    """Skip the test if a release of vLLM is not here."""
+    if (missing := why_not(release)) is not None:
+        pytest.skip(missing)
 
 
 @cache

@@ -75,6 +75,18 @@ def explorer_report(job: Path, name: str) -> ExplorerReport:
     return parse(ExplorerReport, path.read_bytes(), path)
 
 
+def read_by(job: Path, sequence: int, *names: str) -> list[tuple[int, int]]:
+    """The bytes of versions and of links that explorers read for a version, in ascending order."""
+
+    def read(name: str) -> tuple[int, int]:
+        wait_until(lambda: explorer_report(job, name).sequence == sequence, "it has reported")
+        reload = explorer_report(job, name).reload
+        assert reload is not None
+        return reload.full_bytes or 0, reload.delta_bytes or 0
+
+    return sorted(map(read, names))
+
+
 def syncd(*arguments: object) -> subprocess.CompletedProcess[str]:
     """A command, run to its end."""
     return subprocess.run(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from syncd.protocol.names import MANIFEST
 from syncd.protocol.records import Latest
-from syncd.protocol.reports import DaemonReport, Reload
+from syncd.protocol.reports import DaemonReport
 from syncd.storage.job import Job
 from tests.deltas import contents
 from tests.jobs import read
@@ -21,7 +21,7 @@ from tests.multiprocess.peers import Peer, Ranks
 from tests.multiprocess.processes import (
     DEADLINE,
     Daemon,
-    explorer_report,
+    read_by,
     said_by_syncd,
     wait_until,
 )
@@ -73,14 +73,6 @@ def followers(job: Path, stage: Path, links: Path) -> Iterator[list[Follower]]:
             follower.end()
 
 
-def reload_of(job: Path, name: str, sequence: int) -> Reload:
-    """What an explorer says about the load of a version."""
-    wait_until(lambda: explorer_report(job, name).sequence == sequence, "it has reported")
-    reload = explorer_report(job, name).reload
-    assert reload is not None
-    return reload
-
-
 def flip(path: Path) -> None:
     """A byte that no save changes more often than others."""
     with open(path, "r+b") as file:
@@ -122,12 +114,11 @@ def test_two_explorers_serve_each_save_before_it_is_a_version(
             assert [follower.serves() for follower in both] == [step, step]
             served = contents((tmp_path / "one").resolve())
             assert (tmp_path / "one").resolve() == (tmp_path / "two").resolve()
-            reloads = [reload_of(job, name, step) for name in NAMES]
             # One of them has read the links, and once the version, too.
-            read_bytes = sorted((one.full_bytes or 0, one.delta_bytes or 0) for one in reloads)
-            assert read_bytes[0] == (0, 0)
-            assert read_bytes[1][1] > 0
-            assert (read_bytes[1][0] > 0) == (step == 3)
+            nothing, (of_version, of_links) = read_by(job, step, *NAMES)
+            assert nothing == (0, 0)
+            assert of_links > 0
+            assert (of_version > 0) == (step == 3)
             whole = folded(step)
             del served[MANIFEST], whole[MANIFEST]
             assert served == whole

@@ -9,22 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from explorer_hooks.engines.fake import FakeEngine
-from explorer_hooks.engines.torch_module import TorchModule
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import Reader
 from explorer_hooks.staging import Staging
-from syncd.coordination.tensors import DTYPES
 from syncd.coordination.versions import Versions
 from syncd.protocol.policy import SyncSettings, Version
 from syncd.protocol.records import SaveId, SaveOutcome, SaveOutcomes, encode
 from tests.explorers import leased, report
 from tests.jobs import SmallJob
 from tests.rank_programs import ENVIRONMENT
-from tests.staged_links import SHAPES, LinkedJob, copies
+from tests.staged_links import LinkedJob, copies
 from tests.storages import Clock
 
 
@@ -71,30 +67,6 @@ def test_what_is_ahead_is_served_and_its_fold_is_no_news(
     assert (told.sequence, told.step) == (4, 4)
     assert [load.sequence for load in told.last_loads] == [3, 4]
     assert set(told.last_loads[-1].phases or {}) == {"fetch", "rebuild", "verify", "load"}
-
-
-class Model(nn.Module):
-    """A module with the tensors of the job."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, (dtype, shape) in SHAPES.items():
-            self.register_buffer(name, torch.zeros(shape, dtype=DTYPES[dtype]))
-
-
-def test_a_module_has_the_bits_of_what_is_ahead(linked: LinkedJob, memory: Path) -> None:
-    model = Model()
-    with ExplorerHook(
-        linked.job.root, "explorer", TorchModule(model), staging=Staging(memory)
-    ) as hook:
-        for number in (3, 4):
-            assert hook.pull(0) == Version(number, number)
-            for name, (_, values) in linked.tensors[-1].items():
-                assert (
-                    model.get_buffer(name).view(torch.uint8).numpy().tobytes() == values.tobytes()
-                )
-            if number == 3:
-                linked.link()
 
 
 @pytest.mark.parametrize("why", ["no stage", "near", "elsewhere"])

@@ -290,12 +290,13 @@ def test_a_cancellation_ends_it(linked: LinkedJob, memory: Path) -> None:
     base.release()
 
 
-def test_without_numpy_versions_are_copied_without_a_warning(
+def test_without_numpy_versions_are_copied_and_one_line_says_so_without_a_warning(
     linked: LinkedJob,
     memory: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
     for module in ("folding", "encoding", "links"):
         monkeypatch.delitem(sys.modules, f"syncd.deltas.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "numpy", None)
@@ -305,7 +306,9 @@ def test_without_numpy_versions_are_copied_without_a_warning(
     linked.publish(3)
     linked.check(staging.stage(linked.version(3)), 3)
     assert "pip install" in (staging.fetched.no_delta or "")
-    assert caplog.messages == []
+    first, *others = caplog.records
+    assert (first.levelname, "pip install 'syncd[deltas]'" in first.message) == ("INFO", True)
+    assert not [record for record in others if record.levelno > first.levelno]
     held.release()
 
 
