@@ -33,9 +33,9 @@ from benchmarks.delta_hosts import print_hosts
 from benchmarks.machine import Report, median_ratio, parser, prepared, turns
 from syncd.checkpoint.boxes import whole
 from syncd.deltas.encoding import Decoder
-from syncd.deltas.ends import BLOCK
+from syncd.deltas.limits import BLOCK
+from syncd.deltas.link_file import write_link
 from syncd.deltas.link_index import Content, LinkIndex, SavedPiece
-from syncd.deltas.links import write_link
 from syncd.protocol.records import parse
 
 _DENSITIES: Final = (0.01, 0.033, 0.08, 0.2)

@@ -33,9 +33,9 @@ from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.version import verify_version
 from syncd.coordination.leased_version import LeasedVersion, read_latest
 from syncd.coordination.versions import Lead
-from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.fold_process import why_not_here
+from syncd.deltas.limits import NoDeltaError
 from syncd.deltas.link_index import LinkFolder, find_links
-from syncd.deltas.making import why_not_here
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import (
     CancelledError,

@@ -12,7 +12,7 @@ import xxhash
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Decision
-from syncd.daemon.folds import DeltaWork
+from syncd.daemon.folds import FoldWork
 from syncd.daemon.loop import Loop
 from syncd.daemon.telling.journal import Meter
 from syncd.daemon.tenure import Tenure
@@ -251,7 +251,7 @@ class SmallJob(Job):
         clock: Clock | None = None,
         begin: bool = True,
         meter: Meter | None = None,
-        deltas: DeltaWork | None = None,
+        deltas: FoldWork | None = None,
     ) -> Iterator[Rounds]:
         """An active daemon, from its take-over to its end, that a test moves round by round."""
         clock = clock or Clock()
@@ -265,7 +265,7 @@ class SmallJob(Job):
             tenure = Tenure(
                 self, session, epoch, judge, meter=meter or Meter(), clock=clock, wall=lambda: 0.0
             )
-            loop = Rounds(tenure, config or DaemonConfig(), work=deltas or DeltaWork())
+            loop = Rounds(tenure, config or DaemonConfig(), work=deltas or FoldWork())
             loop.job, loop.clock = self, clock
             try:
                 if begin:

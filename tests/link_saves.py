@@ -11,8 +11,8 @@ import torch
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.coordination.tensors import DTYPES
 from syncd.deltas.encoding import Decoder
+from syncd.deltas.link_file import LinkReader
 from syncd.deltas.link_index import LinkPiece, read_index
-from syncd.deltas.links import LinkReader
 from syncd.protocol.names import RECEIPTS, receipt_name
 from syncd.protocol.records import Latest, Receipt, ReceiptFile, SaveId, encode, parse
 from syncd.protocol.reports import DaemonReport, ExplorerReport

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.deltas.encoding import Decoder
-from syncd.deltas.ends import BLOCK
+from syncd.deltas.limits import BLOCK
+from syncd.deltas.link_file import LinkReader, write_link
 from syncd.deltas.link_index import SavedPiece, read_index
-from syncd.deltas.links import LinkReader, write_link
 from syncd.storage.fsio import Draft, Storage
 
 STORAGE = Storage()

@@ -1,9 +1,9 @@
 """Folds without a child process."""
 
-from syncd.daemon.folds import DeltaWork
+from syncd.daemon.folds import FoldWork
 from tests.saved_links import InThisProcess
 
 
-def work() -> DeltaWork:
+def work() -> FoldWork:
     """How a test's daemon makes folds."""
-    return DeltaWork(InThisProcess, lambda: None)
+    return FoldWork(InThisProcess, lambda: None)

@@ -17,10 +17,10 @@ from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
 from syncd.protocol.policy import SyncMethod, SyncSettings, check_step, given_or_default
 from syncd.storage.fsio import Storage
 from trainer_hooks.fast_path import TrainerBroadcasts
-from trainer_hooks.links import Save
 from trainer_hooks.planning import Planner
 from trainer_hooks.ranks import LedRanks, Plan, Ranks
 from trainer_hooks.saver import ClosingSaver, Saver, raise_first
+from trainer_hooks.saves import Save
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.full_checkpoint import Stateful, check_stateful
 from trainer_hooks.state.lora import base_vocabulary, check_methods

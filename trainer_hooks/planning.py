@@ -10,9 +10,9 @@ from typing import Final
 from syncd.protocol.policy import SyncStyle, trainer_decision
 from syncd.protocol.records import SaveId
 from trainer_hooks.fast_path import TrainerBroadcasts
-from trainer_hooks.links import Save
 from trainer_hooks.ranks import LedRanks, Plan
 from trainer_hooks.saver import Saver
+from trainer_hooks.saves import Save
 from trainer_hooks.settings import SaveAsHf, WhenBusy
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Final, Self
 
 from syncd.coordination.member import Seams
 from syncd.coordination.trainer import TrainerSynchronizer
-from syncd.deltas.making import why_not_here
+from syncd.deltas.fold_process import why_not_here
 from syncd.protocol.errors import (
     InvalidSettingsError,
     JobUnavailableError,
@@ -28,8 +28,8 @@ from syncd.storage.errnos import unwritable_storage
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from trainer_hooks.explorers import Explorers
-from trainer_hooks.links import Copies, Save
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.saves import Copies, Save
 from trainer_hooks.settings import SaveLayout, SaveSettings, WriteConcurrency
 from trainer_hooks.state.host_buffers import HostBuffers
 from trainer_hooks.state.host_part import HostPart

@@ -37,8 +37,8 @@ from syncd.protocol.reports import TrainerReport
 from syncd.protocol.tensor_names import NameMapRecord
 from syncd.storage.errnos import PASSING
 from syncd.storage.fsio import Draft, Storage
-from trainer_hooks.links import Save
 from trainer_hooks.saver import ClosingSaver, Saver
+from trainer_hooks.saves import Save
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.state_dict import FileWriters, Pretrained

@@ -24,7 +24,7 @@ from syncd.daemon.configuration import (
 from syncd.daemon.host.services import RootServices, Services
 from syncd.daemon.signs import HangGuard, ServiceManager
 from syncd.daemon.telling.journal import MeterOf, unmetered
-from syncd.deltas.making import why_not_here
+from syncd.deltas.fold_process import why_not_here
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.events import Misspelt, RootServed
 from syncd.protocol.names import printable

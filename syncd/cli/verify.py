@@ -11,7 +11,7 @@ import click
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.cli import options
 from syncd.cli.bars import bar
-from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.limits import NoDeltaError
 from syncd.deltas.link_index import LinkRecord, read_index
 from syncd.protocol.errors import InvalidSettingsError, RecordError, VerificationError
 from syncd.protocol.names import (

@@ -18,7 +18,7 @@ from syncd.daemon.report import Reporter
 from syncd.daemon.steering import Steering
 from syncd.daemon.tenure import Tenure
 from syncd.daemon.turns import LateError
-from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.limits import NoDeltaError
 from syncd.protocol.errors import (
     CheckpointError,
     NoRoomError,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from syncd.daemon.tenure import Tenure
-from syncd.deltas.making import FoldChild, why_not_here
+from syncd.deltas.fold_process import FoldChild, why_not_here
 from syncd.protocol.errors import NoRoomError
 from syncd.protocol.names import version_folder
 from syncd.protocol.records import Ahead, Latest, Manifest
@@ -20,7 +20,7 @@ _LONGEST_WAIT: Final = 30.0
 
 
 class Folding(Protocol):
-    """A fold in the background, such as :class:`~syncd.deltas.making.FoldChild`."""
+    """A fold in the background, such as :class:`~syncd.deltas.fold_process.FoldChild`."""
 
     done: int
     total: int
@@ -35,7 +35,7 @@ class Folding(Protocol):
 
 
 @dataclass(frozen=True)
-class DeltaWork:
+class FoldWork:
     """Begins a fold, and gives the reason if this host cannot; tests replace both."""
 
     fold: Callable[[Job, int, Sequence[int], Path], Folding] = FoldChild
@@ -53,7 +53,7 @@ class Folds:
     """
 
     tenure: Tenure
-    work: DeltaWork
+    work: FoldWork
 
     def __post_init__(self) -> None:
         self._clock, self._epoch = self.tenure.clock, self.tenure.epoch

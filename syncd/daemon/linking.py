@@ -8,7 +8,7 @@ from syncd.checkpoint.save import SavedWeights, confirm_unchanged
 from syncd.checkpoint.version import link_or_copy, read_manifest
 from syncd.daemon.publish import Publisher
 from syncd.daemon.tenure import Tenure
-from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.limits import NoDeltaError
 from syncd.deltas.link_index import LinkRecord, read_index
 from syncd.deltas.link_plan import plan_links
 from syncd.deltas.whole_version import WholeVersion

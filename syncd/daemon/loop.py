@@ -31,7 +31,7 @@ from syncd.daemon.decide import (
     Skip,
     decide,
 )
-from syncd.daemon.folds import DeltaWork, Folds
+from syncd.daemon.folds import Folds, FoldWork
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
@@ -63,7 +63,7 @@ class Loop:
     publishes: bool = True
     turn: Turn = field(default_factory=Turn)
     notice: JobNotice = field(default_factory=JobNotice)
-    work: DeltaWork = field(default_factory=DeltaWork)
+    work: FoldWork = field(default_factory=FoldWork)
 
     def __post_init__(self) -> None:
         tenure, job = self.tenure, self.tenure.job

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from syncd.checkpoint.save import Links, Remote, Save, SavedWeights, Unfinished
-from syncd.deltas.ends import LONGEST_CHAIN
+from syncd.deltas.limits import LONGEST_CHAIN
 from syncd.deltas.link_index import LinkRecord
 from syncd.protocol.names import DELTA
 from syncd.protocol.records import SaveId

@@ -29,7 +29,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from syncd.deltas.ends import BLOCK
+from syncd.deltas.limits import BLOCK
 
 if sys.version_info >= (3, 14):
     from compression import zstd

@@ -1,4 +1,4 @@
-"""The child process that folds links; :class:`~.making.FoldChild` starts it."""
+"""The child process that folds links; :class:`~.fold_process.FoldChild` starts it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.merging.options import Work
-from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.limits import NoDeltaError
 from syncd.protocol.errors import SyncdError
 from syncd.storage.job import Job
 

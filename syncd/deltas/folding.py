@@ -18,10 +18,10 @@ from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.checkpoint.version import copy_file, read_manifest
 from syncd.checkpoint.whole_files import Merged, written_file
 from syncd.deltas.encoding import Decoder
-from syncd.deltas.ends import BLOCK, NoDeltaError
+from syncd.deltas.limits import BLOCK, NoDeltaError
+from syncd.deltas.link_file import LinkReader
 from syncd.deltas.link_index import LinkFolder, LinkRecord, read_index
 from syncd.deltas.link_plan import LinkPlan, PieceKey, Place, key_of, plan_links
-from syncd.deltas.links import LinkReader
 from syncd.deltas.whole_version import Places, WholeVersion, open_weights
 from syncd.protocol.names import DELTA, MANIFEST
 from syncd.protocol.records import Manifest, SaveId, encode, parse

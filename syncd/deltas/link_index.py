@@ -24,7 +24,7 @@ from pydantic import FailFast, Field
 
 from syncd.checkpoint.boxes import Box, holds
 from syncd.checkpoint.tensor_rules import ITEMSIZE, NUMBER_LIMIT, name_fault, shape_of, shown
-from syncd.deltas.ends import BLOCK, LONGEST_CHAIN, NoDeltaError
+from syncd.deltas.limits import BLOCK, LONGEST_CHAIN, NoDeltaError
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
 from syncd.protocol.names import DELTA, parse_delta_folder
 from syncd.protocol.records import Digest, NonFinite, Record, Size, VersionFile, parse

@@ -13,7 +13,7 @@ from syncd.checkpoint.name_map import NAME_MAP_LIMIT, NameMap
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.placement import Chunks, Local, Position, Shape
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
-from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.limits import NoDeltaError
 from syncd.deltas.link_index import LinkPiece
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import CheckpointError, RecordError

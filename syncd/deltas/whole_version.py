@@ -10,7 +10,7 @@ from pathlib import Path
 from syncd.checkpoint.safetensors_file import SafetensorsFile, file_digest
 from syncd.checkpoint.safetensors_header import HeaderEntry
 from syncd.checkpoint.version import WEIGHTS
-from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.limits import NoDeltaError
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError
 from syncd.protocol.records import Manifest
 from syncd.storage.fsio import Storage

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.deltas.encoding import UINT, BlockError, Decoder, Encoder, longest
-from syncd.deltas.ends import BLOCK
+from syncd.deltas.limits import BLOCK
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

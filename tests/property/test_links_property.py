@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from syncd.checkpoint.boxes import Box
 from syncd.checkpoint.tensor_rules import ITEMSIZE
-from syncd.deltas.ends import BLOCK, NoDeltaError
+from syncd.deltas.limits import BLOCK, NoDeltaError
 from syncd.deltas.link_index import LENGTH, SavedPiece, read_index
 from tests.links import STORAGE, applied, written
 

@@ -15,10 +15,10 @@ from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.safetensors_file import DIGESTS
 from syncd.checkpoint.version import verify_version
-from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.fold_process import FoldChild, why_not_here
 from syncd.deltas.folding import fold
+from syncd.deltas.limits import NoDeltaError
 from syncd.deltas.link_index import LinkFolder
-from syncd.deltas.making import FoldChild, why_not_here
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import VerificationError
 from syncd.protocol.records import Manifest

@@ -125,7 +125,7 @@ def test_links_and_folds_are_measured(job: SmallJob, clock: Clock, said: Measure
         loop.run_once()
         assert (said("latest_version"), said("ahead_version"), said("links")) == (1, 3, 2)
         assert (said("link_bytes") or 0) > 0
-        loop.rounds(3, 60)
+        loop.rounds(3, 600)
         assert (said("latest_version"), said("ahead_version"), said("links")) == (3, 3, 0)
         save_link(job, 5, 4)
         loop.rounds(3, 1)

@@ -235,7 +235,7 @@ class RankFiles:
         return files
 
     def _write_link(self, pieces: Iterator[SavedPiece]) -> ReceiptFile:
-        from syncd.deltas.links import write_link  # noqa: PLC0415 - imports NumPy and zstd
+        from syncd.deltas.link_file import write_link  # noqa: PLC0415 - imports NumPy and zstd
 
         path = self.actor / self.name(link_name)
         with Draft(self.storage, path, room=self.job.layout.drafts) as draft:

@@ -12,7 +12,7 @@ import xxhash
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.closing import Closing
 from syncd.deltas.encoding import BlockError, Decoder, Encoder, as_elements, whole_block
-from syncd.deltas.ends import BLOCK, NoDeltaError
+from syncd.deltas.limits import BLOCK, NoDeltaError
 from syncd.deltas.link_index import LENGTH, LinkBlock, LinkIndex, LinkPiece, SavedPiece
 from syncd.protocol.records import encode
 from syncd.storage.fsio import Storage

@@ -1,4 +1,4 @@
-"""Fold links in a child process."""
+"""Starts the child process that folds links, if this host can use them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Final
 from syncd.checkpoint.sandbox.child_process import SAME_MODULES, ChildProcess, EndedError, described
 from syncd.checkpoint.version import read_manifest
 from syncd.closing import Closing
-from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.limits import NoDeltaError
 from syncd.protocol.records import Manifest
 from syncd.storage.job import Job
 

@@ -6,8 +6,6 @@ from typing import Final
 
 #: The number of elements of a block.
 BLOCK: Final = 2**20
-#: If more than this fraction of the elements changes, a link saves little.
-DENSEST: Final = 0.30
 #: The most links in a chain.
 LONGEST_CHAIN: Final = 64
 
