@@ -109,7 +109,7 @@ class Trained:
             cast = None
         peft = self._peft(state) if is_peft and state else None
         is_adapter = peft is not None and self._publishes_adapter(peft)
-        is_linked = not (sharded or is_adapter or cast)
+        is_shared = not (sharded or is_adapter or cast)  # its file is also the one for users
         model = whole = in_hugging_face = None
         whole_name = ADAPTER if is_adapter else FULL_STATE_DICT
         rest: dict[str, Any] = {}
@@ -118,22 +118,21 @@ class Trained:
         if not (completes or sharded):
             has_room = buffers is not None
             whole = self._gathered(state, peft, at_end, has_room, cast, is_adapter=is_adapter)
-        if hugging_face and not is_linked:
+        if hugging_face and not is_shared:
             in_hugging_face = self._gathered(state, peft, at_end, buffers is not None)
         if is_full:
             rest = self._rest()
-            if is_link and cast is None and buffers is not None:
-                rest["trained"] = buffers.copy(state) if model is None else model
-                rest["trained_name"] = master_name
-            elif peft is None and cast is not None:
-                masters = self._masters.pop() if self._masters else HostBuffers()
-                at_end.callback(self._masters.append, masters)
-                rest["trained"] = masters.copy(state)
-                rest["trained_name"] = master_name
-            elif peft is not None:
+            if peft is not None:
                 rest["trained"] = host_copy(peft.for_resuming())
                 name = base_name(unwrapped(self.model)) if peft.frozen_base else None
                 rest["extra"] |= {} if name is None else {BASE_MODEL: name}
+            elif cast is not None:
+                masters = self._masters.pop() if self._masters else HostBuffers()
+                at_end.callback(self._masters.append, masters)
+                rest |= {"trained": masters.copy(state), "trained_name": master_name}
+            elif is_link and buffers is not None:
+                trained = buffers.copy(state) if model is None else model
+                rest |= {"trained": trained, "trained_name": master_name}
         model_files = self.model_files
         if self.rank == 0 and not (completes or is_adapter):
             names = (state,) if peft is None else (peft.merged()[0], peft.base_model)
@@ -148,7 +147,7 @@ class Trained:
             whole_name=whole_name,
             adapter_files=(peft.config_writer(),) if peft and writes_config else (),
             hugging_face=in_hugging_face,
-            links_hugging_face=hugging_face and is_linked and self.rank == 0,
+            links_hugging_face=hugging_face and is_shared and self.rank == 0,
             sync_dtype=cast,
             completes=completes,
             tied=self._tied,
