@@ -183,7 +183,7 @@ class Remote(_WholeSave):
 
 #: A whole save that has its weights in ``actor/``.
 SavedWeights: TypeAlias = Shards | FullStateDict | LoraAdapter | Dcp | HuggingFaceParts | Links
-#: A save that can be published.
+#: A whole save.
 WholeSave: TypeAlias = SavedWeights | Remote
 #: The state of a step's folder at the last look.
 Save: TypeAlias = Unfinished | WholeSave

@@ -104,7 +104,7 @@ class Observation:
         unrecorded: complete saves of steps below the pointer, without a recorded outcome.
         vanished: steps with a recorded outcome but without a folder.
         benched: the steps that explorers build or evaluate.
-        announced_step: the step that the trainer announced last; None without a trainer's report, 0
+        announced_step: the step that the trainer began to save last; None without its report, 0
             if the report names no step or is unreadable.
         living: the sessions with a heartbeat, of those that have a lease, a build or a report.
         served_request: the id of the rollback request that LATEST results from, if any.
@@ -372,7 +372,7 @@ def _link(save: Links, seen: Observation) -> tuple[New, ...]:
 
 
 def _fold(seen: Observation, config: DaemonConfig) -> tuple[Fold, ...]:
-    """Fold by need: for explorers that read whole versions, to spare links, or in a pause."""
+    """Fold by need: for explorers of whole versions, to spare links, or if no save comes."""
     if seen.ahead is None or not seen.may_fold:
         return ()
     chain = tuple(chain_to(seen.ahead.save_id, seen.links))

@@ -344,7 +344,7 @@ class TrainerReport(Record):
     """``.syncd/trainer.json``: the trainer's report about itself.
 
     Attributes:
-        step: the step of the newest announced save; None before the first save.
+        step: the step of the save that was begun last; None before the first save.
         saving: the id of the save that was begun last, until it is announced.
         base: the save that ``saving`` is relative to, if it is a link.
         deltas: True if the trainer's settings ask for links.
@@ -419,7 +419,7 @@ class DaemonReport(Record):
             trainer's names are the same.
         links: True if the trainer may save links now: the daemon takes them, and a live explorer
             follows ahead.
-        no_links: why not, if deltas are on.
+        no_links: why not.
         fold: the progress of the fold, if any.
     """
 
