@@ -349,7 +349,7 @@ def test_the_report_offers_links_only_while_an_explorer_follows_ahead(
 ) -> None:
     with daemon(job, 1) as loop:
         assert not job.daemon_says.links
-        assert "no live explorer stages" in job.daemon_says.no_links
+        assert "no live explorer stages" in str(job.daemon_says.no_links)
         report = follower("living")
         job.layout.session("living").write_text("x")
         job.put(job.layout.explorer("e"), encode(report))
