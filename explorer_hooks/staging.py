@@ -230,8 +230,8 @@ class Staging:
         return copy
 
     def _make(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
-        reason = None
         is_elsewhere = self._is_elsewhere(version.storage, version.folder)
+        reason = None if is_elsewhere else "the stage folder is on the job's filesystem"
         if version.kind == "full" and version.sequence and is_elsewhere:
             job = Job(version.storage, JobLayout(version.source.parent.parent))
             target = Ahead(

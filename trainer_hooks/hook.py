@@ -131,13 +131,13 @@ class TrainerHook(ClosingSaver):
             sync_dtype=saving.sync_dtype,
             base_vocabulary=vocabulary,
         )
-        if settings.deltas:
-            reasons = ranks.gathered(self._trained.why_no_links(settings, saving.layout))
-            why = next(filter(None, reasons), None)
-            saver.copies.keeps = why is None
-            if why is not None and saver.rank == 0:
-                log.warning("deltas=True has no effect, so every save is full: %s", why)
-                saver.explorers.say_no_links(why)
+        # Of all ranks, also without deltas, because the settings of a rank may differ.
+        reasons = ranks.gathered(self._trained.why_no_links(settings, saving.layout))
+        why = next(filter(None, reasons), None)
+        saver.copies.keeps = why is None
+        if settings.deltas and why is not None and saver.rank == 0:
+            log.warning("deltas=True has no effect, so every save is full: %s", why)
+            saver.explorers.say_no_links(why)
         self._fast_path = TrainerBroadcasts(model, settings, saver.explorers, saving.sync_dtype)
         self._planner = Planner(ranks, saver, self._fast_path)
         self._step: int | None = None

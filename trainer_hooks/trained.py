@@ -156,6 +156,8 @@ class Trained:
 
     def why_no_links(self, settings: SyncSettings, layout: SaveLayout) -> str | None:
         """The reason why this rank cannot save links, as a clause; None if it can."""
+        if not settings.deltas:
+            return "a rank has deltas=False"
         if settings.method is not SyncMethod.CHECKPOINT or layout is SaveLayout.FULL:
             return "only method checkpoint with layout sharded has links"
         if adapters_of(self.model) or fsdp_version(self.model) == 1:

@@ -154,7 +154,7 @@ class Links(_WholeSave):
         """Why nothing can be made of these files alone, for a message."""
         return (
             f"{actor} holds only what changed since {self.base}. Use the version of step "
-            f"{self.step}, which 'syncd history' names"
+            f"{self.step}, once 'syncd history' does not say 'linked' for it"
         )
 
 

@@ -272,8 +272,12 @@ class Loop:
         if config.deltas == "off" or not (config.digests and self.publishes) or config.cast:
             return "deltas are off, or versions are cast or have no digests"
         if True not in self._follow:
-            return "no live explorer follows ahead, which needs a stage folder and syncd[deltas]"
-        return self.work.why_not_here()
+            return (
+                "no live explorer follows ahead, which needs a stage folder on another filesystem, "
+                "and syncd[deltas]"
+            )
+        why = self.work.why_not_here()
+        return why and f"on the daemon's host {why}"
 
     def _publish_in_turn(self, action: Publish, whole_since: float) -> str:
         save = action.save

@@ -81,8 +81,8 @@ class Control:
         storage.refresh(layout.published)
         if not storage.exists(layout.version(sequence)):
             raise VersionGoneError(
-                f"{layout.root} has no {version_folder(sequence)}: it was retired, or "
-                "never published; 'syncd status' lists the published versions"
+                f"{layout.root} has no {version_folder(sequence)}: it was retired, is "
+                "only linked, or never published; 'syncd status' lists the published versions"
             )
         request = RollbackRequest(
             id=new_session_id(), sequence=sequence, by=_person(), time=time.time()

@@ -193,6 +193,8 @@ class SyncSettings:
                 object.__setattr__(self, name, field.default.parse(value, name))
             elif isinstance(field.default, float):
                 check_above_0(name, value, "seconds")
+            elif isinstance(field.default, bool) and not isinstance(value, bool):
+                raise InvalidSettingsError(f"{name} is {value!r}: it must be a bool")
             elif "int" in str(field.type) and (value is not None or field.default is not None):
                 _check(name, value, least, f"{least} or more")
 

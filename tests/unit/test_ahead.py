@@ -355,7 +355,7 @@ def test_the_report_offers_links_only_while_an_explorer_follows_ahead(
 ) -> None:
     with daemon(job, 1) as loop:
         assert not job.daemon_says.links
-        assert "syncd[deltas]" in (job.daemon_says.no_links or "")
+        assert "syncd[deltas]" in str(job.daemon_says.no_links)
         live(loop, "living")
         assert job.daemon_says.links
         assert job.daemon_says.no_links is None

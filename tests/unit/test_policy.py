@@ -94,7 +94,7 @@ def test_the_defaults_are_those_of_the_original() -> None:
     [("sync_interval", "2"), ("sync_interval", None), ("sync_interval", 2.5), ("sync_offset", "1"),
      ("sync_interval", True), ("max_staleness", "4"), ("save_interval", "100"),
      ("sync_timeout", "60"), ("save_timeout", None), ("broadcast_timeout", "2min"),
-     ("method", 3), ("style", None), ("style", "fixd"),
+     ("method", 3), ("deltas", "no"), ("style", None), ("style", "fixd"),
      ("sync_interval", 0), ("trainer_sync_interval", 0), ("explorer_sync_interval", -1),
      ("sync_offset", -1), ("sync_timeout", 0.0), ("sync_timeout", float("nan")),
      ("save_interval", -1), ("save_timeout", -1.0), ("max_staleness", -1),

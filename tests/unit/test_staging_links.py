@@ -398,7 +398,7 @@ def test_on_the_jobs_own_filesystem_nobody_follows(linked: LinkedJob, tmp_path: 
     copy = staging.stage(linked.version(3))
     name = "model-00001-of-00002.safetensors"
     assert (copy.folder / name).samefile(linked.whole[2].folder / name)
-    assert (staging.fetched.delta_bytes, staging.fetched.no_delta) == (None, None)
+    assert "on the job's filesystem" in (staging.fetched.no_delta or "")
     held.release()
 
 

@@ -153,7 +153,7 @@ def test_ahead_its_links_and_why_saves_are_full_are_seen(page: Browser, tmp_path
         page.open(server.address)
         page.sees("ahead: step 2, by 1 link (", ".tiles")
         page.sees("linked", ".timeline")
-        page.sees("no live explorer follows ahead", ".facts")
+        page.sees("no live explorer follows", ".facts")
         page.sees("linked step 2 as v2", ".events")
         fold = MergeProgress(step=2, done=10**9, total=4 * 10**9, seconds=1.0)
         daemon(job, time.time(), fold=fold)
