@@ -7,12 +7,31 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from explorer_hooks.reader import Reader
 from explorer_hooks.staging import Staging
-from tests.multiprocess.processes import ENVIRONMENT
+from syncd.protocol.layout import JobLayout
+from tests.multiprocess.processes import ENVIRONMENT, explorer_report
 from tests.storages import FastStorage
+
+
+@contextmanager
+def ended(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
+    """A process that has ended with the block."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def serves(job: Path, name: str, sequence: int) -> bool:
+    path = JobLayout(job).explorer(name)
+    return path.exists() and explorer_report(job, name).sequence == sequence
 
 
 def following(job: Path, name: str, *options: object) -> subprocess.Popen[bytes]:

@@ -8,12 +8,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
@@ -181,3 +182,14 @@ class Ranks(list[Peer]):
         for rank in self:
             rank.tell(command, *given, **named)
         return [rank.answer() for rank in self]
+
+
+@contextmanager
+def started(make: type[Told], job: Path, world_size: int, *more: Any) -> Iterator[Ranks]:
+    """Ranks, which end with the block; each is given where they all meet."""
+    with ExitStack() as stack, TemporaryDirectory() as folder:
+        ranks, store = Ranks(), Path(folder, "store")
+        for rank in range(world_size):
+            ranks.append(Peer(make, job, store, rank, world_size, *more))
+            stack.callback(ranks[-1].end)
+        yield ranks

@@ -3,9 +3,8 @@
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,7 +14,7 @@ from syncd.coordination import TrainerSynchronizer
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus
 from tests.jobs import SmallJob
-from tests.multiprocess.explorer_processes import following, staging
+from tests.multiprocess.explorer_processes import ended, following, serves, staging
 from tests.multiprocess.processes import (
     DEADLINE,
     LEASE_TIME,
@@ -27,16 +26,6 @@ from tests.multiprocess.processes import (
 )
 
 
-@contextmanager
-def ended(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
-    """A process that has ended with the block."""
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def told(process: subprocess.Popen[str], event: str) -> dict[str, Any]:
     """Wait until a process says so."""
     lines: IO[str] | None = process.stdout
@@ -46,11 +35,6 @@ def told(process: subprocess.Popen[str], event: str) -> dict[str, Any]:
         if said["event"] == event:
             return said
     raise AssertionError(f"it never said {event!r}")
-
-
-def serves(job: Path, name: str, sequence: int) -> bool:
-    path = JobLayout(job).explorer(name)
-    return path.exists() and explorer_report(job, name).sequence == sequence
 
 
 def test_one_process_of_a_host_copies_and_hands_over_when_it_is_killed(

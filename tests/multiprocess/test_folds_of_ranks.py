@@ -1,6 +1,5 @@
 """Folds of links are equal to merges of the same steps, whichever rank and daemon die meanwhile."""
 
-from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 
@@ -12,7 +11,7 @@ from tests.deltas import contents
 from tests.jobs import SmallJob
 from tests.link_saves import follower, is_link
 from tests.multiprocess.link_ranks import LinkRank
-from tests.multiprocess.peers import Peer, Ranks
+from tests.multiprocess.peers import started
 from tests.multiprocess.processes import Daemon, dying_at, epoch_content, wait_until
 
 DELTAS = {"deltas": True, "save_timeout": 60}
@@ -54,13 +53,11 @@ def test_each_fold_has_the_files_of_a_merge(
         for phase in [*random.sample([*PHASES], 5) * rounds, None]:
             place, words = PHASES[phase] if phase else (None, [])
             dying = dying_at(*words, after=random.choice([True, False]))
-            with Daemon(job, *OPTIONS, program=dying) as daemon, ExitStack() as stack:
+            with (
+                Daemon(job, *OPTIONS, program=dying) as daemon,
+                started(LinkRank, job, 4, dtype) as ranks,
+            ):
                 wait_until(lambda: is_folded() or not daemon.running, "the last save is folded")
-                ranks = Ranks()
-                for rank in range(4):
-                    store = tmp_path / f"after-{step}"
-                    ranks.append(Peer(LinkRank, job, store, rank, 4, dtype))
-                    stack.callback(ranks[-1].end)
                 ranks.all("open", DELTAS, saving)
                 ranks.all("open_whole", other.root, saving)
                 for _ in range(3):

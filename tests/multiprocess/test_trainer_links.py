@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +14,7 @@ from syncd.storage.job import Job
 from tests.link_saves import full, is_link, linked, offered, receipts
 from tests.merging import assert_equal
 from tests.multiprocess.link_ranks import LinkRank
-from tests.multiprocess.peers import Peer, Ranks
+from tests.multiprocess.peers import Ranks, started
 from tests.multiprocess.processes import LEASE_TIME
 from trainer_hooks import latest_checkpoint
 
@@ -24,16 +22,6 @@ if TYPE_CHECKING:
     import torch
 
 DELTAS = {"deltas": True, "save_timeout": 60}
-
-
-@contextmanager
-def started(job: Path, world_size: int, replicas: int = 1) -> Iterator[Ranks]:
-    with ExitStack() as stack, TemporaryDirectory() as folder:
-        ranks, store = Ranks(), Path(folder, "store")
-        for rank in range(world_size):
-            ranks.append(Peer(LinkRank, job, store, rank, world_size, "bfloat16", replicas))
-            stack.callback(ranks[-1].end)
-        yield ranks
 
 
 def open_both(ranks: Ranks, other: Job) -> None:
@@ -67,7 +55,7 @@ def other(tmp_path: Path) -> Job:
 def test_each_link_of_replicated_shards_is_the_full_save_of_its_step(
     job: Path, there: Job, other: Job
 ) -> None:
-    with started(job, 4, replicas=2) as ranks:
+    with started(LinkRank, job, 4, "bfloat16", 2) as ranks:
         open_both(ranks, other)
         train(ranks, 1)
         made = full(there, 1)
@@ -84,7 +72,7 @@ def test_each_link_of_replicated_shards_is_the_full_save_of_its_step(
 def test_training_resumes_on_another_world_size_from_a_link(
     job: Path, there: Job, other: Job
 ) -> None:
-    with started(job, 4) as ranks:
+    with started(LinkRank, job, 4, "bfloat16") as ranks:
         open_both(ranks, other)
         train(ranks, 1, 2, 3)
         ranks.all("checkpoint_now", 3)
@@ -94,7 +82,7 @@ def test_training_resumes_on_another_world_size_from_a_link(
         for rank in range(4):
             assert {link_name(4, rank), master_name(4, rank)} <= names
         truth = full(other, 3)
-    with started(job, 3) as ranks:
+    with started(LinkRank, job, 3, "bfloat16") as ranks:
         ranks.all("resume", 3)
         open_both(ranks, other)
         ranks.all("save_whole", 4)
@@ -118,7 +106,7 @@ def test_training_resumes_on_another_world_size_from_a_link(
 def test_a_rank_that_fails_costs_its_link_alone(
     job: Path, there: Job, other: Job, rank: int, method: str, where: str
 ) -> None:
-    with started(job, 2) as ranks:
+    with started(LinkRank, job, 2, "bfloat16") as ranks:
         open_both(ranks, other)
         train(ranks, 1, 2)
         before = full(other, 2)
@@ -153,7 +141,7 @@ def test_a_rank_that_fails_costs_its_link_alone(
 def test_a_rank_that_is_killed_costs_its_link_alone(
     job: Path, there: Job, other: Job, rank: int, method: str, where: str
 ) -> None:
-    with started(job, 2) as ranks:
+    with started(LinkRank, job, 2, "bfloat16") as ranks:
         ranks.all("open", DELTAS | {"save_timeout": 3})
         train(ranks, 1, 2)
         before = linked(there, 2, full(there, 1))
@@ -165,7 +153,7 @@ def test_a_rank_that_is_killed_costs_its_link_alone(
         if rank == 1:
             ranks[0]("over")
         assert_still(there, before)
-    with started(job, 2) as ranks:
+    with started(LinkRank, job, 2, "bfloat16") as ranks:
         open_both(ranks, other)
         train(ranks, 3, 4)  # the same step again, by another run
         assert_equal(full(there, 3), full(other, 3))
@@ -179,7 +167,7 @@ def assert_still(there: Job, before: dict[str, torch.Tensor]) -> None:
 
 
 def test_dimension_1_is_saved_whole_after_a_warning_of_rank_0(job: Path, there: Job) -> None:
-    with started(job, 2) as ranks:
+    with started(LinkRank, job, 2, "bfloat16") as ranks:
         ranks.all("shard_columns")
         first, second = ranks.all("open", DELTAS)
         assert second == []
