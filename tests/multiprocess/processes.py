@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Final, Self, TypeVar
 
@@ -41,10 +42,15 @@ def wait_until_gone(path: Path) -> None:
     wait_until(lambda: not path.exists(), f"{path} is gone")
 
 
+def newest(job: Path) -> Latest:
+    """What LATEST says; raises FileNotFoundError before the first version."""
+    path = JobLayout(job).latest
+    return parse(Latest, path.read_bytes(), path)
+
+
 def latest(job: Path) -> Latest | None:
-    layout = JobLayout(job)
     try:
-        return parse(Latest, layout.latest.read_bytes(), layout.latest)
+        return newest(job)
     except FileNotFoundError:
         return None
 
@@ -121,6 +127,10 @@ def has_begun(job: Path, step: int) -> bool:
     return JobLayout(job).publish_lock.exists() or (found is not None and found.step == step)
 
 
+def published(job: Path) -> list[str]:
+    return sorted(os.listdir(JobLayout(job).published))
+
+
 def epoch_content(job: Path) -> dict[str, list[str]]:
     """Everything in the epochs' rooms: room → names inside, the standing folders aside.
 
@@ -138,18 +148,27 @@ def epoch_content(job: Path) -> dict[str, list[str]]:
     }
 
 
+def temporaries(folder: Path) -> list[str]:
+    return [
+        os.path.join(path, name)
+        for path, folders, files in os.walk(folder)
+        for name in (*folders, *files)
+        if name.startswith(".tmp-") or ".broken-" in name
+    ]
+
+
+def half_made(job: Path) -> list[str]:
+    """What a daemon at work, or one that was killed, has in its rooms."""
+    rooms = epoch_content(job)
+    lock = JobLayout(job).publish_lock
+    return [*list(rooms)[1:], *chain.from_iterable(rooms.values()), *[lock.name] * lock.exists()]
+
+
 def converges(job: Path, step: int, sequence: int, *, explorers_job: Path | None = None) -> None:
     """The step is served, as this version, and nothing half made is left."""
     assert wait_for_step(job, step).sequence == sequence
     verified(explorers_job or job, sequence)
-    wait_until(
-        lambda: (
-            not JobLayout(job).publish_lock.exists()
-            and len(epoch_content(job)) == 1
-            and not any(epoch_content(job).values())
-        ),
-        f"nothing is left in any epoch: {epoch_content(job)}",
-    )
+    wait_until(lambda: not half_made(job), f"nothing is left in any epoch: {half_made(job)}")
 
 
 @contextmanager
@@ -165,11 +184,12 @@ def serving(service: Service | Services | RootServices) -> Iterator[None]:
     assert not thread.is_alive()
 
 
-#: A ``program`` for :class:`Daemon` that removes leftovers, and gives up a remote path, soon.
+#: A ``program`` for :class:`Daemon` that removes leftovers, and gives up a remote path, soon. At
+#: SIGUSR1 it logs where its threads are.
 IMPATIENT: Final = (
     "-c",
-    "from syncd.cli import main; from syncd.daemon import collect, decide;"
-    "collect._GRACE = decide._PATH_TIME = 1.0; main()",
+    "import faulthandler; from syncd.cli import main; from syncd.daemon import collect, decide;"
+    "faulthandler.register(10); collect._GRACE = decide._PATH_TIME = 1.0; main()",
 )
 
 

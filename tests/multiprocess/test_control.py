@@ -8,6 +8,7 @@ from syncd.storage.fsio import Storage
 from tests.multiprocess.processes import (
     Daemon,
     latest,
+    published,
     report,
     said_by_syncd,
     verified,
@@ -15,10 +16,6 @@ from tests.multiprocess.processes import (
     wait_until,
 )
 from tests.multiprocess.saves import Constant, save, serve
-
-
-def versions(job: Path) -> list[str]:
-    return sorted(path.name for path in JobLayout(job).published.iterdir())
 
 
 def test_a_job_is_paused_rolled_back_and_resumed_while_daemons_come_and_go(job: Path) -> None:
@@ -55,7 +52,7 @@ def test_what_is_pinned_outlives_the_pruning_of_a_running_daemon(job: Path) -> N
         for step in (2, 3, 4):
             serve(job, model, step)
         wait_until(
-            lambda: versions(job) == ["v000001", "v000004"] and not layout.step(3).exists(),
+            lambda: published(job) == ["v000001", "v000004"] and not layout.step(3).exists(),
             "all but what is pinned is pruned",
         )
         assert layout.step(1).exists()
@@ -64,6 +61,6 @@ def test_what_is_pinned_outlives_the_pruning_of_a_running_daemon(job: Path) -> N
         said_by_syncd("unpin", job, 1)
         save(job, model, 5)  # step folders are looked at again when something moves
         wait_until(
-            lambda: versions(job) == ["v000005"] and not layout.step(1).exists(),
+            lambda: published(job) == ["v000005"] and not layout.step(1).exists(),
             "what is unpinned goes",
         )

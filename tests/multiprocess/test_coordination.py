@@ -25,7 +25,7 @@ from tests.multiprocess.processes import (
     ENVIRONMENT,
     Daemon,
     explorer_report,
-    latest,
+    newest,
     wait_for_step,
     wait_until,
 )
@@ -367,9 +367,7 @@ def test_two_explorers_of_different_speed_end_with_the_newest_version(
             assert one.all("pulled", "step")[-1] == 8
             # The longest that a wait need be is two steps and a merge.
             assert max(one.waits(), default=0.0) < SOON
-    found = latest(weights)
-    assert found is not None
-    assert found.step == 8
+    assert newest(weights).step == 8
     if style == "explorer_driven":
         # Never twice for one request; and once in the end, which nobody has to ask for.
         asked = sum(one.requests for name in ("fast", "slow") if (one := report(job, name)))

@@ -27,11 +27,14 @@ from tests.multiprocess.processes import (
     DEADLINE,
     LEASE_TIME,
     Daemon,
-    epoch_content,
+    half_made,
     has_begun,
     latest,
+    newest,
+    published,
     report,
     syncd,
+    temporaries,
     verified,
     wait_for_step,
     wait_until,
@@ -66,45 +69,21 @@ def job(disk: Path) -> Path:
     return path
 
 
-def detail(job: Path) -> str:
-    found = report(job)
-    return found.detail if found is not None else ""
-
-
 def status(job: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(syncd("status", job, "--json").stdout)
     return found
 
 
-def published(job: Path) -> list[str]:
-    return sorted(os.listdir(JobLayout(job).published))
-
-
 def verified_in_place(job: Path, sequence: int) -> None:
     """LATEST names it, and all of it can be read, where there is no room for a lease."""
-    found = latest(job)
-    assert found is not None
-    assert found.sequence == sequence
+    assert newest(job).sequence == sequence
     folder = JobLayout(job).version(sequence)
     verify_version(Storage(job), folder, read_manifest(Storage(job), folder))
 
 
 def nothing_half_made(job: Path) -> None:
-    layout = JobLayout(job)
-    wait_until(
-        lambda: not layout.publish_lock.exists() and not any(epoch_content(job).values()),
-        f"nothing is left in any epoch: {epoch_content(job)}",
-    )
+    wait_until(lambda: not half_made(job), f"nothing is left in any epoch: {half_made(job)}")
     wait_until(lambda: not temporaries(job), f"no temporary is left: {temporaries(job)}")
-
-
-def temporaries(job: Path) -> list[str]:
-    return [
-        os.path.join(folder, name)
-        for folder, folders, files in os.walk(job)
-        for name in (*folders, *files)
-        if name.startswith(".tmp-")
-    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,7 +120,9 @@ def test_a_version_that_does_not_fit_waits_says_so_and_is_published_when_there_i
         held.release()
         wait_until(lambda: published(job) == ["v000003"], "only LATEST is kept")
         nothing_half_made(job)
-        wait_until(lambda: not detail(job), "nothing is waited for any more")
+        wait_until(
+            lambda: (found := report(job)) and not found.detail, "nothing is waited for any more"
+        )
         assert daemon.terminate() == 0
         assert sum("in epoch" in line for line in daemon.log) == 1
 
@@ -242,8 +223,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_merge_keeps_the_version_before(
                 save(job, model, step)
                 wait_until(partial(has_begun, job, step), "a merge has begun")
                 daemon.pause()
-            before = latest(job)
-            assert before is not None
+            before = newest(job)
             assert before.step == step - 1
             filler.fill("bytes")
             daemon.resume()
@@ -292,9 +272,7 @@ def test_room_that_ends_between_two_pieces_of_a_merge_ends_only_that_merge(
         loop.run_once()
         assert job.latest.step == 1
         assert published(root) == ["v000001"]
-        assert not any(epoch_content(root).values())
-        assert not job.layout.publish_lock.exists()
-        assert temporaries(root) == []
+        assert half_made(root) == temporaries(root) == []
         wait = report(root)
         assert wait is None or "could not be merged" in wait.detail
         filler.clear()

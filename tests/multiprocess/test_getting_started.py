@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.doc_blocks import ROOT, blocks
-from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, latest, report, wait_until
+from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, newest, report, wait_until
 
 PAGE = "getting-started.md"
 INSTALL, MAKE, RUN, TRAIN, EXPLORE, LOOK, KILL, RUN_AGAIN, LOOK_AGAIN, CLEAN = blocks(PAGE, "sh")
@@ -146,9 +146,7 @@ def test_what_a_newcomer_types_trains_serves_and_outlives_a_daemon(tmp_path: Pat
             # Where much else is done here, all was published before the first one was killed.
             wait_until(lambda: works(job, 2), "the second daemon works")
             assert explorer.status() == 0
-            found = latest(job)
-            assert found is not None
-            assert found.step == STEPS
+            assert newest(job).step == STEPS
             daemon.ctrl_c()
             assert daemon.status() == 0
     losses = numbers(r"loss ([\d.]+), stood still \d+ ms$", trainer.lines)

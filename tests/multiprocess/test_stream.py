@@ -14,7 +14,14 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import part_name
 from tests import tiny_language
 from tests.merging import assert_equal, loaded
-from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon, latest, wait_for_step
+from tests.multiprocess.processes import (
+    DEADLINE,
+    ENVIRONMENT,
+    Daemon,
+    latest,
+    newest,
+    wait_for_step,
+)
 from tests.multiprocess.test_examples import run
 from tests.rank_programs import ROOT
 
@@ -93,8 +100,7 @@ def test_the_example_of_named_tensors_reaches_an_explorer(job: Path, tmp_path: P
         while hook.pull(DEADLINE).step < 2:
             pass
     expected = {name: value * 1.02 for name, value in load_file(base / "model.safetensors").items()}
-    found = latest(job)
-    assert found is not None
+    found = newest(job)
     assert_equal(loaded(JobLayout(job).version(found.sequence)), expected)
     held = dict(model.state_dict())
     assert_equal({name: held[name] for name in expected}, expected)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from syncd.protocol.layout import JobLayout
+from tests.jobs import SmallJob
 from tests.multiprocess.by_hand import TrainerByHand
 from tests.multiprocess.processes import (
     DEADLINE,
@@ -17,7 +18,8 @@ from tests.multiprocess.processes import (
     epoch_content,
     has_begun,
     latest,
-    report,
+    newest,
+    published,
     verified,
     wait_for_step,
     wait_until,
@@ -84,12 +86,8 @@ def test_a_paused_daemon_that_wakes_up_stands_by_and_latest_never_goes_back(
             newer = wait_for_step(seen.root, 3)
             first.resume()
             first.wait_for_log("standing by")
-            now = latest(seen.root)
-            assert now is not None
-            assert now.sequence >= newer.sequence
-            found = report(seen.root)
-            assert found is not None
-            assert found.pid == second.pid
+            assert newest(seen.root).sequence >= newer.sequence
+            assert SmallJob(seen.root).daemon_says.pid == second.pid
             trainer.save(4)
             assert wait_for_step(seen.root, 4).sequence == newer.sequence + 1
             verified(shared.b.job, newer.sequence + 1)
@@ -107,6 +105,4 @@ def test_sigterm_in_a_merge_ends_it_cleanly(job: Path) -> None:
     found = latest(job)
     if found is not None:  # it was faster than the signal
         verified(job, found.sequence)
-    assert sorted(path.name for path in layout.published.iterdir()) == (
-        ["v000001"] if found else []
-    )
+    assert published(job) == ["v000001"] * (found is not None)

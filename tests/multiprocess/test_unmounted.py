@@ -37,8 +37,8 @@ from tests.multiprocess.processes import (
     Daemon,
     converges,
     has_begun,
-    latest,
-    report,
+    newest,
+    published,
     wait_for_step,
     wait_until,
     wait_until_gone,
@@ -132,9 +132,8 @@ def test_a_daemon_that_stands_by_makes_nothing_where_its_job_was_and_takes_over_
             pass
         save(job, model, 2)
         converges(job, 2, 2)
-        found = report(job)
-        assert found is not None
-        working, other = (first, second) if found.pid == first.pid else (second, first)
+        is_first = SmallJob(job).daemon_says.pid == first.pid
+        working, other = (first, second) if is_first else (second, first)
         working.kill()
         save(job, model, 3)
         converges(job, 3, 3)
@@ -156,9 +155,7 @@ def test_a_job_that_goes_away_in_the_middle_of_a_merge_is_merged_when_it_is_back
             wait_until(partial(has_begun, job, step), "a merge has begun")
             daemon.pause()
         with away(place, daemon):
-            before = latest(place.behind)
-            assert before is not None
-            assert before.step == step - 1
+            assert newest(place.behind).step == step - 1
         converges(job, step, step)
 
 
@@ -185,7 +182,7 @@ def test_what_is_due_for_pruning_is_whole_while_the_job_is_away_and_goes_once_af
         wait_until_gone(layout.version(1))
         converges(job, 3, 3)
         assert layout.audit.read_text().count('"name":"v000001"') == 1
-        assert sorted(os.listdir(layout.published)) == ["v000003"]
+        assert published(job) == ["v000003"]
 
 
 def test_a_trainers_save_fails_while_its_job_is_away_and_later_ones_work(
