@@ -13,10 +13,10 @@ from typing import Final
 
 import xxhash
 
-from syncd.checkpoint.safetensors_file import DIGESTS
+from syncd.checkpoint.safetensors_file import DIGESTS, SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.torch_files.shard_file import central_directory_digest
-from syncd.coordination.leased_version import LeasedVersion
+from syncd.checkpoint.version import WEIGHTS
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
     FSDP_CONFIG,
@@ -167,19 +167,23 @@ def elements(number: float, places: range, era: int = 1) -> bytes:
     return found.tobytes()
 
 
-def numbers(version: LeasedVersion, era: int = 1) -> set[float]:
+def numbers(folder: Path, era: int = 1) -> set[float]:
     """The numbers that a version's tensors are of, each of one alone.
 
     Raises:
         AssertionError: a tensor is a mixture.
     """
     found = set()
-    for file in version.open_weights():
-        for entry in file.entries:
-            data = file.storage.pread_all(file.fd, entry.end - entry.begin, entry.begin)
-            number = max(array("f", data[: 4 * _EVERY]))
-            assert data == elements(number, range(len(data) // 4), era), (
-                f"{entry.name} is a mixture of saves"
-            )
-            found.add(number)
+    for path in folder.glob(f"*{WEIGHTS}"):
+        with SafetensorsFile.open(Storage(), path) as file:
+            for entry in file.entries:
+                data = file.storage.pread_all(file.fd, entry.end - entry.begin, entry.begin)
+                found.add(number_of(data, era))
     return found
+
+
+def number_of(data: bytes, era: int = 1) -> float:
+    """The number that all elements of a tensor are of, or an AssertionError."""
+    number = max(array("f", data[: 4 * _EVERY]))
+    assert data == elements(number, range(len(data) // 4), era), "a mixture of saves"
+    return number

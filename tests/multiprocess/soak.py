@@ -1,12 +1,11 @@
 """Everything at once, for minutes or hours: ``python -m tests.multiprocess.soak --minutes 2``.
 
-A trainer's ranks, two daemons on a mount each, five explorers and a pruner, on a small disk of
-their own, and four explorers that stage elsewhere, two on the host of each mount, in rounds: in
-each some of them are killed, or stopped for longer than a lease, the disk is full, or the job is
-not mounted here or there, while training goes on; then all is put right, and every explorer must
-come to serve what is trained from then on. ``soak_watch`` says what must hold all the time. Ends
-with what happened, and exits with 1 where anything was not as it must be; with 77 where no disk can
-be mounted.
+A trainer's ranks, two daemons on a mount each, explorers of five kinds and a pruner, on a small
+disk of their own, in rounds: in each some of them are killed, or stopped for longer than a lease,
+the disk is full, or the job is not mounted here or there, while training goes on; then all is put
+right, and every explorer must come to serve what is trained from then on. ``soak_watch`` says what
+must hold all the time. Ends with what happened, and exits with 1 where anything was not as it must
+be; with 77 where no disk can be mounted.
 """
 
 import argparse
@@ -26,31 +25,34 @@ from pathlib import Path
 from typing import Final
 
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import SAVING, parse_step_folder, parse_version_folder
-from syncd.storage.job import Job
+from syncd.protocol.names import SAVING
+from syncd.storage.job import Job, step_folders
 from tests.multiprocess.mounts import Filler
 from tests.multiprocess.processes import (
     DEADLINE,
-    ENVIRONMENT,
     IMPATIENT,
+    LEASE_TIME,
     Daemon,
+    half_made,
     latest,
+    published,
+    syncd,
+    temporaries,
     wait_until,
 )
 from tests.multiprocess.soak_actors import (
     EXPLORERS,
-    LEASE_TIME,
-    STAGING,
     Explorer,
     Mount,
     Trainer,
 )
-from tests.multiprocess.soak_watch import Findings, Vitals, Watch
+from tests.multiprocess.soak_programs import MEGABYTES
+from tests.multiprocess.soak_watch import Findings, Vitals, Watch, used_by
 
 _DISK: Final = "192m"
 #: Longer than all that an explorer is silent for: a pause, and a job that is away.
 _GRACE: Final = 30.0
-_OPTIONS: Final = ("--keep", "1", "--dead-reader-grace", str(_GRACE))
+_OPTIONS: Final = ("--keep", "1", "--dead-reader-grace", str(_GRACE), "--log-level", "debug")
 #: A namespace of its own: whatever becomes of this process, its mounts go with it.
 _INSIDE: Final = "SYNCD_SOAK_INSIDE"
 _CANNOT: Final = 77
@@ -76,35 +78,31 @@ class Soak:
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "tmpfs", disk], check=True)
         (disk / "job").mkdir()
         self._layout = JobLayout(disk / "job")
-        Job.at(self._layout.root).open(lease_time=LEASE_TIME)
+        self._job = Job.at(self._layout.root)
+        self._job.open(lease_time=LEASE_TIME)
         self._filler = Filler(disk)
         self._mounts = [Mount(self._layout.root, base / name, self.found) for name in ("a", "b")]
-        a, b = self._mounts
         self._stages = [base / "stage-a", base / "stage-b"]
-        #: The first of each kind is stopped, and never killed: it must not grow.
+        #: The first is stopped, and never killed: it must not grow.
         self._daemons = [stack.enter_context(self._daemon(mount)) for mount in self._mounts]
         self._stack = stack
-        self._explorers = [
-            stack.enter_context(Explorer(f"explorer-{number}", (a, b)[number % 2], self.found))
-            for number in range(EXPLORERS)
-        ]
-        self._explorers += [
-            stack.enter_context(
-                Explorer(
-                    f"staging-{number}", (a, b)[number % 2], self.found, self._stages[number % 2]
-                )
-            )
-            for number in range(STAGING)
-        ]
-        self._lasting = [self._explorers[0], self._explorers[EXPLORERS]]
-        self._trainer = stack.enter_context(Trainer(b.path, self.found, self._random.random()))
+        self._explorers: list[Explorer] = []
+        for number, (kind, stages) in enumerate(EXPLORERS):
+            at = number % 2
+            stage = self._stages[at] if stages else None
+            explorer = Explorer(f"{kind}-{number}", kind, self._mounts[at], self.found, stage)
+            self._explorers.append(stack.enter_context(explorer))
+        self._lasting = self._explorers[:2]
+        self._trainer = stack.enter_context(
+            Trainer(self._mounts[1].path, self.found, self._random.random())
+        )
         paths = {mount.path: mount.away for mount in self._mounts}
         self._watch = Watch(self._layout.root, paths, self._stages, self.found)
         stack.callback(self._watch.stop)
         self._all_come_to_serve(self._trainer.next_save())
-        pids = [one.pid for one in (self._daemons[0], *self._lasting)]
-        names = ("daemon", "explorer", "staging explorer")
-        self._vitals = Vitals(dict(zip(names, pids, strict=True)), seconds)
+        explorer, staging = self._lasting
+        pids = {"daemon": self._daemons[0].pid, "explorer": explorer.pid, "staging": staging.pid}
+        self._vitals = Vitals(pids, seconds)
 
     def run(self) -> None:
         begun = time.monotonic()
@@ -197,18 +195,15 @@ class Soak:
 
     def _roll_back(self) -> None:
         """To whatever is there, and may be gone by then."""
-        there = sorted(filter(parse_version_folder, os.listdir(self._layout.published)))
-        if there:
+        if there := published(self._layout.root):
             self._command("rollback", self._random.choice(there), "--timeout", "10")
 
-    def _command(self, name: str, *arguments: str) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "syncd", name, self._mounts[0].path, *arguments],
-            capture_output=True, text=True, env=ENVIRONMENT, check=False, timeout=2 * DEADLINE,
-        )  # fmt: skip
+    def _command(self, name: str, *arguments: str) -> str:
+        done = syncd(name, self._mounts[0].path, *arguments)
         if "Traceback" in done.stderr:
             self.found.violated(done.stderr)
         self.found.count(f"syncd {name} {'refused' if done.returncode else 'done'}")
+        return done.stdout
 
     # -- what a round must come to -----------------------------------------------------------------
 
@@ -219,7 +214,7 @@ class Soak:
             self.found.violated(f"a daemon ended by itself: {self._daemons[0].log[-20:]}")
         self._wait(self._both_are_open, lambda: "both daemons have opened the job")
         self._wait(
-            lambda: all(explorer.number >= number for explorer in self._explorers),
+            lambda: all([explorer.serves(number) for explorer in self._explorers]),  # noqa: C419
             lambda: (
                 f"all serve save {number}: {[explorer.number for explorer in self._explorers]}, "
                 f"LATEST {latest(self._layout.root)}"
@@ -233,8 +228,11 @@ class Soak:
             wait_until(look, "", 2 * DEADLINE)
         except AssertionError:
             self.found.violated(f"not within {2 * DEADLINE:g} s: {what()}")
-            for daemon in self._daemons:
-                print(*daemon.log[-30:], sep="\n")
+            print(self._command("status", "--json"))
+            for daemon in filter(lambda one: one.running, self._daemons):
+                os.kill(daemon.pid, signal.SIGUSR1)
+                daemon.wait_for_log('"<string>", line 1 in <module>')
+                print(*daemon.log[-100:], sep="\n")
 
     def _check_log(self, daemon: Daemon) -> None:
         if any("Traceback" in line for line in daemon.log):
@@ -250,22 +248,29 @@ class Soak:
         for mark in layout.root.glob(f"*/{SAVING}"):
             shutil.rmtree(mark.parent)
         self._wait(
-            lambda: len(os.listdir(layout.published)) == 1 == len(steps_of(layout)),
+            lambda: len(published(layout.root)) == 1 and step_folders(self._job) == [step],
             lambda: (
-                f"one version and one step: {os.listdir(layout.published)}, {steps_of(layout)}, "
-                f"leases {[str(path) for path in layout.leases.rglob('*')]}"
+                f"one version and step {step}: {published(layout.root)}, "
+                f"{step_folders(self._job)}, {[*map(str, layout.leases.rglob('*'))]}"
             ),
         )
-        if steps_of(layout) != [step]:
-            left = [str(path) for old in steps_of(layout) for path in layout.step(old).rglob("*")]
-            self.found.violated(f"step {step} is the last one, and there is {left}")
-        self._wait(lambda: not leftovers(layout), lambda: f"nothing is left: {leftovers(layout)}")
+        self._wait(
+            lambda: not leftovers(layout),
+            lambda: (
+                f"nothing is left: {leftovers(layout)}, {[*map(os.stat, temporaries(layout.root))]}"
+            ),
+        )
+        self._wait(
+            lambda: used_by(layout.deltas) <= MEGABYTES * 1e6 / 2,
+            lambda: f"links of half a version at most: {os.listdir(layout.deltas)}",
+        )
         for explorer in self._explorers:
             explorer.terminate()
+        linked = {link.readlink().name for link in layout.root.parent.parent.glob("*.link")}
         for stage in self._stages:
             (room,) = stage.iterdir()
-            if set(os.listdir(room)) - {".copier"}:
-                self.found.violated(f"{room} has {os.listdir(room)}, and nobody uses it")
+            if copies := set(os.listdir(room)) - {".copier", *linked}:
+                self.found.violated(f"{room} has {copies}, and nobody uses it")
         for daemon in self._daemons:
             if status := daemon.terminate(DEADLINE):
                 self.found.violated(f"a daemon ended with {status}: {daemon.log[-20:]}")
@@ -299,31 +304,16 @@ class Soak:
         self._daemons[1] = self._stack.enter_context(self._daemon(self._mounts[1]))
 
     def _daemon(self, mount: Mount) -> Daemon:
-        return Daemon(mount.path, *_OPTIONS, lease_time=LEASE_TIME, program=IMPATIENT)
-
-
-def steps_of(layout: JobLayout) -> list[int]:
-    found = map(parse_step_folder, os.listdir(layout.root))
-    return sorted(step for step in found if step is not None)
+        return Daemon(mount.path, *_OPTIONS, program=IMPATIENT)
 
 
 def leftovers(layout: JobLayout) -> list[str]:
     """What nobody will ever use again."""
-    found = [
-        os.path.join(folder, name)
-        for folder, folders, files in os.walk(layout.root)
-        for name in (*folders, *files)
-        if name.startswith(".tmp-") or ".broken-" in name or name == SAVING
-    ]
-    rooms = os.listdir(layout.epochs)
-    found += rooms[1:]
-    for room in rooms:
-        for home in ("building", "trash", "doomed"):
-            found += os.listdir(layout.epochs / room / home)
-    found += ["publish.lock"] * layout.publish_lock.exists()
+    found = [*temporaries(layout.root), *half_made(layout.root)]
+    found += map(str, layout.root.glob(f"*/{SAVING}"))
     # The two daemons, and the explorers.
     sessions = os.listdir(layout.sessions)
-    return found + (sessions if len(sessions) != 2 + EXPLORERS + STAGING else [])
+    return found + (sessions if len(sessions) != 2 + len(EXPLORERS) else [])
 
 
 def main() -> None:

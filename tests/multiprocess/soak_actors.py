@@ -1,7 +1,6 @@
 """Who takes part in a soak: where it is mounted, a trainer, and explorers."""
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -10,38 +9,35 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
+from syncd.checkpoint.version import read_manifest, verify_version
+from syncd.protocol.errors import SyncdError
+from syncd.storage.fsio import Storage
+from tests.multiprocess.by_hand import numbers
+from tests.multiprocess.peers import Ranks, started
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, wait_until
-from tests.multiprocess.soak_programs import Away, rank_of_a_trainer
+from tests.multiprocess.soak_programs import ERA, Away, holding
+from tests.multiprocess.soak_ranks import SoakRank
 from tests.multiprocess.soak_watch import Findings
 
-LEASE_TIME: Final = 2.0
-#: They read versions where they are; those beside them stage, and follow ahead, two on each host.
-EXPLORERS: Final = 5
-STAGING: Final = 4
-RANKS: Final = 2
+#: The engine of each explorer, and whether it stages, and so follows ahead; they are on the one
+#: host and on the other by turns. The first two are never killed.
+EXPLORERS: Final = (
+    ("loaded", False),
+    ("loaded", True),
+    ("loaded", True),
+    ("server", False),
+    ("module", True),
+    ("loaded", False),
+    ("loaded", False),
+    ("link", True),
+)
+#: What a run of the trainer saves by, and of how many ranks.
+_RUNS: Final = (("TrainerHook", 2), ("WeightStream", 1), ("WeightStream", 2))
 _PROGRAM: Final = "tests.multiprocess.soak_programs"
-#: Imports torch once for all ranks.
-_PROCESSES: Final = multiprocessing.get_context("forkserver")
-
-
-@dataclass
-class Rank:
-    """A process, and how it is ordered to save."""
-
-    process: multiprocessing.process.BaseProcess
-    orders: Connection
-
-    def answer(self) -> bool:
-        """Wait for what it says; raises EOFError where it is dead."""
-        said: bool = self.orders.recv()
-        return said
 
 
 class Mount:
@@ -98,6 +94,7 @@ class Explorer:
 
     Args:
         name: its own.
+        kind: of its engine; a ``link`` is that of ``syncd follow``, and is read here.
         mount: where it has the job.
         findings: where it is told what it sees.
         stage: where it makes copies, if it does.
@@ -107,10 +104,18 @@ class Explorer:
     """
 
     def __init__(
-        self, name: str, mount: Mount, findings: Findings, stage: Path | None = None
+        self, name: str, kind: str, mount: Mount, findings: Findings, stage: Path | None = None
     ) -> None:
         self._name = name
-        self._stage = [] if stage is None else [stage]
+        job, link = mount.path, mount.path.with_name(f"{name}.link")
+        self._link = link if kind == "link" else None
+        program: list[object] = [_PROGRAM, job, name, f"{job}.away", kind, *filter(None, [stage])]
+        if self._link:
+            program = [
+                "syncd", "follow", job, "--name", name, "--link", link, "--stage", stage, "--json"
+            ]  # fmt: skip
+        self._program = list(map(str, program))
+        self._log = mount.path.with_name(f"{name}.log")
         self._mount = mount
         self._findings = findings
         self._changing = threading.Lock()
@@ -125,13 +130,19 @@ class Explorer:
         self._findings.count("restarts")
         self._start()
 
+    def serves(self, number: float) -> bool:
+        """Whether it is at a save or a later one; a command that could not begin is repeated."""
+        if self._link and self._process.poll() is not None:
+            self.restart()
+        return self.number >= number
+
     def _start(self) -> None:
         self.number = 0.0
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", _PROGRAM,
-             str(self._mount.path), self._name, str(self._mount.path) + ".away", *self._stage],
-            stdout=subprocess.PIPE, text=True, env=ENVIRONMENT,
-        )  # fmt: skip
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *self._program],
+                stdout=subprocess.PIPE, stderr=log, text=True, env=ENVIRONMENT,
+            )  # fmt: skip
         listener = threading.Thread(target=self._listen, args=[self._process])
         self._listeners = [*(t for t in self._listeners if t.is_alive()), listener]
         listener.start()
@@ -151,6 +162,8 @@ class Explorer:
         self._process.terminate()
         if status := self._process.wait(DEADLINE):
             self._findings.violated(f"{self._name} ended with {status}")
+        if "Traceback" in (log := self._log.read_text()):
+            self._findings.violated(f"{self._name}: {log[-4000:]}")
 
     def __enter__(self) -> Self:
         return self
@@ -170,28 +183,38 @@ class Explorer:
                     said = json.loads(line)
                 except json.JSONDecodeError:
                     continue  # it was killed in the middle of a word
+                if self._link is not None:
+                    said = self._read(self._link, process)
+                    if said is None or said["sequence"] == sequence:
+                        continue  # the link has moved on, or did so before the last look
                 if "violation" in said:
                     self._findings.violated(said["violation"])
                 elif "refused" in said:
                     self._findings.count("errors that explorers went on from")
                 else:
-                    if said["holds"] <= sequence:
+                    if said["sequence"] <= sequence:
                         self._findings.violated(f"{self._name} got {said} after {sequence}")
-                    sequence = said["holds"]
-                    self._findings.count("leases taken")
-                    self._findings.version_is(
-                        sequence, said["step"], said["number"], is_back=said["is_back"]
-                    )
-                    if said["is_ahead"]:
-                        self._findings.count("served before their full version")
-                    if said["read"] is not None:
-                        self._findings.copied(**said["read"])
+                    sequence = said["sequence"]
+                    self._findings.version_is(**said)
                     if process is self._process:
                         self.number = said["number"]
 
+    def _read(self, link: Path, process: subprocess.Popen[str]) -> dict[str, Any] | None:
+        """Read all that a link leads to; None if it has moved meanwhile."""
+        before, storage, folder = self._mount.away.count(), Storage(), link.readlink()
+        try:
+            manifest = read_manifest(storage, folder)
+            verify_version(storage, folder, manifest, threads=1)
+            return holding(manifest, numbers(folder, ERA), self._mount.path)
+        except (OSError, SyncdError, AssertionError) as error:
+            is_over = process.poll() is not None or link.readlink() != folder
+            if not is_over and not self._mount.away.excuses(before):
+                self._findings.violated(f"{self._name}: {folder}: {error!r}")
+            return None
+
 
 class Trainer:
-    """Runs of a trainer, one after the other, which resume at lower steps.
+    """Runs of a trainer, one after the other, which resume at lower steps, each of some program.
 
     Each save is a number, higher than those before it. When a rank is killed its run is over, as a
     scheduler has it, and the next one resumes.
@@ -205,8 +228,8 @@ class Trainer:
         self._job = job
         self._findings = findings
         self._random = random.Random(seed)
-        self._ranks: list[Rank] = []
-        _PROCESSES.set_forkserver_preload(["torch._dynamo", "trainer_hooks.hook", _PROGRAM])
+        self._ranks = Ranks()
+        self._errors: list[str | None] = []
         self.begins = threading.Lock()
         self._step = 0
         self._highest = 0
@@ -219,7 +242,13 @@ class Trainer:
     def next_save(self) -> float:
         """Wait for a save that is begun from now on, and announced."""
         begun = self._number
-        wait_until(lambda: self.announced > begun, "something is trained", 4 * DEADLINE)
+        try:
+            wait_until(lambda: self.announced > begun, "something is trained", 4 * DEADLINE)
+        except AssertionError as error:
+            self._findings.violated(f"{error}; {self._number - begun} tried: {self._errors}")
+            for rank in self._ranks:
+                if (pid := rank.process.pid) and rank.process.is_alive():
+                    os.kill(pid, signal.SIGUSR1)
         return self.announced
 
     def kill_a_rank(self) -> None:
@@ -247,9 +276,16 @@ class Trainer:
         while not self._over():
             # Resumes: what was not saved before the end of the run is trained again.
             self._step = max(0, self._step - self._random.randint(0, 3))
-            self._findings.count("runs of the trainer")
+            program, world_size = self._random.choice(_RUNS)
+            self._findings.count(f"runs of a {program}")
             try:
-                with self._started() as ranks:
+                with ExitStack() as stack:
+                    with self.begins:
+                        ranks = stack.enter_context(
+                            started(SoakRank, self._job, world_size, program)
+                        )
+                        ranks.all("begun")
+                    self._ranks = ranks
                     while not self._over():
                         self._save(ranks)
                         if not self._last and self._random.random() < 0.03:
@@ -260,7 +296,7 @@ class Trainer:
     def _over(self) -> bool:
         return self._last < 0 or 0 < self._last == self._step
 
-    def _save(self, ranks: list[Rank]) -> None:
+    def _save(self, ranks: Ranks) -> None:
         step = self._step + 1
         # Whoever fails, or is killed, saves it again: what was begun, and is never saved again,
         # stays as it was left, for all the daemon knows.
@@ -269,8 +305,9 @@ class Trainer:
         number = float(self._number)
         self._findings.told[number] = step
         for rank in ranks:
-            rank.orders.send((step, number))
-        if all([rank.answer() for rank in ranks]):  # noqa: C419 - each has to be heard
+            rank.tell("save", step, number)
+        self._errors = [rank.hear().error for rank in ranks]
+        if not any(self._errors):
             self._step = step
             self.announced = number
             self._findings.count("saves announced")
@@ -278,26 +315,3 @@ class Trainer:
             self._findings.count("saves that failed")
         if not self._last:
             time.sleep(self._random.uniform(0.0, 0.6))
-
-    @contextmanager
-    def _started(self) -> Iterator[list[Rank]]:
-        self._ranks = ranks = list[Rank]()
-        rendezvous = self._job.with_name(f"run-{self._number}-{time.monotonic_ns()}")
-        try:
-            with self.begins:
-                for number in range(RANKS):
-                    ours, its = _PROCESSES.Pipe()
-                    given = (its, self._job, number, RANKS, rendezvous)
-                    process = _PROCESSES.Process(target=rank_of_a_trainer, args=given, daemon=True)
-                    process.start()
-                    its.close()
-                    ranks.append(Rank(process, ours))
-                for rank in ranks:
-                    rank.answer()  # it has begun
-            yield ranks
-        finally:
-            self._ranks = []
-            for rank in ranks:
-                rank.process.kill()
-                rank.process.join(DEADLINE)
-                rank.orders.close()

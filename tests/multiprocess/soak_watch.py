@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from explorer_hooks.reader import Reader
 from syncd.checkpoint.version import read_manifest, verify_version
@@ -23,7 +23,7 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import parse_lease_marker, parse_version_folder
 from syncd.storage.fsio import Storage
 from tests.multiprocess.by_hand import numbers
-from tests.multiprocess.soak_programs import ERA, MEGABYTES, Away
+from tests.multiprocess.soak_programs import ERA, MEGABYTES, Away, holding
 
 _EVERY: Final = 0.05
 #: Of each version: what is leased, what dead explorers left, what is built, and steps beside it.
@@ -85,8 +85,22 @@ class Findings:
         else:
             self.count("copies of another process used")
 
-    def version_is(self, sequence: int, step: int, number: float, *, is_back: bool) -> None:
+    def version_is(
+        self,
+        sequence: int,
+        step: int,
+        number: float,
+        *,
+        is_back: bool,
+        is_ahead: bool,
+        read: dict[str, Any] | None = None,
+    ) -> None:
         """A version was read whole: it is the save that it says, and newer than those before it."""
+        self.count("leases taken")
+        if is_ahead:
+            self.count("served before their full version")
+        if read is not None:
+            self.copied(**read)
         with self._changing:
             known = self.numbers.setdefault(sequence, number)
             if is_back:
@@ -214,13 +228,9 @@ class Watch:
                     version = reader.lease(latest)
                     try:
                         version.verify()
-                        found = numbers(version, ERA)
+                        found = numbers(version.folder, ERA)
                         last = version.sequence
-                        is_back = version.manifest.rolled_back is not None
-                        self._found.version_is(last, version.step, max(found), is_back=is_back)
-                        self._found.count("leases taken")
-                        if len(found) > 1:
-                            self._found.violated(f"version {last} is a mixture of {found}")
+                        self._found.version_is(**holding(version.manifest, found, path))
                     finally:
                         version.release()
                 except (VersionGoneError, JobUnavailableError, OSError):

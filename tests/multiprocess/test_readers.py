@@ -16,7 +16,8 @@ from tests.multiprocess.processes import (
     DEADLINE,
     ENVIRONMENT,
     Daemon,
-    latest,
+    newest,
+    published,
     wait_for_step,
     wait_until,
     wait_until_gone,
@@ -69,7 +70,7 @@ def test_leased_readers_miss_no_file_while_the_pruner_keeps_one(shared: SharedJo
             thread.join(DEADLINE)
             reader.close()
         wait_until(
-            lambda: sorted(os.listdir(layout.published)) == ["v000001", f"v{STEPS:06d}"],
+            lambda: published(layout.root) == ["v000001", f"v{STEPS:06d}"],
             "all but the leased one and LATEST are pruned",
         )
         first.release()
@@ -151,7 +152,7 @@ def test_a_save_that_is_written_again_while_it_is_merged_is_never_a_mixture(
             nonlocal sequence
             version = reader.next_version(sequence, DEADLINE)
             version.verify()
-            found = numbers(version)
+            found = numbers(version.folder)
             version.release()
             assert len(found) == 1, f"a mixture of the saves {found}"
             served.extend(found)
@@ -169,6 +170,4 @@ def test_a_save_that_is_written_again_while_it_is_merged_is_never_a_mixture(
             pull()
         assert served == sorted(set(served))
         assert not any("quarantine" in line or "cannot be published" in line for line in daemon.log)
-    found = latest(shared.seen.root)
-    assert found is not None
-    assert found.step == 1
+    assert newest(shared.seen.root).step == 1

@@ -31,7 +31,6 @@ from tests.multiprocess.processes import (
     Daemon,
     converges,
     latest,
-    report,
     verified,
     wait_for_step,
     wait_until,
@@ -57,7 +56,7 @@ def test_an_explorer_elsewhere_gets_each_version_whole_and_what_is_old_goes(
             version = reader.next_version(sequence - 1, DEADLINE)
             version.verify()
             assert (version.sequence, version.step) == (sequence, step)
-            assert numbers(version) == {step}
+            assert numbers(version.folder) == {step}
             version.release()
         wait_until(lambda: os.listdir(seen.published) == ["v000005"], "old versions go")
         wait_until_gone(seen.step(4))
@@ -85,7 +84,7 @@ def test_what_was_retired_cannot_be_leased_by_who_remembers_it(shared: SharedJob
         with pytest.raises(VersionGoneError):
             Lease.take(Job(storage, layout), 1, "explorer", reader.session_id)
         newer = reader.next_version(1, DEADLINE)
-        assert numbers(newer) == {2}
+        assert numbers(newer.folder) == {2}
         newer.release()
 
 
@@ -169,10 +168,10 @@ def with_a_lease(shared: SharedJob) -> Scenario:
         wait_until_gone(seen.version(2))
         yield
         held.verify()
-        assert numbers(held) == {1}
+        assert numbers(held.folder) == {1}
         newer = reader.next_version(1, DEADLINE)
         newer.verify()
-        assert numbers(newer) == {3}
+        assert numbers(newer.folder) == {3}
         held.release()
         newer.release()
         wait_until_gone(seen.version(1))
@@ -208,9 +207,7 @@ def superseded(shared: SharedJob) -> Scenario:
             yield
             first.wait_for_log("standing by")
             assert latest(seen.root) == newer
-            found = report(seen.root)
-            assert found is not None
-            assert found.pid == second.pid
+            assert SmallJob(seen.root).daemon_says.pid == second.pid
             trainer.save(3)
             converges(seen.root, 3, newer.sequence + 1, explorers_job=shared.b.job)
 

@@ -1,11 +1,7 @@
 """The trainer's hook on real ranks: what they agree on, and what is left when one of them dies."""
 
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-
-from safetensors.torch import load_file
 
 from syncd.checkpoint.save import look_at_save
 from syncd.coordination.explorer import ExplorerSynchronizer
@@ -15,7 +11,8 @@ from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import NonFinite
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
-from tests.multiprocess.peers import Peer, Ranks
+from tests.multiprocess.by_hand import numbers
+from tests.multiprocess.peers import started
 from tests.multiprocess.processes import (
     DEADLINE,
     LEASE_TIME,
@@ -27,29 +24,9 @@ from tests.multiprocess.trainer_ranks import Rank
 from trainer_hooks import latest_checkpoint
 
 
-@contextmanager
-def started(job: Path, tmp_path: Path, name: str, world_size: int = 2) -> Iterator[Ranks]:
-    with ExitStack() as stack:
-        ranks = Ranks()
-        for rank in range(world_size):
-            ranks.append(Peer(Rank, job, tmp_path / name, rank, world_size))
-            stack.callback(ranks[-1].end)
-        yield ranks
-
-
 def pointed(job: Path) -> int | None:
     path = JobLayout(job).state_pointer
     return int(path.read_text()) if path.exists() else None
-
-
-def numbers(folder: Path) -> set[float]:
-    """What is in the weights of a version."""
-    return {
-        number
-        for file in folder.glob("*.safetensors")
-        for tensor in load_file(file).values()
-        for number in tensor.flatten().tolist()
-    }
 
 
 def test_ranks_decide_alike_and_a_rank_that_fails_fails_the_save_alone(
@@ -59,7 +36,7 @@ def test_ranks_decide_alike_and_a_rank_that_fails_fails_the_save_alone(
     memory = tmp_path / "shm"
     memory.mkdir()
     Job.at(memory, Storage()).open(lease_time=LEASE_TIME)
-    with started(job, tmp_path, "one") as ranks, Daemon(job):
+    with started(Rank, job, 2) as ranks, Daemon(job):
         first, second = ranks
         # What one rank finds wrong is an error on all, and not a hang.
         first.tell("open", {}, {}, job)
@@ -152,12 +129,12 @@ def test_ranks_decide_alike_and_a_rank_that_fails_fails_the_save_alone(
         assert latest_checkpoint(job) == 13
 
 
-def test_a_killed_rank_costs_its_save_alone(job: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_costs_its_save_alone(job: Path) -> None:
     layout = JobLayout(job)
     settings = {"save_timeout": 60}
     saving = {"write_concurrency": "one_at_a_time"}
     with Daemon(job):
-        with started(job, tmp_path, "one") as ranks:
+        with started(Rank, job, 2) as ranks:
             first, second = ranks
             ranks.all("open", settings, saving)
             ranks.all("step", 1)
@@ -177,7 +154,7 @@ def test_a_killed_rank_costs_its_save_alone(job: Path, tmp_path: Path) -> None:
             assert "rank 1 of 2 has not written its part of the save of step 2" in refusal
             assert pointed(job) == 1
             assert not (layout.step(2) / SAVING).exists()
-        with started(job, tmp_path, "two") as ranks:
+        with started(Rank, job, 2) as ranks:
             first, second = ranks
             ranks.all("open", settings, saving)
             ranks.all("step", 2)
@@ -195,7 +172,7 @@ def test_a_killed_rank_costs_its_save_alone(job: Path, tmp_path: Path) -> None:
         assert sorted(path.name for path in layout.actor(3).glob("*.pt")) == [
             f"model_world_size_2_rank_{rank}.pt" for rank in (0, 1)
         ]
-        with started(job, tmp_path, "three") as ranks:
+        with started(Rank, job, 2) as ranks:
             saving = {"write_concurrency": "per_node"}
             ranks.all("open", settings, saving)  # once the dead trainer's name is free
             ranks.all("step", 3)
@@ -206,10 +183,10 @@ def test_a_killed_rank_costs_its_save_alone(job: Path, tmp_path: Path) -> None:
         wait_until_gone(layout.step(2))
 
 
-def test_the_last_step_is_saved_by_all_ranks_or_by_none(job: Path, tmp_path: Path) -> None:
+def test_the_last_step_is_saved_by_all_ranks_or_by_none(job: Path) -> None:
     """Weights are gathered: a rank that went on alone would wait in a collective for ever."""
     seldom, saving = {"sync_interval": 100}, {"layout": "full"}
-    with started(job, tmp_path, "one", world_size=3) as ranks:
+    with started(Rank, job, 3) as ranks:
         first, second, third = ranks
         ranks.all("open", seldom, saving)
         ranks.all("step", 1)
@@ -250,10 +227,10 @@ def test_the_last_step_is_saved_by_all_ranks_or_by_none(job: Path, tmp_path: Pat
         assert pointed(job) == 2
 
 
-def test_each_rank_names_its_own_tensors_with_nan(job: Path, tmp_path: Path) -> None:
+def test_each_rank_names_its_own_tensors_with_nan(job: Path) -> None:
     storage, layout = Storage(), JobLayout(job)
     weight, bias = "0.weight", "1.bias"
-    with started(job, tmp_path, "nan") as ranks:
+    with started(Rank, job, 2) as ranks:
         for step, where in ((1, "sharded"), (2, "full")):
             ranks.all("open", {"save_timeout": 60}, {"layout": where})
             for rank, name in zip(ranks, (weight, bias), strict=True):
@@ -270,11 +247,9 @@ def test_each_rank_names_its_own_tensors_with_nan(job: Path, tmp_path: Path) -> 
                 assert told == [[NonFinite.of([weight, bias])], []]
 
 
-def test_ranks_that_call_with_unlike_steps_are_told_both_steps_at_once(
-    job: Path, tmp_path: Path
-) -> None:
+def test_ranks_that_call_with_unlike_steps_are_told_both_steps_at_once(job: Path) -> None:
     said = "OutOfStepError: rank 0 called the hook with step {}, but rank 1 with step {}"
-    with started(job, tmp_path, "unlike") as ranks:
+    with started(Rank, job, 2) as ranks:
         first, second = ranks
         ranks.all("open", {"save_timeout": 10})
         for method, step in (("step", 1), ("save", 2), ("checkpoint", 3)):
@@ -287,8 +262,8 @@ def test_ranks_that_call_with_unlike_steps_are_told_both_steps_at_once(
         assert "the same steps and the same job directory" in first.refusal()
 
 
-def test_a_hook_on_one_rank_alone_names_the_other_and_gives_up(job: Path, tmp_path: Path) -> None:
-    with started(job, tmp_path, "alone") as ranks:
+def test_a_hook_on_one_rank_alone_names_the_other_and_gives_up(job: Path) -> None:
+    with started(Rank, job, 2) as ranks:
         first, second = ranks
         warning, error = first("open_in_vain")
         assert warning == "rank 1 did not make its hook within 0.5 s; waiting on"
@@ -300,7 +275,7 @@ def test_a_hook_on_one_rank_alone_names_the_other_and_gives_up(job: Path, tmp_pa
 def test_ranks_with_unlike_job_directories_are_warned_when_the_hook_is_made(
     job: Path, tmp_path: Path
 ) -> None:
-    with started(job, tmp_path, "unlike") as ranks:
+    with started(Rank, job, 2) as ranks:
         assert ranks.all("open", {}) == [[], []]
         ranks.all("close")
         other = tmp_path / "other"
