@@ -33,7 +33,7 @@ from tests.storages import Clock, FastStorage
 from trainer_hooks.resuming.resumable import find_checkpoint
 
 #: Short graces, so that a restart comes to rest in few rounds.
-CONFIG = DaemonConfig(keep=1, dead_reader_grace=10.0)
+CONFIG = DaemonConfig(keep=1, dead_reader_grace=10.0, exit_when_idle=True)
 #: The session of an explorer that lives through everything.
 LIVING = "living"
 Files = dict[str, bytes]
