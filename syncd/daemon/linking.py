@@ -28,7 +28,11 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
     job, epoch, sequence = tenure.job, tenure.epoch, publisher.reserve()
     name, actor, vouched = delta_folder(sequence), job.layout.actor(save.step), save.vouched()
     published = job.layout.version(latest.sequence)
-    version = WholeVersion(published, read_manifest(job.storage, published))
+    try:
+        version = WholeVersion(published, read_manifest(job.storage, published))
+    except FileNotFoundError as error:  # someone deleted it
+        job.check_is_there()
+        raise NoDeltaError(f"LATEST's version is gone: {error}") from error
     folder = epoch.start_build(name)  # mkdir building/d000017
     try:
         files = []

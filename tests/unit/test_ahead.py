@@ -134,7 +134,7 @@ def test_a_link_without_its_base_closes_the_links_until_the_next_full_version(
         assert job.latest.ahead is not None
 
 
-@pytest.mark.parametrize("fault", ["config", "shape", "index", "no link"])
+@pytest.mark.parametrize("fault", ["config", "shape", "index", "no version", "no link"])
 def test_a_link_that_does_not_fit_closes_the_links(job: SmallJob, fault: str) -> None:
     with daemon(job, 1) as loop:
         save_link(job, 2, 1, shape=2 if fault == "shape" else 3)
@@ -147,15 +147,11 @@ def test_a_link_that_does_not_fit_closes_the_links(job: SmallJob, fault: str) ->
             (actor / "huggingface").mkdir()
             job.put(actor / "huggingface" / "config.json", b"{}")
             path = actor / ".receipts" / "rank_0.json"
-            other = job.layout.version(1) / "config.json"
-            told = next(
-                f for f in read_manifest(STORAGE, other.parent).files if f.name == other.name
-            )
-            line = '{"name":"huggingface/config.json","size":2,"digest":"%s","over":"content"},'
-            text = path.read_text().replace(
-                '"files":[', '"files":[' + line % (told.digest or "")[::-1]
-            )
+            line = '{"name":"huggingface/config.json","size":2,"digest":"%032d","over":"content"},'
+            text = path.read_text().replace('"files":[', '"files":[' + line % 0)
             job.put(path, text.encode())
+        if fault == "no version":
+            STORAGE.remove_tree(job.layout.version(1))
         if fault == "no link":
             (actor / link_name(1, 0)).unlink()
         loop.run_once()
@@ -166,6 +162,9 @@ def test_a_link_that_does_not_fit_closes_the_links(job: SmallJob, fault: str) ->
         assert job.latest.ahead is None
         loop.rounds(3, 0)
         assert job.outcomes[2] == "skipped"
+        save_full(job, 3)
+        loop.run_once()
+        assert job.latest.step == 3
     assert job.layout.journal.read_bytes().count(b'"closed"') == 1
 
 
