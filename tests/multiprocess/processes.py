@@ -184,12 +184,13 @@ def serving(service: Service | Services | RootServices) -> Iterator[None]:
     assert not thread.is_alive()
 
 
-#: A ``program`` for :class:`Daemon` that removes leftovers, and gives up a remote path, soon. At
-#: SIGUSR1 it logs where its threads are.
+#: A ``program`` for :class:`Daemon` that removes leftovers, gives up a remote path, and folds in a
+#: pause, soon. At SIGUSR1 it logs where its threads are.
 IMPATIENT: Final = (
     "-c",
     "import faulthandler; from syncd.cli import main; from syncd.daemon import collect, decide;"
-    "faulthandler.register(10); collect._GRACE = decide._PATH_TIME = 1.0; main()",
+    "faulthandler.register(10); collect._GRACE = decide._PATH_TIME = 1.0; decide._QUIET = 5.0;"
+    "main()",
 )
 
 

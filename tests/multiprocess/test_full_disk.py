@@ -25,6 +25,7 @@ from tests.jobs import SmallJob
 from tests.multiprocess.mounts import Filler, Kind, tmpfs
 from tests.multiprocess.processes import (
     DEADLINE,
+    IMPATIENT,
     LEASE_TIME,
     Daemon,
     half_made,
@@ -176,7 +177,7 @@ def test_links_above_latest_outlive_a_full_disk_and_become_a_version_later(
 ) -> None:
     made = SmallJob(job)
     save_full(made, 1)
-    with Daemon(job, "--keep", "1", "--no-prune-steps") as daemon:
+    with Daemon(job, "--keep", "1", "--no-prune-steps", program=IMPATIENT) as daemon:
         wait_for_step(job, 1)
         save_link(made, 2, 1)
         wait_until(lambda: made.latest.ahead, "step 2 is ahead")

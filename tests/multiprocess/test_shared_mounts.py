@@ -27,6 +27,7 @@ from tests.jobs import SmallJob, weights
 from tests.multiprocess.by_hand import TrainerByHand, numbers
 from tests.multiprocess.processes import (
     DEADLINE,
+    IMPATIENT,
     LEASE_TIME,
     Daemon,
     converges,
@@ -109,7 +110,7 @@ def test_links_are_served_elsewhere_survive_a_take_over_and_end_with_a_rollback(
         assert hook.folder
         served = (hook.folder / "model.safetensors").read_bytes()
         assert served.endswith(weights(*values_of(3))[-12:])
-    with Daemon(shared.b, "--keep", "99"):
+    with Daemon(shared.b, "--keep", "99", program=IMPATIENT):
         save_link(trainer, 4, 3, world_size=2)
         folded = wait_for_step(seen.root, 4)
         verified(shared.a.job, folded.sequence)
