@@ -6,9 +6,9 @@ which the daemon makes the deltas. The trainer's model is plain, in bf16. A host
 sync begins when the last host is live, and at least ``--pause`` seconds after the last one.
 
 :mod:`benchmarks.meter` counts all bytes that these processes and their children read and write on
-the filesystem of ``--job-dir``. The counts of a run end when a full version of its last save is
-published. The daemon is also measured by ``/proc``, which counts pipes and modules, too. With
-``--shared-megabytes`` all processes together get so many MB a second.
+the filesystem of ``--job-dir``, until all hosts are live with the last save; links since the last
+fold are not folded. The daemon is also measured by ``/proc``, which counts pipes and modules, too.
+With ``--shared-megabytes`` all processes together get so many MB a second.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def _run(
             by_links = sum(load["by_delta"] for load in loads)
             syncs.append(_Sync(seconds, stall, until_named, by_links))
             time.sleep(max(0.0, given.pause - (time.monotonic() - begin)))
-        time.sleep(_REAPED)  # links since the last fold stay links
+        time.sleep(_REAPED)
         moved_bytes = [end - at for end, at in zip(counts(), first, strict=True)]
     return syncs[_WARM:], moved_bytes
 

@@ -79,7 +79,9 @@ class Attempts:
         self._refusals = 0
         self._unsure: str | None = None  # the save that seemed to have no base before a refresh
 
-    def publish(self, save: WholeSave, whole_since: float, heard: Progress) -> str:  # noqa: PLR0911 - one return for each way it ends
+    def publish(  # noqa: PLR0911 - one return for each way it ends
+        self, save: WholeSave, whole_since: float, heard: Progress
+    ) -> str:
         """Publish a save, or quarantine it; returns the reason if the save has to wait, else "".
 
         ``whole_since`` is the ``clock`` time when the save was first seen in its present state.

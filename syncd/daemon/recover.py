@@ -37,9 +37,8 @@ class FoundVersions:
         adopted: the manifest of the highest finished version above LATEST, if any.
         unfinished: the incomplete, unleased versions above ``adopted``; above LATEST if ``adopted``
             is None.
-        deltas_above: the deltas to versions above ``adopted``; above LATEST if ``adopted`` is None.
-            A delta is made after LATEST names its version. So such deltas show that LATEST was lost
-            or replaced by an older copy. Links that lead from this version are not among them.
+        deltas_above: the links above ``adopted``, or above LATEST if ``adopted`` is None, that do
+            not lead from this version: no explorer can use them.
         links: these links, by the saves to which they lead.
     """
 

@@ -303,7 +303,7 @@ class VersionRolledBack(InfoEvent):
 
 
 class DeltaDiscarded(WarningEvent):
-    """The daemon removes a delta to a version above LATEST."""
+    """The daemon removes a link above LATEST that does not lead from LATEST's version."""
 
     text = "discarding the delta d{version:06}: it leads to a version that is newer than LATEST"
     version: int
