@@ -294,7 +294,8 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
         new, waiting_for = (), f"paused by {by}, until 'syncd resume'"
     else:
         new, waiting_for = _publish(seen, config)
-        new = new or _fold(seen, config)
+        if all(isinstance(action, MakeLinks) for action in new):
+            new = (*new, *_fold(seen, config))  # saves may come each round
     records: tuple[Action, ...] = (
         *(
             Skip(save.step, save.identity)

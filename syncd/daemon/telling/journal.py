@@ -194,14 +194,14 @@ class Journal:
             self._repeats.forget("refused")
 
 
-def read_journal(job: Job, limit: int = 2 * LIMIT) -> list[JournalLine]:
+def read_journal(job: Job, limit: int = 2 * LIMIT) -> Iterator[JournalLine]:
     """The readable lines in the last ``limit`` bytes of the journal, oldest first.
 
     Raises:
         OSError: storage does not answer.
     """
     path = job.layout.journal
-    return list(readable_lines(JournalLine, last_lines(job.storage, path, limit), path))
+    return readable_lines(JournalLine, last_lines(job.storage, path, limit), path)
 
 
 def lasting(why: str) -> str:
