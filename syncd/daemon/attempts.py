@@ -18,7 +18,7 @@ from syncd.daemon.report import Reporter
 from syncd.daemon.steering import Steering
 from syncd.daemon.tenure import Tenure
 from syncd.daemon.turns import LateError
-from syncd.deltas.limits import NoDeltaError
+from syncd.deltas.limits import LinkError
 from syncd.protocol.errors import (
     CheckpointError,
     NoRoomError,
@@ -161,7 +161,7 @@ class Attempts:
             begun = self._clock()
             try:
                 sequence = link_save(self.tenure, self.publisher, save, latest)
-            except (NoDeltaError, RecordError) as error:
+            except (LinkError, RecordError) as error:
                 self._close(save.step, str(error))
                 return ""
             except (SaveNotReadyError, OSError) as error:
@@ -209,7 +209,7 @@ class Attempts:
             if manifest is None or folds.folder is None or self._steering.is_paused():
                 return
             self.publisher.publish_fold(manifest, folds.folder)
-        except NoDeltaError as error:
+        except LinkError as error:
             folds.end()
             self._job.check_is_there()
             folds.damaged = ahead.sequence
@@ -307,7 +307,7 @@ class Attempts:
         try:
             self.publisher.check_room(save)
         except NoRoomError as error:
-            if not self.tidying.gave_up_deltas(error):
+            if not self.tidying.gave_up_links(error):
                 raise
             self.publisher.check_room(save)
 

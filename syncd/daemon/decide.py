@@ -10,7 +10,7 @@ from typing import Final
 
 from syncd.checkpoint.save import Links, Save, SavedWeights, Unfinished, WholeSave
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.ways import DeltaSeen, Way, chain_to
+from syncd.daemon.ways import LinkSeen, Way, chain_to
 from syncd.protocol.names import STATE_POINTER, printable, version_folder
 from syncd.protocol.records import Ahead, Pause, RollbackRequest, SaveId
 
@@ -109,7 +109,7 @@ class Observation:
         living: the sessions with a heartbeat, of those that have a lease, a build or a report.
         served_request: the id of the rollback request that LATEST results from, if any.
         way: the way back from the pointer's save.
-        links: the links that lead from LATEST's version, by their targets.
+        unfolded: the links that lead from LATEST's version, by their targets.
         ahead, closed: as in LATEST; ``closed`` is also set while LATEST is a rollback.
         outcome: of the pointer's save, if any.
         must_fold: True if a live explorer cannot follow ahead now, or a fold has begun.
@@ -125,7 +125,7 @@ class Observation:
     latest: int = 0
     full_bytes: int | None = None
     versions: tuple[int, ...] = ()
-    deltas: tuple[DeltaSeen, ...] = ()
+    links: tuple[LinkSeen, ...] = ()
     lease_folders: tuple[int, ...] = ()
     leases: tuple[LeaseSeen, ...] = ()
     steps: tuple[StepSeen, ...] = ()
@@ -138,7 +138,7 @@ class Observation:
     rollbacks: Sequence[RollbackRequest] = ()
     served_request: str | None = None
     way: Way = field(default_factory=Way)
-    links: Mapping[str, DeltaSeen] = field(default_factory=dict)
+    unfolded: Mapping[str, LinkSeen] = field(default_factory=dict)
     ahead: Ahead | None = None
     closed: bool = False
     outcome: str = ""
@@ -175,7 +175,7 @@ class CloseLinks:
 class Fold:
     """Make a full version of LATEST's version and these links, or publish it."""
 
-    chain: tuple[DeltaSeen, ...]
+    chain: tuple[LinkSeen, ...]
 
 
 @dataclass(frozen=True)
@@ -241,8 +241,8 @@ class CloseLeaseFolder:
 
 
 @dataclass(frozen=True)
-class PruneDelta:
-    """Delete a delta."""
+class PruneLink:
+    """Delete a link, or a delta of 0.2."""
 
     sequence: int
     why: str
@@ -264,7 +264,7 @@ class Learn:
 
 
 #: The actions that delete data of the job.
-Pruning = DropLease | RetireVersion | PruneDelta | PruneStep
+Pruning = DropLease | RetireVersion | PruneLink | PruneStep
 #: The actions that make new versions or links.
 New = Publish | MakeLinks | CloseLinks | Fold | Republish
 Action = New | GiveUp | AnswerRequest | Skip | Forget | CloseLeaseFolder | Learn | Pruning
@@ -310,7 +310,7 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
     prunings: tuple[Action, ...] = (
         *_leases(seen, config),
         *_versions(seen, config),
-        *_deltas(seen, config),
+        *_links(seen, config),
         *_steps(seen, config),
     )
     pending = bool(new) or by_waiting or (seen.ahead is not None and seen.may_fold)
@@ -359,7 +359,7 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveU
 
 
 def _link(save: Links, seen: Observation) -> tuple[New, ...]:
-    link, way = seen.links.get(save.identity), seen.way
+    link, way = seen.unfolded.get(save.identity), seen.way
     if link is not None:
         named = seen.ahead.sequence if seen.ahead else seen.latest
         return (MakeLinks(way.saves[:1], link.sequence),) if link.sequence > named else ()
@@ -375,7 +375,7 @@ def _fold(seen: Observation, config: DaemonConfig) -> tuple[Fold, ...]:
     """Fold by need: for explorers of whole versions, to spare links, or if no save comes."""
     if seen.ahead is None or not seen.may_fold:
         return ()
-    chain = tuple(chain_to(seen.ahead.save_id, seen.links))
+    chain = tuple(chain_to(seen.ahead.save_id, seen.unfolded))
     quiet = _IDLE_TICKS * config.tick if config.exit_when_idle else _QUIET
     needed = (
         seen.must_fold,
@@ -418,27 +418,26 @@ def _versions(
             yield CloseLeaseFolder(sequence)
 
 
-def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
-    """Deltas to delete. A chain of deltas larger than half a version helps no explorer.
+def _links(seen: Observation, config: DaemonConfig) -> Iterable[PruneLink]:
+    """Links to delete. A chain of links larger than half a version helps no explorer.
 
-    Every chain ends with the newest delta, so all deltas older than a pruned delta are pruned too.
+    Every chain ends with the newest link, so all links older than a pruned one are pruned too.
     """
-    together = 0
-    newest_first = sorted(seen.deltas, key=lambda delta: -delta.sequence)
+    together = count = 0
     at_most = seen.full_bytes / 2 if seen.full_bytes is not None else math.inf
-    for count, delta in enumerate((d for d in newest_first if d.sequence <= seen.latest), start=1):
-        together += delta.bytes
+    for link in sorted(seen.links, key=lambda link: -link.sequence):
+        if link.sequence > seen.latest:
+            if link.base is not None and seen.unfolded.get(link.target) != link:
+                yield PruneLink(link.sequence, "it does not lead from LATEST's version")
+            continue
+        together, count = together + link.bytes, count + 1
         if config.deltas == "off":
-            yield PruneDelta(delta.sequence, "deltas are off")
+            yield PruneLink(link.sequence, "deltas are off")
         elif count > config.keep_deltas:
-            yield PruneDelta(delta.sequence, f"not among the newest {config.keep_deltas}")
+            yield PruneLink(link.sequence, f"not among the newest {config.keep_deltas}")
         elif together > at_most:
-            why = "this and all newer deltas together exceed half the bytes of a version"
-            yield PruneDelta(delta.sequence, why)
-    for delta in seen.deltas:
-        strays = delta.base is not None and seen.links.get(delta.target) != delta
-        if strays and delta.sequence > seen.latest:
-            yield PruneDelta(delta.sequence, "it does not lead from LATEST's version")
+            why = "this and all newer ones together exceed half the bytes of a version"
+            yield PruneLink(link.sequence, why)
 
 
 def newest(sequences: Iterable[int], count: int) -> frozenset[int]:
@@ -464,7 +463,7 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
     announced = seen.pointer.step if seen.announced_step is None else seen.announced_step
     on_way = {save.step for save in seen.way.saves}
     # Also those that are linked already, because an older daemon would discard the links.
-    on_way.update(saved.step for one in seen.links if (saved := SaveId.parse(one)))
+    on_way.update(saved.step for one in seen.unfolded if (saved := SaveId.parse(one)))
     doubts = (
         step.outcome not in {"published", "skipped"},
         step.found != step.recorded,

@@ -80,7 +80,7 @@ class Folds:
         ``size`` is that of the version. Call :meth:`end` when it is published, or after an error.
 
         Raises:
-            NoDeltaError: a link is damaged.
+            LinkError: a link is damaged.
             NoRoomError, OSError: the fold can be tried again.
         """
         if self._child is None:

@@ -22,7 +22,7 @@ from syncd.daemon.decide import (
     MakeLinks,
     New,
     Observation,
-    PruneDelta,
+    PruneLink,
     PruneStep,
     Pruning,
     Publish,
@@ -85,7 +85,7 @@ class Loop:
         self._attempts = Attempts(
             tenure, self._publisher, self._reporter, self._tidying, self._folds
         )
-        self._follow: set[bool] = set()
+        self._follow_ahead: list[bool] = []  # for each live explorer
         self._prunings_left = False
 
     def begin(self) -> None:
@@ -180,7 +180,7 @@ class Loop:
                 self._pruner.close_leases(sequence)
             case Learn(step):
                 self._learn_in_turn(step)
-            case DropLease() | RetireVersion() | PruneDelta() | PruneStep():
+            case DropLease() | RetireVersion() | PruneLink() | PruneStep():
                 if self._prune(action):
                     self.pruned.append(action)
         return ""
@@ -207,9 +207,9 @@ class Loop:
                 what, gone = "lease", self._pruner.drop_lease(action)
             case RetireVersion():
                 what, gone = "version", self._pruner.retire_version(action)
-            case PruneDelta():
+            case PruneLink():
                 what, gone = "delta", True
-                self._pruner.prune_delta(action)
+                self._pruner.prune_link(action)
             case PruneStep():
                 what, gone = "step", self._pruner.prune_step(action)
                 if gone:
@@ -244,7 +244,7 @@ class Loop:
             sequence = (latest.ahead or latest).sequence if latest else 0
             for load in self._going_live.look(seen.leases, sequence, seen.living):
                 self._journal.live(load)
-            self._follow = self._going_live.follow(seen.living)
+            self._follow_ahead = self._going_live.follow_ahead(seen.living)
         except OSError as error:
             self._job.check_is_there()
             self.tenure.meter.failed(error)  # the next round looks again
@@ -262,7 +262,7 @@ class Loop:
             save_id=self._publisher.save_id,
             ahead=ahead,
             closed=bool(latest and latest.closed),
-            must_fold=False in self._follow or self._folds.folder is not None,
+            must_fold=not all(self._follow_ahead) or self._folds.folder is not None,
             may_fold=ahead is not None and self._folds.damaged != ahead.sequence,
         )
 
@@ -271,7 +271,7 @@ class Loop:
         config = self.config
         if config.deltas == "off" or not (config.digests and self.publishes) or config.cast:
             return "deltas are off, or versions are cast or have no digests"
-        if True not in self._follow:
+        if not any(self._follow_ahead):
             return (
                 "no live explorer follows ahead, which needs a stage folder on another filesystem, "
                 "and syncd[deltas]"

@@ -1,4 +1,4 @@
-"""Pruning of versions, deltas, step folders and dead leases, with a line in the audit log."""
+"""Pruning of versions, links, step folders and dead leases, with a line in the audit log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from syncd.daemon.decide import (
     DropLease,
-    PruneDelta,
+    PruneLink,
     PruneStep,
     RetireVersion,
     StepSeen,
@@ -26,8 +26,8 @@ from syncd.protocol.names import (
     LORA_ADAPTER,
     RECEIPTS,
     SAVING,
-    delta_folder,
-    parse_delta_folder,
+    link_folder,
+    parse_link_folder,
     parse_step_folder,
     parse_version_folder,
     step_folder,
@@ -49,7 +49,7 @@ _What = Literal["version", "step", "lease", "delta"]
 _FOLDERS: Final[dict[_What, Callable[[str], int | None]]] = {
     "step": parse_step_folder,
     "version": parse_version_folder,
-    "delta": parse_delta_folder,
+    "delta": parse_link_folder,
 }
 _LEFT: Final = "marked for deletion, but not yet deleted when this daemon took over"
 
@@ -89,23 +89,23 @@ class Pruner:
         self._storage.remove_tree(doomed)
         return True
 
-    def prune_delta(self, action: PruneDelta) -> None:
-        """Delete a delta. Deltas have no leases, because readers can read the version instead."""
+    def prune_link(self, action: PruneLink) -> None:
+        """Delete a link. Links have no leases, because readers can read the version instead."""
         try:
-            doomed = self.epoch.condemn(self._layout.delta(action.sequence))
+            doomed = self.epoch.condemn(self._layout.link(action.sequence))
         except FileNotFoundError:
             return
-        self._record("delta", delta_folder(action.sequence), action.why)
+        self._record("delta", link_folder(action.sequence), action.why)
         self._storage.remove_tree(doomed)
 
-    def prune_all_deltas(self, why: str) -> bool:
-        """Delete all deltas, but no links above LATEST; returns whether there was any delta."""
+    def prune_links(self, why: str) -> bool:
+        """Delete all links up to LATEST; returns whether there were any."""
         latest = self.job.read(Latest, self._layout.latest)
-        deltas = numbers_in(self._storage, self._layout.deltas, parse_delta_folder)
-        found = [one for one in deltas if latest is None or one <= latest.sequence]
-        for sequence in found:
-            self.prune_delta(PruneDelta(sequence, why))
-        return bool(found)
+        numbers = numbers_in(self._storage, self._layout.deltas, parse_link_folder)
+        links = [number for number in numbers if latest is None or number <= latest.sequence]
+        for sequence in links:
+            self.prune_link(PruneLink(sequence, why))
+        return bool(links)
 
     def drop_lease(self, action: DropLease) -> bool:
         """Remove a dead explorer's lease; returns False if the lease was already gone."""

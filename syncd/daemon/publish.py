@@ -41,7 +41,7 @@ from syncd.protocol.records import (
     SaveOutcomes,
     encode,
 )
-from syncd.protocol.version_events import DeltaDiscarded, VersionDiscarded
+from syncd.protocol.version_events import LinkDiscarded, VersionDiscarded
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import GONE, Ignoring, is_gone
 from syncd.storage.job import IF_ANY, Job
@@ -110,8 +110,8 @@ class Publisher:
             self._job.layout.lease_folder(self.latest.sequence)
         ):
             self._epoch.open_leasing(self.latest.sequence)
-        for sequence in found.deltas_above:
-            self._discard_delta(sequence)
+        for sequence in found.strays:
+            self._discard_link(sequence)
         ahead = self.latest.ahead if self.latest else None
         if ahead is not None and ahead.save_id not in found.links:
             self.advance(None)
@@ -123,11 +123,11 @@ class Publisher:
             self.outcomes.found_published(served)
         return found.adopted
 
-    def _discard_delta(self, sequence: int) -> None:
-        """Discard a delta to a version above LATEST; a failure is harmless."""
-        DeltaDiscarded(sequence).tell(log)
+    def _discard_link(self, sequence: int) -> None:
+        """Discard a link above LATEST; a failure is harmless."""
+        LinkDiscarded(sequence).tell(log)
         try:
-            self._epoch.condemn(self._job.layout.delta(sequence))
+            self._epoch.condemn(self._job.layout.link(sequence))
         except OSError as error:
             if not is_gone(error):
                 CleanupDelayed(error).tell(log)

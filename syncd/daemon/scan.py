@@ -15,15 +15,15 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState
 from syncd.daemon.steering import LetBe, Steering
 from syncd.daemon.steps import LOOK_AGAIN, Steps
-from syncd.daemon.ways import DeltaSeen, Way, links_from, look_at_delta, way_back
+from syncd.daemon.ways import LinkSeen, Way, links_from, look_at_link, way_back
 from syncd.protocol.errors import RecordError
 from syncd.protocol.names import (
     CHECKPOINT_POINTER,
     DCP_METADATA,
     STATE_POINTER,
     is_name,
-    parse_delta_folder,
     parse_lease_marker,
+    parse_link_folder,
     parse_pointer,
     parse_step_folder,
     parse_version_folder,
@@ -90,7 +90,7 @@ class Scanner:
         self._living: frozenset[str] = frozenset()
         self._benches: list[str] = []
         self.dead_benches: list[str] = []
-        self._deltas_seen: dict[int, DeltaSeen] = {}  # a delta never changes
+        self._links_seen: dict[int, LinkSeen] = {}  # a link never changes
         self._steps = Steps(self.job, self.clock)
         self._let_be = LetBe(clock=self.clock)
         self._steering = Steering(self.job)
@@ -102,13 +102,13 @@ class Scanner:
         self._lookout.tick = min(config.tick, self._longest_tick)
         pointer, pointer_key = self._pointer(self._pointer_file)
         checkpoint, checkpoint_key = self._pointer(self._layout.checkpoint_pointer)
-        deltas = self._deltas()
-        links = links_from(known.latest, known.save_id, deltas)
+        links = self._links()
+        unfolded = links_from(known.latest, known.save_id, links)
         self._look_at_pointed(pointer, pointer_key, known)
         benched = self._benched()
         save = self._save
         outcome = known.outcomes.get(save.step) if save else None
-        told = outcome.outcome if outcome and save and outcome.identity == save.known_as else ""
+        ended = outcome.outcome if outcome and save and outcome.identity == save.known_as else ""
         versions = numbers_in(self._storage, self._layout.published, parse_version_folder)
         lease_folders = numbers_in(self._storage, self._layout.leases, parse_version_folder)
         # A listing may be outdated, so look up the lease folder of each version that seems retired.
@@ -130,7 +130,7 @@ class Scanner:
             latest=known.latest,
             full_bytes=known.full_bytes,
             versions=tuple(versions),
-            deltas=deltas,
+            links=links,
             lease_folders=tuple(lease_folders),
             leases=tuple(self._leases(lease_folders, known.sessions)),
             living=self._living,
@@ -142,11 +142,11 @@ class Scanner:
             pause=self._steering.pause(),
             rollbacks=self._steering.rollbacks(),
             served_request=known.served_request,
-            way=self._way(known, links),
-            links=links,
+            way=self._way(known, unfolded),
+            unfolded=unfolded,
             ahead=known.ahead,
             closed=known.closed,
-            outcome=told,
+            outcome=ended,
             must_fold=known.must_fold,
             may_fold=known.may_fold,
         )
@@ -263,20 +263,20 @@ class Scanner:
         self._settled = (key, known.published_save, known.ahead) if settled else None
         self._settled_at = self.clock()
 
-    def _deltas(self) -> tuple[DeltaSeen, ...]:
-        before, folder, seen = self._deltas_seen, self._layout.deltas, {}
+    def _links(self) -> tuple[LinkSeen, ...]:
+        before, folder, seen = self._links_seen, self._layout.deltas, {}
         with self._let_be.ignoring(folder):
-            for n in numbers_in(self._storage, folder, parse_delta_folder):
-                seen[n] = before[n] if n in before else look_at_delta(self.job, n)
-            self._deltas_seen = seen
+            for n in numbers_in(self._storage, folder, parse_link_folder):
+                seen[n] = before[n] if n in before else look_at_link(self.job, n)
+            self._links_seen = seen
         return tuple(seen.values())
 
-    def _way(self, known: Known, links: Mapping[str, DeltaSeen]) -> Way:
+    def _way(self, known: Known, unfolded: Mapping[str, LinkSeen]) -> Way:
         def look(step: int) -> Save:
             return look_into_step(self._storage, self._layout.step(step), step)
 
         refused = {one.identity for one in known.outcomes.values() if one.outcome == "quarantined"}
-        joined = {*links, known.save_id or ""}
+        joined = {*unfolded, known.save_id or ""}
         return way_back(self._save, joined, refused | {known.published_save or ""}, look)
 
     def _leases(self, sequences: Iterable[int], others: Collection[str]) -> list[LeaseSeen]:

@@ -11,14 +11,14 @@ from typing import Any, Final
 
 from syncd.daemon.steering import Steering
 from syncd.daemon.telling.journal import read_journal
-from syncd.daemon.ways import DeltaSeen, links_from, look_at_delta
+from syncd.daemon.ways import LinkSeen, links_from, look_at_link
 from syncd.protocol.amounts import few, span
 from syncd.protocol.errors import JobUnavailableError, SyncdError
 from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.names import (
     PINNED,
-    parse_delta_folder,
     parse_lease_marker,
+    parse_link_folder,
     parse_step_folder,
     parse_version_folder,
 )
@@ -207,12 +207,12 @@ def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:
         return {"unseen": str(error)}
 
 
-def _links(job: Job, latest: Latest | None) -> list[DeltaSeen]:
+def _links(job: Job, latest: Latest | None) -> list[LinkSeen]:
     """The links that lead from LATEST's version, oldest first."""
-    seen: list[DeltaSeen] = []
-    for sequence in filter(None, map(parse_delta_folder, _names(job.storage, job.layout.deltas))):
+    seen: list[LinkSeen] = []
+    for sequence in filter(None, map(parse_link_folder, _names(job.storage, job.layout.deltas))):
         with suppress(OSError):
-            seen.append(look_at_delta(job, sequence))
+            seen.append(look_at_link(job, sequence))
     return list(links_from(latest.sequence, latest.save_id, seen).values()) if latest else []
 
 

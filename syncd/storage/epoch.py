@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 
 #: No daemon reaches this number by counting, so no daemon made a room with this number.
 _LAST_ROOM: Final = 10**17
-#: The name of the new, empty folder ``deltas/`` in a room.
-ALL_DELTAS: Final = "deltas"
 #: A longer name is cut to this number of bytes when it is moved into a room.
 _LONGEST: Final = 200
 #: The most attempts to empty a lower room.
@@ -138,13 +136,13 @@ class Epoch:
         """Commit a built version: rename it to ``published/``, which uses up its sequence."""
         return self.commit_build(version_folder(sequence), self._job.layout.version(sequence))
 
-    def commit_delta(self, name: str) -> None:
-        """Commit a delta or a link. ``deltas/`` itself is also made by a rename."""
-        deltas = self._job.layout.deltas
-        if not self._storage.exists(deltas):
-            self.start_build(ALL_DELTAS)
-            self.commit_build(ALL_DELTAS, deltas)
-        self.commit_build(name, deltas / name)
+    def commit_link(self, name: str) -> None:
+        """Commit a link. ``deltas/`` itself is also made by a rename."""
+        links = self._job.layout.deltas
+        if not self._storage.exists(links):
+            self.start_build(links.name)
+            self.commit_build(links.name, links)
+        self.commit_build(name, links / name)
 
     def commit_build(self, name: str, target: Path) -> Path:
         """Commit a build by one rename.

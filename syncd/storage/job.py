@@ -348,7 +348,7 @@ def daemon_hint(folder: Path, *, lives: bool, is_memory: bool = False) -> str:
 
 
 def numbers_in(storage: Storage, folder: Path, parse: Callable[[str], int | None]) -> list[int]:
-    """The numbers of the versions, deltas or steps in a folder, lowest first."""
+    """The numbers of the versions, links or steps in a folder, lowest first."""
     return sorted(n for name in storage.names(folder) if (n := parse(name)) is not None)
 
 

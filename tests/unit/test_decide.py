@@ -14,7 +14,7 @@ from syncd.daemon.decide import (
     Observation,
     Pointer,
     PointerState,
-    PruneDelta,
+    PruneLink,
     PruneStep,
     Publish,
     Republish,
@@ -23,7 +23,7 @@ from syncd.daemon.decide import (
     StepSeen,
     decide,
 )
-from syncd.daemon.ways import DeltaSeen
+from syncd.daemon.ways import LinkSeen
 from syncd.protocol.names import CHECKPOINT_POINTER
 from syncd.protocol.records import Pause, Receipt, RollbackRequest
 
@@ -165,12 +165,12 @@ def test_the_lease_folder_of_a_version_that_is_gone_is_closed_when_it_is_empty()
 def test_deltas_beyond_half_a_version_or_the_number_to_keep_go_newest_first(
     sizes: dict[int, int], full_bytes: int | None, keep_deltas: int, gone: list[int]
 ) -> None:
-    found = tuple(DeltaSeen(sequence, size) for sequence, size in sizes.items())
+    found = tuple(LinkSeen(sequence, size) for sequence, size in sizes.items())
     decision = decide(
-        job(deltas=found, full_bytes=full_bytes),
+        job(links=found, full_bytes=full_bytes),
         CONFIG.model_copy(update={"keep_deltas": keep_deltas}),
     )
-    pruned = [action for action in decision.actions if isinstance(action, PruneDelta)]
+    pruned = [action for action in decision.actions if isinstance(action, PruneLink)]
     assert [action.sequence for action in pruned] == gone
 
 
