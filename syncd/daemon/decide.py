@@ -12,7 +12,7 @@ from syncd.checkpoint.save import Links, Save, SavedWeights, Unfinished, WholeSa
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.ways import LinkSeen, Way, chain_to
 from syncd.protocol.names import STATE_POINTER, printable, version_folder
-from syncd.protocol.records import Ahead, Pause, RollbackRequest, SaveId
+from syncd.protocol.records import Ahead, Pause, RollbackRequest, SaveId, SaveOutcome
 
 #: Seconds to wait for a step's remote path, which trainers write right after they make the folder.
 _PATH_TIME: Final = 60.0
@@ -87,8 +87,38 @@ class StepSeen:
 
 
 @dataclass(frozen=True)
-class Observation:
-    """A job at one moment.
+class Known:
+    """The daemon's own knowledge of a job.
+
+    Attributes:
+        latest: LATEST's sequence; 0 before the first version.
+        published_save: the identity of the save that LATEST was made from; a rollback keeps it.
+        outcomes: of each step's last save.
+        served_request: the id of the rollback request that LATEST results from, if any.
+        full_bytes: the bytes of LATEST's files.
+        sessions: participants to judge, beside the sessions with a lease or a build.
+        save_id: the save of LATEST's version.
+        ahead, closed: as in LATEST; ``closed`` is also set while LATEST is a rollback.
+        must_fold: True if a live explorer cannot follow ahead now, or a fold has begun.
+        may_fold: False if a link to ahead is damaged.
+    """
+
+    latest: int = 0
+    published_save: str | None = None
+    outcomes: Mapping[int, SaveOutcome] = field(default_factory=dict)
+    served_request: str | None = None
+    full_bytes: int | None = None
+    sessions: Collection[str] = ()
+    save_id: str | None = None
+    ahead: Ahead | None = None
+    closed: bool = False
+    must_fold: bool = False
+    may_fold: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation(Known):
+    """A job at one moment: what the daemon knows, and what it sees.
 
     Attributes:
         pointer: the pointer that names the step to publish.
@@ -97,9 +127,6 @@ class Observation:
             subfolder looks like a job.
         save: the save that ``pointer`` names, if any.
         save_still_for: seconds since ``save`` was first seen in its present state.
-        published_save: the identity of the save that LATEST was made from; a rollback keeps it.
-        latest: LATEST's sequence; 0 before the first version.
-        full_bytes: the bytes of LATEST's files.
         lease_folders: the sequences of versions that can be leased.
         unrecorded: complete saves of steps below the pointer, without a recorded outcome.
         vanished: steps with a recorded outcome but without a folder.
@@ -107,13 +134,9 @@ class Observation:
         announced_step: the step that the trainer began to save last; None without its report, 0
             if the report names no step or is unreadable.
         living: the sessions with a heartbeat, of those that have a lease, a build or a report.
-        served_request: the id of the rollback request that LATEST results from, if any.
         way: the way back from the pointer's save.
         unfolded: the links that lead from LATEST's version, by their targets.
-        ahead, closed: as in LATEST; ``closed`` is also set while LATEST is a rollback.
         outcome: of the pointer's save, if any.
-        must_fold: True if a live explorer cannot follow ahead now, or a fold has begun.
-        may_fold: False if a link to ahead is damaged.
     """
 
     pointer: Pointer
@@ -121,9 +144,6 @@ class Observation:
     instead: str = ""
     save: Save | None = None
     save_still_for: float = 0.0
-    published_save: str | None = None
-    latest: int = 0
-    full_bytes: int | None = None
     versions: tuple[int, ...] = ()
     links: tuple[LinkSeen, ...] = ()
     lease_folders: tuple[int, ...] = ()
@@ -136,14 +156,9 @@ class Observation:
     living: Collection[str] = ()
     pause: Pause | None = None
     rollbacks: Sequence[RollbackRequest] = ()
-    served_request: str | None = None
     way: Way = field(default_factory=Way)
     unfolded: Mapping[str, LinkSeen] = field(default_factory=dict)
-    ahead: Ahead | None = None
-    closed: bool = False
     outcome: str = ""
-    must_fold: bool = False
-    may_fold: bool = False
 
 
 @dataclass(frozen=True)

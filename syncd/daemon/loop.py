@@ -18,6 +18,7 @@ from syncd.daemon.decide import (
     Fold,
     Forget,
     GiveUp,
+    Known,
     Learn,
     MakeLinks,
     New,
@@ -35,7 +36,7 @@ from syncd.daemon.folds import Folds, FoldWork
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
-from syncd.daemon.scan import Known, Scanner
+from syncd.daemon.scan import Scanner
 from syncd.daemon.signs import JobNotice
 from syncd.daemon.telling.journal import GoingLive, lasting
 from syncd.daemon.tenure import Tenure

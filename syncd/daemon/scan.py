@@ -12,7 +12,7 @@ from typing import Final
 from syncd.checkpoint.save import Save, Unfinished, is_saved_over
 from syncd.checkpoint.step_save import look_into_step
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState
+from syncd.daemon.decide import Known, LeaseSeen, Observation, Pointer, PointerState
 from syncd.daemon.steering import LetBe, Steering
 from syncd.daemon.steps import LOOK_AGAIN, Steps
 from syncd.daemon.ways import LinkSeen, Way, links_from, look_at_link, way_back
@@ -28,7 +28,7 @@ from syncd.protocol.names import (
     parse_step_folder,
     parse_version_folder,
 )
-from syncd.protocol.records import Ahead, SaveOutcome, parse
+from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Signature
@@ -40,27 +40,6 @@ log = logging.getLogger(__name__)
 _POINTER_LIMIT: Final = 4096
 #: How many names in a folder without a pointer are checked, to find a job below it.
 _MOST_BELOW: Final = 100
-
-
-@dataclass(frozen=True)
-class Known:
-    """The daemon's own knowledge of a job; see :class:`Observation` and :class:`Outcomes`.
-
-    ``sessions`` are those of participants to judge, beside the sessions with a lease or a build.
-    ``save_id`` is the save of LATEST's version.
-    """
-
-    latest: int
-    published_save: str | None
-    outcomes: Mapping[int, SaveOutcome]
-    served_request: str | None = None
-    full_bytes: int | None = None
-    sessions: Collection[str] = ()
-    save_id: str | None = None
-    ahead: Ahead | None = None
-    closed: bool = False
-    must_fold: bool = False
-    may_fold: bool = False
 
 
 @dataclass
@@ -121,14 +100,12 @@ class Scanner:
             pointer, (pointer_key, checkpoint_key, known.published_save, config), known.outcomes
         )
         return Observation(
+            **vars(known),
             pointer=pointer,
             checkpoint=checkpoint,
             instead=self._instead(known) if pointer.state is PointerState.MISSING else "",
             save=save,
             save_still_for=self.clock() - self._save_since,
-            published_save=known.published_save,
-            latest=known.latest,
-            full_bytes=known.full_bytes,
             versions=tuple(versions),
             links=links,
             lease_folders=tuple(lease_folders),
@@ -141,14 +118,9 @@ class Scanner:
             announced_step=self._announced() if steps else None,
             pause=self._steering.pause(),
             rollbacks=self._steering.rollbacks(),
-            served_request=known.served_request,
             way=self._way(known, unfolded),
             unfolded=unfolded,
-            ahead=known.ahead,
-            closed=known.closed,
             outcome=ended,
-            must_fold=known.must_fold,
-            may_fold=known.may_fold,
         )
 
     @property

@@ -11,13 +11,14 @@ from typing import Final
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
+    Known,
     Learn,
     Pruning,
     Skip,
     decide,
 )
 from syncd.daemon.loop import Loop
-from syncd.daemon.scan import Known, Scanner
+from syncd.daemon.scan import Scanner
 from syncd.daemon.steering import Steering
 from syncd.daemon.tenure import Tenure
 from syncd.protocol.errors import JobUnavailableError, RecordError, SupersededError
