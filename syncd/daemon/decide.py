@@ -10,7 +10,7 @@ from typing import Final
 
 from syncd.checkpoint.save import Links, Save, SavedWeights, Unfinished, WholeSave
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.ways import LinkSeen, Way, chain_to
+from syncd.daemon.ways import LinkSeen, Way
 from syncd.protocol.names import STATE_POINTER, printable, version_folder
 from syncd.protocol.records import Ahead, Pause, RollbackRequest, SaveId, SaveOutcome
 
@@ -135,7 +135,7 @@ class Observation(Known):
             if the report names no step or is unreadable.
         living: the sessions with a heartbeat, of those that have a lease, a build or a report.
         way: the way back from the pointer's save.
-        unfolded: the links that lead from LATEST's version, by their targets.
+        chains: the links that lead from LATEST's version to each save, oldest first.
         outcome: of the pointer's save, if any.
     """
 
@@ -157,7 +157,7 @@ class Observation(Known):
     pause: Pause | None = None
     rollbacks: Sequence[RollbackRequest] = ()
     way: Way = field(default_factory=Way)
-    unfolded: Mapping[str, LinkSeen] = field(default_factory=dict)
+    chains: Mapping[str, Sequence[LinkSeen]] = field(default_factory=dict)
     outcome: str = ""
 
 
@@ -190,7 +190,7 @@ class CloseLinks:
 class Fold:
     """Make a full version of LATEST's version and these links, or publish it."""
 
-    chain: tuple[LinkSeen, ...]
+    chain: Sequence[LinkSeen]
 
 
 @dataclass(frozen=True)
@@ -374,10 +374,10 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveU
 
 
 def _link(save: Links, seen: Observation) -> tuple[New, ...]:
-    link, way = seen.unfolded.get(save.identity), seen.way
-    if link is not None:
-        named = seen.ahead.sequence if seen.ahead else seen.latest
-        return (MakeLinks(way.saves[:1], link.sequence),) if link.sequence > named else ()
+    chain, way = seen.chains.get(save.identity), seen.way
+    if chain is not None:
+        named, sequence = seen.ahead.sequence if seen.ahead else seen.latest, chain[-1].sequence
+        return (MakeLinks(way.saves[:1], sequence),) if sequence > named else ()
     if way.joins and not seen.closed:
         return (MakeLinks(way.saves[::-1]),)
     if way.full is not None:
@@ -390,7 +390,7 @@ def _fold(seen: Observation, config: DaemonConfig) -> tuple[Fold, ...]:
     """Fold by need: for explorers of whole versions, to spare links, or if no save comes."""
     if seen.ahead is None or not seen.may_fold:
         return ()
-    chain = tuple(chain_to(seen.ahead.save_id, seen.unfolded))
+    chain = seen.chains.get(seen.ahead.save_id, ())
     quiet = _IDLE_TICKS * config.tick if config.exit_when_idle else _QUIET
     needed = (
         seen.must_fold,
@@ -442,7 +442,7 @@ def _links(seen: Observation, config: DaemonConfig) -> Iterable[PruneLink]:
     at_most = seen.full_bytes / 2 if seen.full_bytes is not None else math.inf
     for link in sorted(seen.links, key=lambda link: -link.sequence):
         if link.sequence > seen.latest:
-            if link.base is not None and seen.unfolded.get(link.target) != link:
+            if link.base is not None and link not in seen.chains.get(link.target, ()):
                 yield PruneLink(link.sequence, "it does not lead from LATEST's version")
             continue
         together, count = together + link.bytes, count + 1
@@ -478,7 +478,7 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
     announced = seen.pointer.step if seen.announced_step is None else seen.announced_step
     on_way = {save.step for save in seen.way.saves}
     # Also those that are linked already, because an older daemon would discard the links.
-    on_way.update(saved.step for one in seen.unfolded if (saved := SaveId.parse(one)))
+    on_way.update(saved.step for one in seen.chains if (saved := SaveId.parse(one)))
     doubts = (
         step.outcome not in {"published", "skipped"},
         step.found != step.recorded,

@@ -113,7 +113,7 @@ class Publisher:
         for sequence in found.strays:
             self._discard_link(sequence)
         ahead = self.latest.ahead if self.latest else None
-        if ahead is not None and ahead.save_id not in found.links:
+        if ahead is not None and ahead.save_id not in found.chains:
             self.advance(None)
         if served is None:
             return None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.version import read_manifest
-from syncd.daemon.ways import LinkSeen, links_from, look_at_link
+from syncd.daemon.ways import LinkSeen, chains_from, look_at_link
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
 from syncd.protocol.events import LeftAlone, RecordMissed
 from syncd.protocol.names import parse_link_folder, parse_version_folder
@@ -37,8 +37,8 @@ class FoundVersions:
         adopted: the manifest of the highest finished version above LATEST, if any.
         unfinished: the incomplete, unleased versions above ``adopted``; above LATEST if ``adopted``
             is None.
-        links: the links that lead from ``adopted``, or from LATEST's version if ``adopted`` is
-            None, by the saves to which they lead.
+        chains: the links that lead from ``adopted``, or from LATEST's version if ``adopted`` is
+            None, to each save.
         strays: the other links above that version; no explorer can use them.
     """
 
@@ -46,7 +46,7 @@ class FoundVersions:
     served: Manifest | None = None
     adopted: Manifest | None = None
     unfinished: list[int] = field(default_factory=list)
-    links: dict[str, LinkSeen] = field(default_factory=dict)
+    chains: dict[str, tuple[LinkSeen, ...]] = field(default_factory=dict)
     strays: list[int] = field(default_factory=list)
     outcomes: dict[int, SaveOutcome] = field(default_factory=dict)
     highest: int = 0
@@ -105,8 +105,8 @@ def look_back(job: Job) -> FoundVersions:
     for sequence in (number for number in links if number > last + _BELIEVED):
         LeftAlone(layout.link(sequence), "no daemon made it").tell(log)
     above = [look_at_link(job, number) for number in links if last < number <= last + _BELIEVED]
-    found.links = links_from(last, newest.save_id if newest else None, above)
-    found.strays = [one.sequence for one in above if found.links.get(one.target) != one]
+    found.chains = chains_from(last, newest.save_id if newest else None, above)
+    found.strays = [one.sequence for one in above if one not in found.chains.get(one.target, ())]
     return found
 
 

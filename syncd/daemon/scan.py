@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,7 +15,7 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Known, LeaseSeen, Observation, Pointer, PointerState
 from syncd.daemon.steering import LetBe, Steering
 from syncd.daemon.steps import LOOK_AGAIN, Steps
-from syncd.daemon.ways import LinkSeen, Way, links_from, look_at_link, way_back
+from syncd.daemon.ways import LinkSeen, Way, chains_from, look_at_link, way_back
 from syncd.protocol.errors import RecordError
 from syncd.protocol.names import (
     CHECKPOINT_POINTER,
@@ -82,7 +82,7 @@ class Scanner:
         pointer, pointer_key = self._pointer(self._pointer_file)
         checkpoint, checkpoint_key = self._pointer(self._layout.checkpoint_pointer)
         links = self._links()
-        unfolded = links_from(known.latest, known.save_id, links)
+        chains = chains_from(known.latest, known.save_id, links)
         self._look_at_pointed(pointer, pointer_key, known)
         benched = self._benched()
         save = self._save
@@ -118,8 +118,8 @@ class Scanner:
             announced_step=self._announced() if steps else None,
             pause=self._steering.pause(),
             rollbacks=self._steering.rollbacks(),
-            way=self._way(known, unfolded),
-            unfolded=unfolded,
+            way=self._way(known, chains),
+            chains=chains,
             outcome=ended,
         )
 
@@ -243,12 +243,12 @@ class Scanner:
             self._links_seen = seen
         return tuple(seen.values())
 
-    def _way(self, known: Known, unfolded: Mapping[str, LinkSeen]) -> Way:
+    def _way(self, known: Known, linked: Iterable[str]) -> Way:
         def look(step: int) -> Save:
             return look_into_step(self._storage, self._layout.step(step), step)
 
         refused = {one.identity for one in known.outcomes.values() if one.outcome == "quarantined"}
-        joined = {*unfolded, known.save_id or ""}
+        joined = {*linked, known.save_id or ""}
         return way_back(self._save, joined, refused | {known.published_save or ""}, look)
 
     def _leases(self, sequences: Iterable[int], others: Collection[str]) -> list[LeaseSeen]:

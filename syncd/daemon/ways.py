@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from syncd.checkpoint.save import Links, Remote, Save, SavedWeights, Unfinished
@@ -51,24 +51,18 @@ def look_at_link(job: Job, sequence: int) -> LinkSeen:
     return seen if link is None else replace(seen, base=link.base, target=link.target)
 
 
-def links_from(version: int, save_id: str | None, links: Iterable[LinkSeen]) -> dict[str, LinkSeen]:
-    """The links above a version that lead from its save, by their targets."""
-    leading: dict[str, LinkSeen] = {}
+def chains_from(
+    version: int, save_id: str | None, links: Iterable[LinkSeen]
+) -> dict[str, tuple[LinkSeen, ...]]:
+    """The links above a version that lead from its save to each other save, oldest first."""
+    chains: dict[str, tuple[LinkSeen, ...]] = {}
     # A link comes after the link to its base, so links from a save to itself are no loop.
     for link in sorted(links, key=lambda link: link.sequence):
-        joins = link.base is not None and (link.base == save_id or link.base in leading)
-        if joins and link.sequence > version and link.target != save_id:
-            leading.setdefault(link.target, link)
-    return leading
-
-
-def chain_to(target: str, links: Mapping[str, LinkSeen]) -> list[LinkSeen]:
-    """The links to a save, oldest first; ``links`` is a result of :func:`links_from`."""
-    link, chain = links.get(target), []
-    while link is not None:
-        chain.append(link)
-        link = links.get(link.base or "")
-    return chain[::-1]
+        if link.base and link.sequence > version and link.target != save_id:
+            before = () if link.base == save_id else chains.get(link.base)
+            if before is not None:
+                chains.setdefault(link.target, (*before, link))
+    return chains
 
 
 def way_back(

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from syncd.daemon.steering import Steering
 from syncd.daemon.telling.journal import read_journal
-from syncd.daemon.ways import LinkSeen, links_from, look_at_link
+from syncd.daemon.ways import LinkSeen, chains_from, look_at_link
 from syncd.protocol.amounts import few, span
 from syncd.protocol.errors import JobUnavailableError, SyncdError
 from syncd.protocol.journal_lines import AuditLine
@@ -213,7 +213,8 @@ def _links(job: Job, latest: Latest | None) -> list[LinkSeen]:
     for sequence in filter(None, map(parse_link_folder, _names(job.storage, job.layout.deltas))):
         with suppress(OSError):
             seen.append(look_at_link(job, sequence))
-    return list(links_from(latest.sequence, latest.save_id, seen).values()) if latest else []
+    chains = chains_from(latest.sequence, latest.save_id, seen) if latest else {}
+    return [chain[-1] for chain in chains.values()]
 
 
 def _no_links(

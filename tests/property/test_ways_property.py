@@ -18,7 +18,7 @@ from syncd.daemon.decide import (
     StepSeen,
     decide,
 )
-from syncd.daemon.ways import LinkSeen, chain_to, links_from, way_back
+from syncd.daemon.ways import LinkSeen, chains_from, way_back
 from syncd.protocol.records import Ahead, Receipt
 
 STEPS = 7
@@ -66,11 +66,9 @@ LINKS = st.lists(
 def test_the_links_above_latest_lead_from_its_save_without_loops(
     links: list[LinkSeen], latest: int, save_id: str | None
 ) -> None:
-    unfolded = links_from(latest, save_id, links)
-    for target, link in unfolded.items():
-        assert link.sequence > latest
-        assert link.target == target != save_id
-        chain = chain_to(target, unfolded)
+    for target, chain in chains_from(latest, save_id, links).items():
+        assert chain[0].sequence > latest
+        assert chain[-1].target == target != save_id
         assert chain[0].base == save_id
         assert [one.target for one in chain[:-1]] == [one.base for one in chain[1:]]
         assert [one.sequence for one in chain] == sorted(one.sequence for one in chain)
@@ -104,12 +102,10 @@ def observed(draw: st.DrawFn) -> Observation:
     save = found[pointed]
     latest, save_id = draw(st.integers(1, 6)), draw(NAMES)
     links = draw(LINKS)
-    unfolded = links_from(latest, save_id, links)
-    way = way_back(
-        save, {*unfolded, save_id}, (), lambda step: found.get(step, Unfinished(step, ""))
-    )
-    named = draw(st.sampled_from([None, *unfolded.values()]))
-    ahead = Ahead(sequence=named.sequence, step=1, save_id=named.target) if named else None
+    chains = chains_from(latest, save_id, links)
+    way = way_back(save, {*chains, save_id}, (), lambda step: found.get(step, Unfinished(step, "")))
+    to = draw(st.sampled_from([None, *chains]))
+    ahead = Ahead(sequence=chains[to][-1].sequence, step=1, save_id=to) if to else None
     steps = tuple(
         StepSeen(
             step, "published", one.identity, one.identity, has_receipts=True, full=False,
@@ -129,7 +125,7 @@ def observed(draw: st.DrawFn) -> Observation:
         steps=steps,
         announced_step=99,
         way=way,
-        unfolded=unfolded,
+        chains=chains,
         ahead=ahead,
         closed=draw(st.booleans()),
         must_fold=draw(st.booleans()),
@@ -165,7 +161,7 @@ def test_decisions_about_links(seen: Observation) -> None:
             case PruneStep(step):
                 assert seen.way.is_seen or seen.save_still_for
                 assert step.step not in {one.step for one in seen.way.saves}
-                assert not any(step.recorded == target for target in seen.unfolded)
+                assert not any(step.recorded == target for target in seen.chains)
             case PruneLink(sequence):
-                leading = [link.sequence for link in seen.unfolded.values()]
+                leading = [chain[-1].sequence for chain in seen.chains.values()]
                 assert sequence <= seen.latest or sequence not in leading

@@ -226,8 +226,8 @@ class _JobMeter(Meter):
             paused=seen.pause is not None,
             latest_version=seen.latest,
             ahead_version=seen.ahead.sequence if seen.ahead else seen.latest,
-            links=len(seen.unfolded),
-            link_bytes=sum(link.bytes for link in seen.unfolded.values()),
+            links=len(seen.chains),
+            link_bytes=sum(chain[-1].bytes for chain in seen.chains.values()),
         )
 
     def round_ended(self, seconds: float) -> None:
