@@ -166,12 +166,9 @@ def test_deltas_beyond_half_a_version_or_the_number_to_keep_go_newest_first(
     sizes: dict[int, int], full_bytes: int | None, keep_deltas: int, gone: list[int]
 ) -> None:
     found = tuple(LinkSeen(sequence, size) for sequence, size in sizes.items())
-    decision = decide(
-        job(links=found, full_bytes=full_bytes),
-        CONFIG.model_copy(update={"keep_deltas": keep_deltas}),
-    )
-    pruned = [action for action in decision.actions if isinstance(action, PruneLink)]
-    assert [action.sequence for action in pruned] == gone
+    config = DaemonConfig(keep_deltas=keep_deltas)
+    decided = actions(job(links=found, full_bytes=full_bytes), config)
+    assert [action.sequence for action in decided if isinstance(action, PruneLink)] == gone
 
 
 def test_a_dead_lease_is_dropped_after_the_grace() -> None:

@@ -11,7 +11,6 @@ from click.testing import CliRunner
 
 from syncd.cli import cli
 from syncd.daemon.config import DaemonConfig
-from syncd.protocol.names import link_folder, parse_link_folder
 from syncd.storage.fsio import Storage
 from tests.jobs import SmallJob
 from tests.storages import refuse
@@ -41,16 +40,9 @@ def deltas(job: SmallJob) -> list[str]:
     return sorted(os.listdir(job.layout.deltas))
 
 
-def one_round(job: SmallJob, keep_deltas: int = 16) -> None:
-    with job.daemon(DaemonConfig(keep=99, keep_deltas=keep_deltas)) as loop:
+def one_round(job: SmallJob, **settings: Any) -> None:
+    with job.daemon(DaemonConfig(keep=99, **settings)) as loop:
         loop.run_once()
-
-
-@pytest.mark.parametrize("name", ["d000001", "d999999", "d1000000", "d123456789012345678"])
-def test_a_name_is_parsed_as_it_is_made(name: str) -> None:
-    sequence = parse_link_folder(name)
-    assert sequence is not None
-    assert link_folder(sequence) == name
 
 
 def test_a_delta_above_latest_is_discarded_on_record_and_its_number_not_used_again(
@@ -171,8 +163,7 @@ def test_verify_passes_over_deltas_of_the_release_before(job: SmallJob) -> None:
 def test_off_deletes_deltas(job: SmallJob) -> None:
     published(job, 2)
     add_deltas(job, 2)
-    with job.daemon(DaemonConfig(keep=99, deltas="off")) as loop:
-        loop.run_once()
+    one_round(job, deltas="off")
     assert deltas(job) == []
     assert ("delta", "d000002") in job.audit
 

@@ -36,8 +36,9 @@ def test_a_step_folder_names_its_step(step: int) -> None:
 
 
 @pytest.mark.parametrize("sequence", [1, 999999, 1000000])
-def test_a_version_folder_names_its_sequence(sequence: int) -> None:
+def test_the_folder_of_a_version_or_link_names_its_sequence(sequence: int) -> None:
     assert names.parse_version_folder(names.version_folder(sequence)) == sequence
+    assert names.parse_link_folder(names.link_folder(sequence)) == sequence
 
 
 def test_version_folders_sort_as_their_sequences_do() -> None:
