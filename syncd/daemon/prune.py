@@ -26,7 +26,6 @@ from syncd.protocol.names import (
     LORA_ADAPTER,
     RECEIPTS,
     SAVING,
-    link_folder,
     parse_link_folder,
     parse_step_folder,
     parse_version_folder,
@@ -79,24 +78,22 @@ class Pruner:
         Leasing ends with the rmdir of the lease folder. The server refuses the rmdir if the folder
         is not empty.
         """
-        if not self.close_leases(action.sequence):
-            return False
+        version = self._layout.version(action.sequence)
+        return self.close_leases(action.sequence) and self._delete("version", version, action.why)
+
+    def prune_link(self, action: PruneLink) -> bool:
+        """Delete a link. Links have no leases, because readers can read the version instead."""
+        return self._delete("delta", self._layout.link(action.sequence), action.why)
+
+    def _delete(self, what: _What, folder: Path, why: str) -> bool:
+        """Delete a folder, on record; returns whether it is gone."""
         try:
-            doomed = self.epoch.condemn(self._layout.version(action.sequence))
+            doomed = self.epoch.condemn(folder)
         except FileNotFoundError:
-            return not self._storage.exists(self._layout.version(action.sequence))
-        self._record("version", version_folder(action.sequence), action.why)
+            return not self._storage.exists(folder)
+        self._record(what, folder.name, why)
         self._storage.remove_tree(doomed)
         return True
-
-    def prune_link(self, action: PruneLink) -> None:
-        """Delete a link. Links have no leases, because readers can read the version instead."""
-        try:
-            doomed = self.epoch.condemn(self._layout.link(action.sequence))
-        except FileNotFoundError:
-            return
-        self._record("delta", link_folder(action.sequence), action.why)
-        self._storage.remove_tree(doomed)
 
     def prune_links(self, why: str) -> bool:
         """Delete all links up to LATEST; returns whether there were any."""
