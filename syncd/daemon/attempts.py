@@ -203,9 +203,8 @@ class Attempts:
         latest, folds = self.publisher.latest, self.folds
         if latest is None or (ahead := latest.ahead) is None:
             return
-        chain = [link.sequence for link in fold.chain]
         try:
-            manifest = folds.poll(latest, ahead, chain, self.publisher.latest_bytes or 0)
+            manifest = folds.poll(latest, ahead, fold)
             if manifest is None or folds.folder is None or self._steering.is_paused():
                 return
             self.publisher.publish_fold(manifest, folds.folder)

@@ -188,9 +188,10 @@ class CloseLinks:
 
 @dataclass(frozen=True)
 class Fold:
-    """Make a full version of LATEST's version and these links, or publish it."""
+    """Make a full version of LATEST's, of ``size`` bytes, and these links, or publish it."""
 
     chain: Sequence[LinkSeen]
+    size: int
 
 
 @dataclass(frozen=True)
@@ -390,15 +391,15 @@ def _fold(seen: Observation, config: DaemonConfig) -> tuple[Fold, ...]:
     """Fold by need: for explorers of whole versions, to spare links, or if no save comes."""
     if seen.ahead is None or not seen.may_fold:
         return ()
-    chain = seen.chains.get(seen.ahead.save_id, ())
+    chain, size = seen.chains.get(seen.ahead.save_id, ()), seen.full_bytes or 0
     quiet = _IDLE_TICKS * config.tick if config.exit_when_idle else _QUIET
     needed = (
         seen.must_fold,
         len(chain) >= _MANY_LINKS,
-        sum(link.bytes for link in chain) > (seen.full_bytes or 0) / 4,
+        sum(link.bytes for link in chain) > size / 4,
         seen.save_still_for >= quiet,
     )
-    return (Fold(chain),) if chain and any(needed) else ()
+    return (Fold(chain, size),) if chain and any(needed) else ()
 
 
 def _leases(seen: Observation, config: DaemonConfig) -> Iterable[DropLease]:

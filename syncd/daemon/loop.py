@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from syncd.daemon.attempts import Attempts
 from syncd.daemon.collect import Tidying
@@ -209,8 +209,7 @@ class Loop:
             case RetireVersion():
                 what, gone = "version", self._pruner.retire_version(action)
             case PruneLink():
-                what, gone = "delta", True
-                self._pruner.prune_link(action)
+                what, gone = "delta", self._pruner.prune_link(action)
             case PruneStep():
                 what, gone = "step", self._pruner.prune_step(action)
                 if gone:
@@ -251,20 +250,17 @@ class Loop:
             self.tenure.meter.failed(error)  # the next round looks again
 
     def _known(self) -> Known:
-        latest = self._publisher.latest
+        latest, folds = self._publisher.latest, self._folds
         ahead = latest.ahead if latest else None
-        return Known(
+        return replace(
+            self._publisher.known,
             latest=latest.sequence if latest else 0,
-            full_bytes=self._publisher.latest_bytes,
-            published_save=self._publisher.published_save,
             outcomes=self._outcomes.of_step,
-            served_request=self._publisher.served_request,
             sessions=self._going_live.sessions,
-            save_id=self._publisher.save_id,
             ahead=ahead,
             closed=bool(latest and latest.closed),
-            must_fold=not all(self._follow_ahead) or self._folds.folder is not None,
-            may_fold=ahead is not None and self._folds.damaged != ahead.sequence,
+            must_fold=not all(self._follow_ahead) or folds.folder is not None,
+            may_fold=folds.damaged != (ahead and ahead.sequence),
         )
 
     def _no_links(self) -> str | None:

@@ -19,6 +19,7 @@ from syncd.checkpoint.save import Save, WholeSave
 from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.version import read_manifest, republish
 from syncd.daemon.config import DaemonConfig
+from syncd.daemon.decide import Known
 from syncd.daemon.naming import Naming
 from syncd.daemon.recover import look_back
 from syncd.daemon.tenure import Tenure
@@ -60,9 +61,7 @@ class Publisher:
     Attributes:
         cancel: called between chunks of a merge; raises an error to stop the merge.
         latest: LATEST as this daemon last wrote or found it; None before the first version.
-        latest_bytes: the bytes of LATEST's files; None if that version is damaged.
-        published_save, served_request: see :class:`Observation`.
-        save_id: the save of LATEST's version; None if that version is damaged.
+        known: what is known of LATEST's version, unless it is damaged.
     """
 
     tenure: Tenure
@@ -79,10 +78,7 @@ class Publisher:
         advice = "make room there, or lower --keep"
         self._free_space = FreeSpace(job.storage, job.layout.epochs, job.layout.root, advice=advice)
         self.latest: Latest | None = None
-        self.latest_bytes: int | None = None
-        self.published_save: str | None = None
-        self.served_request: str | None = None
-        self.save_id: str | None = None
+        self.known = Known()
         self.outcomes = Outcomes(job, self._epoch, self.tenure.wall)
 
     def recover(self) -> Manifest | None:
@@ -240,7 +236,7 @@ class Publisher:
             ahead = self.latest.ahead if self.latest else None
             back = RolledBack(
                 sequence=request.sequence,
-                instead_of=ahead.save_id if ahead else self.published_save,
+                instead_of=ahead.save_id if ahead else self.known.published_save,
                 request=request.id,
             )
             manifest = old.model_copy(
@@ -317,9 +313,12 @@ class Publisher:
     def _serve(self, manifest: Manifest) -> None:
         self.naming.serves(manifest)
         back = manifest.rolled_back
-        self.latest_bytes = sum(file.size for file in manifest.files)
-        self.published_save, self.save_id = manifest.settles, manifest.save_id
-        self.served_request = None if back is None else back.request
+        self.known = Known(
+            published_save=manifest.settles,
+            served_request=back.request if back else None,
+            full_bytes=sum(file.size for file in manifest.files),
+            save_id=manifest.save_id,
+        )
 
     def _next_sequence(self) -> int:
         sequence = self._floor + 1
