@@ -248,7 +248,7 @@ class Staging:
         self.fetched = replace(self.fetched, no_delta=reason)
 
     def _copy(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
-        size = sum(file.size for file in version.manifest.files)
+        size = version.manifest.size
         with self._copies.draft(name, size) as draft:
             version.copy_to(self._storage, draft, cancel=cancel)
             self._storage.write_new(draft / MANIFEST, encode(version.manifest))
@@ -309,7 +309,7 @@ class Staging:
         # NumPy is imported once there is a link to apply.
         from syncd.deltas.folding import fold, manifest_of  # noqa: PLC0415
 
-        full = sum(file.size for file in base.manifest.files)
+        full = base.manifest.size
         size = sum(file.size for each in chain for file in each.link.files)
         if size > full:
             raise LinkError(f"the links have {size} bytes, and a version only {full}")

@@ -276,7 +276,7 @@ class Attempts:
                 version=version,
                 step=step,
                 kind=manifest.kind,
-                bytes=sum(file.size for file in manifest.files),
+                bytes=manifest.size,
                 seconds=round(now - begun, 3),
                 latency_seconds=round(now - whole_since, 3),
                 why_=str(bad) if bad else None,

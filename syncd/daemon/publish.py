@@ -316,7 +316,7 @@ class Publisher:
         self.known = Known(
             published_save=manifest.settles,
             served_request=back.request if back else None,
-            full_bytes=sum(file.size for file in manifest.files),
+            full_bytes=manifest.size,
             save_id=manifest.save_id,
         )
 

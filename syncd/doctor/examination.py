@@ -428,7 +428,7 @@ def _newest(job: Job) -> int:
             manifest = read_manifest(job.storage, job.layout.version(sequence))
         except (OSError, RecordError):
             continue  # pruned meanwhile, or damaged
-        return sum(file.size for file in manifest.files)
+        return manifest.size
     return 0
 
 

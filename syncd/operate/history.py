@@ -182,7 +182,7 @@ def _add_manifest(job: Job, version: VersionHistory) -> None:
     except (OSError, RecordError):
         return  # pruned meanwhile, or damaged: 'syncd verify' says that
     version.step, version.kind = manifest.step, manifest.kind
-    version.bytes = sum(file.size for file in manifest.files)
+    version.bytes = manifest.size
     if version.merge_seconds is None:
         version.merge_seconds = manifest.timings.get("build")
     if manifest.rolled_back is not None:

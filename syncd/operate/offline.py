@@ -145,12 +145,11 @@ def _known(job: Job) -> Known:
         raise JobUnavailableError(
             f"nothing was published in {job.layout.root} yet: {error}"
         ) from error
-    full_bytes = sum(file.size for file in served.files)
     return Known(
         latest.sequence,
         served.settles,
         saves.steps,
-        full_bytes=full_bytes,
+        full_bytes=served.size,
         save_id=served.save_id,
         ahead=latest.ahead,
     )
