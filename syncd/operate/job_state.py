@@ -186,12 +186,8 @@ def _explorer(
         told["trouble"] = "faulty"
     if report.starting is not None:
         told["status"] = "starting"
-    if report.bench is not None:
-        return {**told, "behind": 0, "behind_steps": None}
-    steps = None if latest is None or report.step is None else latest.step - report.step
-    # One that follows ahead can serve a version above LATEST.
-    behind = max(0, (latest.sequence if latest else 0) - (report.sequence or 0))
-    return {**told, "behind": behind, "behind_steps": steps}
+    behind, steps = report.behind(latest)
+    return {**told, "behind": behind or 0, "behind_steps": steps}
 
 
 def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:

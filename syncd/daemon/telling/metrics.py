@@ -316,11 +316,7 @@ class _JobMeter(Meter):
         )
 
     def _explorer(self, report: ExplorerReport, latest: Latest | None, lease_time: float) -> None:
-        reload, lag, steps, delta = report.reload, None, None, None
-        if latest is not None and report.bench is None:
-            lag = latest.sequence - (report.sequence or 0)
-        if latest is not None and report.step is not None:
-            steps = latest.step - report.step
+        reload, (lag, steps), delta = report.reload, report.behind(latest), None
         if reload is not None and reload.full_bytes is not None:
             delta = reload.delta_bytes or 0
         self._set(
