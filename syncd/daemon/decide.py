@@ -60,20 +60,17 @@ class StepSeen:
     """A step folder with a recorded outcome of its last save.
 
     Attributes:
-        recorded: the identity of the save that has ``outcome``.
         found: the identity of the save in the folder now; None if that save is not complete, or if
             the folder cannot be pruned anyway.
         has_receipts: True if syncd's hook wrote the save.
         full, retired, saving, pinned: True if the folder has the mark of this name.
         resumable: True if the folder holds more than weights, so that training may resume from it.
-        model_only: True if the save holds only a model; None if unknown.
-        unread: True if the daemon must still read the save's ``.metadata`` to set ``model_only``.
-            Until then ``resumable`` is True.
+        unread: True if the daemon must still read the save's ``.metadata`` to set the outcome's
+            ``model_only``. Until then ``resumable`` is True.
     """
 
     step: int
-    outcome: str
-    recorded: str
+    outcome: SaveOutcome
     found: str | None
     has_receipts: bool
     full: bool
@@ -82,7 +79,6 @@ class StepSeen:
     resumable: bool
     critic: bool
     pinned: bool = False
-    model_only: bool | None = None
     unread: bool = False
 
 
@@ -477,12 +473,12 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
     if seen.pointer.step is None:
         return ""
     announced = seen.pointer.step if seen.announced_step is None else seen.announced_step
-    on_way = {save.step for save in seen.way.saves}
+    on_way, ended = {save.step for save in seen.way.saves}, step.outcome.outcome
     # Also those that are linked already, because an older daemon would discard the links.
     on_way.update(saved.step for one in seen.chains if (saved := SaveId.parse(one)))
     doubts = (
-        step.outcome not in {"published", "skipped"},
-        step.found != step.recorded,
+        ended not in {"published", "skipped"},
+        step.found != step.outcome.identity,
         step.step in {seen.pointer.step, seen.checkpoint.step, *seen.benched, *on_way},
         # The save may be a base that an old cache still hides, but not for ever.
         step.has_receipts and not seen.way.is_seen and seen.save_still_for < _HIDDEN,
@@ -495,5 +491,5 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
     if step.retired:
         # The pointer must name a newer full checkpoint, from which the trainer can resume.
         newer = seen.checkpoint.step is not None and seen.checkpoint.step > step.step
-        return f"{step.outcome}, and retired by its trainer" if newer else ""
-    return "" if step.resumable or step.critic else f"{step.outcome}, and not a full checkpoint"
+        return f"{ended}, and retired by its trainer" if newer else ""
+    return "" if step.resumable or step.critic else f"{ended}, and not a full checkpoint"

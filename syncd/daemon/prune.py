@@ -125,15 +125,8 @@ class Pruner:
             trash = self.epoch.set_aside(folder)
         except FileNotFoundError:
             return not self._storage.exists(folder)
-        outcome = SaveOutcome.model_validate(
-            {
-                "identity": action.seen.recorded,
-                "outcome": action.seen.outcome,
-                "model_only": action.seen.model_only,
-            }
-        )
         try:
-            found = self._look_anew(trash, step, outcome)
+            found = self._look_anew(trash, step, action.seen.outcome)
             needed = self.needed(step)
         except OSError:
             self._put_back(trash, folder)  # never delete an unreadable folder

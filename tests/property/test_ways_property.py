@@ -19,7 +19,7 @@ from syncd.daemon.decide import (
     decide,
 )
 from syncd.daemon.ways import LinkSeen, chains_from, way_back
-from syncd.protocol.records import Ahead, Receipt
+from syncd.protocol.records import Ahead, Receipt, SaveOutcome
 
 STEPS = 7
 NAMES = st.integers(1, STEPS).map(lambda step: f"run-{step}-{step}")
@@ -108,8 +108,9 @@ def observed(draw: st.DrawFn) -> Observation:
     ahead = Ahead(sequence=chains[to][-1].sequence, step=1, save_id=to) if to else None
     steps = tuple(
         StepSeen(
-            step, "published", one.identity, one.identity, has_receipts=True, full=False,
-            retired=False, saving=False, resumable=False, critic=False,
+            step, SaveOutcome(identity=one.identity, outcome="published"), one.identity,
+            has_receipts=True, full=False, retired=False, saving=False, resumable=False,
+            critic=False,
         )
         for step, one in found.items() if one.identity is not None
     )  # fmt: skip
@@ -161,7 +162,7 @@ def test_decisions_about_links(seen: Observation) -> None:
             case PruneStep(step):
                 assert seen.way.is_seen or seen.save_still_for
                 assert step.step not in {one.step for one in seen.way.saves}
-                assert not any(step.recorded == target for target in seen.chains)
+                assert not any(step.outcome.identity == target for target in seen.chains)
             case PruneLink(sequence):
                 leading = [chain[-1].sequence for chain in seen.chains.values()]
                 assert sequence <= seen.latest or sequence not in leading

@@ -25,17 +25,20 @@ from syncd.daemon.decide import (
 )
 from syncd.daemon.ways import LinkSeen
 from syncd.protocol.names import CHECKPOINT_POINTER
-from syncd.protocol.records import Pause, Receipt, RollbackRequest
+from syncd.protocol.records import Pause, Receipt, RollbackRequest, SaveOutcome
 
 CONFIG = DaemonConfig()
 VOUCHED = (Receipt(save_id="run-9-0", step=9, rank=0, world_size=1, files=()),)
 SAVE = Shards(9, "run-9-0", weights=("w",), receipts=VOUCHED)
 FOREIGN = Shards(9, "foreign-1", weights=("w",))
 AT_9 = Pointer(PointerState.STEP, 9)
+PUBLISHED, SKIPPED, QUARANTINED = (
+    SaveOutcome(identity="run-5-0", outcome=outcome)
+    for outcome in ("published", "skipped", "quarantined")
+)
 PLAIN = StepSeen(
     step=5,
-    outcome="published",
-    recorded="run-5-0",
+    outcome=PUBLISHED,
     found="run-5-0",
     has_receipts=True,
     full=False,
@@ -178,14 +181,14 @@ def test_a_dead_lease_is_dropped_after_the_grace() -> None:
 
 def test_a_published_or_skipped_step_goes() -> None:
     assert pruned(PLAIN)
-    assert pruned(replace(PLAIN, outcome="skipped"))
+    assert pruned(replace(PLAIN, outcome=SKIPPED))
     assert not pruned(PLAIN, DaemonConfig(prune_steps=False))
 
 
 @pytest.mark.parametrize(
     "doubt",
     [{"full": True}, {"saving": True}, {"critic": True}, {"resumable": True},
-     {"outcome": "quarantined"}, {"found": None}, {"found": "run-5-1"}, {"step": 9}, {"step": 10},
+     {"outcome": QUARANTINED}, {"found": None}, {"found": "run-5-1"}, {"step": 9}, {"step": 10},
      {"retired": True, "full": True}, {"pinned": True}],
     ids=lambda doubt: ", ".join(f"{key}={value}" for key, value in doubt.items()),
 )  # fmt: skip
