@@ -48,11 +48,16 @@ class Pointer:
 
 @dataclass(frozen=True)
 class LeaseSeen:
-    """A lease. ``dead_for``: seconds since its session was found dead; None if it is not dead."""
+    """A lease, of the explorer ``name`` if syncd made it.
+
+    ``dead_for``: seconds since its session was found dead; None if it is not dead.
+    """
 
     sequence: int
     marker: str
     dead_for: float | None
+    name: str = ""
+    session: str = ""
 
 
 @dataclass(frozen=True)

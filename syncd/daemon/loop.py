@@ -43,7 +43,6 @@ from syncd.daemon.tenure import Tenure
 from syncd.daemon.turns import OTHERS_FIRST, Turn
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.events import DaemonActive
-from syncd.protocol.names import parse_lease_marker
 from syncd.protocol.version_events import MergeLate, SaveSkipped, VersionAdopted
 
 log = logging.getLogger(__name__)
@@ -226,11 +225,9 @@ class Loop:
         refused.setdefault(what, f"storage refuses the action {what}: {error}. Trying again")
 
     def _tidy(self, refused: dict[str, str], seen: Observation) -> None:
-        sessions = (parse_lease_marker(lease.marker) for lease in seen.leases)
         try:
             self._outcomes.write_again()
-            leased = (marker[1] for marker in sessions if marker)
-            self._tidying.run_once(leased)
+            self._tidying.run_once(lease.session for lease in seen.leases)
             self._pruner.sweep_benches(self._scanner.dead_benches)
         except OSError as error:
             self._job.check_is_there()

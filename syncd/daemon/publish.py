@@ -101,7 +101,7 @@ class Publisher:
         if found.adopted is not None:
             served = found.adopted
             self._epoch.open_leasing(served.sequence)
-            self._write_latest(served, closed=self.latest.closed if self.latest else None)
+            self._write_latest(served, stays_closed=True)
         elif self.latest is not None and not self._job.storage.exists(
             self._job.layout.lease_folder(self.latest.sequence)
         ):
@@ -200,8 +200,7 @@ class Publisher:
             self._job.storage.rename(folder, empty)
             return folded
 
-        closed = self.latest.closed if self.latest else None
-        return self._make_version(folded.step, build, sequence=folded.sequence, closed=closed)
+        return self._make_version(folded.step, build, folded.sequence)
 
     def advance(self, ahead: Ahead | None, closed: str | None = None) -> None:
         """Let LATEST name this as ahead; ``closed`` is a reason to take no links."""
@@ -265,7 +264,6 @@ class Publisher:
         step: int,
         build: Callable[[Path, int], Manifest],
         sequence: int | None = None,
-        closed: str | None = None,
     ) -> Manifest:
         """Publish a version; this method defines the order of all writes.
 
@@ -275,13 +273,13 @@ class Publisher:
         All files are made in this daemon's room. They leave it by a rename, which fails after
         another daemon has taken over. docs/protocol.md ("The fence: epochs") has the reasons.
         """
-        epoch = self._epoch
+        epoch, is_fold = self._epoch, sequence is not None
         if sequence is None:
             sequence = self._next_sequence()
         elif self._job.storage.exists(self._job.layout.version(sequence)):
             manifest = read_manifest(self._job.storage, self._job.layout.version(sequence))
             self._job.storage.sync_folder(self._job.layout.published)
-            self._write_latest(manifest, closed=closed)
+            self._write_latest(manifest, stays_closed=True)
             self._serve(manifest)
             return manifest
         folder = epoch.start_version(sequence)  # mkdir building/VERSION
@@ -298,7 +296,7 @@ class Publisher:
             # Rename building/VERSION to published/VERSION. Fsync published/.
             epoch.publish_version(sequence)
             # Write LATEST with an fsync, and rename it. Fsync .syncd/. Explorers see LATEST.
-            self._write_latest(manifest, closed)
+            self._write_latest(manifest, stays_closed=is_fold)
         except OSError as error:
             epoch.raise_if_superseded(error)
             raise
@@ -343,8 +341,12 @@ class Publisher:
         except OSError as error:  # the file is only a hint
             CleanupDelayed(error).tell(log)
 
-    def _write_latest(self, manifest: Manifest, closed: str | None = None) -> None:
-        ahead, back = self.latest.ahead if self.latest else None, manifest.rolled_back
+    def _write_latest(self, manifest: Manifest, *, stays_closed: bool) -> None:
+        before, back = self.latest, manifest.rolled_back
+        ahead = before.ahead if before else None
+        closed = before.closed if before and stays_closed else None
+        if back is not None:
+            closed = f"{version_folder(back.sequence)} is served again"
         latest = Latest(
             sequence=manifest.sequence,
             step=manifest.step,
@@ -354,7 +356,7 @@ class Publisher:
             names=self.naming.kept_with(manifest),
             save_id=manifest.save_id,
             ahead=ahead if ahead and ahead.sequence > manifest.sequence else None,
-            closed=f"{version_folder(back.sequence)} is served again" if back else closed,
+            closed=closed,
         )
         self._epoch.replace_file(self._job.layout.latest, encode(latest))
         self.latest = latest

@@ -253,12 +253,11 @@ class Scanner:
 
     def _leases(self, sequences: Iterable[int], others: Collection[str]) -> list[LeaseSeen]:
         held = [
-            (sequence, marker, parsed[1] if parsed else "")
+            (sequence, marker, *(parse_lease_marker(marker) or ("", "")))
             for sequence in sequences
             for marker in self._markers(self._layout.lease_folder(sequence))
-            for parsed in [parse_lease_marker(marker)]
         ]
-        sessions = {session for _, _, session in held if session}
+        sessions = {session for *_, session in held if session}
         liveness = self._lookout.look(sessions.union(others, filter(is_name, self._benches)))
         living = frozenset(who for who, seen in liveness.items() if seen is Liveness.ALIVE)
         self._living = living
@@ -269,7 +268,8 @@ class Scanner:
         dead_for = {name: now - since for name, since in self._dead_since.items()}
         # A name of another format is kept as a lease: somebody put it there on purpose.
         return [
-            LeaseSeen(sequence, marker, dead_for.get(session)) for sequence, marker, session in held
+            LeaseSeen(sequence, marker, dead_for.get(session), name, session)
+            for sequence, marker, name, session in held
         ]
 
     def _benched(self, *, refreshed: bool = False) -> frozenset[int]:

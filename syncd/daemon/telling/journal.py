@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 from syncd.daemon.decide import LeaseSeen, Observation
 from syncd.protocol.events import Event, StateUnwritten
 from syncd.protocol.journal_lines import JournalLine
-from syncd.protocol.names import TEMPORARY, parse_lease_marker
+from syncd.protocol.names import TEMPORARY
 from syncd.protocol.records import SessionId, encode
 from syncd.protocol.reports import LOADS_KEPT, DaemonCounters, ExplorerReport, TrainerReport
 from syncd.protocol.version_events import (
@@ -247,8 +247,8 @@ class GoingLive:
             OSError: storage does not answer; the next call continues with the other reports.
         """
         for lease in leases:
-            if lease.dead_for is None and (marker := parse_lease_marker(lease.marker)):
-                self._leased.setdefault(marker[0], set()).add(lease.sequence)
+            if lease.dead_for is None and lease.name:
+                self._leased.setdefault(lease.name, set()).add(lease.sequence)
         self._leased = {  # otherwise leases of readers that never report would stay for ever
             name: newest
             for name, versions in self._leased.items()
