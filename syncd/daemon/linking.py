@@ -26,15 +26,14 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
         SupersededError: another daemon has taken over.
     """
     job, epoch, sequence = tenure.job, tenure.epoch, publisher.reserve()
-    name, actor, vouched = link_folder(sequence), job.layout.actor(save.step), save.vouched()
+    actor, vouched = job.layout.actor(save.step), save.vouched()
     published = job.layout.version(latest.sequence)
     try:
         version = WholeVersion(published, read_manifest(job.storage, published))
     except FileNotFoundError as error:  # someone deleted it
         job.check_is_there()
         raise LinkError(f"LATEST's version is gone: {error}") from error
-    folder = epoch.start_build(name)  # mkdir building/d000017
-    try:
+    with epoch.build(link_folder(sequence)) as folder:  # mkdir building/d000017
         files = []
         for rank in range(len(save.receipts)):
             publisher.cancel()
@@ -66,13 +65,7 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
         if publisher.outcomes.unwritten:
             raise SaveNotReadyError(f"{job.layout.saves} cannot be written")
         # Rename building/d000017 to deltas/d000017. Fsync deltas/.
-        epoch.commit_link(name)
-    except OSError as error:
-        epoch.raise_if_superseded(error)
-        raise
-    finally:
-        if job.storage.exists(folder):
-            job.storage.remove_tree(folder)
+        epoch.commit_link(folder.name)
     return sequence
 
 

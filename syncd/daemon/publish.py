@@ -282,29 +282,24 @@ class Publisher:
             self._write_latest(manifest, stays_closed=True)
             self._serve(manifest)
             return manifest
-        folder = epoch.start_version(sequence)  # mkdir building/VERSION
-        try:
-            # Write publish.lock and rename it, without fsync, because the file is only a hint.
-            notice = PublishNotice(sequence=sequence, step=step, session=self.tenure.session.id)
-            epoch.replace_file(self._job.layout.publish_lock, encode(notice), durable=False)
-            # Write the files, and then manifest.json. Fsync each file, and then the folder.
-            manifest = build(folder, sequence)
-            # Rename the empty folder building/leases-VERSION to leases/VERSION. Fsync leases/.
-            epoch.open_leasing(sequence)
-            # Even after an error, because the rename may have taken place.
-            self._floor = max(self._floor, sequence)
-            # Rename building/VERSION to published/VERSION. Fsync published/.
-            epoch.publish_version(sequence)
-            # Write LATEST with an fsync, and rename it. Fsync .syncd/. Explorers see LATEST.
-            self._write_latest(manifest, stays_closed=is_fold)
-        except OSError as error:
-            epoch.raise_if_superseded(error)
-            raise
-        finally:
-            if self._job.storage.exists(folder):
-                self._job.storage.remove_tree(folder)
-            if epoch.is_live():  # else publish.lock belongs to the successor
-                self._take_notice_down()
+        with epoch.build(version_folder(sequence)) as folder:  # mkdir building/VERSION
+            try:
+                # Write publish.lock and rename it, without fsync: the file is only a hint.
+                notice = PublishNotice(sequence=sequence, step=step, session=self.tenure.session.id)
+                epoch.replace_file(self._job.layout.publish_lock, encode(notice), durable=False)
+                # Write the files, and then manifest.json. Fsync each file, and then the folder.
+                manifest = build(folder, sequence)
+                # Rename the empty folder building/leases-VERSION to leases/VERSION. Fsync leases/.
+                epoch.open_leasing(sequence)
+                # Even after an error, because the rename may have taken place.
+                self._floor = max(self._floor, sequence)
+                # Rename building/VERSION to published/VERSION. Fsync published/.
+                epoch.publish_version(sequence)
+                # Write LATEST with an fsync, and rename it. Fsync .syncd/. Explorers see LATEST.
+                self._write_latest(manifest, stays_closed=is_fold)
+            finally:
+                if epoch.is_live():  # else publish.lock belongs to the successor
+                    self._take_notice_down()
         self._serve(manifest)
         return manifest
 

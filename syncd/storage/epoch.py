@@ -13,8 +13,8 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -98,10 +98,6 @@ class Epoch:
             raise
         return epoch
 
-    def start_version(self, sequence: int) -> Path:
-        """Make an empty folder for the build of a version."""
-        return self.start_build(version_folder(sequence))
-
     def start_build(self, name: str) -> Path:
         """Make an empty folder for a build."""
         folder = self.building / name
@@ -109,6 +105,23 @@ class Epoch:
             self._storage.remove_tree(folder)
         self._within(self._storage.mkdir, folder)
         return folder
+
+    @contextmanager
+    def build(self, name: str) -> Iterator[Path]:
+        """An empty folder for a build, removed at the end of the block unless it was committed.
+
+        Raises:
+            SupersededError: an OSError in the block is due to another daemon's take-over.
+        """
+        folder = self.start_build(name)
+        try:
+            yield folder
+        except OSError as error:
+            self.raise_if_superseded(error)
+            raise
+        finally:
+            if self._storage.exists(folder):
+                self._storage.remove_tree(folder)
 
     def open_leasing(self, sequence: int) -> None:
         """Make the lease folder of a version, by one rename of an empty folder out of this room.
