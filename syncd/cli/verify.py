@@ -17,13 +17,11 @@ from syncd.protocol.errors import InvalidSettingsError, RecordError, Verificatio
 from syncd.protocol.names import (
     DELTA,
     MANIFEST,
-    parse_link_folder,
-    parse_version_folder,
     printable,
 )
 from syncd.protocol.records import parse
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job, numbers_in
+from syncd.storage.job import Job, link_folders, version_folders
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +47,8 @@ def command(path: options.Existing, *, as_json: options.Json = False) -> None:
     job = Job.at(path, storage)
     folders, links = [path], []
     if not storage.exists(path / MANIFEST):
-        versions = numbers_in(storage, job.layout.published, parse_version_folder)
-        folders = [job.layout.version(sequence) for sequence in versions]
-        sequences = numbers_in(storage, job.layout.deltas, parse_link_folder)
-        found = [job.layout.link(sequence) for sequence in sequences]
+        folders = list(map(job.layout.version, version_folders(job)))
+        found = map(job.layout.link, link_folders(job))
         # A delta of 0.2, which nobody reads any more, has a file 'blocks'.
         links = [folder for folder in found if not storage.exists(folder / "blocks")]
     if not folders:

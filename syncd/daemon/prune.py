@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -38,7 +39,7 @@ from syncd.storage.append import append
 from syncd.storage.calls import Kind
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import GONE, NO_ROOM, NOT_EMPTY, Ignoring, is_gone
-from syncd.storage.job import Job, numbers_in
+from syncd.storage.job import Job, link_folders
 from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)
@@ -98,8 +99,8 @@ class Pruner:
     def prune_links(self, why: str) -> bool:
         """Delete all links up to LATEST; returns whether there were any."""
         latest = self.job.read(Latest, self._layout.latest)
-        numbers = numbers_in(self._storage, self._layout.deltas, parse_link_folder)
-        links = [number for number in numbers if latest is None or number <= latest.sequence]
+        last = latest.sequence if latest else math.inf
+        links = [number for number in link_folders(self.job) if number <= last]
         for sequence in links:
             self.prune_link(PruneLink(sequence, why))
         return bool(links)

@@ -12,13 +12,13 @@ from syncd.checkpoint.version import read_manifest
 from syncd.daemon.ways import LinkSeen, chains_from, look_at_link
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
 from syncd.protocol.events import LeftAlone, RecordMissed
-from syncd.protocol.names import parse_link_folder, parse_version_folder
+from syncd.protocol.names import parse_version_folder
 from syncd.protocol.records import Latest, Manifest, R, SaveOutcome, SaveOutcomes
 from syncd.protocol.reports import DaemonReport, ExplorerReport
 from syncd.protocol.version_events import LatestUnusable, VersionDamaged
 from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring, is_no_record, is_refused_here
 from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT
-from syncd.storage.job import OF_OTHERS, Job, ReadPolicy, numbers_in
+from syncd.storage.job import OF_OTHERS, Job, ReadPolicy, link_folders, version_folders
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def look_back(job: Job) -> FoundVersions:
     saves = look.record(SaveOutcomes, layout.saves, LONG_RECORD_LIMIT)
     found.outcomes = dict(saves.steps) if saves else {}
     known = found.latest.sequence if found.latest else 0
-    published = numbers_in(job.storage, layout.published, parse_version_folder)
+    published = version_folders(job)
     links = look.links()
     found.highest = look.highest_sequence(found, known, [*published, *links])
     for sequence in reversed(published):
@@ -139,13 +139,12 @@ class _Look:
             log.debug("cannot open %s: %s; trying again", path, error)
 
     def links(self) -> list[int]:
-        folder = self._layout.deltas
         try:
-            return numbers_in(self._storage, folder, parse_link_folder)
+            return link_folders(self.job)
         except OSError as error:
             if not is_refused_here(error):
                 raise
-            LeftAlone(folder, error).tell(log)
+            LeftAlone(self._layout.deltas, error).tell(log)
             return []
 
     def finished(self, sequence: int) -> Manifest | None:

@@ -23,7 +23,6 @@ from syncd.protocol.names import (
     STATE_POINTER,
     is_name,
     parse_lease_marker,
-    parse_link_folder,
     parse_pointer,
     parse_step_folder,
     parse_version_folder,
@@ -32,7 +31,7 @@ from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Signature
-from syncd.storage.job import Job, has_marks, numbers_in
+from syncd.storage.job import Job, has_marks, link_folders, numbers_in, version_folders
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout
 
 log = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ class Scanner:
         save = self._save
         outcome = known.outcomes.get(save.step) if save else None
         ended = outcome.outcome if outcome and save and outcome.identity == save.known_as else ""
-        versions = numbers_in(self._storage, self._layout.published, parse_version_folder)
+        versions = version_folders(self.job)
         lease_folders = numbers_in(self._storage, self._layout.leases, parse_version_folder)
         # A listing may be outdated, so look up the lease folder of each version that seems retired.
         lease_folders += (
@@ -238,7 +237,7 @@ class Scanner:
     def _links(self) -> tuple[LinkSeen, ...]:
         before, folder, seen = self._links_seen, self._layout.deltas, {}
         with self._let_be.ignoring(folder):
-            for n in numbers_in(self._storage, folder, parse_link_folder):
+            for n in link_folders(self.job):
                 seen[n] = before[n] if n in before else look_at_link(self.job, n)
             self._links_seen = seen
         return tuple(seen.values())

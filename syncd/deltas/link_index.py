@@ -26,11 +26,11 @@ from syncd.checkpoint.boxes import Box, holds
 from syncd.checkpoint.tensor_rules import ITEMSIZE, NUMBER_LIMIT, name_fault, shape_of, shown
 from syncd.deltas.limits import BLOCK, LONGEST_CHAIN, LinkError
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
-from syncd.protocol.names import DELTA, parse_link_folder
+from syncd.protocol.names import DELTA
 from syncd.protocol.records import Digest, NonFinite, Record, Size, VersionFile, parse
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
-from syncd.storage.job import OF_OTHERS, Job
+from syncd.storage.job import OF_OTHERS, Job, link_folders
 
 log = logging.getLogger(__name__)
 
@@ -184,9 +184,8 @@ def find_links(
     _refresh(job)
     chain: list[LinkFolder] = []
     wanted, count = save_id, 0
-    numbers = map(parse_link_folder, job.storage.names(job.layout.deltas))
     # A link comes after the link to its base, so this ends even if links lead in a circle.
-    for number in sorted((one for one in numbers if one and one <= sequence), reverse=True):
+    for number in (one for one in reversed(link_folders(job)) if one <= sequence):
         folder = job.layout.link(number)
         link = job.read(LinkRecord, folder / DELTA, OF_OTHERS)  # the daemon can delete it any time
         if link is not None and link.target == wanted:

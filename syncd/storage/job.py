@@ -22,7 +22,12 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.events import LeftAlone, RecordLost
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import TEMPORARY, parse_step_folder
+from syncd.protocol.names import (
+    TEMPORARY,
+    parse_link_folder,
+    parse_step_folder,
+    parse_version_folder,
+)
 from syncd.protocol.records import (
     DEFAULT_LEASE_TIME,
     Format,
@@ -355,6 +360,16 @@ def numbers_in(storage: Storage, folder: Path, parse: Callable[[str], int | None
 def step_folders(job: Job) -> list[int]:
     """The steps that have a folder, lowest first."""
     return numbers_in(job.storage, job.layout.root, parse_step_folder)
+
+
+def version_folders(job: Job) -> list[int]:
+    """The numbers of the versions that have a folder, lowest first."""
+    return numbers_in(job.storage, job.layout.published, parse_version_folder)
+
+
+def link_folders(job: Job) -> list[int]:
+    """The numbers of the links that have a folder, lowest first."""
+    return numbers_in(job.storage, job.layout.deltas, parse_link_folder)
 
 
 def has_marks(job: Job) -> bool:
