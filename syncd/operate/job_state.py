@@ -129,7 +129,7 @@ def _look(job: Job) -> dict[str, Any]:
             step
             for name in _names(storage, layout.root)
             if (step := parse_step_folder(name)) is not None
-            and _is_there(storage, layout.step(step) / PINNED)
+            and PINNED in _names(storage, layout.step(step))
         ],
         "explorers": [
             _explorer(report, latest, _process(job, report, lease_time) or {})
@@ -227,12 +227,6 @@ def _names(storage: Storage, folder: Path) -> list[str]:
     with suppress(OSError):
         return storage.names(folder)
     return []
-
-
-def _is_there(storage: Storage, path: Path) -> bool:
-    with suppress(OSError):
-        return storage.exists(path)
-    return False
 
 
 def _rollbacks(job: Job) -> list[dict[str, Any]]:
