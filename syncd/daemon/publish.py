@@ -205,10 +205,12 @@ class Publisher:
     def advance(self, ahead: Ahead | None, closed: str | None = None) -> None:
         """Let LATEST name this as ahead; ``closed`` is a reason to take no links."""
         if self.latest is not None:
-            told = {"ahead": ahead, "closed": self.latest.closed or closed}
-            latest = self.latest.model_copy(update=told)
-            self._epoch.replace_file(self._job.layout.latest, encode(latest))
-            self.latest = latest
+            closed = self.latest.closed or closed
+            self._name(self.latest.model_copy(update={"ahead": ahead, "closed": closed}))
+
+    def _name(self, latest: Latest) -> None:
+        self._epoch.replace_file(self._job.layout.latest, encode(latest))
+        self.latest = latest
 
     def reserve(self) -> int:
         """A new sequence, for a link."""
@@ -342,19 +344,19 @@ class Publisher:
         closed = before.closed if before and stays_closed else None
         if back is not None:
             closed = f"{version_folder(back.sequence)} is served again"
-        latest = Latest(
-            sequence=manifest.sequence,
-            step=manifest.step,
-            folder=version_folder(manifest.sequence),
-            kind=manifest.kind,
-            dtype=manifest.dtype,
-            names=self.naming.kept_with(manifest),
-            save_id=manifest.save_id,
-            ahead=ahead if ahead and ahead.sequence > manifest.sequence else None,
-            closed=closed,
+        self._name(
+            Latest(
+                sequence=manifest.sequence,
+                step=manifest.step,
+                folder=version_folder(manifest.sequence),
+                kind=manifest.kind,
+                dtype=manifest.dtype,
+                names=self.naming.kept_with(manifest),
+                save_id=manifest.save_id,
+                ahead=ahead if ahead and ahead.sequence > manifest.sequence else None,
+                closed=closed,
+            )
         )
-        self._epoch.replace_file(self._job.layout.latest, encode(latest))
-        self.latest = latest
 
 
 @dataclass
