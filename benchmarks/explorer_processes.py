@@ -131,7 +131,7 @@ def _copying(given: argparse.Namespace) -> None:
         version = reader.next_version(0, _TIMEOUT)
         version.verify()
         _say(ready=True)
-        size = sum(file.size for file in version.manifest.files)
+        size = version.manifest.size
         one = torch.ones(size, dtype=torch.uint8)
         other = torch.zeros(size, dtype=torch.uint8)
         staged = _engine("staged", given.gigabytes)

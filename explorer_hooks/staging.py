@@ -34,7 +34,7 @@ from syncd.checkpoint.version import verify_version
 from syncd.coordination.leased_version import LeasedVersion, read_latest
 from syncd.coordination.versions import Lead
 from syncd.deltas.fold_process import why_not_here
-from syncd.deltas.limits import NoDeltaError
+from syncd.deltas.limits import LinkError
 from syncd.deltas.link_index import LinkFolder, find_links
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import (
@@ -248,7 +248,7 @@ class Staging:
         self.fetched = replace(self.fetched, no_delta=reason)
 
     def _copy(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
-        size = sum(file.size for file in version.manifest.files)
+        size = version.manifest.size
         with self._copies.draft(name, size) as draft:
             version.copy_to(self._storage, draft, cancel=cancel)
             self._storage.write_new(draft / MANIFEST, encode(version.manifest))
@@ -264,7 +264,7 @@ class Staging:
     ) -> None:
         """Make a copy from links and a copy here, or a version of one of the saves ``wholes``."""
         if (why := why_not_here()) is not None:
-            raise NoDeltaError(why)
+            raise LinkError(why)
         for is_last in (False, True):
             here = self._copies.of_job(job.layout)
             chain = find_links(job, target.sequence, target.save_id, here, wholes)
@@ -272,11 +272,11 @@ class Staging:
             base_name, source = here.get(save_id) or self._whole(wholes[save_id], cancel)
             base = self._copies.hold(base_name, source)
             if base is None:
-                raise NoDeltaError(f"{self._copies.room / base_name} was removed")
+                raise LinkError(f"{self._copies.room / base_name} was removed")
             try:
                 self._copies.sweep()  # does not remove the base, because it is held
                 self._fold_from(base, job.storage, chain, target, cancel, name)
-            except (NoDeltaError, VerificationError, FileNotFoundError):
+            except (LinkError, VerificationError, FileNotFoundError):
                 if is_last or self._is_sound(base, cancel):
                     raise
                 self._copies.remove(base_name, "it is damaged")
@@ -309,10 +309,10 @@ class Staging:
         # NumPy is imported once there is a link to apply.
         from syncd.deltas.folding import fold, manifest_of  # noqa: PLC0415
 
-        full = sum(file.size for file in base.manifest.files)
+        full = base.manifest.size
         size = sum(file.size for each in chain for file in each.link.files)
         if size > full:
-            raise NoDeltaError(f"the links have {size} bytes, and a version only {full}")
+            raise LinkError(f"the links have {size} bytes, and a version only {full}")
         whole, to = WholeVersion(base.folder, base.manifest), self._storage
         with (
             self._copies.draft(name, full + size) as draft,
@@ -385,6 +385,6 @@ def _never_an_end() -> Iterator[None]:
     except (CancelledError, NotStagedError):
         raise
     except Exception as error:
-        if not isinstance(error, (NoDeltaError, SyncdError, OSError, MemoryError)):
+        if not isinstance(error, (LinkError, SyncdError, OSError, MemoryError)):
             log.warning("a link cannot be used", exc_info=True)
         raise NotStagedError(str(error) or type(error).__name__) from error

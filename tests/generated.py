@@ -16,6 +16,8 @@ from syncd.cli import cli
 from syncd.daemon.config import KEYS, LIVE_KEYS, RunConfig
 from syncd.daemon.configuration import toml_value, written
 from syncd.protocol.policy import SyncSettings
+from syncd.protocol.records import Latest, Part
+from syncd.protocol.reports import DaemonReport, ExplorerReport, Reload, TrainerReport
 from tests import doc_lists, examples
 from tests.doc_blocks import text_of
 from tests.doc_links import ROOT
@@ -59,6 +61,18 @@ def settings(_heading: str) -> str:
         item([field.name], shown(field.default), as_code(meanings[field.name].replace("``", "`")))
         for field in fields(SyncSettings)
     )
+
+
+def records(_heading: str) -> str:
+    """The keys of the records that ``syncd status --json`` shows."""
+    kinds: dict[str, type[Part]] = {
+        "LATEST": Latest,
+        "daemon.json": DaemonReport,
+        "trainer.json": TrainerReport,
+        "explorers/NAME.json": ExplorerReport,
+        "reload": Reload,
+    }
+    return listed(item([name], "", item(kind.model_fields, "")) for name, kind in kinds.items())
 
 
 def usage(heading: str) -> str:
@@ -150,6 +164,7 @@ PARTS: Final[dict[str, Callable[[str], str]]] = {
     "docs/configuration.md": lambda heading: (
         keys(heading) if heading == "Keys" else settings(heading)
     ),
+    "docs/protocol.md": records,
 }
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ class LinkedJob:
         self.tensors.append(new)
         self.whole.append(write_version(self._folds, number, new, **self._given))
         base, target = (f"run-{n}-{n}" for n in (number - 1, number))
-        folder = self.job.layout.delta(number)
+        folder = self.job.layout.link(number)
         self.links.append(link_folder(folder, base, target, old, new, self._world_size))
         self.put(ahead=Ahead(sequence=number, step=number, save_id=target))
 

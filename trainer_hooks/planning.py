@@ -181,7 +181,7 @@ class Planner:
         sent, self._sent = self._sent, _NO_SAVE
         save = sent if sent.id.step == step else self.saver.new(step)
         if plan & Plan.LINK:
-            save.follow(self.synced)
+            save.link_to(self.synced)
         return save
 
     # -- on rank 0 ---------------------------------------------------------------------------------

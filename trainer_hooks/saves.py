@@ -39,7 +39,7 @@ class Save:
     def __post_init__(self) -> None:
         self._root = self.id  # the full save that links lead from
 
-    def follow(self, base: Save) -> None:
+    def link_to(self, base: Save) -> None:
         """Make this a link."""
         self.base, self._root = base.id, base._root
 

@@ -226,7 +226,7 @@ class WeightStream(ClosingSaver):
         if saver.rank == 0:
             save, last = saver.new(step), self._synced
             if saver.settings.deltas and last.takes_link(step, saver.explorers):
-                save.follow(last)
+                save.link_to(last)
             self._synced, self._last = save, save.id
             contents = self._as_link(save, contents)._replace(
                 model_files=self._model_files, confirm=partial(self._compare, save)

@@ -64,7 +64,6 @@ def verify_version(
         VerificationError: a file is missing, differs from the manifest, or is not listed there.
         OSError: storage failed, so the result is unknown.
     """
-    total = sum(file.size for file in manifest.files)
     done: dict[str, int] = {}  # each file is looked at by one thread
 
     def verify(file: VersionFile, told: Mapping[str, TensorEntry], check: Check) -> None:
@@ -77,7 +76,7 @@ def verify_version(
     def look() -> None:
         cancel()
         if progress is not unheard:
-            progress(sum(done.copy().values()), total)
+            progress(sum(done.copy().values()), manifest.size)
 
     each_file(verify, storage, folder, manifest, threads, look)
 

@@ -85,7 +85,7 @@ def command(
             storage.sync_folder(out.parent)
         finally:
             storage.remove_tree(room)
-    merged = sum(file.size for file in manifest.files)
+    merged = manifest.size
     base = manifest.base_model
     answer = {
         "folder": str(out),

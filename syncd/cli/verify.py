@@ -11,19 +11,17 @@ import click
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.cli import options
 from syncd.cli.bars import bar
-from syncd.deltas.limits import NoDeltaError
+from syncd.deltas.limits import LinkError
 from syncd.deltas.link_index import LinkRecord, read_index
 from syncd.protocol.errors import InvalidSettingsError, RecordError, VerificationError
 from syncd.protocol.names import (
     DELTA,
     MANIFEST,
-    parse_delta_folder,
-    parse_version_folder,
     printable,
 )
 from syncd.protocol.records import parse
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job, numbers_in
+from syncd.storage.job import Job, link_folders, version_folders
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +47,8 @@ def command(path: options.Existing, *, as_json: options.Json = False) -> None:
     job = Job.at(path, storage)
     folders, links = [path], []
     if not storage.exists(path / MANIFEST):
-        versions = numbers_in(storage, job.layout.published, parse_version_folder)
-        folders = [job.layout.version(sequence) for sequence in versions]
-        sequences = numbers_in(storage, job.layout.deltas, parse_delta_folder)
-        found = [job.layout.delta(sequence) for sequence in sequences]
+        folders = list(map(job.layout.version, version_folders(job)))
+        found = map(job.layout.link, link_folders(job))
         # A delta of 0.2, which nobody reads any more, has a file 'blocks'.
         links = [folder for folder in found if not storage.exists(folder / "blocks")]
     if not folders:
@@ -66,7 +62,7 @@ def command(path: options.Existing, *, as_json: options.Json = False) -> None:
         verified = _verified_link if folder in links else _verified
         try:
             result = verified(storage, folder)
-        except (NoDeltaError, VerificationError, RecordError, OSError) as error:
+        except (LinkError, VerificationError, RecordError, OSError) as error:
             result = _Verified(folder.name, "damaged", str(error))
             if not storage.exists(folder):
                 result = _Verified(folder.name, "pruned", "pruned meanwhile")

@@ -28,11 +28,11 @@ from syncd.protocol.errors import (
     VersionGoneError,
     WaitTimeoutError,
 )
-from syncd.protocol.names import parse_version_folder, step_folder
+from syncd.protocol.names import step_folder
 from syncd.protocol.records import Manifest, Names
 from syncd.protocol.reports import BuildSettings, DaemonReport
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job, check_on_disk, registering
+from syncd.storage.job import Job, check_on_disk, registering, version_folders
 from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)
@@ -112,8 +112,7 @@ class Bench:
 
     def _lease_published(self, step: int) -> LeasedVersion | None:
         layout = self.versions.job.layout
-        found = map(parse_version_folder, self.job.storage.names(layout.published))
-        for sequence in sorted((one for one in found if one is not None), reverse=True):
+        for sequence in reversed(version_folders(self.versions.job)):
             try:
                 # Read the manifest before the lease, because others see each lease.
                 manifest = read_manifest(self.job.storage, layout.version(sequence))

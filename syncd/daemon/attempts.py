@@ -18,7 +18,7 @@ from syncd.daemon.report import Reporter
 from syncd.daemon.steering import Steering
 from syncd.daemon.tenure import Tenure
 from syncd.daemon.turns import LateError
-from syncd.deltas.limits import NoDeltaError
+from syncd.deltas.limits import LinkError
 from syncd.protocol.errors import (
     CheckpointError,
     NoRoomError,
@@ -161,7 +161,7 @@ class Attempts:
             begun = self._clock()
             try:
                 sequence = link_save(self.tenure, self.publisher, save, latest)
-            except (NoDeltaError, RecordError) as error:
+            except (LinkError, RecordError) as error:
                 self._close(save.step, str(error))
                 return ""
             except (SaveNotReadyError, OSError) as error:
@@ -203,13 +203,12 @@ class Attempts:
         latest, folds = self.publisher.latest, self.folds
         if latest is None or (ahead := latest.ahead) is None:
             return
-        chain = [link.sequence for link in fold.chain]
         try:
-            manifest = folds.poll(latest, ahead, chain, self.publisher.latest_bytes or 0)
+            manifest = folds.poll(latest, ahead, fold)
             if manifest is None or folds.folder is None or self._steering.is_paused():
                 return
             self.publisher.publish_fold(manifest, folds.folder)
-        except NoDeltaError as error:
+        except LinkError as error:
             folds.end()
             self._job.check_is_there()
             folds.damaged = ahead.sequence
@@ -277,7 +276,7 @@ class Attempts:
                 version=version,
                 step=step,
                 kind=manifest.kind,
-                bytes=sum(file.size for file in manifest.files),
+                bytes=manifest.size,
                 seconds=round(now - begun, 3),
                 latency_seconds=round(now - whole_since, 3),
                 why_=str(bad) if bad else None,
@@ -307,7 +306,7 @@ class Attempts:
         try:
             self.publisher.check_room(save)
         except NoRoomError as error:
-            if not self.tidying.gave_up_deltas(error):
+            if not self.tidying.gave_up_links(error):
                 raise
             self.publisher.check_room(save)
 

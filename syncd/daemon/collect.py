@@ -69,19 +69,19 @@ class Tidying:
         """Schedule a cleanup after a failure; if the disk is full, free space at once."""
         self._untidy = True
         if isinstance(error, OSError):
-            self.gave_up_deltas(error)
+            self.gave_up_links(error)
             self._reserve.relieve(error)
 
     def leftovers(self) -> None:
         """Schedule a cleanup of unfinished files."""
         self._untidy = True
 
-    def gave_up_deltas(self, error: Exception) -> bool:
-        """If ``error`` means a full disk, delete all deltas; returns whether there were any."""
+    def gave_up_links(self, error: Exception) -> bool:
+        """If ``error`` means a full disk, delete links; see :meth:`Pruner.prune_links`."""
         if isinstance(error, OSError) and error.errno not in NO_ROOM:
             return False
         try:
-            return self.pruner.prune_all_deltas("the disk has no room for a version")
+            return self.pruner.prune_links("the disk has no room for a version")
         except OSError as refused:
             self._tell(CleanupDelayed(refused))
             return False

@@ -115,10 +115,11 @@ class PruningRules(BaseModel):
 
     deltas: Live[Literal["auto", "on", "off"]] = "auto"
     """Whether trainers may save [deltas](deltas.md). `auto`: if this host has the extra `deltas`;
-    `on`: always; `off`: never, and delete existing deltas."""
+    `on`: likewise, and refuse to start without it; `off`: never, and delete all up to LATEST."""
 
     keep_deltas: Live[Annotated[Count, Ge(1)]] = 16
-    """The most deltas to keep; together they are at most half as large as a version."""
+    """The most deltas to keep up to LATEST, for hosts that lag behind; together they are at most
+    half as large as a version."""
 
     prune_steps: Live[bool] = True
     """Delete published or skipped step folders, except full checkpoints."""

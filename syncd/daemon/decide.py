@@ -10,9 +10,9 @@ from typing import Final
 
 from syncd.checkpoint.save import Links, Save, SavedWeights, Unfinished, WholeSave
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.ways import DeltaSeen, Way, chain_to
+from syncd.daemon.ways import LinkSeen, Way
 from syncd.protocol.names import STATE_POINTER, printable, version_folder
-from syncd.protocol.records import Ahead, Pause, RollbackRequest, SaveId
+from syncd.protocol.records import Ahead, Pause, RollbackRequest, SaveId, SaveOutcome
 
 #: Seconds to wait for a step's remote path, which trainers write right after they make the folder.
 _PATH_TIME: Final = 60.0
@@ -48,11 +48,16 @@ class Pointer:
 
 @dataclass(frozen=True)
 class LeaseSeen:
-    """A lease. ``dead_for``: seconds since its session was found dead; None if it is not dead."""
+    """A lease, of the explorer ``name`` if syncd made it.
+
+    ``dead_for``: seconds since its session was found dead; None if it is not dead.
+    """
 
     sequence: int
     marker: str
     dead_for: float | None
+    name: str = ""
+    session: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,20 +65,17 @@ class StepSeen:
     """A step folder with a recorded outcome of its last save.
 
     Attributes:
-        recorded: the identity of the save that has ``outcome``.
         found: the identity of the save in the folder now; None if that save is not complete, or if
             the folder cannot be pruned anyway.
         has_receipts: True if syncd's hook wrote the save.
         full, retired, saving, pinned: True if the folder has the mark of this name.
         resumable: True if the folder holds more than weights, so that training may resume from it.
-        model_only: True if the save holds only a model; None if unknown.
-        unread: True if the daemon must still read the save's ``.metadata`` to set ``model_only``.
-            Until then ``resumable`` is True.
+        unread: True if the daemon must still read the save's ``.metadata`` to set the outcome's
+            ``model_only``. Until then ``resumable`` is True.
     """
 
     step: int
-    outcome: str
-    recorded: str
+    outcome: SaveOutcome
     found: str | None
     has_receipts: bool
     full: bool
@@ -82,13 +84,42 @@ class StepSeen:
     resumable: bool
     critic: bool
     pinned: bool = False
-    model_only: bool | None = None
     unread: bool = False
 
 
 @dataclass(frozen=True)
-class Observation:
-    """A job at one moment.
+class Known:
+    """The daemon's own knowledge of a job.
+
+    Attributes:
+        latest: LATEST's sequence; 0 before the first version.
+        published_save: the identity of the save that LATEST was made from; a rollback keeps it.
+        outcomes: of each step's last save.
+        served_request: the id of the rollback request that LATEST results from, if any.
+        full_bytes: the bytes of LATEST's files.
+        sessions: participants to judge, beside the sessions with a lease or a build.
+        save_id: the save of LATEST's version.
+        ahead, closed: as in LATEST; ``closed`` is also set while LATEST is a rollback.
+        must_fold: True if a live explorer cannot follow ahead now, or a fold has begun.
+        may_fold: False if a link to ahead is damaged.
+    """
+
+    latest: int = 0
+    published_save: str | None = None
+    outcomes: Mapping[int, SaveOutcome] = field(default_factory=dict)
+    served_request: str | None = None
+    full_bytes: int | None = None
+    sessions: Collection[str] = ()
+    save_id: str | None = None
+    ahead: Ahead | None = None
+    closed: bool = False
+    must_fold: bool = False
+    may_fold: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation(Known):
+    """A job at one moment: what the daemon knows, and what it sees.
 
     Attributes:
         pointer: the pointer that names the step to publish.
@@ -97,9 +128,6 @@ class Observation:
             subfolder looks like a job.
         save: the save that ``pointer`` names, if any.
         save_still_for: seconds since ``save`` was first seen in its present state.
-        published_save: the identity of the save that LATEST was made from; a rollback keeps it.
-        latest: LATEST's sequence; 0 before the first version.
-        full_bytes: the bytes of LATEST's files.
         lease_folders: the sequences of versions that can be leased.
         unrecorded: complete saves of steps below the pointer, without a recorded outcome.
         vanished: steps with a recorded outcome but without a folder.
@@ -107,13 +135,9 @@ class Observation:
         announced_step: the step that the trainer began to save last; None without its report, 0
             if the report names no step or is unreadable.
         living: the sessions with a heartbeat, of those that have a lease, a build or a report.
-        served_request: the id of the rollback request that LATEST results from, if any.
         way: the way back from the pointer's save.
-        links: the links that lead from LATEST's version, by their targets.
-        ahead, closed: as in LATEST; ``closed`` is also set while LATEST is a rollback.
+        chains: the links that lead from LATEST's version to each save, oldest first.
         outcome: of the pointer's save, if any.
-        must_fold: True if a live explorer cannot follow ahead now, or a fold has begun.
-        may_fold: False if a link to ahead is damaged.
     """
 
     pointer: Pointer
@@ -121,11 +145,8 @@ class Observation:
     instead: str = ""
     save: Save | None = None
     save_still_for: float = 0.0
-    published_save: str | None = None
-    latest: int = 0
-    full_bytes: int | None = None
     versions: tuple[int, ...] = ()
-    deltas: tuple[DeltaSeen, ...] = ()
+    links: tuple[LinkSeen, ...] = ()
     lease_folders: tuple[int, ...] = ()
     leases: tuple[LeaseSeen, ...] = ()
     steps: tuple[StepSeen, ...] = ()
@@ -136,14 +157,9 @@ class Observation:
     living: Collection[str] = ()
     pause: Pause | None = None
     rollbacks: Sequence[RollbackRequest] = ()
-    served_request: str | None = None
     way: Way = field(default_factory=Way)
-    links: Mapping[str, DeltaSeen] = field(default_factory=dict)
-    ahead: Ahead | None = None
-    closed: bool = False
+    chains: Mapping[str, Sequence[LinkSeen]] = field(default_factory=dict)
     outcome: str = ""
-    must_fold: bool = False
-    may_fold: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,9 +189,10 @@ class CloseLinks:
 
 @dataclass(frozen=True)
 class Fold:
-    """Make a full version of LATEST's version and these links, or publish it."""
+    """Make a full version of LATEST's, of ``size`` bytes, and these links, or publish it."""
 
-    chain: tuple[DeltaSeen, ...]
+    chain: Sequence[LinkSeen]
+    size: int
 
 
 @dataclass(frozen=True)
@@ -241,8 +258,8 @@ class CloseLeaseFolder:
 
 
 @dataclass(frozen=True)
-class PruneDelta:
-    """Delete a delta."""
+class PruneLink:
+    """Delete a link, or a delta of 0.2."""
 
     sequence: int
     why: str
@@ -264,7 +281,7 @@ class Learn:
 
 
 #: The actions that delete data of the job.
-Pruning = DropLease | RetireVersion | PruneDelta | PruneStep
+Pruning = DropLease | RetireVersion | PruneLink | PruneStep
 #: The actions that make new versions or links.
 New = Publish | MakeLinks | CloseLinks | Fold | Republish
 Action = New | GiveUp | AnswerRequest | Skip | Forget | CloseLeaseFolder | Learn | Pruning
@@ -311,7 +328,7 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
     prunings: tuple[Action, ...] = (
         *_leases(seen, config),
         *_versions(seen, config),
-        *_deltas(seen, config),
+        *_links(seen, config),
         *_steps(seen, config),
     )
     pending = bool(new) or by_waiting or (seen.ahead is not None and seen.may_fold)
@@ -360,10 +377,10 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveU
 
 
 def _link(save: Links, seen: Observation) -> tuple[New, ...]:
-    link, way = seen.links.get(save.identity), seen.way
-    if link is not None:
-        named = seen.ahead.sequence if seen.ahead else seen.latest
-        return (MakeLinks(way.saves[:1], link.sequence),) if link.sequence > named else ()
+    chain, way = seen.chains.get(save.identity), seen.way
+    if chain is not None:
+        named, sequence = seen.ahead.sequence if seen.ahead else seen.latest, chain[-1].sequence
+        return (MakeLinks(way.saves[:1], sequence),) if sequence > named else ()
     if way.joins and not seen.closed:
         return (MakeLinks(way.saves[::-1]),)
     if way.full is not None:
@@ -376,15 +393,15 @@ def _fold(seen: Observation, config: DaemonConfig) -> tuple[Fold, ...]:
     """Fold by need: for explorers of whole versions, to spare links, or if no save comes."""
     if seen.ahead is None or not seen.may_fold:
         return ()
-    chain = tuple(chain_to(seen.ahead.save_id, seen.links))
+    chain, size = seen.chains.get(seen.ahead.save_id, ()), seen.full_bytes or 0
     quiet = _IDLE_TICKS * config.tick if config.exit_when_idle else _QUIET
     needed = (
         seen.must_fold,
         len(chain) >= _MANY_LINKS,
-        sum(link.bytes for link in chain) > (seen.full_bytes or 0) / 4,
+        sum(link.bytes for link in chain) > size / 4,
         seen.save_still_for >= quiet,
     )
-    return (Fold(chain),) if chain and any(needed) else ()
+    return (Fold(chain, size),) if chain and any(needed) else ()
 
 
 def _leases(seen: Observation, config: DaemonConfig) -> Iterable[DropLease]:
@@ -419,27 +436,26 @@ def _versions(
             yield CloseLeaseFolder(sequence)
 
 
-def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
-    """Deltas to delete. A chain of deltas larger than half a version helps no explorer.
+def _links(seen: Observation, config: DaemonConfig) -> Iterable[PruneLink]:
+    """Links to delete. A chain of links larger than half a version helps no explorer.
 
-    Every chain ends with the newest delta, so all deltas older than a pruned delta are pruned too.
+    Every chain ends with the newest link, so all links older than a pruned one are pruned too.
     """
-    together = 0
-    newest_first = sorted(seen.deltas, key=lambda delta: -delta.sequence)
+    together = count = 0
     at_most = seen.full_bytes / 2 if seen.full_bytes is not None else math.inf
-    for count, delta in enumerate((d for d in newest_first if d.sequence <= seen.latest), start=1):
-        together += delta.bytes
+    for link in sorted(seen.links, key=lambda link: -link.sequence):
+        if link.sequence > seen.latest:
+            if link.base is not None and link not in seen.chains.get(link.target, ()):
+                yield PruneLink(link.sequence, "it does not lead from LATEST's version")
+            continue
+        together, count = together + link.bytes, count + 1
         if config.deltas == "off":
-            yield PruneDelta(delta.sequence, "deltas are off")
+            yield PruneLink(link.sequence, "deltas are off")
         elif count > config.keep_deltas:
-            yield PruneDelta(delta.sequence, f"not among the newest {config.keep_deltas}")
+            yield PruneLink(link.sequence, f"not among the newest {config.keep_deltas}")
         elif together > at_most:
-            why = "this and all newer deltas together exceed half the bytes of a version"
-            yield PruneDelta(delta.sequence, why)
-    for delta in seen.deltas:
-        strays = delta.base is not None and seen.links.get(delta.target) != delta
-        if strays and delta.sequence > seen.latest:
-            yield PruneDelta(delta.sequence, "it does not lead from LATEST's version")
+            why = "this and all newer ones together exceed half the bytes of a version"
+            yield PruneLink(link.sequence, why)
 
 
 def newest(sequences: Iterable[int], count: int) -> frozenset[int]:
@@ -463,12 +479,12 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
     if seen.pointer.step is None:
         return ""
     announced = seen.pointer.step if seen.announced_step is None else seen.announced_step
-    on_way = {save.step for save in seen.way.saves}
+    on_way, ended = {save.step for save in seen.way.saves}, step.outcome.outcome
     # Also those that are linked already, because an older daemon would discard the links.
-    on_way.update(saved.step for one in seen.links if (saved := SaveId.parse(one)))
+    on_way.update(saved.step for one in seen.chains if (saved := SaveId.parse(one)))
     doubts = (
-        step.outcome not in {"published", "skipped"},
-        step.found != step.recorded,
+        ended not in {"published", "skipped"},
+        step.found != step.outcome.identity,
         step.step in {seen.pointer.step, seen.checkpoint.step, *seen.benched, *on_way},
         # The save may be a base that an old cache still hides, but not for ever.
         step.has_receipts and not seen.way.is_seen and seen.save_still_for < _HIDDEN,
@@ -481,5 +497,5 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
     if step.retired:
         # The pointer must name a newer full checkpoint, from which the trainer can resume.
         newer = seen.checkpoint.step is not None and seen.checkpoint.step > step.step
-        return f"{step.outcome}, and retired by its trainer" if newer else ""
-    return "" if step.resumable or step.critic else f"{step.outcome}, and not a full checkpoint"
+        return f"{ended}, and retired by its trainer" if newer else ""
+    return "" if step.resumable or step.critic else f"{ended}, and not a full checkpoint"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
+from syncd.daemon.decide import Fold
 from syncd.daemon.tenure import Tenure
 from syncd.deltas.fold_process import FoldChild, why_not_here
 from syncd.protocol.errors import NoRoomError
@@ -19,26 +20,11 @@ from syncd.storage.job import Job
 _LONGEST_WAIT: Final = 30.0
 
 
-class Folding(Protocol):
-    """A fold in the background, such as :class:`~syncd.deltas.fold_process.FoldChild`."""
-
-    done: int
-    total: int
-
-    def poll(self) -> Manifest | None:
-        """The new version, once it is there."""
-        ...
-
-    def close(self) -> None:
-        """End the work."""
-        ...
-
-
 @dataclass(frozen=True)
 class FoldWork:
     """Begins a fold, and gives the reason if this host cannot; tests replace both."""
 
-    fold: Callable[[Job, int, Sequence[int], Path], Folding] = FoldChild
+    fold: Callable[[Job, int, Sequence[int], Path], FoldChild] = FoldChild
     why_not_here: Callable[[], str | None] = why_not_here
 
 
@@ -57,7 +43,7 @@ class Folds:
 
     def __post_init__(self) -> None:
         self._clock, self._epoch = self.tenure.clock, self.tenure.epoch
-        self._child: Folding | None = None
+        self._child: FoldChild | None = None
         self._step = 0
         self._again_at = self._wait = 0.0
         self.begun = 0.0
@@ -72,15 +58,13 @@ class Folds:
         seconds = self._clock() - self.begun
         return MergeProgress(step=self._step, done=child.done, total=child.total, seconds=seconds)
 
-    def poll(
-        self, latest: Latest, ahead: Ahead, chain: Sequence[int], size: int
-    ) -> Manifest | None:
-        """Begin a fold of LATEST's version and a chain of links; return it once it has ended.
+    def poll(self, latest: Latest, ahead: Ahead, fold: Fold) -> Manifest | None:
+        """Begin a fold; return the new version once it has ended.
 
-        ``size`` is that of the version. Call :meth:`end` when it is published, or after an error.
+        Call :meth:`end` when it is published, or after an error.
 
         Raises:
-            NoDeltaError: a link is damaged.
+            LinkError: a link is damaged.
             NoRoomError, OSError: the fold can be tried again.
         """
         if self._child is None:
@@ -88,8 +72,10 @@ class Folds:
                 return None
             free = self.tenure.job.storage.free(self._epoch.building).bytes
             self.begun, self._step = self._clock(), ahead.step
-            if free is not None and free < size:
-                raise NoRoomError(f"a fold needs {size / 1e6:.1f} MB, {free / 1e6:.1f} are free")
+            if free is not None and free < fold.size:
+                need = f"a fold needs {fold.size / 1e6:.1f} MB, {free / 1e6:.1f} are free"
+                raise NoRoomError(need)
+            chain = [link.sequence for link in fold.chain]
             name = f"fold-{version_folder(chain[-1])}"
             self.folder = self._epoch.start_build(name)
             self._epoch.in_background.add(name)

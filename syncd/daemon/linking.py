@@ -8,12 +8,12 @@ from syncd.checkpoint.save import SavedWeights, confirm_unchanged
 from syncd.checkpoint.version import link_or_copy, read_manifest
 from syncd.daemon.publish import Publisher
 from syncd.daemon.tenure import Tenure
-from syncd.deltas.limits import NoDeltaError
+from syncd.deltas.limits import LinkError
 from syncd.deltas.link_index import LinkRecord, read_index
 from syncd.deltas.link_plan import plan_links
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import SaveNotReadyError
-from syncd.protocol.names import DELTA, HUGGINGFACE, delta_folder, link_name
+from syncd.protocol.names import DELTA, HUGGINGFACE, link_folder, link_name
 from syncd.protocol.records import Latest, ReceiptFile, VersionFile, encode
 
 
@@ -21,26 +21,25 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
     """Make a link whose base is linked, or LATEST's save; returns its sequence.
 
     Raises:
-        NoDeltaError: the save cannot be linked.
+        LinkError: the save cannot be linked.
         SaveNotReadyError, OSError: this can be tried again; for example, the save has changed.
         SupersededError: another daemon has taken over.
     """
     job, epoch, sequence = tenure.job, tenure.epoch, publisher.reserve()
-    name, actor, vouched = delta_folder(sequence), job.layout.actor(save.step), save.vouched()
+    actor, vouched = job.layout.actor(save.step), save.vouched()
     published = job.layout.version(latest.sequence)
     try:
         version = WholeVersion(published, read_manifest(job.storage, published))
     except FileNotFoundError as error:  # someone deleted it
         job.check_is_there()
-        raise NoDeltaError(f"LATEST's version is gone: {error}") from error
-    folder = epoch.start_build(name)  # mkdir building/d000017
-    try:
+        raise LinkError(f"LATEST's version is gone: {error}") from error
+    with epoch.build(link_folder(sequence)) as folder:  # mkdir building/d000017
         files = []
         for rank in range(len(save.receipts)):
             publisher.cancel()
             file = vouched.get(link_name(len(save.receipts), rank))
             if file is None:
-                raise NoDeltaError(f"the receipt of rank {rank} lists no link")
+                raise LinkError(f"the receipt of rank {rank} lists no link")
             target = folder / f"rank-{rank}"
             link_or_copy(job.storage, actor / file.name, target, publisher.cancel)
             files.append(VersionFile(name=target.name, size=file.size, digest=file.digest))
@@ -66,13 +65,7 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
         if publisher.outcomes.unwritten:
             raise SaveNotReadyError(f"{job.layout.saves} cannot be written")
         # Rename building/d000017 to deltas/d000017. Fsync deltas/.
-        epoch.commit_delta(name)
-    except OSError as error:
-        epoch.raise_if_superseded(error)
-        raise
-    finally:
-        if job.storage.exists(folder):
-            job.storage.remove_tree(folder)
+        epoch.commit_link(folder.name)
     return sequence
 
 
@@ -81,4 +74,4 @@ def _check_small_files(vouched: Mapping[str, ReceiptFile], version: WholeVersion
     for path, file in vouched.items():
         folder, _, name = path.partition("/")
         if folder == HUGGINGFACE and has.get(name) != (file.size, file.digest):
-            raise NoDeltaError(f"{path} differs from that of version {version.manifest.sequence}")
+            raise LinkError(f"{path} differs from that of version {version.manifest.sequence}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from syncd.daemon.attempts import Attempts
 from syncd.daemon.collect import Tidying
@@ -18,11 +18,12 @@ from syncd.daemon.decide import (
     Fold,
     Forget,
     GiveUp,
+    Known,
     Learn,
     MakeLinks,
     New,
     Observation,
-    PruneDelta,
+    PruneLink,
     PruneStep,
     Pruning,
     Publish,
@@ -35,14 +36,13 @@ from syncd.daemon.folds import Folds, FoldWork
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
-from syncd.daemon.scan import Known, Scanner
+from syncd.daemon.scan import Scanner
 from syncd.daemon.signs import JobNotice
 from syncd.daemon.telling.journal import GoingLive, lasting
 from syncd.daemon.tenure import Tenure
 from syncd.daemon.turns import OTHERS_FIRST, Turn
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.events import DaemonActive
-from syncd.protocol.names import parse_lease_marker
 from syncd.protocol.version_events import MergeLate, SaveSkipped, VersionAdopted
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Loop:
         self._attempts = Attempts(
             tenure, self._publisher, self._reporter, self._tidying, self._folds
         )
-        self._follow: set[bool] = set()
+        self._follow_ahead: list[bool] = []  # for each live explorer
         self._prunings_left = False
 
     def begin(self) -> None:
@@ -180,7 +180,7 @@ class Loop:
                 self._pruner.close_leases(sequence)
             case Learn(step):
                 self._learn_in_turn(step)
-            case DropLease() | RetireVersion() | PruneDelta() | PruneStep():
+            case DropLease() | RetireVersion() | PruneLink() | PruneStep():
                 if self._prune(action):
                     self.pruned.append(action)
         return ""
@@ -207,9 +207,8 @@ class Loop:
                 what, gone = "lease", self._pruner.drop_lease(action)
             case RetireVersion():
                 what, gone = "version", self._pruner.retire_version(action)
-            case PruneDelta():
-                what, gone = "delta", True
-                self._pruner.prune_delta(action)
+            case PruneLink():
+                what, gone = "delta", self._pruner.prune_link(action)
             case PruneStep():
                 what, gone = "step", self._pruner.prune_step(action)
                 if gone:
@@ -226,11 +225,9 @@ class Loop:
         refused.setdefault(what, f"storage refuses the action {what}: {error}. Trying again")
 
     def _tidy(self, refused: dict[str, str], seen: Observation) -> None:
-        sessions = (parse_lease_marker(lease.marker) for lease in seen.leases)
         try:
             self._outcomes.write_again()
-            leased = (marker[1] for marker in sessions if marker)
-            self._tidying.run_once(leased)
+            self._tidying.run_once(lease.session for lease in seen.leases)
             self._pruner.sweep_benches(self._scanner.dead_benches)
         except OSError as error:
             self._job.check_is_there()
@@ -244,26 +241,23 @@ class Loop:
             sequence = (latest.ahead or latest).sequence if latest else 0
             for load in self._going_live.look(seen.leases, sequence, seen.living):
                 self._journal.live(load)
-            self._follow = self._going_live.follow(seen.living)
+            self._follow_ahead = self._going_live.follow_ahead(seen.living)
         except OSError as error:
             self._job.check_is_there()
             self.tenure.meter.failed(error)  # the next round looks again
 
     def _known(self) -> Known:
-        latest = self._publisher.latest
+        latest, folds = self._publisher.latest, self._folds
         ahead = latest.ahead if latest else None
-        return Known(
+        return replace(
+            self._publisher.known,
             latest=latest.sequence if latest else 0,
-            full_bytes=self._publisher.latest_bytes,
-            published_save=self._publisher.published_save,
             outcomes=self._outcomes.of_step,
-            served_request=self._publisher.served_request,
             sessions=self._going_live.sessions,
-            save_id=self._publisher.save_id,
             ahead=ahead,
             closed=bool(latest and latest.closed),
-            must_fold=False in self._follow or self._folds.folder is not None,
-            may_fold=ahead is not None and self._folds.damaged != ahead.sequence,
+            must_fold=not all(self._follow_ahead) or folds.folder is not None,
+            may_fold=folds.damaged != (ahead and ahead.sequence),
         )
 
     def _no_links(self) -> str | None:
@@ -271,7 +265,7 @@ class Loop:
         config = self.config
         if config.deltas == "off" or not (config.digests and self.publishes) or config.cast:
             return "deltas are off, or versions are cast or have no digests"
-        if True not in self._follow:
+        if not any(self._follow_ahead):
             return (
                 "no live explorer follows ahead, which needs a stage folder on another filesystem, "
                 "and syncd[deltas]"

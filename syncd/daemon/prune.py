@@ -1,8 +1,9 @@
-"""Pruning of versions, deltas, step folders and dead leases, with a line in the audit log."""
+"""Pruning of versions, links, step folders and dead leases, with a line in the audit log."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -12,7 +13,7 @@ from typing import Final, Literal
 
 from syncd.daemon.decide import (
     DropLease,
-    PruneDelta,
+    PruneLink,
     PruneStep,
     RetireVersion,
     StepSeen,
@@ -26,8 +27,7 @@ from syncd.protocol.names import (
     LORA_ADAPTER,
     RECEIPTS,
     SAVING,
-    delta_folder,
-    parse_delta_folder,
+    parse_link_folder,
     parse_step_folder,
     parse_version_folder,
     step_folder,
@@ -39,7 +39,7 @@ from syncd.storage.append import append
 from syncd.storage.calls import Kind
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import GONE, NO_ROOM, NOT_EMPTY, Ignoring, is_gone
-from syncd.storage.job import Job, numbers_in
+from syncd.storage.job import Job, link_folders
 from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ _What = Literal["version", "step", "lease", "delta"]
 _FOLDERS: Final[dict[_What, Callable[[str], int | None]]] = {
     "step": parse_step_folder,
     "version": parse_version_folder,
-    "delta": parse_delta_folder,
+    "delta": parse_link_folder,
 }
 _LEFT: Final = "marked for deletion, but not yet deleted when this daemon took over"
 
@@ -79,33 +79,31 @@ class Pruner:
         Leasing ends with the rmdir of the lease folder. The server refuses the rmdir if the folder
         is not empty.
         """
-        if not self.close_leases(action.sequence):
-            return False
+        version = self._layout.version(action.sequence)
+        return self.close_leases(action.sequence) and self._delete("version", version, action.why)
+
+    def prune_link(self, action: PruneLink) -> bool:
+        """Delete a link. Links have no leases, because readers can read the version instead."""
+        return self._delete("delta", self._layout.link(action.sequence), action.why)
+
+    def _delete(self, what: _What, folder: Path, why: str) -> bool:
+        """Delete a folder, on record; returns whether it is gone."""
         try:
-            doomed = self.epoch.condemn(self._layout.version(action.sequence))
+            doomed = self.epoch.condemn(folder)
         except FileNotFoundError:
-            return not self._storage.exists(self._layout.version(action.sequence))
-        self._record("version", version_folder(action.sequence), action.why)
+            return not self._storage.exists(folder)
+        self._record(what, folder.name, why)
         self._storage.remove_tree(doomed)
         return True
 
-    def prune_delta(self, action: PruneDelta) -> None:
-        """Delete a delta. Deltas have no leases, because readers can read the version instead."""
-        try:
-            doomed = self.epoch.condemn(self._layout.delta(action.sequence))
-        except FileNotFoundError:
-            return
-        self._record("delta", delta_folder(action.sequence), action.why)
-        self._storage.remove_tree(doomed)
-
-    def prune_all_deltas(self, why: str) -> bool:
-        """Delete all deltas, but no links above LATEST; returns whether there was any delta."""
+    def prune_links(self, why: str) -> bool:
+        """Delete all links up to LATEST; returns whether there were any."""
         latest = self.job.read(Latest, self._layout.latest)
-        deltas = numbers_in(self._storage, self._layout.deltas, parse_delta_folder)
-        found = [one for one in deltas if latest is None or one <= latest.sequence]
-        for sequence in found:
-            self.prune_delta(PruneDelta(sequence, why))
-        return bool(found)
+        last = latest.sequence if latest else math.inf
+        links = [number for number in link_folders(self.job) if number <= last]
+        for sequence in links:
+            self.prune_link(PruneLink(sequence, why))
+        return bool(links)
 
     def drop_lease(self, action: DropLease) -> bool:
         """Remove a dead explorer's lease; returns False if the lease was already gone."""
@@ -128,15 +126,8 @@ class Pruner:
             trash = self.epoch.set_aside(folder)
         except FileNotFoundError:
             return not self._storage.exists(folder)
-        outcome = SaveOutcome.model_validate(
-            {
-                "identity": action.seen.recorded,
-                "outcome": action.seen.outcome,
-                "model_only": action.seen.model_only,
-            }
-        )
         try:
-            found = self._look_anew(trash, step, outcome)
+            found = self._look_anew(trash, step, action.seen.outcome)
             needed = self.needed(step)
         except OSError:
             self._put_back(trash, folder)  # never delete an unreadable folder

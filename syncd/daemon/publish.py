@@ -19,6 +19,7 @@ from syncd.checkpoint.save import Save, WholeSave
 from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.version import read_manifest, republish
 from syncd.daemon.config import DaemonConfig
+from syncd.daemon.decide import Known
 from syncd.daemon.naming import Naming
 from syncd.daemon.recover import look_back
 from syncd.daemon.tenure import Tenure
@@ -41,7 +42,7 @@ from syncd.protocol.records import (
     SaveOutcomes,
     encode,
 )
-from syncd.protocol.version_events import DeltaDiscarded, VersionDiscarded
+from syncd.protocol.version_events import LinkDiscarded, VersionDiscarded
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import GONE, Ignoring, is_gone
 from syncd.storage.job import IF_ANY, Job
@@ -60,9 +61,7 @@ class Publisher:
     Attributes:
         cancel: called between chunks of a merge; raises an error to stop the merge.
         latest: LATEST as this daemon last wrote or found it; None before the first version.
-        latest_bytes: the bytes of LATEST's files; None if that version is damaged.
-        published_save, served_request: see :class:`Observation`.
-        save_id: the save of LATEST's version; None if that version is damaged.
+        known: what is known of LATEST's version, unless it is damaged.
     """
 
     tenure: Tenure
@@ -79,10 +78,7 @@ class Publisher:
         advice = "make room there, or lower --keep"
         self._free_space = FreeSpace(job.storage, job.layout.epochs, job.layout.root, advice=advice)
         self.latest: Latest | None = None
-        self.latest_bytes: int | None = None
-        self.published_save: str | None = None
-        self.served_request: str | None = None
-        self.save_id: str | None = None
+        self.known = Known()
         self.outcomes = Outcomes(job, self._epoch, self.tenure.wall)
 
     def recover(self) -> Manifest | None:
@@ -105,15 +101,15 @@ class Publisher:
         if found.adopted is not None:
             served = found.adopted
             self._epoch.open_leasing(served.sequence)
-            self._write_latest(served, closed=self.latest.closed if self.latest else None)
+            self._write_latest(served, stays_closed=True)
         elif self.latest is not None and not self._job.storage.exists(
             self._job.layout.lease_folder(self.latest.sequence)
         ):
             self._epoch.open_leasing(self.latest.sequence)
-        for sequence in found.deltas_above:
-            self._discard_delta(sequence)
+        for sequence in found.strays:
+            self._discard_link(sequence)
         ahead = self.latest.ahead if self.latest else None
-        if ahead is not None and ahead.save_id not in found.links:
+        if ahead is not None and ahead.save_id not in found.chains:
             self.advance(None)
         if served is None:
             return None
@@ -123,11 +119,11 @@ class Publisher:
             self.outcomes.found_published(served)
         return found.adopted
 
-    def _discard_delta(self, sequence: int) -> None:
-        """Discard a delta to a version above LATEST; a failure is harmless."""
-        DeltaDiscarded(sequence).tell(log)
+    def _discard_link(self, sequence: int) -> None:
+        """Discard a link above LATEST; a failure is harmless."""
+        LinkDiscarded(sequence).tell(log)
         try:
-            self._epoch.condemn(self._job.layout.delta(sequence))
+            self._epoch.condemn(self._job.layout.link(sequence))
         except OSError as error:
             if not is_gone(error):
                 CleanupDelayed(error).tell(log)
@@ -204,16 +200,17 @@ class Publisher:
             self._job.storage.rename(folder, empty)
             return folded
 
-        closed = self.latest.closed if self.latest else None
-        return self._make_version(folded.step, build, sequence=folded.sequence, closed=closed)
+        return self._make_version(folded.step, build, folded.sequence)
 
     def advance(self, ahead: Ahead | None, closed: str | None = None) -> None:
         """Let LATEST name this as ahead; ``closed`` is a reason to take no links."""
         if self.latest is not None:
-            told = {"ahead": ahead, "closed": self.latest.closed or closed}
-            latest = self.latest.model_copy(update=told)
-            self._epoch.replace_file(self._job.layout.latest, encode(latest))
-            self.latest = latest
+            closed = self.latest.closed or closed
+            self._name(self.latest.model_copy(update={"ahead": ahead, "closed": closed}))
+
+    def _name(self, latest: Latest) -> None:
+        self._epoch.replace_file(self._job.layout.latest, encode(latest))
+        self.latest = latest
 
     def reserve(self) -> int:
         """A new sequence, for a link."""
@@ -240,7 +237,7 @@ class Publisher:
             ahead = self.latest.ahead if self.latest else None
             back = RolledBack(
                 sequence=request.sequence,
-                instead_of=ahead.save_id if ahead else self.published_save,
+                instead_of=ahead.save_id if ahead else self.known.published_save,
                 request=request.id,
             )
             manifest = old.model_copy(
@@ -269,7 +266,6 @@ class Publisher:
         step: int,
         build: Callable[[Path, int], Manifest],
         sequence: int | None = None,
-        closed: str | None = None,
     ) -> Manifest:
         """Publish a version; this method defines the order of all writes.
 
@@ -279,47 +275,45 @@ class Publisher:
         All files are made in this daemon's room. They leave it by a rename, which fails after
         another daemon has taken over. docs/protocol.md ("The fence: epochs") has the reasons.
         """
-        epoch = self._epoch
+        epoch, is_fold = self._epoch, sequence is not None
         if sequence is None:
             sequence = self._next_sequence()
         elif self._job.storage.exists(self._job.layout.version(sequence)):
             manifest = read_manifest(self._job.storage, self._job.layout.version(sequence))
             self._job.storage.sync_folder(self._job.layout.published)
-            self._write_latest(manifest, closed=closed)
+            self._write_latest(manifest, stays_closed=True)
             self._serve(manifest)
             return manifest
-        folder = epoch.start_version(sequence)  # mkdir building/VERSION
-        try:
-            # Write publish.lock and rename it, without fsync, because the file is only a hint.
-            notice = PublishNotice(sequence=sequence, step=step, session=self.tenure.session.id)
-            epoch.replace_file(self._job.layout.publish_lock, encode(notice), durable=False)
-            # Write the files, and then manifest.json. Fsync each file, and then the folder.
-            manifest = build(folder, sequence)
-            # Rename the empty folder building/leases-VERSION to leases/VERSION. Fsync leases/.
-            epoch.open_leasing(sequence)
-            # Even after an error, because the rename may have taken place.
-            self._floor = max(self._floor, sequence)
-            # Rename building/VERSION to published/VERSION. Fsync published/.
-            epoch.publish_version(sequence)
-            # Write LATEST with an fsync, and rename it. Fsync .syncd/. Explorers see LATEST.
-            self._write_latest(manifest, closed)
-        except OSError as error:
-            epoch.raise_if_superseded(error)
-            raise
-        finally:
-            if self._job.storage.exists(folder):
-                self._job.storage.remove_tree(folder)
-            if epoch.is_live():  # else publish.lock belongs to the successor
-                self._take_notice_down()
+        with epoch.build(version_folder(sequence)) as folder:  # mkdir building/VERSION
+            try:
+                # Write publish.lock and rename it, without fsync: the file is only a hint.
+                notice = PublishNotice(sequence=sequence, step=step, session=self.tenure.session.id)
+                epoch.replace_file(self._job.layout.publish_lock, encode(notice), durable=False)
+                # Write the files, and then manifest.json. Fsync each file, and then the folder.
+                manifest = build(folder, sequence)
+                # Rename the empty folder building/leases-VERSION to leases/VERSION. Fsync leases/.
+                epoch.open_leasing(sequence)
+                # Even after an error, because the rename may have taken place.
+                self._floor = max(self._floor, sequence)
+                # Rename building/VERSION to published/VERSION. Fsync published/.
+                epoch.publish_version(sequence)
+                # Write LATEST with an fsync, and rename it. Fsync .syncd/. Explorers see LATEST.
+                self._write_latest(manifest, stays_closed=is_fold)
+            finally:
+                if epoch.is_live():  # else publish.lock belongs to the successor
+                    self._take_notice_down()
         self._serve(manifest)
         return manifest
 
     def _serve(self, manifest: Manifest) -> None:
         self.naming.serves(manifest)
         back = manifest.rolled_back
-        self.latest_bytes = sum(file.size for file in manifest.files)
-        self.published_save, self.save_id = manifest.settles, manifest.save_id
-        self.served_request = None if back is None else back.request
+        self.known = Known(
+            published_save=manifest.settles,
+            served_request=back.request if back else None,
+            full_bytes=manifest.size,
+            save_id=manifest.save_id,
+        )
 
     def _next_sequence(self) -> int:
         sequence = self._floor + 1
@@ -344,21 +338,25 @@ class Publisher:
         except OSError as error:  # the file is only a hint
             CleanupDelayed(error).tell(log)
 
-    def _write_latest(self, manifest: Manifest, closed: str | None = None) -> None:
-        ahead, back = self.latest.ahead if self.latest else None, manifest.rolled_back
-        latest = Latest(
-            sequence=manifest.sequence,
-            step=manifest.step,
-            folder=version_folder(manifest.sequence),
-            kind=manifest.kind,
-            dtype=manifest.dtype,
-            names=self.naming.kept_with(manifest),
-            save_id=manifest.save_id,
-            ahead=ahead if ahead and ahead.sequence > manifest.sequence else None,
-            closed=f"{version_folder(back.sequence)} is served again" if back else closed,
+    def _write_latest(self, manifest: Manifest, *, stays_closed: bool) -> None:
+        before, back = self.latest, manifest.rolled_back
+        ahead = before.ahead if before else None
+        closed = before.closed if before and stays_closed else None
+        if back is not None:
+            closed = f"{version_folder(back.sequence)} is served again"
+        self._name(
+            Latest(
+                sequence=manifest.sequence,
+                step=manifest.step,
+                folder=version_folder(manifest.sequence),
+                kind=manifest.kind,
+                dtype=manifest.dtype,
+                names=self.naming.kept_with(manifest),
+                save_id=manifest.save_id,
+                ahead=ahead if ahead and ahead.sequence > manifest.sequence else None,
+                closed=closed,
+            )
         )
-        self._epoch.replace_file(self._job.layout.latest, encode(latest))
-        self.latest = latest
 
 
 @dataclass

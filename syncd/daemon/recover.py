@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.version import read_manifest
-from syncd.daemon.ways import DeltaSeen, links_from, look_at_delta
+from syncd.daemon.ways import LinkSeen, chains_from, look_at_link
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
 from syncd.protocol.events import LeftAlone, RecordMissed
-from syncd.protocol.names import parse_delta_folder, parse_version_folder
+from syncd.protocol.names import parse_version_folder
 from syncd.protocol.records import Latest, Manifest, R, SaveOutcome, SaveOutcomes
 from syncd.protocol.reports import DaemonReport, ExplorerReport
 from syncd.protocol.version_events import LatestUnusable, VersionDamaged
 from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring, is_no_record, is_refused_here
 from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT
-from syncd.storage.job import OF_OTHERS, Job, ReadPolicy, numbers_in
+from syncd.storage.job import OF_OTHERS, Job, ReadPolicy, link_folders, version_folders
 
 log = logging.getLogger(__name__)
 
@@ -37,17 +37,17 @@ class FoundVersions:
         adopted: the manifest of the highest finished version above LATEST, if any.
         unfinished: the incomplete, unleased versions above ``adopted``; above LATEST if ``adopted``
             is None.
-        deltas_above: the links above ``adopted``, or above LATEST if ``adopted`` is None, that do
-            not lead from this version: no explorer can use them.
-        links: these links, by the saves to which they lead.
+        chains: the links that lead from ``adopted``, or from LATEST's version if ``adopted`` is
+            None, to each save.
+        strays: the other links above that version; no explorer can use them.
     """
 
     latest: Latest | None = None
     served: Manifest | None = None
     adopted: Manifest | None = None
     unfinished: list[int] = field(default_factory=list)
-    deltas_above: list[int] = field(default_factory=list)
-    links: dict[str, DeltaSeen] = field(default_factory=dict)
+    chains: dict[str, tuple[LinkSeen, ...]] = field(default_factory=dict)
+    strays: list[int] = field(default_factory=list)
     outcomes: dict[int, SaveOutcome] = field(default_factory=dict)
     highest: int = 0
 
@@ -74,9 +74,9 @@ def look_back(job: Job) -> FoundVersions:
     saves = look.record(SaveOutcomes, layout.saves, LONG_RECORD_LIMIT)
     found.outcomes = dict(saves.steps) if saves else {}
     known = found.latest.sequence if found.latest else 0
-    published = numbers_in(job.storage, layout.published, parse_version_folder)
-    deltas = look.deltas()
-    found.highest = look.highest_sequence(found, known, [*published, *deltas])
+    published = version_folders(job)
+    links = look.links()
+    found.highest = look.highest_sequence(found, known, [*published, *links])
     for sequence in reversed(published):
         version = layout.version(sequence)
         if sequence <= known:
@@ -102,11 +102,11 @@ def look_back(job: Job) -> FoundVersions:
             LatestUnusable(layout.version(known), error).tell(log)
     newest = found.adopted or found.served
     last = newest.sequence if newest else known
-    for sequence in (number for number in deltas if number > last + _BELIEVED):
-        LeftAlone(layout.delta(sequence), "no daemon made it").tell(log)
-    above = [look_at_delta(job, number) for number in deltas if last < number <= last + _BELIEVED]
-    found.links = links_from(last, newest.save_id if newest else None, above)
-    found.deltas_above = [one.sequence for one in above if found.links.get(one.target) != one]
+    for sequence in (number for number in links if number > last + _BELIEVED):
+        LeftAlone(layout.link(sequence), "no daemon made it").tell(log)
+    above = [look_at_link(job, number) for number in links if last < number <= last + _BELIEVED]
+    found.chains = chains_from(last, newest.save_id if newest else None, above)
+    found.strays = [one.sequence for one in above if one not in found.chains.get(one.target, ())]
     return found
 
 
@@ -138,14 +138,13 @@ class _Look:
         except OSError as error:
             log.debug("cannot open %s: %s; trying again", path, error)
 
-    def deltas(self) -> list[int]:
-        folder = self._layout.deltas
+    def links(self) -> list[int]:
         try:
-            return numbers_in(self._storage, folder, parse_delta_folder)
+            return link_folders(self.job)
         except OSError as error:
             if not is_refused_here(error):
                 raise
-            LeftAlone(folder, error).tell(log)
+            LeftAlone(self._layout.deltas, error).tell(log)
             return []
 
     def finished(self, sequence: int) -> Manifest | None:

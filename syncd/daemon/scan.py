@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -12,27 +12,26 @@ from typing import Final
 from syncd.checkpoint.save import Save, Unfinished, is_saved_over
 from syncd.checkpoint.step_save import look_into_step
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState
+from syncd.daemon.decide import Known, LeaseSeen, Observation, Pointer, PointerState
 from syncd.daemon.steering import LetBe, Steering
 from syncd.daemon.steps import LOOK_AGAIN, Steps
-from syncd.daemon.ways import DeltaSeen, Way, links_from, look_at_delta, way_back
+from syncd.daemon.ways import LinkSeen, Way, chains_from, look_at_link, way_back
 from syncd.protocol.errors import RecordError
 from syncd.protocol.names import (
     CHECKPOINT_POINTER,
     DCP_METADATA,
     STATE_POINTER,
     is_name,
-    parse_delta_folder,
     parse_lease_marker,
     parse_pointer,
     parse_step_folder,
     parse_version_folder,
 )
-from syncd.protocol.records import Ahead, SaveOutcome, parse
+from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Signature
-from syncd.storage.job import Job, has_marks, numbers_in
+from syncd.storage.job import Job, has_marks, link_folders, numbers_in, version_folders
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout
 
 log = logging.getLogger(__name__)
@@ -40,27 +39,6 @@ log = logging.getLogger(__name__)
 _POINTER_LIMIT: Final = 4096
 #: How many names in a folder without a pointer are checked, to find a job below it.
 _MOST_BELOW: Final = 100
-
-
-@dataclass(frozen=True)
-class Known:
-    """The daemon's own knowledge of a job; see :class:`Observation` and :class:`Outcomes`.
-
-    ``sessions`` are those of participants to judge, beside the sessions with a lease or a build.
-    ``save_id`` is the save of LATEST's version.
-    """
-
-    latest: int
-    published_save: str | None
-    outcomes: Mapping[int, SaveOutcome]
-    served_request: str | None = None
-    full_bytes: int | None = None
-    sessions: Collection[str] = ()
-    save_id: str | None = None
-    ahead: Ahead | None = None
-    closed: bool = False
-    must_fold: bool = False
-    may_fold: bool = False
 
 
 @dataclass
@@ -90,7 +68,7 @@ class Scanner:
         self._living: frozenset[str] = frozenset()
         self._benches: list[str] = []
         self.dead_benches: list[str] = []
-        self._deltas_seen: dict[int, DeltaSeen] = {}  # a delta never changes
+        self._links_seen: dict[int, LinkSeen] = {}  # a link never changes
         self._steps = Steps(self.job, self.clock)
         self._let_be = LetBe(clock=self.clock)
         self._steering = Steering(self.job)
@@ -102,14 +80,14 @@ class Scanner:
         self._lookout.tick = min(config.tick, self._longest_tick)
         pointer, pointer_key = self._pointer(self._pointer_file)
         checkpoint, checkpoint_key = self._pointer(self._layout.checkpoint_pointer)
-        deltas = self._deltas()
-        links = links_from(known.latest, known.save_id, deltas)
+        links = self._links()
+        chains = chains_from(known.latest, known.save_id, links)
         self._look_at_pointed(pointer, pointer_key, known)
         benched = self._benched()
         save = self._save
         outcome = known.outcomes.get(save.step) if save else None
-        told = outcome.outcome if outcome and save and outcome.identity == save.known_as else ""
-        versions = numbers_in(self._storage, self._layout.published, parse_version_folder)
+        ended = outcome.outcome if outcome and save and outcome.identity == save.known_as else ""
+        versions = version_folders(self.job)
         lease_folders = numbers_in(self._storage, self._layout.leases, parse_version_folder)
         # A listing may be outdated, so look up the lease folder of each version that seems retired.
         lease_folders += (
@@ -121,16 +99,14 @@ class Scanner:
             pointer, (pointer_key, checkpoint_key, known.published_save, config), known.outcomes
         )
         return Observation(
+            **vars(known),
             pointer=pointer,
             checkpoint=checkpoint,
             instead=self._instead(known) if pointer.state is PointerState.MISSING else "",
             save=save,
             save_still_for=self.clock() - self._save_since,
-            published_save=known.published_save,
-            latest=known.latest,
-            full_bytes=known.full_bytes,
             versions=tuple(versions),
-            deltas=deltas,
+            links=links,
             lease_folders=tuple(lease_folders),
             leases=tuple(self._leases(lease_folders, known.sessions)),
             living=self._living,
@@ -141,14 +117,9 @@ class Scanner:
             announced_step=self._announced() if steps else None,
             pause=self._steering.pause(),
             rollbacks=self._steering.rollbacks(),
-            served_request=known.served_request,
-            way=self._way(known, links),
-            links=links,
-            ahead=known.ahead,
-            closed=known.closed,
-            outcome=told,
-            must_fold=known.must_fold,
-            may_fold=known.may_fold,
+            way=self._way(known, chains),
+            chains=chains,
+            outcome=ended,
         )
 
     @property
@@ -263,30 +234,29 @@ class Scanner:
         self._settled = (key, known.published_save, known.ahead) if settled else None
         self._settled_at = self.clock()
 
-    def _deltas(self) -> tuple[DeltaSeen, ...]:
-        before, folder, seen = self._deltas_seen, self._layout.deltas, {}
+    def _links(self) -> tuple[LinkSeen, ...]:
+        before, folder, seen = self._links_seen, self._layout.deltas, {}
         with self._let_be.ignoring(folder):
-            for n in numbers_in(self._storage, folder, parse_delta_folder):
-                seen[n] = before[n] if n in before else look_at_delta(self.job, n)
-            self._deltas_seen = seen
+            for n in link_folders(self.job):
+                seen[n] = before[n] if n in before else look_at_link(self.job, n)
+            self._links_seen = seen
         return tuple(seen.values())
 
-    def _way(self, known: Known, links: Mapping[str, DeltaSeen]) -> Way:
+    def _way(self, known: Known, linked: Iterable[str]) -> Way:
         def look(step: int) -> Save:
             return look_into_step(self._storage, self._layout.step(step), step)
 
         refused = {one.identity for one in known.outcomes.values() if one.outcome == "quarantined"}
-        joined = {*links, known.save_id or ""}
+        joined = {*linked, known.save_id or ""}
         return way_back(self._save, joined, refused | {known.published_save or ""}, look)
 
     def _leases(self, sequences: Iterable[int], others: Collection[str]) -> list[LeaseSeen]:
         held = [
-            (sequence, marker, parsed[1] if parsed else "")
+            (sequence, marker, *(parse_lease_marker(marker) or ("", "")))
             for sequence in sequences
             for marker in self._markers(self._layout.lease_folder(sequence))
-            for parsed in [parse_lease_marker(marker)]
         ]
-        sessions = {session for _, _, session in held if session}
+        sessions = {session for *_, session in held if session}
         liveness = self._lookout.look(sessions.union(others, filter(is_name, self._benches)))
         living = frozenset(who for who, seen in liveness.items() if seen is Liveness.ALIVE)
         self._living = living
@@ -297,7 +267,8 @@ class Scanner:
         dead_for = {name: now - since for name, since in self._dead_since.items()}
         # A name of another format is kept as a lease: somebody put it there on purpose.
         return [
-            LeaseSeen(sequence, marker, dead_for.get(session)) for sequence, marker, session in held
+            LeaseSeen(sequence, marker, dead_for.get(session), name, session)
+            for sequence, marker, name, session in held
         ]
 
     def _benched(self, *, refreshed: bool = False) -> frozenset[int]:

@@ -179,8 +179,7 @@ def look_at_step(
     found = None if protected else look_into_step(storage, folder, step, actor_names).identity
     return StepSeen(
         step=step,
-        outcome=outcome.outcome,
-        recorded=outcome.identity,
+        outcome=outcome,
         found=found,
         has_receipts=RECEIPTS in actor_names,
         full=full,
@@ -189,6 +188,5 @@ def look_at_step(
         resumable=resumable,
         critic=critic,
         pinned=PINNED in names,
-        model_only=outcome.model_only,
         unread=unread,
     )

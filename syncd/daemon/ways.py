@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from syncd.checkpoint.save import Links, Remote, Save, SavedWeights, Unfinished
@@ -14,10 +14,10 @@ from syncd.storage.job import OF_OTHERS, Job
 
 
 @dataclass(frozen=True)
-class DeltaSeen:
-    """A delta or a link on disk; ``sequence`` is the sequence of its target version.
+class LinkSeen:
+    """A link on disk, from the save ``base`` to the save ``target``.
 
-    A link has the saves ``base`` and ``target``.
+    ``sequence`` is that of its version to come. A delta of 0.2 has neither save.
     """
 
     sequence: int
@@ -42,35 +42,27 @@ class Way:
     is_seen: bool = True
 
 
-def look_at_delta(job: Job, sequence: int) -> DeltaSeen:
-    """A delta or a link on disk."""
-    folder = job.layout.delta(sequence)
-    found = [job.storage.status(folder / name) for name in job.storage.names(folder)]
-    seen = DeltaSeen(sequence, sum(status.st_size for status in found if status is not None))
+def look_at_link(job: Job, sequence: int) -> LinkSeen:
+    """A link on disk."""
+    folder = job.layout.link(sequence)
+    files = [job.storage.status(folder / name) for name in job.storage.names(folder)]
+    seen = LinkSeen(sequence, sum(file.st_size for file in files if file is not None))
     link = job.read(LinkRecord, folder / DELTA, OF_OTHERS)
     return seen if link is None else replace(seen, base=link.base, target=link.target)
 
 
-def links_from(
-    version: int, save_id: str | None, deltas: Iterable[DeltaSeen]
-) -> dict[str, DeltaSeen]:
-    """The links above a version that lead from its save, by their targets."""
-    found: dict[str, DeltaSeen] = {}
+def chains_from(
+    version: int, save_id: str | None, links: Iterable[LinkSeen]
+) -> dict[str, tuple[LinkSeen, ...]]:
+    """The links above a version that lead from its save to each other save, oldest first."""
+    chains: dict[str, tuple[LinkSeen, ...]] = {}
     # A link comes after the link to its base, so links from a save to itself are no loop.
-    for link in sorted(deltas, key=lambda delta: delta.sequence):
-        joins = link.base is not None and (link.base == save_id or link.base in found)
-        if joins and link.sequence > version and link.target != save_id:
-            found.setdefault(link.target, link)
-    return found
-
-
-def chain_to(target: str, links: Mapping[str, DeltaSeen]) -> list[DeltaSeen]:
-    """The links to a save, oldest first; ``links`` is a result of :func:`links_from`."""
-    link, chain = links.get(target), []
-    while link is not None:
-        chain.append(link)
-        link = links.get(link.base or "")
-    return chain[::-1]
+    for link in sorted(links, key=lambda link: link.sequence):
+        if link.base and link.sequence > version and link.target != save_id:
+            before = () if link.base == save_id else chains.get(link.base)
+            if before is not None:
+                chains.setdefault(link.target, (*before, link))
+    return chains
 
 
 def way_back(

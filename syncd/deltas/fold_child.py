@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.merging.options import Work
-from syncd.deltas.limits import NoDeltaError
+from syncd.deltas.limits import LinkError
 from syncd.protocol.errors import SyncdError
 from syncd.storage.job import Job
 
@@ -40,7 +40,7 @@ def run() -> None:
             _tell(0, size, size)
         except BrokenPipeError:
             raise
-        except (NoDeltaError, SyncdError) as error:
+        except (LinkError, SyncdError) as error:
             _tell(0, why=str(error))
         except (OSError, ImportError, MemoryError) as error:
             code = error.errno if isinstance(error, OSError) else None

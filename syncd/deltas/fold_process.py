@@ -13,7 +13,7 @@ from typing import Final
 from syncd.checkpoint.sandbox.child_process import SAME_MODULES, ChildProcess, EndedError, described
 from syncd.checkpoint.version import read_manifest
 from syncd.closing import Closing
-from syncd.deltas.limits import NoDeltaError
+from syncd.deltas.limits import LinkError
 from syncd.protocol.records import Manifest
 from syncd.storage.job import Job
 
@@ -57,7 +57,7 @@ class FoldChild(Closing):
         """The new version, once it is there.
 
         Raises:
-            NoDeltaError: a link or the base is damaged.
+            LinkError: a link or the base is damaged.
             OSError: the storage failed, or the child has ended.
         """
         try:
@@ -68,7 +68,7 @@ class FoldChild(Closing):
         for line in lines:
             code, self.done, self.total, why = json.loads(line)
             if why:
-                raise OSError(code, why) if code else NoDeltaError(why)
+                raise OSError(code, why) if code else LinkError(why)
         whole = lines and self.done == self.total
         return read_manifest(self._storage, self._folder) if whole else None
 

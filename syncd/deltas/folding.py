@@ -18,7 +18,7 @@ from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.checkpoint.version import copy_file, read_manifest
 from syncd.checkpoint.whole_files import Merged, written_file
 from syncd.deltas.encoding import Decoder
-from syncd.deltas.limits import BLOCK, NoDeltaError
+from syncd.deltas.limits import BLOCK, LinkError
 from syncd.deltas.link_file import LinkReader
 from syncd.deltas.link_index import LinkFolder, LinkRecord, read_index
 from syncd.deltas.link_plan import LinkPlan, PieceKey, Place, key_of, plan_links
@@ -55,7 +55,7 @@ def fold(
         work: its callbacks are called in this thread.
 
     Raises:
-        NoDeltaError: a link is missing or damaged, or the base is, or they do not fit.
+        LinkError: a link is missing or damaged, or the base is, or they do not fit.
         VerificationError: a small file of the base is damaged.
         OSError: a storage failed.
     """
@@ -109,7 +109,7 @@ def fold_version(job: Job, base: int, chain: Sequence[int], folder: Path, work: 
     storage, layout = job.storage, job.layout
     version = WholeVersion(layout.version(base), read_manifest(storage, layout.version(base)))
     links = []
-    for path in map(layout.delta, chain):
+    for path in map(layout.link, chain):
         record = parse(LinkRecord, storage.read(path / DELTA), path / DELTA)
         links.append(LinkFolder(path, record))
     merged = fold(storage, version, links, folder, to=storage, work=work)
@@ -148,7 +148,7 @@ def _open(
                 stack.enter_context(LinkReader(storage, path, pieces, stays_open=stay_open))
             )
     except FileNotFoundError as error:
-        raise NoDeltaError(f"{error.filename} is gone") from error
+        raise LinkError(f"{error.filename} is gone") from error
     return readers
 
 
@@ -222,7 +222,7 @@ class _Folding:
         blocks = self._old(key)
         for link in self.links:
             if key not in link:
-                raise NoDeltaError("the links divide the tensors in different ways")
+                raise LinkError("the links divide the tensors in different ways")
             reader, number = link[key]
             blocks = reader.apply(number, blocks, decoder)
         return blocks
@@ -238,5 +238,5 @@ class _Folding:
                 file, entry = self.places[tensor]
                 count = self.to.pread_fully(file.fd, part[at], entry.begin + offset)
                 if count < at.stop - at.start:
-                    raise NoDeltaError(f"{file.path} became shorter while it was read")
+                    raise LinkError(f"{file.path} became shorter while it was read")
             yield part

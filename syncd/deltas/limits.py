@@ -10,7 +10,7 @@ BLOCK: Final = 2**20
 LONGEST_CHAIN: Final = 64
 
 
-class NoDeltaError(Exception):
+class LinkError(Exception):
     """Raised when a link cannot be made or used; the message has the reason.
 
     The version itself can still be whole.

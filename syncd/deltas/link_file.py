@@ -12,7 +12,7 @@ import xxhash
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.closing import Closing
 from syncd.deltas.encoding import BlockError, Decoder, Encoder, as_elements, whole_block
-from syncd.deltas.limits import BLOCK, NoDeltaError
+from syncd.deltas.limits import BLOCK, LinkError
 from syncd.deltas.link_index import LENGTH, LinkBlock, LinkIndex, LinkPiece, SavedPiece
 from syncd.protocol.records import encode
 from syncd.storage.fsio import Storage
@@ -90,7 +90,7 @@ class LinkReader(Closing):
         of consecutive links can be nested, if their pieces have the same box.
 
         Raises:
-            NoDeltaError: the link is damaged, or the old bytes are not the base's: at the latest
+            LinkError: the link is damaged, or the old bytes are not the base's: at the latest
                 after the last block.
         """
         piece = self.pieces[number]
@@ -115,5 +115,5 @@ class LinkReader(Closing):
         if hasher.hexdigest() != piece.digest:
             raise self._damaged(piece, "the new bytes do not have the digest in the index")
 
-    def _damaged(self, piece: LinkPiece, why: str) -> NoDeltaError:
-        return NoDeltaError(f"the link {self._path} cannot be used: {shown(piece.name)}: {why}")
+    def _damaged(self, piece: LinkPiece, why: str) -> LinkError:
+        return LinkError(f"the link {self._path} cannot be used: {shown(piece.name)}: {why}")

@@ -24,13 +24,13 @@ from pydantic import FailFast, Field
 
 from syncd.checkpoint.boxes import Box, holds
 from syncd.checkpoint.tensor_rules import ITEMSIZE, NUMBER_LIMIT, name_fault, shape_of, shown
-from syncd.deltas.limits import BLOCK, LONGEST_CHAIN, NoDeltaError
+from syncd.deltas.limits import BLOCK, LONGEST_CHAIN, LinkError
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
-from syncd.protocol.names import DELTA, parse_delta_folder
+from syncd.protocol.names import DELTA
 from syncd.protocol.records import Digest, NonFinite, Record, Size, VersionFile, parse
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
-from syncd.storage.job import OF_OTHERS, Job
+from syncd.storage.job import OF_OTHERS, Job, link_folders
 
 log = logging.getLogger(__name__)
 
@@ -123,23 +123,23 @@ def read_index(storage: Storage, path: Path, size: int, digest: str) -> tuple[Li
     ``size`` is the file's, ``digest`` the xxh3-128 of its index, as the receipt has them.
 
     Raises:
-        NoDeltaError: the file is damaged, or another one.
+        LinkError: the file is damaged, or another one.
         OSError: it is missing, or cannot be read.
     """
     with storage.reading(path) as fd:
         end = size - LENGTH.size
         if storage.fstat(fd).st_size != size or end < 0:
-            raise NoDeltaError(f"{path} does not have {size} bytes, as its receipt says")
+            raise LinkError(f"{path} does not have {size} bytes, as its receipt says")
         (length,) = LENGTH.unpack(storage.pread_all(fd, LENGTH.size, end))
         if length > min(end, INDEX_LIMIT):
-            raise NoDeltaError(f"{path} declares an index of {length} bytes, which is too long")
+            raise LinkError(f"{path} declares an index of {length} bytes, which is too long")
         content = storage.pread_all(fd, length, end - length)
     if xxhash.xxh3_128_hexdigest(content) != digest:
-        raise NoDeltaError(f"the index of {path} does not have the digest in its receipt")
+        raise LinkError(f"the index of {path} does not have the digest in its receipt")
     try:
         pieces = parse(LinkIndex, content, path).pieces
     except (ProtocolMismatchError, RecordError) as error:
-        raise NoDeltaError(str(error)) from None
+        raise LinkError(str(error)) from None
     names = set()
     for piece in pieces:
         why = name_fault(piece.name)
@@ -148,10 +148,10 @@ def read_index(storage: Storage, path: Path, size: int, digest: str) -> tuple[Li
         if why is None and (piece.name, piece.box.offsets) in names:
             why = "comes twice"
         if why is not None:
-            raise NoDeltaError(f"{path}: {shown(piece.name)} {why}")
+            raise LinkError(f"{path}: {shown(piece.name)} {why}")
         names.add((piece.name, piece.box.offsets))
     if sum(block.length for piece in pieces for block in piece.blocks) != end - length:
-        raise NoDeltaError(f"the blocks of {path} are not as long as its index says")
+        raise LinkError(f"the blocks of {path} are not as long as its index says")
     return pieces
 
 
@@ -178,16 +178,15 @@ def find_links(
     If there are none, those from one of the saves ``others``.
 
     Raises:
-        NoDeltaError: there are none, or more than :data:`LONGEST_CHAIN`.
+        LinkError: there are none, or more than :data:`LONGEST_CHAIN`.
         OSError: storage failed.
     """
     _refresh(job)
     chain: list[LinkFolder] = []
     wanted, count = save_id, 0
-    numbers = map(parse_delta_folder, job.storage.names(job.layout.deltas))
     # A link comes after the link to its base, so this ends even if links lead in a circle.
-    for number in sorted((one for one in numbers if one and one <= sequence), reverse=True):
-        folder = job.layout.delta(number)
+    for number in (one for one in reversed(link_folders(job)) if one <= sequence):
+        folder = job.layout.link(number)
         link = job.read(LinkRecord, folder / DELTA, OF_OTHERS)  # the daemon can delete it any time
         if link is not None and link.target == wanted:
             chain.append(LinkFolder(folder, link))
@@ -200,7 +199,7 @@ def find_links(
                 break
     if count:
         return chain[:count][::-1]
-    raise NoDeltaError(f"no links lead to version {sequence} from a version on this host")
+    raise LinkError(f"no links lead to version {sequence} from a version on this host")
 
 
 def _refresh(job: Job) -> None:

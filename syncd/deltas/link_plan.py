@@ -13,7 +13,7 @@ from syncd.checkpoint.name_map import NAME_MAP_LIMIT, NameMap
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.placement import Chunks, Local, Position, Shape
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
-from syncd.deltas.limits import NoDeltaError
+from syncd.deltas.limits import LinkError
 from syncd.deltas.link_index import LinkPiece
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import CheckpointError, RecordError
@@ -54,7 +54,7 @@ def plan_links(
     """Find the places of the pieces of all ranks in a version, by the rules of the merge.
 
     Raises:
-        NoDeltaError: the pieces do not make exactly this version's tensors, or their bytes not in
+        LinkError: the pieces do not make exactly this version's tensors, or their bytes not in
             order; or two equal pieces have different bytes.
         OSError: the version's config or name map cannot be read.
     """
@@ -79,14 +79,14 @@ def plan_links(
             [("the link", index)], max_file_size=2**63, tied=tied, hub=hub, cancel=cancel
         )
     except (CheckpointError, RecordError) as error:
-        raise NoDeltaError(str(error)) from error
+        raise LinkError(str(error)) from error
     planned = {tensor.name: tensor for file in merge.files for tensor in file.tensors}
     _check_tensors(planned, manifest)
 
     def pieces_of(tensor: PlannedTensor, parts: Iterable[object]) -> list[tuple[int, Run]]:
         runs = [part for part in parts if isinstance(part, Run)]
         if sum(run.length for run in runs) != tensor.length:
-            raise NoDeltaError(f"{shown(tensor.name)} is not cut into whole rows")
+            raise LinkError(f"{shown(tensor.name)} is not cut into whole rows")
         return [(bisect_right(begins, run.offset) - 1, run) for run in runs]
 
     plan: LinkPlan = {}
@@ -95,7 +95,7 @@ def plan_links(
         for copy in planned[name].copies:
             told = [pieces[number].digest for number, _ in pieces_of(planned[name], copy.parts)]
             if told != [pieces[number].digest for number, _ in own]:
-                raise NoDeltaError(f"{shown(name)} and {shown(str(copy.tied))} should be equal")
+                raise LinkError(f"{shown(name)} and {shown(str(copy.tied))} should be equal")
         for number, run in own:
             place = Place(run.offset - begins[number], run.length, name, at)
             plan.setdefault(key_of(pieces[number]), []).append(place)
@@ -110,18 +110,18 @@ def _distinct(pieces: Sequence[LinkPiece]) -> list[LinkPiece]:
     """The pieces without replicas, which must equal them."""
     found = {key_of(piece): piece for piece in pieces if not piece.is_replica}
     if len(found) + sum(piece.is_replica for piece in pieces) != len(pieces):
-        raise NoDeltaError("two ranks have changes of the same part of a tensor")
+        raise LinkError("two ranks have changes of the same part of a tensor")
     for piece in pieces:
         same = found.get(key_of(piece))
         if same is None or (same.digest, same.dtype) != (piece.digest, piece.dtype):
-            raise NoDeltaError(f"{shown(piece.name)} differs between ranks")
+            raise LinkError(f"{shown(piece.name)} differs between ranks")
     return sorted(found.values(), key=lambda piece: piece.box.offsets)
 
 
 def _chunks(name: str, parts: Sequence[Local]) -> Chunks:
     ends = [part.position.global_shape for part in parts if part.position]
     if len({(part.dtype, len(part.local_shape)) for part in parts}) != 1:
-        raise NoDeltaError(f"{shown(name)} has several dtypes or numbers of dimensions")
+        raise LinkError(f"{shown(name)} has several dtypes or numbers of dimensions")
     return Chunks(parts[0].dtype, tuple(map(max, zip(*ends, strict=True))), tuple(parts))
 
 
@@ -131,7 +131,7 @@ def _check_tensors(planned: dict[str, PlannedTensor], version: Manifest) -> None
     found = {name: (one.dtype, one.shape) for name, one in planned.items()}
     for name in {**wanted, **found}:
         if found.get(name) != wanted.get(name) and (name in found or 0 not in wanted[name][1]):
-            raise NoDeltaError(
+            raise LinkError(
                 f"{shown(name)} is {found.get(name, 'missing')}, but in version "
                 f"{version.sequence} {wanted.get(name, 'missing')}"
             )
@@ -141,5 +141,5 @@ def _check_order(plan: LinkPlan) -> None:
     ends: dict[str, int] = {}
     for _, length, tensor, offset in (place for places in plan.values() for place in places):
         if ends.get(tensor, 0) != offset:
-            raise NoDeltaError(f"the parts of {shown(tensor)} cannot be written in order")
+            raise LinkError(f"the parts of {shown(tensor)} cannot be written in order")
         ends[tensor] = offset + length

@@ -28,10 +28,10 @@ from syncd.doctor.finding import SHARE, Finding, Severity, fail, ok, warn
 from syncd.doctor.probes import PROBES, Pair
 from syncd.doctor.sides import ENDED, TALK, Answer, Channel, Here, Request, There
 from syncd.protocol.errors import JobUnavailableError, RecordError
-from syncd.protocol.names import parse_version_folder, printable
+from syncd.protocol.names import printable
 from syncd.protocol.records import DEFAULT_LEASE_TIME, Record
 from syncd.storage.errnos import GONE, Ignoring, is_gone
-from syncd.storage.job import Job, no_folder
+from syncd.storage.job import Job, no_folder, version_folders
 from syncd.storage.probe_room import ProbeRoom, rooms, sweep_rooms
 from syncd.storage.rights import TO_DELETE, unprunable, unwritable
 from syncd.storage.sessions import new_session_id
@@ -422,13 +422,12 @@ def judge_room(job: Job) -> Finding:
 
 def _newest(job: Job) -> int:
     """The bytes of the newest version with a readable manifest; 0 if there is none."""
-    sequences = map(parse_version_folder, job.storage.names(job.layout.published))
-    for sequence in sorted(filter(None, sequences), reverse=True):
+    for sequence in reversed(version_folders(job)):
         try:
             manifest = read_manifest(job.storage, job.layout.version(sequence))
         except (OSError, RecordError):
             continue  # pruned meanwhile, or damaged
-        return sum(file.size for file in manifest.files)
+        return manifest.size
     return 0
 
 

@@ -16,7 +16,7 @@ from syncd.protocol.journal_lines import AuditLine, JournalLine
 from syncd.protocol.names import parse_version_folder
 from syncd.protocol.records import Latest
 from syncd.storage.append import last_lines
-from syncd.storage.job import IF_ANY, Job, readable_lines
+from syncd.storage.job import IF_ANY, Job, readable_lines, version_folders
 
 
 @dataclass(slots=True)
@@ -108,9 +108,8 @@ def _history(job: Job, limit: int) -> list[VersionHistory]:
             seen.add((line.version, line.explorer))
         if line.version is not None:
             _add(found.setdefault(line.version, VersionHistory(line.version)), line)
-    for name in job.storage.names(job.layout.published):
-        if (sequence := parse_version_folder(name)) is not None:
-            found.setdefault(sequence, VersionHistory(sequence)).on_disk = True
+    for sequence in version_folders(job):
+        found.setdefault(sequence, VersionHistory(sequence)).on_disk = True
     newest = set(sorted(found)[-limit:])
     shown = {n: found[n] for n in sorted(found) if n in newest or found[n].on_disk}
     _add_deletions(job, shown)
@@ -182,7 +181,7 @@ def _add_manifest(job: Job, version: VersionHistory) -> None:
     except (OSError, RecordError):
         return  # pruned meanwhile, or damaged: 'syncd verify' says that
     version.step, version.kind = manifest.step, manifest.kind
-    version.bytes = sum(file.size for file in manifest.files)
+    version.bytes = manifest.size
     if version.merge_seconds is None:
         version.merge_seconds = manifest.timings.get("build")
     if manifest.rolled_back is not None:

@@ -11,14 +11,14 @@ from typing import Any, Final
 
 from syncd.daemon.steering import Steering
 from syncd.daemon.telling.journal import read_journal
-from syncd.daemon.ways import DeltaSeen, links_from, look_at_delta
+from syncd.daemon.ways import LinkSeen, chains_from, look_at_link
 from syncd.protocol.amounts import few, span
 from syncd.protocol.errors import JobUnavailableError, SyncdError
 from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.names import (
     PINNED,
-    parse_delta_folder,
     parse_lease_marker,
+    parse_link_folder,
     parse_step_folder,
     parse_version_folder,
 )
@@ -129,7 +129,7 @@ def _look(job: Job) -> dict[str, Any]:
             step
             for name in _names(storage, layout.root)
             if (step := parse_step_folder(name)) is not None
-            and _is_there(storage, layout.step(step) / PINNED)
+            and PINNED in _names(storage, layout.step(step))
         ],
         "explorers": [
             _explorer(report, latest, _process(job, report, lease_time) or {})
@@ -186,12 +186,8 @@ def _explorer(
         told["trouble"] = "faulty"
     if report.starting is not None:
         told["status"] = "starting"
-    if report.bench is not None:
-        return {**told, "behind": 0, "behind_steps": None}
-    steps = None if latest is None or report.step is None else latest.step - report.step
-    # One that follows ahead can serve a version above LATEST.
-    behind = max(0, (latest.sequence if latest else 0) - (report.sequence or 0))
-    return {**told, "behind": behind, "behind_steps": steps}
+    behind, steps = report.behind(latest)
+    return {**told, "behind": behind or 0, "behind_steps": steps}
 
 
 def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -207,13 +203,14 @@ def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:
         return {"unseen": str(error)}
 
 
-def _links(job: Job, latest: Latest | None) -> list[DeltaSeen]:
+def _links(job: Job, latest: Latest | None) -> list[LinkSeen]:
     """The links that lead from LATEST's version, oldest first."""
-    seen: list[DeltaSeen] = []
-    for sequence in filter(None, map(parse_delta_folder, _names(job.storage, job.layout.deltas))):
+    seen: list[LinkSeen] = []
+    for sequence in filter(None, map(parse_link_folder, _names(job.storage, job.layout.deltas))):
         with suppress(OSError):
-            seen.append(look_at_delta(job, sequence))
-    return list(links_from(latest.sequence, latest.save_id, seen).values()) if latest else []
+            seen.append(look_at_link(job, sequence))
+    chains = chains_from(latest.sequence, latest.save_id, seen) if latest else {}
+    return [chain[-1] for chain in chains.values()]
 
 
 def _no_links(
@@ -230,12 +227,6 @@ def _names(storage: Storage, folder: Path) -> list[str]:
     with suppress(OSError):
         return storage.names(folder)
     return []
-
-
-def _is_there(storage: Storage, path: Path) -> bool:
-    with suppress(OSError):
-        return storage.exists(path)
-    return False
 
 
 def _rollbacks(job: Job) -> list[dict[str, Any]]:

@@ -11,13 +11,14 @@ from typing import Final
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
+    Known,
     Learn,
     Pruning,
     Skip,
     decide,
 )
 from syncd.daemon.loop import Loop
-from syncd.daemon.scan import Known, Scanner
+from syncd.daemon.scan import Scanner
 from syncd.daemon.steering import Steering
 from syncd.daemon.tenure import Tenure
 from syncd.protocol.errors import JobUnavailableError, RecordError, SupersededError
@@ -144,12 +145,11 @@ def _known(job: Job) -> Known:
         raise JobUnavailableError(
             f"nothing was published in {job.layout.root} yet: {error}"
         ) from error
-    full_bytes = sum(file.size for file in served.files)
     return Known(
         latest.sequence,
         served.settles,
         saves.steps,
-        full_bytes=full_bytes,
+        full_bytes=served.size,
         save_id=served.save_id,
         ahead=latest.ahead,
     )

@@ -27,7 +27,7 @@ class Event:
     is another text or level of the same event.
 
     Attributes:
-        event_name: the class's name in lower case, ``left_alone`` for example.
+        event_name: unless given, the class's name in lower case, ``left_alone`` for example.
         text: the message. What only the message or the journal has ends with an underscore.
         line: the event's name in ``.syncd/journal.jsonl``, if it has a line there.
         renamed: the fields that have another name in that line.
@@ -44,7 +44,8 @@ class Event:
     def __init_subclass__(cls) -> None:
         dataclass(eq=False, repr=False)(cls)  # a frozen one takes thrice the time to make
         if cls.__mro__.index(Event) == 2:
-            cls.event_name = re.sub("(?!^)(?=[A-Z])", "_", cls.__name__).lower()
+            name = re.sub("(?!^)(?=[A-Z])", "_", cls.__name__).lower()
+            cls.event_name = vars(cls).get("event_name", name)
 
     def __str__(self) -> str:
         return self.text.format_map(vars(self))

@@ -42,7 +42,7 @@ class JournalLine(Record):
             LATEST named the version.
         of: the version that is published again.
         by: the person or process that asked for a rollback.
-        delta_bytes: the size of the link. For ``live``: the bytes of the deltas that the explorer
+        delta_bytes: the size of the link. For ``live``: the bytes of the links that the explorer
             read instead of the version's files, if any.
         phases: for ``live``: the seconds of each part of the load.
         why: the reason. For ``published``: the tensors with NaN or Inf, if any. For ``names``: why

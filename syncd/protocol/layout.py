@@ -10,7 +10,7 @@ from syncd.protocol.names import (
     ACTOR,
     CHECKPOINT_POINTER,
     STATE_POINTER,
-    delta_folder,
+    link_folder,
     step_folder,
     version_folder,
 )
@@ -60,11 +60,11 @@ class JobLayout:
         return self.published / version_folder(sequence)
 
     deltas = Below("deltas")
-    """The folder of all deltas; missing before the first delta."""
+    """The folder of all links; missing before the first one."""
 
-    def delta(self, sequence: int) -> Path:
-        """``deltas/d000017``: the immutable delta to the version of this sequence."""
-        return self.deltas / delta_folder(sequence)
+    def link(self, sequence: int) -> Path:
+        """``deltas/d000017``: the immutable link that has the number of its version to come."""
+        return self.deltas / link_folder(sequence)
 
     state = Below(".syncd")
     """``.syncd``: all files of syncd except versions and deltas."""

@@ -316,6 +316,11 @@ class Manifest(Record):
         return found
 
     @property
+    def size(self) -> int:
+        """The bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    @property
     def settles(self) -> str:
         """The identity of the save that counts as published while LATEST names this version."""
         back = self.rolled_back

@@ -10,6 +10,7 @@ from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import STATE_POINTER, PointerName, checked_name
 from syncd.protocol.policy import SyncSettings, SyncStyle, Version
 from syncd.protocol.records import (
+    Latest,
     Names,
     Part,
     Record,
@@ -329,6 +330,14 @@ class ExplorerReport(Record):
         if self.reload is None or self.reload.sequence != self.sequence:
             return None
         return self.reload.pause
+
+    def behind(self, latest: Latest | None) -> tuple[int | None, int | None]:
+        """By how many versions and steps LATEST is newer than what is served, if known."""
+        if latest is None or self.bench is not None:
+            return None, None
+        steps = None if self.step is None else latest.step - self.step
+        # One that follows ahead can serve a version above LATEST.
+        return max(0, latest.sequence - (self.sequence or 0)), steps
 
     @property
     def last_loads(self) -> tuple[Load, ...]:

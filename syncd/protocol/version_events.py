@@ -1,4 +1,4 @@
-"""The events of saves, versions and deltas."""
+"""The events of saves, versions and links."""
 
 from __future__ import annotations
 
@@ -299,13 +299,14 @@ class VersionRolledBack(InfoEvent):
     kind_: Kind
 
 
-# -- deltas --------------------------------------------------------------------------------------
+# -- links ---------------------------------------------------------------------------------------
 
 
-class DeltaDiscarded(WarningEvent):
+class LinkDiscarded(WarningEvent):
     """The daemon removes a link above LATEST that does not lead from LATEST's version."""
 
-    text = "discarding the delta d{version:06}: it leads to a version that is newer than LATEST"
+    event_name = "delta_discarded"
+    text = "discarding the link d{version:06}, which does not lead from LATEST's version"
     version: int
 
 

@@ -13,8 +13,8 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 
 #: No daemon reaches this number by counting, so no daemon made a room with this number.
 _LAST_ROOM: Final = 10**17
-#: The name of the new, empty folder ``deltas/`` in a room.
-ALL_DELTAS: Final = "deltas"
 #: A longer name is cut to this number of bytes when it is moved into a room.
 _LONGEST: Final = 200
 #: The most attempts to empty a lower room.
@@ -100,10 +98,6 @@ class Epoch:
             raise
         return epoch
 
-    def start_version(self, sequence: int) -> Path:
-        """Make an empty folder for the build of a version."""
-        return self.start_build(version_folder(sequence))
-
     def start_build(self, name: str) -> Path:
         """Make an empty folder for a build."""
         folder = self.building / name
@@ -111,6 +105,23 @@ class Epoch:
             self._storage.remove_tree(folder)
         self._within(self._storage.mkdir, folder)
         return folder
+
+    @contextmanager
+    def build(self, name: str) -> Iterator[Path]:
+        """An empty folder for a build, removed at the end of the block unless it was committed.
+
+        Raises:
+            SupersededError: an OSError in the block is due to another daemon's take-over.
+        """
+        folder = self.start_build(name)
+        try:
+            yield folder
+        except OSError as error:
+            self.raise_if_superseded(error)
+            raise
+        finally:
+            if self._storage.exists(folder):
+                self._storage.remove_tree(folder)
 
     def open_leasing(self, sequence: int) -> None:
         """Make the lease folder of a version, by one rename of an empty folder out of this room.
@@ -138,13 +149,13 @@ class Epoch:
         """Commit a built version: rename it to ``published/``, which uses up its sequence."""
         return self.commit_build(version_folder(sequence), self._job.layout.version(sequence))
 
-    def commit_delta(self, name: str) -> None:
-        """Commit a delta or a link. ``deltas/`` itself is also made by a rename."""
-        deltas = self._job.layout.deltas
-        if not self._storage.exists(deltas):
-            self.start_build(ALL_DELTAS)
-            self.commit_build(ALL_DELTAS, deltas)
-        self.commit_build(name, deltas / name)
+    def commit_link(self, name: str) -> None:
+        """Commit a link. ``deltas/`` itself is also made by a rename."""
+        links = self._job.layout.deltas
+        if not self._storage.exists(links):
+            self.start_build(links.name)
+            self.commit_build(links.name, links)
+        self.commit_build(name, links / name)
 
     def commit_build(self, name: str, target: Path) -> Path:
         """Commit a build by one rename.

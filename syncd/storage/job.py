@@ -22,7 +22,12 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.events import LeftAlone, RecordLost
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import TEMPORARY, parse_step_folder
+from syncd.protocol.names import (
+    TEMPORARY,
+    parse_link_folder,
+    parse_step_folder,
+    parse_version_folder,
+)
 from syncd.protocol.records import (
     DEFAULT_LEASE_TIME,
     Format,
@@ -348,13 +353,23 @@ def daemon_hint(folder: Path, *, lives: bool, is_memory: bool = False) -> str:
 
 
 def numbers_in(storage: Storage, folder: Path, parse: Callable[[str], int | None]) -> list[int]:
-    """The numbers of the versions, deltas or steps in a folder, lowest first."""
+    """The numbers of the versions, links or steps in a folder, lowest first."""
     return sorted(n for name in storage.names(folder) if (n := parse(name)) is not None)
 
 
 def step_folders(job: Job) -> list[int]:
     """The steps that have a folder, lowest first."""
     return numbers_in(job.storage, job.layout.root, parse_step_folder)
+
+
+def version_folders(job: Job) -> list[int]:
+    """The numbers of the versions that have a folder, lowest first."""
+    return numbers_in(job.storage, job.layout.published, parse_version_folder)
+
+
+def link_folders(job: Job) -> list[int]:
+    """The numbers of the links that have a folder, lowest first."""
+    return numbers_in(job.storage, job.layout.deltas, parse_link_folder)
 
 
 def has_marks(job: Job) -> bool:

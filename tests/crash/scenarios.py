@@ -295,8 +295,8 @@ def _strays(job: SmallJob) -> None:
     assert job.latest.sequence == 3
     job.put(job.layout.latest, before)
     save_link(job, 4, 3, world_size=2)
-    stray = job.layout.delta(9)
-    shutil.copytree(job.layout.delta(3), stray)
+    stray = job.layout.link(9)
+    shutil.copytree(job.layout.link(3), stray)
     content = (stray / DELTA).read_bytes().replace(b"run-2-2", b"run-7-7")
     (stray / DELTA).write_bytes(content)
 

@@ -18,8 +18,8 @@ from syncd.protocol.names import (
     SAVING,
     STATE_POINTER,
     TEMPORARY,
-    delta_folder,
-    parse_delta_folder,
+    link_folder,
+    parse_link_folder,
     parse_pointer,
     parse_step_folder,
     parse_version_folder,
@@ -150,7 +150,7 @@ class Witness:
                 assert content == self.disk.file(node).now, f"{path} is torn"
             parent, _, name = path.rpartition("/")
             if (parent == "published" and parse_version_folder(name) is not None) or (
-                parent == "deltas" and parse_delta_folder(name) is not None
+                parent == "deltas" and parse_link_folder(name) is not None
             ):
                 assert loss.below(path) == self.named[node][1], f"{path} is not whole"
             elif name == FULL and parse_step_folder(parent) is not None:
@@ -176,7 +176,7 @@ class Witness:
             assert f"published/{name}" in loss.tree, f"LATEST names {name}, which is not there"
             assert f".syncd/leases/{name}" in loss.tree, "LATEST cannot be leased"
             ahead = named.ahead if named else None
-            assert not ahead or f"deltas/{delta_folder(ahead.sequence)}" in loss.tree, "ahead went"
+            assert not ahead or f"deltas/{link_folder(ahead.sequence)}" in loss.tree, "ahead went"
         for leased in self.before.leased:
             assert f"published/{version_folder(leased)}" in loss.tree, "a leased version went"
 

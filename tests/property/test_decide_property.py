@@ -25,7 +25,7 @@ from syncd.daemon.decide import (
     decide,
 )
 from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER
-from syncd.protocol.records import Pause, Receipt, RollbackRequest
+from syncd.protocol.records import Pause, Receipt, RollbackRequest, SaveOutcome
 
 STEPS = st.integers(0, 6)
 SEQUENCES = st.integers(1, 8)
@@ -43,8 +43,7 @@ SAVES = st.builds(Unfinished, STEPS, st.just("not whole")) | st.builds(
 STEPS_SEEN = st.builds(
     StepSeen,
     step=STEPS,
-    outcome=st.sampled_from(["published", "skipped", "quarantined"]),
-    recorded=IDENTITIES,
+    outcome=st.builds(SaveOutcome, identity=IDENTITIES),
     found=st.none() | IDENTITIES,
     has_receipts=st.booleans(),
     full=st.booleans(),
@@ -167,8 +166,8 @@ def test_a_step_that_is_named_announced_changed_or_quarantined_is_never_pruned(
         assert step.step < (
             seen.pointer.step if seen.announced_step is None else seen.announced_step
         )
-        assert step.found == step.recorded
-        assert step.outcome in {"published", "skipped"}
+        assert step.found == step.outcome.identity
+        assert step.outcome.outcome in {"published", "skipped"}
         assert action.why
 
 

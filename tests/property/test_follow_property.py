@@ -43,7 +43,7 @@ def test_a_damaged_link_makes_no_other_copy(
     changes: list[tuple[float, int]],
     cut: float,
 ) -> None:
-    path = linked.job.layout.delta(number) / name
+    path = linked.job.layout.link(number) / name
     content = path.read_bytes()
     damaged = bytearray(content)
     for at, byte in changes:

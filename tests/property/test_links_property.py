@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from syncd.checkpoint.boxes import Box
 from syncd.checkpoint.tensor_rules import ITEMSIZE
-from syncd.deltas.limits import BLOCK, NoDeltaError
+from syncd.deltas.limits import BLOCK, LinkError
 from syncd.deltas.link_index import LENGTH, SavedPiece, read_index
 from tests.links import STORAGE, applied, written
 
@@ -102,13 +102,13 @@ def test_every_flipped_byte_of_a_link_is_found_and_any_of_the_base(tmp_path: Pat
             bad = bytearray(good)
             bad[at] ^= flip
             path.write_bytes(bad)
-            with pytest.raises(NoDeltaError):
+            with pytest.raises(LinkError):
                 applied(path, digest, olds)
     path.write_bytes(good)
     for name in ("sparse", "same"):
         bad = bytearray(olds[name])
         bad[5] ^= 4
-        with pytest.raises(NoDeltaError, match=name):
+        with pytest.raises(LinkError, match=name):
             applied(path, digest, olds | {name: bytes(bad)})
 
 
@@ -160,7 +160,7 @@ def test_a_hostile_index_is_refused(tmp_path: Path, what: str) -> None:
     # The blocks that it lists are in the file, so that it is refused only for its own fault.
     length = sum(block[1] for one in index["pieces"] for block in one.get("blocks", []))
     digest = stored(path, index, bytes(length))
-    with pytest.raises(NoDeltaError):
+    with pytest.raises(LinkError):
         read_index(STORAGE, path, path.stat().st_size, digest)
 
 
@@ -169,7 +169,7 @@ def test_an_index_that_the_hostile_ones_resemble_is_accepted(tmp_path: Path) -> 
     digest = stored(path, index, bytes(5))
     assert len(read_index(STORAGE, path, path.stat().st_size, digest)) == 1
     stored(path, index, bytes(6))
-    with pytest.raises(NoDeltaError, match="as long as"):
+    with pytest.raises(LinkError, match="as long as"):
         read_index(STORAGE, path, path.stat().st_size, digest)
 
 
@@ -179,7 +179,7 @@ def test_an_index_above_the_limit_is_not_read(tmp_path: Path) -> None:
         file.truncate(2**40)
         file.seek(0, 2)
         file.write(LENGTH.pack(2**39))
-    with pytest.raises(NoDeltaError, match="too long"):
+    with pytest.raises(LinkError, match="too long"):
         read_index(STORAGE, path, path.stat().st_size, DIGEST)
 
 
@@ -189,7 +189,7 @@ def test_a_file_that_is_too_short_or_of_another_size_is_refused(tmp_path: Path, 
     digest = stored(path, {"pieces": []})
     if size < 100:
         path.write_bytes(bytes(size))
-    with pytest.raises(NoDeltaError, match="bytes"):
+    with pytest.raises(LinkError, match="bytes"):
         read_index(STORAGE, path, size, digest)
 
 
@@ -203,5 +203,5 @@ def test_any_bytes_are_read_or_refused(content: bytes, length: int) -> None:
         try:
             digest = xxhash.xxh3_128_hexdigest(index)
             read_index(STORAGE, path, path.stat().st_size, digest)
-        except NoDeltaError:
+        except LinkError:
             pass

@@ -12,14 +12,14 @@ from syncd.daemon.decide import (
     Observation,
     Pointer,
     PointerState,
-    PruneDelta,
+    PruneLink,
     PruneStep,
     Publish,
     StepSeen,
     decide,
 )
-from syncd.daemon.ways import DeltaSeen, chain_to, links_from, way_back
-from syncd.protocol.records import Ahead, Receipt
+from syncd.daemon.ways import LinkSeen, chains_from, way_back
+from syncd.protocol.records import Ahead, Receipt, SaveOutcome
 
 STEPS = 7
 NAMES = st.integers(1, STEPS).map(lambda step: f"run-{step}-{step}")
@@ -48,29 +48,27 @@ def folders(draw: st.DrawFn) -> dict[int, Save]:
     return found
 
 
-DELTAS = st.lists(
+LINKS = st.lists(
     st.builds(
-        DeltaSeen,
+        LinkSeen,
         sequence=st.integers(1, 12),
         bytes=st.integers(0, 100),
         base=st.none() | NAMES | FOREIGN,
         target=NAMES | FOREIGN,
     ),
     max_size=8,
-    unique_by=lambda delta: delta.sequence,
+    unique_by=lambda link: link.sequence,
 )
 
 
 @settings(max_examples=300, deadline=None)
-@given(DELTAS, st.integers(0, 6), st.none() | NAMES)
+@given(LINKS, st.integers(0, 6), st.none() | NAMES)
 def test_the_links_above_latest_lead_from_its_save_without_loops(
-    deltas: list[DeltaSeen], latest: int, save_id: str | None
+    links: list[LinkSeen], latest: int, save_id: str | None
 ) -> None:
-    links = links_from(latest, save_id, deltas)
-    for target, link in links.items():
-        assert link.sequence > latest
-        assert link.target == target != save_id
-        chain = chain_to(target, links)
+    for target, chain in chains_from(latest, save_id, links).items():
+        assert chain[0].sequence > latest
+        assert chain[-1].target == target != save_id
         assert chain[0].base == save_id
         assert [one.target for one in chain[:-1]] == [one.base for one in chain[1:]]
         assert [one.sequence for one in chain] == sorted(one.sequence for one in chain)
@@ -103,15 +101,16 @@ def observed(draw: st.DrawFn) -> Observation:
     pointed = draw(st.integers(1, STEPS))
     save = found[pointed]
     latest, save_id = draw(st.integers(1, 6)), draw(NAMES)
-    deltas = draw(DELTAS)
-    links = links_from(latest, save_id, deltas)
-    way = way_back(save, {*links, save_id}, (), lambda step: found.get(step, Unfinished(step, "")))
-    named = draw(st.sampled_from([None, *links.values()]))
-    ahead = Ahead(sequence=named.sequence, step=1, save_id=named.target) if named else None
+    links = draw(LINKS)
+    chains = chains_from(latest, save_id, links)
+    way = way_back(save, {*chains, save_id}, (), lambda step: found.get(step, Unfinished(step, "")))
+    to = draw(st.sampled_from([None, *chains]))
+    ahead = Ahead(sequence=chains[to][-1].sequence, step=1, save_id=to) if to else None
     steps = tuple(
         StepSeen(
-            step, "published", one.identity, one.identity, has_receipts=True, full=False,
-            retired=False, saving=False, resumable=False, critic=False,
+            step, SaveOutcome(identity=one.identity, outcome="published"), one.identity,
+            has_receipts=True, full=False, retired=False, saving=False, resumable=False,
+            critic=False,
         )
         for step, one in found.items() if one.identity is not None
     )  # fmt: skip
@@ -123,11 +122,11 @@ def observed(draw: st.DrawFn) -> Observation:
         full_bytes=draw(st.integers(1, 1000)),
         versions=(latest,),
         lease_folders=(latest,),
-        deltas=tuple(deltas),
+        links=tuple(links),
         steps=steps,
         announced_step=99,
         way=way,
-        links=links,
+        chains=chains,
         ahead=ahead,
         closed=draw(st.booleans()),
         must_fold=draw(st.booleans()),
@@ -163,7 +162,7 @@ def test_decisions_about_links(seen: Observation) -> None:
             case PruneStep(step):
                 assert seen.way.is_seen or seen.save_still_for
                 assert step.step not in {one.step for one in seen.way.saves}
-                assert not any(step.recorded == target for target in seen.links)
-            case PruneDelta(sequence):
-                leading = [link.sequence for link in seen.links.values()]
+                assert not any(step.outcome.identity == target for target in seen.chains)
+            case PruneLink(sequence):
+                leading = [chain[-1].sequence for chain in seen.chains.values()]
                 assert sequence <= seen.latest or sequence not in leading

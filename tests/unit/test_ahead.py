@@ -219,20 +219,18 @@ def test_saves_that_the_pointer_has_passed_are_linked_first_and_kept(job: SmallJ
 def test_a_take_over_keeps_ahead_and_discards_links_that_do_not_lead_from_latest(
     job: SmallJob,
 ) -> None:
-    with daemon(job, 1) as loop:
-        for step in (2, 3):
-            save_link(job, step, step - 1)
-            loop.run_once()
-    stray = job.layout.delta(9)
+    with daemon(job, 3):
+        pass
+    stray = job.layout.link(9)
     stray.mkdir()
-    text = (job.layout.delta(3) / "delta.json").read_bytes().replace(b"run-2-2", b"run-7-7")
+    text = (job.layout.link(3) / "delta.json").read_bytes().replace(b"run-2-2", b"run-7-7")
     (stray / "delta.json").write_bytes(text)
     ahead = job.latest.ahead
     assert ahead is not None
     with daemon(job):
         assert job.latest.ahead == ahead
         assert links(job) == ["d000002", "d000003"]
-    STORAGE.remove_tree(job.layout.delta(2))
+    STORAGE.remove_tree(job.layout.link(2))
     with daemon(job) as loop:  # what LATEST calls ahead cannot be reached: it is linked again
         assert job.latest.ahead is None
         loop.run_once()
@@ -305,13 +303,11 @@ def test_a_pause_takes_no_link_and_publishes_no_fold(job: SmallJob) -> None:
 
 def test_an_older_daemon_reads_latest_and_a_newer_one_goes_on(job: SmallJob) -> None:
     """0.2 passes over the unknown keys, discards the links, and publishes full saves only."""
-    with daemon(job, 1) as loop:
-        for step in (2, 3):
-            save_link(job, step, step - 1)
-            loop.run_once()
+    with daemon(job, 3):
+        pass
     told = parse(Latest, job.layout.latest.read_bytes(), "LATEST")
     for number in (2, 3):  # what its take-over does
-        STORAGE.remove_tree(job.layout.delta(number))
+        STORAGE.remove_tree(job.layout.link(number))
     old = told.model_copy(update={"save_id": None, "ahead": None})
     job.put(job.layout.latest, encode(old))
     with daemon(job) as loop:
@@ -322,7 +318,7 @@ def test_an_older_daemon_reads_latest_and_a_newer_one_goes_on(job: SmallJob) -> 
 
 def test_the_fold_of_a_damaged_link_closes_the_links(job: SmallJob) -> None:
     with daemon(job, 2) as loop:
-        path = job.layout.delta(2) / "rank-0"
+        path = job.layout.link(2) / "rank-0"
         content = bytearray(path.read_bytes())
         content[0] ^= 1
         path.write_bytes(bytes(content))
@@ -559,6 +555,6 @@ def test_a_step_that_is_saved_again_while_it_is_linked_does_not_close_the_links(
 def test_a_take_over_discards_a_delta_that_holds_no_record(job: SmallJob) -> None:
     with daemon(job, 1):
         pass
-    (job.layout.delta(9) / "delta.json").mkdir(parents=True)
+    (job.layout.link(9) / "delta.json").mkdir(parents=True)
     with daemon(job):
-        assert not job.layout.delta(9).exists()
+        assert not job.layout.link(9).exists()

@@ -30,6 +30,7 @@ from syncd.protocol.reports import DaemonReport, ExplorerReport, MergeProgress, 
 from syncd.storage import job as storage_job
 from syncd.storage.job import Job
 from tests.commands import Result, invoke
+from tests.doc_blocks import text_of
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, wait_until
 from tests.storages import FastStorage
@@ -260,6 +261,7 @@ def test_json_has_what_is_shown_and_how_far_explorers_are_behind(served: SmallJo
     assert [(one["behind"], one["behind_steps"]) for one in seen["explorers"]] == [(0, 0)] * 2
     assert seen["events"][-1]["event"] == "published"
     assert seen["memory"] is None
+    assert [key for key in seen if f"`{key}`" not in text_of("docs/cli.md")] == []
 
 
 @pytest.mark.parametrize("name", ["status", "pin", "prune"])

@@ -14,7 +14,7 @@ from syncd.daemon.decide import (
     Observation,
     Pointer,
     PointerState,
-    PruneDelta,
+    PruneLink,
     PruneStep,
     Publish,
     Republish,
@@ -23,19 +23,22 @@ from syncd.daemon.decide import (
     StepSeen,
     decide,
 )
-from syncd.daemon.ways import DeltaSeen
+from syncd.daemon.ways import LinkSeen
 from syncd.protocol.names import CHECKPOINT_POINTER
-from syncd.protocol.records import Pause, Receipt, RollbackRequest
+from syncd.protocol.records import Pause, Receipt, RollbackRequest, SaveOutcome
 
 CONFIG = DaemonConfig()
 VOUCHED = (Receipt(save_id="run-9-0", step=9, rank=0, world_size=1, files=()),)
 SAVE = Shards(9, "run-9-0", weights=("w",), receipts=VOUCHED)
 FOREIGN = Shards(9, "foreign-1", weights=("w",))
 AT_9 = Pointer(PointerState.STEP, 9)
+PUBLISHED, SKIPPED, QUARANTINED = (
+    SaveOutcome(identity="run-5-0", outcome=outcome)
+    for outcome in ("published", "skipped", "quarantined")
+)
 PLAIN = StepSeen(
     step=5,
-    outcome="published",
-    recorded="run-5-0",
+    outcome=PUBLISHED,
     found="run-5-0",
     has_receipts=True,
     full=False,
@@ -165,13 +168,10 @@ def test_the_lease_folder_of_a_version_that_is_gone_is_closed_when_it_is_empty()
 def test_deltas_beyond_half_a_version_or_the_number_to_keep_go_newest_first(
     sizes: dict[int, int], full_bytes: int | None, keep_deltas: int, gone: list[int]
 ) -> None:
-    found = tuple(DeltaSeen(sequence, size) for sequence, size in sizes.items())
-    decision = decide(
-        job(deltas=found, full_bytes=full_bytes),
-        CONFIG.model_copy(update={"keep_deltas": keep_deltas}),
-    )
-    pruned = [action for action in decision.actions if isinstance(action, PruneDelta)]
-    assert [action.sequence for action in pruned] == gone
+    found = tuple(LinkSeen(sequence, size) for sequence, size in sizes.items())
+    config = DaemonConfig(keep_deltas=keep_deltas)
+    decided = actions(job(links=found, full_bytes=full_bytes), config)
+    assert [action.sequence for action in decided if isinstance(action, PruneLink)] == gone
 
 
 def test_a_dead_lease_is_dropped_after_the_grace() -> None:
@@ -181,14 +181,14 @@ def test_a_dead_lease_is_dropped_after_the_grace() -> None:
 
 def test_a_published_or_skipped_step_goes() -> None:
     assert pruned(PLAIN)
-    assert pruned(replace(PLAIN, outcome="skipped"))
+    assert pruned(replace(PLAIN, outcome=SKIPPED))
     assert not pruned(PLAIN, DaemonConfig(prune_steps=False))
 
 
 @pytest.mark.parametrize(
     "doubt",
     [{"full": True}, {"saving": True}, {"critic": True}, {"resumable": True},
-     {"outcome": "quarantined"}, {"found": None}, {"found": "run-5-1"}, {"step": 9}, {"step": 10},
+     {"outcome": QUARANTINED}, {"found": None}, {"found": "run-5-1"}, {"step": 9}, {"step": 10},
      {"retired": True, "full": True}, {"pinned": True}],
     ids=lambda doubt: ", ".join(f"{key}={value}" for key, value in doubt.items()),
 )  # fmt: skip

@@ -23,7 +23,7 @@ def room_of(epoch: Epoch) -> Path:
 
 
 def built(epoch: Epoch, sequence: int) -> Path:
-    folder = epoch.start_version(sequence)
+    folder = epoch.start_build(f"v{sequence:06}")
     (folder / "file").write_bytes(b"built")
     return folder
 
@@ -81,7 +81,7 @@ def test_a_superseded_daemon_changes_nothing(job: SmallJob) -> None:
         lambda: old.replace_file(job.layout.latest, b"old again"),
         lambda: old.set_aside(step),
         lambda: old.condemn(step),
-        lambda: old.start_version(1),
+        lambda: old.start_build("v000001"),
         lambda: old.open_leasing(2),
     ):
         with pytest.raises(SupersededError, match="epoch 1 is gone"):
@@ -139,7 +139,7 @@ def test_a_version_that_was_never_built_is_an_error_and_not_a_take_over(job: Sma
 def test_a_version_begins_empty_whatever_was_left_of_it(job: SmallJob) -> None:
     epoch = job.take_over()
     built(epoch, 1)
-    assert os.listdir(epoch.start_version(1)) == []
+    assert os.listdir(epoch.start_build("v000001")) == []
 
 
 def test_a_rename_that_was_done_counts_though_its_answer_was_lost(
@@ -180,7 +180,7 @@ def test_a_job_that_went_away_is_no_take_over_by_another(job: SmallJob) -> None:
     with pytest.raises(FileNotFoundError):
         epoch.replace_file(job.layout.latest, b"new")
     with pytest.raises(FileNotFoundError):
-        epoch.start_version(1)
+        epoch.start_build("v000001")
 
 
 def test_no_two_rooms_ever_have_the_same_name(job: SmallJob) -> None:

@@ -17,7 +17,7 @@ from syncd.checkpoint.safetensors_file import DIGESTS
 from syncd.checkpoint.version import verify_version
 from syncd.deltas.fold_process import FoldChild, why_not_here
 from syncd.deltas.folding import fold
-from syncd.deltas.limits import NoDeltaError
+from syncd.deltas.limits import LinkError
 from syncd.deltas.link_index import LinkFolder
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import VerificationError
@@ -142,7 +142,7 @@ def test_pieces_with_the_trainers_names_fill_the_hubs_tensors(tmp_path: Path) ->
     assert like(last, made)
     untied = saved(new) | {"lm_head.weight": ("BF16", new["q"][1].repeat(2, 0)[:5])}
     chain = chain_of(tmp_path / "later", [saved(old), untied], 2)
-    with pytest.raises(NoDeltaError, match="should be equal"):
+    with pytest.raises(LinkError, match="should be equal"):
         folded(base, chain, tmp_path / "other")
 
 
@@ -169,7 +169,7 @@ def test_damage_and_misfits_are_found(tmp_path: Path, damage: str) -> None:
         _flip(base.folder / "config.json", 1)
     if damage == "missing link":
         (chain[0].folder / "rank-1").unlink()
-    with pytest.raises(VerificationError if damage == "small file" else NoDeltaError):
+    with pytest.raises(VerificationError if damage == "small file" else LinkError):
         folded(base, chain, tmp_path / "made")
 
 
@@ -187,7 +187,7 @@ def test_links_that_divide_the_tensors_differently_do_not_fit(tmp_path: Path) ->
         link_folder(tmp_path / "d1", "run-1-1", "run-2-2", tensors[0], tensors[1], 2),
         link_folder(tmp_path / "d2", "run-2-2", "run-3-3", tensors[1], tensors[2], 3),
     ]
-    with pytest.raises(NoDeltaError, match="different ways"):
+    with pytest.raises(LinkError, match="different ways"):
         folded(base, chain, tmp_path / "made")
     assert contents(base.folder)
 
@@ -209,7 +209,7 @@ def test_a_child_process_folds_and_tells_what_is_damaged(tmp_path: Path) -> None
             while made is None and time.monotonic() < deadline:
                 made = child.poll()
                 time.sleep(0.01)
-        except NoDeltaError as error:
+        except LinkError as error:
             assert number == 2
             assert "rank-1" in str(error)  # noqa: PT017 - the first round must not raise
         else:
@@ -219,7 +219,7 @@ def test_a_child_process_folds_and_tells_what_is_damaged(tmp_path: Path) -> None
             verify_version(STORAGE, folder, made)
         finally:
             child.close()
-        _flip(job.layout.delta(2) / "rank-1", 2)
+        _flip(job.layout.link(2) / "rank-1", 2)
 
 
 def test_this_host_can_fold() -> None:

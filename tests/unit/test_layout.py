@@ -19,7 +19,7 @@ OTHERS: dict[Callable[[str], object], list[str]] = {
         "optim_world_size_2_rank_1.pt", "model_world_size_2_rank_1.pt.tmp", ".model_world_size_2",
     ],
     names.parse_lease_marker: ["", "a", ".s", "a.", "a.b.c", "a/b.c", ".nfs0001"],
-    names.parse_delta_folder: ["d1", "v000001", "d0000001", "d00001x", "d-00001", "D000001"],
+    names.parse_link_folder: ["d1", "v000001", "d0000001", "d00001x", "d-00001", "D000001"],
 }  # fmt: skip
 
 
@@ -30,14 +30,11 @@ def test_each_kind_of_name_has_one_form(parse: Callable[[str], object], name: st
     assert parse(name) is None
 
 
-@pytest.mark.parametrize("step", [0, 7, 123456789012345678])
-def test_a_step_folder_names_its_step(step: int) -> None:
-    assert names.parse_step_folder(names.step_folder(step)) == step
-
-
-@pytest.mark.parametrize("sequence", [1, 999999, 1000000])
-def test_a_version_folder_names_its_sequence(sequence: int) -> None:
-    assert names.parse_version_folder(names.version_folder(sequence)) == sequence
+@pytest.mark.parametrize("number", [0, 1, 999999, 1000000, 123456789012345678])
+def test_a_folder_names_its_number(number: int) -> None:
+    assert names.parse_step_folder(names.step_folder(number)) == number
+    assert names.parse_version_folder(names.version_folder(number)) == number
+    assert names.parse_link_folder(names.link_folder(number)) == number
 
 
 def test_version_folders_sort_as_their_sequences_do() -> None:
@@ -84,7 +81,7 @@ def test_all_of_ours_is_below_dot_syncd_published_or_deltas() -> None:
         for name, value in vars(layout.JobLayout).items()
         if isinstance(value, layout.Below) and name not in {"state_pointer", "checkpoint_pointer"}
     ]
-    ours += [job.version(1), job.delta(1), job.lease_folder(1), job.session("s"), job.explorer("e")]
+    ours += [job.version(1), job.link(1), job.lease_folder(1), job.session("s"), job.explorer("e")]
     assert len(ours) > 15
     for path in ours:
         assert path.parts[2] in {".syncd", "published", "deltas"}

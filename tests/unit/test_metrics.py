@@ -205,7 +205,7 @@ def test_an_explorer_s_metrics_come_with_its_report_and_go_with_it(
 ) -> None:
     with job.daemon(clock=clock, meter=said.meter) as loop:
         loop.publish(1, 2, 3)
-        report(job, "fast", 3)
+        report(job, "fast", 4)  # it follows ahead
         report(job, "slow", 1, refused="it does not fit")
         report(job, "new", None)
         (job.layout.explorers / "odd.json").write_bytes(b"odd")

@@ -34,7 +34,7 @@ def comparisons(versions: int) -> int:
     folders = tuple(Compared(sequence) for sequence in range(1, versions + 1))
     leases = tuple(LeaseSeen(sequence, f"e.{sequence}", None) for sequence in sequences)
     seen = Observation(
-        Pointer(PointerState.MISSING),
+        pointer=Pointer(PointerState.MISSING),
         latest=versions,
         versions=sequences,
         lease_folders=folders,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import Observation, PointerState, decide
-from syncd.daemon.scan import Known, Scanner
+from syncd.daemon.decide import Known, Observation, PointerState, decide
+from syncd.daemon.scan import Scanner
 from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER, PointerName
 from syncd.protocol.records import SaveOutcome, encode

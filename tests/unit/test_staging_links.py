@@ -31,7 +31,7 @@ def bytes_of(linked: LinkedJob, *numbers: int) -> int:
 
 
 def size(linked: LinkedJob) -> int:
-    return sum(file.size for file in linked.whole[0].manifest.files)
+    return linked.whole[0].manifest.size
 
 
 def test_the_next_save_is_made_from_a_copy_and_links_alone(linked: LinkedJob, memory: Path) -> None:
@@ -371,7 +371,7 @@ def test_more_bytes_of_links_than_of_a_version_are_not_read(
 def test_a_delta_of_an_older_release_is_ignored(linked: LinkedJob, memory: Path) -> None:
     staging = Staging(memory)
     held = staging.stage(linked.version(1))
-    old = linked.job.layout.delta(4)
+    old = linked.job.layout.link(4)
     old.mkdir()
     (old / DELTA).write_bytes(b'{"protocol":1,"base":{"sequence":1},"target":{"sequence":4}}')
     linked.put(ahead=None)

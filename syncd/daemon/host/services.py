@@ -368,14 +368,14 @@ class RootServices(Host):
                     self._waker.wait(_LOOK)
                     self._tick()
                     self._discovery.supervise()
-                    self._follow()
+                    self._serve_listed()
                     self._give_up_what_hangs()
             finally:
                 self._discovery.close()
                 ended = self._end()
         return ended
 
-    def _follow(self) -> None:
+    def _serve_listed(self) -> None:
         names = self._discovery.jobs
         if names is None:
             return

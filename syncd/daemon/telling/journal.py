@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 from syncd.daemon.decide import LeaseSeen, Observation
 from syncd.protocol.events import Event, StateUnwritten
 from syncd.protocol.journal_lines import JournalLine
-from syncd.protocol.names import TEMPORARY, parse_lease_marker
+from syncd.protocol.names import TEMPORARY
 from syncd.protocol.records import SessionId, encode
 from syncd.protocol.reports import LOADS_KEPT, DaemonCounters, ExplorerReport, TrainerReport
 from syncd.protocol.version_events import (
@@ -241,14 +241,14 @@ class GoingLive:
     ) -> Iterator[VersionLive]:
         """Read reports and yield new loads; each yielded load counts as journaled afterwards.
 
-        ``living`` is as for :meth:`follow`.
+        ``living`` is as for :meth:`follow_ahead`.
 
         Raises:
             OSError: storage does not answer; the next call continues with the other reports.
         """
         for lease in leases:
-            if lease.dead_for is None and (marker := parse_lease_marker(lease.marker)):
-                self._leased.setdefault(marker[0], set()).add(lease.sequence)
+            if lease.dead_for is None and lease.name:
+                self._leased.setdefault(lease.name, set()).add(lease.sequence)
         self._leased = {  # otherwise leases of readers that never report would stay for ever
             name: newest
             for name, versions in self._leased.items()
@@ -293,13 +293,13 @@ class GoingLive:
                 self._trainer.add(report.session)
         return {session for session, _ in self._live.values()} | self._trainer
 
-    def follow(self, living: Collection[str]) -> set[bool]:
-        """Whether live explorers follow ahead: each answer that one of them gives.
+    def follow_ahead(self, living: Collection[str]) -> list[bool]:
+        """For each live explorer, whether it follows ahead.
 
         Explorers that serve from a copy on their host hold no lease. ``living`` are the sessions
         with a heartbeat, of :attr:`sessions` before the last :meth:`look`.
         """
-        return {ahead for session, ahead in self._live.values() if session in living}
+        return [ahead for session, ahead in self._live.values() if session in living]
 
     def _loads(self, name: str, report: ExplorerReport, latest: int) -> Iterator[VersionLive]:
         loads, serves = report.last_loads, report.sequence or 0

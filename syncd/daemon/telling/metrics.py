@@ -226,8 +226,8 @@ class _JobMeter(Meter):
             paused=seen.pause is not None,
             latest_version=seen.latest,
             ahead_version=seen.ahead.sequence if seen.ahead else seen.latest,
-            links=len(seen.links),
-            link_bytes=sum(link.bytes for link in seen.links.values()),
+            links=len(seen.chains),
+            link_bytes=sum(chain[-1].bytes for chain in seen.chains.values()),
         )
 
     def round_ended(self, seconds: float) -> None:
@@ -316,11 +316,7 @@ class _JobMeter(Meter):
         )
 
     def _explorer(self, report: ExplorerReport, latest: Latest | None, lease_time: float) -> None:
-        reload, lag, steps, delta = report.reload, None, None, None
-        if latest is not None and report.bench is None:
-            lag = latest.sequence - (report.sequence or 0)
-        if latest is not None and report.step is not None:
-            steps = latest.step - report.step
+        reload, (lag, steps), delta = report.reload, report.behind(latest), None
         if reload is not None and reload.full_bytes is not None:
             delta = reload.delta_bytes or 0
         self._set(
