@@ -8,9 +8,9 @@ which the daemon makes the deltas. The trainer's model is plain, in bf16. A host
 sync begins when the last host is live, and at least ``--pause`` seconds after the last one.
 
 :mod:`benchmarks.meter` counts all bytes that these processes and their children read and write on
-the filesystem of ``--job-dir``. The counts of a run end when a full version of its last save is
-published. The daemon is also measured by ``/proc``, which counts pipes and modules, too. With
-``--shared-megabytes`` all processes together get so many MB a second.
+the filesystem of ``--job-dir``, until some seconds after the last host is live. The daemon is also
+measured by ``/proc``, which counts pipes and modules, too. With ``--shared-megabytes`` all
+processes together get so many MB a second.
 """
 
 import argparse
