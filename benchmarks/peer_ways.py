@@ -207,7 +207,8 @@ class _Slime(Way):
         data = (folder / _FILE).read_bytes()
         size = int.from_bytes(data[:8], "little")
         digests = json.loads(data[8 : 8 + size])["__metadata__"]
-        places = {name: (start + at, end - at) for _, start, name, at, end in self._copied()}
+        copied = _entries(self.local / "copy")
+        places = {name: (start + at, end - at) for _, start, name, at, end in copied}
         with (self.local / self.copy).open("r+b") as file, mmap.mmap(file.fileno(), 0) as copy:
 
             def patch(entry: tuple[Path, int, str, int, int]) -> bool:
@@ -221,14 +222,10 @@ class _Slime(Way):
             if not all(list(self._pool.map(patch, _entries(folder)))):
                 raise ValueError("checksum mismatch")
 
-    def _copied(self) -> list[tuple[Path, int, str, int, int]]:
-        return _entries(self.local / "copy")
-
 
 class _SkyRL(Way):
     added = "delta-{:08}"
     copy = "weights/*.safetensors"
-
     imports = ("skyrl.backends.skyrl_train.weight_sync.delta.checkpoint",)
 
     @classmethod
@@ -290,7 +287,6 @@ class _Objects:
 class _ModelExpress(Way):
     """Its server's answers are given here; a receiver resolves chains as its clients do."""
 
-    added = "{}"
     copy = "model/*/*/*.safetensors"
     imports = (
         "modelexpress_rl.inference.receiver",
