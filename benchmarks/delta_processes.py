@@ -1,10 +1,16 @@
-"""The trainer and the hosts of delta_hosts.py. They also run with the code of another release."""
+"""The trainer and the hosts of deltas.py. They also run with the code of another release."""
+
+from __future__ import annotations
 
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from torch import nn
 
 #: The elements of a parameter, and the number of parameters after which the values repeat.
 _SHAPE: Final = (1024, 2048)
@@ -12,20 +18,17 @@ _DIFFERENT: Final = 8
 PARAMETER_BYTES: Final = 2 * _SHAPE[0] * _SHAPE[1]
 
 
-def _say(**values: object) -> None:
+def say(**values: object) -> None:
     print(json.dumps(values), flush=True)
 
 
-def be_trainer(job: Path, parameters: int, update: float, deltas: bool) -> None:
-    """For each line of stdin, a step's number, train and save.
+def training(parameters: int, update: float) -> Iterator[nn.ParameterList]:
+    """A model in bf16, which each further ``next`` trains one step.
 
     ``update`` is the size of an update of fp32 weights; these are cast to bf16.
     """
     import torch  # noqa: PLC0415 - the hosts need no torch
     from torch import nn  # noqa: PLC0415
-
-    from syncd.protocol.policy import SyncSettings  # noqa: PLC0415
-    from trainer_hooks import SaveSettings, TrainerHook  # noqa: PLC0415
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -34,17 +37,28 @@ def be_trainer(job: Path, parameters: int, update: float, deltas: bool) -> None:
         nn.Parameter(weights[number % _DIFFERENT].bfloat16(), requires_grad=False)
         for number in range(parameters)
     )
+    while True:
+        yield model
+        weights += update * torch.randn(weights.shape)
+        after = weights.bfloat16()
+        for number, parameter in enumerate(model):
+            parameter.copy_(after[number % _DIFFERENT])
+
+
+def be_trainer(job: Path, parameters: int, update: float, deltas: bool) -> None:
+    """For each line of stdin, a step's number, train and save."""
+    from syncd.protocol.policy import SyncSettings  # noqa: PLC0415
+    from trainer_hooks import SaveSettings, TrainerHook  # noqa: PLC0415
+
+    steps = training(parameters, update)
     settings = SyncSettings(deltas=True) if deltas else SyncSettings()  # 0.2 has no such setting
     saving = SaveSettings(final=False)
-    with TrainerHook(job, model, settings=settings, saving=saving) as hook:
-        _say(ready=True)
+    with TrainerHook(job, next(steps), settings=settings, saving=saving) as hook:
+        say(ready=True)
         for line in sys.stdin:
-            weights += update * torch.randn(weights.shape)
-            after = weights.bfloat16()
-            for number, parameter in enumerate(model):
-                parameter.copy_(after[number % _DIFFERENT])
+            next(steps)
             stall = hook.after_step(int(line))["time/stall"]
-            _say(stall=stall)
+            say(stall=stall)
 
 
 def be_host(job: Path, stage: Path) -> None:
@@ -55,10 +69,10 @@ def be_host(job: Path, stage: Path) -> None:
 
     staging = Staging(stage)
     hook = ExplorerHook(job, stage.name, FakeEngine(), staging=staging)
-    _say(ready=True)
+    say(ready=True)
     while True:
         hook.pull()
-        _say(live=time.monotonic(), by_delta=staging.fetched.delta_bytes is not None)
+        say(live=time.monotonic(), by_delta=staging.fetched.delta_bytes is not None)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.cast_checkpoints import wait_for_pointer
 from benchmarks.machine import daemon, parser, prepared, run_measured
 from benchmarks.shards import module_of, shapes
+from benchmarks.trainer_stall import wait_for_pointer
 from explorer_hooks import ExplorerHook, TorchModule
 from syncd.coordination.tensors import bytes_of
 from syncd.protocol.layout import JobLayout

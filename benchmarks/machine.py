@@ -139,10 +139,10 @@ def median_ratio(these: Iterable[float], those: Iterable[float]) -> float:
 
 
 def cpu_seconds(pid: int) -> float:
-    """The processor time of all threads of a process, in steps of 10 ms."""
+    """The processor time of a process and of its children that have ended, in steps of 10 ms."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    # utime and stime are fields 14 and 15; the first after the name is field 3.
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    # Fields 14 to 17 are utime, stime, cutime, cstime; the first after the name is field 3.
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def status(path: Path, key: str) -> int:

@@ -21,8 +21,7 @@ a multiple of its shard. A save waits for the previous save, so that there are a
 possible.
 
 With ``--sync-dtype bf16`` the model is in fp32. A hook that casts for explorers is compared with a
-hook that does not. Then full checkpoints with AdamW are compared, cast by the trainer or by the
-merge.
+hook that does not.
 """
 
 import argparse
@@ -39,8 +38,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from benchmarks import cast_checkpoints
-from benchmarks.cast_checkpoints import Checkpoints, size_of, wait_for_pointer
 from benchmarks.machine import (
     ROOT,
     Report,
@@ -52,6 +49,7 @@ from benchmarks.machine import (
 )
 from syncd.protocol.layout import JobLayout
 
+_TIMEOUT: Final = 600.0
 HOOK: Final = "TrainerHook.after_step"
 CAST: Final = "TrainerHook.after_step, cast"
 LINKS: Final = "TrainerHook.after_step, deltas"
@@ -188,7 +186,7 @@ class _Rank:
 
         def ended(step: int) -> None:
             wait_for_pointer(layout, step)
-            self.written[name] = size_of(layout.actor(step))
+            self.written[name] = sum(file.stat().st_size for file in layout.actor(step).iterdir())
 
         saving = SaveSettings(
             when_busy_sync=WhenBusy(when_busy),
@@ -250,6 +248,16 @@ class _Rank:
         return status(Path("/proc/self/status"), "VmHWM") * 1024
 
 
+def wait_for_pointer(layout: JobLayout, step: int) -> None:
+    """Wait until the weights of a step are announced, and the save has ended."""
+    end = time.monotonic() + _TIMEOUT
+    pointer, saving = layout.state_pointer, layout.step(step) / ".saving"
+    while not pointer.exists() or pointer.read_text().strip() != f"{step}" or saving.exists():
+        if time.monotonic() > end:
+            raise RuntimeError(f"the save of step {step} was not announced")
+        time.sleep(0.01)
+
+
 def _be_rank(given: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     rank = _Rank(given)
@@ -257,11 +265,6 @@ def _be_rank(given: argparse.Namespace) -> None:
     if given.what == "time":
         told["seconds"] = rank.measure(given.rounds)
         told["written"] = rank.written
-    elif given.what == "full":
-        checkpoints = Checkpoints(
-            given.work, given.rank, rank.model, given.sync_dtype, rank.wait_for_all
-        )
-        told["full"] = checkpoints.measure(given.rounds)
     else:
         told["peak"] = rank.peak(given.saves, _SAVING.get(given.what))
     (given.work / f"rank_{given.rank}.json").write_text(json.dumps(told))
@@ -274,7 +277,7 @@ def _be_rank(given: argparse.Namespace) -> None:
 
 def _run(what: str, world_size: int, given: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
     folder = work / f"{what}-{world_size}"
-    for job in ("job", "cast", *_SAVING.values()):
+    for job in _SAVING.values():
         (folder / job).mkdir(parents=True)
     processes = [
         subprocess.Popen(
@@ -389,8 +392,6 @@ def main() -> None:
         for world_size in sizes:
             for what in ("saving", "casting" if given.sync_dtype else "linking"):
                 table.row(*_memory(what, world_size, given, work))
-        for world_size in sizes if given.sync_dtype else ():
-            cast_checkpoints.print_table(report, world_size, _run("full", world_size, given, work))
 
 
 if __name__ == "__main__":

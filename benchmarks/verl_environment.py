@@ -6,6 +6,7 @@ syncd needs. The release of torch is the same as in the tests.
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -24,15 +25,23 @@ _HERE: Final = Path(__file__).resolve().parent
 
 def environment(folder: Path) -> Path:
     """The Python of the environment in a folder; make the environment if necessary (1.4 GB)."""
+    # verl's other dependencies are for training, for example wandb and datasets.
+    return made(folder, _CHECK, ("-r", _HERE / "verl-requirements.txt"), f"verl=={VERL}")
+
+
+def made(folder: Path, check: str, requirements: Iterable[str | Path], *bare: str) -> Path:
+    """The Python of an environment that passes a check, in a folder; make it if necessary.
+
+    ``bare`` are wheels, and options of pip, that are installed without what the wheels require.
+    """
     python = folder.resolve() / "bin" / "python"
-    check = (python, "-c", _CHECK)
-    if not python.exists() or subprocess.run(check, check=False).returncode:
-        print(f"installing verl {VERL} into {folder}", file=sys.stderr)
+    checked = (python, "-c", check)
+    if not python.exists() or subprocess.run(checked, check=False).returncode:
+        print(f"installing {' '.join(bare)} into {folder}", file=sys.stderr)
         subprocess.run((sys.executable, "-m", "venv", "--clear", folder), check=True)
         pip = (python, "-m", "pip", "install", "--quiet")
-        files = (_HERE.parent / "constraints.txt", _HERE / "verl-requirements.txt")
-        subprocess.run((*pip, "-c", files[0], "-r", files[1], *own_requirements()), check=True)
-        # verl's other dependencies are for training, for example wandb and datasets.
-        subprocess.run((*pip, "--no-deps", f"verl=={VERL}"), check=True)
-        subprocess.run(check, check=True)
+        pinned = ("-c", _HERE.parent / "constraints.txt", *requirements, *own_requirements())
+        subprocess.run((*pip, *pinned), check=True)
+        subprocess.run((*pip, "--no-deps", *bare), check=True)
+        subprocess.run(checked, check=True)
     return python

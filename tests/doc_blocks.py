@@ -135,9 +135,8 @@ BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "toml": ("tests/unit/test_many_jobs.py",),
     },
     "docs/trainer.md": {"python": (_EXAMPLES, _PASTED)},
-    "docs/transformers.md": {"python": (_EXAMPLES,)},
+    "docs/transformers.md": {"python": (_EXAMPLES,) * 2},
     "docs/trinity.md": {"python": ("tests/multiprocess/trinity_ranks.py",) * 3},
-    "docs/trl.md": {"python": (_EXAMPLES,)},
     "docs/troubleshooting.md": {
         "sh": ("not run: what it shows depends on what is wrong",),
     },

@@ -1,4 +1,4 @@
-"""The programs that trainer.md, transformers.md, trl.md and engines.md show: docs/examples."""
+"""The programs that trainer.md, transformers.md and engines.md show: docs/examples."""
 
 import string
 import subprocess

@@ -166,12 +166,18 @@ def assert_still(there: Job, before: dict[str, torch.Tensor]) -> None:
     assert_equal(linked(there, 2, full(there, 1)), before)
 
 
-def test_dimension_1_is_saved_whole_after_a_warning_of_rank_0(job: Path, there: Job) -> None:
+@pytest.mark.parametrize("asking", [(0, 1), (0,), (1,)])
+def test_what_some_rank_cannot_link_is_saved_whole_after_a_warning_of_rank_0(
+    job: Path, there: Job, asking: tuple[int, ...]
+) -> None:
     with started(LinkRank, job, 2, "bfloat16") as ranks:
-        ranks.all("shard_columns")
-        first, second = ranks.all("open", DELTAS)
+        if len(asking) == 2:
+            ranks.all("shard_columns")
+        for rank, peer in enumerate(ranks):
+            peer.tell("open", DELTAS | {"deltas": rank in asking})
+        first, second = (peer.answer() for peer in ranks)
         assert second == []
-        assert len(first) == 1
-        assert "dimension 0" in first[0]
+        assert len(first) == (0 in asking)
+        assert all(("dimension 0" if 1 in asking else "deltas=False") in line for line in first)
         train(ranks, 1, 2)
         assert not is_link(there, 2)
