@@ -28,6 +28,7 @@ from syncd.protocol.policy import (
 from syncd.protocol.records import SaveId
 from syncd.protocol.reports import DaemonReport, ExplorerReport, SyncTerms, TrainerReport
 from syncd.storage.job import IF_ANY, make_step_folder
+from syncd.storage.judge import LOOKS_PER_LEASE
 from syncd.torch_extra import require_torch
 
 if TYPE_CHECKING:
@@ -141,6 +142,9 @@ class TrainerSynchronizer(Member[TrainerReport]):
         saving, relative_to = (None if one is None else str(one) for one in (save_id, base))
         self._me.update(step=step, saving=saving, base=relative_to)
         self._versions.copy_report(self._me.record)
+        # Not at once: a daemon may be starting, or taking over.
+        patience = self._versions.lease_time / LOOKS_PER_LEASE
+        self._versions.warn_without_daemon(f"saves in {self._job.layout.root}", patience=patience)
 
     def set_model_state_dict(
         self, model_state_dict: Mapping[str, Any] | str | None, trainer_step: int

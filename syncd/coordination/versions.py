@@ -67,7 +67,11 @@ class Versions:
             self._own = session = Session(job.layout, job.open().lease_time)
         self._session = session
         self.lease_time = session.lease_time
-        self._judge = Judge(job.storage, session.lease_time, clock=clock)
+        # A trainer that seldom saves looks seldom.
+        self._judge = Judge(job.storage, session.lease_time, clock=clock, counts_pauses=True)
+        self._clock = clock
+        self._alone_since = math.inf
+        self._has_said_alone = False
         self.holds = Holds(job, name, session.id)
         #: The newest save that this participant does not take from links.
         self.passed = math.inf
@@ -183,6 +187,18 @@ class Versions:
         if seen is Liveness.MISSING:
             seen = self._judge.look_again(self.job.layout.daemon_lock)
         return seen is Liveness.ALIVE
+
+    def warn_without_daemon(self, doing: str, *, patience: float = 0) -> None:
+        """Log, once, that ``doing`` is in vain, if no daemon was live for ``patience`` seconds."""
+        now = self._clock()
+        try:
+            self._alone_since = math.inf if self.daemon_lives() else min(self._alone_since, now)
+        except OSError as error:
+            log.debug("cannot check whether a daemon works in %s: %s", self.job.layout.root, error)
+            return
+        if now - self._alone_since >= patience and not self._has_said_alone:
+            self._has_said_alone = True
+            log.warning("%s %s, but %s", self._name, doing, self.daemon_hint())
 
     def daemon_hint(self) -> str:
         """The end of an error message: why nothing was published, and the remedy."""

@@ -54,7 +54,6 @@ class WeightWaits:
         self._warned: Version | Literal["nothing yet"] | None = "nothing yet"
         self.has_seen_trainer = False
         self._has_said_absent = False
-        self._has_said_alone = False
         self.unlike = ""
 
     def for_trainer(self, current: Version | None, wait: Wait) -> None:
@@ -110,7 +109,7 @@ class WeightWaits:
                     raise WaitTimeoutError(self._why_nothing(current))
                 if not watches_daemon:  # only a second look detects a killed daemon
                     watches_daemon = True
-                    self._warn_without_daemon()
+                    self.versions.warn_without_daemon(f"waits for weights from {self.root}")
                     self._warn_without_first(current)
         finally:
             try:
@@ -138,22 +137,6 @@ class WeightWaits:
         except (OSError, SyncdError) as error:
             log.debug("cannot check whether a trainer works in %s: %s", self.root, error)
             return False
-
-    def _warn_without_daemon(self) -> None:
-        try:
-            lives = self.versions.daemon_lives()
-        except OSError as error:
-            log.debug("cannot check whether a daemon works in %s: %s", self.root, error)
-            return
-        if lives or self._has_said_alone:
-            return
-        self._has_said_alone = True
-        log.warning(
-            "%s waits for weights from %s, but %s",
-            self._name,
-            self.root,
-            self.versions.daemon_hint(),
-        )
 
     def _why_nothing(self, current: Version | None) -> str:
         versions = self.versions

@@ -282,6 +282,24 @@ def test_a_wait_without_a_daemon_says_so_at_once_and_once(
     assert caplog.text.count(said) == 1
 
 
+@pytest.mark.parametrize("daemon", ["never ran", "was killed", "starts late"])
+def test_a_trainer_whose_saves_no_daemon_takes_says_so_later_and_once(
+    members: Members, caplog: pytest.LogCaptureFixture, daemon: str
+) -> None:
+    clock, lock = Clock(), members.job.layout.daemon_lock
+    trainer = members.trainer(seams=Seams(clock=clock))
+    if daemon == "was killed":
+        lock.touch()
+    for step in range(9):
+        if daemon == "starts late" and step:
+            lock.write_text(str(step))  # a heartbeat
+        trainer.begin_save(step)
+        assert step or not caplog.messages
+        clock.advance(60.0)
+    said = f"trainer saves in {members.job.root}, but no daemon works there: start `syncd run "
+    assert caplog.text.count(said) == (daemon != "starts late")
+
+
 def test_a_timeout_is_an_error_and_puts_the_status_back(
     members: Members, explorer: ExplorerSynchronizer
 ) -> None:

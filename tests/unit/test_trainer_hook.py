@@ -152,7 +152,9 @@ def test_a_refused_write_is_raised_by_the_next_call_with_its_step(
     over(hook)
     storage.rules.clear()
     assert not job.state_pointer.exists()
-    with pytest.raises(SaveFailedError, match=r"step 4.*No space left.*previous version stays"):
+    with pytest.raises(
+        SaveFailedError, match=r"step 4.*No space left.*; no daemon works"
+    ):
         hook.after_step(5)
     written(hook)
     assert job.state_pointer.read_text() == "5\n"

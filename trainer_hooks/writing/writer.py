@@ -31,7 +31,7 @@ from syncd.protocol.names import (
     shard_name,
 )
 from syncd.protocol.records import NonFinite, ReceiptFile, SaveId
-from syncd.storage.errnos import PASSING, is_gone
+from syncd.storage.errnos import NO_ROOM, PASSING, is_gone
 from syncd.storage.job import Job, point
 from trainer_hooks.settings import WriteConcurrency
 from trainer_hooks.state.host_buffers import nonfinite_names
@@ -108,9 +108,10 @@ class RankWriter:
             return self._save(files, contents, announced)
         except OSError as error:
             self._after_failure(files)
+            hint = f"; {self.job.daemon_hint()}" if error.errno in NO_ROOM else ""
             raise SaveFailedError(
                 f"rank {self.rank} could not write the save of step {save_id.step}: {error}. "
-                "Explorers never get this save. The previous version stays published"
+                f"Explorers never get this save. The previous version stays published{hint}"
             ) from error
         except BaseException:
             self._after_failure(files)  # e.g. a tokenizer cannot be saved
