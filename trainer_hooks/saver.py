@@ -394,8 +394,10 @@ class Saver:
                 try:
                     # Otherwise the pruner could delete a step that a resumed trainer writes again.
                     writer.again(save_id, lambda: self.explorers.begin_save(save_id, save.base))
-                except BaseException:
+                except BaseException as error:
                     writer.say_failed(save_id)
+                    if isinstance(error, OSError):
+                        raise writer.refused(save_id, error) from error
                     raise
                 size = writer.save(save_id, contents, partial(self._announced, save, writer))
             except BaseException:

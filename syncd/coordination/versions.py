@@ -12,7 +12,6 @@ from typing import Final, NamedTuple
 from syncd.coordination.leased_version import Holds, LeasedVersion, read_latest
 from syncd.protocol.errors import (
     InvalidSettingsError,
-    JobUnavailableError,
     SaveNotReadyError,
     VersionGoneError,
 )
@@ -28,7 +27,7 @@ from syncd.protocol.policy import Pull, Version, pull_decision
 from syncd.protocol.records import Ahead, Latest, Receipt, SaveOutcome, encode
 from syncd.protocol.reports import DaemonReport, TrainerReport
 from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring
-from syncd.storage.job import Job, ask_server, daemon_hint, point
+from syncd.storage.job import Job, ask_server, point
 from syncd.storage.judge import Clock, Judge, Liveness
 from syncd.storage.sessions import Session
 
@@ -192,24 +191,18 @@ class Versions:
         """Log, once, that ``doing`` is in vain, if no daemon was live for ``patience`` seconds."""
         now = self._clock()
         try:
-            self._alone_since = math.inf if self.daemon_lives() else min(self._alone_since, now)
+            lives = self.job.is_there() and self.daemon_lives()
         except OSError as error:
             log.debug("cannot check whether a daemon works in %s: %s", self.job.layout.root, error)
             return
+        self._alone_since = math.inf if lives else min(self._alone_since, now)
         if now - self._alone_since >= patience and not self._has_said_alone:
             self._has_said_alone = True
             log.warning("%s %s, but %s", self._name, doing, self.daemon_hint())
 
     def daemon_hint(self) -> str:
         """The end of an error message: why nothing was published, and the remedy."""
-        try:
-            self.job.check_is_there()
-            lives = self.daemon_lives()
-        except JobUnavailableError as error:
-            return str(error)
-        except OSError as error:
-            return f"cannot check whether a daemon is running there: {error}"
-        return daemon_hint(self.job.layout.root, lives=lives, is_memory=self._own is not None)
+        return self.job.daemon_hint(self.daemon_lives, is_memory=self._own is not None)
 
     def check_shards(self, step: int, world_size: int) -> None:
         """Raise SaveNotReadyError unless a step has all its shards, or one full state dict."""

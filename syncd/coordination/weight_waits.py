@@ -17,7 +17,8 @@ from syncd.coordination.waiting import Wait
 from syncd.protocol.errors import JobUnavailableError, SyncdError, WaitTimeoutError
 from syncd.protocol.policy import RunningStatus, Version
 from syncd.protocol.reports import ExplorerReport, Offer, SyncTerms, TrainerReport
-from syncd.storage.judge import Clock
+from syncd.storage.judge import LOOKS_PER_LEASE, Clock
+from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class WeightWaits:
         self._warned: Version | Literal["nothing yet"] | None = "nothing yet"
         self.has_seen_trainer = False
         self._has_said_absent = False
+        self.repeats = Repeats(clock=self.clock)
         self.unlike = ""
 
     def for_trainer(self, current: Version | None, wait: Wait) -> None:
@@ -83,7 +85,7 @@ class WeightWaits:
         if ends_with_trainer:
             self.for_trainer(current, wait)
         request = SyncRequest(self, current)
-        missed, watches_daemon = True, False
+        missed, look_at, patience = True, -math.inf, 0.0
         try:
             while True:
                 offer, is_over = self._look_at_trainer(
@@ -107,10 +109,12 @@ class WeightWaits:
                     if (offer := self.transfer.leave()) is not None:
                         return offer
                     raise WaitTimeoutError(self._why_nothing(current))
-                if not watches_daemon:  # only a second look detects a killed daemon
-                    watches_daemon = True
-                    self.versions.warn_without_daemon(f"waits for weights from {self.root}")
+                if (now := self.clock()) >= look_at:  # only a later look detects a killed daemon
+                    doing = f"waits for weights from {self.root}"
+                    self.versions.warn_without_daemon(doing, patience=patience)
                     self._warn_without_first(current)
+                    patience = self.versions.lease_time / LOOKS_PER_LEASE
+                    look_at = now + patience
         finally:
             try:
                 self.transfer.leave()
@@ -247,9 +251,10 @@ class SyncRequest:
                 require_sync(me, requests=asked)
             self._answered = said
         except (JobUnavailableError, OSError) as error:
-            log.warning(
-                "%s cannot ask for weights now, and will try again: %s", me.record.name, error
-            )
+            if self._waits.repeats.due("ask"):
+                log.warning(
+                    "%s cannot ask for weights now, and will try again: %s", me.record.name, error
+                )
 
     def end(self, *, missed: bool) -> None:
         """Withdraw the request; storage errors are only logged.

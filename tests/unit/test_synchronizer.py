@@ -5,6 +5,7 @@ import asyncio
 import errno
 import inspect
 import json
+import math
 import os
 import signal
 import threading
@@ -282,6 +283,29 @@ def test_a_wait_without_a_daemon_says_so_at_once_and_once(
     assert caplog.text.count(said) == 1
 
 
+@pytest.mark.parametrize("gone", ["daemon", "job"])
+def test_a_long_wait_says_that_its_daemon_or_its_job_has_gone(
+    members: Members, caplog: pytest.LogCaptureFixture, gone: str
+) -> None:
+    clock, layout = Clock(), members.job.layout
+    layout.daemon_lock.touch()
+    explorer = members.explorer(seams=Seams(clock=clock, poll=0.02))
+    waiting = members.aside(explorer.wait_for_newer, None, timeout=math.inf)
+    members.wait_for_status(REQUIRE_SYNC)
+    why = "no daemon works there"
+    if gone == "job":
+        layout.root.rename(layout.root.with_name("moved"))
+        why = f"{layout.format} is not there: is its storage mounted?"
+
+    def is_said() -> bool:
+        clock.advance(60.0)
+        return f"waits for weights from {layout.root}, but {why}" in caplog.text
+
+    wait_until(is_said, "it says so")
+    explorer.close()
+    assert isinstance(waiting.exception(LONG), CancelledError)
+
+
 @pytest.mark.parametrize("daemon", ["never ran", "was killed", "starts late"])
 def test_a_trainer_whose_saves_no_daemon_takes_says_so_later_and_once(
     members: Members, caplog: pytest.LogCaptureFixture, daemon: str
@@ -429,8 +453,12 @@ def test_a_wait_that_need_not_wait_puts_back_what_was_required_before_it(
 
 
 @pytest.mark.parametrize("said", ["by the wait", "before it"])
-def test_a_request_that_storage_refuses_once_is_made_again_by_the_wait(
-    members: Members, said: str, explorer: ExplorerSynchronizer, trainer: TrainerSynchronizer
+def test_a_request_that_storage_refuses_is_made_again_by_the_wait(
+    members: Members,
+    caplog: pytest.LogCaptureFixture,
+    said: str,
+    explorer: ExplorerSynchronizer,
+    trainer: TrainerSynchronizer,
 ) -> None:
     ask = partial(explorer.wait_new_model_state_dict, None, timeout=LONG)
     members.storage.refuse("rename", errno.EIO, where="explorer.json")
@@ -438,10 +466,11 @@ def test_a_request_that_storage_refuses_once_is_made_again_by_the_wait(
         tried = members.storage.count("rename", members.job.layout.drafts)
         waiting = members.aside(ask)
         wait_until(
-            lambda: members.storage.count("rename", members.job.layout.drafts) > tried,
+            lambda: members.storage.count("rename", members.job.layout.drafts) > tried + 2,
             "it tries to ask",
         )
         members.storage.rules.clear()
+        assert caplog.text.count("cannot ask for weights now") == 1
     else:
         with pytest.raises(OSError, match="error"):
             explorer.set_explorer_status(REQUIRE_SYNC)
