@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -57,6 +58,7 @@ class Pipeline:
     _refused: tuple[Version, str] | None = None
     _looked: float = -math.inf
     _is_verified: bool = True
+    _said: set[str] = field(default_factory=set)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def __post_init__(self) -> None:
@@ -275,15 +277,19 @@ class Pipeline:
             try:
                 return staging.follow(lead, lambda: self.sync.hold(served), cancel=cancel.check)
             except NotStagedError as error:
-                log.warning(
-                    "%s does not load step %d before its full version: %s",
-                    self.sync.name,
-                    lead.ahead.step,
-                    error,
+                self._say(
+                    f"{self.sync.name} does not load step {lead.ahead.step} before its full "
+                    f"version: {error}"
                 )
         self.sync.passes(lead.ahead.sequence)
         self.report()
         return None
+
+    def _say(self, text: str) -> None:
+        """Log a warning once, whatever its numbers are: each step could repeat it."""
+        words = re.sub(r"\d+", "", text)
+        log.log(logging.DEBUG if words in self._said else logging.WARNING, "%s", text)
+        self._said.add(words)
 
     def load(
         self,
@@ -313,10 +319,9 @@ class Pipeline:
                     using.append(ready)
                 except NotStagedError as error:
                     staged, why = False, str(error)
-                    log.warning(
-                        "loading version %d directly from the job, without staging: %s",
-                        leased.sequence,
-                        why,
+                    self._say(
+                        f"loading version {leased.sequence} directly from the job, without "
+                        f"staging: {why}"
                     )
             if not staged:
                 leased.verify(cancel=cancel.check)
