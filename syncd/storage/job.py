@@ -342,11 +342,6 @@ def registering(layout: JobLayout) -> Iterator[None]:
     """Turn an OSError of read-only or full storage, or of missing rights, into a SyncdError."""
     try:
         yield
-    except PermissionError as error:
-        raise JobUnavailableError(
-            f"{error.filename} cannot be written by user {os.geteuid()}. Run as the trainers' "
-            "user, or give the folder a group that both users are in"
-        ) from error
     except OSError as error:
         if (unwritable := unwritable_storage(error, layout.root)) is not None:
             raise unwritable from error
