@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import secrets
 import threading
@@ -246,6 +247,7 @@ class Saver:
         """Queue work for the thread. Its errors are kept for :meth:`raise_failure`."""
         if not self._thread.is_alive():
             self._thread.start()
+            atexit.register(self._say_unclosed)
         with self._changed:
             self._queue.append((step, work))
             self._changed.notify_all()
@@ -297,6 +299,7 @@ class Saver:
 
         Saves that take too long are cancelled. Returns the errors, oldest first.
         """
+        atexit.unregister(self._say_unclosed)
         left = self._end(self.patience)
         if left:
             self.stopped.set()
@@ -309,6 +312,13 @@ class Saver:
             )
         self.explorers.close()
         return list(self._errors)
+
+    def _say_unclosed(self) -> None:
+        if self._thread.is_alive():  # not in a fork
+            log.warning(
+                "the trainer ends without close(), so unfinished saves are lost, and the last step "
+                "may be without one. Call close(), or use a with block"
+            )
 
     def _job(self, root: str | Path, *, opens: bool) -> Job:
         job = Job.at(Path(root).absolute(), self.storage)

@@ -62,8 +62,8 @@ def unwritable_storage(error: OSError, path: object) -> SyncdError | None:
     where = error.filename or path
     if isinstance(error, PermissionError):
         return JobUnavailableError(
-            f"{where} cannot be used by user {os.geteuid()}: {error.strerror}. Run as the trainers' "
-            "user, or give the folder a group that both users are in"
+            f"{where} cannot be used by user {os.geteuid()}: {error.strerror}. Run as the "
+            "trainers' user, or give the folder a group that both users are in"
         )
     if error.errno == errno.EROFS:
         return JobUnavailableError(read_only(where))
