@@ -362,9 +362,7 @@ class Pipeline:
         if self.staging is not None:
             self.staging.serves(ready.folder)
         # Only now release, by unlink, the leases on the old version and on a version with a copy.
-        _release(leased if ready is not leased else None, before)
-        if self.staging is not None:
-            self.staging.tidy()
+        self._let_go(leased if ready is not leased else None, before)
         self.report()
         log.info(
             "%s serves %s, loaded in %.3f s, with a pause of %.3f s",
@@ -418,7 +416,10 @@ class Pipeline:
         """Release the held versions."""
         with self._changed:
             held, self.held = self.held, None
-        _release(held)
+        self._let_go(held)
+
+    def _let_go(self, *versions: LeasedVersion | None) -> None:
+        _release(*versions)
         if self.staging is not None:
             self.staging.tidy()
 
@@ -456,9 +457,7 @@ class Pipeline:
             if self._refused is not None and self._refused[0].sequence < version.sequence:
                 self._refused = None
             self._changed.notify_all()
-        _release(before)
-        if self.staging is not None:
-            self.staging.tidy()
+        self._let_go(before)
         self.report()
         log.info("%s already has the weights of version %d", self.sync.name, version.sequence)
 

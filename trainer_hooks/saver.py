@@ -465,6 +465,10 @@ class ClosingSaver:
         self._closed = True
         raise_first(self._saver.close())
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SaveFailedError(f"this {type(self).__name__} is closed: make a new one to save")
+
     def __enter__(self) -> Self:
         return self
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,13 +93,11 @@ class TrainerSynchronizer(Member[TrainerReport]):
         self._saved_step: int | None = None
         self._taking: frozenset[str] = frozenset()
         self._taken_by = -math.inf
-        try:
+        with suppress(OSError, SyncdError):  # each look tries again
             # Read without the roster, which would watch the explorers' heartbeats from now on.
             names = self._job.storage.names(self._job.layout.explorers)
             found = self._job.explorer_reports(names, IF_ANY)
             self._compare_all([one for one in found if self._is_there(one.session)])
-        except (OSError, SyncdError) as error:
-            log.debug("cannot read the explorers' reports yet: %s", error)  # each look tries again
 
     def _compare_all(self, explorers: list[ExplorerReport]) -> list[ExplorerReport]:
         for one in explorers:

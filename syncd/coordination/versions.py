@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -190,12 +190,9 @@ class Versions:
     def warn_without_daemon(self, doing: str, *, patience: float = 0) -> None:
         """Log, once, that ``doing`` is in vain, if no daemon was live for ``patience`` seconds."""
         now = self._clock()
-        try:
+        with suppress(OSError):  # the next look tells
             lives = self.job.is_there() and self.daemon_lives()
-        except OSError as error:
-            log.debug("cannot check whether a daemon works in %s: %s", self.job.layout.root, error)
-            return
-        self._alone_since = math.inf if lives else min(self._alone_since, now)
+            self._alone_since = math.inf if lives else min(self._alone_since, now)
         if now - self._alone_since >= patience and not self._has_said_alone:
             self._has_said_alone = True
             log.warning("%s %s, but %s", self._name, doing, self.daemon_hint())

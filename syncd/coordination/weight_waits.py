@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -63,7 +64,7 @@ class WeightWaits:
         while current is None and not self.has_seen_trainer:
             if self.versions.newest() is not None or not self._has_trainer_stopped():
                 return
-            self._warn_without_trainer()
+            self._warn_without_trainer(current)
             if not wait.more():
                 raise WaitTimeoutError(
                     f"no trainer has registered in {self.root} in time, and no version is "
@@ -112,7 +113,7 @@ class WeightWaits:
                 if (now := self.clock()) >= look_at:  # only a later look detects a killed daemon
                     doing = f"waits for weights from {self.root}"
                     self.versions.warn_without_daemon(doing, patience=patience)
-                    self._warn_without_first(current)
+                    self._warn_without_trainer(current)
                     patience = self.versions.lease_time / LOOKS_PER_LEASE
                     look_at = now + patience
         finally:
@@ -121,8 +122,8 @@ class WeightWaits:
             finally:
                 request.end(missed=missed)
 
-    def _warn_without_trainer(self) -> None:
-        if not self._has_said_absent:
+    def _warn_without_trainer(self, current: Version | None) -> None:
+        if current is None and not self._has_said_absent and self._lacks_trainer():
             self._has_said_absent = True
             log.warning(
                 "%s waits for a trainer, or a first version: no trainer works in %s yet",
@@ -130,17 +131,11 @@ class WeightWaits:
                 self.root,
             )
 
-    def _warn_without_first(self, current: Version | None) -> None:
-        if current is None and not self._has_said_absent and self._lacks_trainer():
-            self._warn_without_trainer()
-
     def _lacks_trainer(self) -> bool:
         """True if it is certain that no trainer is running."""
-        try:
+        with suppress(OSError, SyncdError):
             return self.roster.trainer_status() is RunningStatus.STOPPED
-        except (OSError, SyncdError) as error:
-            log.debug("cannot check whether a trainer works in %s: %s", self.root, error)
-            return False
+        return False
 
     def _why_nothing(self, current: Version | None) -> str:
         versions = self.versions
