@@ -328,13 +328,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         Raises:
             BroadcastError: no transfer was agreed, or a rank was late (``broadcast_timeout``).
         """
-        agreed, self._transfer.agreed = self._transfer.agreed, None
-        if agreed is None:
-            raise BroadcastError(
-                "no transfer was agreed, so no weight group is formed. Call ready_to_nccl_sync "
-                "first, and continue only if it returns a step"
-            )
-        deadline = self.settings.broadcast_timeout
+        agreed, deadline = self._transfer.take_agreed(), self.settings.broadcast_timeout
         return self._group.open(agreed, str(save_id), deadline=deadline, device=device)
 
     def group_failed(self) -> None:
