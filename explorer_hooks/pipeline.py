@@ -462,12 +462,9 @@ class Pipeline:
         log.info("%s already has the weights of version %d", self.sync.name, version.sequence)
 
     def _refusal(self, version: Version, error: BaseException) -> RefusedError:
-        if version.sequence:
-            log.error("refusing version %d: %s", version.sequence, error)
-            self._refused = version, f"version {version.sequence}: {error}"
-        else:
-            log.error("refusing step %d: %s", version.step, error)
-            self._refused = version, f"step {version.step}: {error}"
+        what = f"version {version.sequence}" if version.sequence else f"step {version.step}"
+        log.error("refusing %s: %s", what, error)
+        self._refused = version, f"{what}: {error}"
         self.report()
         return RefusedError(error)
 

@@ -184,13 +184,8 @@ class StagedCopies:
     def tidy(self) -> None:
         """Remove the copies that no process holds; do nothing while another process copies."""
         try:
-            with self._copier().acquire(timeout=0):
+            with suppress(Timeout), self._copier().acquire(timeout=0):
                 self.sweep()
-        except Timeout:
-            log.debug(
-                "skipping the clean-up of %s, because another process is copying into this folder",
-                self.room,
-            )
         except OSError as error:
             log.warning("cannot clean up %s: %s", self.room, error)
 

@@ -85,17 +85,17 @@ def look_at_step(job: Job, step: int) -> SavedWeights:
     actor = job.layout.actor(step)
     names, inside = job.storage.names(actor.parent), job.storage.names(actor)
     foreign = RETIRED not in names and RECEIPTS not in inside
+    save = look_at_save(job.storage, actor, step)
     if FULL not in names and not (foreign and any(map(is_resumable_state, inside))):
         advice = f"merge its shards into a folder of your own with 'syncd merge {actor} FOLDER'"
-        if isinstance(part := look_at_save(job.storage, actor, step), Links):
-            advice = part.refusal(actor)
+        if isinstance(save, Links):
+            advice = save.refusal(actor)
         raise InvalidSettingsError(f"{job.layout.step(step)} holds no full checkpoint: {advice}")
     if SAVING in names:
         raise SaveNotReadyError(
             f"the trainer is still writing {job.layout.step(step)}, or ended before the save was "
             "complete"
         )
-    save = look_at_save(job.storage, actor, step)
     if isinstance(save, Unfinished):
         raise SaveNotReadyError(save.reason)
     if isinstance(save, LoraAdapter):

@@ -29,7 +29,6 @@ from syncd.protocol.policy import (
 from syncd.protocol.records import SaveId
 from syncd.protocol.reports import DaemonReport, ExplorerReport, SyncTerms, TrainerReport
 from syncd.storage.job import IF_ANY, make_step_folder
-from syncd.storage.judge import LOOKS_PER_LEASE
 from syncd.torch_extra import require_torch
 
 if TYPE_CHECKING:
@@ -83,6 +82,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
             ),
         )
         self._writer = writer
+        self._versions.alone_since = math.inf  # a daemon may be starting, too
         self._transfer = TrainerSide(self._offers, self._roster, self._me)
         self._group = TrainerGroup(
             self._offers, self._me.session.id, MeetingPlace(self.settings.master_address)
@@ -141,9 +141,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         saving, relative_to = (None if one is None else str(one) for one in (save_id, base))
         self._me.update(step=step, saving=saving, base=relative_to)
         self._versions.copy_report(self._me.record)
-        # Not at once: a daemon may be starting, or taking over.
-        patience = self._versions.lease_time / LOOKS_PER_LEASE
-        self._versions.warn_without_daemon(f"saves in {self._job.layout.root}", patience=patience)
+        self._versions.warn_without_daemon(f"saves in {self._job.layout.root}")
 
     def set_model_state_dict(
         self, model_state_dict: Mapping[str, Any] | str | None, trainer_step: int

@@ -28,7 +28,7 @@ from syncd.protocol.records import Ahead, Latest, Receipt, SaveOutcome, encode
 from syncd.protocol.reports import DaemonReport, TrainerReport
 from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring
 from syncd.storage.job import Job, ask_server, point
-from syncd.storage.judge import Clock, Judge, Liveness
+from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness
 from syncd.storage.sessions import Session
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,12 @@ class Versions:
     """The versions of a job, or of the job's memory directory.
 
     The leases name the heartbeat ``session``; None makes a separate heartbeat.
+
+    Attributes:
+        alone_since: when no daemon was live first; infinite if one was live at the last look.
     """
+
+    alone_since = -math.inf
 
     def __init__(
         self,
@@ -69,8 +74,7 @@ class Versions:
         # A trainer that seldom saves looks seldom.
         self._judge = Judge(job.storage, session.lease_time, clock=clock, counts_pauses=True)
         self._clock = clock
-        self._alone_since = math.inf
-        self._has_said_alone = False
+        self._look_at = -math.inf
         self.holds = Holds(job, name, session.id)
         #: The newest save that this participant does not take from links.
         self.passed = math.inf
@@ -106,11 +110,10 @@ class Versions:
 
     def is_latest_damaged(self) -> bool:
         """True if LATEST exists but names no version; False if storage does not answer."""
-        try:
+        with suppress(OSError):  # the wait that asks has ended, and has its own error
             there = self.job.storage.exists(self.job.layout.latest)
             return there and read_latest(self.job) is None
-        except OSError:  # the wait that asks has ended, and has its own error
-            return False
+        return False
 
     @contextmanager
     def held(self, wanted: Version | None = None) -> Iterator[LeasedVersion | None]:
@@ -187,14 +190,17 @@ class Versions:
             seen = self._judge.look_again(self.job.layout.daemon_lock)
         return seen is Liveness.ALIVE
 
-    def warn_without_daemon(self, doing: str, *, patience: float = 0) -> None:
-        """Log, once, that ``doing`` is in vain, if no daemon was live for ``patience`` seconds."""
-        now = self._clock()
+    def warn_without_daemon(self, doing: str) -> None:
+        """Log, once, that ``doing`` is in vain, if no daemon was live at two looks."""
+        now, pause = self._clock(), self.lease_time / LOOKS_PER_LEASE
+        if now < self._look_at:
+            return
+        self._look_at = now + pause
         with suppress(OSError):  # the next look tells
             lives = self.job.is_there() and self.daemon_lives()
-            self._alone_since = math.inf if lives else min(self._alone_since, now)
-        if now - self._alone_since >= patience and not self._has_said_alone:
-            self._has_said_alone = True
+            self.alone_since = math.inf if lives else min(self.alone_since, now)
+        if now - self.alone_since >= pause:
+            self._look_at = math.inf
             log.warning("%s %s, but %s", self._name, doing, self.daemon_hint())
 
     def daemon_hint(self) -> str:

@@ -18,8 +18,7 @@ from syncd.coordination.waiting import Wait
 from syncd.protocol.errors import JobUnavailableError, SyncdError, WaitTimeoutError
 from syncd.protocol.policy import RunningStatus, Version
 from syncd.protocol.reports import ExplorerReport, Offer, SyncTerms, TrainerReport
-from syncd.storage.judge import LOOKS_PER_LEASE, Clock
-from syncd.storage.repeats import Repeats
+from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,6 @@ class WeightWaits:
         self._warned: Version | Literal["nothing yet"] | None = "nothing yet"
         self.has_seen_trainer = False
         self._has_said_absent = False
-        self.repeats = Repeats(clock=self.clock)
         self.unlike = ""
 
     def for_trainer(self, current: Version | None, wait: Wait) -> None:
@@ -86,7 +84,7 @@ class WeightWaits:
         if ends_with_trainer:
             self.for_trainer(current, wait)
         request = SyncRequest(self, current)
-        missed, look_at, patience = True, -math.inf, 0.0
+        missed = True
         try:
             while True:
                 offer, is_over = self._look_at_trainer(
@@ -110,12 +108,8 @@ class WeightWaits:
                     if (offer := self.transfer.leave()) is not None:
                         return offer
                     raise WaitTimeoutError(self._why_nothing(current))
-                if (now := self.clock()) >= look_at:  # only a later look detects a killed daemon
-                    doing = f"waits for weights from {self.root}"
-                    self.versions.warn_without_daemon(doing, patience=patience)
-                    self._warn_without_trainer(current)
-                    patience = self.versions.lease_time / LOOKS_PER_LEASE
-                    look_at = now + patience
+                self.versions.warn_without_daemon(f"waits for weights from {self.root}")
+                self._warn_without_trainer(current)
         finally:
             try:
                 self.transfer.leave()
@@ -140,9 +134,8 @@ class WeightWaits:
     def _why_nothing(self, current: Version | None) -> str:
         versions = self.versions
         root = versions.job.layout.root
-        why = f"no version was published in {root} in time"
-        if current is not None:
-            why = f"nothing newer than {current} was published in {root} in time"
+        what = "no version" if current is None else f"nothing newer than {current}"
+        why = f"{what} was published in {root} in time"
         if versions.is_latest_damaged():
             why = (
                 f"no version was found in time, because {versions.job.layout.latest} is damaged. "
@@ -218,6 +211,7 @@ class SyncRequest:
         self._answered: Said | str = "not asked yet"
         self._before: Said | str = "not looked yet"
         self._alone_since: float | None = None
+        self._has_failed = False
 
     def _said(self) -> Said:
         """The trainer's latest answer that nothing newer will come."""
@@ -246,7 +240,8 @@ class SyncRequest:
                 require_sync(me, requests=asked)
             self._answered = said
         except (JobUnavailableError, OSError) as error:
-            if self._waits.repeats.due("ask"):
+            if not self._has_failed:
+                self._has_failed = True
                 log.warning(
                     "%s cannot ask for weights now, and will try again: %s", me.record.name, error
                 )
