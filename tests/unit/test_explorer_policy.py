@@ -34,6 +34,7 @@ from tests.explorers import LONG, leased, publish, report
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import wait_until
 from tests.storages import RuledStorage
+from tests.unit.test_benches import at_work
 
 SEAMS = Seams(poll=0.02)
 
@@ -602,21 +603,8 @@ def served(job: SmallJob) -> Iterator[SmallJob]:
     for step in (2, 3, 4):
         (job.step(step) / ".full_checkpoint").touch()
     (job.step(3) / ".saving").touch()
-    over = threading.Event()
-    config = DaemonConfig(keep=1, prune_steps=False)
-    with job.daemon(config) as loop:
-
-        def work() -> None:
-            while not over.wait(0.01):
-                loop.run_once()
-
-        working = threading.Thread(target=work)
-        working.start()
-        try:
-            yield job
-        finally:
-            over.set()
-            working.join()
+    with at_work(job, DaemonConfig(keep=1, prune_steps=False)):
+        yield job
 
 
 def test_a_bench_loads_the_latest_a_step_and_every_full_checkpoint(
