@@ -389,14 +389,6 @@ def test_a_job_that_is_not_there_is_refused_at_construction(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_user_without_rights_is_told_whose_rights_to_use(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
-) -> None:
-    storage.refuse("utime", errno.EACCES)
-    with pytest.raises(JobUnavailableError, match=f"{job.root} cannot be used .* trainers' user"):
-        TrainerHook(job.root, model, storage=storage)
-
-
 def test_a_job_that_goes_away_is_named_with_the_remedy(
     job: SmallJob, model: nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -81,11 +81,16 @@ def identity(job: SmallJob, step: int) -> str | None:
 # -- a writer that is busy ---------------------------------------------------------------------
 
 
+@pytest.fixture
+def gate(storage: RuledStorage) -> Gate:
+    """Holds up the writing of a shard."""
+    return Gate(storage, "create", SHARD)
+
+
 def test_a_sync_that_is_due_while_one_is_written_is_skipped_counted_and_stays_due(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage, gate: Gate
 ) -> None:
     settings = SyncSettings(sync_interval=2)
-    gate = Gate(storage, "create", SHARD)
     with TrainerHook(job.layout.root, model, settings=settings, storage=storage) as hook:
         hook.after_step(2)
         assert gate.reached.wait(DEADLINE)
@@ -104,9 +109,12 @@ def test_a_sync_that_is_due_while_one_is_written_is_skipped_counted_and_stays_du
 
 
 def test_a_full_save_waits_behind_a_sync_and_both_are_what_they_were(
-    job: SmallJob, model: nn.Module, optimizer: torch.optim.Optimizer, storage: RuledStorage
+    job: SmallJob,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    storage: RuledStorage,
+    gate: Gate,
 ) -> None:
-    gate = Gate(storage, "create", SHARD)
     hook = TrainerHook(
         job.layout.root, model, optimizer=optimizer, settings=SyncSettings(save_interval=2),
         storage=storage,
@@ -129,9 +137,8 @@ def test_a_full_save_waits_behind_a_sync_and_both_are_what_they_were(
 
 
 def test_a_third_save_waits_for_one_of_two_buffers(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage, gate: Gate
 ) -> None:
-    gate = Gate(storage, "create", SHARD)
     saving = SaveSettings(when_busy_sync=WhenBusy.WAIT)
     with TrainerHook(job.layout.root, model, saving=saving, storage=storage) as hook:
         for step in (1, 2):
@@ -147,9 +154,8 @@ def test_a_third_save_waits_for_one_of_two_buffers(
 
 
 def test_a_save_that_gets_no_buffer_in_time_is_left_out_and_said_to_all(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage, gate: Gate
 ) -> None:
-    gate = Gate(storage, "create", SHARD)
     settings = SyncSettings(save_timeout=0.1)
     saving = SaveSettings(when_busy_sync=WhenBusy.WAIT)
     with TrainerHook(
@@ -175,9 +181,8 @@ def test_a_save_that_gets_no_buffer_in_time_is_left_out_and_said_to_all(
 
 
 def test_a_save_is_left_out_though_those_before_it_end_while_it_is_copied(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage, gate: Gate
 ) -> None:
-    gate = Gate(storage, "create", SHARD)
 
     def goes_on() -> dict[str, Any]:
         gate.opened.set()
@@ -198,10 +203,13 @@ def test_a_save_is_left_out_though_those_before_it_end_while_it_is_copied(
 
 
 def test_a_save_that_never_ends_is_given_up_and_said(
-    job: SmallJob, model: nn.Module, storage: RuledStorage, monkeypatch: pytest.MonkeyPatch
+    job: SmallJob,
+    model: nn.Module,
+    storage: RuledStorage,
+    monkeypatch: pytest.MonkeyPatch,
+    gate: Gate,
 ) -> None:
     monkeypatch.setattr("trainer_hooks.saver._LAST", 0.1)
-    gate = Gate(storage, "create", SHARD)
     hook = TrainerHook(
         job.layout.root, model, settings=SyncSettings(save_timeout=0.1), storage=storage
     )
@@ -599,9 +607,8 @@ def test_what_all_ranks_gather_comes_before_what_one_of_them_may_refuse(
 
 
 def test_bytes_are_those_of_all_saves_since_they_were_told_last(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage, gate: Gate
 ) -> None:
-    gate = Gate(storage, "create", SHARD)
     with TrainerHook(job.layout.root, model, storage=storage) as hook:
         for step in (1, 2):
             assert "sync/bytes" not in hook.save_state_dict(step)
