@@ -22,7 +22,7 @@ from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
 from tests.hooks import DEADLINE, Gate, over, written
 from tests.jobs import SmallJob
-from tests.storages import RuledStorage, once, refuse
+from tests.storages import RuledStorage, once
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, latest_checkpoint
 from trainer_hooks.settings import SaveAsHf, SaveLayout, WhenBusy
 
@@ -276,7 +276,7 @@ def test_a_failed_save_may_be_made_again_of_the_same_step(
     job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     with TrainerHook(job.layout.root, model, storage=storage) as hook:
-        storage.rules.append(refuse("create", errno.ENOSPC, where=SHARD))
+        storage.refuse("create", errno.ENOSPC, where=SHARD)
         with pytest.raises(SaveFailedError):
             hook.save_checkpoint(4, block_until_saved=True)
         storage.rules.clear()
@@ -442,7 +442,7 @@ def test_announced_weights_stay_and_the_rest_goes_when_the_rest_cannot_be_writte
     job: SmallJob, model: nn.Module, optimizer: torch.optim.Optimizer, storage: RuledStorage
 ) -> None:
     hook = TrainerHook(job.layout.root, model, optimizer=optimizer, storage=storage)
-    storage.rules.append(refuse("create", errno.ENOSPC, where="extra_state"))
+    storage.refuse("create", errno.ENOSPC, where="extra_state")
     with pytest.raises(SaveFailedError, match="step 4"):
         hook.save_checkpoint(4, block_until_saved=True)
     storage.rules.clear()
@@ -458,7 +458,7 @@ def test_nothing_of_a_whole_checkpoint_goes_when_what_comes_after_it_is_refused(
     job: SmallJob, model: nn.Module, optimizer: torch.optim.Optimizer, storage: RuledStorage
 ) -> None:
     hook = TrainerHook(job.layout.root, model, optimizer=optimizer, storage=storage)
-    storage.rules.append(refuse("rename", errno.ENOSPC, where="latest_checkpointed"))
+    storage.refuse("rename", errno.ENOSPC, where="latest_checkpointed")
     with pytest.raises(SaveFailedError, match="step 4"):
         hook.save_checkpoint(4, block_until_saved=True)
     assert (job.layout.actor(4) / OPTIMIZER).exists()
@@ -498,7 +498,7 @@ def test_a_save_that_failed_keeps_no_memory(
     shape = (3, 1, 4, 1, 5)
     state = {"samples": torch.zeros(shape)}
     hook = TrainerHook(job.layout.root, model, user_state=lambda: state, storage=storage)
-    storage.rules.append(refuse("create", errno.ENOSPC, where="extra_state"))
+    storage.refuse("create", errno.ENOSPC, where="extra_state")
     hook.save_checkpoint(4)
     over(hook)
     storage.rules.clear()
@@ -527,7 +527,7 @@ def test_a_checkpoint_whose_mark_cannot_be_removed_is_not_written_again(
 ) -> None:
     settings = SyncSettings(save_interval=4)
     hook = TrainerHook(job.layout.root, model, settings=settings, storage=storage)
-    storage.rules.append(refuse("unlink", errno.EACCES, where=SAVING))
+    storage.refuse("unlink", errno.EACCES, where=SAVING)
     hook.after_step(4)
     over(hook)
     storage.calls.clear()
@@ -573,7 +573,7 @@ def test_what_failed_is_said_also_where_the_end_fails_otherwise(
         job.layout.root, model, settings=SyncSettings(save_interval=9), user_state=user_state,
         storage=storage,
     )  # fmt: skip
-    storage.rules.append(refuse("create", errno.ENOSPC, where=SHARD))
+    storage.refuse("create", errno.ENOSPC, where=SHARD)
     hook.after_step(4)
     with pytest.raises(ZeroDivisionError):
         hook.close()
@@ -705,7 +705,7 @@ def test_an_explorer_is_told_that_nothing_comes_only_where_nothing_does(
         explorer.set_explorer_status(RunningStatus.RUNNING)
         explorer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
         # A save of which it got nothing is made again.
-        storage.rules.append(refuse("create", errno.ENOSPC, where=SHARD))
+        storage.refuse("create", errno.ENOSPC, where=SHARD)
         hook.after_step(1)
         over(hook)
         storage.rules[:] = [hold]
@@ -727,7 +727,7 @@ def test_storage_that_shows_no_explorers_stops_no_training(
 ) -> None:
     settings = SyncSettings(style="explorer_driven", max_explorer_lag=1)  # type: ignore[arg-type] # a name will do
     with TrainerHook(job.layout.root, model, settings=settings, storage=storage) as hook:
-        storage.rules.append(refuse("names", errno.EIO, where="explorers"))
+        storage.refuse("names", errno.EIO, where="explorers")
         assert "time/stall" in hook.after_step(1)
         storage.rules.clear()
 
