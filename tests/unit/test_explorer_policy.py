@@ -25,6 +25,7 @@ from syncd.protocol.errors import (
     InvalidSettingsError,
     NameTakenError,
     NotFollowingError,
+    SyncdError,
     VerificationError,
     WaitTimeoutError,
 )
@@ -419,11 +420,13 @@ def test_a_follower_outlives_what_passes(job: SmallJob, engine: FakeEngine) -> N
 
 @pytest.mark.parametrize("call", ["pull", "after_step", "may_produce", "wait_until_served"])
 def test_the_death_of_a_follower_is_raised_once_and_reported(
-    job: SmallJob, engine: FakeEngine, call: str
+    job: SmallJob, engine: FakeEngine, call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    is_ours = call == "pull"
+
     def finish(version: Any) -> None:
         if version.sequence == 2:
-            raise ZeroDivisionError("in a callback")
+            raise (SyncdError if is_ours else ZeroDivisionError)("in a callback")
 
     publish(job, 1)
     with hook_of(job, engine, before_load=finish) as hook:
@@ -432,6 +435,7 @@ def test_the_death_of_a_follower_is_raised_once_and_reported(
         publish(job, 2)
         wait_until(lambda: report(job).fault, "its death is reported")
         assert "in a callback" in str(hook.fault)
+        assert ("Traceback" in caplog.text) != is_ours
         arguments = [1] if call == "after_step" else []
         with pytest.raises(NotFollowingError, match="in a callback"):
             getattr(hook, call)(*arguments)

@@ -18,7 +18,7 @@ from syncd.protocol.names import DELTA, MANIFEST
 from syncd.protocol.records import Ahead, encode
 from tests.jobs import SmallJob
 from tests.staged_links import SMALL, LinkedJob, copies, state
-from tests.storages import RuledStorage, refuse
+from tests.storages import RuledStorage
 
 
 @pytest.fixture
@@ -420,7 +420,7 @@ def test_what_is_read_is_the_record_and_each_file_once(
 def test_a_folder_that_cannot_be_looked_into_is_no_refusal(
     linked: LinkedJob, staging: Staging, held: LeasedVersion
 ) -> None:
-    linked.storage.rules.append(refuse("utime", errno.EROFS))
+    linked.storage.refuse("utime", errno.EROFS)
     linked.follow(staging)
     assert SMALL["config.json"] == held.read_file("config.json")
 

@@ -254,7 +254,7 @@ def test_an_announcement_that_the_report_lacks_is_found_in_the_folder(
     first = stack.enter_context(writer(job, 0, 2, storage=storage))
     first.save(1, tensors(1, "a"))
     wait_until(lambda: b'"saving":"' in job.layout.trainer_report.read_bytes(), "it has begun")
-    storage.rules.append(refuse("rename", errno.EIO, where="trainer.json"))
+    storage.refuse("rename", errno.EIO, where="trainer.json")
     second.save(1, tensors(1, "b"))
     for stream in (first, second):
         stream.wait()
