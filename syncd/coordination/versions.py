@@ -199,9 +199,9 @@ class Versions:
         with suppress(OSError):  # the next look tells
             lives = self.job.is_there() and self.daemon_lives()
             self.alone_since = math.inf if lives else min(self.alone_since, now)
-        if now - self.alone_since >= pause:
-            self._look_at = math.inf
-            log.warning("%s %s, but %s", self._name, doing, self.daemon_hint())
+            if now - self.alone_since >= pause:
+                self._look_at = math.inf
+                log.warning("%s %s, but %s", self._name, doing, self.daemon_hint())
 
     def daemon_hint(self) -> str:
         """The end of an error message: why nothing was published, and the remedy."""
