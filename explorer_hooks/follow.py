@@ -256,8 +256,17 @@ def _ends() -> Iterator[Callable[[Callable[[], None]], None]]:
             signal.signal(number, handler)
 
 
+class _FolderEngine(InProcessEngine):
+    hub_names = True  # a folder from the hub has the hub's names, too
+    fits: Fits
+
+    def check(self, version: LeasedVersion) -> None:
+        """Compare a full model with the base model, or with the last accepted full model."""
+        self.fits.check(version)
+
+
 @dataclass
-class CommandEngine(InProcessEngine):
+class CommandEngine(_FolderEngine):
     """Runs a shell command for each version. Exit status 0 accepts the version.
 
     After ``timeout`` seconds, the command's process group is killed. ``fits`` is the model to
@@ -265,7 +274,6 @@ class CommandEngine(InProcessEngine):
     """
 
     kinds = frozenset({"full", "adapter", "remote"})
-    hub_names = True  # a folder from the hub has the hub's names, too
 
     command: str
     timeout: float
@@ -273,10 +281,6 @@ class CommandEngine(InProcessEngine):
 
     def __post_init__(self) -> None:
         self._learns = not self.fits.is_known
-
-    def check(self, version: LeasedVersion) -> None:
-        """Compare a full model with the base model, or with the last accepted full model."""
-        self.fits.check(version)
 
     def load(self, version: LeasedVersion) -> None:
         """Run the command, and wait until it ends.
@@ -319,7 +323,7 @@ class CommandEngine(InProcessEngine):
 
 
 @dataclass
-class LinkEngine(InProcessEngine):
+class LinkEngine(_FolderEngine):
     """Points a symbolic link to each version's folder.
 
     Raises:
@@ -327,7 +331,6 @@ class LinkEngine(InProcessEngine):
     """
 
     kinds = frozenset({"full", "adapter"})
-    hub_names = True
 
     path: Path
     fits: Fits = field(default_factory=Fits)
@@ -349,10 +352,6 @@ class LinkEngine(InProcessEngine):
     def target(self) -> Path | None:
         """The present target of the link; None if there is no link."""
         return Path(os.readlink(self._path)) if self._path.is_symlink() else None
-
-    def check(self, version: LeasedVersion) -> None:
-        """Compare a full model with the base model, if one is given."""
-        self.fits.check(version)
 
     def load(self, version: LeasedVersion) -> None:
         """Point the link to the version's folder, by one atomic rename."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -57,6 +58,7 @@ class Pipeline:
     _refused: tuple[Version, str] | None = None
     _looked: float = -math.inf
     _is_verified: bool = True
+    _said: set[str] = field(default_factory=set)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def __post_init__(self) -> None:
@@ -275,15 +277,19 @@ class Pipeline:
             try:
                 return staging.follow(lead, lambda: self.sync.hold(served), cancel=cancel.check)
             except NotStagedError as error:
-                log.warning(
-                    "%s does not load step %d before its full version: %s",
-                    self.sync.name,
-                    lead.ahead.step,
-                    error,
+                self._say(
+                    f"{self.sync.name} does not load step {lead.ahead.step} before its full "
+                    f"version: {error}"
                 )
         self.sync.passes(lead.ahead.sequence)
         self.report()
         return None
+
+    def _say(self, text: str) -> None:
+        """Log a warning once, whatever its numbers are: each step could repeat it."""
+        words = re.sub(r"\d+", "", text)
+        log.log(logging.DEBUG if words in self._said else logging.WARNING, "%s", text)
+        self._said.add(words)
 
     def load(
         self,
@@ -313,10 +319,9 @@ class Pipeline:
                     using.append(ready)
                 except NotStagedError as error:
                     staged, why = False, str(error)
-                    log.warning(
-                        "loading version %d directly from the job, without staging: %s",
-                        leased.sequence,
-                        why,
+                    self._say(
+                        f"loading version {leased.sequence} directly from the job, without "
+                        f"staging: {why}"
                     )
             if not staged:
                 leased.verify(cancel=cancel.check)
@@ -357,9 +362,7 @@ class Pipeline:
         if self.staging is not None:
             self.staging.serves(ready.folder)
         # Only now release, by unlink, the leases on the old version and on a version with a copy.
-        _release(leased if ready is not leased else None, before)
-        if self.staging is not None:
-            self.staging.tidy()
+        self._let_go(leased if ready is not leased else None, before)
         self.report()
         log.info(
             "%s serves %s, loaded in %.3f s, with a pause of %.3f s",
@@ -413,7 +416,10 @@ class Pipeline:
         """Release the held versions."""
         with self._changed:
             held, self.held = self.held, None
-        _release(held)
+        self._let_go(held)
+
+    def _let_go(self, *versions: LeasedVersion | None) -> None:
+        _release(*versions)
         if self.staging is not None:
             self.staging.tidy()
 
@@ -451,19 +457,14 @@ class Pipeline:
             if self._refused is not None and self._refused[0].sequence < version.sequence:
                 self._refused = None
             self._changed.notify_all()
-        _release(before)
-        if self.staging is not None:
-            self.staging.tidy()
+        self._let_go(before)
         self.report()
         log.info("%s already has the weights of version %d", self.sync.name, version.sequence)
 
     def _refusal(self, version: Version, error: BaseException) -> RefusedError:
-        if version.sequence:
-            log.error("refusing version %d: %s", version.sequence, error)
-            self._refused = version, f"version {version.sequence}: {error}"
-        else:
-            log.error("refusing step %d: %s", version.step, error)
-            self._refused = version, f"step {version.step}: {error}"
+        what = f"version {version.sequence}" if version.sequence else f"step {version.step}"
+        log.error("refusing %s: %s", what, error)
+        self._refused = version, f"{what}: {error}"
         self.report()
         return RefusedError(error)
 

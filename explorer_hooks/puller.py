@@ -21,6 +21,7 @@ from syncd.protocol.errors import (
     InvalidSettingsError,
     JobUnavailableError,
     NotFollowingError,
+    SyncdError,
     VersionGoneError,
     WaitTimeoutError,
 )
@@ -332,7 +333,7 @@ class Follower:
                 "the background thread of %s died, so this explorer does not follow the job any "
                 "more. To continue, call start() or pull()",
                 self.name,
-                exc_info=True,
+                exc_info=not isinstance(error, SyncdError),
             )
             if self._thread is not threading.current_thread():
                 return  # its own callback stopped it; another thread may follow by now

@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 from explorer_hooks.staged_copy import StagedCopy, hold
 from syncd.checkpoint.version import read_manifest
 from syncd.coordination.leased_version import LeasedVersion
+from syncd.protocol.amounts import size
 from syncd.protocol.errors import InvalidSettingsError, RecordError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import TEMPORARY, version_folder
@@ -148,18 +149,19 @@ class StagedCopies:
         finally:
             self._discard(folder)
 
-    def _check_room(self, size: int) -> None:
+    def _check_room(self, needed: int) -> None:
         used = sum(self._size(self.room / name) for name in self._names())
-        if self.budget is not None and used + size > self.budget:
+        if self.budget is not None and used + needed > self.budget:
             raise NotStagedError(
-                f"the version's {size} bytes do not fit into the stage folder's budget of "
-                f"{self.budget} bytes, because other copies take {used} bytes of the budget. "
+                f"the version's {size(needed)} do not fit into the stage folder's budget of "
+                f"{size(self.budget)}, because other copies take {size(used)} of the budget. "
                 "Increase the budget, or release other copies"
             )
         free = self.storage.free(self.room).bytes
-        if free is not None and size + _SPARE > free:
+        if free is not None and needed + _SPARE > free:
             raise NotStagedError(
-                f"the version's {size} bytes do not fit into the {free} free bytes of {self.room}"
+                f"the version's {size(needed)} do not fit into the {size(free)} free in "
+                f"{self.room}, of which {size(_SPARE)} stay free. Make room there"
             )
 
     def _names(self) -> list[str]:
@@ -182,13 +184,8 @@ class StagedCopies:
     def tidy(self) -> None:
         """Remove the copies that no process holds; do nothing while another process copies."""
         try:
-            with self._copier().acquire(timeout=0):
+            with suppress(Timeout), self._copier().acquire(timeout=0):
                 self.sweep()
-        except Timeout:
-            log.debug(
-                "skipping the clean-up of %s, because another process is copying into this folder",
-                self.room,
-            )
         except OSError as error:
             log.warning("cannot clean up %s: %s", self.room, error)
 

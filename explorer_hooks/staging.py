@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -360,16 +360,10 @@ class Staging:
 
     def _is_elsewhere(self, storage: Storage, folder: Path) -> bool:
         """True if stage folder and job are on different filesystems; else files are linked."""
-        try:
+        with suppress(OSError):  # the copy itself tells whether storage fails
             there, here = storage.status(folder), self._storage.status(self._copies.room)
-        except OSError as error:  # then the copy itself tells whether storage fails
-            log.debug(
-                "cannot check whether %s is on another filesystem than the stage folder: %s",
-                folder,
-                error,
-            )
-            return False
-        return there is not None and here is not None and there.st_dev != here.st_dev
+            return there is not None and here is not None and there.st_dev != here.st_dev
+        return False
 
 
 def _named(version: LeasedVersion) -> tuple[str, Path]:

@@ -283,8 +283,7 @@ class TrainerHook(ClosingSaver):
         return True
 
     def _begun(self) -> float:
-        if self._closed:
-            raise SaveFailedError("this hook is closed and cannot save. Make a new hook")
+        self._check_open()
         return time.monotonic()
 
     def _finished(self, step: int) -> float:

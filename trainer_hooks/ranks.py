@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from enum import IntFlag
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -226,10 +227,8 @@ class LedRanks(Ranks):
         if self._group is None or self._has_lost_its_group():
             return
         store, end = self._store(name), time.monotonic() + _ANSWER
-        try:
+        with suppress(RuntimeError, TimeoutError):  # the other ranks wait in vain then
             within(end, lambda: store.compare_set("outcome", "", f"rank {self.rank} {why}"))
-        except (RuntimeError, TimeoutError) as error:
-            log.debug("this rank %s, and could not tell the other ranks: %s", why, error)
 
     def _meet(self, name: str, end: float, act: str) -> str:
         word = time.monotonic() + _WORD

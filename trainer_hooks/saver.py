@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import secrets
 import threading
@@ -246,6 +247,7 @@ class Saver:
         """Queue work for the thread. Its errors are kept for :meth:`raise_failure`."""
         if not self._thread.is_alive():
             self._thread.start()
+            atexit.register(self._say_unclosed)
         with self._changed:
             self._queue.append((step, work))
             self._changed.notify_all()
@@ -297,6 +299,7 @@ class Saver:
 
         Saves that take too long are cancelled. Returns the errors, oldest first.
         """
+        atexit.unregister(self._say_unclosed)
         left = self._end(self.patience)
         if left:
             self.stopped.set()
@@ -309,6 +312,13 @@ class Saver:
             )
         self.explorers.close()
         return list(self._errors)
+
+    def _say_unclosed(self) -> None:
+        if self._thread.is_alive():  # not in a fork
+            log.warning(
+                "the trainer ends without close(), so unfinished saves are lost, and the last step "
+                "may be without one. Call close(), or use a with block"
+            )
 
     def _job(self, root: str | Path, *, opens: bool) -> Job:
         job = Job.at(Path(root).absolute(), self.storage)
@@ -394,8 +404,10 @@ class Saver:
                 try:
                     # Otherwise the pruner could delete a step that a resumed trainer writes again.
                     writer.again(save_id, lambda: self.explorers.begin_save(save_id, save.base))
-                except BaseException:
+                except BaseException as error:
                     writer.say_failed(save_id)
+                    if isinstance(error, OSError):
+                        raise writer.refused(save_id, error) from error
                     raise
                 size = writer.save(save_id, contents, partial(self._announced, save, writer))
             except BaseException:
@@ -452,6 +464,10 @@ class ClosingSaver:
             return
         self._closed = True
         raise_first(self._saver.close())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SaveFailedError(f"this {type(self).__name__} is closed: make a new one to save")
 
     def __enter__(self) -> Self:
         return self

@@ -155,8 +155,7 @@ class WeightStream(ClosingSaver):
             SaveFailedError: an earlier save failed, or this stream is closed.
         """
         check_step(step)
-        if self._closed:
-            raise SaveFailedError("this stream is closed and cannot save. Make a new one")
+        self._check_open()
         begun, saver = time.monotonic(), self._saver
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         contents, taken = RankContents(whole=_NoCopy()), 0

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from syncd.coordination.trainer import TrainerSynchronizer
-from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
+from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.policy import SyncMethod, SyncSettings, given_or_default
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
@@ -331,12 +331,6 @@ class CheckpointCoordinator(ClosingSaver):
         """
         self._saver.wait()
         self._saver.raise_failure()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SaveFailedError(
-                "this coordinator is closed and cannot save. Make a new coordinator"
-            )
 
 
 class StateDictWriter:

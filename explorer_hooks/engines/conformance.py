@@ -149,9 +149,8 @@ def follows_the_order_of_a_hook(subject: Subject, folder: Path) -> None:
 
 def what_is_prepared_need_not_be_loaded(subject: Subject, folder: Path) -> None:
     """After ``prepare`` of a version that is then deleted, another version can be loaded."""
-    engine = subject.make()
-    first, second, third = (subject.version(folder, sequence) for sequence in (1, 2, 3))
-    engine.load(first)
+    engine, _ = _loaded(subject, folder)
+    second, third = (subject.version(folder, sequence) for sequence in (2, 3))
     engine.prepare(second)
     Storage(durable=False).remove_tree(second.folder)
     engine.load(third)

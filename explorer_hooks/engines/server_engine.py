@@ -170,7 +170,7 @@ class ServerEngine(ABC):
         self._told_waiting(waits)
         log.info("%s", waits)
         self._server.wait_until_up(self._start_timeout, self._say_waiting, self._cancel)
-        self._kinds = self._find_kinds()
+        self._kinds = frozenset({"full", "adapter"} if self._takes_adapters() else {"full"})
         named = self._read_model()
         if not self._fits.is_known:
             log.warning(
@@ -205,7 +205,7 @@ class ServerEngine(ABC):
         EngineBrokenError if another hook is loading into the server.
         """
         self._server.forget_routes()
-        self._find_kinds()
+        self._takes_adapters()
         said = self._must(self._said_label)
         is_ours = (self._torn or self._uncached) is not None
         if said.startswith(LOADING) and not is_ours:
@@ -326,7 +326,7 @@ class ServerEngine(ABC):
     def is_loaded(self) -> bool:
         """True if the server answers, and has a label of syncd, or no labels. Needs no attach."""
         try:
-            self._find_kinds()
+            self._takes_adapters()
             said = self._said_label()
         except SyncdError:
             return False
@@ -361,8 +361,8 @@ class ServerEngine(ABC):
         """True if the server finds tensors by their names in the version."""
 
     @abstractmethod
-    def _find_kinds(self) -> frozenset[str]:
-        """The kinds of versions that the server can load, by its routes."""
+    def _takes_adapters(self) -> bool:
+        """True if the server can load adapters, too; raise an error if it lacks a route."""
 
     @abstractmethod
     def _named_folder(self) -> str | None:

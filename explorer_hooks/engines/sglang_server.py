@@ -62,7 +62,7 @@ class SGLangServer(ServerEngine):
     def _takes_names_of(self, version: LeasedVersion) -> bool:  # noqa: ARG002 # others look
         return False  # 0.5.23 silently drops tensors without the hub's names
 
-    def _find_kinds(self) -> frozenset[str]:
+    def _takes_adapters(self) -> bool:
         for route in (_PAUSE, _RESUME, _UPDATE, _FLUSH, _GENERATE):
             self._server.require(route, "use SGLang 0.5 or newer")
         infos = [route for route in _INFO if self._server.has(route)]
@@ -73,8 +73,7 @@ class SGLangServer(ServerEngine):
             )
         self._info = infos[0]
         # An adapter is labelled by a separate request.
-        takes = self._server.has(_LOAD_ADAPTER) and self._can_label()
-        return frozenset({"full", "adapter"} if takes else {"full"})
+        return self._server.has(_LOAD_ADAPTER) and self._can_label()
 
     def _named_folder(self) -> str | None:
         path = self._server.ask(self._info).get("model_path")

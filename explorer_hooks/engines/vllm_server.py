@@ -202,7 +202,7 @@ class VLLMServer(ServerEngine):
     def _takes_names_of(self, version: LeasedVersion) -> bool:
         return takes_names_of(version, self._fits)
 
-    def _find_kinds(self) -> frozenset[str]:
+    def _takes_adapters(self) -> bool:
         for route in (_PAUSE, _RESUME, _RPC, _RESET):
             self._server.require(route, "start vLLM (0.12 or newer) with VLLM_SERVER_DEV_MODE=1")
         if not (self._server.has(_GENERATE) or self._server.has(_COMPLETE)):
@@ -214,8 +214,7 @@ class VLLMServer(ServerEngine):
             self._server.require(
                 _CHECKER, "this vLLM cannot compute checksums of its weights; use checksums=False"
             )
-        takes = self._server.has(_LOAD_ADAPTER)
-        return frozenset({"full", "adapter"} if takes else {"full"})
+        return self._server.has(_LOAD_ADAPTER)
 
     def _named_folder(self) -> str | None:
         for model in self._models():

@@ -21,6 +21,7 @@ from syncd.checkpoint.masters import in_models_dtype
 from syncd.checkpoint.merging.options import MergeOptions, Progress, Work, unheard
 from syncd.checkpoint.model_folder import FILE_LIMIT, INDEX
 from syncd.checkpoint.save import (
+    Links,
     LoraAdapter,
     SavedWeights,
     Unfinished,
@@ -84,17 +85,17 @@ def look_at_step(job: Job, step: int) -> SavedWeights:
     actor = job.layout.actor(step)
     names, inside = job.storage.names(actor.parent), job.storage.names(actor)
     foreign = RETIRED not in names and RECEIPTS not in inside
+    save = look_at_save(job.storage, actor, step)
     if FULL not in names and not (foreign and any(map(is_resumable_state, inside))):
-        raise InvalidSettingsError(
-            f"{job.layout.step(step)} holds no full checkpoint: merge its shards into a folder "
-            f"of your own with 'syncd merge {actor} FOLDER'"
-        )
+        advice = f"merge its shards into a folder of your own with 'syncd merge {actor} FOLDER'"
+        if isinstance(save, Links):
+            advice = save.refusal(actor)
+        raise InvalidSettingsError(f"{job.layout.step(step)} holds no full checkpoint: {advice}")
     if SAVING in names:
         raise SaveNotReadyError(
             f"the trainer is still writing {job.layout.step(step)}, or ended before the save was "
             "complete"
         )
-    save = look_at_save(job.storage, actor, step)
     if isinstance(save, Unfinished):
         raise SaveNotReadyError(save.reason)
     if isinstance(save, LoraAdapter):

@@ -154,9 +154,7 @@ def write_index(storage: Storage, folder: Path, merged: Merged) -> tuple[Version
         "weight_map": dict(sorted(weights.items())),
     }
     content = json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
-    storage.write_new(folder / INDEX, content)
-    digest = xxhash.xxh3_128_hexdigest(content)
-    return (VersionFile(name=INDEX, size=len(content), digest=digest),)
+    return (_written(storage, folder, INDEX, content),)
 
 
 def write_name_map(
@@ -169,10 +167,13 @@ def write_name_map(
     """
     if names is None or not (names or names.refused) or storage.exists(folder / NAME_MAP):
         return ()
-    content = names.encode()
-    storage.write_new(folder / NAME_MAP, content)
+    return (_written(storage, folder, NAME_MAP, names.encode()),)
+
+
+def _written(storage: Storage, folder: Path, name: str, content: bytes) -> VersionFile:
+    storage.write_new(folder / name, content)
     digest = xxhash.xxh3_128_hexdigest(content)
-    return (VersionFile(name=NAME_MAP, size=len(content), digest=digest),)
+    return VersionFile(name=name, size=len(content), digest=digest)
 
 
 def _regular_files(

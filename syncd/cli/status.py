@@ -195,8 +195,7 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
         heard = ago(now, daemon["heard"])
         facts += [
             ("daemon", f"{_state(seen)}{detail} ({who}, heard {heard})"),
-            ("merge", _merge(daemon["merge"]) if daemon["merge"] else ""),
-            ("fold", _merge(daemon["fold"]) if daemon["fold"] else ""),
+            *((label, _merge(daemon[label])) for label in ("merge", "fold") if daemon[label]),
             ("done", _done(daemon["counters"])),
         ]
     served = "nothing is published yet"
@@ -281,9 +280,10 @@ def _state(seen: dict[str, Any]) -> str:
 
 def _merge(merge: dict[str, Any]) -> str:
     done, total, seconds = merge["done"], merge["total"], merge["seconds"]
-    share = f"{done / total:.0%}" if total else "-"
+    if not total:
+        return f"begun {span(seconds)} ago"
     left = f", {span(seconds * (total - done) / done)} left" if done else ""
-    return f"{size(done)} of {size(total)} ({share}) in {span(seconds)}{left}"
+    return f"{size(done)} of {size(total)} ({done / total:.0%}) in {span(seconds)}{left}"
 
 
 def _done(counters: dict[str, int]) -> str:

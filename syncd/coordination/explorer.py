@@ -380,13 +380,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             CancelledError: the wait was cancelled.
             OSError: storage failed.
         """
-        offer, self._transfer.agreed = self._transfer.agreed, None
         self._met = None
-        if offer is None:
-            raise BroadcastError(
-                "no transfer was agreed, so no weight group is formed. Call ready_to_nccl_sync "
-                "first, and continue only if it returns a step"
-            )
+        offer = self._transfer.take_agreed()
         with self._wait(self.settings.broadcast_timeout, cancel) as wait:
             self._met, rank = self._group.rendezvous(offer, wait)
         return self._met, rank

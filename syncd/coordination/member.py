@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple
@@ -414,15 +414,12 @@ class Member(Closing, Generic[Report]):
         return self._job.storage.exists(self._job.layout.session(session))
 
     def _trainer_there(self) -> TrainerReport | None:
-        try:
+        with suppress(OSError, SyncdError):  # each wait looks again
             found = self._job.read(TrainerReport, self._job.layout.trainer_report)
             stopped = found is None or found.status == RunningStatus.STOPPED.value
-            if found is None or stopped or not self._is_there(found.session or ""):
-                return None
-        except (OSError, SyncdError) as error:
-            log.debug("cannot read the trainer's report yet: %s", error)  # each wait looks again
-            return None
-        return found
+            if found is not None and not stopped and self._is_there(found.session or ""):
+                return found
+        return None
 
     def _compare_settings(
         self, trainer: TrainerReport, explorer: ExplorerReport, other: str | None

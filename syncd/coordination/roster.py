@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeVar
@@ -197,12 +198,10 @@ class Roster:
             if not self._lock.acquire(timeout=self._period):
                 continue
             try:
-                self.look_at_slice()
-            except SyncdError as error:
-                log.debug("%s", error)  # callers get this error too
-            except OSError as error:
-                # Unreadable does not mean dead: nobody's lease time runs down meanwhile.
-                log.debug("cannot read the participants' files now: %s", error)
+                # Callers get such errors, too. Unreadable does not mean dead: nobody's lease time
+                # runs down meanwhile.
+                with suppress(SyncdError, OSError):
+                    self.look_at_slice()
             finally:
                 self._lock.release()
 

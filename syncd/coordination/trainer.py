@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
             ),
         )
         self._writer = writer
+        self._versions.alone_since = math.inf  # a daemon may be starting, too
         self._transfer = TrainerSide(self._offers, self._roster, self._me)
         self._group = TrainerGroup(
             self._offers, self._me.session.id, MeetingPlace(self.settings.master_address)
@@ -91,13 +93,11 @@ class TrainerSynchronizer(Member[TrainerReport]):
         self._saved_step: int | None = None
         self._taking: frozenset[str] = frozenset()
         self._taken_by = -math.inf
-        try:
+        with suppress(OSError, SyncdError):  # each look tries again
             # Read without the roster, which would watch the explorers' heartbeats from now on.
             names = self._job.storage.names(self._job.layout.explorers)
             found = self._job.explorer_reports(names, IF_ANY)
             self._compare_all([one for one in found if self._is_there(one.session)])
-        except (OSError, SyncdError) as error:
-            log.debug("cannot read the explorers' reports yet: %s", error)  # each look tries again
 
     def _compare_all(self, explorers: list[ExplorerReport]) -> list[ExplorerReport]:
         for one in explorers:
@@ -141,6 +141,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         saving, relative_to = (None if one is None else str(one) for one in (save_id, base))
         self._me.update(step=step, saving=saving, base=relative_to)
         self._versions.copy_report(self._me.record)
+        self._versions.warn_without_daemon(f"saves in {self._job.layout.root}")
 
     def set_model_state_dict(
         self, model_state_dict: Mapping[str, Any] | str | None, trainer_step: int
@@ -325,13 +326,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         Raises:
             BroadcastError: no transfer was agreed, or a rank was late (``broadcast_timeout``).
         """
-        agreed, self._transfer.agreed = self._transfer.agreed, None
-        if agreed is None:
-            raise BroadcastError(
-                "no transfer was agreed, so no weight group is formed. Call ready_to_nccl_sync "
-                "first, and continue only if it returns a step"
-            )
-        deadline = self.settings.broadcast_timeout
+        agreed, deadline = self._transfer.take_agreed(), self.settings.broadcast_timeout
         return self._group.open(agreed, str(save_id), deadline=deadline, device=device)
 
     def group_failed(self) -> None:

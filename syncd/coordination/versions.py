@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from syncd.coordination.leased_version import Holds, LeasedVersion, read_latest
 from syncd.protocol.errors import (
     InvalidSettingsError,
-    JobUnavailableError,
     SaveNotReadyError,
     VersionGoneError,
 )
@@ -28,8 +27,8 @@ from syncd.protocol.policy import Pull, Version, pull_decision
 from syncd.protocol.records import Ahead, Latest, Receipt, SaveOutcome, encode
 from syncd.protocol.reports import DaemonReport, TrainerReport
 from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring
-from syncd.storage.job import Job, ask_server, daemon_hint, point
-from syncd.storage.judge import Clock, Judge, Liveness
+from syncd.storage.job import Job, ask_server, point
+from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness
 from syncd.storage.sessions import Session
 
 log = logging.getLogger(__name__)
@@ -50,7 +49,12 @@ class Versions:
     """The versions of a job, or of the job's memory directory.
 
     The leases name the heartbeat ``session``; None makes a separate heartbeat.
+
+    Attributes:
+        alone_since: when no daemon was live first; infinite if one was live at the last look.
     """
+
+    alone_since = -math.inf
 
     def __init__(
         self,
@@ -67,7 +71,10 @@ class Versions:
             self._own = session = Session(job.layout, job.open().lease_time)
         self._session = session
         self.lease_time = session.lease_time
-        self._judge = Judge(job.storage, session.lease_time, clock=clock)
+        # A trainer that seldom saves looks seldom.
+        self._judge = Judge(job.storage, session.lease_time, clock=clock, counts_pauses=True)
+        self._clock = clock
+        self._look_at = -math.inf
         self.holds = Holds(job, name, session.id)
         #: The newest save that this participant does not take from links.
         self.passed = math.inf
@@ -103,11 +110,10 @@ class Versions:
 
     def is_latest_damaged(self) -> bool:
         """True if LATEST exists but names no version; False if storage does not answer."""
-        try:
+        with suppress(OSError):  # the wait that asks has ended, and has its own error
             there = self.job.storage.exists(self.job.layout.latest)
             return there and read_latest(self.job) is None
-        except OSError:  # the wait that asks has ended, and has its own error
-            return False
+        return False
 
     @contextmanager
     def held(self, wanted: Version | None = None) -> Iterator[LeasedVersion | None]:
@@ -184,16 +190,22 @@ class Versions:
             seen = self._judge.look_again(self.job.layout.daemon_lock)
         return seen is Liveness.ALIVE
 
+    def warn_without_daemon(self, doing: str) -> None:
+        """Log, once, that ``doing`` is in vain, if no daemon was live at two looks."""
+        now, pause = self._clock(), self.lease_time / LOOKS_PER_LEASE
+        if now < self._look_at:
+            return
+        self._look_at = now + pause
+        with suppress(OSError):  # the next look tells
+            lives = self.job.is_there() and self.daemon_lives()
+            self.alone_since = math.inf if lives else min(self.alone_since, now)
+            if now - self.alone_since >= pause:
+                self._look_at = math.inf
+                log.warning("%s %s, but %s", self._name, doing, self.daemon_hint())
+
     def daemon_hint(self) -> str:
         """The end of an error message: why nothing was published, and the remedy."""
-        try:
-            self.job.check_is_there()
-            lives = self.daemon_lives()
-        except JobUnavailableError as error:
-            return str(error)
-        except OSError as error:
-            return f"cannot check whether a daemon is running there: {error}"
-        return daemon_hint(self.job.layout.root, lives=lives, is_memory=self._own is not None)
+        return self.job.daemon_hint(self.daemon_lives, is_memory=self._own is not None)
 
     def check_shards(self, step: int, world_size: int) -> None:
         """Raise SaveNotReadyError unless a step has all its shards, or one full state dict."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,7 +55,6 @@ class WeightWaits:
         self._warned: Version | Literal["nothing yet"] | None = "nothing yet"
         self.has_seen_trainer = False
         self._has_said_absent = False
-        self._has_said_alone = False
         self.unlike = ""
 
     def for_trainer(self, current: Version | None, wait: Wait) -> None:
@@ -62,7 +62,7 @@ class WeightWaits:
         while current is None and not self.has_seen_trainer:
             if self.versions.newest() is not None or not self._has_trainer_stopped():
                 return
-            self._warn_without_trainer()
+            self._warn_without_trainer(current)
             if not wait.more():
                 raise WaitTimeoutError(
                     f"no trainer has registered in {self.root} in time, and no version is "
@@ -84,7 +84,7 @@ class WeightWaits:
         if ends_with_trainer:
             self.for_trainer(current, wait)
         request = SyncRequest(self, current)
-        missed, watches_daemon = True, False
+        missed = True
         try:
             while True:
                 offer, is_over = self._look_at_trainer(
@@ -108,18 +108,16 @@ class WeightWaits:
                     if (offer := self.transfer.leave()) is not None:
                         return offer
                     raise WaitTimeoutError(self._why_nothing(current))
-                if not watches_daemon:  # only a second look detects a killed daemon
-                    watches_daemon = True
-                    self._warn_without_daemon()
-                    self._warn_without_first(current)
+                self.versions.warn_without_daemon(f"waits for weights from {self.root}")
+                self._warn_without_trainer(current)
         finally:
             try:
                 self.transfer.leave()
             finally:
                 request.end(missed=missed)
 
-    def _warn_without_trainer(self) -> None:
-        if not self._has_said_absent:
+    def _warn_without_trainer(self, current: Version | None) -> None:
+        if current is None and not self._has_said_absent and self._lacks_trainer():
             self._has_said_absent = True
             log.warning(
                 "%s waits for a trainer, or a first version: no trainer works in %s yet",
@@ -127,40 +125,17 @@ class WeightWaits:
                 self.root,
             )
 
-    def _warn_without_first(self, current: Version | None) -> None:
-        if current is None and not self._has_said_absent and self._lacks_trainer():
-            self._warn_without_trainer()
-
     def _lacks_trainer(self) -> bool:
         """True if it is certain that no trainer is running."""
-        try:
+        with suppress(OSError, SyncdError):
             return self.roster.trainer_status() is RunningStatus.STOPPED
-        except (OSError, SyncdError) as error:
-            log.debug("cannot check whether a trainer works in %s: %s", self.root, error)
-            return False
-
-    def _warn_without_daemon(self) -> None:
-        try:
-            lives = self.versions.daemon_lives()
-        except OSError as error:
-            log.debug("cannot check whether a daemon works in %s: %s", self.root, error)
-            return
-        if lives or self._has_said_alone:
-            return
-        self._has_said_alone = True
-        log.warning(
-            "%s waits for weights from %s, but %s",
-            self._name,
-            self.root,
-            self.versions.daemon_hint(),
-        )
+        return False
 
     def _why_nothing(self, current: Version | None) -> str:
         versions = self.versions
         root = versions.job.layout.root
-        why = f"no version was published in {root} in time"
-        if current is not None:
-            why = f"nothing newer than {current} was published in {root} in time"
+        what = "no version" if current is None else f"nothing newer than {current}"
+        why = f"{what} was published in {root} in time"
         if versions.is_latest_damaged():
             why = (
                 f"no version was found in time, because {versions.job.layout.latest} is damaged. "
@@ -236,6 +211,7 @@ class SyncRequest:
         self._answered: Said | str = "not asked yet"
         self._before: Said | str = "not looked yet"
         self._alone_since: float | None = None
+        self._has_failed = False
 
     def _said(self) -> Said:
         """The trainer's latest answer that nothing newer will come."""
@@ -264,9 +240,11 @@ class SyncRequest:
                 require_sync(me, requests=asked)
             self._answered = said
         except (JobUnavailableError, OSError) as error:
-            log.warning(
-                "%s cannot ask for weights now, and will try again: %s", me.record.name, error
-            )
+            if not self._has_failed:
+                self._has_failed = True
+                log.warning(
+                    "%s cannot ask for weights now, and will try again: %s", me.record.name, error
+                )
 
     def end(self, *, missed: bool) -> None:
         """Withdraw the request; storage errors are only logged.

@@ -297,7 +297,7 @@ class Beneath:
             try:
                 yield parts[-1], folder
             except OSError as error:
-                if error.filename == parts[-1] and error.filename2 is None:
+                if error.filename in {None, parts[-1]} and error.filename2 is None:
                     error.filename = text
                 raise
         finally:

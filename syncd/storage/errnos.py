@@ -55,8 +55,16 @@ class Ignoring:
 
 
 def unwritable_storage(error: OSError, path: object) -> SyncdError | None:
-    """The error for read-only or full storage, else None; ``path`` is for errors without a path."""
+    """The error for read-only or full storage, or missing rights, else None.
+
+    ``path`` is for errors without a path.
+    """
     where = error.filename or path
+    if isinstance(error, PermissionError):
+        return JobUnavailableError(
+            f"{where} cannot be used by user {os.geteuid()}: {error.strerror}. Run as the "
+            "trainers' user, or give the folder a group that both users are in"
+        )
     if error.errno == errno.EROFS:
         return JobUnavailableError(read_only(where))
     if error.errno in NO_ROOM:

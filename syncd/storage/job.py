@@ -278,10 +278,25 @@ class Job:
         saves = self.read(SaveOutcomes, self.layout.saves, limit=LONG_RECORD_LIMIT)
         return saves.steps.get(step) if saves is not None else None
 
-    def daemon_hint(self) -> str:
-        """The remedy for a message, by one look at the daemon's lock."""
-        lives = self.storage.exists(self.layout.daemon_lock)
-        return daemon_hint(self.layout.root, lives=lives)
+    def daemon_hint(
+        self, lives: Callable[[], bool] | None = None, *, is_memory: bool = False
+    ) -> str:
+        """The end of an error message: why nothing was published, and the remedy.
+
+        ``lives`` tells whether a daemon works there; by default, whether the daemon's lock exists.
+        """
+        try:
+            self.check_is_there()
+            is_live = self.storage.exists(self.layout.daemon_lock) if lives is None else lives()
+        except JobUnavailableError as error:
+            return str(error)
+        except OSError as error:
+            return f"cannot check whether a daemon is running there: {error}"
+        path = shlex.quote(str(self.layout.root))
+        if is_live:
+            return f"see `syncd status {path}`, which shows what the daemon waits for"
+        job = f"JOB --memory-dir {path}" if is_memory else path
+        return f"no daemon works there: start `syncd run {job}`"
 
     def previous_loads(self, name: str) -> tuple[Load, ...]:
         """The newest loads in the report of the previous explorer of this name.
@@ -332,24 +347,10 @@ def registering(layout: JobLayout) -> Iterator[None]:
     """Turn an OSError of read-only or full storage, or of missing rights, into a SyncdError."""
     try:
         yield
-    except PermissionError as error:
-        raise JobUnavailableError(
-            f"{error.filename} cannot be written by user {os.geteuid()}. Run as the trainers' "
-            "user, or give the folder a group that both users are in"
-        ) from error
     except OSError as error:
         if (unwritable := unwritable_storage(error, layout.root)) is not None:
             raise unwritable from error
         raise
-
-
-def daemon_hint(folder: Path, *, lives: bool, is_memory: bool = False) -> str:
-    """The remedy for a message; ``lives`` is True if a daemon seems to work in ``folder``."""
-    path = shlex.quote(str(folder))
-    if lives:
-        return f"see `syncd status {path}`, which shows what the daemon waits for"
-    job = f"JOB --memory-dir {path}" if is_memory else path
-    return f"no daemon works there: start `syncd run {job}`"
 
 
 def numbers_in(storage: Storage, folder: Path, parse: Callable[[str], int | None]) -> list[int]:

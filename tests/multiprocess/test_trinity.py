@@ -51,7 +51,7 @@ def test_the_pointer_moves_when_all_ranks_have_vouched_for_their_shards(
         assert "global_step_5/actor" in facts["path"]
         assert (
             facts["closed"]
-            == "SaveFailedError: this coordinator is closed and cannot save. Make a new coordinator"
+            == "SaveFailedError: this CheckpointCoordinator is closed: make a new one to save"
         )
         assert facts["at last"] == "6"
     assert (

@@ -419,7 +419,11 @@ def test_status_history_and_verify_tell_of_links(job: SmallJob) -> None:
 def test_what_needs_whole_weights_refuses_a_link_and_names_the_way(job: SmallJob) -> None:
     with daemon(job, 2):
         pass
-    for command in (["pin", str(job.layout.root), "2"], ["merge", str(job.layout.actor(2)), "x"]):
+    for command in (
+        ["pin", str(job.layout.root), "2"],
+        ["merge", str(job.layout.actor(2)), "x"],
+        ["convert", str(job.layout.step(2))],
+    ):
         told = CliRunner().invoke(cli, command)
         assert told.exit_code != 0
         assert "holds only what changed since run-1-1" in str(told.exception) + told.output

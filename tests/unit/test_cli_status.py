@@ -90,10 +90,11 @@ def reports(job: SmallJob, explorers: int, **more: Any) -> None:
 
 
 def test_a_page_fits_80_columns_and_says_how_far_the_merge_is(served: SmallJob) -> None:
-    reports(served, 30)
+    reports(served, 30, fold=MergeProgress(step=11, done=0, total=0, seconds=2.0))
     lines = shown(served).splitlines()
     told = {line.split()[0]: line for line in lines if line[:1].strip()}
     assert told["merge"] == "merge    1.5 GB of 6.0 GB (25%) in 1.2 s, 3.8 s left"
+    assert told["fold"] == "fold     begun 2.0 s ago"
     assert told["trainer"] == "trainer  running, announced step 13 (4 ranks, heard 10 s ago)"
     assert told["daemon"].startswith("daemon   merging: step 12 (trainer-7 pid 4242, epoch 3")
     assert told["free"].endswith("on the job's filesystem")

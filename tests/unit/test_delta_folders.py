@@ -209,7 +209,7 @@ def test_a_half_deleted_delta_is_finished_by_the_next_daemon_on_record(
     storage = job.storage = job.hosts.ruled()
     published(job, 3)
     add_deltas(job, 1, 2, 3)
-    storage.rules.append(refuse("unlink", errno.EIO, where="/doomed/d000001"))
+    storage.refuse("unlink", errno.EIO, where="/doomed/d000001")
     one_round(job, keep_deltas=2)
     assert deltas(job) == ["d000002", "d000003"]
     storage.rules.clear()

@@ -145,7 +145,7 @@ def test_a_truncated_version_has_a_remedy_for_its_readers(
 
 def test_a_user_without_rights_is_told_whose_rights_to_use(job: SmallJob, engine: Engine) -> None:
     storage = job.hosts.ruled(refuse("link", errno.EACCES, where="/claims/"))
-    said = rf"/.* cannot be written by user {os.geteuid()}\. Run as the trainers' user, or "
+    said = rf"/.* cannot be used by user {os.geteuid()}: Permission.*\. Run as the trainers'"
     with pytest.raises(JobUnavailableError, match=said):
         ExplorerHook(job.root, "explorer", engine, storage=storage)
 

@@ -25,6 +25,7 @@ from syncd.protocol.errors import (
     InvalidSettingsError,
     NameTakenError,
     NotFollowingError,
+    SyncdError,
     VerificationError,
     WaitTimeoutError,
 )
@@ -34,6 +35,7 @@ from tests.explorers import LONG, leased, publish, report
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import wait_until
 from tests.storages import RuledStorage
+from tests.unit.test_benches import at_work
 
 SEAMS = Seams(poll=0.02)
 
@@ -418,11 +420,13 @@ def test_a_follower_outlives_what_passes(job: SmallJob, engine: FakeEngine) -> N
 
 @pytest.mark.parametrize("call", ["pull", "after_step", "may_produce", "wait_until_served"])
 def test_the_death_of_a_follower_is_raised_once_and_reported(
-    job: SmallJob, engine: FakeEngine, call: str
+    job: SmallJob, engine: FakeEngine, call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    is_ours = call == "pull"
+
     def finish(version: Any) -> None:
         if version.sequence == 2:
-            raise ZeroDivisionError("in a callback")
+            raise (SyncdError if is_ours else ZeroDivisionError)("in a callback")
 
     publish(job, 1)
     with hook_of(job, engine, before_load=finish) as hook:
@@ -431,6 +435,7 @@ def test_the_death_of_a_follower_is_raised_once_and_reported(
         publish(job, 2)
         wait_until(lambda: report(job).fault, "its death is reported")
         assert "in a callback" in str(hook.fault)
+        assert ("Traceback" in caplog.text) != is_ours
         arguments = [1] if call == "after_step" else []
         with pytest.raises(NotFollowingError, match="in a callback"):
             getattr(hook, call)(*arguments)
@@ -602,21 +607,8 @@ def served(job: SmallJob) -> Iterator[SmallJob]:
     for step in (2, 3, 4):
         (job.step(step) / ".full_checkpoint").touch()
     (job.step(3) / ".saving").touch()
-    over = threading.Event()
-    config = DaemonConfig(keep=1, prune_steps=False)
-    with job.daemon(config) as loop:
-
-        def work() -> None:
-            while not over.wait(0.01):
-                loop.run_once()
-
-        working = threading.Thread(target=work)
-        working.start()
-        try:
-            yield job
-        finally:
-            over.set()
-            working.join()
+    with at_work(job, DaemonConfig(keep=1, prune_steps=False)):
+        yield job
 
 
 def test_a_bench_loads_the_latest_a_step_and_every_full_checkpoint(

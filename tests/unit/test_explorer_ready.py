@@ -48,6 +48,14 @@ class Watched:
         with ready_file(self.path, opens, asking, max_behind, EVERY) as hook:
             yield hook
 
+    @contextmanager
+    def serving(self, job: SmallJob) -> Iterator[ExplorerHook]:
+        publish(job, 1)
+        with self.followed() as hook:
+            hook.pull(LONG)
+            wait_for(self.path.exists)
+            yield hook
+
     def look(self) -> None:
         """Until the server was asked for its label, and the file was touched or removed."""
         while self._asked.acquire(blocking=False):
@@ -88,10 +96,7 @@ def test_it_is_there_from_the_first_version_until_the_end(job: SmallJob, watched
 def test_it_goes_with_the_server_and_comes_back_with_the_reload(
     job: SmallJob, watched: Watched
 ) -> None:
-    publish(job, 1)
-    with watched.followed() as hook:
-        hook.pull(LONG)
-        wait_for(watched.path.exists)
+    with watched.serving(job) as hook:
         watched.fake.is_up = False
         watched.look()
         assert not watched.path.exists()
@@ -107,10 +112,7 @@ def test_it_goes_with_the_server_and_comes_back_with_the_reload(
 
 
 def test_a_restart_between_two_checks_is_seen(job: SmallJob, watched: Watched) -> None:
-    publish(job, 1)
-    with watched.followed() as hook:
-        hook.pull(LONG)
-        wait_for(watched.path.exists)
+    with watched.serving(job):
         watched.fake.restart()
         watched.look()
         assert not watched.path.exists()
@@ -119,10 +121,7 @@ def test_a_restart_between_two_checks_is_seen(job: SmallJob, watched: Watched) -
 def test_it_stays_during_a_load_but_not_while_the_engine_is_broken(
     job: SmallJob, watched: Watched
 ) -> None:
-    publish(job, 1)
-    with watched.followed() as hook:
-        hook.pull(LONG)
-        wait_for(watched.path.exists)
+    with watched.serving(job) as hook:
         watched.fake.weight_version = f"{LOADING}-full-step-2-version-2"
         assert watched.touched()
         with pytest.raises(EngineBrokenError):
@@ -150,10 +149,7 @@ def test_a_server_that_is_too_far_behind_is_not_ready(
 def test_any_number_of_versions_is_not_too_far_without_a_limit(
     job: SmallJob, watched: Watched
 ) -> None:
-    publish(job, 1)
-    with watched.followed() as hook:
-        hook.pull(LONG)
-        wait_for(watched.path.exists)
+    with watched.serving(job):
         publish(job, 2, 3, 4)
         assert watched.touched()
 

@@ -237,14 +237,16 @@ def test_a_staged_version_is_loaded_from_its_copy_and_needs_no_lease(
     assert [path.name for path in room.iterdir()] == [".copier"]
 
 
-def test_what_does_not_fit_is_loaded_from_where_it_is(
-    job: SmallJob, engine: FakeEngine, tmp_path: Path
+def test_what_does_not_fit_is_loaded_from_where_it_is_and_said_once(
+    job: SmallJob, engine: FakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    publish(job, 1)
     staging = Staging(tmp_path / "stage", 10)
     with ExplorerHook(job.root, "explorer", engine, staging=staging) as hook:
-        hook.pull(0)
-        assert hook.folder == job.version(1)
+        for step in (1, 2):
+            publish(job, step)
+            hook.pull(0)
+            assert hook.folder == job.version(step)
+        assert caplog.text.count("do not fit into the stage folder's budget of 10 B") == 1
         told = report(job).reload
         assert told is not None
         assert told.staged is False

@@ -16,6 +16,7 @@ from syncd.protocol.errors import CancelledError, InvalidSettingsError
 from tests.deltas import contents
 from tests.explorers import held, publish
 from tests.jobs import SmallJob
+from tests.staged_links import copies
 from tests.storages import FastStorage, RuledStorage, once, refuse
 
 HOLDER = """
@@ -36,11 +37,6 @@ def take(job: SmallJob, staging: Staging) -> LeasedVersion:
     """A copy of the newest version."""
     with held(job) as version:
         return staging.stage(version)
-
-
-def copies(stage: Path) -> list[str]:
-    (room,) = stage.iterdir()
-    return sorted(path.name.partition("-")[0] for path in room.iterdir() if path.is_dir())
 
 
 def no_links() -> RuledStorage:

@@ -35,6 +35,7 @@ from tests.checkpoints import Net, same, state_of, train, write_full
 from tests.crash.power import Killed
 from tests.fsdp_models import Laden
 from tests.jobs import SmallJob, read, receipt_of
+from tests.multiprocess.resume_ranks import flip_a_bit
 from tests.storages import RuledStorage
 from trainer_hooks.resuming.resume import latest_checkpoint, load_checkpoint
 from trainer_hooks.state.full_checkpoint import (
@@ -398,15 +399,6 @@ def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def flip_a_bit_of_a_record(path: Path) -> None:
-    with ShardFile.open(Storage(), path) as shard:
-        tensors = [record for name, record in shard.records.items() if name.startswith("data/")]
-    largest = max(tensors, key=lambda record: record.size)
-    content = bytearray(path.read_bytes())
-    content[largest.offset + largest.size // 2] ^= 1
-    path.write_bytes(content)
-
-
 def replace_by_another_saves(path: Path) -> None:
     other = path.parents[1].with_name("global_step_2") / "actor" / path.name
     path.write_bytes(other.read_bytes())
@@ -418,7 +410,7 @@ def replace_by_another_saves(path: Path) -> None:
     [
         (unlink, "is missing"),
         (cut_short, "not the file that its receipt lists|cannot be|The file is incomplete"),
-        (flip_a_bit_of_a_record, "does not match its CRC-32"),
+        (flip_a_bit, "does not match its CRC-32"),
         (replace_by_another_saves, "not the file that its receipt lists"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

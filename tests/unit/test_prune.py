@@ -30,6 +30,13 @@ def steps(job: SmallJob) -> list[str]:
     return sorted(path.name for path in job.root.glob("global_step_*"))
 
 
+@pytest.fixture
+def two(ruled: SmallJob) -> SmallJob:
+    """A job with two versions."""
+    published(ruled, 2)
+    return ruled
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_an_audit_line_that_is_torn_takes_no_other_with_it(tmp_path: Path, code: int) -> None:
     class Tearing(FastStorage):
@@ -129,27 +136,25 @@ def test_a_version_goes_when_its_last_lease_does(job: SmallJob) -> None:
 
 
 def test_a_lease_that_arrives_between_decision_and_rmdir_keeps_the_version(
-    ruled: SmallJob, storage: RuledStorage
+    two: SmallJob, storage: RuledStorage
 ) -> None:
-    published(ruled, 2)
-    storage.once("rmdir", lambda _: ruled.lease(1, "late"), where="leases/v000001")
-    round_of(ruled, keep=1, prune_steps=False)
-    assert ruled.versions == ["v000001", "v000002"]
-    assert ruled.audit == []
-    assert contents(ruled.version(1))
+    storage.once("rmdir", lambda _: two.lease(1, "late"), where="leases/v000001")
+    round_of(two, keep=1, prune_steps=False)
+    assert two.versions == ["v000001", "v000002"]
+    assert two.audit == []
+    assert contents(two.version(1))
 
 
 def test_a_version_whose_daemon_died_after_its_rmdir_is_deleted_by_the_next(
-    ruled: SmallJob, storage: RuledStorage
+    two: SmallJob, storage: RuledStorage
 ) -> None:
-    published(ruled, 2)
     storage.refuse("rename", errno.EIO, where="published/v000001")
-    round_of(ruled, keep=1, prune_steps=False)
-    assert not ruled.lease_folder(1).exists()
+    round_of(two, keep=1, prune_steps=False)
+    assert not two.lease_folder(1).exists()
     storage.rules.clear()
-    round_of(ruled, keep=1, prune_steps=False)
-    assert ruled.versions == ["v000002"]
-    assert ruled.audit == [("version", "v000001")]
+    round_of(two, keep=1, prune_steps=False)
+    assert two.versions == ["v000002"]
+    assert two.audit == [("version", "v000001")]
 
 
 def test_a_dead_explorers_lease_goes_after_the_grace_and_then_its_version(
@@ -195,19 +200,18 @@ def prune_while(ruled: SmallJob, storage: RuledStorage, change: Any) -> None:
      "actor/extra_state_world_size_1_rank_0.pt"],
 )  # fmt: skip
 def test_a_step_that_changes_right_before_its_rename_is_put_back(
-    ruled: SmallJob, storage: RuledStorage, name: str
+    two: SmallJob, storage: RuledStorage, name: str
 ) -> None:
-    published(ruled, 2)
-    path = ruled.step(1) / name
+    path = two.step(1) / name
 
     def late(*_: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"late")
 
-    before = contents(ruled.step(1))
-    prune_while(ruled, storage, late)
-    assert contents(ruled.step(1)) == {**before, name: b"late"}
-    assert ("step", "global_step_1") not in ruled.audit
+    before = contents(two.step(1))
+    prune_while(two, storage, late)
+    assert contents(two.step(1)) == {**before, name: b"late"}
+    assert ("step", "global_step_1") not in two.audit
 
 
 def test_a_critics_folder_that_a_failed_save_left_empty_keeps_nothing(job: SmallJob) -> None:
@@ -219,50 +223,47 @@ def test_a_critics_folder_that_a_failed_save_left_empty_keeps_nothing(job: Small
 
 
 def test_a_save_that_was_replaced_right_before_its_rename_is_put_back(
-    ruled: SmallJob, storage: RuledStorage
+    two: SmallJob, storage: RuledStorage
 ) -> None:
-    published(ruled, 2)
-    prune_while(ruled, storage, lambda: ruled.save(1, 7.0, counter=8, point=False))
-    assert ruled.actor(1).is_dir()
-    assert ruled.audit == []
+    prune_while(two, storage, lambda: two.save(1, 7.0, counter=8, point=False))
+    assert two.actor(1).is_dir()
+    assert two.audit == []
 
 
 def test_of_a_step_that_came_back_every_file_that_it_lacks_is_put_back(
-    ruled: SmallJob, storage: RuledStorage
+    two: SmallJob, storage: RuledStorage
 ) -> None:
-    published(ruled, 2)
 
     def trainer_goes_on() -> None:
-        (ruled.actor(1) / "optim_world_size_1_rank_0.pt").write_bytes(b"old optimizer")
-        (ruled.actor(1) / "to-model").symlink_to("huggingface")
+        (two.actor(1) / "optim_world_size_1_rank_0.pt").write_bytes(b"old optimizer")
+        (two.actor(1) / "to-model").symlink_to("huggingface")
         storage.rules.append(after)
 
     def after(method: str, given: tuple[Any, ...]) -> None:
         # The trainer writes again, under the same name, before the folder is put back.
         if method == "names" and "trash" in given[0].parts:
             storage.rules.remove(after)
-            ruled.actor(1).mkdir(parents=True)
-            (ruled.actor(1) / "model.safetensors").write_bytes(b"newer")
+            two.actor(1).mkdir(parents=True)
+            (two.actor(1) / "model.safetensors").write_bytes(b"newer")
 
-    prune_while(ruled, storage, trainer_goes_on)
-    found = contents(ruled.actor(1))
+    prune_while(two, storage, trainer_goes_on)
+    found = contents(two.actor(1))
     assert found["model.safetensors"] == b"newer"
     assert found["optim_world_size_1_rank_0.pt"] == b"old optimizer"
     assert found["huggingface/config.json"]
-    assert (ruled.actor(1) / "to-model").is_symlink()
-    assert ruled.audit == []
+    assert (two.actor(1) / "to-model").is_symlink()
+    assert two.audit == []
 
 
 def test_a_step_that_cannot_be_looked_at_once_more_is_put_back(
-    ruled: SmallJob, storage: RuledStorage
+    two: SmallJob, storage: RuledStorage
 ) -> None:
-    published(ruled, 2)
-    before = contents(ruled.step(1))
+    before = contents(two.step(1))
     storage.refuse("names", errno.EIO, where="trash/global_step_1")
-    round_of(ruled)
-    assert contents(ruled.step(1)) == before
-    assert ruled.audit == []
-    assert ruled.outcomes == {1: "published", 2: "published"}
+    round_of(two)
+    assert contents(two.step(1)) == before
+    assert two.audit == []
+    assert two.outcomes == {1: "published", 2: "published"}
 
 
 def test_a_step_that_came_back_after_it_was_deleted_is_another_one(job: SmallJob) -> None:
@@ -277,12 +278,11 @@ def test_a_step_that_came_back_after_it_was_deleted_is_another_one(job: SmallJob
 
 
 def test_a_step_that_another_deleted_first_is_taken_off_the_record(
-    ruled: SmallJob, storage: RuledStorage
+    two: SmallJob, storage: RuledStorage
 ) -> None:
-    published(ruled, 2)
-    prune_while(ruled, storage, lambda: ruled.step(1).rename(ruled.root / "by-hand"))
-    assert ruled.outcomes == {2: "published"}
-    assert ruled.audit == []
+    prune_while(two, storage, lambda: two.step(1).rename(two.root / "by-hand"))
+    assert two.outcomes == {2: "published"}
+    assert two.audit == []
 
 
 def test_a_skipped_save_goes_too_and_one_with_a_checkpoint_stays(job: SmallJob) -> None:
@@ -311,15 +311,14 @@ def test_a_retired_checkpoint_goes_once_a_newer_one_is_pointed_to(job: SmallJob)
 
 
 def test_what_a_daemon_left_half_deleted_is_deleted_by_the_next_on_record(
-    ruled: SmallJob, storage: RuledStorage
+    two: SmallJob, storage: RuledStorage
 ) -> None:
-    published(ruled, 2)
     storage.refuse("unlink", errno.EIO, where="doomed")
-    round_of(ruled, keep=1, prune_steps=False)
+    round_of(two, keep=1, prune_steps=False)
     storage.rules.clear()
-    round_of(ruled, prune_steps=False)
-    assert set(ruled.audit) == {("version", "v000001")}
-    assert not list(ruled.layout.epochs.rglob("v000001*"))
+    round_of(two, prune_steps=False)
+    assert set(two.audit) == {("version", "v000001")}
+    assert not list(two.layout.epochs.rglob("v000001*"))
 
 
 def test_what_a_daemon_set_aside_and_did_not_decide_on_is_put_back_by_the_next(

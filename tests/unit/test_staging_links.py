@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from explorer_hooks.staging import NotStagedError, Staging
+from syncd.coordination.leased_version import LeasedVersion
 from syncd.deltas.link_index import LinkRecord
 from syncd.protocol.errors import CancelledError, VersionGoneError
 from syncd.protocol.names import DELTA, MANIFEST
 from syncd.protocol.records import Ahead, encode
 from tests.jobs import SmallJob
 from tests.staged_links import SMALL, LinkedJob, copies, state
-from tests.storages import RuledStorage, refuse
+from tests.storages import RuledStorage
 
 
 @pytest.fixture
@@ -32,6 +33,16 @@ def bytes_of(linked: LinkedJob, *numbers: int) -> int:
 
 def size(linked: LinkedJob) -> int:
     return linked.whole[0].manifest.size
+
+
+@pytest.fixture
+def staging(memory: Path) -> Staging:
+    return Staging(memory)
+
+
+@pytest.fixture
+def held(linked: LinkedJob, staging: Staging) -> LeasedVersion:
+    return staging.stage(linked.version(1))
 
 
 def test_the_next_save_is_made_from_a_copy_and_links_alone(linked: LinkedJob, memory: Path) -> None:
@@ -68,8 +79,7 @@ def test_engines_of_one_host_read_a_link_once(linked: LinkedJob, memory: Path) -
     assert ours.hold_again(again).folder == again.folder
 
 
-def test_a_fold_costs_no_second_copy(linked: LinkedJob, memory: Path) -> None:
-    staging = Staging(memory)
+def test_a_fold_costs_no_second_copy(linked: LinkedJob, staging: Staging) -> None:
     staging.stage(linked.version(1))
     copy = linked.follow(staging)
     linked.publish(3)
@@ -79,10 +89,8 @@ def test_a_fold_costs_no_second_copy(linked: LinkedJob, memory: Path) -> None:
 
 
 def test_a_version_behind_which_a_host_is_comes_by_links_too(
-    linked: LinkedJob, memory: Path
+    linked: LinkedJob, staging: Staging, held: LeasedVersion
 ) -> None:
-    staging = Staging(memory)
-    held = staging.stage(linked.version(1))
     linked.publish(3)
     linked.check(staging.stage(linked.version(3)), 3)
     assert staging.fetched.full_bytes == 0
@@ -91,10 +99,8 @@ def test_a_version_behind_which_a_host_is_comes_by_links_too(
 
 
 def test_links_from_a_copy_here_are_read_rather_than_a_version(
-    linked: LinkedJob, memory: Path
+    linked: LinkedJob, staging: Staging, held: LeasedVersion
 ) -> None:
-    staging = Staging(memory)
-    held = staging.stage(linked.version(1))
     ahead = linked.latest.ahead
     linked.publish(2)
     linked.put(ahead=ahead)
@@ -104,9 +110,9 @@ def test_links_from_a_copy_here_are_read_rather_than_a_version(
     held.release()
 
 
-def test_what_is_rolled_back_meanwhile_is_not_served(linked: LinkedJob, memory: Path) -> None:
-    staging = Staging(memory)
-    held = staging.stage(linked.version(1))
+def test_what_is_rolled_back_meanwhile_is_not_served(
+    linked: LinkedJob, memory: Path, staging: Staging, held: LeasedVersion
+) -> None:
 
     def roll_back() -> None:
         linked.put(ahead=None, sequence=4, folder="v000004", closed="v000001 is served again")
@@ -119,9 +125,8 @@ def test_what_is_rolled_back_meanwhile_is_not_served(linked: LinkedJob, memory: 
 
 
 def test_a_host_without_a_copy_reads_the_version_and_the_links(
-    linked: LinkedJob, memory: Path
+    linked: LinkedJob, memory: Path, staging: Staging
 ) -> None:
-    staging = Staging(memory)
     copy = linked.follow(staging)
     assert linked.holds == 1
     assert staging.fetched.full_bytes == size(linked)
@@ -158,23 +163,22 @@ def cut(path: Path) -> None:
     ],
 )
 def test_a_damaged_base_goes_and_the_version_is_read_again(
-    linked: LinkedJob, memory: Path, damage: Callable[[Path], None], name: str
+    linked: LinkedJob,
+    staging: Staging,
+    held: LeasedVersion,
+    damage: Callable[[Path], None],
+    name: str,
 ) -> None:
-    staging = Staging(memory)
-    base = staging.stage(linked.version(1))
-    damage(base.folder / name)
+    damage(held.folder / name)
     linked.follow(staging)
     assert linked.holds == 1
     assert staging.fetched.full_bytes == size(linked)
-    base.release()
 
 
 def test_a_base_with_another_flipped_byte_is_replaced_for_a_published_version_too(
-    linked: LinkedJob, memory: Path
+    linked: LinkedJob, memory: Path, staging: Staging, held: LeasedVersion
 ) -> None:
-    staging = Staging(memory)
-    base = staging.stage(linked.version(1))
-    flip(base.folder / "model-00001-of-00002.safetensors")
+    flip(held.folder / "model-00001-of-00002.safetensors")
     linked.publish(3)
     linked.check(staging.stage(linked.version(3)), 3)
     assert staging.fetched.delta_bytes is None
@@ -226,16 +230,18 @@ def other_base(linked: LinkedJob) -> None:
     "damage", [gone, torn_record, torn_file, flipped_block, flipped_index, huge, other_base]
 )
 def test_a_link_that_cannot_be_used_costs_no_version(
-    linked: LinkedJob, memory: Path, damage: Callable[[LinkedJob], None]
+    linked: LinkedJob,
+    memory: Path,
+    staging: Staging,
+    held: LeasedVersion,
+    damage: Callable[[LinkedJob], None],
 ) -> None:
-    staging = Staging(memory)
-    base = staging.stage(linked.version(1))
-    before = state(base.folder)
+    before = state(held.folder)
     damage(linked)
     with pytest.raises(NotStagedError, match="a version only" if damage is huge else None):
         staging.follow(linked.lead(), linked.hold)
     assert linked.holds == 0
-    assert state(base.folder) == before
+    assert state(held.folder) == before
     assert copies(memory) == ["v000001"]
     linked.publish(3)
     linked.check(staging.stage(linked.version(3)), 3)
@@ -269,9 +275,9 @@ def test_whatever_fails_is_no_refusal(linked: LinkedJob, memory: Path, error: Ex
     base.release()
 
 
-def test_a_cancellation_ends_it(linked: LinkedJob, memory: Path) -> None:
-    staging = Staging(memory)
-    base = staging.stage(linked.version(1))
+def test_a_cancellation_ends_it(
+    linked: LinkedJob, memory: Path, staging: Staging, held: LeasedVersion
+) -> None:
     left = 3
 
     def cancel() -> None:
@@ -287,7 +293,7 @@ def test_a_cancellation_ends_it(linked: LinkedJob, memory: Path) -> None:
     left = 3
     with pytest.raises(CancelledError):
         staging.stage(linked.version(3), cancel=cancel)
-    base.release()
+    held.release()
 
 
 def test_without_numpy_versions_are_copied_and_one_line_says_so_without_a_warning(
@@ -331,15 +337,15 @@ def test_without_room_for_both_a_version_takes_the_place_of_its_base(
         linked.follow(staging)
 
 
-def test_a_copy_whose_manifest_is_damaged_is_no_copy(linked: LinkedJob, memory: Path) -> None:
-    staging = Staging(memory)
-    base = staging.stage(linked.version(1))
-    cut(base.folder / MANIFEST)
+def test_a_copy_whose_manifest_is_damaged_is_no_copy(
+    linked: LinkedJob, staging: Staging, held: LeasedVersion
+) -> None:
+    cut(held.folder / MANIFEST)
     with pytest.raises(NotStagedError, match=MANIFEST):
         staging.stage(linked.version(1))
     with pytest.raises(NotStagedError):
         staging.follow(linked.lead(), linked.hold)
-    base.release()
+    held.release()
     staging.tidy()
     linked.follow(staging)
 
@@ -355,10 +361,8 @@ def test_copies_that_nobody_holds_make_room(linked: LinkedJob, memory: Path) -> 
 
 
 def test_more_bytes_of_links_than_of_a_version_are_not_read(
-    linked: LinkedJob, memory: Path
+    linked: LinkedJob, staging: Staging, held: LeasedVersion
 ) -> None:
-    staging = Staging(memory)
-    held = staging.stage(linked.version(1))
     for _ in range(64):
         linked.link()
     linked.storage.calls.clear()
@@ -368,9 +372,9 @@ def test_more_bytes_of_links_than_of_a_version_are_not_read(
     held.release()
 
 
-def test_a_delta_of_an_older_release_is_ignored(linked: LinkedJob, memory: Path) -> None:
-    staging = Staging(memory)
-    held = staging.stage(linked.version(1))
+def test_a_delta_of_an_older_release_is_ignored(
+    linked: LinkedJob, staging: Staging, held: LeasedVersion
+) -> None:
     old = linked.job.layout.link(4)
     old.mkdir()
     (old / DELTA).write_bytes(b'{"protocol":1,"base":{"sequence":1},"target":{"sequence":4}}')
@@ -402,9 +406,9 @@ def test_on_the_jobs_own_filesystem_nobody_follows(linked: LinkedJob, tmp_path: 
     held.release()
 
 
-def test_what_is_read_is_the_record_and_each_file_once(linked: LinkedJob, memory: Path) -> None:
-    staging = Staging(memory)
-    held = staging.stage(linked.version(1))
+def test_what_is_read_is_the_record_and_each_file_once(
+    linked: LinkedJob, staging: Staging, held: LeasedVersion
+) -> None:
     linked.storage.calls.clear()
     linked.follow(staging)
     read = [given[0] for name, given in linked.storage.calls if name == "open_read"]
@@ -413,20 +417,17 @@ def test_what_is_read_is_the_record_and_each_file_once(linked: LinkedJob, memory
     held.release()
 
 
-def test_a_folder_that_cannot_be_looked_into_is_no_refusal(linked: LinkedJob, memory: Path) -> None:
-    staging = Staging(memory)
-    held = staging.stage(linked.version(1))
-    linked.storage.rules.append(refuse("utime", errno.EROFS))
+def test_a_folder_that_cannot_be_looked_into_is_no_refusal(
+    linked: LinkedJob, staging: Staging, held: LeasedVersion
+) -> None:
+    linked.storage.refuse("utime", errno.EROFS)
     linked.follow(staging)
     assert SMALL["config.json"] == held.read_file("config.json")
-    held.release()
 
 
 def test_a_record_with_a_foreign_name_is_not_followed_out_of_the_folder(
-    linked: LinkedJob, memory: Path, tmp_path: Path
+    linked: LinkedJob, staging: Staging, held: LeasedVersion, tmp_path: Path
 ) -> None:
-    staging = Staging(memory)
-    held = staging.stage(linked.version(1))
     folder, link = linked.links[1]
     (folder / "rank-0").rename(tmp_path / "away")
     (folder / "rank-0").symlink_to(tmp_path / "away")

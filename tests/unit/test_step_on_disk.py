@@ -81,29 +81,22 @@ def test_the_pointer_from_which_a_trainer_resumes_is_never_changed(
     assert not job.state_pointer.exists()
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
 def test_a_step_that_has_just_come_is_found_though_its_client_remembers_that_it_was_not_there(
-    job: SmallJob, hook: ExplorerHook
+    job: SmallJob, hook: ExplorerHook, is_whole: bool
 ) -> None:
     with pytest.raises(SaveNotReadyError):
         hook.pull_step(4)
     job.hosts.let_time_pass()
-    job.save(4, point=False)
+    if is_whole:
+        job.save(4, point=False)
+    else:
+        job.actor(4).mkdir(parents=True)
     with ThreadPoolExecutor(1) as aside, job.daemon() as loop:
         pulling = aside.submit(hook.pull_step, 4, LONG)
         wait_until(job.state_pointer.exists, "it is pointed to")
         loop.run_once()
-        assert pulling.result(LONG) == Version(1, 4)
-
-
-def test_a_step_whose_save_is_not_whole_yet_is_waited_for(
-    job: SmallJob, hook: ExplorerHook
-) -> None:
-    job.actor(4).mkdir(parents=True)
-    job.hosts.let_time_pass()
-    with ThreadPoolExecutor(1) as aside, job.daemon() as loop:
-        pulling = aside.submit(hook.pull_step, 4, LONG)
-        wait_until(job.state_pointer.exists, "it is pointed to")
-        loop.run_once()
-        assert not pulling.done()
-        loop.publish(4)
+        if not is_whole:
+            assert not pulling.done()
+            loop.publish(4)
         assert pulling.result(LONG) == Version(1, 4)

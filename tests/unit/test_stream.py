@@ -1,6 +1,8 @@
 """``WeightStream``: writers that meet through the job's folder only."""
 
 import errno
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -115,6 +117,18 @@ def test_a_save_with_other_tensors_than_the_one_before_is_refused_by_their_names
     for stream in streams:
         stream.wait()
     assert announced(job) == 3
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_without_close_says_what_it_may_lose(job: SmallJob) -> None:
+    program = """
+import sys, numpy
+from trainer_hooks import WeightStream
+WeightStream(sys.argv[1]).save(1, {"a": numpy.zeros(2)})
+"""
+    argv = [sys.executable, "-c", program, job.root]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stderr.startswith("the trainer ends without close()")
 
 
 def test_a_writer_that_never_comes_is_named(job: SmallJob, stack: ExitStack) -> None:
@@ -240,7 +254,7 @@ def test_an_announcement_that_the_report_lacks_is_found_in_the_folder(
     first = stack.enter_context(writer(job, 0, 2, storage=storage))
     first.save(1, tensors(1, "a"))
     wait_until(lambda: b'"saving":"' in job.layout.trainer_report.read_bytes(), "it has begun")
-    storage.rules.append(refuse("rename", errno.EIO, where="trainer.json"))
+    storage.refuse("rename", errno.EIO, where="trainer.json")
     second.save(1, tensors(1, "b"))
     for stream in (first, second):
         stream.wait()

@@ -137,7 +137,7 @@ def test_a_writer_that_saved_alone_has_no_base(job: Job, stack: ExitStack) -> No
     streams, weights = pair(job, stack, storage=storage), Weights()
     save(streams, weights, 1)
     before = weights.whole()
-    storage.rules.append(refuse("open_read", errno.EACCES, where="trainer.json"))
+    storage.refuse("open_read", errno.EACCES, where="trainer.json")
     weights.change()
     streams[1].save(2, weights.part(1))
     with pytest.raises(SaveFailedError):

@@ -5,6 +5,7 @@ import asyncio
 import errno
 import inspect
 import json
+import math
 import os
 import signal
 import threading
@@ -269,17 +270,49 @@ def test_without_a_trainer_nobody_who_holds_a_version_waits(
     assert members.report().requests == 0
 
 
-def test_a_wait_without_a_daemon_says_so_at_once_and_once(
-    members: Members, caplog: pytest.LogCaptureFixture, explorer: ExplorerSynchronizer
+@pytest.mark.parametrize("gone", ["daemon", "job", ""])
+def test_a_wait_says_once_that_no_daemon_works_or_that_the_job_has_gone(
+    members: Members, caplog: pytest.LogCaptureFixture, gone: str
 ) -> None:
-    waiting = members.aside(explorer.wait_for_newer, None, timeout=LONG)
-    wait_until(lambda: "no daemon works there: start `syncd run " in caplog.text, "it says so")
-    version = members.publish(1)
-    assert waiting.result(LONG) == version
-    with pytest.raises(WaitTimeoutError):
-        explorer.wait_for_newer(version, timeout=0.1)
-    said = f"waits for weights from {members.job.root}, but no daemon works"
+    clock, layout = Clock(), members.job.layout
+    if gone:
+        layout.daemon_lock.touch()
+    why = f"{layout.format} is not there" if gone == "job" else "no daemon works there"
+    said = f"waits for weights from {layout.root}, but {why}"
+    explorer = members.explorer(seams=Seams(clock=clock, poll=0.02))
+
+    def is_said() -> bool:
+        clock.advance(60.0 if gone else 0.0)  # without a lock it says so at once
+        return said in caplog.text
+
+    for _ in range(1 if gone else 2):
+        cancel = Cancellation()
+        waiting = members.aside(explorer.wait_for_newer, None, timeout=math.inf, cancel=cancel)
+        members.wait_for_status(REQUIRE_SYNC)
+        if gone == "job":
+            layout.root.rename(layout.root.with_name("moved"))
+        wait_until(is_said, "it says so")
+        cancel.cancel()
+        assert isinstance(waiting.exception(LONG), CancelledError)
     assert caplog.text.count(said) == 1
+
+
+@pytest.mark.parametrize("daemon", ["never ran", "was killed", "starts late"])
+def test_a_trainer_whose_saves_no_daemon_takes_says_so_later_and_once(
+    members: Members, caplog: pytest.LogCaptureFixture, daemon: str
+) -> None:
+    clock, lock = Clock(), members.job.layout.daemon_lock
+    trainer = members.trainer(seams=Seams(clock=clock))
+    if daemon == "was killed":
+        lock.touch()
+    for step in range(9):
+        if daemon == "starts late" and step:
+            lock.write_text(str(step))  # a heartbeat
+        trainer.begin_save(step)
+        assert step or not caplog.messages
+        clock.advance(60.0)
+    said = f"trainer saves in {members.job.root}, but no daemon works there: start `syncd run "
+    assert caplog.text.count(said) == (daemon != "starts late")
 
 
 def test_a_timeout_is_an_error_and_puts_the_status_back(
@@ -411,8 +444,12 @@ def test_a_wait_that_need_not_wait_puts_back_what_was_required_before_it(
 
 
 @pytest.mark.parametrize("said", ["by the wait", "before it"])
-def test_a_request_that_storage_refuses_once_is_made_again_by_the_wait(
-    members: Members, said: str, explorer: ExplorerSynchronizer, trainer: TrainerSynchronizer
+def test_a_request_that_storage_refuses_is_made_again_by_the_wait(
+    members: Members,
+    caplog: pytest.LogCaptureFixture,
+    said: str,
+    explorer: ExplorerSynchronizer,
+    trainer: TrainerSynchronizer,
 ) -> None:
     ask = partial(explorer.wait_new_model_state_dict, None, timeout=LONG)
     members.storage.refuse("rename", errno.EIO, where="explorer.json")
@@ -420,10 +457,11 @@ def test_a_request_that_storage_refuses_once_is_made_again_by_the_wait(
         tried = members.storage.count("rename", members.job.layout.drafts)
         waiting = members.aside(ask)
         wait_until(
-            lambda: members.storage.count("rename", members.job.layout.drafts) > tried,
+            lambda: members.storage.count("rename", members.job.layout.drafts) > tried + 2,
             "it tries to ask",
         )
         members.storage.rules.clear()
+        assert caplog.text.count("cannot ask for weights now") == 1
     else:
         with pytest.raises(OSError, match="error"):
             explorer.set_explorer_status(REQUIRE_SYNC)

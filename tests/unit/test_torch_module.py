@@ -4,14 +4,14 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from explorer_hooks.engines.torch_module import TorchModule
 from explorer_hooks.reader import LeasedVersion, Reader
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.protocol.errors import EngineMismatchError, SyncdError
-from tests.jobs import SmallJob, receipt_of
+from tests.jobs import SmallJob
+from tests.unit.test_cast import full
 from trainer_hooks import TrainerHook
 
 
@@ -75,10 +75,7 @@ def test_a_module_gets_the_trainers_weights_bit_by_bit(version: LeasedVersion, t
 def test_a_tied_tensor_is_filled_by_the_one_that_is_there(job: SmallJob, truth: Net) -> None:
     state = truth.state_dict()
     del state["head.weight"]
-    path = job.actor(1) / "model.safetensors"
-    path.parent.mkdir(parents=True)
-    save_file(state, path)
-    job.receipt(1, "run-1-0", 0, 1, receipt_of(path.read_bytes()))
+    full(job, state)
     job.point(1)
     with job.daemon() as loop, Reader(job.root, "explorer") as reader:
         loop.run_once()

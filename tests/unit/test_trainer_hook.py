@@ -152,7 +152,7 @@ def test_a_refused_write_is_raised_by_the_next_call_with_its_step(
     over(hook)
     storage.rules.clear()
     assert not job.state_pointer.exists()
-    with pytest.raises(SaveFailedError, match=r"step 4.*No space left.*previous version stays"):
+    with pytest.raises(SaveFailedError, match=r"step 4.*No space left.*; no daemon works"):
         hook.after_step(5)
     written(hook)
     assert job.state_pointer.read_text() == "5\n"
@@ -387,6 +387,17 @@ def test_a_job_that_is_not_there_is_refused_at_construction(
     with pytest.raises(JobUnavailableError, match="Create the folder, or mount its storage"):
         TrainerHook(tmp_path / "job", model)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_job_that_goes_away_is_named_with_the_remedy(
+    job: SmallJob, model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    hook = TrainerHook(job.root, model)
+    job.root.rename(job.root.with_name("moved"))
+    hook.after_step(2)
+    with pytest.raises(SaveFailedError, match=r"save of step 2.* is its storage mounted\?$"):
+        hook.close()
+    assert "Traceback" not in caplog.text
 
 
 def test_fsdp_config_says_the_world_size(job: SmallJob, model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
 from tests.hooks import DEADLINE, Gate, over, written
 from tests.jobs import SmallJob
-from tests.storages import RuledStorage, once, refuse
+from tests.storages import RuledStorage, once
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, latest_checkpoint
 from trainer_hooks.settings import SaveAsHf, SaveLayout, WhenBusy
 
@@ -81,11 +81,16 @@ def identity(job: SmallJob, step: int) -> str | None:
 # -- a writer that is busy ---------------------------------------------------------------------
 
 
+@pytest.fixture
+def gate(storage: RuledStorage) -> Gate:
+    """Holds up the writing of a shard."""
+    return Gate(storage, "create", SHARD)
+
+
 def test_a_sync_that_is_due_while_one_is_written_is_skipped_counted_and_stays_due(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage, gate: Gate
 ) -> None:
     settings = SyncSettings(sync_interval=2)
-    gate = Gate(storage, "create", SHARD)
     with TrainerHook(job.layout.root, model, settings=settings, storage=storage) as hook:
         hook.after_step(2)
         assert gate.reached.wait(DEADLINE)
@@ -104,9 +109,12 @@ def test_a_sync_that_is_due_while_one_is_written_is_skipped_counted_and_stays_du
 
 
 def test_a_full_save_waits_behind_a_sync_and_both_are_what_they_were(
-    job: SmallJob, model: nn.Module, optimizer: torch.optim.Optimizer, storage: RuledStorage
+    job: SmallJob,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    storage: RuledStorage,
+    gate: Gate,
 ) -> None:
-    gate = Gate(storage, "create", SHARD)
     hook = TrainerHook(
         job.layout.root, model, optimizer=optimizer, settings=SyncSettings(save_interval=2),
         storage=storage,
@@ -129,9 +137,8 @@ def test_a_full_save_waits_behind_a_sync_and_both_are_what_they_were(
 
 
 def test_a_third_save_waits_for_one_of_two_buffers(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage, gate: Gate
 ) -> None:
-    gate = Gate(storage, "create", SHARD)
     saving = SaveSettings(when_busy_sync=WhenBusy.WAIT)
     with TrainerHook(job.layout.root, model, saving=saving, storage=storage) as hook:
         for step in (1, 2):
@@ -147,9 +154,8 @@ def test_a_third_save_waits_for_one_of_two_buffers(
 
 
 def test_a_save_that_gets_no_buffer_in_time_is_left_out_and_said_to_all(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage, gate: Gate
 ) -> None:
-    gate = Gate(storage, "create", SHARD)
     settings = SyncSettings(save_timeout=0.1)
     saving = SaveSettings(when_busy_sync=WhenBusy.WAIT)
     with TrainerHook(
@@ -175,9 +181,8 @@ def test_a_save_that_gets_no_buffer_in_time_is_left_out_and_said_to_all(
 
 
 def test_a_save_is_left_out_though_those_before_it_end_while_it_is_copied(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage, gate: Gate
 ) -> None:
-    gate = Gate(storage, "create", SHARD)
 
     def goes_on() -> dict[str, Any]:
         gate.opened.set()
@@ -198,10 +203,13 @@ def test_a_save_is_left_out_though_those_before_it_end_while_it_is_copied(
 
 
 def test_a_save_that_never_ends_is_given_up_and_said(
-    job: SmallJob, model: nn.Module, storage: RuledStorage, monkeypatch: pytest.MonkeyPatch
+    job: SmallJob,
+    model: nn.Module,
+    storage: RuledStorage,
+    monkeypatch: pytest.MonkeyPatch,
+    gate: Gate,
 ) -> None:
     monkeypatch.setattr("trainer_hooks.saver._LAST", 0.1)
-    gate = Gate(storage, "create", SHARD)
     hook = TrainerHook(
         job.layout.root, model, settings=SyncSettings(save_timeout=0.1), storage=storage
     )
@@ -268,7 +276,7 @@ def test_a_failed_save_may_be_made_again_of_the_same_step(
     job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     with TrainerHook(job.layout.root, model, storage=storage) as hook:
-        storage.rules.append(refuse("create", errno.ENOSPC, where=SHARD))
+        storage.refuse("create", errno.ENOSPC, where=SHARD)
         with pytest.raises(SaveFailedError):
             hook.save_checkpoint(4, block_until_saved=True)
         storage.rules.clear()
@@ -434,7 +442,7 @@ def test_announced_weights_stay_and_the_rest_goes_when_the_rest_cannot_be_writte
     job: SmallJob, model: nn.Module, optimizer: torch.optim.Optimizer, storage: RuledStorage
 ) -> None:
     hook = TrainerHook(job.layout.root, model, optimizer=optimizer, storage=storage)
-    storage.rules.append(refuse("create", errno.ENOSPC, where="extra_state"))
+    storage.refuse("create", errno.ENOSPC, where="extra_state")
     with pytest.raises(SaveFailedError, match="step 4"):
         hook.save_checkpoint(4, block_until_saved=True)
     storage.rules.clear()
@@ -450,7 +458,7 @@ def test_nothing_of_a_whole_checkpoint_goes_when_what_comes_after_it_is_refused(
     job: SmallJob, model: nn.Module, optimizer: torch.optim.Optimizer, storage: RuledStorage
 ) -> None:
     hook = TrainerHook(job.layout.root, model, optimizer=optimizer, storage=storage)
-    storage.rules.append(refuse("rename", errno.ENOSPC, where="latest_checkpointed"))
+    storage.refuse("rename", errno.ENOSPC, where="latest_checkpointed")
     with pytest.raises(SaveFailedError, match="step 4"):
         hook.save_checkpoint(4, block_until_saved=True)
     assert (job.layout.actor(4) / OPTIMIZER).exists()
@@ -490,7 +498,7 @@ def test_a_save_that_failed_keeps_no_memory(
     shape = (3, 1, 4, 1, 5)
     state = {"samples": torch.zeros(shape)}
     hook = TrainerHook(job.layout.root, model, user_state=lambda: state, storage=storage)
-    storage.rules.append(refuse("create", errno.ENOSPC, where="extra_state"))
+    storage.refuse("create", errno.ENOSPC, where="extra_state")
     hook.save_checkpoint(4)
     over(hook)
     storage.rules.clear()
@@ -519,7 +527,7 @@ def test_a_checkpoint_whose_mark_cannot_be_removed_is_not_written_again(
 ) -> None:
     settings = SyncSettings(save_interval=4)
     hook = TrainerHook(job.layout.root, model, settings=settings, storage=storage)
-    storage.rules.append(refuse("unlink", errno.EACCES, where=SAVING))
+    storage.refuse("unlink", errno.EACCES, where=SAVING)
     hook.after_step(4)
     over(hook)
     storage.calls.clear()
@@ -565,7 +573,7 @@ def test_what_failed_is_said_also_where_the_end_fails_otherwise(
         job.layout.root, model, settings=SyncSettings(save_interval=9), user_state=user_state,
         storage=storage,
     )  # fmt: skip
-    storage.rules.append(refuse("create", errno.ENOSPC, where=SHARD))
+    storage.refuse("create", errno.ENOSPC, where=SHARD)
     hook.after_step(4)
     with pytest.raises(ZeroDivisionError):
         hook.close()
@@ -599,9 +607,8 @@ def test_what_all_ranks_gather_comes_before_what_one_of_them_may_refuse(
 
 
 def test_bytes_are_those_of_all_saves_since_they_were_told_last(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage, gate: Gate
 ) -> None:
-    gate = Gate(storage, "create", SHARD)
     with TrainerHook(job.layout.root, model, storage=storage) as hook:
         for step in (1, 2):
             assert "sync/bytes" not in hook.save_state_dict(step)
@@ -698,7 +705,7 @@ def test_an_explorer_is_told_that_nothing_comes_only_where_nothing_does(
         explorer.set_explorer_status(RunningStatus.RUNNING)
         explorer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
         # A save of which it got nothing is made again.
-        storage.rules.append(refuse("create", errno.ENOSPC, where=SHARD))
+        storage.refuse("create", errno.ENOSPC, where=SHARD)
         hook.after_step(1)
         over(hook)
         storage.rules[:] = [hold]
@@ -720,7 +727,7 @@ def test_storage_that_shows_no_explorers_stops_no_training(
 ) -> None:
     settings = SyncSettings(style="explorer_driven", max_explorer_lag=1)  # type: ignore[arg-type] # a name will do
     with TrainerHook(job.layout.root, model, settings=settings, storage=storage) as hook:
-        storage.rules.append(refuse("names", errno.EIO, where="explorers"))
+        storage.refuse("names", errno.EIO, where="explorers")
         assert "time/stall" in hook.after_step(1)
         storage.rules.clear()
 

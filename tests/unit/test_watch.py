@@ -4,7 +4,8 @@ import os
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -188,6 +189,21 @@ def test_a_folder_that_was_deleted_is_watched_anew(tmp_path: Path) -> None:
             assert watching.wait(LONG)
 
 
+@contextmanager
+def stuck(
+    sick: list[Watcher], folder: Path, asked: threading.Event, answers: threading.Event
+) -> Iterator[None]:
+    """A thread that makes a watcher hangs in this context."""
+    thread = threading.Thread(target=lambda: sick.append(watcher(folder)))
+    thread.start()
+    try:
+        assert asked.wait(LONG)
+        yield
+    finally:
+        answers.set()
+        thread.join(LONG)
+
+
 def test_a_folder_that_is_looked_up_for_ever_holds_up_nobody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,16 +219,9 @@ def test_a_folder_that_is_looked_up_for_ever_holds_up_nobody_else(
     monkeypatch.setattr(os, "scandir", hangs)
     (tmp_path / "sick").mkdir()
     sick: list[Watcher] = []
-    stuck = threading.Thread(target=lambda: sick.append(watcher(tmp_path / "sick")))
-    stuck.start()
-    try:
-        assert asked.wait(LONG)
-        with watcher(tmp_path) as watching:
-            (tmp_path / "LATEST").touch()
-            assert watching.wait(LONG)
-    finally:
-        answers.set()
-        stuck.join(LONG)
+    with stuck(sick, tmp_path / "sick", asked, answers), watcher(tmp_path) as watching:
+        (tmp_path / "LATEST").touch()
+        assert watching.wait(LONG)
     (tmp_path / "sick" / "LATEST").touch()
     assert sick[0].wait(LONG)
     sick[0].close()
@@ -238,19 +247,13 @@ def test_where_storage_hangs_in_the_library_the_others_wait_by_polling_and_end(
         (tmp_path / name).mkdir()
     before = watcher(tmp_path / "a")
     sick: list[Watcher] = []
-    stuck = threading.Thread(target=lambda: sick.append(watcher(tmp_path / "sick")))
-    stuck.start()
-    try:
-        assert asked.wait(LONG)
+    with stuck(sick, tmp_path / "sick", asked, answers):
         with watcher(tmp_path / "b") as watching:
             assert "waits by polling" in caplog.text
             assert not watching.wait(0.01)
             watching.wake()
             assert watching.wait(LONG)
         before.close()
-    finally:
-        answers.set()
-        stuck.join(LONG)
     monkeypatch.undo()
     before.close()
     (tmp_path / "sick" / "LATEST").touch()

@@ -31,7 +31,7 @@ from syncd.protocol.names import (
     shard_name,
 )
 from syncd.protocol.records import NonFinite, ReceiptFile, SaveId
-from syncd.storage.errnos import PASSING, is_gone
+from syncd.storage.errnos import GONE, NO_ROOM, PASSING, is_gone
 from syncd.storage.job import Job, point
 from trainer_hooks.settings import WriteConcurrency
 from trainer_hooks.state.host_buffers import nonfinite_names
@@ -108,13 +108,18 @@ class RankWriter:
             return self._save(files, contents, announced)
         except OSError as error:
             self._after_failure(files)
-            raise SaveFailedError(
-                f"rank {self.rank} could not write the save of step {save_id.step}: {error}. "
-                "Explorers never get this save. The previous version stays published"
-            ) from error
+            raise self.refused(save_id, error) from error
         except BaseException:
             self._after_failure(files)  # e.g. a tokenizer cannot be saved
             raise
+
+    def refused(self, save_id: SaveId, error: OSError) -> SaveFailedError:
+        """The error of a save that storage refuses."""
+        hint = f"; {self.job.daemon_hint()}" if error.errno in NO_ROOM | GONE else ""
+        return SaveFailedError(
+            f"rank {self.rank} could not write the save of step {save_id.step}: {error}. "
+            f"Explorers never get this save. The previous version stays published{hint}"
+        )
 
     def add_hugging_face(self, save_id: SaveId, weights: HostPart) -> None:
         """On rank 0, add the full weights to a complete full checkpoint.

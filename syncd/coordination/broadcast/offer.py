@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from syncd.coordination.participant import Participant, back_to_running, require_sync
 from syncd.coordination.roster import Roster
 from syncd.coordination.waiting import Wait
+from syncd.protocol.errors import BroadcastError
 from syncd.protocol.names import TEMPORARY
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import encode, parse
@@ -32,6 +34,7 @@ from syncd.storage.job import Job
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Decision = Literal["go", "off"]
 _VERDICT = ".verdict"
 
@@ -112,8 +115,26 @@ class Offers:
         return "off"  # the trainer has made another offer since
 
 
+class _Side(Generic[T]):
+    agreed: T | None = None
+
+    def take_agreed(self) -> T:
+        """Return ``agreed``, once.
+
+        Raises:
+            BroadcastError: no transfer was agreed.
+        """
+        agreed, self.agreed = self.agreed, None
+        if agreed is None:
+            raise BroadcastError(
+                "no transfer was agreed, so no weight group is formed. Call ready_to_nccl_sync "
+                "first, and continue only if it returns a step"
+            )
+        return agreed
+
+
 @dataclass
-class TrainerSide:
+class TrainerSide(_Side[Agreed]):
     """Makes an offer and decides it.
 
     Attributes:
@@ -126,7 +147,6 @@ class TrainerSide:
 
     def __post_init__(self) -> None:
         self._open: Offer | None = None
-        self.agreed: Agreed | None = None
 
     def takers(self) -> Takers:
         """Count the running explorers."""
@@ -217,7 +237,7 @@ class TrainerSide:
 
 
 @dataclass
-class ExplorerSide:
+class ExplorerSide(_Side[Offer]):
     """Joins an offer, and leaves the offer if the transfer does not take place.
 
     Attributes:
@@ -232,12 +252,8 @@ class ExplorerSide:
         self._over: set[str] = set()
         self._joined: Offer | None = None
         self._called_off = 0
-        self.agreed: Offer | None = None
-        try:
+        with suppress(OSError):
             past = self.offers.current()
-        except OSError as error:
-            log.debug("cannot read the trainer's current offer of a transfer: %s", error)
-        else:
             if past is not None and past.decided is not None:
                 self._over.add(past.offer)  # made for earlier explorers
 
