@@ -44,6 +44,13 @@ from tests.storages import Clock, FastStorage
 LEASE_TIME = 30.0
 
 
+def flip(path: Path, at: int = -1) -> None:
+    """Flip a bit of a file's byte."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
 def nothing() -> None:
     """Nobody cancels."""
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from syncd.checkpoint.sandbox.isolated import IsolatedParser
 from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.storage.fsio import Storage
 from tests.fsdp_fixtures import shard_paths
-from tests.jobs import SmallJob
+from tests.jobs import SmallJob, nothing
 from tests.lagging import Hosts
 from tests.rank_programs import written_by
 from tests.storages import RuledStorage
@@ -27,6 +28,12 @@ def opened() -> Iterator[Callable[[Path], list[ShardFile]]]:
             stack.enter_context(ShardFile.open(Storage(durable=False), path))
             for path in shard_paths(folder)
         ]
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[IsolatedParser]:
+    with IsolatedParser(cancel=nothing) as parser:
+        yield parser
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import VerificationError
 from syncd.protocol.records import Manifest
 from tests.deltas import STORAGE, changed, contents, random_tensors, same_files, write_version
-from tests.jobs import SmallJob, nothing
+from tests.jobs import SmallJob, flip, nothing
 from tests.saved_links import link_folder, save_full, save_link
 
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -162,21 +162,15 @@ def test_damage_and_misfits_are_found(tmp_path: Path, damage: str) -> None:
         else [link_folder(tmp_path / "d1", "run-1-1", "run-2-2", None, wrong)]
     )
     if damage == "link":
-        _flip(chain[0].folder / "rank-1", 40)
+        flip(chain[0].folder / "rank-1", 40)
     if damage == "base":
-        _flip(base.folder / "model.safetensors", -1)
+        flip(base.folder / "model.safetensors")
     if damage == "small file":
-        _flip(base.folder / "config.json", 1)
+        flip(base.folder / "config.json", 1)
     if damage == "missing link":
         (chain[0].folder / "rank-1").unlink()
     with pytest.raises(VerificationError if damage == "small file" else LinkError):
         folded(base, chain, tmp_path / "made")
-
-
-def _flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
 
 
 def test_links_that_divide_the_tensors_differently_do_not_fit(tmp_path: Path) -> None:
@@ -219,7 +213,7 @@ def test_a_child_process_folds_and_tells_what_is_damaged(tmp_path: Path) -> None
             verify_version(STORAGE, folder, made)
         finally:
             child.close()
-        _flip(job.layout.link(2) / "rank-1", 2)
+        flip(job.layout.link(2) / "rank-1", 2)
 
 
 def test_this_host_can_fold() -> None:

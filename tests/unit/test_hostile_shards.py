@@ -4,7 +4,7 @@ import copyreg
 import io
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +15,6 @@ from syncd.checkpoint.sandbox.isolated import IsolatedParser
 from syncd.checkpoint.torch_files.shard_file import ReadPieces, ShardFile
 from syncd.protocol.errors import CheckpointError, PlacementError, ShardFormatError
 from syncd.storage.fsio import Storage
-from tests.jobs import nothing
 from tests.shards import (
     Built,
     Entry,
@@ -34,12 +33,6 @@ from tests.shards import (
 
 STORAGE = Storage(durable=False)
 SYSTEM = b"cposix\nsystem\n"
-
-
-@pytest.fixture(scope="module")
-def child() -> Iterator[IsolatedParser]:
-    with IsolatedParser(cancel=nothing) as parser:
-        yield parser
 
 
 def refused(

@@ -30,7 +30,7 @@ from syncd.protocol.errors import (
 from syncd.protocol.names import HUGGINGFACE, NAME_MAP, RECEIPTS, part_name, receipt_name
 from syncd.protocol.records import Manifest, Names, Receipt, ReceiptFile, encode
 from syncd.storage.fsio import Storage
-from tests.jobs import nothing, read
+from tests.jobs import flip, nothing, read
 from tests.merging import STORAGE, assert_equal, loaded
 from tests.storages import RuledStorage, refuse
 
@@ -89,12 +89,6 @@ def publish(
         work=Work(nothing),
         sequence=1,
     )
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-2] ^= 1
-    path.write_bytes(content)
 
 
 def test_the_ranks_files_become_the_versions_files(tmp_path: Path) -> None:
@@ -178,7 +172,7 @@ def test_parts_are_copied_where_links_cannot_be_had(tmp_path: Path, *, said: boo
 
 def test_a_copy_that_is_not_what_was_written_is_not_published(tmp_path: Path) -> None:
     paths = put(tmp_path / "actor", PARTS)
-    flip(paths[0])
+    flip(paths[0], -2)
     storage = RuledStorage(refuse("link", errno.EPERM))
     with pytest.raises(ShardFormatError, match=r"model-00001-of-00003\.safetensors .* wrote"):
         publish(tmp_path / "actor", tmp_path / "out", storage=storage)
@@ -240,6 +234,6 @@ def test_a_file_of_the_release_before_is_compared_with_its_one_digest(tmp_path: 
     receipt = Receipt(save_id="run-1-0", step=1, rank=0, world_size=1, files=(file,))
     (actor / RECEIPTS / receipt_name(0)).write_bytes(encode(receipt))
     verify_version(STORAGE, tmp_path / "good", publish(actor, tmp_path / "good"))
-    flip(path)
+    flip(path, -2)
     with pytest.raises(ShardFormatError, match="the trainer wrote"):
         publish(actor, tmp_path / "bad")

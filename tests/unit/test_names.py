@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -76,12 +76,6 @@ refused = st.builds(
     legal,
 )
 PROPERTY = settings(max_examples=100, deadline=None)
-
-
-@pytest.fixture(scope="module")
-def child() -> Iterator[IsolatedParser]:
-    with IsolatedParser(cancel=nothing) as parser:
-        yield parser
 
 
 def save(path: Path, names: Any) -> dict[Any, torch.Tensor]:

@@ -24,7 +24,7 @@ from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import Latest, encode
 from syncd.protocol.reports import ExplorerReport
 from syncd.storage.fsio import Storage
-from tests.jobs import SmallJob, read
+from tests.jobs import SmallJob, flip, read
 from tests.lagging import Hosts
 from tests.storages import Clock, once, refuse
 
@@ -175,12 +175,6 @@ def test_storage_that_does_not_answer_is_an_error_and_no_timeout(
         reader.wait(0, LONG)
 
 
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 @pytest.mark.parametrize("damage", ["last bit", "first bit", "short", "long", "gone", "link"])
 def test_a_damaged_version_is_refused_by_name(
@@ -191,7 +185,7 @@ def test_a_damaged_version_is_refused_by_name(
     path = version.folder / name
     match damage:
         case "last bit":
-            flip(path, -1)
+            flip(path)
         case "first bit":
             flip(path, 0)
         case "short":
@@ -228,7 +222,7 @@ def test_a_file_without_a_digest_is_refused_if_the_manifest_promises_digests(
     for file in manifest["files"]:
         if file["name"] == "model.safetensors":
             del file["digest"]
-    flip(job.version(1) / "model.safetensors", -1)
+    flip(job.version(1) / "model.safetensors")
     job.put(job.version(1) / "manifest.json", json.dumps(manifest).encode())
     job.hosts.settle()
     with pytest.raises(VerificationError, match=r"gives none for model\.safetensors"):

@@ -3,7 +3,7 @@
 import itertools
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,18 +16,11 @@ from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.protocol.errors import CoverageError, PlacementError
 from syncd.storage.fsio import Storage
 from tests.fsdp_fixtures import MERGEABLE, names, shard_paths
-from tests.jobs import nothing
 from tests.merging import STORED, assert_equal, loaded, merge, truth
 
 Open = Callable[[Path], list[ShardFile]]
 MERGED = names(MERGEABLE)
 STORED_SAVES = sorted(str(path.parent.relative_to(STORED)) for path in STORED.rglob("truth.pt"))
-
-
-@pytest.fixture(scope="module")
-def child() -> Iterator[IsolatedParser]:
-    with IsolatedParser(cancel=nothing) as parser:
-        yield parser
 
 
 def indexes(shards: list[ShardFile]) -> list[tuple[str, dict[str, Local | Chunks]]]:

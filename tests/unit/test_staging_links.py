@@ -16,7 +16,7 @@ from syncd.deltas.link_index import LinkRecord
 from syncd.protocol.errors import CancelledError, VersionGoneError
 from syncd.protocol.names import DELTA, MANIFEST
 from syncd.protocol.records import Ahead, encode
-from tests.jobs import SmallJob
+from tests.jobs import SmallJob, flip
 from tests.staged_links import SMALL, LinkedJob, copies, state
 from tests.storages import RuledStorage
 
@@ -134,12 +134,6 @@ def test_a_host_without_a_copy_reads_the_version_and_the_links(
     staging.tidy()
     assert copies(memory) == ["v000003"]
     copy.release()
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def flip_in_header(path: Path) -> None:
