@@ -229,8 +229,7 @@ class Saver:
         An error of ``gather`` is raised; any other failure is kept for :meth:`raise_failure`.
         """
         with ExitStack() as stack:
-            spool = gather(stack)
-            at_end = stack.pop_all()
+            spool, at_end = gather(stack), stack.pop_all()
         if spool is not None:
             save.has_hugging_face = True
             work = partial(self._write_hugging_face, save, spool, at_end)
@@ -316,8 +315,7 @@ class Saver:
     def _say_unclosed(self) -> None:
         if self._thread.is_alive():  # not in a fork
             log.warning(
-                "the trainer ends without close(), so unfinished saves are lost, and the last step "
-                "may be without one. Call close(), or use a with block"
+                "the trainer ends without close(): its last saves may be lost. Use a with block"
             )
 
     def _job(self, root: str | Path, *, opens: bool) -> Job:

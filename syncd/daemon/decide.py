@@ -307,8 +307,7 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
         # LATEST alone whether the request was carried out.
         new, waiting_for = (_rollback(seen.rollbacks[0], seen),), ""
     elif seen.pause is not None:
-        by = printable(seen.pause.by)
-        new, waiting_for = (), f"paused by {by}, until 'syncd resume'"
+        new, waiting_for = (), f"paused by {printable(seen.pause.by)}, until 'syncd resume'"
     else:
         new, waiting_for = _publish(seen, config)
         if all(isinstance(action, MakeLinks) for action in new):
