@@ -178,7 +178,7 @@ def _used(folder: Path) -> int:
 
 def _stream(run: _Run, steps: int) -> list[float]:
     """The figures of one row: bytes and memory in models, bytes and CPU a step."""
-    for step in range(2):  # the base, and what happens once
+    for step in range(4):  # the base, and those until the daemon offers links
         first = run.publish(), run.receive(step)
     io = Path(f"/proc/{run.daemon.pid}/io") if run.daemon else Path("/proc/self/io")
 
@@ -188,7 +188,7 @@ def _stream(run: _Run, steps: int) -> list[float]:
         return [status(io, "wchar"), status(io, "rchar"), cpu_seconds(run.daemon.pid)]
 
     before, room, stalls, published, live = of_daemon(), 0, [], [], []
-    for step in range(2, steps + 2):
+    for step in range(4, steps + 4):
         pipe = run.receiver.pipe
         if run.daemon:  # the receiver waits by itself
             pipe.send(step)
