@@ -286,8 +286,8 @@ class Pipeline:
         return None
 
     def _say(self, text: str) -> None:
-        """Log a warning once, whatever its numbers are: each step could repeat it."""
-        words = re.sub(r"\d+", "", text)
+        """Log a warning once, whatever its numbers and random names: each step could repeat it."""
+        words = re.sub(r"\w*\d\w*", "", text)
         log.log(logging.DEBUG if words in self._said else logging.WARNING, "%s", text)
         self._said.add(words)
 

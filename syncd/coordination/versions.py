@@ -51,7 +51,8 @@ class Versions:
     The leases name the heartbeat ``session``; None makes a separate heartbeat.
 
     Attributes:
-        alone_since: when no daemon was live first; infinite if one was live at the last look.
+        alone_since: since when no daemon is live, infinite if one was live at the last look; minus
+            infinity before, so that an explorer tells at the first look.
     """
 
     alone_since = -math.inf
@@ -191,7 +192,7 @@ class Versions:
         return seen is Liveness.ALIVE
 
     def warn_without_daemon(self, doing: str) -> None:
-        """Log, once, that ``doing`` is in vain, if no daemon was live at two looks."""
+        """Log, once, that ``doing`` is in vain: no daemon was live for a third of a lease time."""
         now, pause = self._clock(), self.lease_time / LOOKS_PER_LEASE
         if now < self._look_at:
             return

@@ -127,7 +127,7 @@ class WeightWaits:
 
     def _lacks_trainer(self) -> bool:
         """True if it is certain that no trainer is running."""
-        with suppress(OSError, SyncdError):
+        with suppress(OSError, SyncdError):  # then it is not certain
             return self.roster.trainer_status() is RunningStatus.STOPPED
         return False
 

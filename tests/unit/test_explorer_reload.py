@@ -14,6 +14,7 @@ from syncd.protocol.errors import EngineBrokenError, EngineMismatchError
 from syncd.protocol.policy import Version
 from tests.explorers import leased, publish, report
 from tests.jobs import SmallJob
+from tests.storages import RuledStorage, refuse
 
 PER_VERSION = ("check", "prepare", "pause", "load", "reset_cache", "resume")
 
@@ -237,20 +238,32 @@ def test_a_staged_version_is_loaded_from_its_copy_and_needs_no_lease(
     assert [path.name for path in room.iterdir()] == [".copier"]
 
 
-def test_what_does_not_fit_is_loaded_from_where_it_is_and_said_once(
-    job: SmallJob, engine: FakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"budget_bytes": 10}, "do not fit into the stage folder's budget of 10 B"),
+        ({"storage": RuledStorage(refuse("create", errno.EIO))}, "[Errno 5]"),
+    ],
+)
+def test_what_cannot_be_staged_is_loaded_from_where_it_is_and_said_once(
+    job: SmallJob,
+    engine: FakeEngine,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    given: dict[str, Any],
+    why: str,
 ) -> None:
-    staging = Staging(tmp_path / "stage", 10)
+    staging = Staging(tmp_path / "stage", **given)
     with ExplorerHook(job.root, "explorer", engine, staging=staging) as hook:
         for step in (1, 2):
             publish(job, step)
             hook.pull(0)
             assert hook.folder == job.version(step)
-        assert caplog.text.count("do not fit into the stage folder's budget of 10 B") == 1
+        assert caplog.text.count(why) == 1
         told = report(job).reload
         assert told is not None
         assert told.staged is False
-        assert "do not fit" in str(told.not_staged)
+        assert why in str(told.not_staged)
 
 
 def test_an_engine_that_reads_elsewhere_gets_the_published_folder(

@@ -252,7 +252,7 @@ class ExplorerSide(_Side[Offer]):
         self._over: set[str] = set()
         self._joined: Offer | None = None
         self._called_off = 0
-        with suppress(OSError):
+        with suppress(OSError):  # then an old offer counts as new
             past = self.offers.current()
             if past is not None and past.decided is not None:
                 self._over.add(past.offer)  # made for earlier explorers
