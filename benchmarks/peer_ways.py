@@ -1,8 +1,9 @@
 """The ways of peers.py. A process has one side of one way: it publishes, or it receives.
 
 ModelExpress, SkyRL, torch and transformers are used unmodified. The formats of slime and prime-rl
-are written anew, from the sources that docs/comparison.md links. Folders of the hub are loaded by
-:meth:`Way.load`, in place of an engine.
+are written anew, from the sources that docs/comparison.md links; a receiver of slime is SGLang's
+``weight_sync/local_checkpoint.py`` at 01d5bfe5. Folders of the hub are loaded by :meth:`Way.load`
+in one thread, in place of an engine.
 """
 
 import json
@@ -41,7 +42,7 @@ class Way:
     """One side of a way. Step 0 is the base.
 
     Attributes:
-        added: a glob of what a step adds to shared storage.
+        added: what a step adds to shared storage; from the step, and syncd's number of it.
         copy: a glob of the files in the receiver's folder that it loads; empty without a copy.
         imports: what it needs besides torch and syncd.
         patience: seconds until a receiver of syncd says that it cannot have a step.
@@ -73,7 +74,7 @@ class Way:
         save_file(self.tensors, self.folder(step) / _FILE)
 
     def announced(self, step: int) -> None:
-        """Wait until a receiver can know of the step."""
+        """Wait until a receiver, or syncd's daemon, can know of the step."""
 
     def receive(self, step: int) -> int:
         """Load a step, or a newer one; return it."""
@@ -213,12 +214,13 @@ class _Slime(Way):
 
             def patch(entry: tuple[Path, int, str, int, int]) -> bool:
                 _, start, name, begin, end = entry
-                frame = data[start + begin : start + end]
+                frame = memoryview(data)[start + begin : start + end]
                 place, count = places[name]
                 part = np.frombuffer(copy, np.uint8, count, place)
                 part ^= np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), np.uint8)
                 return bool(xxhash.xxh3_128_hexdigest(part.data) == digests[name])
 
+            (self.local / "version").unlink()  # a copy that is torn begins with the base again
             if not all(list(self._pool.map(patch, _entries(folder)))):
                 raise ValueError("checksum mismatch")
 
@@ -323,6 +325,7 @@ class _ModelExpress(Way):
                 s3=self._objects,
             )
         ref, pairs = self._public.WeightVersionRef(f"{step}"), list(self.tensors.items())
+        # Of 64 MiB (its default is 512), so that its threads share the work.
         buckets = (pairs[at : at + 16] for at in range(0, len(pairs), 16))
         self._side.publish(
             version=ref, staged=self._side.stage(version=ref, hf_tensor_iter=buckets)
@@ -375,7 +378,7 @@ class _ModelExpress(Way):
 class _Syncd(Way):
     """Full versions of shards. Steps begin with 1."""
 
-    added = "published/v*"
+    added = "published/v{1:06}"
     _side: Any = None
 
     def publish(self, step: int) -> None:
@@ -390,7 +393,7 @@ class _Syncd(Way):
 
     def receive(self, step: int) -> int:
         if self._side is None:
-            engine = TorchModule(self.module, in_place="direct")
+            engine = TorchModule(self.module, in_place="direct", threads=1)
             self._side = ExplorerHook(self.shared, self.local.name, engine, staging=self.staging())
         until = time.monotonic() + self.patience
         while not self._side.version or self._side.version.step <= step:
@@ -414,7 +417,7 @@ class _Named(_Syncd):
 
 
 class _Ahead(_Named):
-    added = "deltas/d*"
+    added = "deltas/d{1:06}"
     copy = "syncd-*/v*/*.safetensors"
     settings = SyncSettings(deltas=True)
     _staging: Staging | None = None

@@ -5,10 +5,13 @@ Repeat with ``python -m benchmarks.peers`` (over an hour; ``--megabytes 250 --ch
 
 The trainer, syncd's daemon and the receiver are processes. In ``--dir`` they share storage; the
 receiver's own folder is in ``--local``. A model in bf16 trains one step, with random updates that
-change a fraction of its elements; its first tensor never changes. A peer's receiver is asked as
-soon as its trainer has published. Times begin when the new weights are in the trainer's memory.
+change a fraction of its elements; its first tensor never changes. A peer's receiver is asked once
+its trainer has published, syncd's waits by itself. Times begin when the new weights are in the
+trainer's memory; its digest of them, for the comparison of bits, counts for nobody.
 
-Bytes are ``rchar`` and ``wchar`` of ``/proc/PID/io``, with children; a mapped file counts nothing.
+Bytes are ``rchar`` and ``wchar`` of ``/proc/PID/io``, with children; a mapped file counts nothing
+there, but in the memory of who maps it. The memory of syncd's daemon is not measured.
+
 The faults use the smallest size, and 3.3 % of changes. The digest of all tensors decides: ``right``
 is the step itself, ``after 2`` the second step after it, ``restart`` a new receiver, ``stuck`` none
 of these, and ``wrong`` other bits without an error. After ``stuck`` or ``wrong`` the kills go on
@@ -57,11 +60,13 @@ _NOT_RUN: Final = {
     "NeMo-RL, stitch, TRL's bucket": "need Ray, Modal or the Hub",
 }
 _FORK: Final = multiprocessing.get_context("fork")
+#: The base, and those until syncd's daemon offers links.
+_FIRST: Final = 4
 #: The most steps after a fault.
 _MORE: Final = 20
 _FAULTS: Final = ("flip", "torn", "missing", "twice")
 _STREAM: Final = ("way", "trainer wrote", "read", "daemon wrote", "read", "receiver wrote", "read",
-                  "shared", "CPU s/GB", "stall s", "published", "live", "worst", "memory trainer",
+                  "shared", "CPU s/GB", "stall s", "announced", "live", "worst", "memory trainer",
                   "receiver", "room", "late read", "late s")  # fmt: skip
 
 
@@ -133,8 +138,8 @@ class _Run:
 
     def newest(self) -> Path:
         """The folder that the last step has added to shared storage."""
-        found = self.shared.glob(self.kind.added.format(len(self.digests) - 1))
-        return max(found, default=max(self.shared.glob("published/v*"), default=self.shared))
+        step = len(self.digests)
+        return (self.shared / self.kind.added.format(step - 1, step)).resolve(strict=True)
 
     def outcome(self, step: int) -> str:
         """Receive a step, or what comes after it, and compare all bits."""
@@ -178,7 +183,7 @@ def _used(folder: Path) -> int:
 
 def _stream(run: _Run, steps: int) -> list[float]:
     """The figures of one row: bytes and memory in models, bytes and CPU a step."""
-    for step in range(4):  # the base, and those until the daemon offers links
+    for step in range(_FIRST):
         first = run.publish(), run.receive(step)
     io = Path(f"/proc/{run.daemon.pid}/io") if run.daemon else Path("/proc/self/io")
 
@@ -187,8 +192,8 @@ def _stream(run: _Run, steps: int) -> list[float]:
             return [0, 0, 0]
         return [status(io, "wchar"), status(io, "rchar"), cpu_seconds(run.daemon.pid)]
 
-    before, room, stalls, published, live = of_daemon(), 0, [], [], []
-    for step in range(4, steps + 4):
+    before, room, stalls, announced, live = of_daemon(), 0, [], [], []
+    for step in range(_FIRST, _FIRST + steps):
         pipe = run.receiver.pipe
         if run.daemon:  # the receiver waits by itself
             pipe.send(step)
@@ -201,8 +206,8 @@ def _stream(run: _Run, steps: int) -> list[float]:
         if got["error"] or got["digest"] != run.digests[step]:
             raise RuntimeError(got["error"] or "other bits")
         stalls.append(sent["stall"])
-        published.append(sent["live"] - sent["there"])
-        live.append(got["live"] - sent["there"])
+        announced.append(sent["live"] - sent["there"])
+        live.append(announced[-1] + got["live"] - max(sent["live"], got["there"]))
     if run.daemon:
         time.sleep(2)  # until the child that has folded is reaped, and counts
     moved = [end - at for end, at in zip(of_daemon(), before, strict=True)]
@@ -220,13 +225,13 @@ def _stream(run: _Run, steps: int) -> list[float]:
     return [
         *(count / run.size / steps for count in bytes_),
         cpu / steps / run.size * 1e9,
-        *(median(times) for times in (stalls, published, live)), max(live),
+        *(median(times) for times in (stalls, announced, live)), max(live),
         *memory, room / run.size, late["shared"] / run.size, late["live"] - late["there"],
     ]  # fmt: skip
 
 
 def _kills(run: _Run, kills: int) -> list[str]:
-    for step in range(4):
+    for step in range(_FIRST + 1):
         run.publish()
         got = run.receive(step)
     seconds = got["live"] - got["there"]
@@ -250,7 +255,7 @@ def _kills(run: _Run, kills: int) -> list[str]:
 
 
 def _fault(run: _Run, fault: str) -> str:
-    for step in range(2):
+    for step in range(_FIRST):
         run.publish()
         run.receive(step)
     if fault == "flip" and run.kind.copy:
@@ -265,12 +270,15 @@ def _fault(run: _Run, fault: str) -> str:
     elif fault == "missing":
         shutil.rmtree(folder)
     elif fault == "twice":
-        run.receive(2)
-    return run.outcome(2)
+        run.receive(_FIRST)
+        run.receiver.kill()
+        run.new_receiver(emptied=False)
+    return run.outcome(_FIRST)
 
 
 @contextmanager
 def _runs(given: argparse.Namespace, way: str, size: int) -> Iterator[_Run]:
+    os.sync()  # nobody writes what the way before has left in memory
     with ExitStack() as stack:
         yield _Run(stack, given, way, size)
 
