@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 from syncd.checkpoint.adapter import AdapterConfig, read_config
+from syncd.checkpoint.masters import in_models_dtype
 from syncd.checkpoint.merging.cast import Caster
 from syncd.checkpoint.merging.merge import run_plan
 from syncd.checkpoint.merging.options import MergeOptions, Work
@@ -50,6 +51,7 @@ from syncd.protocol.errors import CheckpointError, NoRoomError, RecordError, Sav
 from syncd.protocol.names import (
     ACTOR,
     ADAPTER_CONFIG,
+    FULL,
     HUGGINGFACE,
     LORA_ADAPTER,
     MANIFEST,
@@ -85,16 +87,15 @@ def build_model_folder(
     The result is a Hugging Face model folder, or an adapter's folder for PEFT and vLLM. An
     adapter's folder lacks the base model's config, so that it does not look like a model.
 
-    ``save`` must be the latest result of ``look_at_save``. No other process may read ``folder``,
-    and the caller must sync its parent. ``sequence`` is 0 for a step that is built only for
-    evaluation, and None if no explorer loads the folder.
+    ``save`` must be the latest result of ``look_at_save``; a link must be a full checkpoint. No
+    other process may read ``folder``, and the caller must sync its parent. ``sequence`` is 0 for a
+    step that is built only for evaluation, and None if no explorer loads the folder.
 
     Raises:
         SaveNotReadyError: the save is not whole, or changed during the merge.
         CheckpointError: this save can never be merged.
     """
-    if isinstance(save, Unfinished):
-        raise SaveNotReadyError(save.reason)
+    save, options = _mergeable(storage, actor, save, options)
     cancel, begun = work.cancel, work.clock()
     try:
         with (
@@ -293,11 +294,24 @@ def _floating_dtypes(tensors: Sequence[TensorEntry]) -> str | None:
     return ", ".join(dtype for dtype, _ in sizes.most_common()) or None
 
 
+def _mergeable(
+    storage: Storage, actor: Path, save: Unfinished | SavedWeights, options: MergeOptions
+) -> tuple[SavedWeights, MergeOptions]:
+    """In place of a link the weights to resume from, with the cast for explorers."""
+    if isinstance(save, Unfinished):
+        raise SaveNotReadyError(save.reason)
+    if not isinstance(save, Links):
+        return save, options
+    if not storage.exists(actor.parent / FULL):
+        raise CheckpointError(save.refusal(actor))
+    cast = next((one for one in get_args(Cast) if one == save.sync_dtype), None)
+    options = options._replace(cast=options.cast or cast)
+    return in_models_dtype(storage, actor, save), options
+
+
 @contextmanager
 def _judged_at_rest(storage: Storage, actor: Path, save: SavedWeights) -> Iterator[None]:
     """Raise SaveNotReadyError instead of CheckpointError if the save has changed."""
-    if isinstance(save, Links):
-        raise CheckpointError(save.refusal(actor))
     try:
         yield
     except CheckpointError:
@@ -408,6 +422,8 @@ class FreeSpace:
             SaveNotReadyError: the save changed, or is not whole.
             CheckpointError: this save can never be merged.
         """
+        if isinstance(save, Links):
+            save, options = _mergeable(self.storage, actor, save, options)
         needed = 0
         for name in save.weights:
             status = self.storage.status(actor / name)

@@ -82,6 +82,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
             ),
         )
         self._writer = writer
+        self._versions.passed = 0  # see _must_wait
         self._versions.alone_since = math.inf  # a daemon may be starting, too
         self._transfer = TrainerSide(self._offers, self._roster, self._me)
         self._group = TrainerGroup(
@@ -234,12 +235,15 @@ class TrainerSynchronizer(Member[TrainerReport]):
         return True
 
     def _must_wait(self) -> bool:
-        newest = self._versions.newest()
         waited_for = [
             one for one in self._roster.working() if one.refused is None and one.bench is None
         ]
-        held = [served(one, newest, self._me.record.run_id) for one in waited_for]
-        return must_wait_for_explorers(self.settings, newest, held)
+        for ahead in (False, True):
+            newest, run = self._versions.newest(ahead=ahead), self._me.record.run_id
+            held = [served(one, newest, run) for one in waited_for if one.follows_ahead is ahead]
+            if must_wait_for_explorers(self.settings, newest, held):
+                return True
+        return False
 
     def ready_to_nccl_sync(
         self, step: int, *, timeout: float | None = None, cancel: Cancellation | None = None

@@ -164,9 +164,11 @@ class Attempts:
             except (LinkError, RecordError) as error:
                 self._close(save.step, str(error))
                 return ""
-            except (SaveNotReadyError, OSError) as error:
+            except (SaveNotReadyError, OSError, MemoryError) as error:
                 self._job.check_is_there()
-                return self._try_later(f"step {save.step} could not be linked: {error}", error)
+                return self._try_later(
+                    f"step {save.step} could not be linked: {str(error) or 'no memory'}", error
+                )
             self._wait = 0.0
             size = sum(file.size for file in save.vouched().values() if file.over == "index")
             seconds = round(self._clock() - begun, 3)

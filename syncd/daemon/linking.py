@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from syncd.checkpoint.save import SavedWeights, confirm_unchanged
 from syncd.checkpoint.version import link_or_copy, read_manifest
@@ -15,6 +16,9 @@ from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import SaveNotReadyError
 from syncd.protocol.names import DELTA, HUGGINGFACE, link_folder, link_name
 from syncd.protocol.records import Latest, ReceiptFile, VersionFile, encode
+
+#: The most pieces and blocks of all ranks, each of which takes up to 1 KB of memory here.
+_MOST: Final = 4_000_000
 
 
 def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: Latest) -> int:
@@ -46,10 +50,13 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
         # Read all receipts again by name, so that all files are of this save.
         confirm_unchanged(job.storage, actor, save)
         # Read the indexes, but none of the blocks.
-        pieces = [
-            read_index(job.storage, folder / file.name, file.size, file.digest or "")
-            for file in files
-        ]
+        pieces, left = [], _MOST
+        for made in files:
+            index = read_index(job.storage, folder / made.name, made.size, made.digest or "")
+            left -= sum(1 + len(piece.blocks) for piece in index)
+            if left < 0:
+                raise LinkError(f"its ranks list more than {_MOST} pieces and blocks")
+            pieces.append(index)
         _check_small_files(vouched, version)
         plan_links(pieces, version, job.storage, cancel=publisher.cancel)
         record = LinkRecord(

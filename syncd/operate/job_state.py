@@ -161,7 +161,8 @@ def _health(seen: dict[str, Any]) -> dict[str, Any]:
         problems.append("no daemon")
     if seen["paused"]:
         problems.append("paused")
-    saves = [one for one in seen["events"] if one["event"] in {"published", "quarantined"}]
+    ends = {"published", "linked", "quarantined"}
+    saves = [one for one in seen["events"] if one["event"] in ends]
     if saves and saves[-1]["event"] == "quarantined":
         problems.append(f"step {saves[-1]['step']} cannot be published")
     level = int(bool(problems))

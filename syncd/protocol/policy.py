@@ -392,8 +392,8 @@ def must_wait_for_explorers(
 ) -> bool:
     """True if the trainer must wait for the slowest explorer (``settings.max_explorer_lag``).
 
-    ``held`` has the versions of the explorers to wait for. ``newest`` must be a published version,
-    because explorers cannot load an unpublished one: the trainer would wait for ever.
+    ``held`` has the versions of the explorers to wait for. ``newest`` must be one that they
+    can load, or the trainer would wait for ever.
     """
     most = settings.max_explorer_lag
     return most is not None and any(_lag(version, newest) > most for version in held)

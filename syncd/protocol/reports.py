@@ -332,12 +332,13 @@ class ExplorerReport(Record):
         return self.reload.pause
 
     def behind(self, latest: Latest | None) -> tuple[int | None, int | None]:
-        """By how many versions and steps LATEST is newer than what is served, if known."""
+        """By how many versions and steps the newest is newer than what is served, if known."""
         if latest is None or self.bench is not None:
             return None, None
-        steps = None if self.step is None else latest.step - self.step
-        # One that follows ahead can serve a version above LATEST.
-        return max(0, latest.sequence - (self.sequence or 0)), steps
+        newest = (self.follows_ahead and latest.ahead) or latest
+        steps = None if self.step is None else newest.step - self.step
+        # One that no longer follows ahead can serve a version above LATEST.
+        return max(0, newest.sequence - (self.sequence or 0)), steps
 
     @property
     def last_loads(self) -> tuple[Load, ...]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.version import read_manifest
@@ -14,6 +14,7 @@ from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER, shard_name
 from syncd.protocol.records import Quarantine, Receipt, ReceiptFile, encode
 from syncd.storage.fsio import Storage
 from tests.jobs import read
+from tests.merging import assert_equal, loaded
 from tests.multiprocess.processes import Daemon, report, wait_for_step, wait_until, wait_until_gone
 from tests.shards import Built, Named, dtensor, shard, tensor
 
@@ -42,12 +43,8 @@ def save_summands(job: Path, step: int) -> None:
         (actor / shard_name(2, rank)).write_bytes(shard({"weight": weight}))
 
 
-def same(job: Path, sequence: int, truth: dict[str, torch.Tensor]) -> bool:
-    merged = load_file(JobLayout(job).version(sequence) / "model.safetensors")
-    return merged.keys() == truth.keys() and all(
-        merged[name].dtype == truth[name].dtype and torch.equal(merged[name], truth[name])
-        for name in truth
-    )
+def check(job: Path, sequence: int, truth: dict[str, torch.Tensor]) -> None:
+    assert_equal(loaded(JobLayout(job).version(sequence)), truth)
 
 
 def truth_of(kind: str, torch_version: str = "2.15.0") -> dict[str, torch.Tensor]:
@@ -67,7 +64,7 @@ def test_every_kind_of_shard_that_trainers_write_is_served_one_after_the_other(j
             put(job, kind, step)
             (job / STATE_POINTER).write_text(str(step))
             latest = wait_for_step(job, step)
-            assert same(job, latest.sequence, truth_of(kind))
+            check(job, latest.sequence, truth_of(kind))
 
 
 def test_a_daemon_that_casts_publishes_what_torch_would_make_of_it(job: Path) -> None:
@@ -79,7 +76,7 @@ def test_a_daemon_that_casts_publishes_what_torch_would_make_of_it(job: Path) ->
             truth = truth_of("fsdp_tp")
             wanted = {name: t.float() if t.is_floating_point() else t for name, t in truth.items()}
             assert any(t.dtype == torch.bfloat16 for t in truth.values())
-            assert same(job, latest.sequence, wanted)
+            check(job, latest.sequence, wanted)
 
 
 @pytest.mark.parametrize("torch_version", ["2.5.1", "2.15.0"])
@@ -89,7 +86,7 @@ def test_a_plain_verl_job_is_served_and_never_pruned(job: Path, torch_version: s
             put(job, "fsdp2", step, torch_version)
             (job / CHECKPOINT_POINTER).write_text(str(step))
             latest = wait_for_step(job, step)
-            assert same(job, latest.sequence, truth_of("fsdp2", torch_version))
+            check(job, latest.sequence, truth_of("fsdp2", torch_version))
         layout = JobLayout(job)
         assert read_manifest(Storage(), layout.version(2)).checked == "crc32"
         wait_until_gone(layout.version(1))
@@ -110,7 +107,7 @@ def test_a_save_that_cannot_be_merged_is_quarantined_and_the_next_one_served(job
         put(job, "fsdp2", 2)
         (job / STATE_POINTER).write_text("2")
         latest = wait_for_step(job, 2)
-        assert same(job, latest.sequence, truth_of("fsdp2"))
+        check(job, latest.sequence, truth_of("fsdp2"))
         assert _said(daemon, "cannot be published") == 1
         assert layout.step(1).exists()
 
@@ -131,7 +128,7 @@ def test_a_shard_that_is_still_being_written_is_waited_for(job: Path) -> None:
             assert not layout.latest.exists()
         last.write_bytes(content)
         latest = wait_for_step(job, 1)
-        assert same(job, latest.sequence, truth_of("fsdp2"))
+        check(job, latest.sequence, truth_of("fsdp2"))
 
 
 def test_pointers_that_name_nothing_are_logged_once_and_looked_at_again(job: Path) -> None:
@@ -202,5 +199,5 @@ def test_a_full_state_dict_is_linked_when_it_has_our_receipt_else_copied(
         latest = wait_for_step(job, 1)
         published = layout.version(latest.sequence) / "model.safetensors"
         assert published.samefile(path) is has_receipt
-        assert same(job, latest.sequence, truth)
+        check(job, latest.sequence, truth)
         wait_until(lambda: (found := report(job)) and found.counters.published == 1, "counted")

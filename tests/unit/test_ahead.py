@@ -15,6 +15,7 @@ from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.version import read_manifest
 from syncd.cli import cli
 from syncd.coordination.versions import Versions
+from syncd.daemon import linking
 from syncd.daemon.config import DaemonConfig
 from syncd.operate.history import history
 from syncd.operate.job_state import look
@@ -134,8 +135,10 @@ def test_a_link_without_its_base_closes_the_links_until_the_next_full_version(
         assert job.latest.ahead is not None
 
 
-@pytest.mark.parametrize("fault", ["config", "shape", "index", "no version", "no link"])
-def test_a_link_that_does_not_fit_closes_the_links(job: SmallJob, fault: str) -> None:
+@pytest.mark.parametrize("fault", ["config", "shape", "index", "no version", "no link", "many"])
+def test_a_link_that_does_not_fit_closes_the_links(
+    job: SmallJob, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with daemon(job, 1) as loop:
         save_link(job, 2, 1, shape=2 if fault == "shape" else 3)
         actor = job.layout.actor(2)
@@ -150,6 +153,8 @@ def test_a_link_that_does_not_fit_closes_the_links(job: SmallJob, fault: str) ->
             line = '{"name":"huggingface/config.json","size":2,"digest":"%032d","over":"content"},'
             text = path.read_text().replace('"files":[', '"files":[' + line % 0)
             job.put(path, text.encode())
+        if fault == "many":
+            monkeypatch.setattr(linking, "_MOST", 1)
         if fault == "no version":
             STORAGE.remove_tree(job.layout.version(1))
         if fault == "no link":
@@ -179,6 +184,7 @@ def test_a_refused_save_with_nan_is_linked_but_never_ahead(job: SmallJob) -> Non
         loop.run_once()
         assert job.latest.ahead == Ahead(sequence=4, step=4, save_id="run-4-4")
     assert links(job) == ["d000002", "d000003", "d000004"]
+    assert "cannot be" not in look(Job.at(job.layout.root))["health"]["text"]
 
 
 def test_links_above_latest_stay_and_those_below_go_as_deltas_do(job: SmallJob) -> None:

@@ -37,7 +37,7 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.names import FULL
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
-from syncd.protocol.records import SaveId, SaveOutcome, SaveOutcomes, encode
+from syncd.protocol.records import Ahead, SaveId, SaveOutcome, SaveOutcomes, encode
 from syncd.protocol.reports import ExplorerReport, TrainerReport
 from tests.doc_blocks import blocks
 from tests.jobs import SmallJob, read
@@ -755,6 +755,22 @@ def test_the_trainer_waits_for_the_slowest_explorer_and_not_for_ever(members: Me
     gone.close()
     slow.set_explorer_version(version)
     assert waiting.result(LONG)
+
+
+def test_the_trainer_waits_for_those_who_follow_ahead_until_they_serve_it(
+    members: Members,
+) -> None:
+    trainer = members.trainer(settings=SyncSettings(max_explorer_lag=1, sync_timeout=LONG))
+    follower, other = members.explorer("follower", follows_ahead=True), members.explorer("other")
+    version = members.publish(1)
+    for explorer in (follower, other):
+        explorer.set_explorer_version(version)
+    ahead = Ahead(sequence=2, step=9, save_id="run-9-2")
+    latest = members.job.latest.model_copy(update={"ahead": ahead})
+    members.job.layout.latest.write_bytes(encode(latest))
+    assert not trainer.wait_for_explorers(0.1)
+    follower.set_explorer_version(Version(2, 9))
+    assert trainer.wait_for_explorers(0.1)
 
 
 def test_the_trainer_does_not_wait_for_an_explorer_that_refused_the_version(

@@ -11,6 +11,7 @@ from explorer_hooks.reader import LeasedVersion, Reader
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.protocol.errors import EngineMismatchError, SyncdError
 from tests.jobs import SmallJob
+from tests.merging import assert_equal
 from tests.unit.test_cast import full
 from trainer_hooks import TrainerHook
 
@@ -42,12 +43,6 @@ def copies(net: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in net.state_dict().items()}
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(
-        torch.equal(value, right[name]) for name, value in left.items()
-    )
-
-
 @pytest.fixture
 def truth() -> Net:
     return filled(1)
@@ -68,7 +63,7 @@ def test_a_module_gets_the_trainers_weights_bit_by_bit(version: LeasedVersion, t
     engine = TorchModule(net)
     engine.check(version)
     engine.load(version)
-    assert same(copies(net), copies(truth))
+    assert_equal(copies(net), copies(truth))
     assert net.head.weight is net.embed.weight
 
 
@@ -83,7 +78,7 @@ def test_a_tied_tensor_is_filled_by_the_one_that_is_there(job: SmallJob, truth: 
         net, untied = filled(2), filled(2)
         TorchModule(net).check(version)
         TorchModule(net).load(version)
-        assert same(copies(net), copies(truth))
+        assert_equal(copies(net), copies(truth))
         untied.head.weight = nn.Parameter(untied.embed.weight.clone())
         with pytest.raises(EngineMismatchError, match=r"head\.weight is not in the version"):
             TorchModule(untied).check(version)
@@ -124,7 +119,7 @@ def test_what_does_not_fit_is_said_by_name_and_changes_nothing(
     before = copies(net)
     with pytest.raises(EngineMismatchError, match=said):
         TorchModule(net).check(version)
-    assert same(copies(net), before)
+    assert_equal(copies(net), before)
 
 
 def test_many_differences_are_counted_and_not_all_listed(version: LeasedVersion) -> None:
@@ -150,7 +145,7 @@ def test_an_error_in_the_middle_of_loading_leaves_the_module_as_it_was(
     os.truncate(path, size if size > 0 else path.stat().st_size + size)
     with pytest.raises(SyncdError, match=r"model\.safetensors"):
         TorchModule(net).load(version)
-    assert same(copies(net), before)
+    assert_equal(copies(net), before)
 
 
 def test_a_file_that_shrinks_after_its_header_was_read_leaves_the_module_as_it_was(
@@ -170,7 +165,7 @@ def test_a_file_that_shrinks_after_its_header_was_read_leaves_the_module_as_it_w
     monkeypatch.setattr(version, "open_file", shrinking)
     with pytest.raises(SyncdError, match="shorter than its header says"):
         TorchModule(net).load(version)
-    assert same(copies(net), before)
+    assert_equal(copies(net), before)
 
 
 def test_a_module_that_cannot_take_a_copy_is_refused_before_any_is_made(
@@ -184,4 +179,4 @@ def test_a_module_that_cannot_take_a_copy_is_refused_before_any_is_made(
     before = copies(net)
     with pytest.raises(EngineMismatchError, match="share memory"):
         TorchModule(net).check(version)
-    assert same(copies(net), before)
+    assert_equal(copies(net), before)

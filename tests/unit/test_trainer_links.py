@@ -120,6 +120,7 @@ def test_training_resumes_from_a_full_checkpoint_whose_weights_are_a_link(
     resumed = load_checkpoint(job.layout.root, other, step=2)
     assert resumed is not None
     assert_equal(state(other), truth)
+    assert_equal(full(job, 2), {name: one.bfloat16() for name, one in truth.items()})
 
 
 def test_a_save_while_a_checkpoint_is_written_is_full(job: Job) -> None:

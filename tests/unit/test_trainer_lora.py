@@ -24,7 +24,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2Fo
 from syncd.protocol.errors import CheckpointError, InvalidSettingsError, SaveFailedError
 from syncd.protocol.names import HUGGINGFACE
 from tests.jobs import SmallJob
-from tests.merging import build
+from tests.merging import assert_equal, build
 from tests.tiny_language import SIZES
 from trainer_hooks import SaveSettings, TrainerHook, load_checkpoint
 from trainer_hooks.settings import SaveLora
@@ -95,13 +95,6 @@ def merged(state: PeftState) -> dict[str, Tensor]:
     }
 
 
-def same(found: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
-    assert found.keys() == truth.keys()
-    for name, value in truth.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
-
-
 CONFIGS: dict[str, dict[str, Any]] = {
     "two projections": {"target_modules": ["q_proj", "v_proj"]},
     "all linear": {"target_modules": "all-linear"},
@@ -139,17 +132,17 @@ def test_the_adapter_and_the_merged_model_are_those_that_peft_makes(
     result = merged(state)
     state.config_writer()(config)
     assert model.peft_config[name].inference_mode is False
-    same(dict(model.state_dict()), before)
+    assert_equal(dict(model.state_dict()), before)
     # PEFT's own, with the network that it would ask: it says that nobody knows.
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
             "peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda *_, **__: None
         )
-        same(found, get_peft_model_state_dict(model, adapter_name=name))
+        assert_equal(found, get_peft_model_state_dict(model, adapter_name=name))
         model.save_pretrained(tmp_path)
     truth = tmp_path if name == "default" else tmp_path / name
     assert configs_in(config) == configs_in(truth)
-    same(result, unloaded(model))
+    assert_equal(result, unloaded(model))
 
 
 def configs_in(folder: Path) -> dict[str, Any]:
@@ -161,7 +154,7 @@ def configs_in(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("dora", [False, True])
 def test_convolutions_are_merged_as_peft_does(dora: bool) -> None:
     model = lora(Convolutions(), target_modules=["wide", "narrow", "line"], use_dora=dora)
-    same(merged(state_of(model)), unloaded(model))
+    assert_equal(merged(state_of(model)), unloaded(model))
 
 
 def test_wrappers_change_no_name() -> None:
@@ -172,8 +165,8 @@ def test_wrappers_change_no_name() -> None:
     layers[1] = torch.compile(layers[1])
     state = state_of(torch.compile(model))
     assert state.not_an_adapter is None
-    same(state.adapter(), truth.adapter())
-    same(merged(state), merged(truth))
+    assert_equal(state.adapter(), truth.adapter())
+    assert_equal(merged(state), merged(truth))
     assert state.frozen_base == truth.frozen_base
 
 
@@ -189,7 +182,7 @@ def test_what_is_merged_already_is_not_merged_again() -> None:
     model = lora()
     truth = unloaded(model)
     model.merge_adapter()
-    same(merged(state_of(model)), truth)
+    assert_equal(merged(state_of(model)), truth)
 
 
 # -- which adapter -----------------------------------------------------------------------------
@@ -202,10 +195,10 @@ def test_of_several_adapters_the_active_one_is_saved() -> None:
         model.set_adapter(name)
         state = state_of(trained(model))
         assert state.published_as(SaveLora.AUTO) is SaveLora.ADAPTER
-        same(state.adapter(), get_peft_model_state_dict(
+        assert_equal(state.adapter(), get_peft_model_state_dict(
             model, adapter_name=name, save_embedding_layers=False
         ))  # fmt: skip
-        same(merged(state), unloaded(model))
+        assert_equal(merged(state), unloaded(model))
         assert any(".other." in held for held in state.for_resuming())
         assert any(".default." in held for held in state.for_resuming())
 
@@ -218,7 +211,7 @@ def test_two_active_adapters_are_merged_and_never_one_of_them_saved_alone() -> N
     assert state.published_as(SaveLora.AUTO) is SaveLora.MERGED
     with pytest.raises(InvalidSettingsError, match=r"adapters are 'default', 'other'.*merged"):
         state.published_as(SaveLora.ADAPTER)
-    same(merged(state), unloaded(model))
+    assert_equal(merged(state), unloaded(model))
 
 
 # -- what an adapter is not --------------------------------------------------------------------
@@ -258,7 +251,7 @@ def test_an_adapter_whose_beginning_changed_the_base_is_merged_and_all_is_kept(b
     assert state.published_as(SaveLora.AUTO) is SaveLora.MERGED
     with pytest.raises(InvalidSettingsError, match="changed the base model's weights"):
         state.published_as(SaveLora.ADAPTER)
-    same(merged(state), unloaded(model))
+    assert_equal(merged(state), unloaded(model))
     assert state.for_resuming().keys() == model.state_dict().keys()
 
 
@@ -274,7 +267,7 @@ def test_layers_of_another_method_are_saved_as_an_adapter_and_not_merged() -> No
     model = trained(get_peft_model(qwen(), config))
     state = state_of(model)
     assert state.published_as(SaveLora.AUTO) is SaveLora.ADAPTER
-    same(state.adapter(), get_peft_model_state_dict(model, save_embedding_layers=False))
+    assert_equal(state.adapter(), get_peft_model_state_dict(model, save_embedding_layers=False))
     with pytest.raises(
         InvalidSettingsError, match=r"k_proj is of type peft\.tuners\.ia3.* cannot be m"
     ):
@@ -301,7 +294,7 @@ def test_embeddings_that_were_resized_are_part_of_the_adapter(tmp_path: Path) ->
     names = {"base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"}
     assert names < state.adapter().keys()
     # As PEFT says, which looks at the same folder.
-    same(state.adapter(), get_peft_model_state_dict(model))
+    assert_equal(state.adapter(), get_peft_model_state_dict(model))
 
 
 @pytest.mark.parametrize("told", ["someone/some-model", "/no/such/folder", "", None])
@@ -336,7 +329,7 @@ def test_an_adapters_checkpoint_with_a_hugging_face_model_has_it_merged(job: Sma
     model = lora()
     saved(job, model, 3, save_as_hf="always")
     found = load_file(job.actor(3) / HUGGINGFACE / "model.safetensors")
-    same(found, unloaded(model))
+    assert_equal(found, unloaded(model))
     with TrainerHook(job.root, model) as hook:
         hook.save_checkpoint(4, block_until_saved=True)
         hook.save_checkpoint(4, block_until_saved=True, save_as_hf=True)
@@ -357,7 +350,7 @@ def test_tokens_of_a_tied_embedding_are_trained_in_both(job: SmallJob) -> None:
     found = load_file(saved(job, model, 1, lora="merged") / "model.safetensors")
     truth = unloaded(model)
     del truth["lm_head.weight"]
-    same(found, truth)
+    assert_equal(found, truth)
     adapter = saved(job, model, 2)
     again = PeftModel.from_pretrained(qwen(tied=True), str(adapter))
     tokens = torch.arange(12).view(2, 6)
@@ -378,7 +371,7 @@ def test_a_checkpoint_without_the_base_is_resumed_by_who_left_it_frozen(
             load_checkpoint(job.root, again)
         return
     assert load_checkpoint(job.root, again) is not None
-    same(dict(again.state_dict()), dict(model.state_dict()))
+    assert_equal(dict(again.state_dict()), dict(model.state_dict()))
 
 
 def test_a_checkpoint_without_the_base_is_not_resumed_on_another_base(
@@ -412,7 +405,7 @@ def test_a_checkpoint_with_the_base_is_resumed_with_it(job: SmallJob) -> None:
     with torch.no_grad():
         again.get_base_model().model.norm.weight.add_(1)
     load_checkpoint(job.root, again)
-    same(dict(again.state_dict()), dict(model.state_dict()))
+    assert_equal(dict(again.state_dict()), dict(model.state_dict()))
 
 
 def test_a_choice_that_there_is_not_is_refused() -> None:

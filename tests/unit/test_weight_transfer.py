@@ -14,6 +14,7 @@ from syncd.coordination.broadcast.group import WeightGroup
 from syncd.coordination.broadcast.weight_meta import ALIGNED, BUCKET, WeightMeta
 from syncd.protocol.errors import BroadcastError, EngineBrokenError
 from tests.fsdp_models import Config, Laden, tensors
+from tests.merging import assert_equal
 from tests.products import product
 from tests.weight_groups import transfer
 from trainer_hooks.fast_path import WeightSender
@@ -26,19 +27,6 @@ Receive = Callable[[WeightGroup], Received]
 def laden() -> Laden:
     torch.manual_seed(1)
     return Laden()
-
-
-def same(left: Received, right: Received) -> bool:
-    """To the bit: NaN and -0.0 are themselves."""
-    return left.keys() == right.keys() and all(
-        (value.dtype, value.shape) == (right[name].dtype, right[name].shape)
-        and torch.equal(_bytes(value), _bytes(right[name]))
-        for name, value in left.items()
-    )
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def fits(_: WeightMeta) -> None:
@@ -64,7 +52,7 @@ def staged(module: nn.Module, buffer: HostBuffer | None = None, **options: Any) 
         kept = HostBuffer(2) if buffer is None else buffer
         before = tensors(module)
         targets = WeightReceiver(group).receive_into(kept, fit_of(module, **options))
-        assert same(tensors(module), before)
+        assert_equal(tensors(module), before)
         kept.copy(targets)
         return tensors(module)
 
@@ -123,7 +111,7 @@ def test_every_receiver_gets_the_model_bit_by_bit_in_any_buckets(
     )  # fmt: skip
     truth = tensors(laden)
     for rank in ranks[1:]:
-        assert same(rank.result(), truth)
+        assert_equal(rank.result(), truth)
     assert ranks[0].result().nbytes == sum(value.nbytes for value in truth.values())
 
 
@@ -156,7 +144,8 @@ def test_an_engine_gets_one_model_after_the_other_in_one_group(laden: Laden) -> 
 
     for rank in transfer(send, receive):
         rank.result()
-    assert all(map(same, arrived, truths))
+    for weights, truth in zip(arrived, truths, strict=True):
+        assert_equal(weights, truth)
     assert metas == [True, False, False]
     assert len(set(memory)) == 1
 
@@ -166,7 +155,7 @@ def test_a_model_that_is_not_contiguous_is_sent_as_it_is_seen() -> None:
     model.weight = nn.Parameter(torch.arange(12.0).view(4, 3).t())
     ranks = transfer(sent(model), received, filled(nn.Linear(4, 3, bias=False)))
     for rank in ranks[1:]:
-        assert same(rank.result(), tensors(model))
+        assert_equal(rank.result(), tensors(model))
 
 
 @pytest.mark.parametrize("receive", [staged, filled])
@@ -174,7 +163,7 @@ def test_floating_values_are_cast_where_the_engine_says_so(receive: Any) -> None
     model, other = nn.Linear(40, 30), nn.Linear(40, 30, dtype=torch.bfloat16)
     ranks = transfer(sent(model), receive(other, cast=True))
     cast = {name: value.to(torch.bfloat16) for name, value in tensors(model).items()}
-    assert same(ranks[1].result(), cast)
+    assert_equal(ranks[1].result(), cast)
 
 
 # -- tied weights ------------------------------------------------------------------------------
@@ -194,9 +183,9 @@ def test_a_head_that_the_config_says_is_tied_is_not_sent(
     model.config = Config(tie_word_embeddings=True)
     ranks = transfer(sent(model), received, staged(Laden()))
     truth = tensors(laden)
-    assert same(ranks[2].result(), truth)
+    assert_equal(ranks[2].result(), truth)
     del truth["lm_head.weight"]
-    assert same(ranks[1].result(), truth)
+    assert_equal(ranks[1].result(), truth)
 
 
 def test_a_head_that_is_not_what_the_config_says_is_no_transfer(laden: Laden) -> None:
@@ -208,7 +197,7 @@ def test_a_head_that_is_not_what_the_config_says_is_no_transfer(laden: Laden) ->
     ranks = transfer(sent(model), staged(other), received)
     fail(ranks[:1], r"lm_head\.weight differs from .*tie_word")
     fail(ranks[1:])
-    assert same(tensors(other), before)
+    assert_equal(tensors(other), before)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +207,7 @@ def test_two_tensors_that_are_one_here_must_be_the_same(
     receive: Any, error: type[Exception], laden: Laden
 ) -> None:
     """Both come, where the trainer's config does not say that they are tied."""
-    assert same(transfer(sent(untied(laden)), receive(Laden()))[1].result(), tensors(laden))
+    assert_equal(transfer(sent(untied(laden)), receive(Laden()))[1].result(), tensors(laden))
     laden.lm_head.weight.data[0, 0] += 1
     ranks = transfer(sent(laden), receive(Laden()))
     with pytest.raises(error, match=r"have different values"):
@@ -245,7 +234,7 @@ def test_a_mismatch_is_an_error_everywhere_before_any_byte_of_a_tensor(laden: La
     fail(ranks[1::2], r"layers\.1\.up\.weight is \[10, 6\]")
     fail(ranks[2:3])
     assert len(sizes[0]) == 2  # the header, and the meta
-    assert same(tensors(other), before)
+    assert_equal(tensors(other), before)
 
 
 class LostError(Exception):
@@ -285,11 +274,11 @@ def test_who_goes_in_the_middle_changes_nobody_elses_weights(laden: Laden, broad
     fail(ranks[:3:2])
     with pytest.raises((LostError, BroadcastError)):
         ranks[1].result()
-    assert same(tensors(others[0]), before[0])
+    assert_equal(tensors(others[0]), before[0])
     with pytest.raises((BroadcastError, EngineBrokenError)) as said:
         ranks[3].result()
     if said.type is BroadcastError:
-        assert same(tensors(others[1]), before[1])
+        assert_equal(tensors(others[1]), before[1])
 
 
 def test_a_sender_that_goes_leaves_everyone_on_what_they_had(laden: Laden) -> None:
@@ -298,7 +287,7 @@ def test_a_sender_that_goes_leaves_everyone_on_what_they_had(laden: Laden) -> No
     send = lost_after(5, sent(laden, bucket_bytes=ALIGNED))
     ranks = transfer(send, staged(other), received, deadline=1.5)
     fail(ranks)
-    assert same(tensors(other), before)
+    assert_equal(tensors(other), before)
 
 
 @pytest.mark.parametrize("bucket_bytes", [ALIGNED, BUCKET])
@@ -318,7 +307,7 @@ def test_a_bucket_that_is_not_what_was_sent_is_not_taken(
     ranks = transfer(sent(laden, bucket_bytes=bucket_bytes), staged(other), received)
     fail(ranks[:1], "an explorer did not receive the weights")
     fail(ranks[1:], "differ from the digests that the trainer sent")
-    assert same(tensors(other), before)
+    assert_equal(tensors(other), before)
 
 
 def test_memory_that_bytes_may_still_arrive_in_is_used_no_more(laden: Laden) -> None:
@@ -367,7 +356,7 @@ def test_what_is_under_way_is_no_more_than_a_bucket() -> None:
         assert max(packed) <= bucket_bytes // 4
 
     ranks = transfer(send, received)
-    assert same(ranks[1].result(), tensors(model))
+    assert_equal(ranks[1].result(), tensors(model))
     ranks[0].result()
     meta = 20_000  # the meta and the digests are not cut
     assert max(size for size in under_way if size < meta) <= bucket_bytes
