@@ -37,11 +37,11 @@ class _Verified:
 
 @options.as_command("verify /shared/jobs/qwen-grpo")
 def command(path: options.Existing, *, as_json: options.Json = False) -> None:
-    """Compare the versions and links of a job with their manifests.
+    """Compare the versions of a job with their manifests, and the indexes of its links.
 
     PATH is a job directory, or one folder with a manifest: a version, or a folder that 'syncd
-    merge' or 'syncd convert' filled. Reads every byte. Exits with 7 if a digest or a size is wrong,
-    or if a version has weights that its manifest does not list.
+    merge' or 'syncd convert' filled. Reads every byte of these. Exits with 7 if a digest or a size
+    is wrong, or if a version has weights that its manifest does not list.
     """
     storage = Storage(path)
     job = Job.at(path, storage)

@@ -96,7 +96,7 @@ _GAUGES: Final = {
     "explorer_broken": "1 if the explorer reports that its engine's weights are unknown.",
 }
 _COUNTERS: Final = {
-    "saves": "Saves that were linked, published, skipped or quarantined.",
+    "saves": "Saves linked, published (also by folds), skipped or quarantined.",
     "nonfinite_versions": "Published versions in which the trainer's hook found NaN or Inf.",
     "rollbacks": "Old versions that were published again.",
     "pruned": "Deletions: version, delta, step, lease.",
