@@ -180,7 +180,7 @@ def _health(seen: dict[str, Any]) -> dict[str, Any]:
 def _explorer(
     report: ExplorerReport, latest: Latest | None, told: dict[str, Any]
 ) -> dict[str, Any]:
-    """An explorer's report ``told``, its trouble, and its lag behind LATEST."""
+    """An explorer's report ``told``, its trouble, and its lag behind the newest version."""
     if report.refused and told["trouble"] is None:
         told["trouble"] = "refuses " + report.refused.partition(": ")[0].replace("version ", "v")
     if report.fault and told["status"] != "stopped":
