@@ -15,7 +15,7 @@ from syncd.deltas.link_file import LinkReader
 from syncd.deltas.link_index import LinkPiece, read_index
 from syncd.protocol.names import RECEIPTS, receipt_name
 from syncd.protocol.records import Latest, Receipt, ReceiptFile, SaveId, encode, parse
-from syncd.protocol.reports import DaemonReport, ExplorerReport
+from syncd.protocol.reports import BuildSettings, DaemonReport, ExplorerReport
 from syncd.storage.job import Job
 from syncd.storage.sessions import Session
 from tests.links import STORAGE, blocks_of
@@ -29,8 +29,9 @@ def offered(root: Path, *, links: bool = True) -> Iterator[Job]:
     lease_time = job.open().lease_time
     with Session(job.layout, lease_time) as session:
         report = DaemonReport(
-            session=session.id, host="h", pid=1, epoch=1, state="watching", links=links, time=0.0
-        )
+            session=session.id, host="h", pid=1, epoch=1, state="watching", links=links, time=0.0,
+            builds=BuildSettings(max_shard_size=10**9, digests=True, tick=1),
+        )  # fmt: skip
         job.storage.replace(job.layout.daemon_report, encode(report))
         yield job
 

@@ -58,6 +58,7 @@ from syncd.protocol.names import (
     MODEL_CONFIG,
     NAME_MAP,
     REMOTE_PATH,
+    SAVING,
 )
 from syncd.protocol.records import Kind, Manifest, Names, TensorEntry, VersionFile, encode
 from syncd.protocol.tensor_names import NameMapRecord
@@ -112,7 +113,7 @@ def build_model_folder(
                 for index in contents.indexes
                 for tensor in index.tensors.values()
             ):
-                if save.sync_dtype is not None:
+                if save.sync_dtype not in {None, options.cast}:
                     CastTwice(actor).tell(log)
                 # The child imports torch, which takes seconds, while the small files are copied.
                 caster = stack.enter_context(Caster(str(actor)))
@@ -302,11 +303,14 @@ def _mergeable(
         raise SaveNotReadyError(save.reason)
     if not isinstance(save, Links):
         return save, options
-    if not storage.exists(actor.parent / FULL):
+    if storage.exists(actor.parent / SAVING):
+        raise SaveNotReadyError(f"{actor.parent} is still being saved")
+    is_full = storage.exists(actor.parent / FULL)
+    found = in_models_dtype(storage, actor, save) if is_full else save
+    if isinstance(found, Links):
         raise CheckpointError(save.refusal(actor))
     cast = next((one for one in get_args(Cast) if one == save.sync_dtype), None)
-    options = options._replace(cast=options.cast or cast)
-    return in_models_dtype(storage, actor, save), options
+    return found, options._replace(cast=options.cast or cast)
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def foreign_masters(storage: Storage, actor: Path, save: SavedWeights) -> tuple[
 
 def _without_receipts(actor: Path, why: str) -> SaveNotReadyError:
     return SaveNotReadyError(
-        f"{actor} holds weights that were cast for explorers. The full receipts, which list the "
-        f"files in the model's dtype, cannot be used: {why}. Copy the folder again, together with "
+        f"{actor} holds weights for explorers. The full receipts, which list the files in the "
+        f"model's dtype, cannot be used: {why}. Copy the folder again, together with "
         f"{actor / RECEIPTS}"
     )

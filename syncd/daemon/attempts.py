@@ -161,14 +161,12 @@ class Attempts:
             begun = self._clock()
             try:
                 sequence = link_save(self.tenure, self.publisher, save, latest)
-            except (LinkError, RecordError) as error:
-                self._close(save.step, str(error))
+            except (LinkError, RecordError, MemoryError) as error:
+                self._close(save.step, str(error) or "the daemon has no memory left")
                 return ""
-            except (SaveNotReadyError, OSError, MemoryError) as error:
+            except (SaveNotReadyError, OSError) as error:
                 self._job.check_is_there()
-                return self._try_later(
-                    f"step {save.step} could not be linked: {str(error) or 'no memory'}", error
-                )
+                return self._try_later(f"step {save.step} could not be linked: {error}", error)
             self._wait = 0.0
             size = sum(file.size for file in save.vouched().values() if file.over == "index")
             seconds = round(self._clock() - begun, 3)

@@ -10,15 +10,15 @@ from syncd.checkpoint.version import link_or_copy, read_manifest
 from syncd.daemon.publish import Publisher
 from syncd.daemon.tenure import Tenure
 from syncd.deltas.limits import LinkError
-from syncd.deltas.link_index import LinkRecord, read_index
+from syncd.deltas.link_index import INDEX_LIMIT, LinkRecord, read_index
 from syncd.deltas.link_plan import plan_links
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import SaveNotReadyError
 from syncd.protocol.names import DELTA, HUGGINGFACE, link_folder, link_name
 from syncd.protocol.records import Latest, ReceiptFile, VersionFile, encode
 
-#: The most pieces and blocks of all ranks, each of which takes up to 1 KB of memory here.
-_MOST: Final = 4_000_000
+#: The most bytes of all ranks' indexes, which are parsed in less than 4 GiB.
+_MOST: Final = 4 * INDEX_LIMIT
 
 
 def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: Latest) -> int:
@@ -50,12 +50,12 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
         # Read all receipts again by name, so that all files are of this save.
         confirm_unchanged(job.storage, actor, save)
         # Read the indexes, but none of the blocks.
-        pieces, left = [], _MOST
+        pieces, size = [], 0
         for made in files:
             index = read_index(job.storage, folder / made.name, made.size, made.digest or "")
-            left -= sum(1 + len(piece.blocks) for piece in index)
-            if left < 0:
-                raise LinkError(f"its ranks list more than {_MOST} pieces and blocks")
+            size += made.size - sum(block.length for piece in index for block in piece.blocks)
+            if size > _MOST:
+                raise LinkError(f"the indexes of its ranks have more than {_MOST} bytes")
             pieces.append(index)
         _check_small_files(vouched, version)
         plan_links(pieces, version, job.storage, cancel=publisher.cancel)

@@ -336,7 +336,7 @@ class ExplorerReport(Record):
         if latest is None or self.bench is not None:
             return None, None
         newest = (self.follows_ahead and latest.ahead) or latest
-        steps = None if self.step is None else newest.step - self.step
+        steps = None if self.step is None else max(0, newest.step - self.step)
         # One that no longer follows ahead can serve a version above LATEST.
         return max(0, newest.sequence - (self.sequence or 0)), steps
 
