@@ -238,9 +238,13 @@ class TrainerSynchronizer(Member[TrainerReport]):
         waited_for = [
             one for one in self._roster.working() if one.refused is None and one.bench is None
         ]
-        for ahead in (False, True):
-            newest, run = self._versions.newest(ahead=ahead), self._me.record.run_id
-            held = [served(one, newest, run) for one in waited_for if one.follows_ahead is ahead]
+        for ahead in {one.follows_ahead for one in waited_for}:
+            newest = self._versions.newest(ahead=ahead)
+            held = [
+                served(one, newest, self._me.record.run_id)
+                for one in waited_for
+                if one.follows_ahead is ahead
+            ]
             if must_wait_for_explorers(self.settings, newest, held):
                 return True
         return False
