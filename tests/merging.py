@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.merging.merge import run_plan
@@ -17,7 +17,7 @@ from syncd.checkpoint.whole_files import Merged
 from syncd.protocol.names import parse_step_folder
 from syncd.protocol.records import Manifest
 from syncd.storage.fsio import Storage
-from tests.jobs import nothing
+from tests.jobs import SmallJob, nothing, receipt_of
 
 STORAGE = Storage(durable=False)
 STORED = Path(__file__).resolve().parent / "fixtures"
@@ -97,3 +97,11 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         # As bytes: NaN is not equal to itself, and fp8 cannot be compared.
         left, right = (t.contiguous().reshape(-1).view(torch.uint8) for t in (found[name], tensor))
         assert torch.equal(left, right), name
+
+
+def full(job: SmallJob, state: dict[str, torch.Tensor]) -> Path:
+    path = job.actor(1) / "model.safetensors"
+    path.parent.mkdir(parents=True)
+    save_file(state, path)
+    job.receipt(1, "run-1-0", 0, 1, receipt_of(path.read_bytes()))
+    return path

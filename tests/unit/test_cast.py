@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from syncd.checkpoint.merging.cast import THREADS, TILE, Caster
-from syncd.checkpoint.tensor_rules import DTYPES, Cast, cast_dtype
+from syncd.checkpoint.tensor_rules import Cast, cast_dtype
+from syncd.coordination.tensors import DTYPES as TORCH
 from syncd.protocol.errors import CancelledError, CheckpointError, CoverageError
 from syncd.storage.fsio import Storage
 from tests.fsdp_fixtures import shard_paths
-from tests.jobs import SmallJob, nothing, receipt_of
-from tests.merging import assert_equal, build, loaded, truth
+from tests.jobs import SmallJob, nothing
+from tests.merging import assert_equal, build, full, loaded, truth
 from tests.products import product
 
 STORAGE = Storage(durable=False)
-TORCH = {name: getattr(torch, key) for key, (name, _) in DTYPES.items()}
 FLOATING = ("F64", "F32", "F16", "BF16")
 CASTS: dict[Cast, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -167,14 +167,6 @@ def test_each_kind_of_quantized_tensor_refuses_a_cast(
     path = full(job, {"weight": torch.ones(2), "mask": torch.ones(2).byte(), name: quantized})
     with pytest.raises(CheckpointError, match=f"^{name} is quantized .* remove the cast"):
         built(path.parent, tmp_path / "out", "bf16")
-
-
-def full(job: SmallJob, state: dict[str, torch.Tensor]) -> Path:
-    path = job.actor(1) / "model.safetensors"
-    path.parent.mkdir(parents=True)
-    save_file(state, path)
-    job.receipt(1, "run-1-0", 0, 1, receipt_of(path.read_bytes()))
-    return path
 
 
 def test_a_full_state_dict_is_cast_and_not_linked(job: SmallJob, tmp_path: Path) -> None:

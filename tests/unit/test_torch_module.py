@@ -11,8 +11,7 @@ from explorer_hooks.reader import LeasedVersion, Reader
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.protocol.errors import EngineMismatchError, SyncdError
 from tests.jobs import SmallJob
-from tests.merging import assert_equal
-from tests.unit.test_cast import full
+from tests.merging import assert_equal, full
 from trainer_hooks import TrainerHook
 
 
