@@ -119,12 +119,11 @@ def check(job: SmallJob, before: Seen) -> None:
 
 def check_resumable(job: SmallJob) -> None:
     """What can be resumed from is what was trained, in its dtype, whatever is published of it."""
-    found = find_checkpoint(Job.at(job.root, FastStorage())).checkpoint
-    for name in found.weights if found is not None else ():
-        assert found is not None
-        saved = torch.load(job.actor(found.step) / name, weights_only=True)["weight"]
-        assert saved.dtype == torch.float32, f"{name} was cast for explorers"
-        assert saved.tolist() == [found.step] * 3
+    if found := find_checkpoint(Job.at(job.root, FastStorage())).checkpoint:
+        for name in found.weights:
+            saved = torch.load(job.actor(found.step) / name, weights_only=True)["weight"]
+            assert saved.dtype == torch.float32, f"{name} was cast for explorers"
+            assert saved.tolist() == ([found.step] * 3 if found.save_id else [1, 2, 3])
 
 
 def check_ahead(layout: JobLayout) -> None:

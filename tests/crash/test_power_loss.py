@@ -79,7 +79,7 @@ def is_committed(path: str) -> bool:
         name.startswith(TEMPORARY)
         or name in {"audit.jsonl", "journal.jsonl", "publish.lock"}
         or is_heartbeat(Path(path))
-        or re.match(rf"{_ROOM}/|\.syncd/reserve/", path)
+        or re.match(rf"{_ROOM}/|\.syncd/(bench|reserve)/", path)
     )
 
 
@@ -101,13 +101,14 @@ class Witness:
     before: Seen
     rewritten: frozenset[int] = frozenset()
     named: dict[int, tuple[str, Files]] = field(default_factory=dict)
+    pointers: dict[int, str] = field(default_factory=dict)
     steps: dict[str, Files] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         root = self.disk.root
-        for path in sorted([*root.glob("published/v*"), *root.glob("deltas/d*")]):
+        for path in [*root.glob("published/v*"), *root.glob("deltas/d*")]:
             self.note("rename", path)
-        for path in sorted(root.glob(f"global_step_*/{FULL}")):
+        for path in root.glob(f"global_step_*/{FULL}"):
             self.note("create", path)
         for pointer in (STATE_POINTER, CHECKPOINT_POINTER):
             if (root / pointer).exists():
@@ -131,16 +132,16 @@ class Witness:
             if path.name == STATE_POINTER:  # it says nothing of what else is in the folder
                 files.pop(FULL, None)
             self.named[self.disk.at(path)] = (folder.name, files)
+            self.pointers[self.disk.at(path)] = path.name
         elif method == "create" and path.name == FULL:
             files = vouched(self.disk, path.parent)
             self.named[self.disk.at(path)] = (path.parent.name, files)
         elif method == "unlink" and (path.parent.name == RECEIPTS or path.name == FULL):
-            # That save is being replaced: a pointer to it names nothing any more.
+            # That save is being replaced: a pointer to it, synced or not, names nothing any more.
             step_folder = path.relative_to(root).parts[0]
-            given_up = (CHECKPOINT_POINTER,) if path.name == FULL else (STATE_POINTER,)
-            for pointer in given_up:
-                node = self.disk.find(root / pointer)
-                if node is not None and self.named[node][0] == step_folder:
+            given_up = CHECKPOINT_POINTER if path.name == FULL else STATE_POINTER
+            for node, pointer in self.pointers.items():
+                if pointer == given_up and self.named[node][0] == step_folder:
                     self.named[node] = ("", {})
 
     def check(self, loss: Loss) -> None:
