@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -64,7 +65,8 @@ class Steering:
         asked, folder = self.asked(), self.job.layout.requests
         if asked:
             asked = []
-            with self._let_be.ignoring(folder, GONE | REFUSED_HERE):
+            # After ESTALE the round ends with an error, before what is asked for is pruned.
+            with self._let_be.ignoring(folder, GONE - {errno.ESTALE} | REFUSED_HERE):
                 # This shows whether an answer may be written, and makes the server show answers of
                 # another daemon that came after this client's last look.
                 self.job.storage.refresh(folder)
