@@ -65,17 +65,25 @@ def test_each_step_of_a_trainer_reaches_an_explorer_and_so_do_those_after_resumi
     assert {"tokenizer.json", "generation_config.json"} <= {one.name for one in folder.iterdir()}
 
 
-def test_every_other_step_of_two_ranks_is_published_and_the_last(
-    program: Trainers, job: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("ranks", "steps", "wrapped"),
+    [
+        ("ranks", [2, 4, 5], "DistributedDataParallel"),
+        ("by_hand", [1, 2, 3], "FSDPQwen2ForCausalLM"),
+    ],
+)
+def test_two_ranks_publish_each_step_that_is_due_and_the_last(
+    program: Trainers, job: Path, tmp_path: Path, ranks: str, steps: list[int], wrapped: str
 ) -> None:
     with Daemon(job):
-        program.begin("ranks", tmp_path, world_size=2)
-        pulled = follow(program, job, tiny_language.model(), 5)
+        program.begin(ranks, tmp_path, world_size=2)
+        pulled = follow(program, job, tiny_language.model(), steps[-1])
         program.wait()
-    assert [step for step, _ in pulled] == [2, 4, 5]
+    assert [step for step, _ in pulled] == steps
     assert_as_trained(pulled, tmp_path / "truth")
-    assert told(tmp_path)["wrapped"] == "DistributedDataParallel"
-    assert "time/stall" in told(tmp_path, rank=1)["history"][0]
+    assert told(tmp_path)["wrapped"] == wrapped
+    if ranks == "ranks":
+        assert "time/stall" in told(tmp_path, rank=1)["history"][0]
 
 
 def test_ranks_whose_training_fails_do_not_wait_for_each_other(
@@ -91,18 +99,6 @@ def test_ranks_whose_training_fails_do_not_wait_for_each_other(
         assert facts["seconds"] < DEADLINE / 2  # and not the save_timeout, which is 300 s
     assert JobLayout(job).state_pointer.read_text().strip() == "2"
     assert stopped(job)
-
-
-def test_a_loop_of_ones_own_over_fully_shard_is_followed_likewise(
-    program: Trainers, job: Path, tmp_path: Path
-) -> None:
-    with Daemon(job):
-        program.begin("by_hand", tmp_path, world_size=2)
-        pulled = follow(program, job, tiny_language.model(), 3)
-        program.wait()
-    assert [step for step, _ in pulled] == [1, 2, 3]
-    assert_as_trained(pulled, tmp_path / "truth")
-    assert told(tmp_path)["wrapped"] == "FSDPQwen2ForCausalLM"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FSDP of a Trainer needs CUDA")

@@ -161,16 +161,18 @@ def test_a_refused_write_is_raised_by_the_next_call_with_its_step(
     assert job.state_pointer.read_text() == "6\n"
 
 
+@pytest.mark.parametrize("error", [ValueError("no tokenizer"), SystemExit("no tokenizer")])
 def test_an_error_that_is_not_of_storage_is_raised_with_its_step_too(
-    job: SmallJob, model: nn.Module
+    job: SmallJob, model: nn.Module, error: BaseException
 ) -> None:
     class Broken:
-        def save_pretrained(self, save_directory: str) -> None:
-            raise ValueError(f"no tokenizer for {save_directory[:5]}")
+        def save_pretrained(self, _: str) -> None:
+            raise error
 
     hook = TrainerHook(job.root, model, tokenizer=Broken())
     hook.after_step(4)
-    with pytest.raises(SaveFailedError, match=r"step 4.*no tokenizer for"):
+    over(hook)
+    with pytest.raises(SaveFailedError, match="step 4 failed: no tokenizer"):
         hook.close()
     hook.close()
 

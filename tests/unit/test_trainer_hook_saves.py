@@ -3,10 +3,10 @@
 import errno
 import gc
 import os
-import sys
 import threading
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,11 +20,13 @@ from syncd.protocol.names import FULL, RECEIPTS, RETIRED, SAVING, failure_name
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
+from syncd.storage.fsio import Draft
 from tests.hooks import DEADLINE, Gate, over, written
 from tests.jobs import SmallJob
 from tests.storages import RuledStorage, once
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, latest_checkpoint
 from trainer_hooks.settings import SaveAsHf, SaveLayout, WhenBusy
+from trainer_hooks.writing.parts import save_state_dict
 
 SHARD = "model_world_size_1_rank_0.pt"
 OPTIMIZER = "optim_world_size_1_rank_0.pt"
@@ -509,17 +511,18 @@ def test_a_save_that_failed_keeps_no_memory(
         hook.close()
 
 
-def test_a_library_that_would_exit_ends_its_save_alone(job: SmallJob, model: nn.Module) -> None:
-    class Exits:
-        def save_pretrained(self, save_directory: str) -> None:
-            sys.exit(f"cannot write {save_directory[:1]}")
+def test_a_write_that_torch_is_refused_keeps_no_memory() -> None:
+    class Full:
+        def write(self, _: bytes) -> int:
+            raise OSError(errno.EIO, "full")
 
-    tokenizer = Exits()
-    hook = TrainerHook(job.layout.root, model, tokenizer=tokenizer)
-    hook.after_step(4)
-    over(hook)
-    with pytest.raises(SaveFailedError, match="step 4 failed: cannot write /"):
-        hook.close()
+    tensor = torch.zeros(3)
+    held = weakref.ref(tensor)
+    with pytest.raises(OSError, match="full"):
+        save_state_dict({"samples": tensor}, cast("Draft", Full()))
+    del tensor
+    gc.collect()
+    assert held() is None
 
 
 def test_a_checkpoint_whose_mark_cannot_be_removed_is_not_written_again(

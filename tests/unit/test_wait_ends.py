@@ -134,23 +134,14 @@ def test_a_last_save_that_never_becomes_a_version_ends_the_wait(
         assert waiting.result(LONG) == HELD
 
 
-def test_a_version_whose_outcome_cannot_be_written_is_published_all_the_same(
-    job: SmallJob, trainer: TrainerSynchronizer, explorer: Any
+@pytest.mark.parametrize("loses", [lambda job: job.layout.saves.unlink(), lambda job: job.point(9)])
+def test_a_step_whose_outcome_or_folder_is_lost_is_not_waited_for(
+    job: SmallJob, trainer: TrainerSynchronizer, explorer: Any, loses: Any
 ) -> None:
     publish(job, 1)
     with job.daemon():
-        job.layout.saves.unlink()
+        loses(job)
         job.hosts.settle()
-        trainer.close()
-        assert explorer.wait_new_model_state_dict(HELD, timeout=LONG) == HELD
-
-
-def test_a_step_that_is_pointed_to_and_not_on_disk_is_not_waited_for(
-    job: SmallJob, trainer: TrainerSynchronizer, explorer: Any
-) -> None:
-    publish(job, 1)
-    with job.daemon():
-        job.point(9)
         trainer.close()
         assert explorer.wait_new_model_state_dict(HELD, timeout=LONG) == HELD
 

@@ -179,6 +179,10 @@ def save_state_dict(state: Mapping[str, Any], draft: Draft) -> None:
         if sink.refused is not None:
             raise sink.refused from error
         raise
+    finally:
+        # torch's writer refers to the sink unseen by the garbage collector: with an error, whose
+        # traceback refers to the writer, all tensors of this save would stay in memory.
+        sink.refused = None
 
 
 @contextmanager
