@@ -36,11 +36,31 @@ class Kind(Enum):
     OTHER = "other"
 
 
+#: Amounts from here on mean "no limit". No storage is that large, and filesystems without a limit
+#: report the largest number of 64 or 63 bits, in bytes or in blocks.
+_NO_LIMIT: Final = 2**62
+
+
 class Free(NamedTuple):
-    """The bytes and inodes that are free for this user; None if unknown."""
+    """The bytes and inodes that are free for this user; None if unknown, or without a limit."""
 
     bytes: int | None
     inodes: int | None
+
+    @classmethod
+    def of(cls, status: os.statvfs_result) -> Free:
+        """What ``statvfs`` says, see statvfs(3). Python reads "no limit" of 64 bits as -1."""
+        block = status.f_frsize or status.f_bsize
+        return cls(
+            _amount(status.f_bavail, block, status.f_blocks),
+            _amount(status.f_favail, 1, status.f_files),
+        )
+
+
+def _amount(count: int, unit: int, total: int) -> int | None:
+    """The free amount. Filesystems that keep no count say so by a total of 0."""
+    known = total != 0 and unit > 0 and count >= 0
+    return count * unit if known and count * unit < _NO_LIMIT else None
 
 
 class Calls:
@@ -223,11 +243,12 @@ class Calls:
 
     def free(self, path: Path) -> Free:
         """The free space on a folder's filesystem. A quota can leave less."""
-        found = os.statvfs(path)
-        return Free(
-            found.f_bavail * found.f_frsize if found.f_blocks else None,
-            found.f_favail if found.f_files else None,
-        )
+        try:
+            return Free.of(os.statvfs(path))
+        except OSError as error:
+            if error.errno in {errno.ENOSYS, errno.EOPNOTSUPP}:  # of FUSE and gateways
+                return Free(None, None)
+            raise
 
     def is_read_only(self, path: Path) -> bool:
         """True if this host has mounted a folder's filesystem read-only."""
