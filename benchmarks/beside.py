@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Final
 
-from benchmarks.machine import ROOT, Report
+from benchmarks.machine import ROOT, Report, existing_folder
 
 #: The line of dashes below the heads of a table: it shows the columns.
 _RULE: Final = re.compile(r"-+(  -+)+")
@@ -82,7 +82,7 @@ def _row(figure: Figure, pairs: list[tuple[float, float]]) -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="a benchmark of two checkouts, in turns")
-    parser.add_argument("other", type=Path, help="the other checkout")
+    parser.add_argument("other", type=existing_folder, help="the other checkout")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--figure", default="", help="only figures whose ROW: COLUMN has this text")
     parser.add_argument(

@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any, Final, NamedTuple
 
 from benchmarks.delta_processes import PARAMETER_BYTES
-from benchmarks.machine import ROOT, Report, parser, prepared, status
+from benchmarks.machine import ROOT, Report, existing_folder, parser, prepared, status
 from benchmarks.meter import Meter
 from syncd.protocol.layout import JobLayout
 
@@ -186,7 +186,7 @@ def main() -> None:
     )
     options.set_defaults(dir=Path("/dev/shm"))  # noqa: S108 - memory, so that no disk is measured
     options.add_argument("--hosts", type=int, nargs="+", default=[1, 8])
-    options.add_argument("--before", type=Path, help="a checkout of syncd 0.2")
+    options.add_argument("--before", type=existing_folder, help="a checkout of syncd 0.2")
     given = options.parse_args()
     given.update = update_of(given.density)
     with (

@@ -52,10 +52,20 @@ class Usage:
     inside: float | None = None
 
 
+def existing_folder(text: str) -> Path:
+    """The type of an option that names a folder: a line of argparse says that it is not there.
+
+    It is not made, because where a share is not mounted the disk below it would be measured.
+    """
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a folder that is there")
+    return Path(text)
+
+
 def parser(doc: str | None, **defaults: float | Path) -> argparse.ArgumentParser:
     """Options of a benchmark that most have: ``--dir``, and one for each of these defaults."""
     made = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    made.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
+    made.add_argument("--dir", type=existing_folder, default=Path(tempfile.gettempdir()))
     for name, default in defaults.items():
         made.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     return made

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.machine import Report
+from benchmarks.machine import Report, existing_folder
 from syncd.storage.fsio import Storage
 
 #: Asks something about a folder. The arguments are its paths at the first and second client.
@@ -105,8 +105,10 @@ QUESTIONS: dict[str, Question] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="the caches of network filesystem clients")
-    parser.add_argument("first", type=Path, help="the share, as one client mounts it")
-    parser.add_argument("second", type=Path, help="the same share, as another client mounts it")
+    parser.add_argument("first", type=existing_folder, help="the share, as one client mounts it")
+    parser.add_argument(
+        "second", type=existing_folder, help="the share, as another client mounts it"
+    )
     parser.add_argument("--tries", type=int, default=15)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="syncd-nfs-", dir=given.second) as made:

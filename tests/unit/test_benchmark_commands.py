@@ -36,6 +36,17 @@ def test_a_benchmark_that_a_page_names_is_there_and_has_its_options(
     assert not option or option == "--dir" or f'"{option}"' in source or f"{default}=" in source
 
 
+def test_a_folder_that_is_missing_is_a_line_for_every_benchmark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = re.compile(r'add_argument\(\s*"--dir"')
+    sources = (ROOT / "benchmarks").glob("*.py")
+    assert [path.stem for path in sources if options.search(path.read_text())] == ["machine"]
+    with pytest.raises(SystemExit, match="2"):
+        machine.parser("").parse_args(["--dir", str(tmp_path / "missing")])
+    assert "argument --dir: " in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_the_merge_benchmark_measures_a_size_once_and_prints_what_it_has_if_a_later_part_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
