@@ -1,7 +1,7 @@
 """The branches that the tests cover: ``python -m tests.branches [-n 2 …]``.
 
-Runs the tests that are not slow, then the slow ones, and prints which part of the product's
-branches each covers. Options go to pytest. Child processes are counted, unless they are killed.
+Runs what ``pytest`` alone runs, then all tests, and prints which part of the product's branches
+each covers. Options go to pytest. Child processes are counted, unless they are killed.
 Coverage makes tests slower: how long they take without it is what ``pytest`` says.
 """
 
@@ -26,15 +26,14 @@ class Measured(NamedTuple):
     passed: bool
 
 
-def _run(folder: Path, mark: str, options: list[str]) -> Measured:
-    """Run the tests with this mark; each process leaves a file of coverage data in ``folder``."""
+def _run(folder: Path, *options: str) -> Measured:
+    """Run tests; each process leaves a file of coverage data in ``folder``."""
     folder.mkdir()
     environment = os.environ | {"COVERAGE_FILE": str(folder / "data")}
-    command = ("coverage", "run", "-m", "pytest", "-q", "-m", mark, *options)
+    command = ("coverage", "run", "-m", "pytest", "-q", *options)
     before, start = _cpu_of_children(), time.monotonic()
     done = subprocess.run([sys.executable, "-m", *command], cwd=_ROOT, env=environment, check=False)
-    passed = done.returncode in {0, 5}  # 5: none of the tests that were asked for has this mark
-    return Measured(time.monotonic() - start, _cpu_of_children() - before, passed)
+    return Measured(time.monotonic() - start, _cpu_of_children() - before, done.returncode == 0)
 
 
 def _check_that_children_are_counted(folder: Path) -> None:
@@ -61,9 +60,9 @@ def _cpu_of_children() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _branches(*folders: Path) -> tuple[int, int]:
-    """Return how many branches these runs covered together, and how many there are."""
-    data = [str(path) for folder in folders for path in folder.glob("data.*")]
+def _branches(folder: Path) -> tuple[int, int]:
+    """Return how many branches a run covered, and how many there are."""
+    data = [str(path) for path in folder.glob("data.*")]
     with TemporaryDirectory() as name:
         environment = os.environ | {"COVERAGE_FILE": str(Path(name, "all"))}
         report = Path(name, "report")
@@ -76,18 +75,16 @@ def _branches(*folders: Path) -> tuple[int, int]:
 
 
 def main(options: list[str]) -> None:
-    """Measure both, and print a line for each as soon as it is known."""
+    """Measure both, and print a line for each."""
     with TemporaryDirectory() as name:
         _check_that_children_are_counted(Path(name))
-        quick, slow = Path(name, "quick"), Path(name, "slow")
-        first = _run(quick, "not slow", options)
-        few, every = _branches(quick)
-        _print('pytest -m "not slow"', first, few, every)
-        rest = _run(slow, "slow", options)
-        both = Measured(first.time + rest.time, first.cpu + rest.cpu, first.passed and rest.passed)
-        many, every = _branches(quick, slow)
-        _print("pytest", both, many, every)
-        print(f"the tests that are not slow cover {few / many:.1%} of what all tests cover")
+        quick, every = Path(name, "quick"), Path(name, "every")
+        first, rest = _run(quick, *options), _run(every, "--all", *options)
+        few, there = _branches(quick)
+        many, there = _branches(every)
+        _print("pytest", first, few, there)
+        _print("pytest --all", rest, many, there)
+        print(f"pytest alone covers {few / many:.1%} of what all tests cover")
 
 
 def _print(what: str, run: Measured, covered: int, every: int) -> None:

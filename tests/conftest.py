@@ -13,12 +13,14 @@ import pytest
 from syncd.storage import watch
 from tests.jobs import SmallJob
 from tests.lagging import Hosts, LaggingHosts
+from tests.sample import SAMPLE_FILES, left_out, sampled
+from tests.shell_state import neutralize
 from tests.storages import Clock
 
+neutralize()
 # Tests start hundreds of interpreters. Each would compile the product again, and each of pytest's
 # processes would compile all tests.
 sys.dont_write_bytecode = False
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 with suppress(ImportError):  # the base is tested without hypothesis
     from hypothesis import settings
@@ -34,10 +36,16 @@ _RANKS = frozenset({"written"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    every = "run every test, not only the quick ones and a sample of each slow kind"
+    parser.addoption("--all", action="store_true", dest="every", help=every)
     parser.addoption("--deep", action="store_true", help="run the tests marked as deep, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # workers get the answer
+        option = config.option
+        named = config.args_source is pytest.Config.ArgsSource.ARGS
+        option.every |= option.deep or named or bool(option.markexpr or option.keyword)
     # A process group that an earlier test left in a cycle waits for ever if a forked child, which
     # has none of its threads, collects it.
     os.register_at_fork(after_in_child=gc.freeze)
@@ -70,10 +78,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no module of which every test is slow, if the quick ones alone are wanted."""
-    below = collection_path.relative_to(config.rootpath)
-    quick = below.is_relative_to(_QUICK) or Path(_QUICK).is_relative_to(below)
-    return True if config.option.markexpr == "not slow" and not quick else None
+    """Import no module of which no test is wanted."""
+    if config.option.every or collection_path.is_dir():
+        return None
+    below = collection_path.relative_to(config.rootpath).as_posix()
+    return None if below.startswith((_QUICK, *SAMPLE_FILES)) else True
 
 
 def pytest_collection_finish() -> None:
@@ -88,10 +97,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         starts_ranks = not _RANKS.isdisjoint(getattr(item, "fixturenames", ()))
         if starts_ranks or not item.nodeid.startswith(_QUICK):
             item.add_marker("slow")
-    if not config.getoption("--deep"):
-        left_out = [item for item in items if item.get_closest_marker("deep")]
-        items[:] = [item for item in items if not item.get_closest_marker("deep")]
-        config.hook.pytest_deselected(items=left_out)
+    wanted = list(items) if config.option.every else sampled(items)
+    if not config.option.deep:
+        wanted = [item for item in wanted if not item.get_closest_marker("deep")]
+    config.hook.pytest_deselected(items=set(items).difference(wanted))
+    items[:] = wanted
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if not config.option.every:
+        terminalreporter.write_line(left_out(config.rootpath))
 
 
 @pytest.hookimpl(wrapper=True)
