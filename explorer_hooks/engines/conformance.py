@@ -12,38 +12,33 @@ The checks write the versions themselves, and need neither a daemon nor torch.
 from __future__ import annotations
 
 import errno
+import itertools
 import math
-import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
-import xxhash
-
 from explorer_hooks.engines.base import Engine
-from explorer_hooks.engines.fitting import TensorSpec
+from explorer_hooks.engines.fitting import TensorSpec, differences
 from explorer_hooks.reader import LeasedVersion
-from syncd.checkpoint.safetensors_file import file_digest
+from syncd.checkpoint.model_folder import write_file
+from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.tensor_rules import ITEMSIZE
+from syncd.checkpoint.whole_files import Merged, WrittenFile, digest_file
 from syncd.protocol.errors import EngineMismatchError
 from syncd.protocol.names import ADAPTER_WEIGHTS, MANIFEST
-from syncd.protocol.records import (
-    AdaptedModel,
-    Kind,
-    Manifest,
-    Names,
-    TensorEntry,
-    VersionFile,
-    encode,
-)
+from syncd.protocol.records import Kind, Manifest, Names, encode
 from syncd.storage.fsio import Storage
 
 __all__ = ["CHECKS", "ConformanceError", "Subject", "name_of"]
 Check = Callable[["Subject", Path], None]
+#: The version that the engine must serve after each step of a check.
+Steps = Iterator[LeasedVersion]
+_STORAGE: Final = Storage(durable=False)
 
 
 class ConformanceError(AssertionError):
@@ -85,22 +80,14 @@ class Subject:
     names: Names = "trainer"
     all_or_nothing: bool = True
 
-    def version(
-        self,
-        folder: Path,
-        sequence: int,
-        *,
-        tensors: Mapping[str, TensorBytes] | None = None,
-        storage: Storage | None = None,
-    ) -> LeasedVersion:
-        """Make a version with random weights, in a new folder below ``folder``.
+    def version(self, folder: Path, sequence: int, *, storage: Storage = _STORAGE) -> LeasedVersion:
+        """Make a version in a new folder below ``folder``; its weights depend on ``sequence``.
 
-        The weights depend on ``sequence``, or are given as ``tensors``. ``storage`` writes the
-        version, and later reads it.
+        ``storage`` writes the version, and later reads it.
         """
         return make_version(
             folder / f"v{sequence:06d}",
-            random_tensors(self.tensors, sequence) if tensors is None else tensors,
+            random_tensors(self.tensors, sequence),
             sequence=sequence,
             kind=self.kind,
             files=self.files,
@@ -109,139 +96,141 @@ class Subject:
         )
 
 
-def serves_the_bits_of_what_was_loaded(subject: Subject, folder: Path) -> None:
+class _Trial(NamedTuple):
+    """A new engine, and two versions for it. ``storage`` reads the second version."""
+
+    engine: Engine
+    first: LeasedVersion
+    second: LeasedVersion
+    storage: FailingStorage
+    subject: Subject
+    folder: Path
+
+    def load_fails(self) -> bool:
+        """Try to load the second version. After an error load the first, if the engine needs it."""
+        failed = _fails(self.engine.load, self.second)
+        if failed and not self.subject.all_or_nothing:
+            self.engine.load(self.first)  # as a hook does
+        return failed
+
+
+def _check(steps: Callable[[_Trial], Steps]) -> Check:
+    """Make a check that compares the served content after each step."""
+
+    @wraps(steps)
+    def check(subject: Subject, folder: Path) -> None:
+        storage = FailingStorage(durable=False)
+        first, second = subject.version(folder, 1), subject.version(folder, 2, storage=storage)
+        trial = _Trial(subject.make(), first, second, storage, subject, folder)
+        for version in steps(trial):
+            if subject.served(trial.engine) != subject.expected(version):
+                raise ConformanceError(f"the engine does not serve version {version.sequence}")
+        trial.engine.close()
+
+    return check
+
+
+@_check
+def serves_the_bits_of_what_was_loaded(trial: _Trial) -> Steps:
     """The engine serves the bits of the loaded version, with and without ``prepare``."""
-    engine, first, second = subject.make(), subject.version(folder, 1), subject.version(folder, 2)
-    for version in (first, first, second, first):
+    engine, first, second, *_ = trial
+    for number, version in enumerate((first, first, second, first, second, second, first)):
         engine.check(version)
+        if number > 3:
+            engine.prepare(version)
         engine.load(version)
-        _serves(subject, engine, version)
-    for version in (second, second, first):
-        engine.check(version)
-        engine.prepare(version)
-        engine.load(version)
-        _serves(subject, engine, version)
-    engine.close()
+        yield version
 
 
-def follows_the_order_of_a_hook(subject: Subject, folder: Path) -> None:
+@_check
+def follows_the_order_of_a_hook(trial: _Trial) -> Steps:
     """Of all calls of a hook, only ``load`` changes the served weights."""
-    engine, first, second = subject.make(), subject.version(folder, 1), subject.version(folder, 2)
+    engine, first, second, *_ = trial
     engine.attach()
     engine.load(first)
-    calls: tuple[Callable[[], None], ...] = (
-        partial(engine.check, second),
-        partial(engine.prepare, second),
-        engine.pause,
-        engine.reset_cache,
-        engine.resume,
-    )
-    for call in calls:
+    before = partial(engine.check, second), partial(engine.prepare, second), engine.pause
+    after = engine.reset_cache, engine.resume
+    for call in (*before, *after):
         call()
-        _serves(subject, engine, first)
-    engine.pause()
-    engine.load(second)
-    engine.reset_cache()
-    engine.resume()
-    _serves(subject, engine, second)
-    engine.close()
+        yield first
+    for call in (engine.pause, partial(engine.load, second), *after):
+        call()
+    yield second
 
 
-def what_is_prepared_need_not_be_loaded(subject: Subject, folder: Path) -> None:
+@_check
+def what_is_prepared_need_not_be_loaded(trial: _Trial) -> Steps:
     """After ``prepare`` of a version that is then deleted, another version can be loaded."""
-    engine, _ = _loaded(subject, folder)
-    second, third = (subject.version(folder, sequence) for sequence in (2, 3))
+    engine, first, second, *_ = trial
+    engine.load(first)
     engine.prepare(second)
-    Storage(durable=False).remove_tree(second.folder)
+    second.storage.remove_tree(second.folder)
+    third = trial.subject.version(trial.folder, 3)
     engine.load(third)
-    _serves(subject, engine, third)
-    engine.close()
+    yield third
 
 
-def resume_and_close_can_be_called_at_any_time(subject: Subject, folder: Path) -> None:
+@_check
+def resume_and_close_can_be_called_at_any_time(trial: _Trial) -> Steps:
     """``resume`` works without ``pause``; ``resume`` and ``close`` work when called twice."""
-    engine, version = subject.make(), subject.version(folder, 1)
+    engine, first, *_ = trial
     engine.resume()
-    engine.load(version)
+    engine.load(first)
     engine.reset_cache()
-    engine.resume()
-    engine.pause()
-    engine.resume()
-    engine.resume()
-    _serves(subject, engine, version)
-    engine.close()
+    for call in (engine.resume, engine.pause, engine.resume, engine.resume):
+        call()
+    yield first
     engine.close()
 
 
-def check_refuses_what_does_not_fit(subject: Subject, folder: Path) -> None:
+@_check
+def check_refuses_what_does_not_fit(trial: _Trial) -> Steps:
     """``check`` refuses wrong tensors and unsupported kinds, and changes nothing."""
-    engine, first = _loaded(subject, folder)
-    for number, (what, wrong) in enumerate(_misfits(subject), 2):
-        version = subject.version(folder, number, tensors=wrong)
-        refused = _fails(engine.check, version, EngineMismatchError)
-        _require(refused, f"check() did not refuse a version with {what}")
-        _serves(subject, engine, first)
-    for number, kind in enumerate(("full", "adapter", "remote"), 1000):
-        if kind in engine.kinds:
-            continue
-        version = make_version(
-            folder / f"v{number:06d}",
-            {} if kind == "remote" else random_tensors(subject.tensors, 2),
-            sequence=number,
-            kind=kind,  # type: ignore[arg-type] # one of these three
-            remote="elsewhere" if kind == "remote" else None,
-        )
-        refused = _fails(engine.check, version, EngineMismatchError)
-        _require(refused, f"check() did not refuse a version of kind {kind}")
-        _serves(subject, engine, first)
-    engine.close()
-
-
-def a_read_error_at_any_tensor_changes_nothing(subject: Subject, folder: Path) -> None:
-    """After a read error the engine serves the old weights, and a later ``load`` works."""
-    engine, first = _loaded(subject, folder)
-    storage = FailingStorage()
-    second = subject.version(folder, 2, storage=storage)
-    places = [
-        (file.path, entry)
-        for file in second.open_weights()
-        for entry in file.entries
-        if entry.end > entry.begin
-    ]
-    for path, entry in places:
-        for call in (engine.prepare, engine.load):
-            storage.place = path, entry
-            failed = _fails(call, second)
-            storage.place = None
-            if call == engine.load:
-                _require(
-                    failed, f"load() did not fail, although {entry.name} in {path} was unreadable"
-                )
-                _survives(subject, engine, first)
-            _serves(subject, engine, first)
-        engine.load(second)
-        _serves(subject, engine, second)
-        engine.load(first)
-    engine.close()
-
-
-def a_file_that_is_cut_short_changes_nothing(subject: Subject, folder: Path) -> None:
-    """``load`` of a truncated file fails, and the engine serves the old weights."""
-    engine, first = _loaded(subject, folder)
-    storage = Storage(durable=False)
-    second = subject.version(folder, 2, storage=storage)
-    names = sorted({entry.file for entry in second.manifest.tensors}, reverse=True)
-    for name in names:
-        path = second.folder / name
-        whole = path.read_bytes()
-        for size in (len(whole) - 1, 9):
-            storage.replace(path, whole[:size])
-            _require(
-                _fails(engine.load, second), f"load() did not fail, although {path} is truncated"
+    engine, first, *_, subject, folder = trial
+    engine.load(first)
+    for number, misfit in enumerate(_misfits(subject, engine.kinds), 3):
+        if not _fails(engine.check, misfit.version(folder, number), EngineMismatchError):
+            wrong = differences(misfit.tensors, subject.tensors, "the engine")
+            raise ConformanceError(
+                f"check() did not refuse a version of kind {misfit.kind}, which differs in: {wrong}"
             )
-            _survives(subject, engine, first)
-            _serves(subject, engine, first)
-    engine.close()
+        yield first
+
+
+@_check
+def a_read_error_at_any_tensor_changes_nothing(trial: _Trial) -> Steps:
+    """After a read error the engine serves the old weights, and a later ``load`` works."""
+    engine, first, second, storage, *_ = trial
+    engine.load(first)
+    for reads in itertools.count():
+        storage.reads = reads
+        _fails(engine.prepare, second)  # it may read nothing
+        yield first
+        storage.reads = reads
+        failed = trial.load_fails()
+        storage.reads = math.inf
+        if failed:
+            yield first
+            engine.load(second)
+        yield second
+        if not failed:
+            break
+        engine.load(first)
+    if not reads:
+        raise ConformanceError(f"load() did not fail, although {second.folder} was unreadable")
+
+
+@_check
+def a_file_that_is_cut_short_changes_nothing(trial: _Trial) -> Steps:
+    """``load`` of a truncated file fails, and the engine serves the old weights."""
+    trial.engine.load(trial.first)
+    for file in reversed(list(trial.second.open_weights())):
+        whole = file.path.read_bytes()
+        for size in (len(whole) - 1, 9):
+            trial.storage.replace(file.path, whole[:size])
+            if not trial.load_fails():
+                raise ConformanceError(f"load() did not fail, although {file.path} is truncated")
+            yield trial.first
 
 
 #: All checks. If several fail, look at the first one first.
@@ -258,26 +247,22 @@ CHECKS: Final[tuple[Check, ...]] = (
 
 def name_of(check: Check) -> str:
     """The name of a check, for the ids of a parametrized test."""
-    return getattr(check, "__name__", str(check))
+    return check.__name__
 
 
-def _loaded(subject: Subject, folder: Path) -> tuple[Engine, LeasedVersion]:
-    engine, version = subject.make(), subject.version(folder, 1)
-    engine.load(version)
-    return engine, version
-
-
-def _misfits(subject: Subject) -> Iterator[tuple[str, dict[str, TensorBytes]]]:
-    fitting = random_tensors(subject.tensors, 2)
-    for name, tensor in fitting.items():
-        yield f"{name} missing", {key: fitting[key] for key in fitting if key != name}
-        longer = TensorSpec(tensor.dtype, (*tensor.shape, 2))
-        yield f"{name} of another shape", fitting | random_tensors({name: longer}, 3)
-        dtype = "I32" if tensor.dtype != "I32" else "F32"
-        other = TensorSpec(dtype, tensor.shape)
-        yield f"{name} of another dtype", fitting | random_tensors({name: other}, 3)
-    more = {"a_tensor_that_no_model_has": TensorSpec("F32", (2,))}
-    yield "an extra name", fitting | random_tensors(more, 3)
+def _misfits(subject: Subject, kinds: frozenset[str]) -> Iterator[Subject]:
+    fitting = subject.tensors
+    wrong = [{**fitting, "a_tensor_that_no_model_has": TensorSpec("F32", (2,))}]
+    for name, (dtype, shape) in fitting.items():
+        wrong += [
+            {key: spec for key, spec in fitting.items() if key != name},
+            {**fitting, name: TensorSpec(dtype, (*shape, 2))},
+            {**fitting, name: TensorSpec("I32" if dtype != "I32" else "F32", shape)},
+        ]
+    yield from (replace(subject, tensors=tensors) for tensors in wrong)
+    for kind in {"full", "adapter", "remote"} - kinds:
+        tensors = {} if kind == "remote" else fitting
+        yield replace(subject, kind=kind, tensors=tensors)  # type: ignore[arg-type] # also remote
 
 
 def _fails(
@@ -292,46 +277,25 @@ def _fails(
     return False
 
 
-def _survives(subject: Subject, engine: Engine, version: LeasedVersion) -> None:
-    """Load the previous version again, as a hook does."""
-    if not subject.all_or_nothing:
-        engine.load(version)
-
-
-def _serves(subject: Subject, engine: Engine, version: LeasedVersion) -> None:
-    _require(
-        subject.served(engine) == subject.expected(version),
-        f"the engine does not serve version {version.sequence}",
-    )
-
-
-def _require(holds: bool, what: str) -> None:
-    if not holds:
-        raise ConformanceError(what)
-
-
 class FailingStorage(Storage):
-    """Storage that raises ``EIO`` for reads that overlap ``place``, a file and its tensor."""
+    """Storage that raises ``EIO`` for all reads but the next ``reads``."""
 
-    def __init__(self) -> None:
-        super().__init__(durable=False)
-        self.place: tuple[Path, HeaderEntry] | None = None
+    reads = math.inf
 
     def pread(self, fd: int, count: int, offset: int) -> bytes:
         """Read bytes, or raise ``EIO``."""
-        self._look(fd, offset, count)
+        self._fail_in_time()
         return super().pread(fd, count, offset)
 
     def pread_into(self, fd: int, part: memoryview, offset: int) -> int:
         """Read bytes, or raise ``EIO``."""
-        self._look(fd, offset, len(part))
+        self._fail_in_time()
         return super().pread_into(fd, part, offset)
 
-    def _look(self, fd: int, offset: int, count: int) -> None:
-        path, entry = self.place or (None, None)
-        overlaps = entry and offset < entry.end and entry.begin < offset + count
-        if path and overlaps and os.path.samestat(os.fstat(fd), path.stat()):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+    def _fail_in_time(self) -> None:
+        self.reads -= 1
+        if self.reads < 0:
+            raise OSError(errno.EIO, "the storage of this check failed")
 
 
 class TensorBytes(NamedTuple):
@@ -366,68 +330,53 @@ def make_version(
     tensors: Mapping[str, TensorBytes],
     *,
     sequence: int = 1,
-    step: int | None = None,
     kind: Kind = "full",
     files: Mapping[str, bytes] | None = None,
-    remote: str | None = None,
-    base_model: str | None = None,
     names: Names = "trainer",
-    storage: Storage | None = None,
+    storage: Storage = _STORAGE,
 ) -> LeasedVersion:
     """Write a version's folder as the daemon would publish it.
 
     ``folder`` must not exist, but its parent must. A full version with two or more tensors gets two
-    files. ``step`` defaults to ``sequence``.
+    files. The version's step is its sequence.
     """
-    storage = storage or Storage(durable=False)
     storage.mkdir(folder)
-    listed, entries = [], []
-    for name, content in (files or {}).items():
-        storage.write_new(folder / name, content)
-        digest = xxhash.xxh3_128_hexdigest(content)
-        listed.append(VersionFile(name=name, size=len(content), digest=digest))
-    for name, group in _grouped(list(tensors), kind).items():
-        content, told, digest = _weights({key: tensors[key] for key in group}, name)
-        storage.write_new(folder / name, content)
-        listed.append(VersionFile(name=name, size=len(content), digest=digest))
-        entries.extend(told)
+    listed = list(tensors.items())
+    half = len(listed) // 2
+    files_of = {
+        "model-00001-of-00002.safetensors": listed[:half],
+        "model-00002-of-00002.safetensors": listed[half:],
+    }
+    if kind == "adapter":
+        files_of = {ADAPTER_WEIGHTS: listed}
+    weights = [
+        _write_weights(storage, folder / name, part) for name, part in files_of.items() if part
+    ]
+    merged = Merged.of(weights, 0)
+    small = [write_file(storage, folder, *file) for file in (files or {}).items()]
     manifest = Manifest(
         sequence=sequence,
-        step=sequence if step is None else step,
+        step=sequence,
         save_id=f"made-{sequence}-0",
         kind=kind,
         names=names,
         checked="receipt",
         digests="xxh3-128",
-        files=tuple(listed),
-        tensors=tuple(entries),
-        remote=remote,
-        base_model=AdaptedModel(name=base_model) if base_model else None,
+        files=(*small, *merged.files),
+        tensors=merged.tensors,
+        remote="elsewhere" if kind == "remote" else None,
     )
     storage.write_new(folder / MANIFEST, encode(manifest))
     return LeasedVersion(storage, folder, manifest, NoLease())
 
 
-def _grouped(names: Sequence[str], kind: Kind) -> dict[str, Sequence[str]]:
-    if names and kind == "adapter":
-        return {ADAPTER_WEIGHTS: names}
-    if len(names) < 2:
-        return {"model.safetensors": names} if names else {}
-    half = len(names) // 2
-    return {
-        "model-00001-of-00002.safetensors": names[:half],
-        "model-00002-of-00002.safetensors": names[half:],
-    }
-
-
-def _weights(tensors: Mapping[str, TensorBytes], file: str) -> tuple[bytes, list[TensorEntry], str]:
-    fields, told, at = [], [], 0
-    for name, (dtype, shape, content) in tensors.items():
-        fields.append(HeaderEntry(name, dtype, shape, at, at + len(content)))
-        at += len(content)
-        digest = xxhash.xxh3_128_hexdigest(content)
-        told.append(TensorEntry(name=name, dtype=dtype, shape=shape, file=file, digest=digest))
-    header = header_bytes(fields)
-    digests = [xxhash.xxh3_128_digest(tensor.content) for tensor in tensors.values()]
-    data = b"".join(tensor.content for tensor in tensors.values())
-    return header + data, told, file_digest(header, digests)
+def _write_weights(
+    storage: Storage, path: Path, tensors: Sequence[tuple[str, TensorBytes]]
+) -> WrittenFile:
+    entries, data = [], b""
+    for name, (dtype, shape, content) in tensors:
+        entries.append(HeaderEntry(name, dtype, shape, len(data), len(data) + len(content)))
+        data += content
+    storage.write_new(path, header_bytes(entries) + data)
+    with SafetensorsFile.open(storage, path) as file:
+        return digest_file(storage, file, cancel=lambda: None)

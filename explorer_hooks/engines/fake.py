@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
 from explorer_hooks.engines.fitting import TensorSpec, check_kind, compare_tensors, tensor_specs
 from explorer_hooks.reader import LeasedVersion
-from syncd.protocol.errors import SyncdError, VerificationError
+from syncd.checkpoint.whole_files import digest_file
+from syncd.protocol.errors import SyncdError
 
 __all__ = ["Call", "FakeEngine", "Hang", "Served"]
-
-_CALLS: Final = frozenset(
-    {"attach", "check", "prepare", "pause", "load", "reset_cache", "resume", "close"}
-)
-_BUFFER: Final = 1024 * 1024
 
 
 class Call(NamedTuple):
@@ -36,7 +31,7 @@ class Served(NamedTuple):
     Attributes:
         sequence, step: the version's sequence and step.
         folder: the folder that the version was read from, perhaps a copy in a stage folder.
-        digest: xxh3-128 of all bytes of the version's weight files, in the manifest's order.
+        digest: xxh3-128 of the digests of the version's weight files, in the manifest's order.
     """
 
     sequence: int
@@ -69,9 +64,10 @@ class Hang:
 class FakeEngine:
     """Serves a digest of the version's weights instead of a model. Needs no torch and no server.
 
+    After the first load, :meth:`check` refuses versions with other tensors.
+
     Args:
         kinds, is_local: the values of the engine's properties.
-        tensors: the tensors that the engine takes; by default those of the first loaded version.
 
     Attributes:
         calls: all calls in order, including calls that failed.
@@ -84,17 +80,15 @@ class FakeEngine:
         *,
         kinds: frozenset[str] = frozenset({"full"}),
         is_local: bool = True,
-        tensors: Mapping[str, TensorSpec] | None = None,
     ) -> None:
         self.kinds = kinds
         self.is_local = is_local
         self.calls: list[Call] = []
         self.served: Served | None = None
         self.is_paused = False
-        self._tensors = tensors
+        self._tensors: Mapping[str, TensorSpec] | None = None
         self._faults: list[_Fault] = []
         self._hangs: dict[str, Hang] = {}
-        self._changed = threading.Condition()
 
     # -- for the test --------------------------------------------------------------------
 
@@ -112,13 +106,13 @@ class FakeEngine:
         With ``sequence``, only calls with this version fail. With ``torn``, a failing ``load``
         loses the served weights, as in a half-filled module.
         """
-        _known(what)
-        self._faults.append(_Fault(what, error, times, sequence, torn))
+        getattr(self, what)  # raises an error if there is no such method
+        self._faults += times * [_Fault(what, error, sequence, torn)]
 
     @contextmanager
     def hanging(self, what: str) -> Iterator[Hang]:
         """In the ``with`` block, let calls of the method ``what`` hang until they are released."""
-        _known(what)
+        getattr(self, what)  # likewise
         self._hangs[what] = hang = Hang()
         try:
             yield hang
@@ -126,25 +120,20 @@ class FakeEngine:
             del self._hangs[what]
             hang.release()
 
-    def answer(self, timeout: float = 60.0) -> Served:
-        """Serve one request; the request waits while the engine is paused.
+    def answer(self) -> Served:
+        """Serve one request.
 
         Raises:
-            TimeoutError: the engine was still paused after ``timeout`` seconds.
-            SyncdError: the engine has loaded no version yet, or its weights are lost.
+            SyncdError: the engine is paused, has loaded no version yet, or has lost its weights.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self.is_paused, timeout):
-                raise TimeoutError("the engine is paused")
-            if self.served is None:
-                raise SyncdError("the engine has no weights")
-            return self.served
+        if self.is_paused or self.served is None:
+            raise SyncdError(f"the engine {'is paused' if self.is_paused else 'has no weights'}")
+        return self.served
 
     def restart(self) -> None:
         """Lose all weights, like a server that was restarted."""
-        with self._changed:
-            self.served = None
-            self.is_paused = False
+        self.served = None
+        self.is_paused = False
 
     def asked(self, what: str) -> list[int | None]:
         """The sequence in each call of the method ``what``, in order."""
@@ -155,7 +144,7 @@ class FakeEngine:
     def attach(self) -> None:
         """Resume, because a killed hook may have left the engine paused."""
         self._enter("attach")
-        self._set_paused(False)
+        self.is_paused = False
 
     def check(self, version: LeasedVersion) -> None:
         """Compare the version with the tensors that the engine takes."""
@@ -169,16 +158,15 @@ class FakeEngine:
         self._enter("prepare", version)
 
     def pause(self) -> None:
-        """Make requests wait."""
+        """Make requests fail."""
         self._enter("pause")
-        self._set_paused(True)
+        self.is_paused = True
 
     def load(self, version: LeasedVersion) -> None:
         """Read all weights, and serve the version."""
         self._enter("load", version)
-        served = Served(version.sequence, version.step, version.folder, content_of(version))
-        with self._changed:
-            self.served = served
+        content = content_of(version)
+        self.served = Served(version.sequence, version.step, version.folder, content)
         if self._tensors is None:
             self._tensors = tensor_specs(version.manifest)
 
@@ -187,9 +175,9 @@ class FakeEngine:
         self._enter("reset_cache")
 
     def resume(self) -> None:
-        """Let requests continue."""
+        """Serve requests again."""
         self._enter("resume")
-        self._set_paused(False)
+        self.is_paused = False
 
     def still_serves(self, version: LeasedVersion) -> bool:
         """True if this version is served; False after :meth:`restart`."""
@@ -206,49 +194,24 @@ class FakeEngine:
         if hang is not None:
             hang.wait()
         for fault in self._faults:
-            is_due = fault.times > 0 and fault.what == what
-            if is_due and fault.sequence in {None, sequence}:
-                fault.times -= 1
+            if fault.what == what and fault.sequence in {None, sequence}:
+                self._faults.remove(fault)
                 if fault.torn:
-                    with self._changed:
-                        self.served = None
+                    self.served = None
                 raise fault.error
 
-    def _set_paused(self, paused: bool) -> None:
-        with self._changed:
-            self.is_paused = paused
-            self._changed.notify_all()
 
-
-@dataclass
-class _Fault:
+class _Fault(NamedTuple):
     what: str
     error: BaseException
-    times: int
     sequence: int | None
     torn: bool
 
 
-def content_of(version: LeasedVersion, look: Callable[[], None] = lambda: None) -> str:
-    """Compute the digest of a version's weight files. ``look`` is called before each read."""
+def content_of(version: LeasedVersion) -> str:
+    """Compute the digest of a version's weight files."""
     hasher = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(_BUFFER))
     for file in version.open_weights():
-        at = 0
-        while at < file.size:
-            look()
-            part = buffer[: file.size - at]
-            if file.storage.pread_fully(file.fd, part, at) < len(part):
-                raise VerificationError(
-                    f"{file.path} is shorter than its header says", sequence=version.sequence
-                )
-            hasher.update(part)
-            at += len(part)
+        whole, _ = digest_file(file.storage, file, cancel=lambda: None)
+        hasher.update(str(whole.digest).encode())
     return hasher.hexdigest()
-
-
-def _known(what: str) -> None:
-    if what not in _CALLS:
-        raise ValueError(
-            f"{what!r} is not a method of an engine; choose one of {', '.join(sorted(_CALLS))}"
-        )

@@ -154,7 +154,7 @@ def write_index(storage: Storage, folder: Path, merged: Merged) -> tuple[Version
         "weight_map": dict(sorted(weights.items())),
     }
     content = json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
-    return (_written(storage, folder, INDEX, content),)
+    return (write_file(storage, folder, INDEX, content),)
 
 
 def write_name_map(
@@ -167,10 +167,11 @@ def write_name_map(
     """
     if names is None or not (names or names.refused) or storage.exists(folder / NAME_MAP):
         return ()
-    return (_written(storage, folder, NAME_MAP, names.encode()),)
+    return (write_file(storage, folder, NAME_MAP, names.encode()),)
 
 
-def _written(storage: Storage, folder: Path, name: str, content: bytes) -> VersionFile:
+def write_file(storage: Storage, folder: Path, name: str, content: bytes) -> VersionFile:
+    """Write and sync a small file of a version; return its entry in the manifest."""
     storage.write_new(folder / name, content)
     digest = xxhash.xxh3_128_hexdigest(content)
     return VersionFile(name=name, size=len(content), digest=digest)

@@ -1,5 +1,5 @@
+import errno
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from explorer_hooks.engines.conformance import (
-    FailingStorage,
     NoLease,
     TensorBytes,
     make_version,
@@ -206,17 +205,19 @@ def test_what_was_prepared_for_another_shape_of_the_module_is_read_again(
 
 
 @pytest.fixture
-def half_read(tmp_path: Path) -> Iterator[LeasedVersion]:
+def half_read(tmp_path: Path) -> LeasedVersion:
     """A version of which the second tensor cannot be read."""
-    storage = FailingStorage()
+    reads: list[Any] = []
+
+    def rule(called: str, given: tuple[Any, ...]) -> None:
+        if called == "pread_into":
+            reads.append(given)
+            if len(reads) == 2:
+                raise OSError(errno.EIO, "half")
+
+    storage = RuledStorage()
     version = make_version(tmp_path / "half", random_tensors(SPECS, 7), storage=storage)
-    (last,) = (
-        (file.path, entry)
-        for file in version.open_weights()
-        for entry in file.entries
-        if entry.name == "two.weight"
-    )
-    storage.place = last
+    storage.rules.append(rule)
     return version
 
 

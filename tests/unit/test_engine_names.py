@@ -50,7 +50,7 @@ def made(
         sequence=sequence,
         files={NAME_MAP: NAMES.encode(), **(files or {})},
         names=names,
-        storage=storage,
+        storage=storage or RuledStorage(),
     )
 
 

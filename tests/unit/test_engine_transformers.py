@@ -22,7 +22,7 @@ from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.tensor_rules import DTYPES
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import EngineMismatchError
-from syncd.protocol.records import Kind
+from syncd.protocol.records import AdaptedModel, Kind
 from tests.engines.subjects import bits_of, lora_qwen, tiny_qwen
 from tests.engines.tiny_models import save_step
 from tests.explorers import held
@@ -281,10 +281,14 @@ def test_an_adapter_for_another_base_model_is_refused_where_both_are_known(
     versions = {
         name: make_version(
             tmp_path / f"v{number}", packed(adapter(model)), kind="adapter", sequence=number,
-            files={"adapter_config.json": config}, base_model=name,
+            files={"adapter_config.json": config},
         )
         for number, name in enumerate(["org/one", "Org/One", "org/two", "/data/one", None])
     }  # fmt: skip
+    for name, version in versions.items():
+        version.manifest = version.manifest.model_copy(
+            update={"base_model": AdaptedModel(name=name) if name else None}
+        )
     for version in versions.values():  # of a model that was made from a config nothing is known
         TransformersModel(model).check(version)
     model.get_base_model().name_or_path = "org/one"

@@ -73,7 +73,7 @@ def test_an_engine_that_fails_goes_on_with_what_it_had(
     with pytest.raises(type(error)):
         hook.pull(0)
     assert hook.version == Version(1, 1)
-    assert engine.answer(0).sequence == 1
+    assert engine.answer().sequence == 1
     assert leased(job) == [1]
     assert hook.fault is None
     assert (report(job).refused is None) is passes
@@ -96,7 +96,7 @@ def test_an_engine_that_takes_neither_version_is_broken_until_it_takes_one(
     with pytest.raises(EngineBrokenError, match="another attempt to load version 1 has failed"):
         hook.pull(0)
     assert hook.pull(0) is None  # it takes version 1 again; version 2 was refused
-    assert engine.answer(0).sequence == 1
+    assert engine.answer().sequence == 1
     assert (hook.fault, report(job).fault) == (None, None)
     assert hook.may_produce()
     publish(job, 3)
@@ -111,7 +111,7 @@ def test_a_broken_engine_tries_a_version_again_that_was_not_to_blame(
         hook.pull(0)
     assert report(job).refused is None
     assert hook.pull(0) == Version(2, 2)
-    assert engine.answer(0).sequence == 2
+    assert engine.answer().sequence == 2
     assert report(job).fault is None
 
 
@@ -125,7 +125,7 @@ def test_an_engine_that_has_lost_its_version_is_broken_until_it_has_it_again(
     assert not hook.may_produce()
     assert "lost version 2" in str(report(job).fault)
     assert hook.pull(0) is None
-    assert engine.answer(0).sequence == 2
+    assert engine.answer().sequence == 2
     assert report(job).fault is None
     assert hook.may_produce()
 
@@ -137,7 +137,7 @@ def test_an_engine_that_has_lost_its_version_has_it_again_after_the_next_sync(
     assert hook.pull(0) == Version(2, 2)
     engine.restart()
     assert hook.after_step(1) == Version(2, 2)
-    assert engine.answer(0).sequence == 2
+    assert engine.answer().sequence == 2
     assert hook.may_produce()
 
 
@@ -151,7 +151,7 @@ def test_a_broken_engine_takes_a_newer_version_where_what_it_had_is_gone(
             hook.pull(0)
     publish(job, 3)
     assert hook.pull(0) == Version(3, 3)
-    assert engine.answer(0).sequence == 3
+    assert engine.answer().sequence == 3
     assert (hook.fault, report(job).fault) == (None, None)
 
 
@@ -221,7 +221,7 @@ def test_a_staged_version_is_loaded_from_its_copy_and_needs_no_lease(
         first = hook.folder
         assert first is not None
         assert stage in first.parents
-        assert engine.answer(0).folder == first
+        assert engine.answer().folder == first
         assert hook.last is not None
         assert hook.last.staged is True
         publish(job, 2, 3, keep=1)
@@ -229,7 +229,7 @@ def test_a_staged_version_is_loaded_from_its_copy_and_needs_no_lease(
         engine.fail("load", RuntimeError("no"), torn=True)
         with pytest.raises(RuntimeError):
             hook.pull(0)  # it had version 1 given back, which is nowhere else
-        assert engine.answer(0).folder == first
+        assert engine.answer().folder == first
         publish(job, 4)
         hook.pull(0)
         assert not first.exists()
