@@ -22,7 +22,7 @@ from syncd.daemon.scan import Scanner
 from syncd.daemon.steering import Steering
 from syncd.daemon.tenure import Tenure
 from syncd.protocol.errors import JobUnavailableError, RecordError, SupersededError
-from syncd.protocol.events import LockWatched
+from syncd.protocol.events import Watching
 from syncd.protocol.records import Latest, SaveOutcome, SaveOutcomes, parse
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import NO_ROOM
@@ -120,7 +120,7 @@ def _take_lock(job: Job, lease_time: float, sleep: Callable[[float], None]) -> D
     waited = 0.0
     while not lock.try_acquire():
         if not waited:
-            LockWatched(job.layout.daemon_lock, judge.lease_time).tell(log)
+            Watching(job.layout.daemon_lock, judge.lease_time).tell(log)
         # If the lock cannot be read, no heartbeat is ever seen, so the wait is limited.
         if judge.saw_beat(job.layout.daemon_lock) or waited > 2 * judge.lease_time:
             raise JobUnavailableError(

@@ -153,23 +153,14 @@ class RootServed(InfoEvent):
 
 
 class Watching(InfoEvent):
-    """A command waits to find out whether another process is alive."""
-
-    text = (
-        "{path} has the draft of another conversion: watching it for {seconds:g} s, to see if that "
-        "conversion is still running"
-    )
-    path: Path
-    seconds: float
-
-
-class LockWatched(Watching):
     """A command waits for the daemon's lock."""
 
     text = (
         "{path} is locked: watching its heartbeat for up to {seconds:g} s, to see whether the "
         "daemon that holds this lock is alive"
     )
+    path: Path
+    seconds: float
 
 
 # -- the daemon ----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Final
 #: A key (also for its option), ``COMMAND --option`` or ``GROUP COMMAND`` → what to do instead.
 GONE: Final = {
     "convert --again": "delete manifest.json and the weights in actor/huggingface first",
+    "convert --base-model-dir": "copy the base model's files except weights into actor/huggingface",
     "convert --dry-run": "leave it out; 'syncd convert' keeps weights that are there already",
     "convert --step": "give the folder of the step, JOB/global_step_N, instead of JOB",
     "copy_threads": "leave it out; four files are written at a time",

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from syncd.checkpoint.convert import convert_step, has_weights, look_at_step, take_model_files
+from syncd.checkpoint.convert import convert_step, has_weights, look_at_step
 from syncd.checkpoint.merging.options import MergeOptions
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.version import read_manifest, verify_version
@@ -22,14 +23,12 @@ from syncd.protocol.errors import (
     JobUnavailableError,
     NoRoomError,
     SaveNotReadyError,
-    ShardFormatError,
 )
 from syncd.protocol.records import SaveId
 from syncd.storage.calls import Free
 from syncd.storage.job import Job
 from tests.commands import Result, invoke
 from tests.jobs import SmallJob
-from tests.lagging import LaggingStorage
 from tests.storages import SEEN, Clock, FastStorage, RuledStorage
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
@@ -214,107 +213,15 @@ def test_a_step_folder_is_converted_wherever_it_was_copied_to(
         assert (json.loads(result.stdout)["step"], outcome(result)) == (3, expected)
 
 
-def base_model(folder: Path) -> Path:
-    """A base model as it lies in the cache of the Hugging Face hub: links to files elsewhere."""
-    blobs = folder / "blobs"
-    snapshot = folder / "snapshot"
-    for made in (blobs, snapshot, snapshot / "original"):
-        made.mkdir(parents=True)
-    for name in (
-        "config.json", "generation_config.json", "tokenizer.json", "merges.txt",
-        "chat_template.jinja", "modeling_tiny.py", "README.md", ".gitattributes",
-        "model-00001-of-00002.safetensors", "model.safetensors.index.json", "manifest.json",
-        "pytorch_model.bin", "flax_model.msgpack",
-    ):  # fmt: skip
-        (blobs / name).write_text(f"the base's {name}")
-        (snapshot / name).symlink_to(blobs / name)
-    return snapshot
-
-
-COPIED = {
-    "config.json", "generation_config.json", "tokenizer.json", "merges.txt", "chat_template.jinja",
-    "modeling_tiny.py",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("receipts", [True, False])
-def test_a_config_that_the_trainer_did_not_leave_is_taken_from_the_base_model(
-    job: SmallJob, tmp_path: Path, *, receipts: bool
-) -> None:
-    folder = model_of(job)
-    if receipts:
-        full(job, config=False)
-        folder.mkdir(exist_ok=True)
-    else:
-        foreign(job, 2)
-        (folder / "config.json").unlink()
-    (folder / "tokenizer.json").write_text("the trainer's")
-    base = base_model(tmp_path / "base")
-    given = ("--base-model-dir", str(base))
-
-    assert "give the base model's folder with --base-model-dir" in convert(job).stdout
-    assert "with --base-model-dir" in convert(job).stdout, "nor is it forgotten the next time"
-    result = convert(job, *given)
-    assert "with chat_template.jinja, generation_config.json, merges.txt" in result.stdout
-    assert weights(job)
-    names = set(names_in(folder))
-    assert names == COPIED | {"manifest.json", "model.safetensors"}
-    assert (folder / "tokenizer.json").read_text() == "the trainer's"
-    assert (folder / "config.json").read_text() == "the base's config.json"
-    after = everything(job)
-    assert outcome(convert(job, *given, "--json")) == "done before"
-    assert everything(job) == after
-
-
-def test_a_base_model_is_no_base_without_a_config_and_changes_nothing_of_whole_folders(
-    job: SmallJob, tmp_path: Path
-) -> None:
-    full(job)
-    (tmp_path / "empty").mkdir()
-    refused = convert(job, "--base-model-dir", str(tmp_path / "empty"))
-    assert (refused.exit_code, "has no config.json" in refused.stderr) == (2, True)
-    assert convert(job, "--base-model-dir", str(base_model(tmp_path / "base"))).exit_code == 0
-    assert names_in(model_of(job)) == CONVERTED
-
-
-def test_a_conversion_that_fails_leaves_nothing_of_the_base_model(
-    job: SmallJob, tmp_path: Path
-) -> None:
-    foreign(job, 2)
-    folder = job.actor(2) / "huggingface"
-    (folder / "config.json").unlink()
-    (folder / "tokenizer.json").write_text("the trainer's")
-    shard = next(job.actor(2).glob("model_*.pt"))
-    shard.write_bytes(b"no shard")
-    before = everything(job)
-    result = convert(job, "--base-model-dir", str(base_model(tmp_path / "base")))
-    assert isinstance(result.exception, ShardFormatError)
-    assert everything(job) == before
-
-
-def test_cut_off_while_the_base_models_files_are_copied_the_next_call_ends_it(
-    tmp_path: Path,
-) -> None:
-    base = base_model(tmp_path / "base")
-    actor = tmp_path / "global_step_2" / "actor"
-    actor.mkdir(parents=True)
-    for number in range(100):
-        try:
-            with take_model_files(kill_at(number), actor, base):
-                pass
-        except Killed:
-            pass
-        else:
-            break
-        there = {path.name for path in actor.rglob("*") if not path.name.startswith(".tmp-")}
-        assert "config.json" not in there or there == COPIED | {"huggingface"}
-        with take_model_files(STORAGE, actor, base):
-            pass
-        folder = actor / "huggingface"
-        for name in COPIED:
-            assert (folder / name).read_text() == f"the base's {name}"
-        shutil.rmtree(folder)
-    assert number > 20
+def test_a_missing_config_is_named_until_somebody_copies_it(job: SmallJob) -> None:
+    full(job, config=False)
+    for outcome in ("converted", "done before"):
+        done = convert(job)
+        assert f"step 2: {outcome}" in done.stdout
+        assert "no config.json: copy the base model's files" in done.stdout
+        assert str(model_of(job)) in done.stdout
+    (model_of(job) / "config.json").write_text("the base's")
+    assert "config.json" not in convert(job).stdout
 
 
 def test_without_room_nothing_is_begun(job: SmallJob) -> None:
@@ -329,11 +236,11 @@ def test_without_room_nothing_is_begun(job: SmallJob) -> None:
     assert everything(job) == before
 
 
-def run(job: Job, *, max_file_size: int = 100, **more: Any) -> None:
+def run(job: Job, *, max_file_size: int = 100) -> None:
     """Convert step 2."""
     save = look_at_step(job, 2)
     if not has_weights(job.storage, model_of(job), save):
-        convert_step(job, save, MergeOptions(max_file_size), **more)
+        convert_step(job, save, MergeOptions(max_file_size))
 
 
 class Killed(BaseException):
@@ -387,7 +294,7 @@ def test_cut_off_at_any_call_there_is_one_whole_model_or_none_and_the_next_one_e
             assert found in ({2.0}, {value})
         save = look_at_step(job, 2)
         done = has_weights(STORAGE, folder, save)
-        run(job, max_file_size=size, sleep=lambda _: None)
+        run(job, max_file_size=size)
         assert {float(tensor[0]) for tensor in weights(job).values()} == {value}
         manifest = read_manifest(STORAGE, folder)
         verify_version(STORAGE, folder, manifest)
@@ -405,102 +312,88 @@ def test_cut_off_at_any_call_there_is_one_whole_model_or_none_and_the_next_one_e
     assert number > 15
 
 
-def test_what_a_killed_one_left_goes_and_one_at_work_is_left_alone(
-    job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_killed_one_left_goes_with_the_next_one(job: SmallJob) -> None:
     full(job)
-    room = job.actor(2) / ".tmp-huggingface-0123"
+    room = job.step(2) / ".tmp-huggingface-0123"
     (room / "templates").mkdir(parents=True)
     (room / "model.safetensors").write_bytes(b"half")
-
-    def goes_on(_: float) -> None:
-        assert "draft of another conversion: watching it for 30 s" in caplog.text
-        (room / "model.safetensors").write_bytes(b"more of it")
-
-    caplog.set_level("INFO", "syncd")
-    with pytest.raises(JobUnavailableError, match="another process"):
-        run(job, sleep=goes_on)
-    run(job, sleep=lambda _: None)
-    assert not job.leftovers()
-    # A daemon removes it too.
-    (room / "templates").mkdir(parents=True)
-    (room / "templates" / "tool.jinja").write_bytes(b"half")
-    with job.daemon(clock=clock) as loop:
-        for _ in range(40):
-            clock.advance(120.0)
-            loop.run_once()
+    assert convert(job).exit_code == 0
     assert not job.leftovers()
 
 
-def test_one_at_work_on_another_host_is_seen_where_files_are_remembered_for_long(
-    job: SmallJob, clock: Clock
-) -> None:
-    full(job)
-    room = job.actor(2) / ".tmp-huggingface-0123"
-    room.mkdir()
-    (room / ".tmp-began").touch()
-    here = LaggingStorage(job.root, clock, lag=60.0)  # as with actimeo=60
-
-    def goes_on(seconds: float) -> None:
-        clock.advance(seconds)
-        os.utime(room / ".tmp-began", (1.0, 1.0))
-
-    with pytest.raises(JobUnavailableError, match="another process"):
-        run(Job(here, job.layout), sleep=goes_on)
-    assert room.exists()
-
-
-def test_a_daemon_that_looks_before_anything_is_written_takes_no_room_away(
-    job: SmallJob, clock: Clock
-) -> None:
+def test_no_daemon_takes_the_room_of_one_at_work_away(job: SmallJob, clock: Clock) -> None:
     full(job)
     collector = Collector(job, 900.0, clock=clock)
-    looked: list[str] = []
+    looked: set[str] = set()
+    lock = threading.Lock()
 
     def rule(called: str, _: tuple[Any, ...]) -> None:
-        # The room is new; it is about to have something in it; shards are opened, for minutes.
-        counts = called in {"sync_folder", "create", "open_read"} and called not in looked
-        if counts and list(job.actor(2).glob(".tmp-*")):
-            looked.append(called)
-            clock.advance(300.0)
-            collector.run_once(())
+        with lock:  # files are written by several threads
+            if called in SEEN and list(job.step(2).rglob(".tmp-*")):
+                looked.add(called)
+                clock.advance(600.0)
+                collector.run_once(())
 
-    run(Job(RuledStorage(rule), job.layout), clock=clock)
-    assert looked == ["sync_folder", "create", "open_read"]
+    run(Job(RuledStorage(rule), job.layout))
+    assert looked > {"create", "rename"}
     assert weights(job)
     assert not job.leftovers()
 
 
-def test_of_two_that_begin_at_once_one_at_least_is_refused(job: SmallJob) -> None:
-    full(job)
-    before = everything(job)
-    other = job.actor(2) / ".tmp-huggingface-0123"
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(100, 10_000), (10_000, 100)], ids=["to one", "to several"])
+def test_of_two_at_once_one_fails_and_no_file_of_theirs_is_mixed(
+    tmp_path: Path, sizes: tuple[int, int]
+) -> None:
+    template = SmallJob(tmp_path / "template")
+    full(template)
+    for number in range(200):
+        job = SmallJob(tmp_path / str(number))
+        shutil.copytree(template.root, job.root, dirs_exist_ok=True)
+        left = [number]
 
-    def rule(called: str, _: tuple[Any, ...]) -> None:
-        # Both have looked, and seen none.
-        if called == "mkdir" and not other.exists():
-            other.mkdir()
+        def rule(
+            called: str, _: tuple[Any, ...], job: SmallJob = job, left: list[int] = left
+        ) -> None:
+            if called in SEEN:
+                left[0] -= 1
+                if left[0] == -1:
+                    convert_step(job, look_at_step(job, 2), MergeOptions(sizes[1]))
+
+        failed = False
+        try:
+            run(Job(RuledStorage(rule), job.layout), max_file_size=sizes[0])
+        except SaveNotReadyError as error:
+            failed = "another process now converts it" in str(error)
+        if left[0] >= 0:
+            break
+        folder = model_of(job)
+        assert failed or has_weights(STORAGE, folder, look_at_step(job, 2))
+        names = set(names_in(folder))
+        if {"model.safetensors", "model.safetensors.index.json"} & names:
+            manifest = read_manifest(STORAGE, folder)
+            verify_version(STORAGE, folder, manifest)
+            assert names == {*(file.name for file in manifest.files), "manifest.json"}
+        run(job)
+        assert weights(job).keys() == {"a", "b", "c"}
+        assert not job.leftovers()
+        shutil.rmtree(job.root)
+    assert number > 15
+
+
+def test_one_that_another_process_does_not_give_way_to_is_refused(job: SmallJob) -> None:
+    full(job)
+    other = job.step(2) / ".tmp-huggingface-0123"
+    other.mkdir()
+
+    def rule(called: str, given: tuple[Any, ...]) -> None:
+        if called == "rmdir" and given[0] == other:
+            (other / "model.safetensors").touch()
 
     with pytest.raises(JobUnavailableError, match="another process"):
         run(Job(RuledStorage(rule), job.layout))
-    other.rmdir()
-    assert everything(job) == before
-    assert not job.leftovers()
-
-
-def test_a_merge_that_takes_long_gives_signs_that_it_goes_on(job: SmallJob) -> None:
-    full(job)
-    clock = Clock()
-    calls: list[str] = []
-
-    def rule(called: str, given: tuple[Any, ...]) -> None:
-        clock.advance(4.0)
-        if called == "utime":
-            calls.append(Path(given[0]).name)
-
-    run(Job(RuledStorage(rule), job.layout), clock=clock)
-    assert any(name.startswith(".tmp-huggingface-") for name in calls)
-    assert "model-00001-of-00003.safetensors" in calls
+    assert job.leftovers() == [other]
+    assert not list(model_of(job).glob("*.safetensors"))
 
 
 def test_a_step_that_goes_meanwhile_is_an_error_of_its_own(job: SmallJob) -> None:
