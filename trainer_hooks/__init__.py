@@ -17,7 +17,6 @@ from trainer_hooks.settings import (  # noqa: E402
     SaveLora,
     SaveSettings,
     WhenBusy,
-    WriteConcurrency,
 )
 from trainer_hooks.stream import WeightStream  # noqa: E402
 
@@ -33,7 +32,6 @@ __all__ = [
     "TrainerHook",
     "WeightStream",
     "WhenBusy",
-    "WriteConcurrency",
     "latest_checkpoint",
     "load_checkpoint",
 ]

@@ -31,7 +31,7 @@ from syncd.storage.job import Job
 from trainer_hooks.explorers import Explorers
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.saves import Copies, Save
-from trainer_hooks.settings import SaveLayout, SaveSettings, WriteConcurrency
+from trainer_hooks.settings import SaveLayout, SaveSettings
 from trainer_hooks.state.host_buffers import HostBuffers
 from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.pieces import pieces_of
@@ -43,8 +43,7 @@ log = logging.getLogger(__name__)
 
 #: The most unfinished saves: one is being written, and the copy of another waits to be written.
 _LIMIT: Final = 2
-#: The longest wait for one save, in save_timeouts: one to write it, and one for the other ranks. If
-#: the ranks write in turns, this is multiplied by the number of ranks.
+#: The longest wait for one save, in save_timeouts: one to write it, and one for the other ranks.
 _PATIENCE: Final = 2
 #: Seconds: longer than any training, but within the limit of locks.
 _FOREVER: Final = 1e9
@@ -86,9 +85,7 @@ class Saver:
     storage: Storage | None = None
 
     def __post_init__(self) -> None:
-        in_turns = self.saving.write_concurrency is WriteConcurrency.ONE_AT_A_TIME
-        turns = self.world_size if in_turns else 1  # each within the save_timeout
-        self.patience = min(_PATIENCE * self.settings.save_timeout * turns, _FOREVER)
+        self.patience = min(_PATIENCE * self.settings.save_timeout, _FOREVER)
         self.run_id = secrets.token_hex(6)
         self.writer: RankWriter
         self.memory: RankWriter | None = None
@@ -124,7 +121,6 @@ class Saver:
                 self.rank,
                 self.world_size,
                 save_timeout=timeout,
-                concurrency=self.saving.write_concurrency,
                 stopped=self.stopped,
                 is_gathered=in_job or self.saving.layout is SaveLayout.FULL,
             )

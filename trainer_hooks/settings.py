@@ -43,14 +43,6 @@ class SaveLora(StrEnum):
     MERGED = "merged"
 
 
-class WriteConcurrency(StrEnum):
-    """The number of ranks that write at the same time."""
-
-    UNRESTRICTED = "unrestricted"
-    PER_NODE = "per_node"
-    ONE_AT_A_TIME = "one_at_a_time"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSettings:
     """Settings for writing and keeping saves. A choice can be given as text, e.g. ``"full"``.
@@ -66,8 +58,6 @@ class SaveSettings:
         save_as_hf: which full checkpoints also have the full weights in ``actor/huggingface/``.
         max_to_keep: how many of the newest full checkpoints to keep; 0 = all.
         keep_every: also keep full checkpoints of steps that are multiples of this number; 0 = none.
-        write_concurrency: how many ranks write at a time, for storage that collapses if all ranks
-            write at once. ``per_node``: one rank on each host. ``one_at_a_time``: in rank order.
         lora: the weights that explorers get from a model with PEFT adapters. ``adapter``: only the
             active adapter, in ``actor/lora_adapter/``. ``merged``: the full model with the adapter
             merged into it. ``auto``: the adapter if nothing else is trained, otherwise ``merged``.
@@ -89,7 +79,6 @@ class SaveSettings:
     save_as_hf: SaveAsHf = SaveAsHf.NEVER
     max_to_keep: int = 0
     keep_every: int = 0
-    write_concurrency: WriteConcurrency = WriteConcurrency.UNRESTRICTED
     lora: SaveLora = SaveLora.AUTO
     sync_dtype: SyncDtype | None = None
     final: bool = True

@@ -132,17 +132,16 @@ def test_ranks_decide_alike_and_a_rank_that_fails_fails_the_save_alone(
 def test_a_killed_rank_costs_its_save_alone(job: Path) -> None:
     layout = JobLayout(job)
     settings = {"save_timeout": 60}
-    saving = {"write_concurrency": "one_at_a_time"}
     with Daemon(job):
         with started(Rank, job, 2) as ranks:
             first, second = ranks
-            ranks.all("open", settings, saving)
+            ranks.all("open", settings)
             ranks.all("step", 1)
             wait_for_step(job, 1)
             ranks.all("over")
             ranks.all("close")
             # A rank is killed in the middle of a save: rank 0 gives it up, and says so.
-            ranks.all("open", {"save_timeout": 2}, saving)
+            ranks.all("open", {"save_timeout": 2})
             second("die_at", "rename", "model_world_size_2_rank_1.pt")
             first("step", 2)
             second.tell("step", 2)
@@ -156,7 +155,7 @@ def test_a_killed_rank_costs_its_save_alone(job: Path) -> None:
             assert not (layout.step(2) / SAVING).exists()
         with started(Rank, job, 2) as ranks:
             first, second = ranks
-            ranks.all("open", settings, saving)
+            ranks.all("open", settings)
             ranks.all("step", 2)
             wait_for_step(job, 2)
             ranks.all("over")
@@ -173,8 +172,7 @@ def test_a_killed_rank_costs_its_save_alone(job: Path) -> None:
             f"model_world_size_2_rank_{rank}.pt" for rank in (0, 1)
         ]
         with started(Rank, job, 2) as ranks:
-            saving = {"write_concurrency": "per_node"}
-            ranks.all("open", settings, saving)  # once the dead trainer's name is free
+            ranks.all("open", settings)  # once the dead trainer's name is free
             ranks.all("step", 3)
             found = wait_for_step(job, 3)
             ranks.all("close")

@@ -1,56 +1,29 @@
-"""How many ranks write at a time, and what is left of a save that one of them could not write."""
+"""What is left of a save that one of its ranks could not write."""
 
 import errno
 import os
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from syncd.checkpoint.save import look_at_save
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.names import FULL, RECEIPTS, SAVING
-from syncd.protocol.policy import SyncSettings
+from syncd.protocol.names import FULL, SAVING
 from syncd.protocol.records import SaveId
 from syncd.storage.job import Job, make_step_folder
 from tests.hooks import DEADLINE
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import wait_until
-from tests.storages import Clock, FastStorage, RuledStorage, refuse
+from tests.storages import FastStorage, RuledStorage, refuse
 from trainer_hooks import latest_checkpoint
-from trainer_hooks.saver import Saver
-from trainer_hooks.settings import SaveSettings, WriteConcurrency
 from trainer_hooks.writing.rank_files import RankFiles
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
 RANKS = 3
 CONTENTS = RankContents(model={"weight": torch.zeros(3)})
-
-
-class Writing:
-    """Counts who is between the beginning of a shard and its name, all ranks together."""
-
-    def __init__(self) -> None:
-        self.now: set[str] = set()
-        self.most = 0
-        self.order: list[str] = []
-        self._lock = threading.Lock()
-
-    def rule(self, method: str, given: tuple[object, ...]) -> None:
-        shard = next((name for name in map(str, given) if "/.tmp-model_world" in name), None)
-        if shard is None or method not in {"create", "rename"}:
-            return
-        with self._lock:
-            if method == "create":
-                self.now.add(shard)
-                self.order.append(shard.rpartition("_rank_")[2][0])
-                self.most = max(self.most, len(self.now))
-            else:
-                self.now.discard(shard)
 
 
 @pytest.fixture
@@ -59,13 +32,9 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def writers(
-    job: SmallJob, concurrency: WriteConcurrency, *storages: RuledStorage, timeout: float = DEADLINE
-) -> list[RankWriter]:
+def writers(job: SmallJob, *storages: RuledStorage, timeout: float = DEADLINE) -> list[RankWriter]:
     return [
-        RankWriter(
-            Job(storage, job.layout), rank, RANKS, save_timeout=timeout, concurrency=concurrency
-        )
+        RankWriter(Job(storage, job.layout), rank, RANKS, save_timeout=timeout)
         for rank, storage in enumerate(storages)
     ]
 
@@ -84,9 +53,9 @@ def saved(threads: ThreadPoolExecutor, all_ranks: list[RankWriter], save_id: Sav
 class OneRankFull:
     """Three ranks, of which rank 1 has no space until it is emptied."""
 
-    def __init__(self, job: SmallJob, concurrency: WriteConcurrency) -> None:
+    def __init__(self, job: SmallJob) -> None:
         full = RuledStorage(refuse("create", errno.ENOSPC, where="rank_1.pt"))
-        self.ranks = writers(job, concurrency, RuledStorage(), full, RuledStorage(), timeout=3600)
+        self.ranks = writers(job, RuledStorage(), full, RuledStorage(), timeout=3600)
         self.empty = full.rules.clear
 
     def fails(self, threads: ThreadPoolExecutor) -> None:
@@ -97,51 +66,10 @@ class OneRankFull:
                 done.result(DEADLINE)
 
 
-@pytest.mark.parametrize("concurrency", list(WriteConcurrency)[1:])
-def test_one_rank_writes_at_a_time(
-    job: SmallJob, threads: ThreadPoolExecutor, concurrency: WriteConcurrency
-) -> None:
-    writing = Writing()
-    ranks = writers(job, concurrency, *(RuledStorage(writing.rule) for _ in range(RANKS)))
-    for counter in range(3):
-        saved(threads, ranks[::-1], SaveId("run", counter, counter))
-    assert writing.most == 1
-    assert len(writing.order) == 3 * RANKS
-    if concurrency is WriteConcurrency.ONE_AT_A_TIME:
-        assert writing.order == ["0", "1", "2"] * 3
-
-
-def test_who_comes_after_a_rank_that_failed_gives_up_at_once(
-    job: SmallJob, threads: ThreadPoolExecutor
-) -> None:
-    writing = OneRankFull(job, WriteConcurrency.ONE_AT_A_TIME)
-    zero, one, two = save_all(threads, writing.ranks, SaveId("run", 1, 0))
-    with pytest.raises(SaveFailedError, match="No space left"):
-        one.result(DEADLINE)
-    with pytest.raises(SaveFailedError, match=r"rank 2 did not write.*failed on rank"):
-        two.result(DEADLINE)
-    with pytest.raises(SaveFailedError, match=r"rank 1 of 3 .*that rank failed"):
-        zero.result(DEADLINE)
-    writing.empty()
-    saved(threads, writing.ranks, SaveId("run", 2, 1))
-    assert job.state_pointer.read_text() == "2\n"
-
-
-def test_a_rank_whose_turn_never_comes_gives_up_in_time(
-    job: SmallJob, threads: ThreadPoolExecutor
-) -> None:
-    ranks = writers(
-        job, WriteConcurrency.ONE_AT_A_TIME, *(RuledStorage() for _ in range(RANKS)), timeout=0.2
-    )
-    two = threads.submit(ranks[2].save, SaveId("run", 1, 0), CONTENTS)
-    with pytest.raises(SaveFailedError, match="rank 1 had to write first, and took too long"):
-        two.result(DEADLINE)
-
-
 def test_what_other_ranks_wrote_of_a_save_that_was_given_up_goes_with_their_next_one(
     job: SmallJob, threads: ThreadPoolExecutor
 ) -> None:
-    writing = OneRankFull(job, WriteConcurrency.UNRESTRICTED)
+    writing = OneRankFull(job)
     writing.fails(threads)
     assert weights(job, 1) == {"model_world_size_3_rank_2.pt"}
     assert not (job.step(1) / SAVING).exists()
@@ -161,7 +89,7 @@ def test_a_save_that_fails_leaves_the_shards_beside_the_optimizer_of_another_tra
         for part in ("model", "optim"):
             torch.save({"weight": torch.zeros(3)}, actor / f"{part}_world_size_3_rank_{rank}.pt")
     (job.step(1) / FULL).touch()  # Trinity's; its Synchronizer deletes steps without
-    writing = OneRankFull(job, WriteConcurrency.UNRESTRICTED)
+    writing = OneRankFull(job)
     writing.fails(threads)
     writing.empty()
     saved(threads, writing.ranks, SaveId("run", 2, 1))
@@ -170,31 +98,6 @@ def test_a_save_that_fails_leaves_the_shards_beside_the_optimizer_of_another_tra
     # Half of them may be of the save that failed: they are nobody's to publish, or to resume from.
     assert latest_checkpoint(job.root) is None
     assert look_at_save(RuledStorage(), actor, 1).identity is None
-
-
-def test_what_took_others_longer_than_one_timeout_costs_no_rank_its_turn(
-    job: SmallJob, threads: ThreadPoolExecutor, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainer_hooks.writing.writer.time", SimpleNamespace(monotonic=clock))
-    storages = [RuledStorage() for _ in range(RANKS)]
-    ranks = writers(job, WriteConcurrency.ONE_AT_A_TIME, *storages)
-    # As when rank 0 still waits for all others to write the save before this one.
-    waiting = save_all(threads, ranks[1:], SaveId("run", 1, 0))
-    receipts = job.actor(1) / RECEIPTS
-    for storage in storages[1:]:
-        wait_until(lambda storage=storage: storage.count("open_read", receipts), "it waits")  # type: ignore[misc] # bound in this round
-    clock.advance(1.3 * DEADLINE)
-    ranks[0].save(SaveId("run", 1, 0), CONTENTS)
-    for done in waiting:
-        done.result(DEADLINE)
-    assert job.state_pointer.read_text() == "1\n"
-
-
-def test_a_save_in_turns_is_waited_for_as_long_as_all_turns_may_take() -> None:
-    settings = SyncSettings(save_timeout=10)
-    in_turns = SaveSettings(write_concurrency=WriteConcurrency.ONE_AT_A_TIME)
-    for saving, patience in ((SaveSettings(), 20), (in_turns, 160)):
-        assert Saver("job", 0, 8, settings=settings, saving=saving).patience == patience
 
 
 @pytest.mark.parametrize("is_full", [False, True])
@@ -237,7 +140,7 @@ def test_a_rank_that_fails_before_any_other_has_begun_is_heard_too(
     job: SmallJob, threads: ThreadPoolExecutor
 ) -> None:
     """Else rank 0 would wait for it, and sync nothing meanwhile, for all of the save_timeout."""
-    ranks = writers(job, WriteConcurrency.UNRESTRICTED, *(RuledStorage() for _ in range(RANKS)))
+    ranks = writers(job, *(RuledStorage() for _ in range(RANKS)))
     save_id = SaveId("run", 1, 0)
     ranks[1].say_failed(save_id)
     others = [threads.submit(ranks[rank].save, save_id, CONTENTS) for rank in (0, 2)]

@@ -5,20 +5,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Final, TypeVar
-
-from filelock import FileLock, Timeout
 
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import (
@@ -33,7 +26,6 @@ from syncd.protocol.names import (
 from syncd.protocol.records import NonFinite, ReceiptFile, SaveId
 from syncd.storage.errnos import GONE, NO_ROOM, PASSING, is_gone
 from syncd.storage.job import Job, point
-from trainer_hooks.settings import WriteConcurrency
 from trainer_hooks.state.host_buffers import nonfinite_names
 from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.writing.rank_files import RankContents, RankFiles
@@ -74,13 +66,11 @@ class RankWriter:
     world_size: int
     _: KW_ONLY
     save_timeout: float
-    concurrency: WriteConcurrency = WriteConcurrency.UNRESTRICTED
     pauses: tuple[float, ...] = (0.2, 2.0)
     is_gathered: bool = False
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self._in_turns = self.concurrency is WriteConcurrency.ONE_AT_A_TIME
         self._last: RankFiles | None = None
 
     def save(
@@ -197,12 +187,10 @@ class RankWriter:
             files.remove_full_mark()
             files.remove_receipts()
             files.remove_temporaries(files.actor, files.folder / CRITIC)
-            # Reads all tensors; so do it before the turn, while no other rank waits for this one.
             nonfinite = NonFinite.of(nonfinite_names(contents.model or {}))
-            with self._turn(files, receipt_name):
-                written = files.write_weights(contents, nonfinite)
-                if rank == 0:
-                    written += files.write_configs(contents)
+            written = files.write_weights(contents, nonfinite)
+            if rank == 0:
+                written += files.write_configs(contents)
             self._write_receipt(files, receipt_name, written)
             return written
 
@@ -210,8 +198,7 @@ class RankWriter:
             if contents.completes:
                 files.remove_full_receipt()
                 files.remove_temporaries(files.actor)
-            with self._turn(files, full_receipt_name):
-                written = files.write_rest(contents)
+            written = files.write_rest(contents)
             kept = weights
             if contents.trained is not None:  # training must not resume from published weights
                 published = {files.name(shard_name), files.name(link_name), FULL_STATE_DICT}
@@ -294,8 +281,6 @@ class RankWriter:
         save_id = files.save_id
         until = time.monotonic() + self.save_timeout
         for rank in range(self.world_size):
-            if self._in_turns:
-                until = time.monotonic() + self.save_timeout
             while (found := files.written(name_of(rank))) != save_id:
                 if found is not None and found.is_newer_than(save_id):
                     log.info(
@@ -319,67 +304,6 @@ class RankWriter:
                 if self.stopped.wait(_POLL):
                     raise SaveFailedError(f"{missing} of step {save_id.step} before training ended")
         return True
-
-    @contextmanager
-    def _turn(self, files: RankFiles, receipt_of: Callable[[int], str]) -> Iterator[None]:
-        """Wait until this rank may write; its turn lasts until the block ends.
-
-        With ``per_node``, the user's ranks of this job take turns on each host, in any order. Hosts
-        that share a temporary folder count as one host. With ``one_at_a_time``, the ranks write in
-        rank order, if each rank takes less than the ``save_timeout``. ``receipt_of(rank)`` is the
-        name of the receipt that ends a rank's turn.
-
-        Raises:
-            SaveFailedError: the turn did not begin in time, or the save failed before the turn.
-            OSError: storage failed.
-        """
-        if self.concurrency is WriteConcurrency.PER_NODE:
-            with self._alone_here(files):
-                yield
-            return
-        if self._in_turns and self.rank > 0:
-            self._wait_for(files, receipt_of)
-        yield
-
-    @contextmanager
-    def _alone_here(self, files: RankFiles) -> Iterator[None]:
-        job = hashlib.sha256(os.fsencode(self.job.layout.root)).hexdigest()[:16]
-        # One per user: in a shared temporary folder, another user's lock could not be opened.
-        lock = FileLock(Path(tempfile.gettempdir(), f"syncd-{os.geteuid()}-{job}.lock"))
-        until = time.monotonic() + self.save_timeout
-        while True:
-            try:
-                lock.acquire(timeout=_POLL, poll_interval=_POLL)
-            except Timeout:
-                if self.stopped.is_set() or time.monotonic() >= until:
-                    raise SaveFailedError(
-                        f"rank {self.rank} could not write its part of the save of step "
-                        f"{files.save_id.step}: another process on this host has held "
-                        f"{lock.lock_file} for {self.save_timeout:g} s"
-                    ) from None
-            else:
-                break
-        try:
-            yield
-        finally:
-            lock.release()
-
-    def _wait_for(self, files: RankFiles, receipt_of: Callable[[int], str]) -> None:
-        before, save_id = self.rank - 1, files.save_id
-        # Each rank before this one may take the timeout. So may each later rank, because it may
-        # still write the weights, or the previous save, when this rank begins the other files.
-        until = time.monotonic() + self.save_timeout * self.world_size
-        ours = f"rank {self.rank} did not write its part of the save of step {save_id.step}"
-        while files.written(receipt_of(before)) != save_id:
-            for other in {before, 0}:
-                if files.failed(other) == save_id:
-                    raise SaveFailedError(f"{ours}, because the save failed on rank {other} first")
-            if time.monotonic() >= until:
-                raise SaveFailedError(
-                    f"{ours}, because rank {before} had to write first, and took too long"
-                )
-            if self.stopped.wait(_POLL):
-                raise SaveFailedError(f"{ours}, because training ended before this rank wrote")
 
     def _remove_saving(self, files: RankFiles) -> None:
         saving = files.folder / SAVING
