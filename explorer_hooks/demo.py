@@ -1,10 +1,12 @@
-"""One explorer of ``syncd demo``: serves the newest weights until it serves the last step."""
+"""One explorer of ``syncd demo``: serves the newest weights until it serves the last step.
+
+``python -m explorer_hooks.demo ROOM NAME LAST_STEP ROLLOUT_SECONDS``
+"""
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -17,32 +19,28 @@ from syncd.cli.demo_model import TinyTransformer
 
 
 def main() -> None:
-    """Follow the job, save the final weights, and print a summary."""
-    parser = argparse.ArgumentParser()
-    kinds = {"job": Path, "name": str, "last-step": int, "held": Path}
-    for name, kind in (kinds | {"rollout-seconds": float, "timeout": float}).items():
-        parser.add_argument(f"--{name}", type=kind, required=True)
-    given = parser.parse_args()
+    """Follow the job, keep the final weights, and print a summary."""
+    room, name = Path(sys.argv[1]), sys.argv[2]
+    last_step, rollout_seconds = int(sys.argv[3]), float(sys.argv[4])
     torch.manual_seed(1)
     model = TinyTransformer()
-    answered: list[int] = []
-    seconds: list[float] = []
-    with ExplorerHook(given.job, given.name, TorchModule(model)) as hook:
+    loads: list[float] = []
+    with ExplorerHook(room / "job", name, TorchModule(model)) as hook:
         while True:
-            version = hook.pull(given.timeout)
+            version = hook.pull()
             if hook.last is not None:
-                seconds.append(hook.last.seconds)
+                loads.append(hook.last.seconds)
             # One real token stands for the many tokens of a batch of rollouts.
             with torch.no_grad():
-                answered.append(int(model(torch.arange(8).unsqueeze(0))[0, -1].argmax()))
-            if version.step >= given.last_step:
+                model(torch.arange(8).unsqueeze(0))
+            if version.step >= last_step:
                 break
             # Simulated time of the rollouts; there is no event to wait for.
-            time.sleep(given.rollout_seconds)
-    held = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    save_file(held, given.held)
-    told = {"reloads": len(seconds), "load": statistics.median(seconds), "answers": answered}
-    print(json.dumps(told))  # read by the demo's parent process
+            time.sleep(rollout_seconds)
+    held = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    save_file(held, room / f"{name}.safetensors")
+    median = f"{1e3 * statistics.median(loads):.1f} ms"
+    print(f"{len(loads)} reloads, median {median} to verify and load")  # for the demo's summary
 
 
 if __name__ == "__main__":

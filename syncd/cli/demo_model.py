@@ -44,6 +44,8 @@ class DecoderLayer(nn.Module):
 class TinyTransformer(nn.Module):
     """A causal language model of about 2 million parameters."""
 
+    tokens_seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, _WIDTH)

@@ -1,14 +1,10 @@
 """``syncd demo`` as its user sees it first; the whole of it is a step of ``.ci/run``."""
 
-import fcntl
 import os
-import pty
-import re
 import signal
-import struct
 import subprocess
 import sys
-import termios
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,52 +15,78 @@ from syncd.cli.status import command as status
 from tests.multiprocess.processes import DEADLINE
 from tests.rank_programs import ENVIRONMENT
 
-CODES = re.compile(r"\x1b\[[?0-9;]*[A-Za-z]")
-SPINNER = re.compile("[\u2800-\u28ff]")
+pytestmark = pytest.mark.slow
 
 
-def read(output: int) -> bytes:
-    try:
-        return os.read(output, 65536)
-    except OSError:  # a terminal that nobody has any more
-        return b""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "pipe"])
-def test_it_says_at_once_what_it_does_and_where_to_look(is_terminal: bool) -> None:
-    output, theirs = pty.openpty() if is_terminal else os.pipe()
-    if is_terminal:
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+@pytest.fixture
+def folder() -> Iterator[Path]:
     # A short path, as of most temporary folders.
-    with TemporaryDirectory(prefix="d-", dir="/tmp") as folder, open(output, "rb", 0):
-        environment = {**ENVIRONMENT, "TMPDIR": folder, "TERM": "xterm", "FORCE_COLOR": "1"}
-        environment.pop("NO_COLOR", None)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "syncd", "demo"], env=environment, stdout=theirs
-        )
-        os.close(theirs)
-        try:
-            told = b""
-            while b"importing torch" not in told:
-                chunk = read(output)
-                assert chunk, told
-                told += chunk
-            lines = re.split(r"[\r\n]+", CODES.sub("", told.decode(errors="ignore")))
-            job = next(one for one in lines if one.startswith("job: ")).split()[1]
-            assert [f"  syncd status --watch {job}", f"  syncd web {job}"] == [
-                one for one in lines if one.startswith("  syncd ")
-            ]
-            assert max(map(len, lines)) <= 80
-            assert (b"\x1b[?25l" in told, bool(SPINNER.search(told.decode(errors="ignore")))) == (
-                (True, True) if is_terminal else (False, False)
-            )
-            assert CliRunner().invoke(status, [job]).exit_code == 0
-            process.send_signal(signal.SIGTERM)
-            while read(output):
-                pass
-            assert process.wait(DEADLINE) == 128 + signal.SIGTERM
-            assert list(Path(folder).iterdir()) == []
-        finally:
-            process.kill()
-            process.wait()
+    with TemporaryDirectory(prefix="d-", dir="/tmp") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def demo(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "syncd", "demo"],
+        env={**ENVIRONMENT, "TMPDIR": str(folder), "FORCE_COLOR": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with process:
+        yield process
+        process.kill()
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    return [int(pid) for pid in listed.split()]
+
+
+def first_lines(process: subprocess.Popen[str]) -> list[str]:
+    assert process.stdout is not None
+    lines: list[str] = []
+    while "importing torch" not in "".join(lines[-1:]):
+        lines.append(process.stdout.readline())
+        assert lines[-1], lines
+    return lines
+
+
+def test_it_says_at_once_what_it_does_and_where_to_look(
+    demo: subprocess.Popen[str], folder: Path
+) -> None:
+    lines = first_lines(demo)
+    (job,) = folder.glob("*/job")
+    assert lines[1:3] == [f"  syncd status --watch {job}\n", f"  syncd web {job}\n"]
+    assert max(map(len, lines)) <= 81
+    assert "".join(lines).isascii()
+    assert "\x1b" not in "".join(lines)
+    assert CliRunner().invoke(status, [str(job)]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 130)]
+)
+def test_a_signal_ends_its_processes_and_removes_its_folder(
+    demo: subprocess.Popen[str], folder: Path, number: signal.Signals, code: int
+) -> None:
+    first_lines(demo)
+    pids = children(demo)
+    assert len(pids) == 5
+    demo.send_signal(number)
+    demo.communicate(timeout=DEADLINE)
+    assert demo.returncode == code
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_process_that_fails_is_named_with_the_end_of_its_log(
+    demo: subprocess.Popen[str], folder: Path
+) -> None:
+    first_lines(demo)
+    os.kill(children(demo)[1], signal.SIGKILL)
+    output, _ = demo.communicate(timeout=DEADLINE)
+    assert "rank-0 ended with status -9:" in output
+    assert demo.returncode > 0
+    assert list(folder.iterdir()) == []
