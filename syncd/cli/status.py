@@ -142,18 +142,18 @@ def page(seen: dict[str, Any], now: float, width: int, height: int | None = None
 
 def table(seen: list[dict[str, Any]], now: float) -> RenderableType:
     """A table of several jobs, one row each, below a line for each degraded job."""
-    found = _table("job", "daemon", "latest", "step", "explorers", "behind", "heard")
+    found = columns("job", "daemon", "latest", "step", "explorers", "behind", "heard")
     notes: list[Text] = []
     for job in seen:
         if job["health"]["level"]:
             notes.append(_text(f"{job['job']} is {job['health']['text']}"))
         if "unseen" in job:
-            found.add_row(*_cells(job["job"], "-", "-", "-", "-", "-", "-"))
+            found.add_row(*cells(job["job"], "-", "-", "-", "-", "-", "-"))
             continue
         daemon, latest = job["daemon"], job["latest"]
         live = [one for one in job["explorers"] if one["status"] != "stopped"]
         found.add_row(
-            *_cells(
+            *cells(
                 job["job"],
                 _state(job) if daemon else "none yet",
                 f"v{latest['sequence']}" if latest else "-",
@@ -316,13 +316,13 @@ def _explorers(reports: list[dict[str, Any]], now: float, most: int) -> list[Ren
     """The table of explorers. If not all fit, stopped ones come last."""
     if len(reports) > most:
         reports = sorted(reports, key=lambda one: (one["status"] == "stopped", -one["behind"]))
-    found = _table("explorer", "status", "version", "step", "behind", "pause", "heard")
+    found = columns("explorer", "status", "version", "step", "behind", "pause", "heard")
     for report in reports[:most]:
         trouble = report["trouble"]
         found.add_row(
             _text(report["name"]),
             _text(trouble or report["status"], _BAD if trouble else ""),
-            *_cells(
+            *cells(
                 report["sequence"] or ("-" if report["bench"] is None else "bench"),
                 next((n for n in (report["step"], report["bench"]) if n is not None), "-"),
                 report["behind"],
@@ -393,14 +393,15 @@ def _event(event: dict[str, Any]) -> str:  # noqa: PLR0911 - one return for each
             return f"pruned {what}{event.get('name')}: {event.get('why')}"
 
 
-def _table(*heads: str) -> Table:
+def columns(*heads: str) -> Table:
+    """An empty table without lines; long cells wrap."""
     found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for head in heads:
         found.add_column(head, overflow="fold")
     return found
 
 
-def _cells(*cells: object) -> list[Text]:
+def cells(*cells: object) -> list[Text]:
     """Cells of plain text, without markup and terminal escapes."""
     return [_text(str(cell)) for cell in cells]
 

@@ -27,17 +27,12 @@ class Live:
         time: approximate, since the epoch by the daemon's clock.
         seconds: from the update of LATEST to the load.
         pause: how long the engine did not serve during the load.
-        delta_bytes: bytes of links that the explorer read instead of the version's files; None
-            also if it read these files.
-        phases: the seconds of ``fetch`` and ``rebuild`` (of links), ``verify`` and ``load``.
     """
 
     explorer: str
     time: float | None
     seconds: float | None
-    pause: float | None = None
-    delta_bytes: int | None = None
-    phases: dict[str, float] | None = None
+    pause: float | None
 
 
 @dataclass(slots=True)
@@ -49,20 +44,16 @@ class VersionHistory:
         linked: when the save became ahead, before there was a version of it.
         merge_seconds: from the start of the merge to the update of LATEST.
         published: when LATEST began to name the version.
-        latency_seconds: from ``saved`` to ``published``.
         of, by: for a rollback, the version that was published again, and the requesting user.
         live: in the order in which daemons found the loads.
     """
 
     version: int
     step: int | None = None
-    kind: str | None = None
-    bytes: int | None = None
     saved: float | None = None
     linked: float | None = None
     merge_seconds: float | None = None
     published: float | None = None
-    latency_seconds: float | None = None
     of: int | None = None
     by: str | None = None
     live: list[Live] = field(default_factory=list)
@@ -117,7 +108,7 @@ def _history(job: Job, limit: int) -> list[VersionHistory]:
     latest = job.read(Latest, job.layout.latest, IF_ANY)
     for version in shown.values():
         version.latest = latest is not None and version.version == latest.sequence
-        if version.on_disk and version.bytes is None:
+        if version.on_disk and version.merge_seconds is None:
             _add_manifest(job, version)
     return list(shown.values())
 
@@ -129,8 +120,7 @@ def _add(version: VersionHistory, line: JournalLine) -> None:
         seconds = line.seconds
         if seconds is None and version.published is not None:
             seconds = _finite(max(0.0, line.time - version.published))
-        used = line.pause, line.delta_bytes, line.phases
-        version.live.append(Live(line.explorer or "?", line.time, seconds, *used))
+        version.live.append(Live(line.explorer or "?", line.time, seconds, line.pause))
         return
     version.step = line.step if version.step is None else version.step
     if line.event == "linked":
@@ -138,14 +128,12 @@ def _add(version: VersionHistory, line: JournalLine) -> None:
         return
     if version.published is None:  # else a later daemon recorded the same publication again
         version.published = line.time
-    version.kind = version.kind or line.kind
     if line.event == "published":
-        version.bytes = line.bytes
         version.merge_seconds = line.seconds
-        # A fold's line counts from the start of the fold.
-        latency = line.latency if version.linked is None else line.time - version.linked
-        version.latency_seconds = latency
-        version.saved = None if latency is None else _finite(line.time - latency)
+        if version.linked is not None:  # a fold's line counts from the start of the fold
+            version.saved = version.linked
+        elif line.latency is not None:
+            version.saved = _finite(line.time - line.latency)
     elif line.event == "rolled_back":
         version.of, version.by = line.of, line.by
 
@@ -170,9 +158,7 @@ def _add_unseen(job: Job, found: dict[int, VersionHistory]) -> None:
         for load in report.last_loads:
             version = found.get(load.sequence)
             if version is not None and all(one.explorer != report.name for one in version.live):
-                version.live.append(
-                    Live(report.name, None, None, load.pause, load.delta_bytes, load.phases)
-                )
+                version.live.append(Live(report.name, None, None, load.pause))
 
 
 def _add_manifest(job: Job, version: VersionHistory) -> None:
@@ -180,9 +166,7 @@ def _add_manifest(job: Job, version: VersionHistory) -> None:
         manifest = read_manifest(job.storage, job.layout.version(version.version))
     except (OSError, RecordError):
         return  # pruned meanwhile, or damaged: 'syncd verify' says that
-    version.step, version.kind = manifest.step, manifest.kind
-    version.bytes = manifest.size
-    if version.merge_seconds is None:
-        version.merge_seconds = manifest.timings.get("build")
+    version.step = manifest.step
+    version.merge_seconds = manifest.timings.get("build")
     if manifest.rolled_back is not None:
         version.of = manifest.rolled_back.sequence

@@ -42,9 +42,7 @@ class JournalLine(Record):
             LATEST named the version.
         of: the version that is published again.
         by: the person or process that asked for a rollback.
-        delta_bytes: the size of the link. For ``live``: the bytes of the links that the explorer
-            read instead of the version's files, if any.
-        phases: for ``live``: the seconds of each part of the load.
+        delta_bytes: the size of the link.
         why: the reason. For ``published``: the tensors with NaN or Inf, if any. For ``names``: why
             the trainer's names are used, if no setting asks for them.
     """
@@ -65,6 +63,5 @@ class JournalLine(Record):
     by: Text | None = None
     explorer: Text | None = None
     delta_bytes: Size | None = None
-    phases: dict[str, Seconds] | None = None
     names: Names | None = None
     why: Text | None = None

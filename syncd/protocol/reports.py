@@ -150,15 +150,11 @@ class Load(Part):
 
     Attributes:
         pause: seconds for which the engine did not serve; None if not measured.
-        delta_bytes: the bytes of links that were read instead of the version's files, if any.
-        phases: seconds of ``fetch``, ``rebuild``, ``verify`` and ``load``, as in :class:`Reload`.
     """
 
     sequence: Sequence
     time: float
     pause: Seconds | None = None
-    delta_bytes: Size | None = None
-    phases: dict[str, Seconds] | None = None
 
 
 class Reload(Part):
@@ -200,13 +196,6 @@ class Reload(Part):
         """Seconds from the lease of the version until the engine serves it."""
         return self.verify + self.prepare + self.pause
 
-    @property
-    def phases(self) -> dict[str, float]:
-        """The seconds of the parts of a load that read or write weights."""
-        links = {"fetch": self.fetch, "rebuild": self.rebuild}
-        used = {name: seconds for name, seconds in links.items() if seconds is not None}
-        return used | {"verify": self.verify, "load": self.load}
-
 
 def loads_with(
     loads: tuple[Load, ...], version: Version | None, time: float, reload: Reload | None
@@ -219,13 +208,7 @@ def loads_with(
     if version is None or (loads and version.sequence <= loads[-1].sequence):
         return loads
     known = reload if reload is not None and reload.sequence == version.sequence else None
-    load = Load(
-        sequence=version.sequence,
-        time=time,
-        pause=known and known.pause,
-        delta_bytes=known and known.delta_bytes,
-        phases=known and known.phases,
-    )
+    load = Load(sequence=version.sequence, time=time, pause=known and known.pause)
     return (*loads, load)[-LOADS_KEPT:]
 
 

@@ -209,8 +209,6 @@ class VersionLive(InfoEvent):
     explorer: str
     seconds: float | None
     pause: float | None
-    delta_bytes: int | None
-    phases: dict[str, float] | None
     ago_: float
     is_first_: bool
 

@@ -3,7 +3,7 @@
 import { Axis, chart, head, row } from "./charts.js";
 import { h } from "./dom.js";
 import { extent, isSilent, median, silence, sorted, table } from "./parts.js";
-import { many, moment, printable, said, size, span } from "./words.js";
+import { many, moment, printable, said, span } from "./words.js";
 
 const NARROW = matchMedia("(max-width: 640px)");
 const LOOKING = "Reading the versions for the first time…";
@@ -57,7 +57,7 @@ function rows(status, versions, chosen, now) {
       h("span", { class: "dim" }, one.step === null ? "" : `step ${one.step}`)),
     row(one, axis, chosen.since ? starts(one) ?? now : 0, now),
     one.published === null ? "–" : moment(one.published, now),
-    one.latency_seconds === null ? "–" : span(one.latency_seconds),
+    one.saved === null ? "–" : span(one.published - one.saved),
     one.of === null ? (one.merge_seconds === null ? "–" : span(one.merge_seconds)) : `= v${one.of}`,
     liveOf(one, chosen, now),
     endOf(one, onDisk.get(one.version), now),
@@ -109,7 +109,6 @@ function liveOf(version, chosen, now) {
     open ? h("ul", { class: "live" }, live.map((one) => h("li", null, said(one.explorer),
       one.seconds === null ? "" : ` +${span(one.seconds)}`,
       one.pause === null ? "" : `, paused ${span(one.pause)}`,
-      one.delta_bytes === null ? "" : `, read ${size(one.delta_bytes)} of deltas`,
       one.time === null ? "" : [", at ", moment(one.time, now)]))) : null);
 }
 

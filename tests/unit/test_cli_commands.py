@@ -113,7 +113,7 @@ def test_every_key_of_what_is_printed_as_json_is_documented(job: SmallJob) -> No
     with job.daemon() as loop:
         loop.run_once()
     (told,) = history(job, 1)
-    told.live.append(Live("rollout-0", None, None))
+    told.live.append(Live("rollout-0", None, None, None))
     printed = {
         "syncd status": look(job),
         "syncd history": asdict(told),

@@ -316,8 +316,6 @@ class GoingLive:
                     explorer=name,
                     seconds=None,
                     pause=None if load.pause is None else round(load.pause, 3),
-                    delta_bytes=load.delta_bytes,
-                    phases=load.phases,
                     ago_=ago if math.isfinite(ago) else 0.0,
                     is_first_=told is None,
                 )
