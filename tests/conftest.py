@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,10 +43,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # workers get the answer
-        option = config.option
-        named = config.args_source is pytest.Config.ArgsSource.ARGS
-        option.every |= option.deep or named or bool(option.markexpr or option.keyword)
+    option = config.option
+    named = config.args_source is pytest.Config.ArgsSource.ARGS
+    every = option.every or option.deep or named or bool(option.markexpr or option.keyword)
+    option.every = getattr(config, "workerinput", {}).get("every", every)
     # A process group that an earlier test left in a cycle waits for ever if a forked child, which
     # has none of its threads, collects it.
     os.register_at_fork(after_in_child=gc.freeze)
@@ -69,6 +70,12 @@ def pytest_xdist_auto_num_workers() -> int | None:
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     return 2 * len(os.sched_getaffinity(0))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker, which may be given other arguments, whether all tests run."""
+    node.workerinput["every"] = node.config.option.every
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

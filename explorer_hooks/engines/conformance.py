@@ -347,8 +347,8 @@ def make_version(
         "model-00001-of-00002.safetensors": listed[:half],
         "model-00002-of-00002.safetensors": listed[half:],
     }
-    if kind == "adapter":
-        files_of = {ADAPTER_WEIGHTS: listed}
+    if kind == "adapter" or not half:
+        files_of = {ADAPTER_WEIGHTS if kind == "adapter" else "model.safetensors": listed}
     weights = [
         _write_weights(storage, folder / name, part) for name, part in files_of.items() if part
     ]
