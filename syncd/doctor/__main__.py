@@ -6,23 +6,24 @@ import os
 import signal
 import sys
 
-from syncd.doctor.examination import Deadlines, join
+from syncd.doctor.examination import Examination
 from syncd.protocol.errors import SyncdError
 from syncd.protocol.names import printable
 from syncd.storage.job import Job
 
 
 def main() -> None:
-    """Serve one run of ``syncd doctor``."""
-    job, room = sys.argv[1:3]
-    parent = int(sys.argv[3])  # an argument, because the parent may already have ended
+    """Visit one run of ``syncd doctor``."""
+    job, room, parent = sys.argv[1:]  # the parent as an argument, because it may have ended
     # Ignore Ctrl-C: the parent gets it too, and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    visit = Examination(
+        Job.at(job), peer=1, rooms=room, has_ended=lambda: os.getppid() != int(parent)
+    )
     try:
-        join(Job.at(job), Deadlines(), room, lambda: os.getppid() != parent)
+        visit.examine()
     except (SyncdError, OSError) as error:
-        print(f"syncd: {printable(error)}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(f"syncd: {printable(error)}")
 
 
 if __name__ == "__main__":

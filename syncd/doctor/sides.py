@@ -1,40 +1,37 @@
-"""The two processes that measure together: their calls, and the messages between them.
+"""The messages between the two processes that measure together, and the calls that each makes.
 
+Both run the same probes in step. Of each call one process makes it, and tells the other its result.
 A message is a file in the room's folder ``talk``, which is written once and never changes.
 """
 
 from __future__ import annotations
 
 import errno
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Final, Literal
 
-from pydantic import Field
-
-from syncd.doctor.finding import Finding
-from syncd.protocol.errors import JobUnavailableError, RecordError
+from syncd.protocol.errors import RecordError
 from syncd.protocol.names import TEMPORARY
-from syncd.protocol.records import R, Record, RelativePath, Seconds, encode, parse
-from syncd.storage.errnos import is_gone
+from syncd.protocol.records import R, Record, Seconds, encode, parse
+from syncd.storage.errnos import GONE, NO_ROOM, Ignoring, is_gone
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage, signature
+from syncd.storage.probe_room import ProbeRoom
 
 #: The folder of the messages, inside the room.
 TALK: Final = "talk"
 #: The result of a change that succeeded. A call that failed has the error's name, e.g. ``EEXIST``.
 DONE: Final = "done"
-#: The error's text if the other process has ended.
-ENDED: Final = "the other process has ended: run both again"
-_ERRORS: Final = frozenset(errno.errorcode.values())
+ERRORS: Final = frozenset(errno.errorcode.values())
 #: The first and the longest pause between two looks for a message, in seconds.
 _SHORTEST: Final = 0.002
 _LONGEST: Final = 0.05
 #: Seconds between two looks while waiting for a change by another process.
 _PAUSE: Final = 0.005
-#: A race is for this number of names for each way to make a name.
-ROUNDS: Final = 200
 #: A file for rewrites has 1024 blocks of 8 bytes, all with the same number.
 _BLOCK: Final = 8
 _BLOCKS: Final = 1024
@@ -45,44 +42,25 @@ Action = Literal[
     "mark", "names", "exists", "race", "rewrite", "reread",
 ]  # fmt: skip
 WAYS: Final[tuple[Action, ...]] = ("mkdir", "create", "link")
+#: The names of a race, 100 for each way to make a name.
+RACED: Final[dict[str, Action]] = {f"{way}-{number}": way for number in range(100) for way in WAYS}
 
 
-class ProbeCall(Record):
-    """An action in the room.
-
-    ``rewrite`` and ``reread`` take ``seconds``. With ``before``, a look is repeated until its
-    result has changed, for at most ``seconds``.
-    """
-
-    do: Action
-    name: RelativePath
-    other: RelativePath | None = None
-    text: Annotated[str, Field(max_length=64)] = ""
-    before: str | None = None
-    seconds: Annotated[float, Field(ge=0, le=3600)] = 0
+class BrokenError(Exception):
+    """Raised when a call has another result than it must have."""
 
 
 class Answer(Record):
     """The result of a call.
 
     Attributes:
-        text: ``done``, the observation, or the error's name.
+        text: ``done``, the observation, the error's name, what was wrong with the reads, or the
+            names that this process made in a race.
         seconds: the duration; None if the observation did not change in time.
-        names: the names that this process won in a race.
-        counts: the number of reads, by result.
     """
 
     text: str = DONE
     seconds: Seconds | None = None
-    names: tuple[str, ...] = ()
-    counts: dict[str, int] = Field(default_factory=dict)
-
-
-class Request(Record):
-    """A message with a call, or with the findings at the end of the run."""
-
-    call: ProbeCall | None = None
-    findings: tuple[Finding, ...] = ()
 
 
 def _put(storage: Storage, path: Path, data: bytes) -> None:
@@ -93,188 +71,216 @@ def _put(storage: Storage, path: Path, data: bytes) -> None:
     storage.rename(draft, path)
 
 
+def visitors(room: ProbeRoom) -> list[str]:
+    """The visitors that have said their facts to a run."""
+    room.job.storage.refresh(room.path / TALK)
+    matches = (
+        re.fullmatch("from-(.+)-0", name) for name in room.job.storage.names(room.path / TALK)
+    )
+    return [match[1] for match in matches if match]
+
+
 @dataclass
-class Here:
-    """This process's calls, in ``room``."""
-
-    storage: Storage
-    room: Path
-
-    def ask(self, call: ProbeCall) -> Answer:
-        """Carry out a call."""
-        begun = time.monotonic()
-        while True:
-            try:
-                answer = self._answer(call)
-            except OSError as error:
-                answer = Answer(text=errno.errorcode.get(error.errno or 0, str(error)))
-            seconds = time.monotonic() - begun
-            if call.before is None or answer.text not in {call.before, *_ERRORS}:
-                return answer.model_copy(update={"seconds": seconds})
-            if seconds >= call.seconds:
-                return answer
-            time.sleep(_PAUSE)
-
-    def _answer(self, call: ProbeCall) -> Answer:
-        storage, path, text = self.storage, self.room / call.name, DONE
-        match call.do:
-            case "race":
-                return self._race(path, call.text)
-            case "rewrite":
-                end, number = time.monotonic() + call.seconds, 0
-                while number == 0 or time.monotonic() < end:
-                    number += 1
-                    _put(storage, path, number.to_bytes(_BLOCK, "little") * _BLOCKS)
-            case "reread":
-                return self._reread(path, call.seconds)
-            case "read":
-                text = storage.read(path).decode(errors="replace")
-            case "mark":
-                text = str(storage.look_into(path, lambda fd: signature(storage.fstat(fd))))
-            case "names":
-                text = "/".join(storage.names(path))
-            case "exists":
-                text = str(storage.exists(path))
-            case action:
-                self._change(action, path, self.room / (call.other or ""), call.text)
-        return Answer(text=text)
-
-    def _change(self, action: Action, path: Path, other: Path, text: str = "") -> None:
-        storage = self.storage
-        match action:
-            case "mkdir":
-                storage.mkdir(path)
-            case "rmdir":
-                storage.rmdir(path)
-            case "create":
-                storage.close(storage.create(path))
-            case "link":
-                storage.link(path, other)
-            case "rename":
-                storage.rename(path, other)
-            case "unlink":
-                storage.unlink(path)
-            case "touch":  # touching a folder expires this client's cache of it
-                storage.refresh(path)
-            case "write":
-                _put(storage, path, text.encode())
-            case "sync":
-                storage.write_new(path, bytes(4096))
-                storage.sync_folder(path.parent)
-
-    def _race(self, folder: Path, me: str) -> Answer:
-        won = []
-        source = folder / f"source-{me}"
-        self._change("create", source, source)
-        for number in range(ROUNDS):
-            for way in WAYS:
-                target = folder / f"{way}-{number}"
-                try:
-                    self._change(way, source if way == "link" else target, target)
-                except FileExistsError:
-                    continue
-                won.append(target.name)
-        return Answer(names=tuple(won))
-
-    def _reread(self, path: Path, seconds: float) -> Answer:
-        counts = {"read": 0, "torn": 0, "missing": 0}
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            counts["read"] += 1
-            try:
-                data = self.storage.read(path)
-            except OSError as error:
-                if not is_gone(error):
-                    raise
-                # ESTALE is harmless: the file was replaced again after each of several opens.
-                counts["missing"] += error.errno != errno.ESTALE
-                continue
-            counts["torn"] += data != data[:_BLOCK] * _BLOCKS
-        return Answer(counts=counts)
-
-
 class Channel:
-    """The numbered messages between the run, which is ``to`` the visitor, and the visitor.
+    """The numbered messages between a run and its visitor, the other process.
 
-    Args:
-        storage: this process's storage.
+    Attributes:
         room: the room in which both meet.
         visitor: the visitor's session.
-        mine: ``to`` in the run's process, ``from`` in the visitor's.
+        is_run: whether this process is the run, not the visitor.
+        patience: the longest wait for a message, in seconds.
         has_ended: returns True once the other process has ended, if this can be known.
+        limit: the longest wait for a change, in seconds.
+        lease_time: the job's, in seconds.
+        turn: the number of the last call, which is its result's too; 0 are the facts.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        room: Path,
-        visitor: str,
-        mine: Literal["to", "from"],
-        has_ended: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._storage = storage
-        self._talk = room / TALK
-        self._mine = f"{mine}-{visitor}"
-        self._others = f"{'from' if mine == 'to' else 'to'}-{visitor}"
-        self._has_ended = has_ended
+    room: ProbeRoom
+    visitor: str
+    is_run: bool
+    patience: float
+    has_ended: Callable[[], bool] = lambda: False
+    limit: float = 0
+    lease_time: float = 0
+    turn: int = 0
 
-    def say(self, number: int, record: Record) -> None:
-        """Write a message for the other process."""
-        _put(self._storage, self._talk / f"{self._mine}-{number}", encode(record))
+    @property
+    def storage(self) -> Storage:
+        """This process's storage."""
+        return self.room.job.storage
 
-    def poll(self, number: int, model: type[R]) -> R | None:
+    def _message(self, turn: int, *, of_run: bool) -> Path:
+        side = "to" if of_run else "from"
+        return self.room.path / TALK / f"{side}-{self.visitor}-{turn}"
+
+    def say(self, turn: int, record: Record) -> None:
+        """Write a message of this process."""
+        _put(self.storage, self._message(turn, of_run=self.is_run), encode(record))
+
+    def poll(self, turn: int, model: type[R]) -> R | None:
         """A message of the other process; None if it is not there yet."""
-        path = self._talk / f"{self._others}-{number}"
-        try:
-            # Without this, the cache of this NFS client can hide a new message.
-            self._storage.refresh(self._talk)
-            return parse(model, self._storage.read(path, LONG_RECORD_LIMIT), path)
-        except RecordError:
-            return None  # if renames are not atomic here, the message can still be incomplete
-        except OSError as error:
-            if not is_gone(error):
-                raise
-            return None
+        path = self._message(turn, of_run=not self.is_run)
+        # Without this, the cache of this NFS client can hide a new message.
+        self.storage.refresh(path.parent)
+        # If renames are not atomic here, a message can still be incomplete.
+        with Ignoring(GONE), suppress(RecordError):
+            return parse(model, self.storage.read(path, LONG_RECORD_LIMIT), path)
+        return None
 
-    def hear(self, number: int, model: type[R], limit: float) -> R:
-        """Wait for a message of the other process.
+    def hear(self, turn: int, model: type[R], seconds: float = 0) -> R:
+        """Wait for a message of the other process, for which it needs ``seconds``.
 
         Raises:
-            JobUnavailableError: the other process has ended, or ``limit`` seconds have passed.
+            TimeoutError: the other process has ended, or does not answer.
         """
-        deadline, pause = time.monotonic() + limit, _SHORTEST
-        while (record := self.poll(number, model)) is None:
-            if self._has_ended() or not self._storage.exists(self._talk):
-                raise JobUnavailableError(ENDED)
-            if time.monotonic() > deadline:
-                raise JobUnavailableError(
-                    f"the other process has not answered within {limit:.0f} s: it has ended, or "
-                    "storage lags by more than this time. Run both again"
-                )
+        limit, pause = seconds + self.patience, _SHORTEST
+        deadline = time.monotonic() + limit
+        while (record := self.poll(turn, model)) is None:
+            if self.has_ended() or time.monotonic() > deadline:
+                raise lost(limit)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
         return record
 
 
-@dataclass
-class There:
-    """The other process. It may take ``patience`` seconds more for an answer than for the call."""
+def lost(seconds: float) -> TimeoutError:
+    """The error if the other process ended, or did not answer within ``seconds``."""
+    return TimeoutError(
+        f"the other process has ended, or has not answered within {seconds:.0f} s: run both again"
+    )
+
+
+@dataclass(frozen=True)
+class Actor:
+    """One process in one direction of a probe. Its names are in ``folder``.
+
+    Both processes call each method. The actor's own process makes the call, and the other one
+    waits for its result.
+    """
 
     channel: Channel
-    patience: float
-    #: An answer has its request's number, so none is taken for the answer to a later request.
-    _number: int = 0
+    is_here: bool
+    folder: Path
 
-    def begin(self, request: Request) -> None:
-        """Send a request."""
-        self._number += 1
-        self.channel.say(self._number, request)
+    def start(
+        self,
+        do: Action,
+        name: str = "",
+        other: str = "",
+        before: str | None = None,
+        seconds: float = 0,
+    ) -> Callable[[], Answer]:
+        """Make a call; return a function that waits for the result.
 
-    def end(self, seconds: float = 0) -> Answer:
-        """Wait for the answer to a request that takes ``seconds``."""
-        return self.channel.hear(self._number, Answer, seconds + self.patience)
+        Args:
+            do: the action.
+            name: the file or folder; by default the actor's folder.
+            other: the second path of ``link`` and ``rename``, or the content to write.
+            before: repeat a look until its result is another one, for at most ``seconds``.
+            seconds: the duration of ``rewrite`` and ``reread``.
+        """
+        self.channel.turn += 1
+        turn = self.channel.turn
+        if not self.is_here:
+            return lambda: self.channel.hear(turn, Answer, seconds)
+        begun = time.monotonic()
+        while True:
+            answer = self._answer(do, name, other, seconds)
+            taken = time.monotonic() - begun
+            if before is None or answer.text not in {before, *ERRORS}:
+                answer = answer.model_copy(update={"seconds": taken})
+            elif taken < seconds:
+                time.sleep(_PAUSE)
+                continue
+            self.channel.say(turn, answer)
+            return lambda: answer
 
-    def ask(self, call: ProbeCall) -> Answer:
-        """Let the process carry out a call."""
-        self.begin(Request(call=call))
-        return self.end(call.seconds)
+    def look(self, do: Action, name: str = "") -> str:
+        """Look at a name, whatever the result: this fills the client's cache."""
+        return self.start(do, name)().text
+
+    def expect(
+        self, results: Collection[str], do: Action, name: str = "", other: str = ""
+    ) -> float:
+        """Make a call; raise BrokenError unless it has one of the results. Returns its seconds."""
+        answer = self.start(do, name, other)()
+        if answer.text not in results:
+            call = " ".join(filter(None, (do, name, other)))
+            raise BrokenError(f"'{call}' gave {answer.text!r}, not {' or '.join(results)}")
+        return answer.seconds or 0.0
+
+    def change(self, do: Action, name: str = "", other: str = "") -> float:
+        """Make a change that must succeed. To touch a folder expires this client's cache of it."""
+        return self.expect((DONE,), do, name, other)
+
+    def _answer(self, do: Action, name: str, other: str, seconds: float) -> Answer:
+        """The result of a call in this process. An error is one, unless there is no room."""
+        try:
+            return Answer(text=self._do(do, name, other, seconds))
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                raise
+            return Answer(text=errno.errorcode.get(error.errno or 0, str(error)))
+
+    def _do(self, do: Action, name: str, other: str, seconds: float = 0) -> str:
+        storage, path, second = self.channel.storage, self.folder / name, self.folder / other
+        simple: dict[Action, Callable[[Path], object]] = {
+            "mkdir": storage.mkdir,
+            "rmdir": storage.rmdir,
+            "unlink": storage.unlink,
+            "touch": storage.refresh,
+            "names": storage.names,
+            "exists": storage.exists,
+        }
+        if do in simple:
+            result = simple[do](path)
+            return DONE if result is None else str(result)
+        match do:
+            case "create":
+                storage.close(storage.create(path))
+            case "link":
+                storage.link(path, second)
+            case "rename":
+                storage.rename(path, second)
+            case "write":
+                _put(storage, path, other.encode())
+            case "sync":
+                storage.write_new(path, bytes(4096))
+                storage.sync_folder(path.parent)
+            case "read":
+                return storage.read(path).decode(errors="replace")
+            case "mark":
+                return str(storage.look_into(path, lambda fd: signature(storage.fstat(fd))))
+            case "race":
+                return "/".join(self._race(name))
+            case "rewrite":
+                end, number = time.monotonic() + seconds, 0
+                while number == 0 or time.monotonic() < end:
+                    number += 1
+                    _put(storage, path, number.to_bytes(_BLOCK, "little") * _BLOCKS)
+            case "reread":
+                return self._reread(path, seconds)
+        return DONE
+
+    def _race(self, source: str) -> Iterator[str]:
+        self._do("create", source, "")
+        for name, way in RACED.items():
+            with suppress(FileExistsError):
+                self._do(way, source if way == "link" else name, name)
+                yield name
+
+    def _reread(self, path: Path, seconds: float) -> str:
+        reads = torn = missing = 0
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            reads += 1
+            try:
+                data = self.channel.storage.read(path)
+            except OSError as error:
+                if not is_gone(error):
+                    raise
+                # ESTALE is harmless: the file was replaced again after each of several opens.
+                missing += error.errno != errno.ESTALE
+                continue
+            torn += data != data[:_BLOCK] * _BLOCKS
+        return f"{torn} torn and {missing} failed reads of {reads}" if torn or missing else DONE

@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from syncd.protocol.errors import JobUnavailableError
 from syncd.storage.errnos import (
     ATTEMPTS,
     GONE,
@@ -18,7 +17,6 @@ from syncd.storage.errnos import (
     NOT_EMPTY,
     Ignoring,
     again,
-    is_gone,
 )
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
@@ -42,7 +40,8 @@ class ProbeRoom:
 
     @classmethod
     def make(cls, job: Job, name: str) -> ProbeRoom:
-        """Make an empty room."""
+        """Make an empty room, and remove the rooms of killed runs of this host."""
+        sweep_rooms(job)
         room = cls(job, name)
         try:
             again(room._make)
@@ -63,16 +62,8 @@ class ProbeRoom:
         storage.mkdir(self.path)
 
     def beat(self) -> None:
-        """Show that this run is alive. Raises JobUnavailableError if the room's mark is gone."""
-        try:
-            self.job.storage.utime(self._mark)
-        except OSError as error:
-            if not is_gone(error):
-                raise
-            raise JobUnavailableError(
-                f"{self._mark} disappeared during this run: somebody removed it, the job was "
-                "unmounted, or a daemon swept it, because a probe took over 15 minutes"
-            ) from error
+        """Show that this run is alive. Raises an OSError if somebody removed the room's mark."""
+        self.job.storage.utime(self._mark)
 
     def remove(self) -> None:
         """Remove the room and its mark. Safe to call twice."""
@@ -91,11 +82,11 @@ class ProbeRoom:
             _remove_if_empty(storage, layout.state)
 
 
-def rooms(job: Job, prefix: str) -> list[Path]:
+def rooms(job: Job, prefix: str) -> list[ProbeRoom]:
     """The rooms whose names begin with ``prefix``, of running and of killed runs."""
     names = job.storage.names(job.layout.doctor)
     return [
-        job.layout.doctor / name
+        ProbeRoom(job, name)
         for name in names
         if name.startswith(prefix) and f"{name}{_ALIVE}" in names
     ]

@@ -7,30 +7,24 @@ import errno
 import math
 import os
 import shutil
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from syncd.doctor import examination
-from syncd.doctor.examination import (
-    Deadlines,
-    Examination,
-    Facts,
-    facts_of,
-    join,
-    judge_hosts,
-    judge_mount,
-    serve,
-)
-from syncd.doctor.finding import Finding, Severity, fail
-from syncd.doctor.probes import PROBES, BrokenError, Pair, lease_verdict
-from syncd.doctor.sides import TALK, Channel, Here, ProbeCall, Request, There
+from syncd.doctor.examination import PEER, Examination, Facts, facts_of, judge_hosts, judge_mount
+from syncd.doctor.finding import SHARE, Finding, Verdict
+from syncd.doctor.probes import PROBES, lease_verdict, measure
+from syncd.doctor.sides import TALK, Channel
 from syncd.protocol.errors import JobUnavailableError
+from syncd.protocol.layout import JobLayout
 from syncd.storage.calls import Free
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
@@ -38,34 +32,27 @@ from syncd.storage.probe_room import ProbeRoom
 from tests.explorers import publish
 from tests.jobs import SmallJob
 from tests.lagging import LaggingStorage
+from tests.multiprocess.test_doctor import everything
 from tests.storages import FastStorage
 
 PATIENCE = 60.0
-OK, WARN, FAIL = Severity.OK, Severity.WARN, Severity.FAIL
 
 
-@contextmanager
-def company(ours: Storage, theirs: Storage, room: Path) -> Iterator[Pair]:
-    """This process, and a thread that has another client."""
-    (room / TALK).mkdir()
-    visitor = Channel(theirs, room, "visitor", "from")
-    thread = threading.Thread(target=serve, args=(visitor, Here(theirs, room), PATIENCE))
-    thread.start()
-    there = There(Channel(ours, room, "visitor", "to"), PATIENCE)
-    try:
-        yield Pair(Here(ours, room), there, limit=1.0, lease_time=30.0)
-    finally:
-        there.begin(Request())
-        thread.join(PATIENCE)
+def measured(root: Path, ours: Storage, theirs: Storage, *names: str) -> list[Finding]:
+    """What some probes find, between this process and a thread that has another client."""
+    ProbeRoom.make(Job.at(root), "room")
+    (JobLayout(root).doctor / "room" / TALK).mkdir()
 
+    def findings_of(storage: Storage, *, is_run: bool) -> list[Finding]:
+        room = ProbeRoom(Job.at(root, storage), "room")
+        channel = Channel(room, "visitor", is_run, PATIENCE, limit=1.0, lease_time=30.0)
+        return [measure(name, channel) for name in names]
 
-def measured(pair: Pair, room: Path, name: str) -> Finding:
-    """A probe's finding; an unexpected result outside the promise is a failure too."""
-    (room / name).mkdir()
-    try:
-        return PROBES[name](pair)
-    except BrokenError as error:
-        return fail(name, str(error), "as the run has it")
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(findings_of, theirs, is_run=False)
+        findings = findings_of(ours, is_run=True)
+    assert there.result() == findings
+    return findings
 
 
 # -- storage that breaks a promise -----------------------------------------------------------------
@@ -279,28 +266,31 @@ def test_each_broken_promise_between_two_clients_is_found_and_named(
     tmp_path: Path, name: str, broken: Callable[[], Storage] | type[NoRefresh]
 ) -> None:
     ours, theirs = (NoRefresh(tmp_path) if broken is NoRefresh else broken() for _ in range(2))
-    with company(ours, theirs, tmp_path) as pair:
-        finding = measured(pair, tmp_path, name)
-    assert (finding.name, finding.verdict) == (name, FAIL), finding
+    [finding] = measured(tmp_path, ours, theirs, name)
+    assert (finding.name, finding.verdict) == (name, "fail"), finding
     assert finding.words
     assert finding.advice
 
 
 @pytest.mark.slow
 def test_a_local_disk_keeps_every_promise_between_two_clients(tmp_path: Path) -> None:
-    with company(Storage(), Storage(), tmp_path) as pair:
-        for name in PROBES:
-            finding = measured(pair, tmp_path, name)
-            # A disk with much else to do may take its time to sync.
-            assert finding.verdict in ({OK, WARN} if name == "sync" else {OK}), finding
+    for finding in measured(tmp_path, Storage(), Storage(), *PROBES):
+        # A disk with much else to do may take its time to sync.
+        assert finding.verdict in ({"ok", "warn"} if finding.name == "sync" else {"ok"}), finding
+
+
+class Lagging(LaggingStorage):
+    """Touches files too, as a run touches its mark."""
+
+    def utime(self, path: Path) -> None:
+        super().utime(path) if path.is_dir() else os.utime(path)
 
 
 def test_a_client_that_only_lags_keeps_every_promise(tmp_path: Path) -> None:
-    ours, theirs = (LaggingStorage(tmp_path, time.monotonic) for _ in range(2))
-    with company(ours, theirs, tmp_path) as pair:
-        for name in ("rename", "rmdir", "shared", "exclusive", "refresh", "fence", "leases"):
-            finding = measured(pair, tmp_path, name)
-            assert finding.verdict is OK, finding
+    ours, theirs = (Lagging(tmp_path, time.monotonic) for _ in range(2))
+    names = ("rename", "rmdir", "shared", "exclusive", "refresh", "fence", "leases")
+    for finding in measured(tmp_path, ours, theirs, *names):
+        assert finding.verdict == "ok", finding
 
 
 # -- what is measured, judged ----------------------------------------------------------------------
@@ -309,72 +299,72 @@ def test_a_client_that_only_lags_keeps_every_promise(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("late", "lease_time", "verdict"),
     [
-        (0.01, 30.0, OK),
-        (5.0, 30.0, OK),
-        (5.1, 30.0, WARN),
-        (10.1, 30.0, FAIL),
-        (math.inf, 30.0, FAIL),
-        (5.1, 300.0, OK),
+        (0.01, 30.0, "ok"),
+        (5.0, 30.0, "ok"),
+        (5.1, 30.0, "warn"),
+        (10.1, 30.0, "fail"),
+        (math.inf, 30.0, "fail"),
+        (5.1, 300.0, "ok"),
     ],
 )
 def test_the_lease_time_is_held_against_what_was_measured(
-    late: float, lease_time: float, verdict: Severity
+    late: float, lease_time: float, verdict: Verdict
 ) -> None:
     finding = lease_verdict(late, 30.0, lease_time)
-    assert finding.verdict is verdict
-    if verdict is not OK:
+    assert finding.verdict == verdict
+    if verdict != "ok":
         needed = float(finding.advice.rpartition(" ")[2])
-        assert lease_verdict(min(late, 60.0), 30.0, needed).verdict is OK
+        assert lease_verdict(min(late, 60.0), 30.0, needed).verdict == "ok"
 
 
 def facts(**changed: Any) -> Facts:
     return Facts(
-        host="one", boot="a", syncd="1", filesystem="nfs4", source="server:/", options="rw,hard"
+        host="one", boot="a", syncd="1", filesystem="nfs4", source="server:/", options="rw", look=1
     ).model_copy(update=changed)
 
 
 @pytest.mark.parametrize(
     ("finding", "verdict", "said"),
     [
-        (judge_mount(facts()), OK, "nfs4 from server:/"),
-        (judge_mount(facts(options="rw,soft")), WARN, "soft"),
-        (judge_mount(facts(options="rw,nocto")), WARN, "nocto"),
-        (judge_mount(facts(options="ro")), FAIL, "read-only"),
-        (judge_hosts(facts(), facts(host="two", boot="b")), OK, "one and two"),
-        (judge_hosts(facts(), facts()), WARN, "one host"),
-        (judge_hosts(facts(), facts(options="clientaddr=two")), OK, "one and one"),
-        (judge_hosts(facts(), facts(boot="b")), WARN, "both called one"),
-        (judge_hosts(facts(), facts(host="two", boot="b", syncd="2")), WARN, "2 on two"),
+        (judge_mount(facts()), "ok", "nfs4 from server:/"),
+        (judge_mount(facts(options="rw,soft")), "warn", "soft"),
+        (judge_mount(facts(options="rw,nocto")), "warn", "nocto"),
+        (judge_mount(facts(options="ro")), "fail", "read-only"),
+        (judge_hosts(facts(), facts(host="two", boot="b")), "ok", "one and two"),
+        (judge_hosts(facts(), facts(host="pod", look=5)), "warn", "one host"),
+        (judge_hosts(facts(), facts(options="clientaddr=two")), "ok", "one and one"),
+        (judge_hosts(facts(), facts(boot="b")), "warn", "both called one"),
+        (judge_hosts(facts(), facts(host="two", boot="b", syncd="2")), "fail", "2 on two"),
         (
             judge_hosts(facts(), facts(host="two", boot="b", filesystem="xfs")),
-            WARN,
+            "warn",
             "nfs4 here, xfs on two",
         ),
     ],
 )
-def test_what_was_seen_is_judged_and_said(finding: Finding, verdict: Severity, said: str) -> None:
-    assert finding.verdict is verdict
+def test_what_was_seen_is_judged_and_said(finding: Finding, verdict: Verdict, said: str) -> None:
+    assert finding.verdict == verdict
     assert said in finding.words
-    assert bool(finding.advice) == (verdict is not OK)
+    assert bool(finding.advice) == (verdict != "ok")
 
 
 @pytest.mark.parametrize(
     ("free", "newest", "verdict"),
     [
-        (Free(10**12, 10**6), 10**9, OK),
-        (Free(None, None), 0, OK),
-        (Free(10**9, 10**6), 10**9, WARN),
-        (Free(10**9, 999), 0, WARN),
-        (Free(1000, 10**6), 0, FAIL),
-        (Free(10**9, 3), 0, FAIL),
+        (Free(10**12, 10**6), 10**9, "ok"),
+        (Free(None, None), 0, "ok"),
+        (Free(10**9, 10**6), 10**9, "warn"),
+        (Free(10**9, 999), 0, "warn"),
+        (Free(1000, 10**6), 0, "fail"),
+        (Free(10**9, 3), 0, "fail"),
     ],
 )
 def test_room_is_for_two_more_versions(
-    job: SmallJob, monkeypatch: pytest.MonkeyPatch, free: Free, newest: int, verdict: Severity
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch, free: Free, newest: int, verdict: Verdict
 ) -> None:
     monkeypatch.setattr(FastStorage, "free", lambda *_: free)
     monkeypatch.setattr(examination, "_newest", lambda _: newest)
-    assert examination.judge_room(job).verdict is verdict
+    assert examination.judge_room(job).verdict == verdict
 
 
 def test_the_newest_version_is_the_measure_of_room(job: SmallJob) -> None:
@@ -385,72 +375,106 @@ def test_the_newest_version_is_the_measure_of_room(job: SmallJob) -> None:
 def test_who_makes_files_for_another_user_or_cannot_prune_is_warned(
     job: SmallJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    squashed = examination.judge_rights(Job(Squashing(), job.layout), job.layout.state)
-    assert squashed.verdict is WARN
+    squashed = examination.judge_rights(Job(Squashing(), job.layout), job.root / "made")
+    assert squashed.verdict == "warn"
     assert "belongs to 65534" in squashed.words
     monkeypatch.setattr(examination, "unprunable", lambda _: "steps stay")
-    kept = examination.judge_rights(job, job.layout.state)
-    assert (kept.verdict, kept.words) == (WARN, "steps stay")
+    kept = examination.judge_rights(job, job.root / "new")
+    assert (kept.verdict, kept.words) == ("warn", "steps stay")
 
 
 def test_the_mount_of_a_folder_is_the_kernels() -> None:
-    assert facts_of(Path("/proc/self")).filesystem == "proc"
-    assert facts_of(Path("/")).source
+    assert facts_of(Job.at("/proc/self")).filesystem == "proc"
+    assert facts_of(Job.at("/")).source
 
 
 # -- all of it -------------------------------------------------------------------------------------
 
 
-def examined(job: SmallJob, storage: Storage, limits: Deadlines) -> list[Finding]:
-    """All probes, with a thread for the other process."""
+def examined(job: SmallJob, storage: Storage, **limits: float) -> list[Finding]:
+    """All probes, with a thread for the other host."""
+    ended = threading.Event()
 
-    @contextmanager
-    def made(room: ProbeRoom) -> Iterator[Callable[[], bool]]:
-        ended = threading.Event()
+    def visit() -> None:
+        with suppress(JobUnavailableError):  # the run was cut short
+            Examination(job, 1, has_ended=ended.is_set, **limits).run()
 
-        def visit() -> None:
-            with suppress(JobUnavailableError):  # the run was cut short
-                join(job, limits, room.path.name, ended.is_set)
-
-        thread = threading.Thread(target=visit)
-        thread.start()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(visit)
         try:
-            yield lambda: False
+            return Examination(Job(storage, job.layout), 0, **limits).run()
         finally:
             ended.set()
-            thread.join(PATIENCE)
-
-    examination = Examination(Job(storage, job.layout), limits, lambda _: None, lambda _: None)
-    return examination.run(made)
-
-
-def everything(job: SmallJob) -> dict[str, tuple[int, int]]:
-    entries = {}
-    for path in sorted(job.root.rglob("*")):
-        status = path.lstat()
-        entries[str(path)] = status.st_ino, status.st_mtime_ns
-    return entries
 
 
 @pytest.mark.slow
 def test_an_error_of_storage_is_a_finding_and_the_other_probes_go_on(job: SmallJob) -> None:
     job.save(1)
-    before = everything(job)
-    findings = examined(job, Refusing(errno.EIO, "sync_folder", "free", "link"), Deadlines())
-    failed = [finding.name for finding in findings if finding.verdict is FAIL]
-    assert failed == ["room", "links", "sync", "exclusive"]
+    before = everything(job.root)
+    findings = examined(job, Refusing(errno.EIO, "sync_folder", "link"))
+    failed = [finding.name for finding in findings if finding.verdict == "fail"]
+    assert failed == ["links", "sync", "exclusive"]
     assert {"fence", "lease_time"} <= {finding.name for finding in findings}
-    after = everything(job)
+    after = everything(job.root)
     # The folder that its own was in has other times; nothing else is touched.
     assert before.pop(str(job.layout.state))[0] == after.pop(str(job.layout.state))[0]
     assert after == before
 
 
-def test_a_server_that_takes_no_writes_is_one_finding(job: SmallJob) -> None:
-    findings = examined(job, Refusing(errno.EROFS, "mkdir"), Deadlines(look=1))
-    [failed] = [finding for finding in findings if finding.verdict is FAIL]
-    assert failed.name == "rights"
-    assert "export it for writing" in failed.advice
+class Vanishing(FastStorage):
+    """Loses its whole room in the middle."""
+
+    def link(self, source: Path, target: Path) -> None:
+        shutil.rmtree(source.parents[1])
+        super().link(source, target)
+
+
+@pytest.mark.parametrize(
+    ("storage", "name", "advice"),
+    [
+        (Refusing(errno.EIO, "free"), "room", "kernel log"),
+        (Refusing(errno.EROFS, "mkdir"), "rights", "export it for writing"),
+        (Refusing(errno.EDQUOT, "create"), "rights", "free space"),
+        (Refusing(errno.EACCES, "utime"), "hosts", "group"),
+        (Refusing(errno.ENOSPC, "link"), "links", "free space"),
+        (Vanishing(), "links", "run both again"),
+    ],
+)
+def test_an_error_after_which_nothing_can_be_measured_ends_the_run(
+    job: SmallJob, storage: Storage, name: str, advice: str
+) -> None:
+    findings = examined(job, storage, look=1)
+    [failed] = [finding for finding in findings if finding.verdict == "fail"]
+    assert (failed.name, failed) == (name, findings[-1])
+    assert advice in failed.advice
+    assert not any(job.layout.doctor.glob("*/*"))
+
+
+def test_a_full_disk_ends_the_run_without_a_helper(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FastStorage, "free", lambda *_: Free(0, None))
+    monkeypatch.setattr(sys, "executable", "/no/helper")
+    findings = Examination(Job(FastStorage(), job.layout)).run()
+    assert [finding.name for finding in findings] == ["mount", "format", "room"]
+    assert findings[-1].verdict == "fail"
+
+
+def test_a_helper_that_ends_is_a_finding(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    finding = Examination(job).run()[-1]
+    assert (finding.name, finding.verdict) == ("hosts", "fail")
+    assert "has ended" in finding.words
+
+
+def test_a_visitor_that_may_not_write_says_so(job: SmallJob) -> None:
+    room = ProbeRoom.make(job, f"{PEER}other")
+    (room.path / TALK).mkdir()
+    refused = Job(Refusing(errno.EACCES, "create"), job.layout)
+    finding = Examination(refused, 1, meeting=0.2).run()[-1]
+    assert (finding.name, finding.verdict, finding.advice) == ("hosts", "fail", SHARE)
+    with pytest.raises(PermissionError):  # a helper does not wait for another room
+        Examination(refused, 1, rooms=room.path.name, meeting=PATIENCE).examine()
 
 
 @pytest.mark.slow
@@ -459,7 +483,7 @@ def test_storage_that_hangs_is_a_finding_and_the_end(job: SmallJob) -> None:
         goes_on = threading.Event()
 
         def sync_folder(self, path: Path) -> None:
-            if path.name == "sync":
+            if path.name == "sync-0":
                 self.goes_on.wait(PATIENCE)
 
         def rename(self, source: Path, target: Path) -> None:
@@ -468,11 +492,11 @@ def test_storage_that_hangs_is_a_finding_and_the_end(job: SmallJob) -> None:
             super().rename(source, target)
 
     try:
-        findings = examined(job, Hanging(), Deadlines(look=1, answer=4))
+        findings = examined(job, Hanging(), look=1, answer=4)
     finally:
         Hanging.goes_on.set()
     last = [(finding.name, finding.verdict) for finding in findings[-2:]]
-    assert last == [("cleanup", WARN), ("sync", FAIL)]
+    assert last == [("cleanup", "warn"), ("sync", "fail")]
     assert "did not answer within 10 s" in findings[-1].words
 
 
@@ -487,45 +511,29 @@ def test_storage_that_hangs_on_the_other_host_is_a_finding_there(job: SmallJob) 
             return super().names(path)
 
     job.layout.doctor.mkdir()
-    limits = Deadlines(look=0.5, answer=0.5, meeting=0.5)
+    hanging = Job(Hanging(), job.layout)
     try:
-        [finding] = join(Job(Hanging(), job.layout), limits)
+        finding = Examination(hanging, 1, look=0.5, answer=0.5, meeting=0.5).run()[-1]
         assert not Hanging.goes_on.is_set()
     finally:
         Hanging.goes_on.set()
-    assert (finding.name, finding.verdict) == ("hosts", FAIL)
+    assert (finding.name, finding.verdict) == ("hosts", "fail")
 
 
 def test_a_job_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     job = Job.at(tmp_path / "nothing")
     with pytest.raises(JobUnavailableError, match="no such folder"):
-        Examination(job, Deadlines(), lambda _: None, lambda _: None).run(None)
+        Examination(job).run()
     assert not job.layout.root.exists()
 
 
-def test_who_measures_with_another_that_is_gone_says_so(tmp_path: Path) -> None:
-    (tmp_path / TALK).mkdir()
-    there = There(Channel(FastStorage(), tmp_path, "visitor", "to", lambda: True), PATIENCE)
-    with pytest.raises(JobUnavailableError, match="has ended"):
-        there.ask(ProbeCall(do="names", name="folder"))
-
-
-def test_a_call_that_fails_elsewhere_leaves_the_next_one_its_own_answer(tmp_path: Path) -> None:
+def test_a_call_that_fails_elsewhere_fails_here_and_the_next_goes_on(tmp_path: Path) -> None:
     class Failing(FastStorage):
         def open_read(self, path: Path) -> int:
-            if path.name == "file":
+            if path.name == "file" and path.parent.name == "replace-0":
                 raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
             return super().open_read(path)
 
-    call = ProbeCall(do="reread", name="file", seconds=0.1)
-    with company(FastStorage(), Failing(), tmp_path) as pair:
-        assert pair.there.ask(call).text == "EIO"
-        pair.there.begin(Request(call=call))  # its answer is not waited for
-        assert pair.there.ask(ProbeCall(do="mkdir", name="folder")).text == "done"
-        assert pair.here.ask(ProbeCall(do="names", name="folder")).text == ""
-
-
-def test_nothing_outside_the_room_can_be_asked_for() -> None:
-    for name in ("../outside", "/outside", "a/../../outside"):
-        with pytest.raises(ValueError, match="not a plain path"):
-            ProbeCall(do="create", name=name)
+    findings = measured(tmp_path, FastStorage(), Failing(), "replace", "leases")
+    assert [finding.verdict for finding in findings] == ["fail", "ok"]
+    assert "EIO" in findings[0].words
