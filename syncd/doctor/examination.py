@@ -24,7 +24,7 @@ from typing import Final, TypeVar
 
 from syncd import __version__
 from syncd.checkpoint.version import read_manifest
-from syncd.doctor.finding import CHECK, SHARE, Finding, judge
+from syncd.doctor.finding import CHECK, SHARE, Finding, judge, worst
 from syncd.doctor.probes import PROBES, measure
 from syncd.doctor.sides import TALK, Actor, Channel, lost, visitors
 from syncd.protocol.errors import JobUnavailableError, RecordError
@@ -205,9 +205,8 @@ class Examination:
             meet = partial(self._meet, ours, room)
             channel, theirs = self._bounded("hosts", meet, self.meeting)
             if self.peer is not None:
-                hosts = judge_hosts(ours, theirs)
-                self._findings += hosts, judge_mount(theirs, "peer_mount")
-                if hosts.verdict == "fail":
+                self._findings += judge_hosts(ours, theirs), judge_mount(theirs, "peer_mount")
+                if worst(self._findings).verdict == "fail":
                     return
             channel.limit = (theirs if self.peer == 1 else ours).look
             channel.lease_time = self._lease_time

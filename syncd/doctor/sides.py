@@ -59,7 +59,7 @@ class Answer(Record):
         seconds: the duration; None if the observation did not change in time.
     """
 
-    text: str = DONE
+    text: str
     seconds: Seconds | None = None
 
 
@@ -74,10 +74,8 @@ def _put(storage: Storage, path: Path, data: bytes) -> None:
 def visitors(room: ProbeRoom) -> list[str]:
     """The visitors that have said their facts to a run."""
     room.job.storage.refresh(room.path / TALK)
-    matches = (
-        re.fullmatch("from-(.+)-0", name) for name in room.job.storage.names(room.path / TALK)
-    )
-    return [match[1] for match in matches if match]
+    names = room.job.storage.names(room.path / TALK)
+    return [match[1] for match in map(re.compile("from-(.+)-0$").match, names) if match]
 
 
 @dataclass
@@ -185,15 +183,14 @@ class Actor:
             return lambda: self.channel.hear(turn, Answer, seconds)
         begun = time.monotonic()
         while True:
-            answer = self._answer(do, name, other, seconds)
+            text = self._result(do, name, other, seconds)
             taken = time.monotonic() - begun
-            if before is None or answer.text not in {before, *ERRORS}:
-                answer = answer.model_copy(update={"seconds": taken})
-            elif taken < seconds:
-                time.sleep(_PAUSE)
-                continue
-            self.channel.say(turn, answer)
-            return lambda: answer
+            is_new = before is None or text not in {before, *ERRORS}
+            if is_new or taken >= seconds:
+                answer = Answer(text=text, seconds=taken if is_new else None)
+                self.channel.say(turn, answer)
+                return lambda: answer
+            time.sleep(_PAUSE)
 
     def look(self, do: Action, name: str = "") -> str:
         """Look at a name, whatever the result: this fills the client's cache."""
@@ -213,14 +210,14 @@ class Actor:
         """Make a change that must succeed. To touch a folder expires this client's cache of it."""
         return self.expect((DONE,), do, name, other)
 
-    def _answer(self, do: Action, name: str, other: str, seconds: float) -> Answer:
+    def _result(self, do: Action, name: str, other: str, seconds: float) -> str:
         """The result of a call in this process. An error is one, unless there is no room."""
         try:
-            return Answer(text=self._do(do, name, other, seconds))
+            return self._do(do, name, other, seconds)
         except OSError as error:
             if error.errno in NO_ROOM:
                 raise
-            return Answer(text=errno.errorcode.get(error.errno or 0, str(error)))
+            return errno.errorcode.get(error.errno or 0, str(error))
 
     def _do(self, do: Action, name: str, other: str, seconds: float = 0) -> str:
         storage, path, second = self.channel.storage, self.folder / name, self.folder / other
