@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple, get_args
 
 from explorer_hooks.engines.base import Engine
 from explorer_hooks.engines.fitting import TensorSpec, differences
@@ -75,7 +75,7 @@ class Subject:
     served: Callable[[Any], object]
     tensors: Mapping[str, TensorSpec]
     expected: Callable[[LeasedVersion], object] = _bits
-    kind: Literal["full", "adapter"] = "full"
+    kind: Kind = "full"
     files: Mapping[str, bytes] = field(default_factory=dict)
     names: Names = "trainer"
     all_or_nothing: bool = True
@@ -260,9 +260,9 @@ def _misfits(subject: Subject, kinds: frozenset[str]) -> Iterator[Subject]:
             {**fitting, name: TensorSpec("I32" if dtype != "I32" else "F32", shape)},
         ]
     yield from (replace(subject, tensors=tensors) for tensors in wrong)
-    for kind in {"full", "adapter", "remote"} - kinds:
-        tensors = {} if kind == "remote" else fitting
-        yield replace(subject, kind=kind, tensors=tensors)  # type: ignore[arg-type] # also remote
+    for kind in get_args(Kind):
+        if kind not in kinds:
+            yield replace(subject, kind=kind, tensors={} if kind == "remote" else fitting)
 
 
 def _fails(

@@ -299,14 +299,22 @@ def judge_mount(facts: Facts, name: str = "mount") -> Finding:
     """Judge a host's mount of the job; ``name`` is the finding's name."""
     words = f"{facts.filesystem} from {facts.source} ({facts.options})"
     options = facts.options.split(",")
-    soft = f"mounted soft, so slow servers cause errors: {words}"
-    nocto = f"mounted nocto, so changes are seen late: {words}"
     return judge(
         name,
         words,
         ("ro" in options, "fail", f"mounted read-only: {words}", "mount it rw"),
-        ("soft" in options, "warn", soft, "mount it hard"),
-        ("nocto" in options, "warn", nocto, "mount without nocto"),
+        (
+            "soft" in options,
+            "warn",
+            f"mounted soft, so slow servers cause errors: {words}",
+            "mount it hard",
+        ),
+        (
+            "nocto" in options,
+            "warn",
+            f"mounted nocto, so changes are seen late: {words}",
+            "mount without nocto",
+        ),
     )
 
 
@@ -343,13 +351,16 @@ def judge_rights(job: Job, new: Path) -> Finding:
     user, status = os.geteuid(), job.storage.status(new)
     owner = user if status is None else status.st_uid
     folder, kept = unwritable(job), unprunable(job) or ""
-    mapped = f"a folder that user {user} made belongs to {owner}: the server maps users"
-    known = "run syncd as users that the server knows, or export with no_root_squash"
     return judge(
         "rights",
         f"user {user} can write, and can delete the trainers' files",
         (folder, "fail", f"user {user} cannot write to {folder}", SHARE),
-        (owner != user, "warn", mapped, known),
+        (
+            owner != user,
+            "warn",
+            f"a folder that user {user} made belongs to {owner}: the server maps users",
+            "run syncd as users that the server knows, or export with no_root_squash",
+        ),
         (kept, "warn", kept, TO_DELETE),
     )
 

@@ -30,7 +30,7 @@ class Live:
     """
 
     explorer: str
-    time: float | None
+    time: float
     seconds: float | None
     pause: float | None
 
@@ -104,7 +104,6 @@ def _history(job: Job, limit: int) -> list[VersionHistory]:
     newest = set(sorted(found)[-limit:])
     shown = {n: found[n] for n in sorted(found) if n in newest or found[n].on_disk}
     _add_deletions(job, shown)
-    _add_unseen(job, shown)
     latest = job.read(Latest, job.layout.latest, IF_ANY)
     for version in shown.values():
         version.latest = latest is not None and version.version == latest.sequence
@@ -151,14 +150,6 @@ def _add_deletions(job: Job, found: dict[int, VersionHistory]) -> None:
         # A later daemon records a half-deleted version again.
         if line.what == "version" and version is not None and version.pruned is None:
             version.pruned, version.pruned_why = line.time, line.why
-
-
-def _add_unseen(job: Job, found: dict[int, VersionHistory]) -> None:
-    for report in job.explorer_reports(job.storage.names(job.layout.explorers), IF_ANY):
-        for load in report.last_loads:
-            version = found.get(load.sequence)
-            if version is not None and all(one.explorer != report.name for one in version.live):
-                version.live.append(Live(report.name, None, None, load.pause))
 
 
 def _add_manifest(job: Job, version: VersionHistory) -> None:

@@ -52,15 +52,14 @@ class Free(NamedTuple):
         """What ``statvfs`` says, see statvfs(3). Python reads "no limit" of 64 bits as -1."""
         block = status.f_frsize or status.f_bsize
         return cls(
-            _amount(status.f_bavail, block, status.f_blocks),
-            _amount(status.f_favail, 1, status.f_files),
+            _amount(status.f_bavail * block, status.f_blocks * block),
+            _amount(status.f_favail, status.f_files),
         )
 
 
-def _amount(count: int, unit: int, total: int) -> int | None:
-    """The free amount. Filesystems that keep no count say so by a total of 0."""
-    known = total != 0 and unit > 0 and count >= 0
-    return count * unit if known and count * unit < _NO_LIMIT else None
+def _amount(free: int, total: int) -> int | None:
+    """The free amount. A total of 0 says that nothing is counted."""
+    return free if total and 0 <= free < _NO_LIMIT else None
 
 
 class Calls:
