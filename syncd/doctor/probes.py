@@ -195,11 +195,10 @@ def lease_verdict(late: float, limit: float, lease_time: float) -> Finding:
     words = f"a heartbeat is seen {_late(late, limit)} late; the lease time is {lease_time:g} s"
     needed = max(lease_time, min(3600, _WELL_ABOVE * min(late, 2 * limit)))
     advice = f"{_MOUNT}. Or create a new job with --lease-time {math.ceil(needed)}"
-    dead = f"{words}: live processes would count as dead"
     return judge(
         "lease_time",
         words,
-        (late > lease_time / 3, "fail", dead, advice),
+        (late > lease_time / 3, "fail", f"{words}: live processes would count as dead", advice),
         (late > lease_time / _WELL_ABOVE, "warn", words, advice),
     )
 
