@@ -6,7 +6,6 @@ import filecmp
 import os
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,9 +22,7 @@ from annotated_types import Ge, Le
 from syncd.cli import options
 from syncd.cli.signals import cleaned_up
 from syncd.daemon.config import Count
-from syncd.operate.history import history
 from syncd.operate.job_state import look
-from syncd.protocol.amounts import span
 from syncd.protocol.errors import JobUnavailableError, VerificationError
 from syncd.storage.job import Job
 from syncd.torch_extra import require_torch
@@ -147,17 +144,12 @@ class _Demo:
                 )
 
     def summary(self) -> str:
-        """The result, and figures of each process."""
-        took = (version.merge_seconds for version in history(self.job, self.steps))
-        merges = [seconds for seconds in took if seconds is not None]
-        median = span(statistics.median(merges))
-        figures = {"trainer": self._output("rank-0").read_text().strip()}
-        figures["daemon"] = f"{len(merges)} merges, median {median} to merge and publish"
-        figures |= {name: self._output(name).read_text().strip() for name in _EXPLORERS}
+        """The result, and what the trainer and the explorers say of their own work."""
+        outputs = {name: self._output(name).read_text() for name in ("rank-0", *_EXPLORERS)}
         return "\n".join(
             [
                 f"\nboth explorers hold the trainer's step {self.steps}, bit for bit",
-                *(f"  {name:<9}{text}" for name, text in figures.items()),
+                *(f"  {name:<8}{text.strip()}" for name, text in outputs.items()),
                 "next: docs/getting-started.md trains a model of your own, in ten minutes",
             ]
         )

@@ -242,12 +242,9 @@ class Calls:
 
     def free(self, path: Path) -> Free:
         """The free space on a folder's filesystem. A quota can leave less."""
-        try:
+        with Ignoring({errno.ENOSYS, errno.EOPNOTSUPP}):  # of FUSE and gateways
             return Free.of(os.statvfs(path))
-        except OSError as error:
-            if error.errno in {errno.ENOSYS, errno.EOPNOTSUPP}:  # of FUSE and gateways
-                return Free(None, None)
-            raise
+        return Free(None, None)
 
     def is_read_only(self, path: Path) -> bool:
         """True if this host has mounted a folder's filesystem read-only."""

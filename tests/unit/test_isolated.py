@@ -200,6 +200,24 @@ def test_the_child_is_confined_and_each_file_has_its_own_time(child: IsolatedPar
     assert Path(f"/proc/{child.pid}/oom_score_adj").read_text() == "1000\n"
 
 
+#: A user's own limits: 3 GiB of memory, an hour of processor time.
+LIMITED = """
+import resource
+for kind, most in ((resource.RLIMIT_AS, 3 << 30), (resource.RLIMIT_CPU, 3600)):
+    resource.setrlimit(kind, (most, most))
+from syncd.checkpoint.sandbox.isolated import IsolatedParser
+with IsolatedParser(cancel=lambda: None) as parser:
+    print(parser.read_pieces(b"\\x80\\x02}.", "x", intact=True))
+"""
+
+
+def test_a_user_with_lower_limits_reads_files() -> None:
+    argv = [sys.executable, "-c", LIMITED]
+    if os.geteuid() == 0:  # root may raise its limits
+        argv = ["setpriv", "--bounding-set=-sys_resource", *argv]
+    assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout == "{}\n"
+
+
 @pytest.mark.parametrize("receipt", [False, True], ids=["no receipt", "a forged receipt"])
 def test_a_save_of_another_trainer_that_is_a_bomb_is_quarantined_and_the_next_published(
     job: SmallJob, receipt: bool

@@ -323,22 +323,29 @@ def main(memory: int, memory_factor: int, memory_most: int, cpu_seconds: int) ->
     _confine()
     base = _address_space()
     # Lower the hard limit for good: a request can change only the soft limit below it.
-    resource.setrlimit(resource.RLIMIT_AS, (base + memory_most, base + memory_most))
+    _limit(resource.RLIMIT_AS, base + memory_most, for_good=True)
     gc.disable()  # collections would take half of the time and find nothing
     requests, answers = io.FileIO(0, "r"), io.FileIO(1, "w")
     _send(answers, frame(READY, b""))
     while head := _take(requests, REQUEST.size):
         kind, length = REQUEST.unpack(head)
         allowed = min(memory + memory_factor * length, memory_most)
-        resource.setrlimit(resource.RLIMIT_AS, (base + allowed, base + memory_most))
+        _limit(resource.RLIMIT_AS, base + allowed)
         used = resource.getrusage(resource.RUSAGE_SELF)
         spent = math.ceil(used.ru_utime + used.ru_stime)
-        resource.setrlimit(resource.RLIMIT_CPU, (spent + cpu_seconds, resource.RLIM_INFINITY))
+        _limit(resource.RLIMIT_CPU, spent + cpu_seconds)
         try:
             _answer(answers, kind, _take(requests, length))
         except MemoryError:
             _send(answers, failure(OUT_OF_MEMORY, ""))
         gc.collect()
+
+
+def _limit(kind: int, amount: int, *, for_good: bool = False) -> None:
+    """Set a soft limit, and the hard one ``for_good``. Only root may raise the hard one."""
+    _, hard = resource.getrlimit(kind)
+    amount = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
+    resource.setrlimit(kind, (amount, amount if for_good else hard))
 
 
 def _confine() -> None:
