@@ -427,7 +427,7 @@ def test_what_needs_whole_weights_refuses_a_link_and_names_the_way(job: SmallJob
         pass
     for command in (
         ["pin", str(job.layout.root), "2"],
-        ["merge", str(job.layout.actor(2)), "x"],
+        ["merge", str(job.layout.actor(2)), str(job.layout.root / "x")],
         ["convert", str(job.layout.step(2))],
     ):
         told = CliRunner().invoke(cli, command)
