@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from tests import fsdp_ranks
+from tests.fsdp_ranks import saved, write_truth
 from tests.process_groups import fork
 
 #: World sizes by kind.
@@ -58,14 +58,11 @@ def rank(rank: int, world_size: int, root: Path) -> None:
     warnings.filterwarnings("ignore")
     for kind in [kind for kind, sizes in KINDS.items() if world_size in sizes]:
         torch.manual_seed(1)
-        state, truth = getattr(fsdp_ranks, kind)(world_size)
         # DCP does not hear of an order of cuts that placements alone do not say.
-        state = {name: value for name, value in state.items() if "by s" not in name}
-        truth = {
-            name: value.detach()
-            for name, value in truth.items()
-            if name in state or "by s" not in name
-        }
+        state, truth = (
+            {name: value for name, value in whole.items() if "by s" not in name}
+            for whole in saved(kind, world_size)
+        )
         for way, options in WAYS.items() if kind == "fsdp2" else [("", WAYS[""])]:
             folder = root / f"{kind}-{world_size}{way}"
             # As an optimizer's state has it: other tensors by names that end alike.
@@ -84,7 +81,7 @@ def rank(rank: int, world_size: int, root: Path) -> None:
                 storage_writer=dcp.FileSystemWriter(folder, sync_files=False, **options),
             )
             if rank == 0:
-                torch.save(truth, folder / "truth.pt")
+                write_truth(truth, folder)
         folder = root / f"{kind}-{world_size}-hf"
         names = [name for name, value in state.items() if isinstance(value, torch.Tensor)]
         owners = {name: number % 2 + 1 for number, name in enumerate(names)}
@@ -96,7 +93,7 @@ def rank(rank: int, world_size: int, root: Path) -> None:
         )
         dcp.save({name: state[name] for name in names}, storage_writer=writer)
         if rank == 0:
-            torch.save(truth, folder / "truth.pt")
+            write_truth(truth, folder)
 
 
 def _agreed(owners: dict[str, int]) -> dict[str, int]:

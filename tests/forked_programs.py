@@ -56,7 +56,7 @@ class Forked:
         """The exit status; None if the program goes on for longer."""
         if not select.select([self._connection], [], [], timeout)[0]:
             return None
-        return int(self._connection.recv(64))
+        return int(self._connection.recv(64, socket.MSG_PEEK))  # whoever asks again hears it too
 
     def end(self) -> None:
         """End the program, and whatever it has started in its group."""

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 #: Those that gloo moves, and optimizers train.
 TRAINED: Final = (torch.bfloat16, torch.float32, torch.float16)
@@ -123,10 +124,9 @@ class Config:
 
 
 def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all tensors of a state dict."""
-    state = module.state_dict()
+    """Copies of all tensors of a state dict, whole. Collective where they are cut."""
     return {
-        name: value.detach().clone()
-        for name, value in state.items()
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
+        for name, value in module.state_dict().items()
         if isinstance(value, torch.Tensor)
     }

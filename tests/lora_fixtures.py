@@ -22,11 +22,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from tests.process_groups import fork
 from tests.tiny_language import SIZES
+from tests.wrappings import fsdp2
 
 WORLD_SIZE: Final = 2
 KINDS: Final = ("gathered", "trained", "whole", "rich")
@@ -92,10 +92,7 @@ def _rank(rank: int, _: int, root: Path) -> None:
             save_file({"inputs": inputs, **truth}, actor.parent / "truth.safetensors")
             _write_small_files(kind, model, actor)
         dist.barrier()
-        for layer in model.get_base_model().model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-        state = model.state_dict()
+        state = fsdp2(model).state_dict()
         if kind == "trained":
             names = [name for name, value in model.named_parameters() if value.requires_grad]
             state = {name: state[name] for name in names}

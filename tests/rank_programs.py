@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -66,16 +67,23 @@ def run_ranks(
     if environment:  # which modules may read as they are imported
         status = _run_afresh(module, arguments, said, environment)
     else:
-        with open(os.devnull, "rb") as nothing, said.open("wb") as stderr:
-            files = nothing.fileno(), stderr.fileno(), stderr.fileno()
-            launcher = Forked(module, *arguments, files=files)
-        try:
+        with forked(module, *arguments, said=said) as launcher:
             status = launcher.wait(DEADLINE)
-        finally:
-            launcher.end()  # ranks that wait for each other outlive it
     words = said.read_text(errors="replace")[-6000:]
     assert status is not None, f"{module} has not ended in {DEADLINE:g} s: {words}"
     assert status == 0 or not check, f"{module} ended with {status}: {words}"
+
+
+@contextlib.contextmanager
+def forked(module: str, *arguments: object, said: Path) -> Iterator[Forked]:
+    """A program that runs beside the block, and ends with it, and its ranks too."""
+    with open(os.devnull, "rb") as nothing, said.open("wb") as stderr:
+        files = nothing.fileno(), stderr.fileno(), stderr.fileno()
+        launcher = Forked(module, *arguments, files=files)
+    try:
+        yield launcher
+    finally:
+        launcher.end()  # ranks that wait for each other outlive it
 
 
 def _run_afresh(

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import xxhash
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import trainer_hooks.fast_path
 from explorer_hooks import ExplorerHook, TorchModule
@@ -28,10 +26,13 @@ from syncd.coordination.tensors import bytes_of
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
 from syncd.protocol.reports import Rendezvous
+from tests.fsdp_models import tensors
 from tests.hooks import over
 from tests.multiprocess.peers import CONTEXT, Peer, Ranks, Told
 from tests.multiprocess.processes import DEADLINE, explorer_report, wait_until
+from tests.process_groups import join
 from tests.weight_groups import meeting
+from tests.wrappings import fsdp2
 from trainer_hooks import SaveSettings, TrainerHook
 from trainer_hooks.explorers import Explorers
 from trainer_hooks.fast_path import TrainerBroadcasts
@@ -60,10 +61,9 @@ class Mixed(nn.Module):
 def digest_of(module: nn.Module) -> str:
     """Of all tensors, whole. Collective where they are cut."""
     hashed = xxhash.xxh3_128()
-    for name, value in sorted(module.state_dict().items()):
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+    for name, value in sorted(tensors(module).items()):
         hashed.update(name.encode())
-        hashed.update(bytes_of(whole.detach().contiguous()))
+        hashed.update(bytes_of(value))
     return hashed.hexdigest()
 
 
@@ -109,15 +109,12 @@ class Trainer(Participant):
     def __init__(self, job: Path, rendezvous: Path, rank: int, world_size: int, width: int) -> None:
         self._job = job
         if world_size > 1:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
-            )
+            join(rank, world_size, rendezvous)
         torch.manual_seed(0)
         self._model = Mixed(width)
         if world_size > 1:
-            for inner in (*self._model.blocks, self._model.low):
-                fully_shard(inner)
-            fully_shard(self._model)
+            fully_shard(self._model.low)
+            fsdp2(self._model)
 
     def open(self, **settings: Any) -> None:
         saving = SaveSettings(when_busy_sync="wait")  # type: ignore[arg-type] # a name will do
@@ -147,7 +144,7 @@ class Sender(Participant):
     """A rank of two that sends a model."""
 
     def __init__(self, rendezvous: Path, rank: int) -> None:
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+        join(rank, 2, rendezvous)
         model = Mixed()
         fully_shard(model)
         settings = SyncSettings(method="nccl")  # type: ignore[arg-type] # a name will do

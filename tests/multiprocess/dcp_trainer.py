@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from syncd.cli.demo_model import TinyTransformer, batch
 from tests.doc_blocks import blocks
+from tests.multiprocess.following import write_truth
 from tests.multiprocess.processes import wait_for_step
+from tests.process_groups import join
+from tests.wrappings import fsdp2
 from trainer_hooks.dcp import announce_dcp
 
 KILLED_AT = 6
@@ -51,14 +51,11 @@ class Manager:
 def train(job: Path, truth: Path, own: Path, rendezvous: Path, rank: int) -> None:
     """Be one of two ranks."""
     torch.manual_seed(0)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    join(rank, 2, rendezvous)
     page: dict[str, Any] = {}
     for block in blocks("dcp.md"):
         exec(compile(block, "docs/dcp.md", "exec"), page)  # noqa: S102 - the page's own code
-    model = TinyTransformer()
-    for block_ in model.blocks:
-        fully_shard(block_)
-    fully_shard(model)
+    model = fsdp2(TinyTransformer())
     optimizer = torch.optim.AdamW(model.parameters())
 
     def everything() -> dict[str, Any]:
@@ -72,13 +69,7 @@ def train(job: Path, truth: Path, own: Path, rendezvous: Path, rank: int) -> Non
         optimizer.zero_grad()
         model(batch(step, rank)).sum().backward()
         optimizer.step()
-        state = get_model_state_dict(model)
-        whole = {
-            name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-            for name, value in state.items()
-        }
-        if rank == 0:
-            save_file(whole, truth / f"{step}.safetensors")
+        write_truth(truth, step, model)
         if step == 1:
             page["save"](job, model, step)
         elif step == 2:

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from tests.process_groups import fork
 from tests.tiny_models import tiny_model
+from tests.wrappings import fsdp2
 from trainer_hooks import SaveSettings, TrainerHook
 
 KINDS: Final = ("qwen3_moe", "deepseek_v3", "mixtral")
@@ -68,13 +68,6 @@ def truth(root: Path) -> None:
     model.merge_and_unload().save_pretrained(lora / "merged")
 
 
-def sharded(model: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    """The model in FSDP2."""
-    for layer in layers:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
 def save(model: nn.Module, job: Path, **settings: Any) -> None:
     """A save of step 1."""
     if dist.get_rank() == 0:
@@ -88,11 +81,10 @@ def run(_rank: int, _: int, root: Path) -> None:
     """Be a rank."""
     for kind in KINDS:
         model = trained(root / kind / "base", kind)
-        save(sharded(model, model.model.layers), root / kind / "job")
+        save(fsdp2(model), root / kind / "job")
     for mode in MODES:
         base = type(tiny_model("qwen3_moe")).from_pretrained(root / "lora" / "base")
-        layers = base.model.layers
-        save(sharded(with_adapter(base), layers), root / "lora" / f"{mode}-job", lora=mode)
+        save(fsdp2(with_adapter(base)), root / "lora" / f"{mode}-job", lora=mode)
 
 
 if __name__ == "__main__":

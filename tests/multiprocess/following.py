@@ -1,18 +1,16 @@
 """Trainers that are followed live: what they write down, and an explorer that pulls beside them.
 
-A trainer program reads lines of JSON from stdin, ``{"scenario": …, "root": …, "world_size": …}``;
-for each it forks the ranks, and answers with a line when they are over. torch, transformers and
-whatever trains are imported once for all.
+``python -m MODULE SCENARIO ROOT WORLD_SIZE BACKEND`` is a trainer program: it forks the ranks, and
+ends when they are over.
 """
 
 import json
 import os
-import queue
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,15 +20,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from explorer_hooks import ExplorerHook, TorchModule
 from syncd.protocol.errors import WaitTimeoutError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import SAVING
 from tests.forked_programs import Forked
+from tests.fsdp_models import tensors
 from tests.merging import assert_equal
 from tests.multiprocess.processes import DEADLINE, explorer_report, wait_until
+from tests.process_groups import join
+from tests.rank_programs import SAID, forked
 
 #: The explorer that trainers wait for.
 EXPLORER: Final = "explorer"
@@ -45,10 +45,7 @@ Pulled = list[tuple[int, dict[str, Tensor]]]
 
 def write_truth(folder: Path, step: int, model: nn.Module) -> None:
     """What the model is now, by its own names. Collective."""
-    whole = {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
-        for name, value in model.state_dict().items()
-    }
+    whole = tensors(model)
     if not dist.is_initialized() or dist.get_rank() == 0:
         folder.mkdir(exist_ok=True)
         save_file(whole, folder / f"{step}.safetensors")
@@ -79,82 +76,48 @@ def _rank(
     ranks |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     if world_size > 1 or backend != "gloo":
         os.environ.update({name: str(value) for name, value in ranks.items()})
-        store = dist.FileStore(str(root / "store"), world_size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        join(rank, world_size, root / "store", backend=backend)
     torch.manual_seed(1)
     scenario(root)
-    sys.stdout.flush()
     os._exit(0)  # without waiting for ranks that have failed
 
 
-def serve(scenarios: dict[str, Callable[[Path], None]]) -> None:
-    """Be the trainer program."""
-    for line in sys.stdin:
-        told = json.loads(line)
-        root, world_size = Path(told["root"]), told["world_size"]
-        arguments = (scenarios[told["scenario"]], root, world_size, told["backend"])
-        error = ""
-        try:
-            mp.start_processes(_rank, arguments, nprocs=world_size, start_method="fork")
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as raised:
-            error = str(raised)
-        print("\n" + json.dumps({"error": error}), flush=True)
+def serve(scenarios: dict[str, Any]) -> None:
+    """Be the trainer program of a module, whose functions are the scenarios."""
+    scenario, root, world_size, backend = sys.argv[1:]
+    given = (scenarios[scenario], Path(root), int(world_size), backend)
+    mp.start_processes(_rank, given, nprocs=int(world_size), start_method="fork")
 
 
 # -- in the test ---------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class Trainers:
-    """A trainer program, started once."""
+    """The ranks of a scenario."""
 
-    def __init__(self, module: str) -> None:
-        theirs, orders = os.pipe()
-        answers, said = os.pipe()
-        self._program = Forked(module, files=(theirs, said, sys.__stderr__.fileno()))
-        os.close(theirs)
-        os.close(said)
-        self._orders, self._lines = os.fdopen(orders, "w"), os.fdopen(answers)
-        self._answers: queue.Queue[str] = queue.Queue()
-        self._listener = threading.Thread(target=self._listen)
-        self._listener.start()
+    _program: Forked
+    _said: Path
 
-    def begin(
-        self, scenario: str, root: Path, *, world_size: int = 1, backend: str = "gloo"
-    ) -> None:
-        told = {"scenario": scenario, "root": str(root), "world_size": world_size}
-        print(json.dumps({**told, "backend": backend}), file=self._orders, flush=True)
+    def check(self, within: float = 0.0) -> bool:
+        """Raise what a rank has raised by now; whether all of them are over."""
+        status = self._program.wait(within)
+        assert not status, self._said.read_text()
+        return status == 0
 
     def wait(self) -> None:
         """Until the ranks are over; raises what one of them has raised."""
-        error = self._answers.get(timeout=_PATIENCE)
-        assert not error, error
-
-    def check(self) -> None:
-        """Raise what a rank has raised by now."""
-        if not self._answers.empty():
-            self.wait()
-            self._answers.put("")
-
-    def end(self) -> None:
-        self._program.end()  # ranks that wait for each other, too
-        self._listener.join(DEADLINE)
-        self._orders.close()
-        self._lines.close()
-
-    def _listen(self) -> None:
-        for line in self._lines:
-            if line.startswith('{"error"'):
-                self._answers.put(json.loads(line)["error"])
-        self._answers.put("the trainer program is gone: see what it has said")
+        assert self.check(_PATIENCE)
 
 
 @contextmanager
-def trainers(module: str) -> Iterator[Trainers]:
-    found = Trainers(module)
-    try:
-        yield found
-    finally:
-        found.end()
+def trainers(
+    module: str, scenario: str, root: Path, *, world_size: int = 1, backend: str = "gloo"
+) -> Iterator[Trainers]:
+    """A scenario of a trainer program, which ends with the block."""
+    said = root / SAID
+    with forked(module, scenario, root, world_size, backend, said=said) as program:
+        yield Trainers(program, said)
 
 
 def follow(
@@ -171,8 +134,7 @@ def follow(
             except WaitTimeoutError:
                 assert time.monotonic() < end, [step for step, _ in pulled]
                 continue
-            state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-            pulled.append((version.step, state))
+            pulled.append((version.step, tensors(model)))
     return pulled
 
 

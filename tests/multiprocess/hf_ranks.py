@@ -17,7 +17,6 @@ from typing import Any, Final
 
 import torch
 from safetensors.torch import save_file
-from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -29,6 +28,7 @@ from transformers import (
 from syncd.protocol.names import FSDP_CONFIG, HUGGINGFACE, shard_name
 from tests.process_groups import fork
 from tests.tiny_language import SIZES
+from tests.wrappings import fsdp2
 
 WORLD_SIZE: Final = 4
 LM_HEAD: Final = "lm_head.weight"
@@ -54,9 +54,7 @@ def _trained(config: PretrainedConfig, rank: int) -> Any:
     """The rank's model after one step, each rank on a batch of its own."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    fsdp2(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     batch = (TOKENS + rank) % VOCABULARY
     model(input_ids=batch, labels=batch).loss.backward()

@@ -26,7 +26,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, lambda_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -34,6 +34,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from tests.process_groups import fork
 from tests.tiny_language import SIZES
+from tests.wrappings import fsdp2, unit
 from trainer_hooks import SaveSettings, TrainerHook, load_checkpoint
 from trainer_hooks.state.host_buffers import _parts
 from trainer_hooks.state.state_dict import sharded_state_dict
@@ -43,7 +44,6 @@ KINDS: Final = {"plain": 1, "ddp": 2, "fsdp1": 2, "fsdp1_flat": 2, "fsdp2": 2}
 MODES: Final = ("adapter", "merged")
 STEP: Final = 2
 TOKENS: Final = torch.arange(24).reshape(2, 12) * 17 % 41
-CPU: Final = torch.device("cpu")
 #: All that a LoRA adapter may hold; biases of Qwen's projections among it.
 _RICH: Final[dict[str, Any]] = {
     "target_modules": ["q_proj", "down_proj", "embed_tokens"],
@@ -87,14 +87,12 @@ def peft_model(root: Path, kind: str, seed: int) -> Any:
 
 
 def wrapped(kind: str, model: nn.Module) -> nn.Module:
-    fsdp1 = partial(FullyShardedDataParallel, device_id=CPU)
-    layers = model.get_base_model().model.layers  # type: ignore[operator] # PEFT's
     match kind:
         case "ddp":
             return DistributedDataParallel(model)
         case "fsdp1":
             policy = ModuleWrapPolicy({Qwen2DecoderLayer})
-            return fsdp1(model, use_orig_params=True, auto_wrap_policy=policy)
+            return unit(model, use_orig_params=True, auto_wrap_policy=policy)
         case "fsdp1_flat":
 
             def is_trained(module: nn.Module) -> bool:
@@ -102,11 +100,9 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
                 return weight is not None and weight.requires_grad and not [*module.children()]
 
             policy = partial(lambda_auto_wrap_policy, lambda_fn=is_trained)
-            return fsdp1(model, use_orig_params=False, auto_wrap_policy=policy)
+            return unit(model, use_orig_params=False, auto_wrap_policy=policy)
         case "fsdp2":
-            for layer in layers:
-                fully_shard(layer)
-            return fully_shard(model)
+            return fsdp2(model)  # type: ignore[no-any-return]
     return model
 
 

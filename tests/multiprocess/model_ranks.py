@@ -1,7 +1,7 @@
 """Ranks that save real models through ``trainer_hooks``, sharded and gathered; a program.
 
-``python -m tests.multiprocess.model_ranks ROOT`` is one process, forked into ranks. A function a
-kind of model; for each kind and each of its world sizes W it writes::
+``python -m tests.multiprocess.model_ranks ROOT`` is one process, forked into ranks. For each of
+KINDS, models of ``tests/zoo.py``, and each of its world sizes W, it writes::
 
     ROOT/KIND-W/truth.pt           the state dict from before wrapping
     ROOT/KIND-W/sharded/actor/     each rank's shard, of copies in host buffers
@@ -13,46 +13,36 @@ kind of model; for each kind and each of its world sizes W it writes::
 and, of what leaves no files, ``ROOT/rank_R_of_W.json``.
 """
 
-from __future__ import annotations
-
-import json
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from torch.distributed.tensor import Shard
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from explorer_hooks.broadcast import WeightReceiver, greet
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.cli.demo_model import TinyTransformer, batch
+from syncd.coordination.broadcast.group import WeightGroup
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import FULL_STATE_DICT, RECEIPTS, receipt_name, shard_name
 from syncd.protocol.records import Receipt, encode
 from syncd.storage.fsio import Draft, Storage
-from tests.fsdp_models import Block, Columns, Config, Laden, Language, Parallel, tensors
-from tests.fsdp_ranks import CPU, _cut, _groups, _parallelize, mesh
+from tests import wrappings, zoo
+from tests.fsdp_models import Block, Config
+from tests.fsdp_ranks import write_truth
 from tests.process_groups import fork
 from tests.weight_groups import transfer
+from tests.wrappings import mesh, unit
 from trainer_hooks.fast_path import WeightSender
 from trainer_hooks.state.full_file import gather_full
 from trainer_hooks.state.host_buffers import HostBuffers, _parts
 from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.state_dict import sharded_state_dict
 from trainer_hooks.writing.parts import save_state_dict
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from syncd.coordination.broadcast.group import WeightGroup
 
 #: World sizes by kind.
 KINDS: Final = {
@@ -73,137 +63,7 @@ KINDS: Final = {
 }
 #: Of these a third save is made, whose config ties the embeddings.
 TIED: Final = ("plain", "fsdp1", "fsdp2")
-#: A guard against hanging; a rank that fails leaves the others waiting for it.
-DEADLINE: Final = 120.0
-
-Made = tuple[nn.Module, dict[str, torch.Tensor]]
 STORAGE: Final = Storage(durable=False)
-
-
-# -- models ------------------------------------------------------------------------------------
-
-
-def plain(_: int) -> Made:
-    """Every dtype, a tied embedding, frozen parameters, buffers."""
-    return _as_it_is(Laden())
-
-
-def ddp(_: int) -> Made:
-    model = Language()
-    return _ddp(model), tensors(model)
-
-
-def wrapped(_: int) -> Made:
-    """Wrappers inside each other, around a model that has modules of the wrappers' own names."""
-    model = Language()
-    model.module = nn.Linear(2, 3)
-    model.module.module = nn.Linear(3, 2)
-    truth = tensors(model)
-    layers = model.model.layers
-    layers[0] = checkpoint_wrapper(layers[0])
-    layers[1] = _compiled(layers[1])
-    layers[2] = _compiled(checkpoint_wrapper(layers[2]))
-    return _ddp(_compiled(model)), truth
-
-
-def _compiled(model: nn.Module) -> Any:
-    # Nothing runs here: the backend is one whose compiler each rank need not import.
-    return torch.compile(model, backend="eager")
-
-
-def _ddp(model: Any) -> nn.Module:
-    # gloo does not broadcast a mask.
-    return DistributedDataParallel(model, init_sync=False, broadcast_buffers=False)
-
-
-def fsdp1(_: int) -> Made:
-    return _fsdp1()
-
-
-def fsdp1_orig_params(_: int) -> Made:
-    return _fsdp1(use_orig_params=True)
-
-
-def fsdp1_mesh(world_size: int) -> Made:
-    return _fsdp1(device_mesh=mesh(fsdp=world_size), use_orig_params=True)
-
-
-def fsdp1_hybrid_groups(world_size: int) -> Made:
-    return _fsdp1(
-        process_group=_groups(world_size), sharding_strategy=ShardingStrategy.HYBRID_SHARD
-    )
-
-
-def fsdp1_hybrid_mesh(world_size: int) -> Made:
-    strategy = ShardingStrategy.HYBRID_SHARD
-    return _fsdp1(device_mesh=mesh(ddp=2, fsdp=world_size // 2), sharding_strategy=strategy)
-
-
-def fsdp1_not_sharded(_: int) -> Made:
-    return _fsdp1(sharding_strategy=ShardingStrategy.NO_SHARD)
-
-
-def _fsdp1(**options: Any) -> Made:
-    model = Language()
-    truth = tensors(model)
-
-    def cut(module: nn.Module) -> FullyShardedDataParallel:
-        return FullyShardedDataParallel(module, device_id=CPU, **options)
-
-    layers = model.model.layers
-    layers[0] = cut(checkpoint_wrapper(layers[0]))
-    layers[1] = checkpoint_wrapper(cut(layers[1]))
-    layers[2] = cut(layers[2])
-    return cut(model), truth
-
-
-def fsdp2(world_size: int) -> Made:
-    return _fully_sharded(mesh(fsdp=world_size))
-
-
-def hsdp(world_size: int) -> Made:
-    return _fully_sharded(mesh(ddp=2, fsdp=world_size // 2))
-
-
-def _fully_sharded(on: DeviceMesh) -> Made:
-    model = Laden()
-    truth = tensors(model)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=on)
-    return fully_shard(model, mesh=on), truth
-
-
-def fsdp2_wrapped(world_size: int) -> Made:
-    model = Language()
-    truth = tensors(model)
-    layers = model.model.layers
-    layers[0] = fully_shard(checkpoint_wrapper(layers[0]), mesh=mesh(fsdp=world_size))
-    layers[1] = _compiled(fully_shard(layers[1], mesh=mesh(fsdp=world_size)))
-    return _compiled(fully_shard(model, mesh=mesh(fsdp=world_size))), truth
-
-
-def fsdp2_columns(world_size: int) -> Made:
-    model = Columns()
-    truth = tensors(model)
-    cut = fully_shard(
-        model,
-        mesh=mesh(fsdp=world_size),
-        shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1),
-    )
-    return cut, truth
-
-
-def fsdp2_tp(world_size: int) -> Made:
-    on = mesh(fsdp=world_size // 2, tp=2)
-    model = Parallel()
-    truth = tensors(model)
-    _parallelize(model, on["tp"])
-    model.experts = nn.Parameter(_cut(model.experts, on["tp"], Shard(0)))
-    return fully_shard(model, mesh=on["fsdp"]), truth
-
-
-def _as_it_is(model: nn.Module) -> Made:
-    return model, tensors(model)
 
 
 # -- saves -------------------------------------------------------------------------------------
@@ -280,16 +140,19 @@ def broken_off(model: nn.Module) -> str:
 
 def cast_shard(model: nn.Module, actor: Path) -> None:
     """A rank's shard, cast for explorers."""
+    write_shard(HostBuffers().copy(sharded_state_dict(model), "bf16"), actor)
+
+
+def write_shard(state: dict[str, Any], actor: Path) -> None:
     actor.mkdir(parents=True, exist_ok=True)
     path = actor / shard_name(dist.get_world_size(), dist.get_rank())
     with Draft(STORAGE, path) as draft:
-        save_state_dict(HostBuffers().copy(sharded_state_dict(model), "bf16"), draft)
+        save_state_dict(state, draft)
         draft.commit()
 
 
 def sharded(model: nn.Module, actor: Path) -> None:
     """A rank's shard, of copies that what comes later must not change."""
-    actor.mkdir(parents=True, exist_ok=True)
     buffers = HostBuffers()
     first = _memory(buffers.copy(sharded_state_dict(model)))
     for part in first.values():
@@ -302,10 +165,7 @@ def sharded(model: nn.Module, actor: Path) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
             for part in _parts(tensor):
                 part.zero_()
-    path = actor / shard_name(dist.get_world_size(), dist.get_rank())
-    with Draft(STORAGE, path) as draft:
-        save_state_dict(copied, draft)
-        draft.commit()
+    write_shard(copied, actor)
 
 
 def _memory(state: dict[str, Any]) -> dict[tuple[str, int], torch.Tensor]:
@@ -321,12 +181,11 @@ def save(kind: str, root: Path) -> None:
     """All saves of one kind of model; it is zero in the end."""
     torch.manual_seed(1)
     world_size = dist.get_world_size()
-    function: Callable[[int], Made] = globals()[kind]
-    model, truth = function(world_size)
+    model, truth = getattr(zoo, kind)(world_size)
     folder = root / f"{kind}-{world_size}"
     if dist.get_rank() == 0:
         folder.mkdir()
-        torch.save({name: tensor.detach() for name, tensor in truth.items()}, folder / "truth.pt")
+        write_truth(truth, folder)
     gathered(sharded_state_dict(model), folder / "full" / "actor", limit=64)
     if kind in TIED:
         gathered(sharded_state_dict(model), folder / "tied" / "actor", limit=2**20, tied=True)
@@ -348,9 +207,11 @@ def save(kind: str, root: Path) -> None:
 def undisturbed(save: bool) -> dict[str, dict[str, list[float]]]:
     """What models become that are trained, and saved between, or not."""
     found = {}
-    for name, cut in (("fsdp1", _cut_by_fsdp1), ("fsdp2", _cut_by_fsdp2)):
+    on = mesh(fsdp=dist.get_world_size())
+    for name in ("fsdp1", "fsdp2"):
         torch.manual_seed(2)
-        model = cut(TinyTransformer(), mesh(fsdp=dist.get_world_size()))
+        model = TinyTransformer()
+        model = wrappings.fsdp2(model, on) if name == "fsdp2" else unit(model, device_mesh=on)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         for step in range(2):
             tokens = batch(step, dist.get_rank())
@@ -369,14 +230,6 @@ def undisturbed(save: bool) -> dict[str, dict[str, list[float]]]:
             for (key, _), part in _memory(state).items()
         }
     return found
-
-
-def _cut_by_fsdp1(model: nn.Module, on: DeviceMesh) -> nn.Module:
-    return FullyShardedDataParallel(model, device_id=CPU, device_mesh=on)
-
-
-def _cut_by_fsdp2(model: nn.Module, on: DeviceMesh) -> nn.Module:
-    return fully_shard(model, mesh=on)
 
 
 def refused() -> dict[str, str]:
@@ -404,20 +257,18 @@ def _refusal(state: dict[str, Any]) -> str:
 # -- the processes -----------------------------------------------------------------------------
 
 
-def rank(rank: int, world_size: int, root: Path) -> None:
+def rank(_: int, world_size: int, root: Path) -> dict[str, object]:
     """Be one of the ranks."""
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     for kind, sizes in KINDS.items():
         if world_size in sizes:
             save(kind, root)
-    told: dict[str, object] = {}
-    if world_size == 2:
-        told = {
-            "refused": refused(),
-            "same": undisturbed(save=True) == undisturbed(save=False),
-            "broken off": broken_off(fsdp2(world_size)[0]),
-        }
-    (root / f"rank_{rank}_of_{world_size}.json").write_text(json.dumps(told))
+    if world_size > 2:
+        return {}
+    return {
+        "refused": refused(),
+        "same": undisturbed(save=True) == undisturbed(save=False),
+        "broken off": broken_off(zoo.fsdp2(world_size)[0]),
+    }
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from syncd.cli.demo_model import TinyTransformer, batch
 from tests.doc_blocks import blocks
 from tests.multiprocess.following import serve, tell, write_truth
+from tests.wrappings import fsdp2
 
 #: What the README calls its job.
 JOB = "/shared/jobs/qwen-grpo"
@@ -25,10 +25,7 @@ class Words:
 
 def _names(root: Path) -> dict[str, Any]:
     """What a page takes for granted: a model that is trained, and all around it."""
-    model = TinyTransformer()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    model = fsdp2(TinyTransformer())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     def train(step: int) -> None:
@@ -68,4 +65,4 @@ def pasted(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    serve({"pasted": pasted})
+    serve(globals())

@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from syncd.protocol.errors import CheckpointError
-from tests.fsdp_ranks import mesh
 from tests.process_groups import fork
+from tests.wrappings import fsdp2
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
 from trainer_hooks.settings import SaveLayout
 from trainer_hooks.state.host_buffers import _parts
@@ -111,14 +110,6 @@ def _model(hub: Path, kind: str) -> nn.Module:
     return model.requires_grad_(False)
 
 
-def _fully_sharded(hub: Path, kind: str) -> nn.Module:
-    model: Any = _model(hub, kind)
-    on = mesh(fsdp=dist.get_world_size())
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=on)
-    return fully_shard(model, mesh=on)
-
-
 def _bits(model: nn.Module) -> dict[str, list[Tensor]]:
     return {
         name: [part.detach().clone().reshape(-1).view(torch.uint8) for part in _parts(value)]
@@ -132,7 +123,7 @@ def _save(root: Path, kind: str, layout: SaveLayout, rank: int) -> None:
     if rank == 0:
         job.mkdir()
     dist.barrier()
-    model = _fully_sharded(root / kind / "hub", kind)
+    model = fsdp2(_model(root / kind / "hub", kind))
     settings = SyncSettings(save_interval=1)
     with TrainerHook(job, model, settings=settings, saving=SaveSettings(layout=layout)) as hook:
         hook.after_step(1)

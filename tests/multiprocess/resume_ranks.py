@@ -10,18 +10,17 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
@@ -44,7 +43,6 @@ from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from tests.checkpoints import Net, same, write_full
 from tests.fsdp_models import Config
-from tests.fsdp_ranks import CPU, mesh
 from tests.multiprocess.resume_checks import (
     CAST,
     EXPERTS,
@@ -57,7 +55,9 @@ from tests.multiprocess.resume_checks import (
     is_usual,
     resharded,
 )
-from tests.process_groups import joined
+from tests.process_groups import fork
+from tests.wrappings import mesh, unit
+from tests.zoo import experts_apart
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
 from trainer_hooks.resuming.resume import latest_checkpoint, load_checkpoint
 from trainer_hooks.settings import SaveLayout
@@ -80,84 +80,42 @@ class Tied(nn.Module):
         return self.lm_head(self.norm(self.embed_tokens(tokens)))  # type: ignore[no-any-return]
 
 
-MIXED: Final = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-# -- kinds of wrapping ---------------------------------------------------------------------------
+MIXED: Final = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-def plain(model: nn.Module, _: int) -> nn.Module:
-    return model
+def _in_two_units(model: nn.Module, world_size: int, **options: Any) -> nn.Module:
+    fully_shard(model.up, mesh=mesh(fsdp=world_size), **options)  # type: ignore[arg-type]
+    return fully_shard(model, mesh=mesh(fsdp=world_size), **options)
 
 
-def ddp(model: nn.Module, _: int) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
-def fsdp2(model: nn.Module, world_size: int) -> nn.Module:
-    fully_shard(model.up, mesh=mesh(fsdp=world_size))  # type: ignore[arg-type]
-    return fully_shard(model, mesh=mesh(fsdp=world_size))
-
-
-def hsdp(model: nn.Module, world_size: int) -> nn.Module:
-    return fully_shard(model, mesh=mesh(ddp=2, fsdp=world_size // 2))
-
-
-def fsdp2_tp(model: nn.Module, world_size: int) -> nn.Module:
+def _tensor_parallel(model: nn.Module, world_size: int) -> nn.Module:
     on = mesh(fsdp=world_size // 2, tp=2)
     parallelize_module(model, on["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return fully_shard(model, mesh=on["fsdp"])
 
 
-def fsdp1(model: nn.Module, _: int) -> nn.Module:
-    return FullyShardedDataParallel(model, device_id=CPU)
+def _on_a_mesh(model: nn.Module, world_size: int, **options: Any) -> nn.Module:
+    return unit(model, use_orig_params=True, device_mesh=mesh(fsdp=world_size), **options)
 
 
-def fsdp1_mesh(model: nn.Module, world_size: int) -> nn.Module:
-    return FullyShardedDataParallel(
-        model, device_id=CPU, use_orig_params=True, device_mesh=mesh(fsdp=world_size)
-    )
-
-
-def fsdp1_hybrid(model: nn.Module, world_size: int) -> nn.Module:
-    return FullyShardedDataParallel(
-        model, device_id=CPU, use_orig_params=True,
-        device_mesh=mesh(ddp=2, fsdp=world_size // 2),
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-    )  # fmt: skip
-
-
-def fsdp2_mixed(model: nn.Module, world_size: int) -> nn.Module:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    fully_shard(model.up, mesh=mesh(fsdp=world_size), mp_policy=policy)  # type: ignore[arg-type]
-    return fully_shard(model, mesh=mesh(fsdp=world_size), mp_policy=policy)
-
-
-def fsdp1_mixed(model: nn.Module, _: int) -> nn.Module:
-    return FullyShardedDataParallel(model, device_id=CPU, mixed_precision=MIXED)
-
-
-def fsdp1_mesh_mixed(model: nn.Module, world_size: int) -> nn.Module:
-    return FullyShardedDataParallel(
-        model, device_id=CPU, use_orig_params=True, device_mesh=mesh(fsdp=world_size),
-        mixed_precision=MIXED,
-    )  # fmt: skip
-
-
+#: How a model is wrapped for a number of ranks.
 KINDS: Final[dict[str, Callable[[nn.Module, int], nn.Module]]] = {
-    kind.__name__: kind
-    for kind in (
-        plain,
-        ddp,
-        fsdp2,
-        hsdp,
-        fsdp2_tp,
-        fsdp1,
-        fsdp1_mesh,
-        fsdp1_hybrid,
-        fsdp2_mixed,
-        fsdp1_mixed,
-        fsdp1_mesh_mixed,
-    )
+    "plain": lambda model, _: model,
+    "ddp": lambda model, _: DistributedDataParallel(model),
+    "fsdp2": _in_two_units,
+    "hsdp": lambda model, size: fully_shard(model, mesh=mesh(ddp=2, fsdp=size // 2)),
+    "fsdp2_tp": _tensor_parallel,
+    "fsdp1": lambda model, _: unit(model),
+    "fsdp1_mesh": _on_a_mesh,
+    "fsdp1_hybrid": lambda model, size: unit(
+        model,
+        use_orig_params=True,
+        device_mesh=mesh(ddp=2, fsdp=size // 2),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+    ),
+    "fsdp2_mixed": partial(_in_two_units, mp_policy=MixedPrecisionPolicy(**MIXED)),
+    "fsdp1_mixed": lambda model, _: unit(model, mixed_precision=MixedPrecision(**MIXED)),
+    "fsdp1_mesh_mixed": partial(_on_a_mesh, mixed_precision=MixedPrecision(**MIXED)),
 }
 
 
@@ -362,11 +320,10 @@ class Rank:
 
     def experts(self) -> nn.Module:
         """A layer that is another one on each half of the ranks."""
-        on = mesh(ep=2, fsdp=self.world_size // 2)
-        model = nn.Linear(4, 6)
-        nn.init.constant_(model.weight, on.get_local_rank("ep"))
+        model: nn.Module
+        model, _ = experts_apart(self.world_size)
         nn.init.zeros_(model.bias)
-        return fully_shard(model, mesh=on["fsdp"])
+        return model
 
     def save_experts(self) -> None:
         job = self.new_job("experts")
@@ -412,7 +369,7 @@ class Rank:
             self.fails(job, str(shard))
         self.passed("a file of one rank is torn")
 
-        other = fsdp2(Net(12 if self.rank else 10), 2)
+        other = _in_two_units(Net(12 if self.rank else 10), 2)
         with pytest.raises(CheckpointError, match=r"shape \(10, 7\) in .*, but shape \(12, 7\) in"):
             load_checkpoint(job, other)
         self.passed("one rank has another model")
@@ -511,50 +468,42 @@ def check_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert same(found["optimizer"]["param_groups"], wanted["optimizer"]["param_groups"])
 
 
-def rank(rank: int, world_size: int, root: Path, work: str) -> None:
-    """Be one of the ranks."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # FSDP1 is one to be
-    with joined(rank, world_size, root / f"store-{world_size}-{work}"):
-        me = Rank(rank, world_size, root)
-        if work == "save":
-            for kind in (kind for kind, size in SAVED if size == world_size):
-                me.save(kind)
-            for kind in FULL if world_size == 2 else ():
-                me.save_full(kind)
-            if world_size == 2:
-                me.save_cast()
-            if world_size == 4:
-                me.save_experts()
-        else:
-            for kind, size in SAVED:
-                if size == world_size:
-                    me.go_on(kind)
-                    me.passed(exact(kind, size))
-                ways = RESUMED[world_size]
-                for other in (
-                    one for one in ways if DEEP or is_usual((kind, size), one, world_size)
-                ):
-                    me.reshard(kind, size, other)
-                    me.passed(resharded(kind, size, other, world_size))
-            for kind in FULL if world_size <= 2 else ():
-                me.resume_full(kind)
-            if world_size == 2:
-                me.resume_cast()
-                me.failing()
-                me.failing_user_state()
-            if world_size > 1:
-                me.resume_experts()
+def save(rank: int, world_size: int, root: Path) -> None:
+    """Be one of the ranks that save."""
+    me = Rank(rank, world_size, root)
+    for kind in (kind for kind, size in SAVED if size == world_size):
+        me.save(kind)
+    if world_size == 2:
+        for kind in FULL:
+            me.save_full(kind)
+        me.save_cast()
+    if world_size == 4:
+        me.save_experts()
 
 
-def main(root: Path) -> None:
-    """Fork the ranks of one world size after the other."""
-    (root / "passed").mkdir()
-    for work in ("save", "resume"):
-        for world_size in RESUMED:
-            mp.start_processes(
-                rank, (world_size, root, work), nprocs=world_size, start_method="fork"
-            )
+def resume(rank: int, world_size: int, root: Path) -> None:
+    """Be one of the ranks that resume."""
+    me = Rank(rank, world_size, root)
+    for kind, size in SAVED:
+        if size == world_size:
+            me.go_on(kind)
+            me.passed(exact(kind, size))
+        ways = RESUMED[world_size]
+        for other in (one for one in ways if DEEP or is_usual((kind, size), one, world_size)):
+            me.reshard(kind, size, other)
+            me.passed(resharded(kind, size, other, world_size))
+    for kind in FULL if world_size <= 2 else ():
+        me.resume_full(kind)
+    if world_size == 2:
+        me.resume_cast()
+        me.failing()
+        me.failing_user_state()
+    if world_size > 1:
+        me.resume_experts()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    warnings.filterwarnings("ignore", category=FutureWarning)  # FSDP1 is one to be
+    Path(sys.argv[1], "passed").mkdir()
+    fork(save, *RESUMED)
+    fork(resume, *RESUMED)

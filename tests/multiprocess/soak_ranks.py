@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -18,6 +17,7 @@ from tests.hooks import written
 from tests.multiprocess.by_hand import elements
 from tests.multiprocess.peers import Told
 from tests.multiprocess.soak_programs import ERA, MEGABYTES
+from tests.process_groups import join
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, WeightStream
 
 _TENSORS: Final = 4
@@ -52,13 +52,7 @@ class SoakRank(Told):
                     job, rank=rank, world_size=world_size, settings=settings
                 )
                 return
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{store}",
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=2 * _SAVE_TIMEOUT),
-            )
+            join(rank, world_size, store, timeout=timedelta(seconds=2 * _SAVE_TIMEOUT))
             fully_shard(self._model)
             saving = SaveSettings(final=False)
             self._hook = TrainerHook(job, self._model, settings=settings, saving=saving)

@@ -1,8 +1,6 @@
 """``tests/dtensor_rules.py`` held against torch: on real ranks, ``full_tensor()`` must agree."""
 
 import itertools
-import json
-import logging
 import math
 import random
 import sys
@@ -12,7 +10,6 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests import dtensor_rules as rules
 from tests.dtensor_rules import Cuts, Shape
-from tests.process_groups import joined
+from tests.process_groups import answers, fork
 from tests.rank_programs import SAID, run_ranks
 
 #: For each number of ranks: the meshes over all of them, and how many of the first dimensions are
@@ -121,10 +118,10 @@ def expected(world_size: int) -> int:
     [pytest.param(4, marks=pytest.mark.deep), 6, pytest.param(8, marks=pytest.mark.deep)],
 )
 def test_full_tensor_of_what_the_model_cuts_is_the_whole(world_size: int, tmp_path: Path) -> None:
-    said_at = tmp_path / SAID
-    run_ranks("tests.multiprocess.test_dtensor_rules", world_size, tmp_path, said=said_at)
-    said = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
-    assert said == [{"compared": expected(world_size), "wrong": []}] * world_size
+    said = tmp_path / SAID
+    run_ranks("tests.multiprocess.test_dtensor_rules", tmp_path, world_size, said=said)
+    answer = {"compared": expected(world_size), "wrong": []}
+    assert answers(tmp_path, world_size) == [answer] * world_size
 
 
 class _Mesh:
@@ -284,17 +281,12 @@ class _Rank:
             self.wrong.append(what)
 
 
-def _run(rank: int, world_size: int, folder: Path) -> None:
-    # It warns of every gathering that could be faster.
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    with joined(rank, world_size, folder / "store"):
-        own = _Rank(world_size)
-        own.layouts()
-        own.fsdp()
-        said = {"compared": own.compared, "wrong": own.wrong}
-        (folder / f"rank_{rank}.json").write_text(json.dumps(said))
+def _run(_: int, world_size: int, __: Path) -> dict[str, Any]:
+    own = _Rank(world_size)
+    own.layouts()
+    own.fsdp()
+    return {"compared": own.compared, "wrong": own.wrong}
 
 
 if __name__ == "__main__":
-    arguments = (int(sys.argv[1]), Path(sys.argv[2]))
-    mp.start_processes(_run, arguments, nprocs=arguments[0], start_method="fork")
+    fork(_run, int(sys.argv[2]))

@@ -4,10 +4,7 @@ What a rank has is known by how torch has cut the model. It is remembered, zeroe
 version of the whole tensors.
 """
 
-import json
-import logging
 import math
-import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +13,6 @@ from typing import Any, Final
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -31,9 +27,8 @@ from syncd.coordination.broadcast.group import WeightGroup
 from syncd.coordination.tensors import bytes_of
 from syncd.protocol.errors import EngineMismatchError
 from syncd.protocol.names import NAME_MAP
-from tests.fsdp_ranks import mesh
+from tests import zoo
 from tests.mapped_names import NAMES, Named, on_the_hub, state
-from tests.multiprocess import model_ranks
 from tests.multiprocess.test_dtensor_rules import (
     _cut,
     by_placements,
@@ -41,10 +36,11 @@ from tests.multiprocess.test_dtensor_rules import (
     made_meshes,
     random_layouts,
 )
-from tests.process_groups import joined
+from tests.process_groups import answers, fork
 from tests.rank_programs import written_by
 from tests.storages import RuledStorage
-from tests.weight_groups import CPU, meeting
+from tests.weight_groups import meeting
+from tests.wrappings import CPU, mesh
 from trainer_hooks.fast_path import WeightSender
 
 WORLD_SIZE: Final = 4
@@ -57,7 +53,7 @@ DEADLINE: Final = 120.0
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has found out."""
     folder = written_by(tmp_path_factory, "tests.multiprocess.test_engine_dtensor")
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+    return answers(folder, WORLD_SIZE)
 
 
 @pytest.mark.parametrize("what", ["layouts", "other_names", *KINDS])
@@ -262,7 +258,7 @@ class _Rank:
 
     def kind(self, name: str) -> dict[str, Any]:
         """A real model."""
-        module, truth = getattr(model_ranks, name)(WORLD_SIZE)
+        module, truth = getattr(zoo, name)(WORLD_SIZE)
         rename = (lambda key: f"module.{key}") if name == "ddp" else None
         return self.loads(name, module, truth, rename=rename)
 
@@ -319,19 +315,19 @@ def _bits(tensor: torch.Tensor) -> bytes:
     return bytes(bytes_of(tensor.detach().contiguous()))
 
 
-def _run(rank: int, folder: Path) -> None:
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    with joined(rank, WORLD_SIZE, folder / "store"):
-        own = _Rank(rank, folder)
-        said: dict[str, Any] = {"layouts": own.layouts(), "other_names": own.other_names()}
-        said |= {name: own.kind(name) for name in KINDS}
-        said["by_the_hubs_names"] = own.by_the_hubs_names()
-        said["gathered"] = own.gathered()
-        said["fsdp1"] = own.refused("fsdp1", *model_ranks.fsdp1(WORLD_SIZE))
-        summand = DTensor.from_local(torch.ones(3), mesh(a=WORLD_SIZE), [TorchPartial()])
-        said["partial"] = own.refused("partial", _Holder({"sum": summand}), {"sum": torch.ones(3)})
-        (folder / f"rank_{rank}.json").write_text(json.dumps(said))
+def _run(rank: int, _: int, folder: Path) -> dict[str, Any]:
+    own = _Rank(rank, folder)
+    summand = DTensor.from_local(torch.ones(3), mesh(a=WORLD_SIZE), [TorchPartial()])
+    return {
+        "layouts": own.layouts(),
+        "other_names": own.other_names(),
+        **{name: own.kind(name) for name in KINDS},
+        "by_the_hubs_names": own.by_the_hubs_names(),
+        "gathered": own.gathered(),
+        "fsdp1": own.refused("fsdp1", *zoo.fsdp1(WORLD_SIZE)),
+        "partial": own.refused("partial", _Holder({"sum": summand}), {"sum": torch.ones(3)}),
+    }
 
 
 if __name__ == "__main__":
-    mp.start_processes(_run, (Path(sys.argv[1]),), nprocs=WORLD_SIZE, start_method="fork")
+    fork(_run, WORLD_SIZE)

@@ -31,7 +31,8 @@ def test_what_trainer_and_explorer_paste_carries_each_step_over(job: Path, tmp_p
     """Real FSDP ranks run the README's loop, are started again, and are followed."""
     model, rolled_out = TinyTransformer(), []
 
-    with trainers("tests.multiprocess.page_ranks") as program, Daemon(job):
+    ranks = trainers("tests.multiprocess.page_ranks", "pasted", tmp_path, world_size=2)
+    with Daemon(job):
 
         def roll_out(_: object, version: Version) -> None:
             program.check()
@@ -43,9 +44,9 @@ def test_what_trainer_and_explorer_paste_carries_each_step_over(job: Path, tmp_p
             "rollouts_to_do": lambda: STEPS not in rolled_out,
             "roll_out": roll_out,
         }
-        program.begin("pasted", tmp_path, world_size=2)
-        exec(EXPLORER.replace(JOB, str(job)), names)  # noqa: S102 # what a user pastes
-        program.wait()
+        with ranks as program:
+            exec(EXPLORER.replace(JOB, str(job)), names)  # noqa: S102 # what a user pastes
+            program.wait()
     assert_as_trained([(STEPS, model.state_dict())], tmp_path / "truth")
     for rank in range(2):
         assert told(tmp_path, rank) == {

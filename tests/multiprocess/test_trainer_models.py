@@ -1,6 +1,5 @@
 """What ``trainer_hooks`` saves of each kind of model, merged: the model from before wrapping."""
 
-import json
 import re
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from syncd.checkpoint.safetensors_file import DIGESTS
 from syncd.protocol.names import FULL_STATE_DICT
 from tests.merging import assert_equal, build, loaded, truth
 from tests.multiprocess.model_ranks import KINDS, TIED, is_quantized
+from tests.process_groups import answers
 from tests.rank_programs import written_by
 
 SAVES = [f"{kind}-{size}" for kind, sizes in KINDS.items() for size in sizes]
@@ -76,19 +76,17 @@ def test_what_is_cast_for_explorers_is_the_model_as_torch_casts_it(
 
 
 def test_a_receiver_that_goes_between_two_buckets_leaves_no_rank_waiting(saves: Path) -> None:
-    told = [json.loads((saves / f"rank_{rank}_of_2.json").read_text()) for rank in range(2)]
-    assert [one["broken off"] for one in told] == ["BroadcastError", "nothing"]
+    assert [one["broken off"] for one in answers(saves, 2)] == ["BroadcastError", "nothing"]
 
 
 def test_training_is_the_same_with_saves_between_and_without(saves: Path) -> None:
-    for rank in range(2):
-        assert json.loads((saves / f"rank_{rank}_of_2.json").read_text())["same"] is True
+    assert [one["same"] for one in answers(saves, 2)] == [True, True]
 
 
 def test_states_that_do_not_belong_together_are_refused_on_every_rank(saves: Path) -> None:
-    told = [json.loads((saves / f"rank_{r}_of_2.json").read_text())["refused"] for r in range(2)]
-    assert told[0] == told[1]
+    told, others = (one["refused"] for one in answers(saves, 2))
+    assert told == others
     for case in ("other names", "other order", "other shape"):
-        assert re.match(r"the \d+ tensors of rank 1 differ from the \d+ ", told[0][case])
-    assert told[0]["complex"].startswith("rank 1 cannot save its full state dict: weight has dtype")
-    assert "no tensors" in told[0]["no tensors"]
+        assert re.match(r"the \d+ tensors of rank 1 differ from the \d+ ", told[case])
+    assert told["complex"].startswith("rank 1 cannot save its full state dict: weight has dtype")
+    assert "no tensors" in told["no tensors"]

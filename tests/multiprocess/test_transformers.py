@@ -1,6 +1,5 @@
 """Trainers of transformers, followed live: an explorer has each step that was published."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,22 +12,10 @@ from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.fsio import Storage
 from tests import tiny_language
-from tests.multiprocess.following import (
-    Trainers,
-    assert_as_trained,
-    follow,
-    told,
-    trainers,
-)
+from tests.multiprocess.following import assert_as_trained, follow, told, trainers
 from tests.multiprocess.processes import DEADLINE, Daemon, wait_for_step
 
 MODULE = "tests.multiprocess.transformers_ranks"
-
-
-@pytest.fixture(scope="module")
-def program() -> Iterator[Trainers]:
-    with trainers(MODULE) as found:
-        yield found
 
 
 def stopped(job: Path) -> bool:
@@ -37,10 +24,9 @@ def stopped(job: Path) -> bool:
 
 
 def test_each_step_of_a_trainer_reaches_an_explorer_and_so_do_those_after_resuming(
-    program: Trainers, job: Path, tmp_path: Path
+    job: Path, tmp_path: Path
 ) -> None:
-    with Daemon(job, "--keep", "20"):
-        program.begin("alone", tmp_path)
+    with Daemon(job, "--keep", "20"), trainers(MODULE, "alone", tmp_path) as program:
         pulled = follow(program, job, tiny_language.model(), 4, times=2)
         program.wait()
     # Two batches are one step; checkpoints, evaluations and the end publish nothing twice.
@@ -73,10 +59,9 @@ def test_each_step_of_a_trainer_reaches_an_explorer_and_so_do_those_after_resumi
     ],
 )
 def test_two_ranks_publish_each_step_that_is_due_and_the_last(
-    program: Trainers, job: Path, tmp_path: Path, ranks: str, steps: list[int], wrapped: str
+    job: Path, tmp_path: Path, ranks: str, steps: list[int], wrapped: str
 ) -> None:
-    with Daemon(job):
-        program.begin(ranks, tmp_path, world_size=2)
+    with Daemon(job), trainers(MODULE, ranks, tmp_path, world_size=2) as program:
         pulled = follow(program, job, tiny_language.model(), steps[-1])
         program.wait()
     assert [step for step, _ in pulled] == steps
@@ -86,11 +71,8 @@ def test_two_ranks_publish_each_step_that_is_due_and_the_last(
         assert "time/stall" in told(tmp_path, rank=1)["history"][0]
 
 
-def test_ranks_whose_training_fails_do_not_wait_for_each_other(
-    program: Trainers, job: Path, tmp_path: Path
-) -> None:
-    with Daemon(job):
-        program.begin("failing", tmp_path, world_size=2)
+def test_ranks_whose_training_fails_do_not_wait_for_each_other(job: Path, tmp_path: Path) -> None:
+    with Daemon(job), trainers(MODULE, "failing", tmp_path, world_size=2) as program:
         program.wait()
         wait_for_step(job, 2)
     for rank in range(2):
@@ -102,16 +84,9 @@ def test_ranks_whose_training_fails_do_not_wait_for_each_other(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FSDP of a Trainer needs CUDA")
-def test_a_trainer_in_fsdp_is_followed_likewise(
-    program: Trainers, job: Path, tmp_path: Path
-) -> None:
-    with Daemon(job):
-        program.begin(
-            "sharded",
-            tmp_path,
-            world_size=torch.cuda.device_count(),
-            backend="cpu:gloo,cuda:nccl",
-        )
+def test_a_trainer_in_fsdp_is_followed_likewise(job: Path, tmp_path: Path) -> None:
+    on = {"world_size": torch.cuda.device_count(), "backend": "cpu:gloo,cuda:nccl"}
+    with Daemon(job), trainers(MODULE, "sharded", tmp_path, **on) as program:
         pulled = follow(program, job, tiny_language.model(), 4)
         program.wait()
     assert [step for step, _ in pulled] == [1, 2, 3, 4]

@@ -1,6 +1,5 @@
 """Trinity-RFT's FSDP helpers on real ranks: what they write is served, and when it is announced."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,24 +9,18 @@ from syncd.checkpoint.version import read_manifest
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
 from tests import tiny_language
-from tests.multiprocess.following import Trainers, assert_as_trained, follow, told, trainers
+from tests.multiprocess.following import assert_as_trained, follow, told, trainers
 from tests.multiprocess.processes import Daemon, wait_for_step
 
+MODULE = "tests.multiprocess.trinity_ranks"
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def program() -> Iterator[Trainers]:
-    with trainers("tests.multiprocess.trinity_ranks") as found:
-        yield found
 
 
 @pytest.mark.parametrize("scenario", ["saving_fsdp", "saving_fsdp2", "beside_verl"])
 def test_each_step_that_the_helpers_save_reaches_an_explorer(
-    program: Trainers, job: Path, tmp_path: Path, scenario: str
+    job: Path, tmp_path: Path, scenario: str
 ) -> None:
-    with Daemon(job):
-        program.begin(scenario, tmp_path, world_size=2)
+    with Daemon(job), trainers(MODULE, scenario, tmp_path, world_size=2) as program:
         pulled = follow(program, job, tiny_language.model(), STEPS)
         program.wait()
     assert [step for step, _ in pulled] == [1, 2, 3]
@@ -38,10 +31,13 @@ def test_each_step_that_the_helpers_save_reaches_an_explorer(
 
 
 def test_the_pointer_moves_when_all_ranks_have_vouched_for_their_shards(
-    program: Trainers, job: Path, tmp_path: Path
+    job: Path, tmp_path: Path
 ) -> None:
-    program.begin("gated", tmp_path, world_size=2)
-    program.wait()
+    with trainers(MODULE, "gated", tmp_path, world_size=2) as program:
+        program.wait()
+        with Daemon(job):
+            assert wait_for_step(job, 6).sequence == 1
+            ((_, state),) = follow(program, job, tiny_language.model(), 6)
     first, second = told(tmp_path), told(tmp_path, rank=1)
     assert first["before"] == "nothing"
     for facts in (first, second):
@@ -61,19 +57,14 @@ def test_the_pointer_moves_when_all_ranks_have_vouched_for_their_shards(
     assert "no shard" in second["failed"]
     assert "rank 1 of 2" in first["elsewhere"]
     assert "the writer did not write " in second["elsewhere"]
-    model = tiny_language.model()
-    with Daemon(job):
-        assert wait_for_step(job, 6).sequence == 1
-        ((_, state),) = follow(program, job, model, 6)
     assert all(torch.equal(value, torch.full_like(value, 6.0)) for value in state.values())
 
 
 @pytest.mark.parametrize("scenario", ["uploading_fsdp", "uploading_fsdp2"])
 def test_a_state_dict_that_is_uploaded_reaches_an_explorer(
-    program: Trainers, job: Path, tmp_path: Path, scenario: str
+    job: Path, tmp_path: Path, scenario: str
 ) -> None:
-    with Daemon(job):
-        program.begin(scenario, tmp_path, world_size=2)
+    with Daemon(job), trainers(MODULE, scenario, tmp_path, world_size=2) as program:
         pulled = follow(program, job, tiny_language.model(), 1)
         program.wait()
     assert_as_trained(pulled, tmp_path / "truth")
@@ -84,11 +75,9 @@ def test_a_state_dict_that_is_uploaded_reaches_an_explorer(
     assert "config.json" in {one.name for one in JobLayout(job).version(1).iterdir()}
 
 
-def test_a_broadcast_brings_the_full_weights_in_the_order_that_was_told(
-    program: Trainers, tmp_path: Path
-) -> None:
-    program.begin("broadcasting", tmp_path, world_size=3)
-    program.wait()
+def test_a_broadcast_brings_the_full_weights_in_the_order_that_was_told(tmp_path: Path) -> None:
+    with trainers(MODULE, "broadcasting", tmp_path, world_size=3) as program:
+        program.wait()
     received = told(tmp_path, rank=2)
     names = list(tiny_language.model().state_dict())
     assert received == {"fsdp": names, "fsdp2": names}

@@ -1,31 +1,24 @@
 """A trainer of TRL, followed live by a rollout worker."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests import tiny_language
-from tests.multiprocess.following import Trainers, assert_as_trained, follow, told, trainers
+from tests.multiprocess.following import assert_as_trained, follow, told, trainers
 from tests.multiprocess.processes import Daemon
 
 pytest.importorskip("trl", reason="trl is not installed")
+MODULE = "tests.multiprocess.trl_ranks"
 LAST_STEP = 3
-
-
-@pytest.fixture(scope="module")
-def program() -> Iterator[Trainers]:
-    with trainers("tests.multiprocess.trl_ranks") as found:
-        yield found
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_policy_that_grpo_trains_is_followed_from_before_its_first_step(
-    program: Trainers, job: Path, tmp_path: Path, world_size: int
+    job: Path, tmp_path: Path, world_size: int
 ) -> None:
-    with Daemon(job):
-        program.begin("grpo", tmp_path, world_size=world_size)
+    with Daemon(job), trainers(MODULE, "grpo", tmp_path, world_size=world_size) as program:
         pulled = follow(program, job, tiny_language.model(), LAST_STEP)
         program.wait()
     assert [step for step, _ in pulled] == [0, 1, 2, 3]

@@ -171,7 +171,7 @@ def test_a_group_serves_many_transfers_a_refusal_ends_none_and_nothing_is_left(
     start: Start, tmp_path: Path
 ) -> None:
     everybody = trainer, first, second = start(), start(), start()
-    trainer("have_a_default_group", str(tmp_path / "default"))
+    trainer("have_a_default_group", tmp_path / "default")
     form(*everybody)
     for value in range(0, 50, 10):
         transfer(value, *everybody)

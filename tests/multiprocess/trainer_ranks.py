@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from syncd.protocol.errors import SaveFailedError
 from tests.hooks import DEADLINE, over
 from tests.multiprocess.peers import Told
+from tests.process_groups import join
 from tests.storages import CHANGES, RuledStorage
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, ranks
 
@@ -40,9 +41,7 @@ class Rank(Told):
     """A model, an optimizer, a hook, and a storage that fails when it is told to."""
 
     def __init__(self, job: Path, rendezvous: Path, rank: int, world_size: int) -> None:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
-        )
+        join(rank, world_size, rendezvous)
         self._job = job
         self._storage = RuledStorage()
         self._released = threading.Event()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     Trainer,
@@ -20,6 +20,7 @@ from transformers import (
 from syncd.protocol.policy import SyncSettings
 from tests import tiny_language
 from tests.multiprocess.following import serve, tell, wait_for_explorer, write_truth
+from tests.wrappings import fsdp2
 from trainer_hooks import SaveSettings, TrainerHook
 from trainer_hooks.settings import WhenBusy
 from trainer_hooks.transformers import SyncdCallback
@@ -161,10 +162,7 @@ def failing(root: Path) -> None:
 
 def by_hand(root: Path) -> None:
     """A loop of one's own over ``fully_shard``."""
-    model = tiny_language.model()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    model = fsdp2(tiny_language.model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     settings = SyncSettings(save_timeout=60)
     with TrainerHook(
@@ -186,4 +184,4 @@ def by_hand(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    serve({one.__name__: one for one in (alone, ranks, sharded, failing, by_hand)})
+    serve(globals())

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
 
 from syncd.protocol.errors import SyncdError
 from syncd.protocol.layout import JobLayout
@@ -21,8 +19,10 @@ from syncd.protocol.names import shard_name
 from syncd.protocol.policy import SyncSettings
 from tests import tiny_language
 from tests.doc_blocks import blocks
+from tests.fsdp_models import tensors
 from tests.multiprocess.following import serve, tell, wait_for_explorer, write_truth
 from tests.multiprocess.processes import DEADLINE, wait_until
+from tests.wrappings import fsdp1, fsdp2
 from trainer_hooks.trinity import (
     CheckpointCoordinator,
     fsdp_save_state_dict,
@@ -32,6 +32,7 @@ from trainer_hooks.trinity import (
 )
 
 STEPS = 3
+STRATEGIES = ("fsdp", "fsdp2")
 LOG = logging.getLogger("trainer")
 
 
@@ -41,27 +42,12 @@ def _engine(strategy: str, *ranks: int) -> SimpleNamespace:
     module: Any = tiny_language.model()
     plain = copy.deepcopy(module)
     mesh = DeviceMesh("cpu", list(ranks))
-    if strategy == "fsdp":
-        group = mesh.get_group()
-        for number, layer in enumerate(module.model.layers):
-            module.model.layers[number] = FullyShardedDataParallel(
-                layer, process_group=group, device_id=torch.device("cpu")
-            )
-        module = FullyShardedDataParallel(
-            module, process_group=group, device_id=torch.device("cpu")
-        )
-    else:
-        for layer in module.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(module, mesh=mesh)
+    module = (
+        fsdp1(module, process_group=mesh.get_group()) if strategy == "fsdp" else fsdp2(module, mesh)
+    )
 
     def get_per_tensor_param() -> tuple[Iterator[tuple[str, Tensor]], None]:
-        state = module.state_dict()
-        whole = (
-            (name, value.full_tensor() if isinstance(value, DTensor) else value)
-            for name, value in state.items()
-        )
-        return whole, None
+        return iter(tensors(module).items()), None
 
     manager = SimpleNamespace(processing_class=tiny_language.tokenizer())
     return SimpleNamespace(
@@ -116,6 +102,9 @@ def _saving(root: Path, strategy: str) -> None:
     for pasted in blocks("trinity.md")[:2]:
         exec(pasted, given)  # noqa: S102 # what users run
     tell(root)
+
+
+saving_fsdp, saving_fsdp2 = (partial(_saving, strategy=kind) for kind in STRATEGIES)
 
 
 def beside_verl(root: Path) -> None:
@@ -225,6 +214,9 @@ def _uploading(root: Path, strategy: str) -> None:
     tell(root, refused=refused)
 
 
+uploading_fsdp, uploading_fsdp2 = (partial(_uploading, strategy=kind) for kind in STRATEGIES)
+
+
 # -- broadcast -------------------------------------------------------------------------------------
 
 
@@ -233,7 +225,7 @@ def broadcasting(root: Path) -> None:
     rank = dist.get_rank()
     group = dist.new_group([0, 2])
     found: dict[str, object] = {}
-    for strategy in ("fsdp", "fsdp2"):
+    for strategy in STRATEGIES:
         if rank == 2:
             DeviceMesh("cpu", [0, 1])  # all make what some are on
             found[strategy] = _received(group)
@@ -272,8 +264,4 @@ def _received(group: dist.ProcessGroup) -> list[str]:
 
 
 if __name__ == "__main__":
-    serve(
-        {one.__name__: one for one in (beside_verl, gated, broadcasting)}
-        | {f"saving_{kind}": partial(_saving, strategy=kind) for kind in ("fsdp", "fsdp2")}
-        | {f"uploading_{kind}": partial(_uploading, strategy=kind) for kind in ("fsdp", "fsdp2")}
-    )
+    serve(globals())

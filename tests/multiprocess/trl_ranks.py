@@ -56,4 +56,4 @@ def grpo(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    serve({"grpo": grpo})
+    serve(globals())

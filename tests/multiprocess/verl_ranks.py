@@ -6,7 +6,6 @@ the model was is in ROOT/truth. It imports neither syncd nor its hooks, which ve
 need not have; each step is saved once the one before is published.
 """
 
-import copy
 import json
 import sys
 import time
@@ -15,17 +14,16 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import save_file
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     ShardedStateDictConfig,
     StateDictType,
-    fully_shard,
 )
 
 from tests import tiny_language
-from tests.process_groups import joined
+from tests.process_groups import fork
+from tests.wrappings import fsdp1, fsdp2
 
 WORLD_SIZE: Final = 2
 DEADLINE: Final = 60.0
@@ -71,18 +69,6 @@ def _real(model: Any, optimizer: Any, scheduler: Any, processing_class: Any) -> 
     return FSDPCheckpointManager(model, optimizer, scheduler, processing_class)
 
 
-def _sharded(plain: Any, step: int) -> Any:
-    model = copy.deepcopy(plain)
-    if step == 1:
-        cpu = torch.device("cpu")
-        for number, layer in enumerate(model.model.layers):
-            model.model.layers[number] = FullyShardedDataParallel(layer, device_id=cpu)
-        return FullyShardedDataParallel(model, device_id=cpu)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
 def _wait_for_version(job: Path, step: int) -> None:
     latest, end = job / ".syncd" / "LATEST", time.monotonic() + DEADLINE
     while not latest.exists() or json.loads(latest.read_text())["step"] != step:
@@ -90,37 +76,28 @@ def _wait_for_version(job: Path, step: int) -> None:
         time.sleep(0.01)
 
 
-def _rank(rank: int, root: Path, *, real: bool) -> None:
-    with joined(rank, WORLD_SIZE, root / "store"):
-        job = root / "job"
-        for step in (1, 2):
-            torch.manual_seed(step)
-            plain = tiny_language.model()
-            model = _sharded(plain, step)
-            optimizer = torch.optim.AdamW(model.parameters())
-            scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-            manager = (_real if real else Layout)(
-                model, optimizer, scheduler, tiny_language.tokenizer()
-            )
-            folder = job / f"global_step_{step}"
-            manager.save_checkpoint(str(folder / "actor"), global_step=step)
-            if rank == 0:
-                truth = {name: value.clone() for name, value in plain.state_dict().items()}
-                save_file(truth, root / "truth" / f"{step}.safetensors")
-                # What the driver does, which is another process.
-                torch.save({"epoch": step}, folder / "data.pt")
-                (job / "latest_checkpointed_iteration.txt").write_text(str(step))
-            _wait_for_version(job, step)
-
-
-def _forked(rank: int, root: Path, real: bool) -> None:  # noqa: FBT001, RUF100 # positional, by torch
-    _rank(rank, root, real=real)
-
-
-def main(root: Path, *, real: bool) -> None:
-    (root / "truth").mkdir()
-    mp.start_processes(_forked, (root, real), nprocs=WORLD_SIZE, start_method="fork")
+def _rank(rank: int, _: int, root: Path) -> None:
+    job, truths = root / "job", root / "truth"
+    for step, wrap in ((1, fsdp1), (2, fsdp2)):
+        torch.manual_seed(step)
+        plain = tiny_language.model()
+        truth = {name: value.clone() for name, value in plain.state_dict().items()}
+        model = wrap(plain)
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        manager = (_real if "--real" in sys.argv else Layout)(
+            model, optimizer, scheduler, tiny_language.tokenizer()
+        )
+        folder = job / f"global_step_{step}"
+        manager.save_checkpoint(str(folder / "actor"), global_step=step)
+        if rank == 0:
+            truths.mkdir(exist_ok=True)
+            save_file(truth, truths / f"{step}.safetensors")
+            # What the driver does, which is another process.
+            torch.save({"epoch": step}, folder / "data.pt")
+            (job / "latest_checkpointed_iteration.txt").write_text(str(step))
+        _wait_for_version(job, step)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), real="--real" in sys.argv)
+    fork(_rank, WORLD_SIZE)

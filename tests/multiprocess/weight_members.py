@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
 from syncd.coordination.broadcast.addresses import listen
@@ -18,6 +17,7 @@ from syncd.protocol.records import SaveId
 from syncd.protocol.reports import Rendezvous
 from tests.multiprocess.peers import Told
 from tests.multiprocess.processes import DEADLINE
+from tests.process_groups import join
 
 CPU = torch.device("cpu")
 #: Bytes of a tensor: more than sockets hold, so that who sends needs who receives.
@@ -36,9 +36,9 @@ class Actor(Told):
 
     # -- a group by itself ---------------------------------------------------------------------
 
-    def have_a_default_group(self, path: str) -> None:
+    def have_a_default_group(self, path: Path) -> None:
         """Of this process alone, as a trainer of one rank has it."""
-        dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
+        join(0, 1, path)
 
     def listen(self, port: int = 0) -> int:
         self._listening = listen("127.0.0.1", port)
