@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-_ROOT: Final = Path(__file__).resolve().parents[1]
+from tests.places import ROOT
 
 
 class Measured(NamedTuple):
@@ -32,7 +32,7 @@ def _run(folder: Path, *options: str) -> Measured:
     environment = os.environ | {"COVERAGE_FILE": str(folder / "data")}
     command = ("coverage", "run", "-m", "pytest", "-q", *options)
     before, start = _cpu_of_children(), time.monotonic()
-    done = subprocess.run([sys.executable, "-m", *command], cwd=_ROOT, env=environment, check=False)
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, env=environment, check=False)
     return Measured(time.monotonic() - start, _cpu_of_children() - before, done.returncode == 0)
 
 
@@ -43,7 +43,7 @@ def _check_that_children_are_counted(folder: Path) -> None:
         SystemExit: Python does not.
     """
     environment = os.environ | {
-        "COVERAGE_PROCESS_START": str(_ROOT / "pyproject.toml"),
+        "COVERAGE_PROCESS_START": str(ROOT / "pyproject.toml"),
         "COVERAGE_FILE": str(folder / "tried"),
     }
     program = "import sys; sys.exit('coverage' not in sys.modules)"
@@ -68,7 +68,7 @@ def _branches(folder: Path) -> tuple[int, int]:
         report = Path(name, "report")
         for command in (("combine", "--keep", "-q", *data), ("json", "-q", "-o", str(report))):
             subprocess.run(
-                [sys.executable, "-m", "coverage", *command], cwd=_ROOT, env=environment, check=True
+                [sys.executable, "-m", "coverage", *command], cwd=ROOT, env=environment, check=True
             )
         totals = json.loads(report.read_text())["totals"]
     return totals["covered_branches"], totals["num_branches"]

@@ -15,10 +15,9 @@ from syncd.checkpoint.whole_files import digest_file
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.names import MANIFEST, version_folder
 from syncd.protocol.records import Manifest, VersionFile, encode
-from syncd.storage.fsio import Storage
 from tests.jobs import nothing
+from tests.storages import STORAGE
 
-STORAGE = Storage(durable=False)
 #: A tensor: safetensors' dtype, and its elements as unsigned integers, in its shape.
 Tensors = Mapping[str, tuple[str, NDArray[Any]]]
 

@@ -4,12 +4,13 @@ import io
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Final
 
 from rich.console import CONSOLE_SVG_FORMAT, Console
 
-_TO: Final = Path(__file__).parents[1] / "docs" / "images" / "demo.svg"
+from tests.places import DOCS
+
+_TO: Final = DOCS / "images" / "demo.svg"
 
 
 def picture(screen: str) -> str:

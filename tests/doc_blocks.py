@@ -2,10 +2,10 @@
 
 import re
 from collections import Counter
-from pathlib import Path
 from typing import Final, NamedTuple
 
-ROOT: Final = Path(__file__).parents[1]
+from tests.places import ROOT
+
 #: The languages of blocks that someone could paste, and that have to be on the list.
 PASTED: Final = frozenset({"sh", "bash", "python", "toml", "yaml", "ini", "json"})
 #: All pages whose blocks are on the list.

@@ -5,14 +5,13 @@ import logging
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from syncd.daemon.telling.metrics import JOB, Metrics
 from syncd.protocol import events, version_events
 from syncd.protocol.events import Event
+from tests.places import DOCS
 
 PAGES = ("logging.md", "metrics.md")
-DOCS = Path(__file__).parents[1] / "docs"
 #: Every class of an event, and its fields; other texts and levels of an event come later.
 KINDS: dict[type[Event], list[str]] = {
     kind: [field.name for field in dataclasses.fields(kind)]

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import LeasedVersion, Reader
 from syncd.daemon.config import DaemonConfig
+from syncd.protocol.policy import Version
 from syncd.protocol.reports import ExplorerReport
 from tests.jobs import SmallJob, read
 
@@ -17,6 +19,11 @@ def publish(job: SmallJob, *steps: int, keep: int = 2) -> None:
         for step in steps:
             loop.publish(step)
     job.hosts.settle()
+
+
+def pulls(hook: ExplorerHook, sequence: int, step: int) -> None:
+    """The newest version is this one."""
+    assert hook.pull(0) == Version(sequence, step)
 
 
 def report(job: SmallJob, name: str = "explorer") -> ExplorerReport:

@@ -21,10 +21,10 @@ import struct
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import Any, Final
 
-ROOT: Final = Path(__file__).resolve().parents[1]
+from tests.places import ROOT
+
 #: What modules read as they are imported. Who needs another value starts an interpreter.
 ENVIRONMENT: Final = {
     **os.environ,

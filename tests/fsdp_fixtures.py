@@ -1,7 +1,7 @@
 """Saves of real ranks, gloo on the CPU: their kinds.
 
-What a kind is, says the function of its name in ``tests/fsdp_ranks.py``, which writes, for each
-kind and each of its world sizes W::
+What a kind is, says the function of its name in ``tests/fsdp_ranks.py``, or else in
+``tests/zoo.py``. The former writes, for each kind and each of its world sizes W::
 
     ROOT/KIND-W/model_world_size_W_rank_R.pt     what torch.save makes of a rank's state dict
     ROOT/KIND-W/truth.pt                         the whole state dict, from before wrapping

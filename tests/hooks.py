@@ -20,6 +20,11 @@ def written(hook: TrainerHook) -> None:
     hook._saver.raise_failure()
 
 
+def checkpoint(hook: TrainerHook, step: int) -> None:
+    """Save a full checkpoint, and wait for it."""
+    hook.save_checkpoint(step, block_until_saved=True)
+
+
 class Gate:
     """Holds a storage call until it is opened."""
 

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -26,6 +27,7 @@ from syncd.protocol.records import (
     R,
     Receipt,
     ReceiptFile,
+    Record,
     RollbackRequest,
     SaveOutcomes,
     encode,
@@ -146,6 +148,9 @@ class SmallJob(Job):
     def explorer(self, name: str) -> Path:
         return self.layout.explorer(name)
 
+    def link(self, sequence: int) -> Path:
+        return self.layout.link(sequence)
+
     def save(
         self, step: int, *values: float, counter: int = 0, receipts: bool = True, point: bool = True
     ) -> str:
@@ -182,12 +187,12 @@ class SmallJob(Job):
         folder = self.actor(step) / RECEIPTS
         folder.mkdir(parents=True, exist_ok=True)
         record = Receipt(save_id=save_id, step=step, rank=rank, world_size=world_size, files=files)
-        self.put(folder / receipt_name(rank), encode(record))
+        self.put_record(folder / receipt_name(rank), record)
 
     def ask_rollback(self, sequence: int, by: str = "someone") -> None:
         """Leave the request that a version is served again."""
         request = RollbackRequest(id="ask", sequence=sequence, by=by, time=0.0)
-        self.put(self.layout.request("ask"), encode(request))
+        self.put_record(self.layout.request("ask"), request)
 
     def point(self, step: object, name: str = STATE_POINTER) -> None:
         """Replace a pointer."""
@@ -199,6 +204,10 @@ class SmallJob(Job):
         draft.write_bytes(content)
         draft.rename(path)
 
+    def put_record(self, path: Path, record: Record) -> None:
+        """Replace a record's file."""
+        self.put(path, encode(record))
+
     def lease(self, sequence: int, session: str, name: str = "explorer") -> Lease:
         """Hold a version."""
         return Lease.take(Job(self.explorers, self.layout), sequence, name, session)
@@ -207,6 +216,11 @@ class SmallJob(Job):
     def latest(self) -> Latest:
         """What LATEST says."""
         return read(Latest, self.layout.latest)
+
+    @property
+    def pointed(self) -> str:
+        """What the pointer says."""
+        return self.state_pointer.read_text()
 
     @property
     def serves(self) -> tuple[int, int]:
@@ -282,6 +296,18 @@ class SmallJob(Job):
                 loop.leave()
                 if epoch.is_live():
                     loop.end()
+
+    def run(
+        self,
+        config: DaemonConfig | None = None,
+        *,
+        rounds: int = 1,
+        seconds: float = 0,
+        **daemon: Any,
+    ) -> None:
+        """A daemon, for so many rounds, and so many seconds after each."""
+        with self.daemon(config, **daemon) as loop:
+            loop.rounds(rounds, seconds)
 
 
 def published(job: SmallJob, steps: int) -> None:

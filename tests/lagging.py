@@ -17,7 +17,10 @@ Stricter than Linux in one thing: what is remembered of a name that is there out
 one's own beside it.
 """
 
+from __future__ import annotations
+
 import errno
+import functools
 import os
 import random
 import resource
@@ -25,7 +28,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from syncd.storage.calls import Kind, kind_of
 from syncd.storage.errnos import is_gone
@@ -87,6 +90,17 @@ class _Remembered:
 class _Listing:
     kinds: dict[str, Kind]
     until: float
+
+
+def _below_the_mount(method: Callable[[LaggingStorage, Path], T]) -> Callable[..., T]:
+    """A call for paths that the client has; others are as on a local disk."""
+
+    @functools.wraps(method)
+    def anywhere(self: LaggingStorage, path: Path) -> T:
+        call = method if self._covers(path) else getattr(FastStorage, method.__name__)
+        return cast("T", call(self, path))
+
+    return anywhere
 
 
 class LaggingStorage(FastStorage):
@@ -220,9 +234,8 @@ class LaggingStorage(FastStorage):
 
         return self._ask(path, once)
 
+    @_below_the_mount
     def mkdir(self, path: Path) -> None:
-        if not self._covers(path):
-            return super().mkdir(path)
         return self._change(path, lambda folder, name: os.mkdir(name, dir_fd=folder.fd))
 
     def utime(self, path: Path) -> None:
@@ -232,16 +245,14 @@ class LaggingStorage(FastStorage):
             return super().utime(path)
         return self._change(inside, lambda at, _: os.utime(f"/proc/self/fd/{at.fd}"))
 
+    @_below_the_mount
     def rmdir(self, path: Path) -> None:
-        if not self._covers(path):
-            return super().rmdir(path)
         return self._change(
             path, lambda folder, name: os.rmdir(name, dir_fd=folder.fd), needs_it=True
         )
 
+    @_below_the_mount
     def unlink(self, path: Path) -> None:
-        if not self._covers(path):
-            return super().unlink(path)
         return self._change(
             path, lambda folder, name: os.unlink(name, dir_fd=folder.fd), needs_it=True
         )
@@ -281,9 +292,8 @@ class LaggingStorage(FastStorage):
             self._changed(into, new)
             return
 
+    @_below_the_mount
     def create(self, path: Path) -> int:
-        if not self._covers(path):
-            return super().create(path)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         return self._change(
             path, lambda folder, name: os.open(name, flags, 0o666, dir_fd=folder.fd)
@@ -315,9 +325,8 @@ class LaggingStorage(FastStorage):
 
     # -- reading -------------------------------------------------------------------------------
 
+    @_below_the_mount
     def open_read(self, path: Path) -> int:
-        if not self._covers(path):
-            return super().open_read(path)
         fd = self._ask(path, lambda *at: self._open_by_name(*at, path))
         self._regular(fd, path)
         return fd
@@ -353,9 +362,8 @@ class LaggingStorage(FastStorage):
     def _chance(self) -> bool:
         return self._random is None or self._random.random() < 0.5
 
+    @_below_the_mount
     def status(self, path: Path) -> os.stat_result | None:
-        if not self._covers(path):
-            return super().status(path)
         try:
             found = self._ask(path, self._remembered)
         except OSError as error:
@@ -371,9 +379,8 @@ class LaggingStorage(FastStorage):
             raise _error(errno.ESTALE, Path(name))
         return found
 
+    @_below_the_mount
     def names(self, path: Path) -> list[str]:
-        if not self._covers(path):
-            return super().names(path)
         try:
             return sorted(self._list(path))
         except OSError as error:

@@ -18,9 +18,10 @@ from syncd.protocol.names import parse_step_folder
 from syncd.protocol.records import Manifest
 from syncd.storage.fsio import Storage
 from tests.jobs import SmallJob, nothing, receipt_of
+from tests.places import FIXTURES
+from tests.storages import STORAGE
 
-STORAGE = Storage(durable=False)
-STORED = Path(__file__).resolve().parent / "fixtures"
+STORED = FIXTURES
 
 
 def merge(

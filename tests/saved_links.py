@@ -115,7 +115,7 @@ def save_link(
     shape: int = 3,
 ) -> str:
     """Save what changed since step ``base``; the counters of the saves are their steps."""
-    actor = job.layout.actor(step)
+    actor = job.actor(step)
     (actor / RECEIPTS).mkdir(parents=True, exist_ok=True)
     save_id = f"{run}-{step}-{step}"
     old, new = (
@@ -132,7 +132,7 @@ def save_link(
             files=(file.model_copy(update={"nonfinite": nonfinite}),),
             base=f"{run}-{base}-{base}",
         )
-        job.put(actor / RECEIPTS / receipt_name(rank), encode(record))
+        job.put_record(actor / RECEIPTS / receipt_name(rank), record)
     if point:
         job.point(step)
     return save_id

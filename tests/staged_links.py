@@ -12,7 +12,7 @@ from syncd.coordination.versions import Lead
 from syncd.deltas.link_index import LinkFolder
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.names import MANIFEST, version_folder
-from syncd.protocol.records import Ahead, Latest, encode
+from syncd.protocol.records import Ahead, Latest
 from syncd.storage.job import Job
 from tests.deltas import STORAGE, changed, contents, random_tensors, write_version
 from tests.jobs import SmallJob
@@ -94,7 +94,7 @@ class LinkedJob:
     def put(self, **changes: object) -> None:
         """Change LATEST."""
         latest = self.latest.model_copy(update=changes)
-        self.job.put(self.job.layout.latest, encode(latest))
+        self.job.put_record(self.job.layout.latest, latest)
 
     def publish(self, number: int) -> None:
         """Publish the fold of a save; nothing is ahead."""
@@ -112,7 +112,7 @@ class LinkedJob:
             folder=version_folder(manifest.sequence),
             save_id=manifest.save_id,
         )
-        self.job.put(self.job.layout.latest, encode(latest))
+        self.job.put_record(self.job.layout.latest, latest)
 
     @property
     def latest(self) -> Latest:

@@ -22,9 +22,10 @@ from syncd.daemon.config import DaemonConfig
 from syncd.storage.fsio import Storage
 from tests.commands import invoke
 from tests.jobs import SmallJob
+from tests.places import FIXTURES
 from tests.storages import CHANGES, SEAM, Clock
 
-_SHARDS: Final = Path(__file__).parent / "fixtures" / "torch-2.15.0" / "fsdp2"
+_SHARDS: Final = FIXTURES / "torch-2.15.0" / "fsdp2"
 _HANGS: Final = 60.0
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from syncd.storage.fsio import Storage
 
 
@@ -29,6 +31,7 @@ class FastStorage(Storage):
         super().__init__(durable=False)
 
 
+STORAGE = FastStorage()
 #: What changes storage, one system call each.
 CHANGES = (
     "mkdir", "rmdir", "rename", "link", "symlink", "unlink", "create", "open_append", "write",
@@ -115,7 +118,7 @@ def refuse(method: str, code: int, *, where: str = "") -> Rule:
 
     def rule(called: str, given: tuple[Any, ...]) -> None:
         if called == method and _has(given, where):
-            raise OSError(code, os.strerror(code), str(given[0]))
+            raise os_error(code, given[0])
 
     return rule
 
@@ -132,9 +135,24 @@ def once(method: str, action: Callable[..., None], *, where: str = "") -> Rule:
     return rule
 
 
+def os_error(code: int, path: object = "") -> OSError:
+    """As a system call of that error raises it."""
+    return OSError(code, os.strerror(code), str(path))
+
+
+def fails(code: int) -> pytest.RaisesExc[OSError]:
+    """A block that fails with that error."""
+    return pytest.raises(OSError, match=os.strerror(code))
+
+
+def open_files() -> int:
+    """How many descriptors this process has."""
+    return len(os.listdir("/proc/self/fd"))
+
+
 class AnswerLost(FastStorage):
     """Renames, and says ENOENT all the same: as a server does whose first answer was lost."""
 
     def rename(self, source: Path, target: Path) -> None:
         super().rename(source, target)
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(source))
+        raise os_error(errno.ENOENT, source)

@@ -82,8 +82,7 @@ def published(job: SmallJob, *steps: int) -> None:
     config = CONFIG.model_copy(update={"keep": 100, "prune_steps": False})
     for step in steps:
         job.save(step)
-        with job.daemon(config) as loop:
-            loop.run_once()
+        job.run(config)
 
 
 def ranks_save(
@@ -191,8 +190,7 @@ def _saves_link(job: SmallJob, _: Clock, *, completes: bool = False) -> None:
 def _synced(job: SmallJob, *, run: str = "run", **how: bool) -> None:
     published(job, 1)
     ranks_save(job, run, 2, **how)
-    with job.daemon(CONFIG) as loop:
-        loop.run_once()
+    job.run(CONFIG)
 
 
 def _to_publish(job: SmallJob) -> None:
@@ -225,11 +223,10 @@ def _to_roll_back(job: SmallJob) -> None:
     """The same step saved twice: what is served again is still what the pointer names."""
     published(job, 1)
     job.save(1, 7.0, counter=1)
-    with job.daemon(CONFIG.model_copy(update={"keep": 100})) as loop:
-        loop.run_once()
+    job.run(CONFIG.model_copy(update={"keep": 100}))
     job.layout.requests.mkdir(exist_ok=True)
     request = RollbackRequest(id="ask", sequence=1, by="someone", time=0.0)
-    job.put(job.layout.request("ask"), encode(request))
+    job.put_record(job.layout.request("ask"), request)
 
 
 def _to_bench(job: SmallJob) -> None:
@@ -256,7 +253,7 @@ def _hold(job: Job, session: str, step: int, clock: Clock) -> LeasedVersion:
 def _evaluate(job: SmallJob, clock: Clock) -> None:
     """An explorer builds a step, leases the version of another, and releases both."""
     for step in (2, 3):
-        held = _hold(Job(job.storage, job.layout), "evaluates", step, clock)
+        held = _hold(job, "evaluates", step, clock)
         held.verify()
         held.release()
 
@@ -264,8 +261,7 @@ def _evaluate(job: SmallJob, clock: Clock) -> None:
 def to_link(job: SmallJob) -> None:
     """Two links are to be made, one of them of a save that the pointer has passed."""
     save_full(job, 1)
-    with job.daemon(CONFIG) as loop:
-        loop.run_once()
+    job.run(CONFIG)
     save_link(job, 2, 1, world_size=2)
     save_link(job, 3, 2, world_size=2)
 
@@ -273,8 +269,7 @@ def to_link(job: SmallJob) -> None:
 def linked(job: SmallJob) -> None:
     """Two links lead to ahead."""
     to_link(job)
-    with job.daemon(CONFIG) as loop:
-        loop.run_once()
+    job.run(CONFIG)
 
 
 def _ahead_to_roll_back(job: SmallJob) -> None:
@@ -295,8 +290,8 @@ def _strays(job: SmallJob) -> None:
     assert job.latest.sequence == 3
     job.put(job.layout.latest, before)
     save_link(job, 4, 3, world_size=2)
-    stray = job.layout.link(9)
-    shutil.copytree(job.layout.link(3), stray)
+    stray = job.link(9)
+    shutil.copytree(job.link(3), stray)
     content = (stray / DELTA).read_bytes().replace(b"run-2-2", b"run-7-7")
     (stray / DELTA).write_bytes(content)
 

@@ -15,7 +15,7 @@ from syncd.protocol.names import parse_step_folder, version_folder
 from tests.crash.invariants import CONFIG, check, look, pass_time
 from tests.crash.scenarios import SCENARIOS, Scenario
 from tests.jobs import SmallJob
-from tests.storages import Clock, FastStorage, RuledStorage
+from tests.storages import Clock, FastStorage, RuledStorage, os_error
 
 CODES = (
     errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EACCES, errno.EROFS, errno.EINTR,
@@ -43,7 +43,7 @@ class FailingStorage(RuledStorage):
         self.left -= 1
         if self.left <= 0:
             self.failed.append(f"{method} {given[0]}")
-            raise OSError(self._code, os.strerror(self._code), str(given[0]))
+            raise os_error(self._code, given[0])
 
     def close(self, fd: int) -> None:
         """A close that fails has closed all the same (close(2), "Dealing with error returns")."""
@@ -93,8 +93,11 @@ def run(in_memory: Path, scenario: Scenario, call: int, code: int, *, on: bool) 
     return bool(storage.failed)
 
 
+each_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+
+
 @pytest.mark.parametrize("odd", [False, pytest.param(True, marks=pytest.mark.deep)])
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+@each_scenario
 def test_whatever_call_fails_nothing_is_lost_and_work_goes_on(
     in_memory: Path, scenario: Scenario, odd: bool
 ) -> None:
@@ -184,7 +187,7 @@ class OneByOne(FastStorage):
         return super().copy_file_range(source, target, min(count, 3), at, to)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+@each_scenario
 def test_short_reads_and_writes_change_nothing(in_memory: Path, scenario: Scenario) -> None:
     job, clock = SmallJob(in_memory / "job"), Clock()
     scenario.prepare(job)

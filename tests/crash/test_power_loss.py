@@ -386,7 +386,10 @@ ALL = (
 )
 
 
-@pytest.mark.parametrize("scenario", ALL, ids=str)
+each_scenario = pytest.mark.parametrize("scenario", ALL, ids=str)
+
+
+@each_scenario
 def test_whatever_call_is_the_last_before_a_power_loss_a_restart_converges(
     in_memory: Path, scenario: Scenario
 ) -> None:
@@ -435,7 +438,7 @@ def before_each_sync(in_memory: Path, scenario: Scenario) -> list[int]:
     return [kinds[number] for number in spaced(len(kinds), _KILLS)]
 
 
-@pytest.mark.parametrize("scenario", ALL, ids=str)
+@each_scenario
 def test_what_a_killed_process_left_unsynced_is_safe_before_anyone_relies_on_it(
     in_memory: Path, scenario: Scenario
 ) -> None:

@@ -11,15 +11,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final
 
 from syncd.protocol.records import encode, parse
 from syncd.protocol.reports import GroupMember, Rendezvous
+from tests.places import ROOT
 
 #: Seconds of everything in a group, where all goes well: a guard alone.
 DEADLINE: Final = 120.0
-_ROOT: Final = Path(__file__).resolve().parents[2]
 _ADDRESS: Final = "127.0.0.1"
 
 
@@ -71,7 +70,7 @@ def trainer() -> Iterator[Trainer]:
     """A trainer, which is killed at the end of the block."""
     process = subprocess.Popen(
         (sys.executable, "-m", "tests.engines.broadcast_trainer"),
-        env=os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

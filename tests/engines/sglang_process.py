@@ -7,14 +7,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Final
 
 import httpx2
 
 from tests.engines.sglang_fake import FakeSGLang
-
-_ROOT: Final = Path(__file__).resolve().parents[2]
+from tests.places import ROOT
 
 
 @contextmanager
@@ -28,7 +25,7 @@ def sglang_process(port: int, model_path: str, *faults: str) -> Iterator[subproc
     """
     process = subprocess.Popen(
         (sys.executable, "-m", "tests.engines.sglang_process", str(port), model_path, *faults),
-        env=os.environ | {"PYTHONPATH": str(_ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
     )
     try:

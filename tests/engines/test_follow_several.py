@@ -34,6 +34,7 @@ from tests.explorers import publish
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import DEADLINE, explorer_report, read_by
 from tests.ports import free_port
+from tests.programs import completed
 from tests.rank_programs import ENVIRONMENT
 from tests.staged_links import LinkedJob
 
@@ -198,10 +199,11 @@ def test_a_closed_stdout_ends_the_command_as_with_one_server(job: SmallJob) -> N
 
 
 def follow(job: SmallJob, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "syncd", "follow", str(job.root), "--name", "s", *arguments],
-        capture_output=True, text=True, env=ENVIRONMENT, timeout=DEADLINE, check=False,
-    )  # fmt: skip
+    return completed(
+        [sys.executable, "-m", "syncd", "follow", job.root, "--name", "s", *arguments],
+        env=ENVIRONMENT,
+        timeout=DEADLINE,
+    )
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_a_module_is_followed_in_three_lines(published: SmallJob) -> None:
     with torch.no_grad():
         for value in model.parameters():
             value.zero_()
-    names = run(MODULE, job_dir=published.layout.root, model=model)
+    names = run(MODULE, job_dir=published.root, model=model)
     assert names["version"] == Version(1, 1)
     names["hook"].close()
     assert all(torch.equal(value, truth[name]) for name, value in model.state_dict().items())

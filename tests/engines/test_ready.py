@@ -16,7 +16,7 @@ import pytest
 
 from tests.doc_blocks import blocks
 from tests.engines.sglang_process import sglang_process
-from tests.engines.tiny_models import publish_model, save_model, state
+from tests.engines.tiny_models import publish_model, save_model
 from tests.engines.vllm_process import VLLMProcess
 from tests.engines.waiting import wait_for
 from tests.explorers import publish
@@ -132,20 +132,29 @@ def assert_not_ready_in_time(follow: subprocess.Popen[bytes], probes: Probes) ->
     assert max(probe.begun for probe in probes.seen if probe.is_ready) < killed + 10
 
 
-def test_a_server_that_is_back_at_once_is_not_ready_before_its_reload(
-    job: SmallJob, tmp_path: Path
-) -> None:
+@contextmanager
+def following_sglang(
+    job: SmallJob, file: Path
+) -> Iterator[tuple[subprocess.Popen[bytes], subprocess.Popen[bytes], Probes]]:
+    """A server that is ready, and what follows a job for it."""
     publish(job, 3)
-    port, file = free_port(), tmp_path / "ready"
-    url, base = f"http://127.0.0.1:{port}", str(job.version(1))
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
     probes = Probes(file, url, "/model_info")
     options = ("--engine", "sglang", "--url", url, "--ready-file", file)
     with (
-        sglang_process(port, base) as server,
+        sglang_process(port, str(job.version(1))) as server,
         following(job, *options) as follow,
         probes.running(),
     ):
         wait_for(probes.is_ready)
+        yield server, follow, probes
+
+
+def test_a_server_that_is_back_at_once_is_not_ready_before_its_reload(
+    job: SmallJob, tmp_path: Path
+) -> None:
+    with following_sglang(job, tmp_path / "ready") as (server, follow, probes):
         follow.send_signal(signal.SIGSTOP)  # it is too slow to notice
         server.send_signal(signal.SIGHUP)
         wait_for(lambda: probes.label() == "default")
@@ -156,20 +165,14 @@ def test_a_server_that_is_back_at_once_is_not_ready_before_its_reload(
         wait_for(probes.is_ready)
         follow.terminate()
         assert follow.wait(DEADLINE) == 0
-        assert not file.exists()
+        assert not (tmp_path / "ready").exists()
     assert [probe for probe in probes.seen if probe.is_ready and not probe.is_loaded] == []
 
 
 def test_a_server_is_not_ready_for_long_without_what_follows_it(
     job: SmallJob, tmp_path: Path
 ) -> None:
-    publish(job, 3)
-    port, file = free_port(), tmp_path / "ready"
-    url, base = f"http://127.0.0.1:{port}", str(job.version(1))
-    probes = Probes(file, url, "/model_info")
-    options = ("--engine", "sglang", "--url", url, "--ready-file", file)
-    with sglang_process(port, base), following(job, *options) as follow, probes.running():
-        wait_for(probes.is_ready)
+    with following_sglang(job, tmp_path / "ready") as (_, follow, probes):
         assert_not_ready_in_time(follow, probes)
 
 
@@ -178,7 +181,7 @@ def test_a_server_is_not_ready_for_long_without_what_follows_it(
 def test_a_vllm_that_is_killed_is_not_ready_before_its_reload(
     job: SmallJob, vllm: VLLMProcess, tmp_path: Path
 ) -> None:
-    publish_model(job, 1, state(1))
+    publish_model(job, 1)
     file = tmp_path / "ready"
     probes = Probes(file, vllm.url, generate=lambda: vllm.generate(PROMPT).tokens)
     options = ("--engine", "vllm", "--url", vllm.url, "--ready-file", file)

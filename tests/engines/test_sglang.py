@@ -56,7 +56,7 @@ ADAPTER = {"adapter_config.json": b"{}"}
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    return version(tmp_path / "base", 9).folder
+    return make_version(tmp_path / "base", random_tensors(TENSORS, 9), sequence=9).folder
 
 
 @pytest.fixture
@@ -73,7 +73,8 @@ def engine(fake: FakeSGLang) -> Iterator[SGLangServer]:
 
 
 def version(folder: Path, sequence: int, **options: Any) -> LeasedVersion:
-    return make_version(folder, random_tensors(TENSORS, sequence), sequence=sequence, **options)
+    tensors = random_tensors(TENSORS, sequence)
+    return make_version(folder / f"v{sequence}", tensors, sequence=sequence, **options)
 
 
 def engine_of(fake: FakeSGLang, **options: Any) -> SGLangServer:
@@ -121,7 +122,7 @@ def test_requests_wait_while_it_loads_and_it_is_flushed_apart(
     engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
 ) -> None:
     fake.asked.clear()
-    load(engine, version(tmp_path / "v1", 1))
+    load(engine, version(tmp_path, 1))
     assert [path for path in fake.asked if path != "/update_weight_version"] == [
         "/pause_generation",
         "/flush_cache",
@@ -137,7 +138,7 @@ def test_requests_wait_while_it_loads_and_it_is_flushed_apart(
 def test_a_folder_that_it_does_not_take_leaves_it_with_what_it_had(
     engine: SGLangServer, fake: FakeSGLang, base: Path, tmp_path: Path
 ) -> None:
-    wrong = version(tmp_path / "v1", 1)
+    wrong = version(tmp_path, 1)
     for path in wrong.folder.glob("*.safetensors"):
         path.rename(path.with_suffix(".gone"))
     with pytest.raises(ServerRefusedError, match="Failed to load"):
@@ -152,11 +153,11 @@ def test_what_takes_nothing_at_all_stays_paused_and_is_broken(
 ) -> None:
     fake.faults["/update_weights_from_disk"] = "out of memory"
     with pytest.raises(EngineBrokenError, match="stays paused"):
-        load(engine, version(tmp_path / "v1", 1))
+        load(engine, version(tmp_path, 1))
     assert fake.is_paused
-    assert not engine.still_serves(version(tmp_path / "v0", 9))
+    assert not engine.still_serves(version(tmp_path, 9))
     fake.faults.clear()
-    load(engine, version(tmp_path / "v2", 2))
+    load(engine, version(tmp_path, 2))
     assert not fake.is_paused
 
 
@@ -165,7 +166,7 @@ def test_what_generates_nothing_is_broken(
 ) -> None:
     fake.is_dead = True
     with pytest.raises(EngineBrokenError, match="scheduler is gone"):
-        load(engine, version(tmp_path / "v1", 1))
+        load(engine, version(tmp_path, 1))
 
 
 def test_what_a_killed_hook_left_half_loaded_waits_for_a_version(
@@ -178,7 +179,7 @@ def test_what_a_killed_hook_left_half_loaded_waits_for_a_version(
     assert fake.is_paused
     with pytest.raises(EngineBrokenError, match="stopped in the middle"):
         engine.resume()
-    load(engine, version(tmp_path / "v4", 4))
+    load(engine, version(tmp_path, 4))
     assert not fake.is_paused
 
 
@@ -193,19 +194,19 @@ def test_a_full_model_after_an_adapter_ends_it_and_nothing_is_held_meanwhile(
 ) -> None:
     for sequence in (1, 2):
         fake.running = 2
-        load(engine, version(tmp_path / f"v{sequence}", sequence, kind="adapter", files=ADAPTER))
+        load(engine, version(tmp_path, sequence, kind="adapter", files=ADAPTER))
         assert fake.adapters == {"syncd": str(tmp_path / f"v{sequence}")}
     fake.running = 2
-    load(engine, version(tmp_path / "v3", 3))
+    load(engine, version(tmp_path, 3))
     assert fake.adapters == {}
 
 
 def test_an_adapter_that_it_does_not_take_leaves_it_with_the_one_before(
     engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
 ) -> None:
-    load(engine, version(tmp_path / "v1", 1, kind="adapter", files=ADAPTER))
+    load(engine, version(tmp_path, 1, kind="adapter", files=ADAPTER))
     with pytest.raises(ServerRefusedError):
-        load(engine, version(tmp_path / "v2", 2, kind="adapter"))
+        load(engine, version(tmp_path, 2, kind="adapter"))
     assert fake.adapters == {"syncd": str(tmp_path / "v1")}
     assert fake.weight_version == "step-1-version-1"
 
@@ -395,12 +396,12 @@ def test_a_model_that_is_half_loaded_is_never_served_under_an_adapter(
     engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
 ) -> None:
     """The hook gives back what it had, an adapter, after a full model that was not taken."""
-    adapter = version(tmp_path / "v1", 1, kind="adapter", files=ADAPTER)
+    adapter = version(tmp_path, 1, kind="adapter", files=ADAPTER)
     load(engine, adapter)
     engine.pause()
     fake.faults["/update_weights_from_disk"] = "out of memory"
     with pytest.raises(ServerRefusedError):
-        engine.load(version(tmp_path / "v2", 2))
+        engine.load(version(tmp_path, 2))
     with pytest.raises(EngineBrokenError, match="Load a full model first"):
         engine.load(adapter)
     with pytest.raises(EngineBrokenError, match="stays paused"):
@@ -423,7 +424,7 @@ def test_a_grammar_that_compiles_holds_up_no_load(
 ) -> None:
     """A paused server never compiles it, and refuses to flush its caches until it has."""
     fake.running, fake.compiling = 2, 1
-    load(engine, version(tmp_path / "v1", 1))
+    load(engine, version(tmp_path, 1))
     assert fake.weight_version == "step-1-version-1"
     assert (fake.is_paused, fake.running, fake.aborted) == (False, 3, 0)
     assert fake.loaded == [str(tmp_path / "v1")]
@@ -435,7 +436,7 @@ def test_a_grammar_that_comes_while_it_loads_leaves_it_serving_the_new_weights(
 ) -> None:
     """A request that is being tokenized at the pause comes to a paused scheduler."""
     engine.pause()
-    engine.load(version(tmp_path / "v1", 1))
+    engine.load(version(tmp_path, 1))
     fake.compiling = 1
     engine.reset_cache()
     engine.resume()
@@ -455,7 +456,7 @@ def test_what_a_killed_hook_left_with_a_grammar_to_compile_serves_again(
     engine = engine_of(fake)
     engine.attach()
     assert fake.is_paused
-    load(engine, version(tmp_path / "v4", 4))
+    load(engine, version(tmp_path, 4))
     assert (fake.is_paused, fake.running, fake.aborted) == (False, 0, 1)
 
 
@@ -482,7 +483,7 @@ def test_with_caches_of_the_weights_before_it_stays_paused_also_for_the_next_hoo
     engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
 ) -> None:
     engine.pause()
-    engine.load(version(tmp_path / "v1", 1))
+    engine.load(version(tmp_path, 1))
     fake.faults["/flush_cache"] = "something runs"
     with pytest.raises(ServerBusyError):
         engine.reset_cache()
@@ -494,7 +495,7 @@ def test_with_caches_of_the_weights_before_it_stays_paused_also_for_the_next_hoo
     second = engine_of(fake)
     second.attach()
     assert fake.is_paused
-    load(second, version(tmp_path / "v2", 2))
+    load(second, version(tmp_path, 2))
     assert not fake.is_paused
     assert fake.weight_version == "step-2-version-2"
 
@@ -518,8 +519,8 @@ def test_each_route_is_given_the_key_that_it_wants(
     )
     engine = engine_of(fake, **given)
     engine.attach()
-    load(engine, version(tmp_path / "v1", 1, kind="adapter", files=ADAPTER))
-    load(engine, version(tmp_path / "v2", 2))
+    load(engine, version(tmp_path, 1, kind="adapter", files=ADAPTER))
+    load(engine, version(tmp_path, 2))
     assert fake.weight_version == "step-2-version-2"
 
 
@@ -539,7 +540,7 @@ def test_a_server_that_cannot_be_labelled_is_not_resumed_before_it_has_a_version
     engine.attach()
     assert fake.is_paused
     assert engine.kinds == {"full"}
-    load(engine, version(tmp_path / "v1", 1))
+    load(engine, version(tmp_path, 1))
     assert not fake.is_paused
     assert fake.weight_version == "step-1-version-1"
 
@@ -581,7 +582,7 @@ def test_a_newer_version_heals_what_cannot_be_given_back(job: SmallJob, fake: Fa
 def test_a_second_hook_of_one_server_is_noticed_and_does_not_resume_it_in_a_load(
     engine: SGLangServer, fake: FakeSGLang, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second = version(tmp_path / "v1", 1), version(tmp_path / "v2", 2)
+    first, second = version(tmp_path, 1), version(tmp_path, 2)
     other = engine_of(fake)
     other.attach()
     load(engine, first)
@@ -589,7 +590,7 @@ def test_a_second_hook_of_one_server_is_noticed_and_does_not_resume_it_in_a_load
     other.pause()
     other.load(second)
     with pytest.raises(EngineBrokenError, match="in the middle of a load by another hook"):
-        engine.prepare(version(tmp_path / "v3", 3))
+        engine.prepare(version(tmp_path, 3))
     assert fake.is_paused
     assert not engine.still_serves(first)
     other.reset_cache()

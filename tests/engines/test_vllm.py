@@ -89,7 +89,7 @@ def said(vllm: VLLMProcess) -> list[list[int]]:
 def test_requests_go_on_over_twenty_versions_and_none_mixes_two(
     job: SmallJob, hook: ExplorerHook, vllm: VLLMProcess
 ) -> None:
-    publish_model(job, 1, state(1))
+    publish_model(job, 1)
     hook.pull(LONG)
     answers: list[Answer] = []
     stop = threading.Event()
@@ -104,7 +104,7 @@ def test_requests_go_on_over_twenty_versions_and_none_mixes_two(
         thread.start()
     try:
         for step in range(2, 22):
-            publish_model(job, step, state(step))
+            publish_model(job, step)
             assert hook.pull(LONG).step == step
             truth[vllm.label] = vllm.generate(PROMPTS[0], 24).tokens
             assert hook.last is not None
@@ -163,7 +163,7 @@ def test_requests_need_not_go_on_over_two_versions(
         try:
             # The server may be idle when a version comes, so an abort gets more than one chance.
             for step in range(1, 5 if mode == "wait" else 60):
-                publish_model(job, step, state(step))
+                publish_model(job, step)
                 hook.pull(LONG)
                 wait_for(lambda: answers and answers[-1].labels == [vllm.label])
                 if mode == "abort" and step >= 4 and is_cut():
@@ -179,7 +179,7 @@ def test_requests_need_not_go_on_over_two_versions(
 def test_what_is_damaged_or_does_not_fit_never_reaches_it(
     job: SmallJob, hook: ExplorerHook, vllm: VLLMProcess
 ) -> None:
-    publish_model(job, 1, state(1))
+    publish_model(job, 1)
     hook.pull(LONG)
     before = said(vllm), vllm.label
     assert hook.last is not None
@@ -199,7 +199,7 @@ def test_what_is_damaged_or_does_not_fit_never_reaches_it(
         publish_model(job, step, tensors)
         refused(EngineMismatchError)
     for step in (4, 5):
-        publish_model(job, step, state(step))
+        publish_model(job, step)
         (path,) = job.version(step).glob("*.safetensors")
         content = bytearray(path.read_bytes())
         if step == 4:
@@ -209,7 +209,7 @@ def test_what_is_damaged_or_does_not_fit_never_reaches_it(
         path.chmod(0o644)
         path.write_bytes(content)
         refused(VerificationError)
-    publish_model(job, 6, state(6))
+    publish_model(job, 6)
     assert hook.pull(LONG).step == 6
     assert said(vllm) != before[0]
 
@@ -221,11 +221,11 @@ def test_a_load_that_fails_in_the_server_is_taken_back(
     """Half of a layer is there, and then a file that is damaged since the last look at it."""
     # As of a server without --enable-scale-out.
     monkeypatch.setattr(vllm_server, "_GENERATE", "POST /nothing")
-    publish_model(job, 1, state(1))
+    publish_model(job, 1)
     with hook_of(job, vllm, WAYS[way], checksums=True) as hook:
         hook.pull(LONG)
         before = said(vllm)
-        publish_model(job, 2, state(2))
+        publish_model(job, 2)
         pause = VLLMServer.pause
 
         def pause_and_lose(engine: VLLMServer) -> None:
@@ -265,7 +265,7 @@ def test_an_adapter_is_served_under_its_name_until_a_full_model_comes(
         for token, logprob in answer.logprobs[0].items():
             assert logprob == pytest.approx(float(truth[token]), abs=0.15)
         assert said(vllm) == plain  # the model itself is as it was
-        publish_model(job, 3, state(3))
+        publish_model(job, 3)
         assert hook.pull(LONG).step == 3
         assert [one["id"] for one in vllm.ask("/v1/models", method="GET")["data"]] == [MODEL]
 
@@ -297,7 +297,7 @@ def test_an_llm_in_the_process_says_what_the_server_says(
     job: SmallJob, vllm: VLLMProcess, tmp_path: Path
 ) -> None:
     """The server by the program of vllm.md, too."""
-    publish_model(job, 4, state(4))
+    publish_model(job, 4)
     example = (sys.executable, FOLDER / "vllm_explorer.py", job.root, vllm.url, "4")
     printed = subprocess.check_output(example, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)})
     truth = said(vllm)[0]
@@ -321,7 +321,7 @@ def test_an_llm_in_the_process_says_what_the_server_says(
             line = f"said 4 {' '.join(map(str, truth))}\n"
             assert line in inside.stdout, (tmp_path / "log").read_text()[-6000:]
             # And what is broadcast to it, as the server says it of files.
-            publish_model(job, 5, state(5))
+            publish_model(job, 5)
             with hook_of(job, vllm) as hook:
                 hook.pull(LONG)
             where = encode(sender.begin(5, 5)).decode()
@@ -370,7 +370,7 @@ ExplorerHook(job, "killed", WAYS[way](url)).pull(60)
 def test_a_server_that_a_lost_hook_left_paused_is_resumed_with_the_newest(
     job: SmallJob, vllm: VLLMProcess, way: str, route: str, when: str, number: int
 ) -> None:
-    publish_model(job, 1, state(1))
+    publish_model(job, 1)
     given = (str(job.root), vllm.url, way, route, when, str(int(number)))
     lost = subprocess.Popen(
         (sys.executable, "-c", ENDS, *given), env=os.environ | {"PYTHONPATH": "."}
@@ -399,10 +399,10 @@ def test_a_server_that_a_lost_hook_left_paused_is_resumed_with_the_newest(
 def test_a_server_that_stops_in_a_load_is_given_the_newest_once_it_goes_on(
     job: SmallJob, vllm: VLLMProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish_model(job, 1, state(1))
+    publish_model(job, 1)
     with hook_of(job, vllm) as hook:
         hook.pull(LONG)
-    publish_model(job, 2, state(2))
+    publish_model(job, 2)
     with hook_of(job, vllm, load_timeout=10.0) as hook:
         at_update(monkeypatch, lambda: vllm.send(signal.SIGSTOP))
         try:
@@ -423,14 +423,14 @@ def test_a_server_that_stops_in_a_load_is_given_the_newest_once_it_goes_on(
 def test_a_server_that_is_killed_in_a_load_says_what_a_fresh_one_says_and_is_brought_back(
     job: SmallJob, vllm: VLLMProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish_model(job, 1, state(1))
+    publish_model(job, 1)
     with hook_of(job, vllm) as hook:
         first = hook.pull(LONG)
         reloaded = said(vllm)
         hook.start()
         assert hook.may_produce()
         at_update(monkeypatch, vllm.kill)
-        publish_model(job, 2, state(2))
+        publish_model(job, 2)
         wait_for(lambda: hook.fault is not None)
         assert not hook.may_produce()
         hook.stop()
@@ -457,7 +457,7 @@ def deeper(vllm: VLLMProcess, tmp_path: Path) -> Iterator[Path]:
 def test_a_server_that_restarts_with_a_deeper_model_serves_no_version_of_another(
     job: SmallJob, vllm: VLLMProcess, deeper: Path
 ) -> None:
-    publish_model(job, 1, state(1))
+    publish_model(job, 1)
     with hook_of(job, vllm) as hook:
         hook.pull(LONG)
         vllm.restart(deeper)

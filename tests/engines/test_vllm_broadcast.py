@@ -13,7 +13,7 @@ from syncd.protocol.errors import BroadcastError, EngineBrokenError, EngineMisma
 from syncd.protocol.reports import Rendezvous
 from tests.engines.broadcast_trainer import DEADLINE, Trainer, trainer
 from tests.engines.test_vllm import PROMPTS, said
-from tests.engines.tiny_models import publish_model, state
+from tests.engines.tiny_models import publish_model
 from tests.engines.vllm_process import VLLMProcess
 from tests.engines.waiting import LONG
 from tests.jobs import SmallJob
@@ -50,7 +50,7 @@ def engine(vllm: VLLMProcess) -> Iterator[VLLMServer]:
 @pytest.fixture
 def version(job: SmallJob) -> Iterator[LeasedVersion]:
     """The weights of seed 1, as step 1."""
-    publish_model(job, 1, state(1))
+    publish_model(job, 1)
     with Reader(job.root, "explorer") as reader:
         held = reader.next_version(0, LONG)
         yield held

@@ -128,6 +128,11 @@ class Routes:
         return httpx2.Response(200, json=self.told.get(path, {}))
 
 
+def stays_broken(engine: VLLMServer, why: str) -> None:
+    with pytest.raises(EngineBrokenError, match=why):
+        engine.resume()
+
+
 @pytest.mark.parametrize(
     ("opened", "begins"),
     [
@@ -174,8 +179,7 @@ def test_a_folder_that_the_transfer_refuses_is_taken_back(tmp_path: Path) -> Non
     routes.refuses = True
     with pytest.raises(ServerRefusedError, match="a file is missing"):
         engine.load(make_version(tmp_path / "v2", {}, sequence=2))
-    with pytest.raises(EngineBrokenError, match="stays paused"):
-        engine.resume()
+    stays_broken(engine, "stays paused")
 
 
 @pytest.mark.parametrize(
@@ -238,8 +242,7 @@ def test_a_paused_server_that_cannot_be_labelled_stays_paused(paused: bool) -> N
     engine.attach()
     assert routes.asked == ([] if paused else ["/resume"])
     if paused:
-        with pytest.raises(EngineBrokenError, match="stays paused"):
-            engine.resume()
+        stays_broken(engine, "stays paused")
 
 
 def test_a_label_that_nobody_can_change_is_none() -> None:
@@ -318,15 +321,17 @@ def test_what_not_all_workers_have_is_loaded_by_none(answer: object, misfits: bo
     assert routes.asked == ["/pause keep", "syncd_receive", "syncd_leave", "/resume"]
 
 
-@pytest.mark.parametrize("answer", [None, [{"failed": None}, {"failed": "no memory"}]])
+each_answer = pytest.mark.parametrize("answer", [None, [{"failed": None}, {"failed": "no memory"}]])
+
+
+@each_answer
 def test_what_not_all_workers_have_loaded_is_not_served(answer: object) -> None:
     routes = Routes(*LABELS, answers={"syncd_load": answer})
     engine = routes.engine()
     engine.pause()
     with pytest.raises(EngineBrokenError):
         engine.receive(MEETING, 1, 5.0)
-    with pytest.raises(EngineBrokenError, match="stays paused"):
-        engine.resume()
+    stays_broken(engine, "stays paused")
     assert routes.label.startswith(LOADING)
     assert "/resume" not in routes.asked
 
@@ -420,7 +425,7 @@ def test_an_llm_on_a_cpu_refuses_what_it_reloads_in_part(tmp_path: Path) -> None
     VLLMEngine(llm).check(version)
 
 
-@pytest.mark.parametrize("answer", [None, [{"failed": None}, {"failed": "no memory"}]])
+@each_answer
 def test_what_not_all_workers_load_of_a_folder_is_taken_back(
     tmp_path: Path, answer: object
 ) -> None:
@@ -432,8 +437,7 @@ def test_what_not_all_workers_load_of_a_folder_is_taken_back(
     routes.answers = {"syncd_load_folder": answer}
     with pytest.raises(ServerRefusedError):
         engine.load(make_version(tmp_path / "v2", {}, sequence=2))
-    with pytest.raises(EngineBrokenError, match="stays paused"):
-        engine.resume()
+    stays_broken(engine, "stays paused")
 
 
 def test_a_version_that_is_given_again_must_have_the_digests_that_it_had_first(

@@ -82,11 +82,15 @@ def state(seed: int) -> dict[str, Tensor]:
 def publish_model(
     job: SmallJob,
     step: int,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor] | None = None,
     config: PreTrainedConfig = CONFIG,
     names: Names | None = None,
 ) -> None:
-    """Save a step as a full state dict, and let a daemon publish it."""
+    """Save a step as a full state dict, and let a daemon publish it.
+
+    Without tensors it is the model of that seed.
+    """
+    tensors = state(step) if tensors is None else tensors
     told = config.to_json_string().encode()
     save_step(job, step, "model.safetensors", tensors, {"huggingface/config.json": told})
     _publish(job, step, names)
@@ -144,5 +148,4 @@ def save_step(
 
 def _publish(job: SmallJob, step: int, names: Names | None = None) -> None:
     job.point(step)
-    with job.daemon(DaemonConfig(keep=3, names=names)) as loop:
-        loop.run_once()
+    job.run(DaemonConfig(keep=3, names=names))

@@ -20,6 +20,7 @@ import pytest
 from explorer_hooks.engines.vllm_engine import EXTENSION
 from explorer_hooks.engines.vllm_server import VLLMServer
 from tests.engines.environment import RELEASES, python_of
+from tests.places import ROOT
 from tests.ports import free_port
 
 #: Names the Python of the environment that tests/engines/environment.py makes.
@@ -28,7 +29,6 @@ PYTHON: Final = "SYNCD_VLLM_PYTHON"
 _START_SECONDS: Final = 450.0
 #: The name of the model that it was started with.
 MODEL: Final = "policy"
-_ROOT: Final = Path(__file__).resolve().parents[2]
 
 
 def python(release: str) -> Path:
@@ -61,7 +61,7 @@ def _entry_points() -> Path:
     program = "import setuptools; setuptools.setup()"
     subprocess.run(
         (sys.executable, "-c", program, "--quiet", "egg_info", "--egg-base", folder),
-        cwd=_ROOT,
+        cwd=ROOT,
         check=True,
     )
     return folder
@@ -72,7 +72,7 @@ def environment(overlay: Path | None = None) -> dict[str, str]:
 
     Packages in the overlay's folder are found first.
     """
-    paths = (_entry_points(), _ROOT, *([overlay] if overlay else []))
+    paths = (_entry_points(), ROOT, *([overlay] if overlay else []))
     return os.environ | {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",

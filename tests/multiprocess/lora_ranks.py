@@ -32,6 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
+from tests.checkpoints import same
+from tests.hooks import checkpoint
 from tests.process_groups import fork
 from tests.tiny_language import SIZES
 from tests.wrappings import fsdp2, unit
@@ -127,14 +129,6 @@ def local(model: nn.Module) -> dict[str, list[torch.Tensor]]:
     }
 
 
-def same(one: dict[str, list[torch.Tensor]], other: dict[str, list[torch.Tensor]]) -> bool:
-    return one.keys() == other.keys() and all(
-        len(one[name]) == len(other[name])
-        and all(torch.equal(*pair) for pair in zip(one[name], other[name], strict=True))
-        for name in one
-    )
-
-
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     """All weights, by torch's own ways."""
     if not isinstance(model, FullyShardedDataParallel):
@@ -180,7 +174,7 @@ class Ranks:
                 with TrainerHook(job, model, optimizer=optimizer, saving=saving) as hook:
                     hook.after_step(STEP)
                     # Of what is synced by now: the second half of a save is made.
-                    hook.save_checkpoint(STEP, block_until_saved=True)
+                    checkpoint(hook, STEP)
                 holds(same(before, local(model)))
         self.write_truth(kind, model)
         train(model, optimizer, STEP + 1, self.rank)

@@ -30,11 +30,12 @@ from syncd.coordination.broadcast.group import WeightGroup
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import FULL_STATE_DICT, RECEIPTS, receipt_name, shard_name
 from syncd.protocol.records import Receipt, encode
-from syncd.storage.fsio import Draft, Storage
+from syncd.storage.fsio import Draft
 from tests import wrappings, zoo
 from tests.fsdp_models import Block, Config
 from tests.fsdp_ranks import write_truth
 from tests.process_groups import fork
+from tests.storages import STORAGE
 from tests.weight_groups import transfer
 from tests.wrappings import mesh, unit
 from trainer_hooks.fast_path import WeightSender
@@ -63,7 +64,6 @@ KINDS: Final = {
 }
 #: Of these a third save is made, whose config ties the embeddings.
 TIED: Final = ("plain", "fsdp1", "fsdp2")
-STORAGE: Final = Storage(durable=False)
 
 
 # -- saves -------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from typing import Final, Literal
 
 import pytest
 
+from tests.programs import completed
+
 #: Bytes written at once.
 _PIECE: Final = 1024 * 1024
 
@@ -20,9 +22,7 @@ Kind = Literal["bytes", "inodes"]
 def _mount(*arguments: object) -> None:
     if shutil.which("mount") is None:
         pytest.skip("there is no mount(8)")
-    done = subprocess.run(
-        ["mount", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+    done = completed(["mount", *arguments])
     if done.returncode:
         pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
 

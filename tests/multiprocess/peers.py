@@ -134,17 +134,18 @@ class Peer:
         self.tell(command, *given, **named)
         return self.answer()
 
-    def kill(self) -> None:
+    def _signal(self, number: int) -> None:
         assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGKILL)
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
 
     def pause(self) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGCONT)
+        self._signal(signal.SIGCONT)
 
     def has_answered(self, *, within: float) -> bool:
         return self._connection.poll(within)

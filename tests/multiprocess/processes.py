@@ -19,6 +19,7 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import Latest, parse
 from syncd.protocol.reports import DaemonReport, ExplorerReport
 from tests.multiprocess.shared_job import IS_NETWORK, Host
+from tests.programs import completed
 from tests.rank_programs import ENVIRONMENT
 
 T = TypeVar("T")
@@ -95,14 +96,7 @@ def read_by(job: Path, sequence: int, *names: str) -> list[tuple[int, int]]:
 
 def syncd(*arguments: object) -> subprocess.CompletedProcess[str]:
     """A command, run to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "syncd", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        timeout=DEADLINE,
-        check=False,
-    )
+    return completed([sys.executable, "-m", "syncd", *arguments], env=ENVIRONMENT, timeout=DEADLINE)
 
 
 def said_by_syncd(*arguments: object) -> str:

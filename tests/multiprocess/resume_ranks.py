@@ -43,6 +43,7 @@ from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from tests.checkpoints import Net, same, write_full
 from tests.fsdp_models import Config
+from tests.hooks import checkpoint
 from tests.multiprocess.resume_checks import (
     CAST,
     EXPERTS,
@@ -241,7 +242,7 @@ class Rank:
         made = self.made_tied(kind, 1)
         saving = SaveSettings(layout=SaveLayout.FULL)
         with TrainerHook(job, made[0], optimizer=made[1], saving=saving) as hook:
-            hook.save_checkpoint(1, block_until_saved=True)
+            checkpoint(hook, 1)
         truth = full_state(*made)
         if self.rank == 0:
             assert (JobLayout(job).actor(1) / "model.safetensors").exists()
@@ -278,7 +279,7 @@ class Rank:
                 hook.after_step(step)
                 if step == 1:
                     hook._saver.wait()
-                hook.save_checkpoint(step, block_until_saved=True)
+                checkpoint(hook, step)
                 dist.barrier()  # what is not announced is not for the daemon
                 if self.rank == 0:
                     self.check_published(job, step, truth["model"])
@@ -399,7 +400,7 @@ class Rank:
             hook.close()
         else:
             with pytest.raises(SaveFailedError, match="rank 1"):
-                hook.save_checkpoint(1, block_until_saved=True)
+                checkpoint(hook, 1)
             hook.close()
         assert latest_checkpoint(job) is None
         self.passed("a user state of one rank cannot be saved")

@@ -56,6 +56,15 @@ def broadcasts_again(trainer: TrainerRanks, step: int, *explorers: Peer) -> int:
     raise AssertionError("nothing was broadcast in 40 steps")
 
 
+def takes_fourth(trainer: TrainerRanks, explorer: Peer, after: int) -> Any:
+    """Step 4 goes to an explorer at the end of its own step."""
+    served = explorer("after_step", after)
+    truth = trainer[0].answer()
+    assert (served["step"], served["digest"]) == (4, truth["digest"])
+    assert truth["sync/broadcasts"] == 1
+    return served
+
+
 def test_all_explorers_have_the_trainers_bits_after_each_sync(job: Path, stage: Cast) -> None:
     """One explorer, two, three; the last with two workers; of whom none loads what it has."""
     with Daemon(job):
@@ -219,10 +228,7 @@ def test_explorers_that_call_after_their_steps_are_waited_for(job: Path, stage: 
         trainer.step(3)
         trainer[0].tell("step", 4)
         assert not trainer[0].has_answered(within=1.0)
-        served = explorer("after_step", 2)
-        truth = trainer[0].answer()
-        assert (served["step"], served["digest"]) == (4, truth["digest"])
-        assert truth["sync/broadcasts"] == 1
+        served = takes_fourth(trainer, explorer, 2)
         assert served["may_produce"]
         explorer.tell("after_step", 3)
         trainer[0]("close")
@@ -279,10 +285,7 @@ def test_a_trainer_decides_when_explorers_wait_for_it(job: Path, stage: Cast) ->
         trainer.step(3)
         trainer[0].tell("step", 4)
         wait_until(lambda: trainer_status(job) == "require_sync", "the trainer waits")
-        served = explorer("after_step", 3)
-        truth = trainer[0].answer()
-        assert (served["step"], served["digest"]) == (4, truth["digest"])
-        assert truth["sync/broadcasts"] == 1
+        takes_fourth(trainer, explorer, 3)
         assert explorer("after_step", 4)["step"] == 4
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -30,6 +29,7 @@ from tests.multiprocess.processes import (
     wait_until,
 )
 from tests.products import product
+from tests.programs import completed
 
 RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
 DAY = 86400.0
@@ -227,10 +227,11 @@ with ExplorerSynchronizer(report.parents[2], report.stem) as explorer:
 
 
 def test_a_fork_neither_speaks_for_its_parent_nor_ends_it(job: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _FORKS, str(JobLayout(job).explorer("e"))],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=DEADLINE, check=False,
-    )  # fmt: skip
+    done = completed(
+        [sys.executable, "-c", _FORKS, JobLayout(job).explorer("e")],
+        env=ENVIRONMENT,
+        timeout=DEADLINE,
+    )
     assert done.returncode == 0, done.stderr
 
 

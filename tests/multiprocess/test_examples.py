@@ -1,7 +1,6 @@
 """The programs that trainer.md, transformers.md and engines.md show: docs/examples."""
 
 import string
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from tests.explorers import publish
 from tests.jobs import SmallJob
 from tests.merging import assert_equal
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon
+from tests.programs import completed
 from tests.rank_programs import ROOT
 from trainer_hooks import load_checkpoint
 
@@ -25,14 +25,11 @@ _RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
 
 def run(folder: Path, name: str, *arguments: object, launcher: tuple[str, ...] = ()) -> str:
     """What a program prints; it must end well."""
-    done = subprocess.run(
-        [sys.executable, *launcher, FOLDER / name, *map(str, arguments)],
+    done = completed(
+        [sys.executable, *launcher, FOLDER / name, *arguments],
         cwd=folder,
         env=ENVIRONMENT | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
         timeout=3 * DEADLINE,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return done.stdout

@@ -43,8 +43,7 @@ def test_one_process_of_a_host_copies_and_hands_over_when_it_is_killed(
     stage = tmp_path / "stage"
     made = SmallJob(job)
     made.save(1)
-    with made.daemon() as loop:
-        loop.run_once()
+    made.run()
     with ExitStack() as stack:
         killed = stack.enter_context(ended(staging(job, "killed", stage, "--hangs")))
         told(killed, "copies")

@@ -16,9 +16,8 @@ from syncd.storage.fsio import Storage
 from tests.jobs import read
 from tests.merging import assert_equal, loaded
 from tests.multiprocess.processes import Daemon, report, wait_for_step, wait_until, wait_until_gone
+from tests.places import FIXTURES
 from tests.shards import Built, Named, dtensor, shard, tensor
-
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 def put(job: Path, kind: str, step: int, torch_version: str = "2.15.0") -> Path:

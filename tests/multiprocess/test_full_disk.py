@@ -43,7 +43,7 @@ from tests.multiprocess.processes import (
 )
 from tests.multiprocess.saves import Constant, save, serve, trainer
 from tests.saved_links import save_full, save_link
-from tests.storages import Clock, RuledStorage
+from tests.storages import Clock, RuledStorage, os_error
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
 #: One tensor a file: so that a version has many files.
@@ -87,7 +87,10 @@ def nothing_half_made(job: Path) -> None:
     wait_until(lambda: not temporaries(job), f"no temporary is left: {temporaries(job)}")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@each_kind
 @pytest.mark.parametrize("relief", ["others make room", "what was leased may go"])
 def test_a_version_that_does_not_fit_waits_says_so_and_is_published_when_there_is_room(
     job: Path, filler: Filler, kind: Kind, relief: str
@@ -128,7 +131,7 @@ def test_a_version_that_does_not_fit_waits_says_so_and_is_published_when_there_i
         assert sum("in epoch" in line for line in daemon.log) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_a_daemon_that_starts_on_a_full_disk_gives_up_its_reserve_prunes_and_publishes(
     job: Path, filler: Filler, kind: Kind
 ) -> None:
@@ -141,7 +144,7 @@ def test_a_daemon_that_starts_on_a_full_disk_gives_up_its_reserve_prunes_and_pub
         verified(job, 4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_a_daemon_that_starts_on_a_full_disk_without_a_reserve_goes_on_when_there_is_room(
     job: Path, filler: Filler, kind: Kind
 ) -> None:
@@ -158,7 +161,7 @@ def test_a_daemon_that_starts_on_a_full_disk_without_a_reserve_goes_on_when_ther
         nothing_half_made(job)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_syncd_prune_makes_room_on_a_full_disk(job: Path, filler: Filler, kind: Kind) -> None:
     full_at_start(job, filler, kind)
     done = syncd("prune", job, "--keep", "1")
@@ -167,7 +170,7 @@ def test_syncd_prune_makes_room_on_a_full_disk(job: Path, filler: Filler, kind: 
     nothing_half_made(job)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 @pytest.mark.parametrize(
     ("last", "refused"),
     [(3, "step 3 could not be linked"), (2, "to step 2 could not be folded")],
@@ -252,7 +255,7 @@ def at_each_write_of_weights(moment: int, action: Callable[[], None]) -> RuledSt
 
 
 def no_more_quota() -> None:
-    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    raise os_error(errno.EDQUOT)
 
 
 @pytest.mark.parametrize("cause", ["bytes", "quota"])
@@ -263,8 +266,7 @@ def test_room_that_ends_between_two_pieces_of_a_merge_ends_only_that_merge(
     root = disk / "in-process"
     job = SmallJob(root)
     save(root, Constant(), 1)
-    with job.daemon() as loop:
-        loop.run_once()
+    job.run()
     save(root, Constant(megabytes=8), 2)
     end = no_more_quota if cause == "quota" else lambda: filler.fill("bytes")
     job.storage = at_each_write_of_weights(moment, end)
@@ -283,7 +285,7 @@ def test_room_that_ends_between_two_pieces_of_a_merge_ends_only_that_merge(
     verified(root, job.latest.sequence)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 @pytest.mark.parametrize("room", ["none", "a little"])
 def test_a_save_on_a_full_disk_says_so_leaves_nothing_and_a_later_one_works(
     job: Path, filler: Filler, kind: Kind, room: str
@@ -327,7 +329,7 @@ def test_rank_0_is_told_of_a_rank_that_ran_out_of_room(job: Path, filler: Filler
     assert temporaries(job) == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_a_trainer_that_ends_on_a_full_disk_says_what_failed(
     job: Path, filler: Filler, kind: Kind
 ) -> None:
@@ -340,7 +342,7 @@ def test_a_trainer_that_ends_on_a_full_disk_says_what_failed(
     hook.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_an_error_of_the_training_is_not_hidden_by_a_full_disk(
     job: Path, filler: Filler, kind: Kind
 ) -> None:
@@ -375,7 +377,7 @@ def test_an_engine_goes_on_where_there_is_no_inode_for_a_lease(job: Path, filler
             assert held.numbers() == {2.0}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_a_version_is_pulled_where_there_is_no_room_to_report_it(
     job: Path, filler: Filler, kind: Kind
 ) -> None:
@@ -389,7 +391,7 @@ def test_a_version_is_pulled_where_there_is_no_room_to_report_it(
         filler.clear()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_a_merge_by_hand_onto_a_full_disk_says_so_and_leaves_nothing(
     tmp_path: Path, disk: Path, job: Path, filler: Filler, kind: Kind
 ) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tests.doc_blocks import ROOT, blocks
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, newest, report, wait_until
+from tests.programs import completed
 
 PAGE = "getting-started.md"
 INSTALL, MAKE, RUN, TRAIN, EXPLORE, LOOK, KILL, RUN_AGAIN, LOOK_AGAIN, CLEAN = blocks(PAGE, "sh")
@@ -41,15 +42,7 @@ class Terminal:
 
     def run(self, block: str) -> str:
         """What a block prints; it must end well."""
-        done = subprocess.run(
-            ["bash", "-ec", block],
-            cwd=self.folder,
-            env=self._env,
-            capture_output=True,
-            text=True,
-            timeout=LONG,
-            check=False,
-        )
+        done = completed(["bash", "-ec", block], cwd=self.folder, env=self._env, timeout=LONG)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -96,7 +96,7 @@ def test_jobs_are_served_as_they_come_and_go(root: Path, tmp_path: Path) -> None
         (tmp_path / "away").rename(root / "back")
         back = SmallJob(root / "back")
         back.save(99)
-        wait_for_step(back.layout.root, 99)
+        wait_for_step(back.root, 99)
 
     assert not any(at_work(path) for path in root.iterdir())
     assert list((root / "logs").iterdir()) == []
@@ -110,8 +110,8 @@ def test_a_job_that_cannot_be_served_stops_no_other(root: Path) -> None:
     (root / "format" / ".syncd" / "format.json").write_text("{")
     (root / "link" / ".syncd").symlink_to(root / "format" / ".syncd")
     damaged = SmallJob(root / "shards")
-    damaged.layout.actor(1).mkdir(parents=True)
-    (damaged.layout.actor(1) / "model_world_size_1_rank_0.pt").write_bytes(b"no zip")
+    damaged.actor(1).mkdir(parents=True)
+    (damaged.actor(1) / "model_world_size_1_rank_0.pt").write_bytes(b"no zip")
     damaged.point(1)
     well = SmallJob(root / "well")
     well.save(1)
@@ -126,7 +126,7 @@ def test_a_job_that_cannot_be_served_stops_no_other(root: Path) -> None:
         (root / "format" / ".syncd" / "format.json").unlink()
         healed = SmallJob(root / "format")
         healed.save(3)
-        wait_for_step(healed.layout.root, 3)
+        wait_for_step(healed.root, 3)
 
 
 _HANGS = """

@@ -35,14 +35,16 @@ def published(save: Path, tmp_path: Path) -> SmallJob:
     """A copy of a job, after a round of its daemon."""
     shutil.copytree(save, tmp_path / "job")
     job = SmallJob(tmp_path / "job")
-    with job.daemon(DaemonConfig(names="hub")) as loop:
-        loop.run_once()
+    job.run(DaemonConfig(names="hub"))
     return job
+
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.mark.parametrize("layout", SaveLayout)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_a_quantized_model_is_published_as_it_is_on_the_hub(
     saves: Path, tmp_path: Path, kind: str, world_size: int, layout: SaveLayout
 ) -> None:
@@ -62,7 +64,7 @@ def test_a_quantized_model_is_published_as_it_is_on_the_hub(
     assert verified.returncode == 0, verified.stderr
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_transformers_and_an_explorer_load_a_quantized_version(
     saves: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -89,7 +91,7 @@ def test_transformers_and_an_explorer_load_a_quantized_version(
     assert_equal(served.state_dict(), truth)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_a_cast_of_a_quantized_model_is_refused_by_name(
     saves: Path, tmp_path: Path, kind: str
 ) -> None:

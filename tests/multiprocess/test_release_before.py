@@ -30,6 +30,7 @@ from tests.multiprocess.processes import (
     wait_until,
     wait_until_gone,
 )
+from tests.programs import completed
 from tests.rank_programs import ENVIRONMENT, ROOT
 from tests.stored_job import Config, Model
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
@@ -321,10 +322,7 @@ def test_the_release_before_serves_on_a_job_of_this_one(job: Path, before: Path)
     python = [sys.executable, "-P"]
     environment = {**ENVIRONMENT, "PYTHONPATH": str(before)}
 
-    done = subprocess.run(
-        [*python, "-c", RELEASE_BEFORE, str(job)],
-        env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False,
-    )  # fmt: skip
+    done = completed([*python, "-c", RELEASE_BEFORE, job], env=environment, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
         "code": str(before / "syncd" / "__init__.py"),
@@ -393,9 +391,8 @@ def test_the_release_before_serves_cast_weights_and_does_not_resume_from_them(
             assert old.wait(DEADLINE) == 0
         finally:
             old.kill()
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", REFUSED_BEFORE, str(job)],
-        env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False,
-    )  # fmt: skip
+    done = completed(
+        [sys.executable, "-P", "-c", REFUSED_BEFORE, job], env=environment, timeout=DEADLINE
+    )
     assert done.stdout.startswith("CheckpointError"), done.stderr
     assert "is in none of the receipts of its save" in done.stdout

@@ -45,13 +45,13 @@ def test_a_job_and_its_memory_directory_are_served_and_pruned_by_one_process(
         serve(job, Constant(), 1)
         for step in (2, 3, 4):
             gathered.save(step)
-            written = inode(gathered.layout.actor(step) / "model.safetensors")
+            written = inode(gathered.actor(step) / "model.safetensors")
             found = wait_for_step(memory, step)
             # Linked, and never copied.
-            assert inode(gathered.layout.version(found.sequence) / "model.safetensors") == written
+            assert inode(gathered.version(found.sequence) / "model.safetensors") == written
             verified(memory, found.sequence)
         wait_until(lambda: len(gathered.versions) == 1, "the memory directory is pruned")
-        wait_until_gone(gathered.layout.step(3))
+        wait_until_gone(gathered.step(3))
         seen = json.loads(said_by_syncd("status", job, "--json"))
         assert seen["latest"]["step"] == 1
         assert seen["memory"]["latest"]["step"] == 4

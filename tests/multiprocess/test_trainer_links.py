@@ -90,7 +90,7 @@ def test_training_resumes_on_another_world_size_from_a_link(
         assert_equal(full(other, 4), truth)
         train(ranks, 5, 6)
         # A run of its own begins with a full save.
-        assert_equal(linked(there, 6, full(there, 5)), full(other, 6))
+        same_as_whole(there, other, 6)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_rank_that_fails_costs_its_link_alone(
         ranks.all("over")
         assert not list(there.layout.actor(3).glob("link_*"))
         train(ranks, 5)
-        assert_equal(linked(there, 5, full(there, 4)), full(other, 5))
+        same_as_whole(there, other, 5)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,12 @@ def test_a_rank_that_is_killed_costs_its_link_alone(
         open_both(ranks, other)
         train(ranks, 3, 4)  # the same step again, by another run
         assert_equal(full(there, 3), full(other, 3))
-        assert_equal(linked(there, 4, full(there, 3)), full(other, 4))
+        same_as_whole(there, other, 4)
+
+
+def same_as_whole(there: Job, other: Job, step: int) -> None:
+    """The link of a step on the full save before it is what the other hook has saved."""
+    assert_equal(linked(there, step, full(there, step - 1)), full(other, step))
 
 
 def assert_still(there: Job, before: dict[str, torch.Tensor]) -> None:

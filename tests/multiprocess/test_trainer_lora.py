@@ -58,7 +58,10 @@ def test_ranks(saves: tuple[Path, str], check: str) -> None:
     assert check in {path.name for path in (root / "passed").glob("*")}, said[-6000:]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@each_kind
 def test_the_published_adapter_is_what_peft_saves_and_gives_the_trainers_logits(
     saves: tuple[Path, str], tmp_path: Path, kind: str
 ) -> None:
@@ -81,7 +84,7 @@ def test_the_published_adapter_is_what_peft_saves_and_gives_the_trainers_logits(
     assert (after - before).abs().max() > 0.01, "the adapter does something"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_the_merged_model_is_merge_and_unload_to_the_bit(
     saves: tuple[Path, str], tmp_path: Path, kind: str
 ) -> None:
@@ -105,7 +108,7 @@ def test_what_two_ranks_have_saved_is_resumed_by_one(saves: tuple[Path, str], mo
     torch.testing.assert_close(found, load_file(root / "fsdp2" / "logits.safetensors")["logits"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_the_frozen_base_is_in_no_file_of_an_adapters_checkpoint(
     saves: tuple[Path, str], kind: str
 ) -> None:

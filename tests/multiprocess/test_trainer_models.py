@@ -22,7 +22,10 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written_by(tmp_path_factory, "tests.multiprocess.model_ranks")
 
 
-@pytest.mark.parametrize("save", SAVES)
+each_save = pytest.mark.parametrize("save", SAVES)
+
+
+@each_save
 def test_shards_of_copies_merge_to_the_model_from_before_wrapping(
     saves: Path, tmp_path: Path, save: str
 ) -> None:
@@ -31,7 +34,7 @@ def test_shards_of_copies_merge_to_the_model_from_before_wrapping(
     assert_equal(loaded(tmp_path / "out"), truth(saves / save))
 
 
-@pytest.mark.parametrize("save", SAVES)
+@each_save
 def test_a_gathered_state_dict_is_published_as_it_is(
     saves: Path, tmp_path: Path, save: str
 ) -> None:
@@ -53,13 +56,13 @@ def test_what_the_config_ties_is_gathered_and_broadcast_once(saves: Path, save: 
     assert_equal(torch.load(saves / save / "broadcast-tied.pt"), expected)
 
 
-@pytest.mark.parametrize("save", SAVES)
+@each_save
 def test_a_broadcast_is_of_the_tensors_that_are_published(saves: Path, save: str) -> None:
     found = torch.load(saves / save / "broadcast.pt")
     assert_equal(found, truth(saves / save))
 
 
-@pytest.mark.parametrize("save", SAVES)
+@each_save
 def test_what_is_cast_for_explorers_is_the_model_as_torch_casts_it(
     saves: Path, tmp_path: Path, save: str
 ) -> None:

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from string import Template
@@ -18,6 +17,7 @@ from syncd.storage.fsio import Storage
 from tests.doc_blocks import blocks
 from tests.multiprocess.following import assert_as_trained
 from tests.multiprocess.processes import DEADLINE, Daemon
+from tests.programs import completed
 from tests.rank_programs import ENVIRONMENT, ROOT, SAID, run_ranks
 
 #: A Python that has verl, which wants other releases than these tests: see
@@ -37,8 +37,8 @@ needs_verl = pytest.mark.skipif(
 
 
 def run_verl(*command: object, cwd: Path = ROOT) -> None:
-    done = subprocess.run(
-        [*map(str, command)],
+    done = completed(
+        [*command],
         cwd=cwd,
         env={
             **ENVIRONMENT,
@@ -48,10 +48,7 @@ def run_verl(*command: object, cwd: Path = ROOT) -> None:
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
         },
-        capture_output=True,
-        text=True,
         timeout=4 * DEADLINE,
-        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

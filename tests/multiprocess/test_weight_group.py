@@ -93,7 +93,10 @@ def strike(victim: Peer, signal: str) -> None:
 STRUCK = [(who, signal) for who in ("trainer", "explorer") for signal in ("kill", "stop")]
 
 
-@pytest.mark.parametrize(("who", "signal"), STRUCK)
+each_stroke = pytest.mark.parametrize(("who", "signal"), STRUCK)
+
+
+@each_stroke
 @pytest.mark.parametrize("stage", ["while it forms", "between buckets", "before it votes"])
 def test_whoever_dies_or_stops_the_others_give_up_at_the_deadline_and_go_on_without(
     start: Start, who: str, signal: str, stage: str
@@ -137,7 +140,7 @@ def test_whoever_dies_or_stops_the_others_give_up_at_the_deadline_and_go_on_with
     assert not any(one("left_behind") for one in everybody)
 
 
-@pytest.mark.parametrize(("who", "signal"), STRUCK)
+@each_stroke
 def test_where_it_is_not_known_who_has_heard_the_verdict_the_trainer_says_that_it_failed(
     start: Start, who: str, signal: str
 ) -> None:

@@ -27,10 +27,9 @@ from syncd.checkpoint.safetensors_header import header_bytes
 from syncd.checkpoint.sandbox.wire import contents_rows, read_bare, read_chunked, read_contents
 from syncd.checkpoint.torch_files.pieces import read_tensor
 from syncd.protocol.errors import CheckpointError
-from syncd.storage.fsio import Storage
 from tests.dcp import Checkpoint, floats, small, strides
+from tests.storages import STORAGE
 
-STORAGE = Storage(durable=False)
 FUZZ = settings(max_examples=200, deadline=None)
 
 
@@ -165,8 +164,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small().write(tmp_path_factory.mktemp("small"))
 
 
+any_edit = given(edits(), st.floats(0, 1))
+
+
 @FUZZ
-@given(edits(), st.floats(0, 1))
+@any_edit
 def test_any_metadata_is_read_or_an_error_of_ours(change: Edit, where: float) -> None:
     data = small().metadata()
     try:
@@ -178,7 +180,7 @@ def test_any_metadata_is_read_or_an_error_of_ours(change: Edit, where: float) ->
 
 
 @FUZZ
-@given(edits(), st.floats(0, 1))
+@any_edit
 def test_any_file_is_read_or_an_error_of_ours(folder: Path, change: Edit, where: float) -> None:
     contents = parsed((folder / ".metadata").read_bytes())
     dtype, shape, (chunk, _) = contents.tensors["weight"]
@@ -198,7 +200,7 @@ def test_any_file_is_read_or_an_error_of_ours(folder: Path, change: Edit, where:
 
 
 @FUZZ
-@given(edits(), st.floats(0, 1))
+@any_edit
 def test_any_header_is_read_or_an_error_of_ours(change: Edit, where: float) -> None:
     told = '{"a": {"saved_offsets": [2, 0]}, "b": {"saved_offsets": []}}'
     entries = [Field("a", "F32", (2, 2), 0, 16), Field("b", "BF16", (), 16, 18)]

@@ -47,7 +47,10 @@ def check(old: NDArray[Any], new: NDArray[Any]) -> bytes:
     return block
 
 
-@given(width=WIDTHS, count=st.integers(1, 3000), density=st.floats(0, 1), seed=SEEDS)
+any_change = given(width=WIDTHS, count=st.integers(1, 3000), density=st.floats(0, 1), seed=SEEDS)
+
+
+@any_change
 def test_any_changes_of_any_width_come_out_as_they_were(
     width: int, count: int, density: float, seed: int
 ) -> None:
@@ -57,7 +60,7 @@ def test_any_changes_of_any_width_come_out_as_they_were(
     check(old, new)
 
 
-@given(width=WIDTHS, count=st.integers(1, 3000), density=st.floats(0, 1), seed=SEEDS)
+@any_change
 def test_small_changes_come_out_as_they_were(
     width: int, count: int, density: float, seed: int
 ) -> None:
@@ -85,7 +88,10 @@ def test_gaps_of_any_length_come_out_as_they_were(
         assert len(block) < len(old) / 10
 
 
-@pytest.mark.parametrize("width", [1, 2, 4, 8])
+each_width = pytest.mark.parametrize("width", [1, 2, 4, 8])
+
+
+@each_width
 @pytest.mark.parametrize("step", [1, 127, 128, 254, 255, 256, 257, -1, -127, -128, -129, -256])
 @pytest.mark.parametrize("count", [1, 7, 8, 64, 65, 1000])
 def test_changes_at_the_edges_of_a_byte_come_out_as_they_were(
@@ -98,7 +104,7 @@ def test_changes_at_the_edges_of_a_byte_come_out_as_they_were(
     check(new, old)
 
 
-@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@each_width
 @pytest.mark.parametrize("first", [0, 1, BLOCK - 1, BLOCK - 8, BLOCK // 2])
 def test_a_single_change_of_a_whole_block_takes_few_bytes(width: int, first: int) -> None:
     old = np.zeros(BLOCK, UINT[width])

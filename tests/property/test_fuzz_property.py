@@ -23,12 +23,11 @@ from syncd.checkpoint.torch_files.pieces import read_pieces
 from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.protocol.errors import CheckpointError, ShardFormatError
 from syncd.protocol.names import FSDP_CONFIG, RECEIPTS, receipt_name, shard_name
-from syncd.storage.fsio import Storage
 from tests.jobs import nothing, receipt_of, weights
+from tests.places import FIXTURES
 from tests.shards import Built, Named, shard, tensor
+from tests.storages import STORAGE
 
-STORAGE = Storage(durable=False)
-FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 GIB = 1024**3
 FUZZ = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -140,7 +140,10 @@ def test_a_name_is_shown_on_one_line_that_any_terminal_can_take(name: str) -> No
     assert not name.isprintable() or shown == name
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+each_model = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+
+
+@each_model
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_values_in_the_fields_of_a_record_are_a_record_or_a_record_error(
@@ -160,7 +163,7 @@ def test_any_values_in_the_fields_of_a_record_are_a_record_or_a_record_error(
     assert len(said) < 1000
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+@each_model
 @pytest.mark.parametrize(
     "content",
     [b"[" * 10_000 + b"]" * 10_000, b'{"protocol":' * 10_000,

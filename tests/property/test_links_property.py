@@ -19,6 +19,10 @@ DTYPES = sorted(ITEMSIZE)
 DIGEST = xxhash.xxh3_128_hexdigest(b"")
 
 
+def index_at(path: Path, digest: str) -> list[Any]:
+    return read_index(STORAGE, path, path.stat().st_size, digest)
+
+
 def piece(
     name: str, dtype: str, box: Box, new: bytes, old: bytes | None, *, is_replica: bool = False
 ) -> SavedPiece:
@@ -52,7 +56,7 @@ def test_every_piece_of_a_link_comes_out_bit_for_bit(
     with TemporaryDirectory() as folder:
         path = Path(folder, "link")
         digest = written(path, pieces)
-        read = read_index(STORAGE, path, path.stat().st_size, digest)
+        read = index_at(path, digest)
         assert [(one.name, one.dtype, one.box) for one in read] == [one[:3] for one in pieces]
         olds = {
             f"t{at}": bytes(len(new)) if old is None else old
@@ -75,7 +79,7 @@ def test_a_piece_of_several_blocks_is_written_by_blocks(tmp_path: Path, dtype: s
     box = Box((11,), (elements,))
     path = tmp_path / "link"
     digest = written(path, [piece("t", dtype, box, new.tobytes(), old.tobytes())])
-    (read,) = read_index(STORAGE, path, path.stat().st_size, digest)
+    (read,) = index_at(path, digest)
     assert [(block.number, block.changed) for block in read.blocks] == [(0, 1), (2, 1)]
     assert path.stat().st_size < 600
     assert applied(path, digest, {"t": old.tobytes()}) == {"t": new.tobytes()}
@@ -161,16 +165,16 @@ def test_a_hostile_index_is_refused(tmp_path: Path, what: str) -> None:
     length = sum(block[1] for one in index["pieces"] for block in one.get("blocks", []))
     digest = stored(path, index, bytes(length))
     with pytest.raises(LinkError):
-        read_index(STORAGE, path, path.stat().st_size, digest)
+        index_at(path, digest)
 
 
 def test_an_index_that_the_hostile_ones_resemble_is_accepted(tmp_path: Path) -> None:
     path, index = tmp_path / "link", one_piece(blocks=[entry()])
     digest = stored(path, index, bytes(5))
-    assert len(read_index(STORAGE, path, path.stat().st_size, digest)) == 1
+    assert len(index_at(path, digest)) == 1
     stored(path, index, bytes(6))
     with pytest.raises(LinkError, match="as long as"):
-        read_index(STORAGE, path, path.stat().st_size, digest)
+        index_at(path, digest)
 
 
 def test_an_index_above_the_limit_is_not_read(tmp_path: Path) -> None:
@@ -180,7 +184,7 @@ def test_an_index_above_the_limit_is_not_read(tmp_path: Path) -> None:
         file.seek(0, 2)
         file.write(LENGTH.pack(2**39))
     with pytest.raises(LinkError, match="too long"):
-        read_index(STORAGE, path, path.stat().st_size, DIGEST)
+        index_at(path, DIGEST)
 
 
 @pytest.mark.parametrize("size", [0, 7, 100])
@@ -202,6 +206,6 @@ def test_any_bytes_are_read_or_refused(content: bytes, length: int) -> None:
         index = content[len(content) - length :] if length <= len(content) else b""
         try:
             digest = xxhash.xxh3_128_hexdigest(index)
-            read_index(STORAGE, path, path.stat().st_size, digest)
+            index_at(path, digest)
         except LinkError:
             pass

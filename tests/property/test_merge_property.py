@@ -38,11 +38,10 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.tensor_rules import ITEMSIZE, PACKED, name_fault
 from syncd.checkpoint.torch_files.shard_file import ZipRecord
 from syncd.protocol.errors import CoverageError
-from syncd.storage.fsio import Storage
 from tests import dtensor_rules as rules
 from tests.dtensor_rules import Cuts
+from tests.storages import STORAGE
 
-STORAGE: Final = Storage(durable=False)
 #: Ranks of a job: more would only be slow.
 RANKS: Final = 12
 
@@ -280,6 +279,10 @@ def saved(job: Job, whole: Mapping[str, bytes], rank: int) -> Rank:
     return Rank(bytes(content), records, index)
 
 
+def saved_by_all(job: Job, whole: Mapping[str, bytes]) -> list[Rank]:
+    return [saved(job, whole, rank) for rank in range(len(job.coordinates))]
+
+
 def _placed(
     job: Job, tensor: Tensor, rank: int, boxes: Sequence[Indices], locals_: Sequence[Local]
 ) -> Local | Chunks | None:
@@ -356,7 +359,7 @@ def test_a_model_that_is_cut_and_merged_is_the_model(
     in_kernel: bool,
 ) -> None:
     whole = content_of(job, chance)
-    ranks = [saved(job, whole, rank) for rank in range(len(job.coordinates))]
+    ranks = saved_by_all(job, whole)
     chance.shuffle(ranks)  # the order of the files says nothing
     found = {}
     with tempfile.TemporaryDirectory() as name, opened(Path(name), ranks) as sources:
@@ -390,7 +393,7 @@ def test_the_first_of_equal_boxes_is_used_and_the_order_of_files_says_nothing_el
     job: Job, chance: random.Random
 ) -> None:
     whole = content_of(job, chance)
-    ranks = [saved(job, whole, rank) for rank in range(len(job.coordinates))]
+    ranks = saved_by_all(job, whole)
     firsts: dict[tuple[Shape, Shape], int] = {}
     for number, rank in enumerate(ranks):
         for local in _locals(rank):
@@ -440,13 +443,16 @@ def _box_of(rank: Rank, run: Run) -> tuple[Shape, Shape]:
     return next(_box(local) for local in _locals(rank) if local.offset == run.offset)
 
 
+one_job = given(job=single, data=st.data())
+
+
 @settings(deadline=None)
-@given(job=single, data=st.data())
+@one_job
 def test_a_rank_that_is_left_out_is_missed_unless_others_have_all_that_it_has(
     job: Job, data: st.DataObject
 ) -> None:
     whole = content_of(job, random.Random(0))
-    ranks = [saved(job, whole, rank) for rank in range(len(job.coordinates))]
+    ranks = saved_by_all(job, whole)
     assume(len(ranks) > 1)
     left_out = ranks.pop(data.draw(st.integers(0, len(ranks) - 1)))
     others = {_box(local) for rank in ranks for local in _locals(rank)}
@@ -458,12 +464,12 @@ def test_a_rank_that_is_left_out_is_missed_unless_others_have_all_that_it_has(
 
 
 @settings(deadline=None)
-@given(job=single, data=st.data())
+@one_job
 def test_a_box_that_is_elsewhere_or_of_another_size_is_missed(
     job: Job, data: st.DataObject
 ) -> None:
     whole = content_of(job, random.Random(0))
-    ranks = [saved(job, whole, rank) for rank in range(len(job.coordinates))]
+    ranks = saved_by_all(job, whole)
     held = [(number, local) for number, rank in enumerate(ranks) for local in _locals(rank)]
     boxes = [_box(local) for _, local in held]
     # One replica of several could take the place of another box, and nobody could know.

@@ -111,7 +111,10 @@ JSON = st.recursive(
 )
 
 
-@pytest.mark.parametrize("model", RECORDS, ids=lambda model: model.__name__)
+each_model = pytest.mark.parametrize("model", RECORDS, ids=lambda model: model.__name__)
+
+
+@each_model
 @given(data=st.data())
 @settings(max_examples=20)
 def test_a_record_reads_back_as_it_was_written(
@@ -121,7 +124,7 @@ def test_a_record_reads_back_as_it_was_written(
     assert records.parse(model, records.encode(record), "it") == record
 
 
-@pytest.mark.parametrize("model", RECORDS, ids=lambda model: model.__name__)
+@each_model
 @given(content=st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
 @settings(max_examples=20)
 def test_any_bytes_are_a_record_or_a_record_error(

@@ -9,9 +9,7 @@ from syncd.checkpoint.merging.file_copy import TensorStream
 from syncd.checkpoint.merging.source_reader import SourceReader
 from syncd.checkpoint.merging.tiling import Part, Run, Weave, leaves
 from syncd.checkpoint.torch_files.shard_file import ZipRecord
-from syncd.storage.fsio import Storage
-
-STORAGE = Storage(durable=False)
+from tests.storages import STORAGE
 
 
 class Source:

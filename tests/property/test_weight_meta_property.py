@@ -29,7 +29,10 @@ def metas(draw: st.DrawFn) -> WeightMeta:
     )
 
 
-@given(metas(), st.integers(ALIGNED, 100_000))
+any_metas = given(metas(), st.integers(ALIGNED, 100_000))
+
+
+@any_metas
 def test_every_byte_of_every_tensor_travels_once_and_in_order(
     meta: WeightMeta, bucket_bytes: int
 ) -> None:
@@ -50,7 +53,7 @@ def test_every_byte_of_every_tensor_travels_once_and_in_order(
     assert found == [one.nbytes for one in meta.tensors]
 
 
-@given(metas(), st.integers(ALIGNED, 100_000))
+@any_metas
 def test_tensors_lie_one_after_the_other_at_aligned_places(
     meta: WeightMeta, bucket_bytes: int
 ) -> None:
@@ -65,7 +68,7 @@ def test_tensors_lie_one_after_the_other_at_aligned_places(
         assert before.begin + before.size <= after.begin
 
 
-@given(metas(), st.integers(ALIGNED, 100_000))
+@any_metas
 def test_a_large_tensor_shares_no_bucket_and_small_ones_take_a_quarter_of_one(
     meta: WeightMeta, bucket_bytes: int
 ) -> None:

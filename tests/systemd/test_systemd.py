@@ -9,12 +9,13 @@ import importlib.metadata
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filelock import FileLock
+
+from tests.programs import completed
 
 ROOT = Path(__file__).parents[2]
 LAB = os.environ.get("SYNCD_LAB", "")
@@ -58,7 +59,7 @@ def _boot(folder: Path) -> Steps:
     said = importlib.metadata.distribution("syncd").read_text("entry_points.txt")
     (metadata / "entry_points.txt").write_text(said or "")
     command = [f"{LAB}/systemd.sh", folder, "python3", "-m", "tests.systemd.guest"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    done = completed(command, timeout=240)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert done.returncode == 0, done.stdout + done.stderr
     return {found.pop("step"): found for found in map(json.loads, lines)}

@@ -15,6 +15,7 @@ from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.units import files as unit_files
 from syncd.units.files import DAEMON, FOLLOWER, quoted
 from tests.commands import Result, invoke
+from tests.programs import completed
 
 ROOT = Path(__file__).parents[2]
 needs_systemd = pytest.mark.skipif(
@@ -177,11 +178,8 @@ def test_the_daemons_unit_is_hardened(tmp_path: Path, config: Path) -> None:
     template, _ = installed(tmp_path, config, "--user", "trainer")
     unit = template.with_name("syncd@demo.service")
     shutil.copy(template, unit)  # with the drop-in of that name
-    done = subprocess.run(
-        ["systemd-analyze", "security", "--offline=true", "--threshold=15", "--no-pager", unit],
-        capture_output=True,
-        text=True,
-        check=False,
+    done = completed(
+        ["systemd-analyze", "security", "--offline=true", "--threshold=15", "--no-pager", unit]
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Overall exposure level" in done.stdout
@@ -199,11 +197,8 @@ def test_systemd_reads_any_path_as_it_was_meant(tmp_path: Path, name: str) -> No
     assert quoted(job) in drop_in.read_text()
     unit = template.with_name("syncd@demo.service")
     shutil.copy(template, unit)
-    done = subprocess.run(
+    done = completed(
         ["systemd-analyze", "verify", "--man=no", unit],
-        capture_output=True,
-        text=True,
-        check=False,
         env={**os.environ, "SYSTEMD_LOG_LEVEL": "warning"},
     )
     ours = [line for line in done.stderr.splitlines() if "syncd@demo" in line or "job.conf" in line]

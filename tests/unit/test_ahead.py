@@ -21,17 +21,15 @@ from syncd.operate.history import history
 from syncd.operate.job_state import look
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import link_name
-from syncd.protocol.records import Ahead, Latest, NonFinite, encode, parse
+from syncd.protocol.records import Ahead, Latest, NonFinite, parse
 from syncd.protocol.reports import ExplorerReport, Load, TrainerReport
-from syncd.storage.job import Job
 from syncd.storage.sessions import Session
 from tests.jobs import LEASE_TIME, Rounds, SmallJob, nothing
 from tests.made_deltas import work
 from tests.saved_links import save_full, save_link
-from tests.storages import Clock, FastStorage, RuledStorage, refuse
+from tests.storages import STORAGE, Clock, RuledStorage, refuse
 
 CONFIG = DaemonConfig(keep=1)
-STORAGE = FastStorage()
 NO = Ahead(sequence=1, step=0, save_id="none")
 
 
@@ -67,7 +65,7 @@ def live(loop: Rounds, session: str, rounds: int = 12, **changes: object) -> Non
     report = ExplorerReport(
         name="e", session=session, status="running", sequence=1, time=0.0, follows_ahead=True
     )
-    loop.job.put(loop.job.layout.explorer("e"), encode(report.model_copy(update=changes)))
+    loop.job.put_record(loop.job.layout.explorer("e"), report.model_copy(update=changes))
     for _ in range(rounds):
         loop.clock.advance(LEASE_TIME / 5)
         loop.job.layout.session(session).write_text(str(loop.clock.now))
@@ -78,11 +76,10 @@ def is_merge_of(job: SmallJob, sequence: int, step: int, tmp_path: Path) -> bool
     """True if a version has the bytes of a merge of the same weights, manifest apart."""
     other = SmallJob(tmp_path / "other")
     other.save(step)
-    with other.daemon() as loop:
-        loop.run_once()
+    other.run()
     one, two = (
         {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
-        for folder in (job.layout.version(sequence), other.layout.version(1))
+        for folder in (job.version(sequence), other.version(1))
     )
     return one == two
 
@@ -90,6 +87,20 @@ def is_merge_of(job: SmallJob, sequence: int, step: int, tmp_path: Path) -> bool
 def fold(loop: Rounds) -> None:
     """Let no save come for a while."""
     loop.rounds(4, 600)
+
+
+def begins_again(loop: Rounds, step: int) -> None:
+    """After a whole save links are taken again."""
+    save_full(loop.job, step)
+    loop.run_once()
+    assert (loop.job.latest.step, loop.job.latest.closed) == (step, None)
+    save_link(loop.job, step + 1, step)
+    loop.run_once()
+    assert loop.job.latest.ahead is not None
+
+
+def ahead_of(job: SmallJob) -> Ahead:
+    return job.latest.ahead or NO
 
 
 def test_links_become_ahead_and_a_fold_is_equal_to_a_merge(job: SmallJob, tmp_path: Path) -> None:
@@ -127,12 +138,7 @@ def test_a_link_without_its_base_closes_the_links_until_the_next_full_version(
         assert job.latest.closed is not None
         assert job.outcomes[3] == "skipped"
         loop.run_once()
-        save_full(job, 4)
-        loop.run_once()
-        assert (job.latest.step, job.latest.closed) == (4, None)
-        save_link(job, 5, 4)
-        loop.run_once()
-        assert job.latest.ahead is not None
+        begins_again(loop, 4)
 
 
 @pytest.mark.parametrize("fault", ["config", "shape", "index", "no version", "no link", "many"])
@@ -141,7 +147,7 @@ def test_a_link_that_does_not_fit_closes_the_links(
 ) -> None:
     with daemon(job, 1) as loop:
         save_link(job, 2, 1, shape=2 if fault == "shape" else 3)
-        actor = job.layout.actor(2)
+        actor = job.actor(2)
         if fault == "index":
             path = actor / link_name(1, 0)
             content = path.read_bytes()
@@ -156,7 +162,7 @@ def test_a_link_that_does_not_fit_closes_the_links(
         if fault == "many":
             monkeypatch.setattr(linking, "_MOST", 1)
         if fault == "no version":
-            STORAGE.remove_tree(job.layout.version(1))
+            STORAGE.remove_tree(job.version(1))
         if fault == "no link":
             (actor / link_name(1, 0)).unlink()
         loop.run_once()
@@ -184,7 +190,7 @@ def test_a_refused_save_with_nan_is_linked_but_never_ahead(job: SmallJob) -> Non
         loop.run_once()
         assert job.latest.ahead == Ahead(sequence=4, step=4, save_id="run-4-4")
     assert links(job) == ["d000002", "d000003", "d000004"]
-    assert "cannot be" not in look(Job.at(job.layout.root))["health"]["text"]
+    assert "cannot be" not in look(job)["health"]["text"]
 
 
 def test_links_above_latest_stay_and_those_below_go_as_deltas_do(job: SmallJob) -> None:
@@ -215,10 +221,10 @@ def test_saves_that_the_pointer_has_passed_are_linked_first_and_kept(job: SmallJ
         assert links(job) == ["d000002", "d000003", "d000004"]
         assert job.latest.ahead == Ahead(sequence=4, step=4, save_id="run-4-4")
         loop.rounds(2, 0)
-        steps = {path.name for path in job.layout.root.glob("global_step_*")}
+        steps = {path.name for path in job.root.glob("global_step_*")}
         assert steps == {"global_step_2", "global_step_3", "global_step_4"}
         fold(loop)
-        steps = {path.name for path in job.layout.root.glob("global_step_*")}
+        steps = {path.name for path in job.root.glob("global_step_*")}
     assert steps == {"global_step_4"}
 
 
@@ -227,21 +233,21 @@ def test_a_take_over_keeps_ahead_and_discards_links_that_do_not_lead_from_latest
 ) -> None:
     with daemon(job, 3):
         pass
-    stray = job.layout.link(9)
+    stray = job.link(9)
     stray.mkdir()
-    text = (job.layout.link(3) / "delta.json").read_bytes().replace(b"run-2-2", b"run-7-7")
+    text = (job.link(3) / "delta.json").read_bytes().replace(b"run-2-2", b"run-7-7")
     (stray / "delta.json").write_bytes(text)
     ahead = job.latest.ahead
     assert ahead is not None
     with daemon(job):
         assert job.latest.ahead == ahead
         assert links(job) == ["d000002", "d000003"]
-    STORAGE.remove_tree(job.layout.link(2))
+    STORAGE.remove_tree(job.link(2))
     with daemon(job) as loop:  # what LATEST calls ahead cannot be reached: it is linked again
         assert job.latest.ahead is None
         loop.run_once()
-        assert (job.latest.ahead or NO).step == 3
-        assert (job.latest.ahead or NO).sequence > ahead.sequence
+        assert ahead_of(job).step == 3
+        assert ahead_of(job).sequence > ahead.sequence
 
 
 def test_ahead_that_was_linked_but_not_named_is_named_by_the_next_daemon(job: SmallJob) -> None:
@@ -265,7 +271,7 @@ def test_an_unnamed_fold_is_adopted_with_the_later_ahead(job: SmallJob) -> None:
         loop.run_once()
         ahead = job.latest.ahead
         assert ahead is not None
-    job.put(job.layout.latest, encode(before.model_copy(update={"ahead": ahead})))
+    job.put_record(job.layout.latest, before.model_copy(update={"ahead": ahead}))
     with daemon(job):
         assert (job.latest.sequence, job.latest.ahead) == (2, ahead)
 
@@ -275,10 +281,10 @@ def test_a_rollback_ends_ahead_and_links_until_the_next_full_version(job: SmallJ
     with daemon(job, 2, config) as loop:
         job.ask_rollback(1)  # LATEST itself, because ahead is newer
         loop.run_once()
-        assert (job.latest.sequence, job.latest.step) == (3, 1)
+        assert job.serves == (3, 1)
         assert job.latest.ahead is None
         assert job.latest.closed is not None
-        back = read_manifest(STORAGE, job.layout.version(3)).rolled_back
+        back = read_manifest(STORAGE, job.version(3)).rolled_back
         assert back is not None
         assert back.instead_of == "run-2-2"
         loop.rounds(3, 0)
@@ -286,12 +292,7 @@ def test_a_rollback_ends_ahead_and_links_until_the_next_full_version(job: SmallJ
         save_link(job, 4, 2)  # planned before the rollback
         loop.rounds(3, 0)
         assert (job.latest.sequence, job.outcomes[4]) == (3, "skipped")
-        save_full(job, 5)
-        loop.run_once()
-        assert (job.latest.step, job.latest.closed) == (5, None)
-        save_link(job, 6, 5)
-        loop.run_once()
-        assert job.latest.ahead is not None
+        begins_again(loop, 5)
 
 
 def test_a_pause_takes_no_link_and_publishes_no_fold(job: SmallJob) -> None:
@@ -304,7 +305,7 @@ def test_a_pause_takes_no_link_and_publishes_no_fold(job: SmallJob) -> None:
         assert (job.latest.sequence, job.latest.ahead) == (1, ahead)
         job.layout.paused.unlink()
         loop.run_once()
-        assert (job.latest.ahead or NO).step == 3
+        assert ahead_of(job).step == 3
 
 
 def test_an_older_daemon_reads_latest_and_a_newer_one_goes_on(job: SmallJob) -> None:
@@ -313,18 +314,18 @@ def test_an_older_daemon_reads_latest_and_a_newer_one_goes_on(job: SmallJob) -> 
         pass
     told = parse(Latest, job.layout.latest.read_bytes(), "LATEST")
     for number in (2, 3):  # what its take-over does
-        STORAGE.remove_tree(job.layout.link(number))
+        STORAGE.remove_tree(job.link(number))
     old = told.model_copy(update={"save_id": None, "ahead": None})
-    job.put(job.layout.latest, encode(old))
+    job.put_record(job.layout.latest, old)
     with daemon(job) as loop:
         loop.run_once()
-        assert (job.latest.ahead or NO).step == 3
-        assert (job.latest.ahead or NO).sequence > 3  # no number is used twice
+        assert ahead_of(job).step == 3
+        assert ahead_of(job).sequence > 3  # no number is used twice
 
 
 def test_the_fold_of_a_damaged_link_closes_the_links(job: SmallJob) -> None:
     with daemon(job, 2) as loop:
-        path = job.layout.link(2) / "rank-0"
+        path = job.link(2) / "rank-0"
         content = bytearray(path.read_bytes())
         content[0] ^= 1
         path.write_bytes(bytes(content))
@@ -344,7 +345,7 @@ def test_storage_errors_only_put_a_fold_off(job: SmallJob, storage: RuledStorage
         assert job.latest.sequence == 1
         save_link(job, 3, 2)  # links go on
         loop.run_once()
-        assert (job.latest.ahead or NO).step == 3
+        assert ahead_of(job).step == 3
         storage.rules.clear()
         fold(loop)
         assert job.latest.sequence == 3
@@ -363,7 +364,7 @@ def test_the_report_offers_links_only_while_an_explorer_follows_ahead(
         if gone == "stopped":
             live(loop, "living", 1, status="stopped")
         elif gone == "report gone":
-            job.layout.explorer("e").unlink()
+            job.explorer("e").unlink()
             loop.rounds(16, 0)
         else:
             loop.rounds(16, LEASE_TIME / 4)
@@ -388,7 +389,7 @@ def test_links_are_folded_at_once_for_an_explorer_that_cannot_follow_now(job: Sm
 def test_a_load_of_a_link_is_history_before_it_is_folded(job: SmallJob) -> None:
     with daemon(job, 2) as loop:
         live(loop, "living", 1, sequence=2, loads=(Load(sequence=2, time=0.0),))
-    assert history(Job.at(job.layout.root), 1)[-1].live[0].seconds == LEASE_TIME / 5
+    assert history(job, 1)[-1].live[0].seconds == LEASE_TIME / 5
 
 
 def test_an_explorer_that_starts_anew_under_its_name_is_seen(job: SmallJob) -> None:
@@ -401,23 +402,23 @@ def test_an_explorer_that_starts_anew_under_its_name_is_seen(job: SmallJob) -> N
 
 def test_status_history_and_verify_tell_of_links(job: SmallJob) -> None:
     trainer = TrainerReport(run_id="r", world_size=1, status="running", deltas=True, time=0.0)
-    job.put(job.layout.trainer_report, encode(trainer))
+    job.put_record(job.layout.trainer_report, trainer)
     with daemon(job, 2) as loop:
         save_link(job, 4, 3)
         loop.rounds(2, 0)
-    seen = look(Job.at(job.layout.root))
+    seen = look(job)
     assert [link["sequence"] for link in seen["links"]] == [2]
     assert seen["latest"]["ahead"]["step"] == 2
-    text = CliRunner().invoke(cli, ["status", str(job.layout.root)]).output
+    text = CliRunner().invoke(cli, ["status", str(job.root)]).output
     assert "ahead: step 2, by 1 link (" in text
     assert "no links its base is neither linked nor published" in text
-    first, second = history(Job.at(job.layout.root), 9)
+    first, second = history(job, 9)
     assert (first.version, second.version) == (1, 2)
     assert first.published is not None
     assert second.published is None
     assert second.linked is not None
-    assert "linked" in CliRunner().invoke(cli, ["history", str(job.layout.root)]).output
-    told = CliRunner().invoke(cli, ["verify", str(job.layout.root)])
+    assert "linked" in CliRunner().invoke(cli, ["history", str(job.root)]).output
+    told = CliRunner().invoke(cli, ["verify", str(job.root)])
     assert told.exit_code == 0
     assert "d000002: link from run-1-1, whole" in told.output
 
@@ -426,17 +427,17 @@ def test_what_needs_whole_weights_refuses_a_link_and_names_the_way(job: SmallJob
     with daemon(job, 2):
         pass
     for command in (
-        ["pin", str(job.layout.root), "2"],
-        ["merge", str(job.layout.actor(2)), str(job.layout.root / "x")],
-        ["convert", str(job.layout.step(2))],
+        ["pin", str(job.root), "2"],
+        ["merge", str(job.actor(2)), str(job.root / "x")],
+        ["convert", str(job.step(2))],
     ):
         told = CliRunner().invoke(cli, command)
         assert told.exit_code != 0
         assert "holds only what changed since run-1-1" in str(told.exception) + told.output
-    save = look_at_save(STORAGE, job.layout.actor(2), 2)
+    save = look_at_save(STORAGE, job.actor(2), 2)
     with pytest.raises(CheckpointError, match="the version of step 2"):
         build_model_folder(
-            STORAGE, job.layout.actor(2), save, job.layout.root,
+            STORAGE, job.actor(2), save, job.root,
             options=MergeOptions(), work=Work(nothing), sequence=0,
         )  # fmt: skip
 
@@ -445,7 +446,7 @@ def test_an_explorer_waits_for_the_fold_of_a_linked_save(job: SmallJob) -> None:
     save_full(job, 1)
     with daemon(job) as loop, Session(job.layout, LEASE_TIME) as session:
         loop.run_once()
-        versions = Versions(Job.at(job.layout.root), "explorer", session, clock=Clock())
+        versions = Versions(job, "explorer", session, clock=Clock())
         assert versions.on_its_way() is None
         save_link(job, 2, 1)
         loop.run_once()
@@ -457,10 +458,10 @@ def test_an_unseen_save_keeps_the_steps_below_only_for_a_while(job: SmallJob) ->
     with daemon(job, 1) as loop:
         job.point(3)
         loop.rounds(2, 0)
-        assert job.layout.step(1).exists()
+        assert job.step(1).exists()
         loop.clock.advance(1000)
         loop.rounds(2, 0)
-        assert not job.layout.step(1).exists()
+        assert not job.step(1).exists()
 
 
 def test_a_passed_full_save_is_merged_first_although_a_save_between_is_unseen(
@@ -473,7 +474,7 @@ def test_a_passed_full_save_is_merged_first_although_a_save_between_is_unseen(
         save_link(job, 3, 2, point=False)
         loop._scanner.look_again()
         loop.rounds(3, 0)
-    assert (job.latest.step, (job.latest.ahead or NO).step) == (2, 4)
+    assert (job.latest.step, ahead_of(job).step) == (2, 4)
 
 
 def test_a_link_before_any_version_is_skipped_once(job: SmallJob) -> None:
@@ -565,6 +566,6 @@ def test_a_step_that_is_saved_again_while_it_is_linked_does_not_close_the_links(
 def test_a_take_over_discards_a_delta_that_holds_no_record(job: SmallJob) -> None:
     with daemon(job, 1):
         pass
-    (job.layout.link(9) / "delta.json").mkdir(parents=True)
+    (job.link(9) / "delta.json").mkdir(parents=True)
     with daemon(job):
-        assert not job.layout.link(9).exists()
+        assert not job.link(9).exists()

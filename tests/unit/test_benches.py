@@ -36,18 +36,17 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.names import NAME_MAP
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
-from syncd.protocol.records import Names, encode
+from syncd.protocol.records import Names
 from syncd.storage.calls import Calls, Free
 from syncd.storage.job import Job
 from tests.engines.sglang_fake import FakeSGLang
-from tests.explorers import LONG, leased, publish, report
+from tests.explorers import LONG, leased, publish, pulls, report
 from tests.jobs import LEASE_TIME, SmallJob, receipt_of, weights
 from tests.lagging import Hosts
 from tests.multiprocess.processes import wait_until
-from tests.storages import Clock, FastStorage, RuledStorage, refuse
+from tests.storages import STORAGE, Clock, RuledStorage, refuse
 
 pytestmark = pytest.mark.lagging
-STORAGE = FastStorage()
 CONFIG = DaemonConfig(keep=1, prune_steps=False)
 
 
@@ -136,8 +135,7 @@ def test_whatever_is_not_a_live_explorers_folder_is_swept(job: SmallJob) -> None
     (bench_dir / os.fsdecode(b"\xff\n")).mkdir()
     os.mknod(bench_dir / "socket", stat.S_IFSOCK | 0o600)
     job.hosts.settle()
-    with job.daemon(CONFIG) as loop:
-        loop.run_once()
+    job.run(CONFIG)
     assert builds(job) == [living]
     assert list(bench_dir.iterdir()) == [living.parent]
     assert list(outside.iterdir()) == [outside / "file"]
@@ -240,7 +238,7 @@ def test_a_bench_of_every_full_checkpoint_moves_nobody_else(served: SmallJob) ->
             with hook_of(served, f"newcomer-{step}") as newcomer:
                 assert newcomer.pull(LONG) == Version(1, 8)
         assert (served.layout.latest.read_bytes(), served.layout.saves.read_bytes()) == before
-        assert served.state_pointer.read_text() == "8\n"
+        assert served.pointed == "8\n"
         assert (served.versions, serving.version) == (["v000001"], Version(1, 8))
         assert builds(served) == []
     wait_until(lambda: is_empty(served), "the explorer's folder goes with its session")
@@ -301,7 +299,7 @@ def test_a_version_of_the_step_is_leased_and_no_daemon_is_needed(tmp_path: Path)
         assert leased(job) == [2]
         assert list(job.layout.bench.iterdir()) == []
         # A follower again: LATEST is what it is compared with.
-        assert hook.pull(0) == Version(3, 3)
+        pulls(hook, 3, 3)
         assert hook.load_step(3, 0) == Version(3, 3)
         assert report(job, "bench").bench is None
 
@@ -327,7 +325,7 @@ def test_a_step_that_is_not_on_disk_is_an_error_at_once_and_changes_nothing(
             SaveNotReadyError, match="99 is not on disk; the steps on disk are 0, 4, 8"
         ):
             bench.step(hook, 99)
-        assert served.state_pointer.read_text() == "8\n"
+        assert served.pointed == "8\n"
         assert is_empty(served)
 
 
@@ -347,7 +345,7 @@ def test_a_daemon_that_has_not_reported_its_settings_is_named_at_once(tmp_path: 
     full(job, 4)
     publish(job, 8)
     daemon = job.daemon_says
-    job.put(job.layout.daemon_report, encode(daemon.model_copy(update={"builds": None})))
+    job.put_record(job.layout.daemon_report, daemon.model_copy(update={"builds": None}))
     with hook_of(job) as hook, pytest.raises(JobUnavailableError, match="restart it with syncd"):
         bench.step(hook, 4)
     assert is_empty(job)
@@ -368,8 +366,7 @@ def test_a_build_is_what_the_daemon_would_publish(tmp_path: Path, names: Names |
         job.receipt(step, f"run-{step}-1", 0, 1, receipt_of(content))
     job.point(8)
     config = DaemonConfig(cast="bf16", names=names, max_shard_size=6, digests=False)
-    with job.daemon(config) as loop:
-        loop.run_once()
+    job.run(config)
     published = read_manifest(STORAGE, job.version(1))
     with hook_of(job) as hook:
         built = hook.synchronizer.hold_step(4).manifest
@@ -445,7 +442,7 @@ def test_a_job_with_a_memory_folder_has_its_checkpoints_built_beside_it(
     memory = SmallJob(tmp_path / "memory")
     publish(memory, 9)
     with hook_of(served, memory_dir=memory.root) as hook:
-        assert hook.pull(0) == Version(1, 9)
+        pulls(hook, 1, 9)
         assert hook.load_step(4, LONG) == Version(0, 4)
         assert hook.get_weight("weight")[0] == 4
         assert hook.pull(LONG) == Version(1, 9)
@@ -456,7 +453,7 @@ def test_publishing_a_step_is_refused_while_another_explorer_follows(served: Sma
     with hook_of(served) as hook:
         with pytest.raises(InvalidSettingsError, match="newest version for other too"):
             hook.pull_step(4, LONG)
-        assert served.state_pointer.read_text() == "8\n"
+        assert served.pointed == "8\n"
         other.load_step(0, LONG)  # it follows nothing now
         assert hook.pull_step(4, LONG) == Version(2, 4)
         other.pull(LONG)

@@ -1,15 +1,15 @@
 """The commands by which pages say that figures can be repeated."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import machine, merge
+from tests.places import ROOT
+from tests.programs import completed
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: A module, and what it is given; code in a line of text may go on in the next one.
 COMMANDS = sorted(
@@ -76,10 +76,7 @@ def test_the_gpu_benchmark_has_rows_of_each_part_and_of_each_failure(
 ) -> None:
     pytest.importorskip("torch", reason="all of it needs torch")
     argv = ["--device", "cpu", "--gigabytes", gigabytes, "--dir", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *argv],
-        cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    done = completed([sys.executable, "-m", "benchmarks.gpu", *argv], cwd=ROOT, timeout=600)
     rows = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
     told = {
         part: [row[1] for row in rows if row[:1] == [part]]

@@ -33,11 +33,10 @@ from syncd.storage.fsio import Storage
 from tests import shards
 from tests.jobs import nothing
 from tests.merging import build
-from tests.storages import FastStorage
+from tests.storages import STORAGE, FastStorage
 
 pytestmark = pytest.mark.slow
 
-STORAGE = Storage(durable=False)
 GIB: Final = 1024**3
 MIB: Final = 1024**2
 

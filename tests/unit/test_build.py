@@ -70,8 +70,7 @@ def test_a_later_save_of_the_published_step_stays_quarantined_for_the_next_daemo
     job: SmallJob, clock: Clock
 ) -> None:
     job.save(4)
-    with job.daemon() as loop:
-        loop.run_once()
+    job.run()
     (job.actor(4) / ".receipts" / "rank_0.json").unlink()
     (job.actor(4) / ".receipts").rmdir()
     job.put(job.actor(4) / "model.safetensors", b"x" * 64)
@@ -140,8 +139,7 @@ def put(job: SmallJob, files: dict[str, bytes], step: int = 4) -> Path:
 
 def look(job: SmallJob, config: DaemonConfig | None = None) -> None:
     """Let a daemon do what there is to do."""
-    with job.daemon(config) as loop:
-        loop.rounds(3, 5)
+    job.run(config, rounds=3, seconds=5)
 
 
 def serve(job: SmallJob, config: DaemonConfig | None = None) -> Manifest:
@@ -223,14 +221,17 @@ def test_shards_beside_an_adapter_are_not_merged(job: SmallJob) -> None:
     assert names_in(manifest) == ADAPTER_FILES
 
 
-@pytest.mark.parametrize("has_receipt", [True, False])
+with_and_without_receipt = pytest.mark.parametrize("has_receipt", [True, False])
+
+
+@with_and_without_receipt
 def test_an_adapter_is_linked_when_it_has_our_receipt_else_copied(
     job: SmallJob, *, has_receipt: bool
 ) -> None:
     content = file_of("x.lora_A.weight")
     actor = put(job, {LORA: content, TOLD: CONFIG})
     if has_receipt:
-        job.receipt(4, "run-4-0", 0, 1, receipt_of(content, LORA), vouched(TOLD, CONFIG))
+        vouch_for_adapter(job, content)
     manifest = serve(job)
     assert manifest.checked == ("receipt" if has_receipt else "stillness")
     published = job.version(1) / "adapter_model.safetensors"
@@ -243,10 +244,14 @@ def vouched(name: str, content: bytes) -> ReceiptFile:
     return ReceiptFile(name=name, size=len(content), digest=digest, over="content")
 
 
+def vouch_for_adapter(job: SmallJob, content: bytes) -> None:
+    job.receipt(4, "run-4-0", 0, 1, receipt_of(content, LORA), vouched(TOLD, CONFIG))
+
+
 def test_an_adapters_config_that_is_not_the_vouched_one_is_looked_at_again(job: SmallJob) -> None:
     content = file_of("x.lora_A.weight")
     actor = put(job, {LORA: content, TOLD: CONFIG + b" "})
-    job.receipt(4, "run-4-0", 0, 1, receipt_of(content, LORA), vouched(TOLD, CONFIG))
+    vouch_for_adapter(job, content)
     with job.daemon() as loop:
         loop.rounds(3, 5)
         assert job.versions == []
@@ -439,7 +444,7 @@ def test_a_save_that_does_not_fit_is_parsed_once_and_not_at_every_attempt(
     assert job.latest.step == 4
 
 
-@pytest.mark.parametrize("has_receipt", [True, False])
+@with_and_without_receipt
 def test_an_adapter_takes_room_only_where_it_is_copied(job: SmallJob, *, has_receipt: bool) -> None:
     job.storage = Small(LARGE // 2)
     content = header_bytes([HeaderEntry("x.lora_A.weight", "U8", (LARGE,), 0, LARGE)]) + bytes(

@@ -15,13 +15,11 @@ from syncd.checkpoint.merging.cast import THREADS, TILE, Caster
 from syncd.checkpoint.tensor_rules import Cast, cast_dtype
 from syncd.coordination.tensors import DTYPES as TORCH
 from syncd.protocol.errors import CancelledError, CheckpointError, CoverageError
-from syncd.storage.fsio import Storage
 from tests.fsdp_fixtures import shard_paths
 from tests.jobs import SmallJob, nothing
 from tests.merging import assert_equal, build, full, loaded, truth
 from tests.products import product
 
-STORAGE = Storage(durable=False)
 FLOATING = ("F64", "F32", "F16", "BF16")
 CASTS: dict[Cast, torch.dtype] = {
     "bf16": torch.bfloat16,

@@ -12,7 +12,6 @@ import pytest
 
 from syncd.coordination.participant import HeldName, read_claim
 from syncd.protocol.errors import NameTakenError
-from syncd.protocol.records import encode
 from syncd.protocol.reports import Claim
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
@@ -121,7 +120,7 @@ def test_the_name_of_a_process_of_this_host_that_was_killed_is_taken_at_once(
     begun = clock.now
     for at, seconds in ((elsewhere, LEASE_TIME), (process, 0.0)):
         claim = Claim(session=first.id, process=at)
-        job.put(job.layout.claim("explorer", "x"), encode(claim))
+        job.put_record(job.layout.claim("explorer", "x"), claim)
         job.hosts.settle()
         take(job, Heartbeat(job, "second"), clock)
         assert seconds <= clock.now - begun <= 2 * seconds

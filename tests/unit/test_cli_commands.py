@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -19,8 +18,9 @@ from syncd.protocol import errors
 from tests.commands import invoke
 from tests.doc_blocks import blocks
 from tests.jobs import SmallJob
+from tests.places import ROOT
+from tests.programs import completed
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (syncd .*?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
 
@@ -110,8 +110,7 @@ def test_every_default_is_documented_as_it_is(name: str) -> None:
 
 def test_every_key_of_what_is_printed_as_json_is_documented(job: SmallJob) -> None:
     job.save(1)
-    with job.daemon() as loop:
-        loop.run_once()
+    job.run()
     (told,) = history(job, 1)
     told.live.append(Live("rollout-0", None, None, None))
     printed = {
@@ -203,9 +202,7 @@ def test_completion_is_to_be_had_as_the_page_says(tmp_path: Path, language: str)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
 
     def run(*argv: str, **more: str) -> str:
-        done = subprocess.run(
-            argv, env={**env, **more}, capture_output=True, text=True, check=True, timeout=120
-        )
+        done = completed(argv, env={**env, **more}, check=True, timeout=120)
         return done.stdout
 
     if language == "bash":

@@ -11,7 +11,6 @@ import pytest
 from syncd.daemon.collect import Collector
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import JobUnavailableError
-from syncd.protocol.records import encode
 from syncd.protocol.reports import Claim, ExplorerReport
 from syncd.storage.job import Job
 from syncd.storage.probe_room import ProbeRoom
@@ -97,12 +96,12 @@ def test_what_a_killed_doctor_left_goes_once_it_lies_still(job: SmallJob, clock:
 
 def report(job: SmallJob, name: str, session: str) -> Path:
     record = ExplorerReport(name=name, session=session, status="running", time=0.0)
-    job.put(job.explorer(name), encode(record))
+    job.put_record(job.explorer(name), record)
     return job.explorer(name)
 
 
 def claim(job: SmallJob, name: str, session: str) -> Path:
-    job.put(job.layout.claim("explorer", name), encode(Claim(session=session)))
+    job.put_record(job.layout.claim("explorer", name), Claim(session=session))
     return job.layout.claim("explorer", name)
 
 
@@ -228,8 +227,7 @@ def test_one_file_that_cannot_be_deleted_stops_no_later_daemon(job: SmallJob, cl
     storage.refuse("unlink", errno.EACCES, where="doomed/global_step_1")
     for step in (1, 2, 3):
         job.save(step)
-        with job.daemon(DaemonConfig(keep=1), clock=clock) as loop:
-            loop.rounds(3, 5)
+        job.run(DaemonConfig(keep=1), clock=clock, rounds=3, seconds=5)
         assert job.latest.step == step
     assert job.versions == ["v000003"]
     assert len([what for what in job.audit if what == ("step", "global_step_1")]) <= 3

@@ -1,6 +1,5 @@
 import json
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -26,6 +25,7 @@ from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.gone import GONE
 from tests.commands import invoke
 from tests.doc_blocks import blocks
+from tests.programs import completed
 
 
 def file(tmp_path: Path, content: str, name: str = "job.toml") -> Path:
@@ -253,10 +253,7 @@ def test_check_says_that_a_file_can_be_used(tmp_path: Path) -> None:
 def test_check_and_run_end_with_a_line_for_each_mistake(tmp_path: Path) -> None:
     path = file(tmp_path, "keep = 0\nkepe = 1\n")
     for command in (["config", "check", path], ["run", tmp_path, "--config", path]):
-        done = subprocess.run(
-            [sys.executable, "-m", "syncd", *map(str, command)],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        done = completed([sys.executable, "-m", "syncd", *command])
         assert done.returncode == 2
         assert done.stderr.startswith(f"syncd: {path}: keep = 0")
         assert done.stderr.count("\n") == 2

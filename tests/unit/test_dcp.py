@@ -37,6 +37,7 @@ from tests.fsdp_models import CARRIED, TRAINED, values
 from tests.jobs import nothing
 from tests.merging import STORAGE, assert_equal, build, loaded
 from tests.shards import Built, Named, without_crc
+from tests.storages import os_error
 from trainer_hooks.dcp import announce_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -520,7 +521,7 @@ def test_a_save_on_another_filesystem_cannot_be_announced(tmp_path: Path) -> Non
     class OtherDisk(Storage):
         def link(self, source: Path, target: Path) -> None:
             if target.name.endswith(".distcp"):
-                raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source))
+                raise os_error(errno.EXDEV, source)
             super().link(source, target)
 
     with pytest.raises(

@@ -19,7 +19,7 @@ from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.records import parse
 from syncd.protocol.reports import DaemonReport
 from tests.dcp import Checkpoint, floats
-from tests.jobs import SmallJob
+from tests.jobs import Rounds, SmallJob
 from tests.storages import Clock, RuledStorage
 from trainer_hooks.dcp import announce_dcp
 
@@ -36,7 +36,7 @@ def of(value: float) -> Checkpoint:
 
 
 def save(job: SmallJob, step: int, value: float | None = None) -> None:
-    of(step if value is None else value).write(job.layout.actor(step))
+    of(step if value is None else value).write(job.actor(step))
     job.point(step)
 
 
@@ -44,9 +44,9 @@ def save_over(job: SmallJob, step: int, checkpoint: Checkpoint, *names: str) -> 
     """As FileSystemWriter: files in place, and ``.metadata`` by a rename."""
     for name in names:
         if name == ".metadata":
-            job.put(job.layout.actor(step) / name, checkpoint.metadata())
+            job.put(job.actor(step) / name, checkpoint.metadata())
         else:
-            (job.layout.actor(step) / name).write_bytes(checkpoint.files[name])
+            (job.actor(step) / name).write_bytes(checkpoint.files[name])
 
 
 def rounds(loop: Loop, clock: Clock, count: int = 4) -> None:
@@ -56,8 +56,14 @@ def rounds(loop: Loop, clock: Clock, count: int = 4) -> None:
         clock.advance(2)
 
 
+def goes_on(loop: Rounds, clock: Clock, sequence: int) -> None:
+    """A version is served after some rounds, all of whose weights are its number."""
+    rounds(loop, clock)
+    assert (loop.job.latest.sequence, served(loop.job)) == (sequence, [sequence, sequence])
+
+
 def served(job: SmallJob) -> list[float]:
-    (path,) = job.layout.version(job.latest.sequence).glob("*.safetensors")
+    (path,) = job.version(job.latest.sequence).glob("*.safetensors")
     found: list[float] = load_file(path)["w"].tolist()
     return found
 
@@ -77,17 +83,15 @@ def test_a_save_over_a_published_one_is_not_served_while_some_ranks_have_not_wri
         rounds(loop, clock)
         assert "is saving into" in detail(job)
     with job.daemon(clock=clock) as loop:  # nor by the next daemon
-        rounds(loop, clock)
-        assert (job.latest.sequence, served(job)) == (1, [1, 1])
+        goes_on(loop, clock, 1)
         save_over(job, 4, of(2), "__1_0.distcp")
         rounds(loop, clock)
         assert job.latest.sequence == 1
         save_over(job, 4, of(2), ".metadata")
-        rounds(loop, clock)
-        assert (job.latest.sequence, served(job)) == (2, [2, 2])
+        goes_on(loop, clock, 2)
         # What is no file of the checkpoint may change by itself.
-        (job.layout.actor(4) / "huggingface").mkdir()
-        (job.layout.actor(4) / "huggingface" / "config.json").write_text("{}")
+        (job.actor(4) / "huggingface").mkdir()
+        (job.actor(4) / "huggingface" / "config.json").write_text("{}")
         rounds(loop, clock)
         assert job.latest.sequence == 3
 
@@ -96,37 +100,35 @@ def test_a_trainer_that_writes_over_its_own_names_changes_nothing_until_it_annou
     job: SmallJob, clock: Clock, tmp_path: Path
 ) -> None:
     own = of(1).write(tmp_path / "step-4")
-    announce_dcp(job.layout.root, 4, folder=own)
+    announce_dcp(job.root, 4, folder=own)
     with job.daemon(clock=clock) as loop:
         rounds(loop, clock)
         for name in ("__0_0.distcp", "__1_0.distcp"):
             (own / name).write_bytes(of(2).files[name])
-            rounds(loop, clock)
-            assert (job.latest.sequence, served(job)) == (1, [1, 1])
+            goes_on(loop, clock, 1)
         job.put(own / ".metadata", of(2).metadata())
         rounds(loop, clock)
         assert job.latest.sequence == 1
-        announce_dcp(job.layout.root, 4, folder=own)
-        rounds(loop, clock)
-        assert (job.latest.sequence, served(job)) == (2, [2, 2])
+        announce_dcp(job.root, 4, folder=own)
+        goes_on(loop, clock, 2)
 
 
 def alone(job: SmallJob) -> None:
-    of(2).write(job.layout.actor(2))
+    of(2).write(job.actor(2))
 
 
 def with_an_optimizer(job: SmallJob) -> None:
-    write_optimizer(job.layout.actor(2), of(2))
+    write_optimizer(job.actor(2), of(2))
 
 
 def with_an_optimizer_in_a_folder(job: SmallJob) -> None:
     alone(job)
-    write_optimizer(job.layout.actor(2) / "optimizer_0", Checkpoint())
+    write_optimizer(job.actor(2) / "optimizer_0", Checkpoint())
 
 
 def with_an_optimizer_beside(job: SmallJob) -> None:
     alone(job)
-    write_optimizer(job.layout.step(2) / "optimizer", Checkpoint())
+    write_optimizer(job.step(2) / "optimizer", Checkpoint())
 
 
 def write_optimizer(folder: Path, checkpoint: Checkpoint) -> None:
@@ -136,7 +138,7 @@ def write_optimizer(folder: Path, checkpoint: Checkpoint) -> None:
 
 def torn(job: SmallJob) -> None:
     alone(job)
-    (job.layout.actor(2) / ".metadata").write_bytes(b"torn")
+    (job.actor(2) / ".metadata").write_bytes(b"torn")
 
 
 HELD = [with_an_optimizer, with_an_optimizer_in_a_folder, with_an_optimizer_beside, torn]
@@ -158,8 +160,8 @@ def test_a_step_goes_only_where_it_holds_a_model_alone_whether_published_or_pass
         save(job, 3)
         rounds(loop, clock, 6)
         assert served(job) == [3, 3]
-        assert not job.layout.step(1).exists()
-        assert job.layout.step(2).exists() is (write is not alone)
+        assert not job.step(1).exists()
+        assert job.step(2).exists() is (write is not alone)
 
 
 def test_what_storage_does_not_tell_of_a_save_is_asked_again(job: SmallJob, clock: Clock) -> None:
@@ -182,10 +184,10 @@ def test_what_storage_does_not_tell_of_a_save_is_asked_again(job: SmallJob, cloc
     job.storage = RuledStorage(refuse_once)
     with job.daemon(clock=clock) as loop:
         rounds(loop, clock)
-        assert job.layout.step(1).exists()
+        assert job.step(1).exists()
         rounds(loop, clock)
-    assert refused == [job.layout.actor(1) / ".metadata"]
-    assert not job.layout.step(1).exists()
+    assert refused == [job.actor(1) / ".metadata"]
+    assert not job.step(1).exists()
 
 
 def test_pruning_without_a_daemon_looks_too(job: SmallJob, clock: Clock) -> None:
@@ -195,8 +197,8 @@ def test_pruning_without_a_daemon_looks_too(job: SmallJob, clock: Clock) -> None
             save(job, step)
             rounds(loop, clock)
     prune_now(job, DaemonConfig())
-    assert not job.layout.step(1).exists()
-    assert job.layout.step(2).exists()
+    assert not job.step(1).exists()
+    assert job.step(2).exists()
 
 
 def test_a_save_beside_weights_of_another_kind_is_not_announced(
@@ -204,21 +206,21 @@ def test_a_save_beside_weights_of_another_kind_is_not_announced(
 ) -> None:
     own = of(1).write(tmp_path / "own")
     for step, name in ((1, ".receipts"), (2, "model_world_size_1_rank_0.pt")):
-        actor = of(1).write(job.layout.actor(step))
+        actor = of(1).write(job.actor(step))
         (actor / name).mkdir()
         for folder in (None, own):
             with pytest.raises(
                 InvalidSettingsError, match=r"of another save\. Therefore the daemon"
             ):
-                announce_dcp(job.layout.root, step, folder=folder)
-    assert not job.layout.state_pointer.exists()
+                announce_dcp(job.root, step, folder=folder)
+    assert not job.state_pointer.exists()
 
 
 def test_of_shards_and_a_checkpoint_in_one_folder_neither_is_served(
     job: SmallJob, clock: Clock
 ) -> None:
     save(job, 4, 1)
-    shard = job.layout.actor(4) / "model_world_size_1_rank_0.pt"
+    shard = job.actor(4) / "model_world_size_1_rank_0.pt"
     shard.touch()
     with job.daemon(clock=clock) as loop:
         rounds(loop, clock)
@@ -241,8 +243,8 @@ def test_pickles_that_all_differ_are_not_kept() -> None:
 
 
 def test_a_save_in_the_job_itself_is_no_retired_one(job: SmallJob, tmp_path: Path) -> None:
-    announce_dcp(job.layout.root, 4, folder=of(1).write(tmp_path / "own"))
-    assert (job.layout.step(4) / ".retired").exists()
-    of(2).write(job.layout.actor(4))
-    announce_dcp(job.layout.root, 4)
-    assert not (job.layout.step(4) / ".retired").exists()
+    announce_dcp(job.root, 4, folder=of(1).write(tmp_path / "own"))
+    assert (job.step(4) / ".retired").exists()
+    of(2).write(job.actor(4))
+    announce_dcp(job.root, 4)
+    assert not (job.step(4) / ".retired").exists()

@@ -67,6 +67,10 @@ def actions(seen: Observation, config: DaemonConfig = CONFIG) -> list[object]:
     return list(decide(seen, config).actions)
 
 
+def retired(seen: Observation) -> list[int]:
+    return [action.sequence for action in actions(seen) if isinstance(action, RetireVersion)]
+
+
 def pruned(step: StepSeen, config: DaemonConfig = CONFIG, **seen: Any) -> bool:
     return any(isinstance(a, PruneStep) for a in actions(job(steps=(step,), **seen), config))
 
@@ -118,8 +122,7 @@ def test_a_save_that_is_not_whole_says_what_is_missing() -> None:
 
 
 def test_versions_outside_the_retention_rules_are_retired_oldest_first() -> None:
-    found = actions(job(latest=5, versions=(5, 1, 4, 2)))
-    assert [a.sequence for a in found if isinstance(a, RetireVersion)] == [1, 2]
+    assert retired(job(latest=5, versions=(5, 1, 4, 2))) == [1, 2]
 
 
 def test_a_leased_version_stays_and_counts_for_nothing_else() -> None:
@@ -128,7 +131,7 @@ def test_a_leased_version_stays_and_counts_for_nothing_else() -> None:
         versions=(1, 2, 4, 5),
         leases=(LeaseSeen(1, "a.s", None), LeaseSeen(1, "b.s", 2.0)),
     )
-    assert [a.sequence for a in actions(seen) if isinstance(a, RetireVersion)] == [2]
+    assert retired(seen) == [2]
 
 
 def test_a_version_above_latest_is_someone_elses_business() -> None:
@@ -251,7 +254,7 @@ def test_only_a_version_below_latest_that_can_be_leased_is_served_again(sequence
 
 def test_a_version_that_is_asked_for_is_not_retired() -> None:
     seen = job(latest=5, versions=(1, 2, 4, 5), rollbacks=(ASKED,))
-    assert [a.sequence for a in actions(seen) if isinstance(a, RetireVersion)] == [1]
+    assert retired(seen) == [1]
 
 
 def test_in_a_pause_records_are_kept_and_requests_carried_out_and_nothing_else_is_done() -> None:

@@ -29,7 +29,7 @@ def published(job: SmallJob, steps: int) -> None:
 def add_deltas(job: SmallJob, *sequences: int) -> None:
     """Deltas of ten bytes, as a daemon has committed them, as far as this is about folders."""
     for sequence in sequences:
-        folder = job.layout.link(sequence)
+        folder = job.link(sequence)
         folder.mkdir(parents=True)
         (folder / "delta.json").write_bytes(b"{}")
         (folder / "blocks").write_bytes(b"x" * 8)
@@ -41,8 +41,7 @@ def deltas(job: SmallJob) -> list[str]:
 
 
 def one_round(job: SmallJob, **settings: Any) -> None:
-    with job.daemon(DaemonConfig(keep=99, **settings)) as loop:
-        loop.run_once()
+    job.run(DaemonConfig(keep=99, **settings))
 
 
 def test_a_delta_above_latest_is_discarded_on_record_and_its_number_not_used_again(
@@ -75,8 +74,8 @@ def test_a_sequence_is_never_given_twice_though_nothing_but_a_delta_names_it(
     for path in (job.layout.latest, job.layout.saves, job.layout.daemon_report):
         path.unlink()
     for sequence in (1, 2):
-        job.storage.remove_tree(job.layout.version(sequence))
-        job.storage.remove_tree(job.layout.lease_folder(sequence))
+        job.storage.remove_tree(job.version(sequence))
+        job.storage.remove_tree(job.lease_folder(sequence))
     job.hosts.settle()
     one_round(job)
     assert job.latest.sequence == 3
@@ -91,7 +90,7 @@ def test_a_delta_that_cannot_be_discarded_keeps_nobody_from_new_weights(
     job.save(2)
     add_deltas(job, 5)
     one_round(job)
-    assert (job.latest.sequence, job.latest.step) == (6, 2)
+    assert job.serves == (6, 2)
     assert deltas(job) == ["d000005"]
 
 
@@ -101,7 +100,7 @@ def test_a_delta_of_an_unbelievable_number_is_nobodys(job: SmallJob) -> None:
     add_deltas(job, 10**17)
     one_round(job)
     assert job.latest.sequence == 2
-    assert job.layout.link(10**17).exists()
+    assert job.link(10**17).exists()
 
 
 @pytest.mark.parametrize("thing", ["file", "foreign names"])
@@ -118,7 +117,7 @@ def test_something_else_under_the_name_of_the_folder_keeps_nobody_from_new_weigh
     job.save(2)
     job.hosts.settle()
     one_round(job)
-    assert (job.latest.sequence, job.latest.step) == (2, 2)
+    assert job.serves == (2, 2)
     assert thing != "foreign names" or deltas(job) == ["d9", "of the trainer"]
 
 
@@ -132,7 +131,7 @@ def test_a_link_in_the_place_of_the_folder_is_not_followed(tmp_path: Path) -> No
     job.layout.deltas.symlink_to(elsewhere)
     job.save(2)
     one_round(job)
-    assert (job.latest.sequence, job.latest.step) == (2, 2)
+    assert job.serves == (2, 2)
     assert (elsewhere / "d000009").exists()
 
 
@@ -141,9 +140,9 @@ def test_old_deltas_go_by_number_and_by_bytes_each_with_an_audit_line(job: Small
     add_deltas(job, *range(1, 7))
     one_round(job, keep_deltas=4)
     assert deltas(job) == ["d000003", "d000004", "d000005", "d000006"]
-    full = sum(path.stat().st_size for path in job.layout.version(6).iterdir())
-    full -= (job.layout.version(6) / "manifest.json").stat().st_size
-    (job.layout.link(4) / "more").write_bytes(b"x" * (full // 2 - 30))
+    full = sum(path.stat().st_size for path in job.version(6).iterdir())
+    full -= (job.version(6) / "manifest.json").stat().st_size
+    (job.link(4) / "more").write_bytes(b"x" * (full // 2 - 30))
     job.hosts.settle()
     one_round(job, keep_deltas=4)
     assert deltas(job) == ["d000004", "d000005", "d000006"]
@@ -155,7 +154,7 @@ def test_old_deltas_go_by_number_and_by_bytes_each_with_an_audit_line(job: Small
 def test_verify_passes_over_deltas_of_the_release_before(job: SmallJob) -> None:
     published(job, 1)
     add_deltas(job, 1)
-    done = CliRunner().invoke(cli, ["verify", str(job.layout.root)])
+    done = CliRunner().invoke(cli, ["verify", str(job.root)])
     assert done.exit_code == 0, done.output
     assert "d000001" not in done.stdout
 
@@ -175,7 +174,7 @@ def test_deltas_give_way_to_a_version_that_finds_no_room(
     real = job.storage.free
 
     def free(path: Path) -> Any:
-        return real(path)._replace(bytes=0 if job.layout.link(2).exists() else 10**12)
+        return real(path)._replace(bytes=0 if job.link(2).exists() else 10**12)
 
     monkeypatch.setattr(job.storage, "free", free)
     with job.daemon(DaemonConfig(keep=99)) as loop:
@@ -189,7 +188,7 @@ def test_deltas_give_way_to_a_version_that_finds_no_room(
 def test_the_dry_run_names_the_deltas_that_would_go(job: SmallJob) -> None:
     published(job, 3)
     add_deltas(job, 1, 2, 3)
-    arguments = ["prune", str(job.layout.root), "--keep-deltas", "1", "--keep", "9", "--json"]
+    arguments = ["prune", str(job.root), "--keep-deltas", "1", "--keep", "9", "--json"]
     for more in (["--dry-run"], []):
         done = CliRunner().invoke(cli, [*arguments, "--no-prune-steps", *more])
         assert done.exit_code == 0, done.output

@@ -36,7 +36,10 @@ def of(*languages: str) -> list[object]:
 # -- links -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", MARKDOWN)
+each_page = pytest.mark.parametrize("page", MARKDOWN)
+
+
+@each_page
 def test_every_link_inside_the_project_leads_to_a_file_and_a_heading(page: str) -> None:
     assert {one: why for one in links(Path(page)) if (why := broken(Path(page), one))} == {}
 
@@ -180,7 +183,7 @@ def understood(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         pass  # --help and --version
 
 
-@pytest.mark.parametrize("page", MARKDOWN)
+@each_page
 def test_every_command_line_is_one_that_syncd_takes(
     page: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +215,7 @@ def test_a_command_line_that_is_wrong_is_found(wrong: str, monkeypatch: pytest.M
         understood(wrong.split(), monkeypatch)
 
 
-@pytest.mark.parametrize("page", MARKDOWN)
+@each_page
 def test_every_option_that_a_sentence_gives_a_command_is_one_of_it(page: str) -> None:
     """``syncd follow JOB --name N …`` in code: what is left out there cannot be checked."""
     for told in re.findall(r"`syncd ([^`\n]+)`", text_of(page)):
@@ -240,7 +243,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("page", MARKDOWN)
+@each_page
 def test_every_test_and_every_file_that_a_page_names_is_there(page: str) -> None:
     """``tests/…`` and the other folders by their paths, ``test_….py`` by its name alone."""
     named = re.findall(r"`([\w./-]+)`", text_of(page))

@@ -50,6 +50,11 @@ def bits(tensor: torch.Tensor) -> bytes:
     return bytes(bytes_of(tensor.detach().contiguous()))
 
 
+def unfit(module: nn.Module, version: LeasedVersion, why: str) -> None:
+    with pytest.raises(EngineMismatchError, match=why):
+        TorchModule(module).check(version)
+
+
 def test_names_are_mapped_by_a_prefix_a_mapping_or_a_function(net: Net, tmp_path: Path) -> None:
     truth = random_tensors(SPECS, 1)
     wrapped = {f"module.{name}": value for name, value in truth.items()}
@@ -65,8 +70,7 @@ def test_names_are_mapped_by_a_prefix_a_mapping_or_a_function(net: Net, tmp_path
     version = made(tmp_path, with_more, 3)
     engine = TorchModule(net, rename=lambda name: None if name == "rotary" else name)
     engine.check(version)
-    with pytest.raises(EngineMismatchError, match="rotary is not in the module"):
-        TorchModule(net).check(version)
+    unfit(net, version, "rotary is not in the module")
     with pytest.raises(EngineMismatchError, match=r"both renamed to two\.weight"):
         TorchModule(net, rename={"rotary": "two.weight"}).check(version)
     with pytest.raises(EngineMismatchError, match=r"one\.weight is not in the version"):
@@ -76,8 +80,7 @@ def test_names_are_mapped_by_a_prefix_a_mapping_or_a_function(net: Net, tmp_path
 def test_names_that_differ_by_a_prefix_have_a_remedy_that_works(net: Net, tmp_path: Path) -> None:
     truth = random_tensors(SPECS, 1)
     version = made(tmp_path, {f"module.{name}": value for name, value in truth.items()})
-    with pytest.raises(EngineMismatchError, match=r"use TorchModule with prefix='module\.'$"):
-        TorchModule(net).check(version)
+    unfit(net, version, r"use TorchModule with prefix='module\.'$")
     TorchModule(net, prefix="module.").check(version)
     wrapped = nn.ModuleDict({"module": net})
     version = made(tmp_path, truth, 2)
@@ -100,8 +103,7 @@ def test_a_cast_is_made_only_where_it_is_asked_for(net: Net, tmp_path: Path) -> 
         "one.weight": TensorBytes("F32", (4, 3), bits(torch.randn(4, 3))),
     }
     version = made(tmp_path, tensors)
-    with pytest.raises(EngineMismatchError, match=r"one\.weight is F32, but the module has"):
-        TorchModule(net).check(version)
+    unfit(net, version, r"one\.weight is F32, but the module has")
     for in_place in ("staged", "direct"):
         net.one.weight.data.zero_()
         TorchModule(net, cast=True, in_place=in_place).load(version)  # type: ignore[arg-type] # one of the two
@@ -148,8 +150,7 @@ def test_tied_weights_are_compared_where_the_manifest_has_no_digests(
         if fits:
             TorchModule(net).check(version)
             continue
-        with pytest.raises(EngineMismatchError, match="different values, but are one tensor"):
-            TorchModule(net).check(version)
+        unfit(net, version, "different values, but are one tensor")
 
 
 def test_the_module_changes_under_the_lock_alone_and_reading_needs_none(

@@ -54,8 +54,11 @@ def made(
     )
 
 
+by_either_names = pytest.mark.parametrize("names", ["hub", "trainer"])
+
+
 @pytest.mark.parametrize("in_place", ["staged", "direct"])
-@pytest.mark.parametrize("names", ["hub", "trainer"])
+@by_either_names
 @pytest.mark.parametrize("module", ["hub", "trainer"])
 def test_a_module_of_either_names_is_filled_by_a_version_of_either(
     tmp_path: Path, names: Names, module: Names, in_place: InPlace
@@ -84,7 +87,7 @@ def test_pieces_are_read_into_the_modules_own_tensors(tmp_path: Path) -> None:
     assert memory.content.nbytes < 3 * 64 + 1
 
 
-@pytest.mark.parametrize("names", ["hub", "trainer"])
+@by_either_names
 def test_a_module_that_renames_is_asked_by_either_name(tmp_path: Path, names: Names) -> None:
     truth = state()
     net = Named({f"wrapped.{name}": value for name, value in truth.items()})
@@ -132,10 +135,15 @@ def test_a_damaged_map_is_an_error_that_names_its_file(tmp_path: Path) -> None:
         TorchModule(Named(state())).check(version)
 
 
+def sglang_of(folder: Path, names: str) -> tuple[Path, FakeSGLang]:
+    """An SGLang that was started with these names, and what with."""
+    base = made(folder, names, 9).folder
+    return base, FakeSGLang(str(base), knows=frozenset(on_the_hub(state())))
+
+
 @pytest.mark.parametrize("says_base", [False, True])
 def test_sglang_never_gets_names_that_it_would_drop(tmp_path: Path, says_base: bool) -> None:
-    base = made(tmp_path, "hub", 9).folder
-    fake = FakeSGLang(str(base), knows=frozenset(on_the_hub(state())))
+    base, fake = sglang_of(tmp_path, "hub")
     engine = SGLangServer("http://sglang", transport=fake.transport, base=base)
     if not says_base:
         engine = SGLangServer("http://sglang", transport=fake.transport)
@@ -153,8 +161,7 @@ def test_sglang_never_gets_names_that_it_would_drop(tmp_path: Path, says_base: b
 def test_an_sglang_that_drops_unknown_names_says_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = made(tmp_path, "hub", 9).folder
-    fake = FakeSGLang(str(base), knows=frozenset(on_the_hub(state())))
+    base, fake = sglang_of(tmp_path, "hub")
     engine = SGLangServer("http://sglang", transport=fake.transport)
     version = made(tmp_path, "trainer", 1)
     monkeypatch.setattr(engine, "check", lambda _: None)
@@ -164,8 +171,7 @@ def test_an_sglang_that_drops_unknown_names_says_success(
 
 
 def test_an_sglang_that_was_started_with_the_trainers_names_gets_the_hubs(tmp_path: Path) -> None:
-    base = made(tmp_path, "trainer", 9).folder
-    fake = FakeSGLang(str(base), knows=frozenset(on_the_hub(state())))
+    base, fake = sglang_of(tmp_path, "trainer")
     engine = SGLangServer("http://sglang", transport=fake.transport, base=base)
     engine.check(made(tmp_path, "hub", 1))
     with pytest.raises(EngineMismatchError, match="needs the hub's names"):
@@ -238,7 +244,7 @@ def _nowhere(_: httpx2.Request) -> httpx2.Response:
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-@pytest.mark.parametrize("names", ["hub", "trainer"])
+@by_either_names
 @pytest.mark.parametrize("asked", ["hub", "trainer"])
 def test_a_reader_gives_each_tensor_by_both_of_its_names(
     tmp_path: Path, names: Names, asked: Names, mmap: bool

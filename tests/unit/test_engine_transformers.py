@@ -69,6 +69,11 @@ def logits(model: Any) -> torch.Tensor:
     return model(INPUTS).logits
 
 
+def says(model: Any, truth: Any) -> None:
+    """The same, to the bit."""
+    assert torch.equal(logits(model), logits(truth))
+
+
 def adapter(model: Any) -> dict[str, torch.Tensor]:
     return dict(get_peft_model_state_dict(model, save_embedding_layers=False))
 
@@ -101,7 +106,7 @@ def test_a_model_generates_as_the_trainers_and_samples_as_it_says(tmp_path: Path
     engine.check(version)
     assert model.generation_config.eos_token_id != 3
     engine.load(version)
-    assert torch.equal(logits(model), logits(truth))
+    says(model, truth)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(model.model.rotary_emb.inv_freq, rotary)
     assert (model.generation_config.top_k, model.generation_config.eos_token_id) == (7, 3)
@@ -172,8 +177,8 @@ def test_experts_are_filled_in_place_by_the_hubs_names(tmp_path: Path) -> None:
         engine.check(version)
         engine.load(version)
         from_folder = Qwen3MoeForCausalLM.from_pretrained(version.folder).eval()
-    assert torch.equal(logits(model), logits(truth))
-    assert torch.equal(logits(from_folder), logits(truth))
+    says(model, truth)
+    says(from_folder, truth)
     assert places(model) == before
 
 
@@ -185,7 +190,7 @@ def test_an_adapter_is_swapped_in_place_and_the_base_model_stays(tmp_path: Path)
     version = adapter_version(tmp_path, truth)
     engine.check(version)
     engine.load(version)
-    assert torch.equal(logits(model), logits(truth))
+    says(model, truth)
     assert not torch.equal(logits(model), logits(lora_qwen()))
     assert places(model) == before
 
@@ -204,7 +209,7 @@ def test_what_peft_saves_is_what_is_loaded(tmp_path: Path, options: dict[str, An
     config = json.loads((tmp_path / "saved" / "adapter_config.json").read_bytes())
     version = version_of(tmp_path, saved, kind="adapter", adapter_config=config)
     TransformersModel(model).load(version)
-    assert torch.equal(logits(model), logits(truth))
+    says(model, truth)
 
 
 def test_one_of_several_adapters_is_replaced(tmp_path: Path) -> None:
@@ -232,7 +237,7 @@ def test_an_adapter_on_a_model_without_the_peft_wrapper(tmp_path: Path) -> None:
     trained(truth, 4)
     version = adapter_version(tmp_path, truth)
     TransformersModel(plain).load(version)
-    assert torch.equal(logits(plain), logits(truth))
+    says(plain, truth)
 
 
 def test_an_adapter_that_would_compute_something_else_is_refused(tmp_path: Path) -> None:
@@ -262,7 +267,7 @@ def test_what_dora_has_kept_of_the_old_adapter_is_forgotten(tmp_path: Path) -> N
     with DoraCaching():
         logits(model)
         TransformersModel(model).load(version)
-        assert torch.equal(logits(model), logits(truth))
+        says(model, truth)
 
 
 def test_an_adapter_that_peft_computes_as_it_is_saved_is_refused(tmp_path: Path) -> None:

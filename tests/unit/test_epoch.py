@@ -9,7 +9,7 @@ from syncd.storage.epoch import Epoch
 from syncd.storage.job import Job
 from tests.jobs import SmallJob
 from tests.lagging import Hosts
-from tests.storages import FastStorage, once, refuse
+from tests.storages import FastStorage, fails, once, refuse
 
 pytestmark = pytest.mark.lagging
 
@@ -167,9 +167,9 @@ def test_an_error_of_a_live_room_is_raised_as_it_is(job: SmallJob, hosts: Hosts)
     storage = hosts.ruled(refuse("rename", errno.EIO))
     epoch = job.take_over(storage)
     built(epoch, 1)
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+    with fails(errno.EIO):
         epoch.publish_version(1)
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+    with fails(errno.EIO):
         epoch.replace_file(job.layout.latest, b"new")
 
 
@@ -270,7 +270,7 @@ def test_leasing_can_be_opened_after_an_attempt_that_storage_refused(
 ) -> None:
     storage = hosts.ruled(refuse("rename", errno.EIO, where="leases-"))
     epoch = job.take_over(storage)
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+    with fails(errno.EIO):
         epoch.open_leasing(1)
     storage.rules.clear()
     epoch.open_leasing(1)

@@ -15,9 +15,9 @@ from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import Reader
 from explorer_hooks.staging import Staging
 from syncd.coordination.versions import Versions
-from syncd.protocol.policy import SyncSettings, Version
+from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import SaveId, SaveOutcome, SaveOutcomes, encode
-from tests.explorers import leased, report
+from tests.explorers import leased, pulls, report
 from tests.jobs import SmallJob
 from tests.rank_programs import ENVIRONMENT
 from tests.staged_links import LinkedJob, copies
@@ -47,7 +47,7 @@ def test_what_is_ahead_is_served_and_its_fold_is_no_news(
     linked: LinkedJob, hook: ExplorerHook, memory: Path
 ) -> None:
     assert report(linked.job).follows_ahead
-    assert hook.pull(0) == Version(3, 3)
+    pulls(hook, 3, 3)
     assert leased(linked.job) == []  # LATEST's version was only the base
     assert copies(memory) == ["v000003"]
     assert hook.folder is not None
@@ -59,7 +59,7 @@ def test_what_is_ahead_is_served_and_its_fold_is_no_news(
     assert reload.verify >= (reload.fetch or 0) + (reload.rebuild or 0)
     linked.link()
     assert not hook.may_produce()
-    assert hook.pull(0) == Version(4, 4)
+    pulls(hook, 4, 4)
     linked.publish(4)
     assert hook.pull(0) is None
     assert hook.may_produce()
@@ -75,7 +75,7 @@ def test_who_cannot_make_copies_reads_versions(
     stage = {"no stage": None, "near": Staging(tmp_path / "stage"), "elsewhere": Staging(memory)}
     engine = FakeEngine(is_local=why != "elsewhere")
     with ExplorerHook(linked.job.root, "explorer", engine, staging=stage[why]) as hook:
-        assert hook.pull(0) == Version(1, 1)
+        pulls(hook, 1, 1)
         assert not report(linked.job).follows_ahead
         assert hook.pull(0) is None
     with Reader(linked.job.root, "reader") as reader:
@@ -89,13 +89,13 @@ def test_a_damaged_link_is_passed_over_and_the_fold_or_a_later_save_is_served(
 ) -> None:
     away = linked.job.root / "away"
     linked.links[0].folder.rename(away)
-    assert hook.pull(0) == Version(1, 1)  # and nobody goes without weights
+    pulls(hook, 1, 1)  # and nobody goes without weights
     assert hook.pull(0) is None
     told = report(linked.job)
     assert (told.refused, told.follows_ahead) == (None, False)
     assert hook.may_produce()
     linked.publish(3)
-    assert hook.pull(0) == Version(3, 3)
+    pulls(hook, 3, 3)
     told = report(linked.job)
     assert told.follows_ahead
     assert told.reload is not None
@@ -103,7 +103,7 @@ def test_a_damaged_link_is_passed_over_and_the_fold_or_a_later_save_is_served(
     assert told.reload.no_delta is not None
     away.rename(linked.links[0].folder)
     linked.link()
-    assert hook.pull(0) == Version(4, 4)
+    pulls(hook, 4, 4)
 
 
 def test_a_flipped_byte_in_the_served_copy_is_not_in_the_next(
@@ -118,7 +118,7 @@ def test_a_flipped_byte_in_the_served_copy_is_not_in_the_next(
         file.seek(-9, os.SEEK_END)
         file.write(bytes([byte ^ 1]))
     linked.link()
-    assert hook.pull(0) == Version(4, 4)
+    pulls(hook, 4, 4)
     assert copies(memory) == ["v000004"]
     with hook._pipeline.hold_again() as copy:
         linked.check(copy, 4)
@@ -136,7 +136,7 @@ def test_what_is_served_never_goes_back_and_a_rollback_is_newer(
     manifest = linked.whole[0].manifest.model_copy(update={"sequence": 7})
     (folder / "manifest.json").write_bytes(encode(manifest))
     linked.put(sequence=7, folder=folder.name)
-    assert hook.pull(0) == Version(7, 1)
+    pulls(hook, 7, 1)
 
 
 @pytest.mark.parametrize(("passed", "coming"), [(0, None), (3, 3), (math.inf, 3)])
@@ -145,7 +145,7 @@ def test_only_who_cannot_make_it_waits_for_the_fold_of_the_last_save(
 ) -> None:
     job = linked.job
     saved = SaveOutcome(identity=str(SaveId("run", 3, 3)), outcome="published", sequence=3)
-    job.put(job.layout.saves, encode(SaveOutcomes(steps={3: saved})))
+    job.put_record(job.layout.saves, SaveOutcomes(steps={3: saved}))
     job.step(3).mkdir()
     job.point(3)
     versions = Versions(job, "explorer", None, clock=Clock())

@@ -15,6 +15,8 @@ from syncd.protocol.errors import CommandFailedError, EngineMismatchError, Inval
 from tests.explorers import held, publish
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import ENVIRONMENT
+from tests.places import ROOT
+from tests.programs import completed
 
 WRITES = 'printf "%s %s %s %s\\n" "$SYNCD_SEQUENCE" "$SYNCD_STEP" "$SYNCD_KIND" "$SYNCD_FOLDER"'
 
@@ -58,8 +60,7 @@ def test_a_command_is_given_only_what_fits_what_it_took_before(job: SmallJob) ->
         engine.load(version)
         engine.check(version)
     job.save(2, 1.0, 2.0, 3.0, 4.0)
-    with job.daemon() as loop:
-        loop.run_once()
+    job.run()
     with held(job) as version, pytest.raises(EngineMismatchError, match="the command accepted"):
         engine.check(version)
 
@@ -148,11 +149,10 @@ def syncd_with(entry_point: str, folder: Path, *arguments: str) -> subprocess.Co
     package.mkdir(exist_ok=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: added\nVersion: 1\n")
     (package / "entry_points.txt").write_text(f"[syncd.commands]\n{entry_point}\n")
-    path = os.pathsep.join([str(folder), str(Path(__file__).parents[2])])
-    return subprocess.run(
-        [sys.executable, "-m", "syncd", *arguments],
-        env=ENVIRONMENT | {"PYTHONPATH": path}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    return completed(
+        [sys.executable, "-m", "syncd", *arguments], env=ENVIRONMENT | {"PYTHONPATH": path}
+    )
 
 
 @pytest.mark.slow

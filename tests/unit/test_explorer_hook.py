@@ -20,9 +20,10 @@ from syncd.protocol.errors import (
     WaitTimeoutError,
 )
 from syncd.protocol.reports import ExplorerReport
+from tests.explorers import pulls
 from tests.jobs import SmallJob, read
 from tests.lagging import Hosts
-from tests.storages import refuse
+from tests.storages import fails, os_error, refuse
 
 pytestmark = pytest.mark.lagging
 
@@ -41,7 +42,7 @@ class Engine(InProcessEngine):
 
     def load(self, version: LeasedVersion) -> None:
         if version.sequence in self.breaks:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            raise os_error(errno.EIO)
         self.loaded.append(version.sequence)
 
 
@@ -58,8 +59,7 @@ def hook(job: SmallJob, engine: Engine) -> Iterator[ExplorerHook]:
 
 def publish(job: SmallJob, step: int) -> None:
     job.save(step)
-    with job.daemon() as loop:
-        loop.run_once()
+    job.run()
     job.hosts.settle()
 
 
@@ -72,13 +72,19 @@ def leased(job: SmallJob) -> list[int]:
     return sorted(int(folder.name[1:]) for folder in folders if os.listdir(folder))
 
 
+def one_behind(job: SmallJob, hook: ExplorerHook) -> None:
+    publish(job, 1)
+    hook.pull(0)
+    publish(job, 2)
+
+
 def test_a_pull_loads_the_newest_version_and_says_so(
     job: SmallJob, hook: ExplorerHook, engine: Engine
 ) -> None:
     assert (hook.version, hook.folder) == (None, None)
     publish(job, 3)
     publish(job, 4)
-    assert hook.pull(0) == Version(2, 4)
+    pulls(hook, 2, 4)
     assert engine.loaded == [2]
     assert hook.version == Version(2, 4)
     assert hook.folder == job.version(2)
@@ -89,9 +95,7 @@ def test_a_pull_loads_the_newest_version_and_says_so(
 def test_the_version_that_is_served_stays_until_the_next_is_applied(
     job: SmallJob, hook: ExplorerHook, engine: Engine
 ) -> None:
-    publish(job, 1)
-    hook.pull(0)
-    publish(job, 2)
+    one_behind(job, hook)
     assert leased(job) == [1]
     engine.misfits.add(2)
     with pytest.raises(EngineMismatchError):
@@ -127,7 +131,7 @@ def test_a_damaged_version_never_reaches_the_engine_and_is_not_tried_again(
     assert str(report(job).refused).startswith("version 1: ")
     assert hook.pull(0) is None
     publish(job, 2)
-    assert hook.pull(0) == Version(2, 2)
+    pulls(hook, 2, 2)
     assert report(job).refused is None
 
 
@@ -173,9 +177,7 @@ def test_a_version_that_nobody_vouches_for_never_reaches_the_engine(
 def test_a_version_that_the_engine_refuses_leaves_it_on_the_one_before(
     job: SmallJob, hook: ExplorerHook, engine: Engine, fault: str
 ) -> None:
-    publish(job, 1)
-    hook.pull(0)
-    publish(job, 2)
+    one_behind(job, hook)
     getattr(engine, fault).add(2)
     with pytest.raises((SyncdError, OSError)):
         hook.pull(0)
@@ -186,15 +188,13 @@ def test_a_version_that_the_engine_refuses_leaves_it_on_the_one_before(
     else:  # what storage refused may well work the next time
         assert report(job).refused is None
         engine.breaks.clear()
-        assert hook.pull(0) == Version(2, 2)
+        pulls(hook, 2, 2)
 
 
 def test_a_damaged_manifest_is_refused_once_and_the_next_version_taken(
     job: SmallJob, hook: ExplorerHook
 ) -> None:
-    publish(job, 1)
-    hook.pull(0)
-    publish(job, 2)
+    one_behind(job, hook)
     (job.version(2) / "manifest.json").write_bytes(b"{")
     with pytest.raises(VerificationError):
         hook.pull(0)
@@ -202,7 +202,7 @@ def test_a_damaged_manifest_is_refused_once_and_the_next_version_taken(
     assert leased(job) == [1]
     assert hook.pull(0) is None
     publish(job, 3)
-    assert hook.pull(0) == Version(3, 3)
+    pulls(hook, 3, 3)
 
 
 def test_a_report_that_cannot_be_written_ends_no_pull_and_pins_no_old_version(
@@ -210,13 +210,11 @@ def test_a_report_that_cannot_be_written_ends_no_pull_and_pins_no_old_version(
 ) -> None:
     storage = hosts.ruled()
     hook = ExplorerHook(job.root, "explorer", engine, storage=storage)
-    publish(job, 1)
-    hook.pull(0)
-    publish(job, 2)
+    one_behind(job, hook)
     engine.check = lambda _: storage.rules.append(  # type: ignore[method-assign]
         refuse("rename", errno.ENOSPC, where="explorers")
     )
-    assert hook.pull(0) == Version(2, 2)
+    pulls(hook, 2, 2)
     assert leased(job) == [2]
     assert report(job).sequence == 1
     storage.rules.clear()
@@ -250,11 +248,9 @@ def test_closing_ends_a_pull_in_another_thread_and_lets_the_version_go(
 def test_an_engine_that_fails_half_way_is_given_back_what_it_had(
     job: SmallJob, hook: ExplorerHook, engine: Engine
 ) -> None:
-    publish(job, 1)
-    hook.pull(0)
-    publish(job, 2)
+    one_behind(job, hook)
     engine.breaks.add(2)
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+    with fails(errno.EIO):
         hook.pull(0)
     assert engine.loaded == [1, 1]
     assert hook.version == Version(1, 1)
@@ -284,4 +280,4 @@ def test_a_closed_hook_is_neither_entered_nor_started_again(job: SmallJob, engin
         hook.start()
     publish(job, 1)
     with ExplorerHook(job.root, "explorer", engine, storage=job.explorers) as hook:
-        assert hook.pull(0) == Version(1, 1)
+        pulls(hook, 1, 1)

@@ -31,7 +31,7 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
-from tests.explorers import LONG, leased, publish, report
+from tests.explorers import LONG, leased, publish, pulls, report
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import wait_until
 from tests.storages import RuledStorage
@@ -80,6 +80,11 @@ class Aside:
         self._thread.join(timeout)
         assert not self._thread.is_alive()
         return self.result
+
+
+def serves_after_first(hook: ExplorerHook, number: int) -> None:
+    served = hook.wait_until_served(LONG, newer_than=Version(1, 1))
+    assert served == Version(number, number)
 
 
 def test_a_step_syncs_where_the_settings_say_so(job: SmallJob, engine: FakeEngine) -> None:
@@ -203,7 +208,7 @@ def test_an_engine_that_takes_no_broadcasts_follows_the_versions_and_holds_nobod
     publish(job, 1)
     with hook_of(job, engine, settings={"method": "nccl"}) as hook:
         assert "cannot receive broadcasts" in caplog.text
-        assert hook.pull(0) == Version(1, 1)
+        pulls(hook, 1, 1)
         assert (trainer.takers().working, trainer.takers().by_broadcast) == (1, 0)
         assert trainer.ready_to_nccl_sync(2) is None  # at once
     engine.kinds = frozenset({"adapter"})
@@ -218,7 +223,7 @@ def test_a_memory_folder_has_the_versions_and_the_job_the_reports(
     publish(memory, 1)
     settings = {"method": "memory"}
     with hook_of(job, engine, settings=settings, memory_dir=memory.root) as hook:
-        assert hook.pull(0) == Version(1, 1)
+        pulls(hook, 1, 1)
         assert hook.folder == memory.version(1)
         assert leased(memory) == [1]
         assert report(job).sequence == 1
@@ -261,7 +266,7 @@ def test_a_hook_follows_in_the_background(job: SmallJob, engine: FakeEngine) -> 
         assert report(job).requests == 0
         hook.stop()
         publish(job, 5)
-        assert hook.pull(0) == Version(5, 5)
+        pulls(hook, 5, 5)
         with pytest.raises(InvalidSettingsError, match=r"no thread follows .* Call start\(\) or"):
             hook.wait_until_served(newer_than=Version(5, 5))
         hook.start()
@@ -364,10 +369,9 @@ def test_a_pull_that_finds_a_damaged_latest_names_the_file(
         damaged = rf"^no version was found in time, because {job.layout.latest} is damaged\. The "
         with pytest.raises(WaitTimeoutError, match=damaged):
             hook.pull(0.05)
-        with job.daemon() as loop:
-            loop.run_once()
+        job.run()
         job.hosts.settle()
-        assert hook.pull(0) == Version(1, 1)
+        pulls(hook, 1, 1)
 
 
 def test_a_pull_from_a_job_that_was_removed_says_so(tmp_path: Path, engine: FakeEngine) -> None:
@@ -401,7 +405,7 @@ def test_what_was_refused_is_named_by_the_next_timeout(
                 hook.wait_until_served(0.05)
             hook.stop()
         publish(job, 2)
-        assert hook.pull(0) == Version(2, 2)
+        pulls(hook, 2, 2)
         with pytest.raises(WaitTimeoutError, match=r"; no trainer works in [^;]*$"):
             hook.pull(0.001)
 
@@ -415,7 +419,7 @@ def test_a_follower_outlives_what_passes(job: SmallJob, engine: FakeEngine) -> N
         assert hook.fault is None
         engine.fail("load", ConnectionError("down"), torn=True, times=3)
         publish(job, 2)
-        assert hook.wait_until_served(LONG, newer_than=Version(1, 1)) == Version(2, 2)
+        serves_after_first(hook, 2)
 
 
 @pytest.mark.parametrize("call", ["pull", "after_step", "may_produce", "wait_until_served"])
@@ -442,7 +446,7 @@ def test_the_death_of_a_follower_is_raised_once_and_reported(
         assert not hook.may_produce()
         publish(job, 3)
         hook.start()
-        assert hook.wait_until_served(LONG, newer_than=Version(1, 1)) == Version(3, 3)
+        serves_after_first(hook, 3)
         assert (hook.fault, report(job).fault) == (None, None)
 
 
@@ -464,7 +468,7 @@ def test_one_that_a_callback_has_stopped_dies_no_death_of_the_next_one(
         assert hook.wait_until_served(LONG) == Version(1, 1)
         wait_until(lambda: "does not follow the job any more" in caplog.text, "the first has ended")
         publish(job, 2)
-        assert hook.wait_until_served(LONG, newer_than=Version(1, 1)) == Version(2, 2)
+        serves_after_first(hook, 2)
         assert hook.fault is None
 
 
@@ -501,8 +505,7 @@ def point_to(job: SmallJob, step: int, path: str) -> None:
     job.step(step).mkdir()
     (job.step(step) / "remote_sampler_path.txt").write_text(path)
     job.point(step)
-    with job.daemon() as loop:
-        loop.rounds(3, 20)
+    job.run(rounds=3, seconds=20)
 
 
 def test_a_remote_path_is_handed_to_the_callback(job: SmallJob, engine: FakeEngine) -> None:
@@ -515,7 +518,7 @@ def test_a_remote_path_is_handed_to_the_callback(job: SmallJob, engine: FakeEngi
 
     with hook_of(job, engine, on_remote=use) as hook:
         point_to(job, 1, "tinker://one")
-        assert hook.pull(0) == Version(1, 1)
+        pulls(hook, 1, 1)
         point_to(job, 2, "tinker://bad")
         with pytest.raises(EngineMismatchError, match="no such sampler"):
             hook.pull(0)
@@ -544,12 +547,12 @@ def test_a_path_that_the_callback_fails_for_is_tried_again(
 
     point_to(job, 1, "tinker://one")
     with hook_of(job, engine, on_remote=use) as hook:
-        assert hook.pull(0) == Version(1, 1)
+        pulls(hook, 1, 1)
         point_to(job, 2, "tinker://two")
         left = failures
         if how == "start":
             hook.start()
-            assert hook.wait_until_served(LONG, newer_than=Version(1, 1)) == Version(2, 2)
+            serves_after_first(hook, 2)
         elif failures == 2:
             with pytest.raises(EngineBrokenError, match="tinker://one: too many requests"):
                 hook.pull(0) if how == "pull" else hook.after_step(1)
@@ -560,7 +563,7 @@ def test_a_path_that_the_callback_fails_for_is_tried_again(
         else:
             assert hook.after_step(1) == Version(1, 1)
         if how == "pull":
-            assert hook.pull(0) == Version(2, 2)
+            pulls(hook, 2, 2)
         assert hook.after_step(2) == Version(2, 2)
         assert (hook.fault, report(job).refused) == (None, None)
 
@@ -572,7 +575,7 @@ def test_only_an_engine_that_takes_a_kind_is_given_it(job: SmallJob, takes: bool
     engine = FakeEngine(kinds=kinds)
     with hook_of(job, engine) as hook:
         if takes:
-            assert hook.pull(0) == Version(1, 1)
+            pulls(hook, 1, 1)
             assert engine.asked("load") == [1]
         else:
             with pytest.raises(EngineMismatchError, match="tinker://one"):

@@ -12,7 +12,7 @@ from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.staging import Staging
 from syncd.protocol.errors import EngineBrokenError, EngineMismatchError
 from syncd.protocol.policy import Version
-from tests.explorers import leased, publish, report
+from tests.explorers import leased, publish, pulls, report
 from tests.jobs import SmallJob
 from tests.storages import RuledStorage, refuse
 
@@ -32,6 +32,11 @@ def hook(job: SmallJob, engine: FakeEngine) -> Iterator[ExplorerHook]:
         publish(job, 2)
         engine.calls.clear()
         yield made
+
+
+def breaks(hook: ExplorerHook, why: str) -> None:
+    with pytest.raises(EngineBrokenError, match=why):
+        hook.pull(0)
 
 
 def test_an_engine_is_asked_in_order_and_does_not_serve_while_it_loads(
@@ -63,8 +68,11 @@ def test_how_long_it_took_is_on_record(job: SmallJob, hook: ExplorerHook) -> Non
     assert report(job).reload == told
 
 
+for_now_and_for_good = pytest.mark.parametrize("passes", [True, False])
+
+
 @pytest.mark.parametrize("what", ["check", "prepare", "pause", "load", "reset_cache"])
-@pytest.mark.parametrize("passes", [True, False])
+@for_now_and_for_good
 def test_an_engine_that_fails_goes_on_with_what_it_had(
     job: SmallJob, hook: ExplorerHook, engine: FakeEngine, what: str, passes: bool
 ) -> None:
@@ -78,7 +86,7 @@ def test_an_engine_that_fails_goes_on_with_what_it_had(
     assert hook.fault is None
     assert (report(job).refused is None) is passes
     if passes:  # it may well work the next time
-        assert hook.pull(0) == Version(2, 2)
+        pulls(hook, 2, 2)
     else:
         assert hook.pull(0) is None
 
@@ -87,20 +95,18 @@ def test_an_engine_that_takes_neither_version_is_broken_until_it_takes_one(
     job: SmallJob, hook: ExplorerHook, engine: FakeEngine
 ) -> None:
     engine.fail("load", RuntimeError("half"), torn=True, times=3)
-    with pytest.raises(EngineBrokenError, match=r"half.* not load its previous version 1 again"):
-        hook.pull(0)
+    breaks(hook, r"half.* not load its previous version 1 again")
     assert not engine.is_paused
     assert not hook.may_produce()
     assert "weights that the engine serves are unknown" in str(hook.fault)
     assert "weights that the engine serves are unknown" in str(report(job).fault)
-    with pytest.raises(EngineBrokenError, match="another attempt to load version 1 has failed"):
-        hook.pull(0)
+    breaks(hook, "another attempt to load version 1 has failed")
     assert hook.pull(0) is None  # it takes version 1 again; version 2 was refused
     assert engine.answer().sequence == 1
     assert (hook.fault, report(job).fault) == (None, None)
     assert hook.may_produce()
     publish(job, 3)
-    assert hook.pull(0) == Version(3, 3)
+    pulls(hook, 3, 3)
 
 
 def test_a_broken_engine_tries_a_version_again_that_was_not_to_blame(
@@ -110,7 +116,7 @@ def test_a_broken_engine_tries_a_version_again_that_was_not_to_blame(
     with pytest.raises(EngineBrokenError):
         hook.pull(0)
     assert report(job).refused is None
-    assert hook.pull(0) == Version(2, 2)
+    pulls(hook, 2, 2)
     assert engine.answer().sequence == 2
     assert report(job).fault is None
 
@@ -118,10 +124,9 @@ def test_a_broken_engine_tries_a_version_again_that_was_not_to_blame(
 def test_an_engine_that_has_lost_its_version_is_broken_until_it_has_it_again(
     job: SmallJob, hook: ExplorerHook, engine: FakeEngine
 ) -> None:
-    assert hook.pull(0) == Version(2, 2)
+    pulls(hook, 2, 2)
     engine.restart()
-    with pytest.raises(EngineBrokenError, match="lost version 2"):
-        hook.pull(0)
+    breaks(hook, "lost version 2")
     assert not hook.may_produce()
     assert "lost version 2" in str(report(job).fault)
     assert hook.pull(0) is None
@@ -134,7 +139,7 @@ def test_an_engine_that_has_lost_its_version_has_it_again_after_the_next_sync(
     hook: ExplorerHook, engine: FakeEngine
 ) -> None:
     """Also where the trainer has nothing newer, which ends a sync."""
-    assert hook.pull(0) == Version(2, 2)
+    pulls(hook, 2, 2)
     engine.restart()
     assert hook.after_step(1) == Version(2, 2)
     assert engine.answer().sequence == 2
@@ -150,12 +155,12 @@ def test_a_broken_engine_takes_a_newer_version_where_what_it_had_is_gone(
         with pytest.raises(EngineBrokenError):
             hook.pull(0)
     publish(job, 3)
-    assert hook.pull(0) == Version(3, 3)
+    pulls(hook, 3, 3)
     assert engine.answer().sequence == 3
     assert (hook.fault, report(job).fault) == (None, None)
 
 
-@pytest.mark.parametrize("passes", [True, False])
+@for_now_and_for_good
 def test_an_engine_that_fails_at_its_first_version_is_not_relied_on(
     job: SmallJob, engine: FakeEngine, passes: bool
 ) -> None:
@@ -168,18 +173,17 @@ def test_an_engine_that_fails_at_its_first_version_is_not_relied_on(
         assert not hook.may_produce()
         assert "its first version" in str(report(job).fault)
         publish(job, 2)
-        assert hook.pull(0) == Version(2, 2)
+        pulls(hook, 2, 2)
         assert hook.may_produce()
         assert report(job).fault is None
 
 
 def test_an_engine_that_does_not_resume_is_broken(hook: ExplorerHook, engine: FakeEngine) -> None:
     engine.fail("resume", ConnectionError("down"))
-    with pytest.raises(EngineBrokenError, match="could not be resumed"):
-        hook.pull(0)
+    breaks(hook, "could not be resumed")
     assert hook.version == Version(1, 1)
     assert not hook.may_produce()
-    assert hook.pull(0) == Version(2, 2)
+    pulls(hook, 2, 2)
     assert hook.may_produce()
 
 
@@ -189,7 +193,7 @@ def test_a_load_that_is_cut_off_is_a_fault(hook: ExplorerHook, engine: FakeEngin
         hook.pull(0)
     assert not engine.is_paused
     assert "interrupted" in str(hook.fault)
-    assert hook.pull(0) == Version(2, 2)
+    pulls(hook, 2, 2)
     assert hook.fault is None
 
 
@@ -207,7 +211,7 @@ def test_work_in_flight_that_fails_is_no_fault_of_the_version(
         with pytest.raises(RuntimeError, match="a rollout failed"):
             hook.pull(0)
         assert engine.asked("pause") == []
-        assert hook.pull(0) == Version(1, 1)
+        pulls(hook, 1, 1)
 
 
 def test_a_staged_version_is_loaded_from_its_copy_and_needs_no_lease(

@@ -217,8 +217,7 @@ def test_jobs_of_one_host_do_not_take_each_others_versions(tmp_path: Path, stage
     for name in ("one", "two"):
         job = SmallJob(tmp_path / name)
         job.save(1, 1.0 if name == "one" else 2.0)
-        with job.daemon() as loop:
-            loop.run_once()
+        job.run()
         found.append(take(job, staging))
     assert copies(stage) == ["v000001", "v000001"]
     weights = [(copy.folder / "model.safetensors").read_bytes() for copy in found]
@@ -227,8 +226,7 @@ def test_jobs_of_one_host_do_not_take_each_others_versions(tmp_path: Path, stage
     shutil.rmtree(tmp_path / "two")
     job = SmallJob(tmp_path / "two")
     job.save(1, 3.0, counter=1)
-    with job.daemon() as loop:
-        loop.run_once()
+    job.run()
     found.append(take(job, staging))
     assert (found[2].folder / "model.safetensors").read_bytes() not in weights
     found[2].verify()

@@ -19,7 +19,7 @@ from syncd.protocol.errors import BroadcastError, EngineBrokenError, WaitTimeout
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version, may_produce
 from syncd.protocol.records import SaveId
 from syncd.protocol.reports import Rendezvous
-from tests.explorers import LONG, leased, publish, report
+from tests.explorers import LONG, leased, publish, pulls, report
 from tests.jobs import SmallJob
 from tests.weight_groups import transfer
 from trainer_hooks import TrainerHook
@@ -187,8 +187,7 @@ def receives(hook: ExplorerHook, step: int, counter: int, run: str = "run") -> N
 
 def publish_save(job: SmallJob, step: int, counter: int) -> None:
     job.save(step, counter=counter)
-    with job.daemon() as loop:
-        loop.run_once()
+    job.run()
 
 
 def has_nothing_newer(hook: ExplorerHook) -> bool:
@@ -201,7 +200,7 @@ def test_a_version_of_weights_that_were_broadcast_is_held_and_not_loaded(
     del trainer
     publish(job, 1)
     assert report(job).workers == 0  # nothing that it could go back to
-    assert hook.pull(0) == Version(1, 1)
+    pulls(hook, 1, 1)
     assert report(job).workers == 1
     receives(hook, step=7, counter=4)
     assert hook.version == Version(1, 7)
@@ -215,7 +214,7 @@ def test_a_version_of_weights_that_were_broadcast_is_held_and_not_loaded(
     assert (engine.asked("load"), leased(job)) == ([1], [3])
     publish_save(job, 8, 5)
     assert not hook.may_produce()
-    assert hook.pull(0) == Version(4, 8)
+    pulls(hook, 4, 8)
     assert (engine.asked("load"), report(job).received) == ([1, 4], None)
 
 
@@ -229,7 +228,7 @@ def test_versions_of_an_earlier_trainer_are_not_newer_than_a_broadcast(
     assert has_nothing_newer(hook)
     receives(hook, step=3, counter=0, run="another")
     publish_save(job, 4, 8)
-    assert hook.pull(0) == Version(3, 4)  # "another" does not work any more
+    pulls(hook, 3, 4)  # "another" does not work any more
     receives(hook, step=12, counter=20)
     trainer.set_trainer_status(RunningStatus.STOPPED)
     publish_save(job, 11, 2)
@@ -258,9 +257,8 @@ def test_a_version_that_was_rolled_back_to_is_loaded_also_after_a_broadcast(
     hook.pull(0)
     receives(hook, step=3, counter=2)
     job.ask_rollback(1)
-    with job.daemon() as loop:
-        loop.run_once()
-    assert hook.pull(0) == Version(3, 1)
+    job.run()
+    pulls(hook, 3, 1)
     assert engine.asked("load") == [2, 3]
 
 

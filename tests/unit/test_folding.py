@@ -213,7 +213,7 @@ def test_a_child_process_folds_and_tells_what_is_damaged(tmp_path: Path) -> None
             verify_version(STORAGE, folder, made)
         finally:
             child.close()
-        flip(job.layout.link(2) / "rank-1", 2)
+        flip(job.link(2) / "rank-1", 2)
 
 
 def test_this_host_can_fold() -> None:

@@ -6,9 +6,16 @@ from pathlib import Path
 import pytest
 
 from syncd.storage.fsio import Draft, Storage
-from tests.storages import FastStorage, RuledStorage, once, refuse
-
-STORAGE = FastStorage()
+from tests.storages import (
+    STORAGE,
+    FastStorage,
+    RuledStorage,
+    fails,
+    once,
+    open_files,
+    os_error,
+    refuse,
+)
 
 
 def test_a_draft_is_invisible_until_it_is_committed(tmp_path: Path) -> None:
@@ -39,7 +46,7 @@ def test_a_refused_step_leaves_the_old_file_and_no_garbage(
 ) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with pytest.raises(OSError, match=os.strerror(code)):
+    with fails(code):
         RuledStorage(refuse(method, code)).replace(path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
@@ -129,7 +136,7 @@ def test_a_file_that_comes_while_its_tree_is_removed_is_left_for_the_next_sweep(
 def test_a_link_is_never_read(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"secret")
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
+    with fails(errno.ELOOP):
         STORAGE.read(tmp_path / "link")
 
 
@@ -137,11 +144,11 @@ def test_a_pipe_a_folder_and_a_device_are_refused_at_once_and_leave_no_descripto
     tmp_path: Path,
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
         with pytest.raises(OSError, match="not a regular file"):
             STORAGE.read(path)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 @pytest.mark.parametrize("how", ["open_read", "open_append"])
@@ -157,7 +164,7 @@ def test_a_file_that_is_replaced_while_it_is_opened_leaves_no_descriptor_open(
         for _ in range(10):
             with pytest.raises(FileNotFoundError):
                 getattr(STORAGE, how)(path)
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert open_files() == len(before)
 
 
 def test_reading_ends_at_the_limit(tmp_path: Path) -> None:
@@ -176,13 +183,13 @@ def test_a_file_that_the_server_forgets_while_it_is_read_is_opened_anew(
 
     def replaced(*_: object) -> None:
         STORAGE.replace(path, b"new")
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        raise os_error(errno.ESTALE)
 
     storage = RuledStorage(once(method, replaced))
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     assert storage.read(path) == b"new"
-    assert len(os.listdir("/proc/self/fd")) == before
-    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+    assert open_files() == before
+    with fails(errno.ESTALE):
         RuledStorage(refuse(method, errno.ESTALE)).read(path)
 
 
@@ -234,7 +241,7 @@ class Copying(Storage):
     def _try(self, way: str) -> None:
         self.tried.append(way)
         if way in self._refused:
-            raise OSError(self._refused[way], os.strerror(self._refused[way]))
+            raise os_error(self._refused[way])
 
     def copy_file_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
         self._try("copy_file_range")
@@ -263,7 +270,10 @@ def copied(storage: Storage, tmp_path: Path, *, at: int, to: int, count: int) ->
     return (tmp_path / "target").read_bytes()
 
 
-@pytest.mark.parametrize("refused", range(3))
+each_refused = pytest.mark.parametrize("refused", range(3))
+
+
+@each_refused
 @pytest.mark.parametrize("name", REFUSED)
 def test_each_refused_way_falls_back_to_the_next_with_the_same_bytes(
     tmp_path: Path, refused: int, name: str
@@ -275,15 +285,15 @@ def test_each_refused_way_falls_back_to_the_next_with_the_same_bytes(
 
 
 @pytest.mark.parametrize("name", ["ENOSPC", "EIO", "EDQUOT", "EBADF", "ESTALE"])
-@pytest.mark.parametrize("refused", range(3))
+@each_refused
 def test_any_other_error_of_a_copy_is_raised(tmp_path: Path, name: str, refused: int) -> None:
     codes = dict.fromkeys(WAYS[:refused], errno.EXDEV)
     storage = Copying({**codes, WAYS[refused]: getattr(errno, name)})
-    with pytest.raises(OSError, match=os.strerror(getattr(errno, name))):
+    with fails(getattr(errno, name)):
         copied(storage, tmp_path, at=0, to=0, count=10)
 
 
-@pytest.mark.parametrize("refused", range(3))
+@each_refused
 def test_a_copy_at_the_end_of_the_source_is_0_bytes(tmp_path: Path, refused: int) -> None:
     (tmp_path / "source").write_bytes(b"123")
     storage = Copying(dict.fromkeys(WAYS[:refused], errno.EXDEV))

@@ -40,6 +40,7 @@ from tests.storages import RuledStorage
 from trainer_hooks.resuming.resume import latest_checkpoint, load_checkpoint
 from trainer_hooks.state.full_checkpoint import (
     RNG,
+    Stateful,
     checked,
     extra_state,
     optimizer_state,
@@ -96,6 +97,11 @@ def trained(seed: int = 0, steps: int = 2) -> tuple[nn.Module, torch.optim.Optim
 # -- going on ------------------------------------------------------------------------------------
 
 
+def alike(found: Stateful, expected: Stateful) -> None:
+    """Two models, optimizers or schedulers have the same bits."""
+    assert same(found.state_dict(), expected.state_dict())
+
+
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_training_goes_on_as_if_it_had_never_stopped(
@@ -120,9 +126,9 @@ def test_training_goes_on_as_if_it_had_never_stopped(
     assert (found.step, found.user_state, found.save_id) == (7, {"batch": 3}, "run-7-0")
     assert found.is_exact
     assert train(again, optimizer_again, 3, scheduler_again) == losses
-    assert same(again.state_dict(), model.state_dict())
-    assert same(optimizer_again.state_dict(), optimizer.state_dict())
-    assert same(scheduler_again.state_dict(), scheduler.state_dict())
+    alike(again, model)
+    alike(optimizer_again, optimizer)
+    alike(scheduler_again, scheduler)
 
 
 def test_saving_changes_nothing_of_the_training() -> None:
@@ -144,15 +150,17 @@ def test_saving_changes_nothing_of_the_training() -> None:
     assert same(*runs)
 
 
+def partly_trained() -> nn.ModuleDict:
+    frozen = nn.Linear(2, 2).requires_grad_(requires_grad=False)
+    return nn.ModuleDict({"net": Net(), "unused": nn.Linear(2, 2), "frozen": frozen})
+
+
 def test_a_parameter_that_never_had_a_gradient_gets_no_state(root: Path) -> None:
     torch.manual_seed(0)
-    model = nn.ModuleDict({"net": Net(), "unused": nn.Linear(2, 2)})
-    model["frozen"] = nn.Linear(2, 2).requires_grad_(requires_grad=False)
+    model, again = partly_trained(), partly_trained()
     optimizer = adamw(model)
     train(model["net"], optimizer, 2)
     write_full(root, 1, model, optimizer)
-    again = nn.ModuleDict({"net": Net(), "unused": nn.Linear(2, 2)})
-    again["frozen"] = nn.Linear(2, 2).requires_grad_(requires_grad=False)
     optimizer_again = adamw(again)
     load_checkpoint(root, again, optimizer=optimizer_again)
     assert all(not optimizer_again.state.get(p) for p in again["unused"].parameters())
@@ -160,7 +168,7 @@ def test_a_parameter_that_never_had_a_gradient_gets_no_state(root: Path) -> None
         one["unused"].weight.grad = torch.ones(2, 2)
     optimizer.step()
     optimizer_again.step()
-    assert same(again.state_dict(), model.state_dict())
+    alike(again, model)
 
 
 def test_every_dtype_and_tied_weights_come_back_bit_by_bit(root: Path) -> None:
@@ -197,9 +205,9 @@ def test_a_critic_is_resumed_with_its_optimizer(root: Path) -> None:
         root, again, optimizer=optimizer_again, critic=critic_again,
         critic_optimizer=critic_optimizer_again,
     )  # fmt: skip
-    assert same(again.state_dict(), model.state_dict())
-    assert same(critic_again.state_dict(), critic.state_dict())
-    assert same(critic_optimizer_again.state_dict(), critic_optimizer.state_dict())
+    alike(again, model)
+    alike(critic_again, critic)
+    alike(critic_optimizer_again, critic_optimizer)
 
 
 class Raw:
@@ -226,10 +234,15 @@ def test_an_optimizer_that_is_not_torchs_gets_what_it_gave(root: Path) -> None:
         load_checkpoint(root, model, optimizer=adamw(model))
 
 
-def test_the_weights_of_a_full_state_dict_are_loaded(root: Path, job: SmallJob) -> None:
-    torch.manual_seed(0)
+def tied() -> nn.ModuleDict:
     model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
     model["head"].weight = model["embed"].weight
+    return model
+
+
+def test_the_weights_of_a_full_state_dict_are_loaded(root: Path, job: SmallJob) -> None:
+    torch.manual_seed(0)
+    model, again = tied(), tied()
     optimizer = adamw(model)
     write_full(root, 1, model, optimizer)
     actor = job.actor(1)
@@ -241,10 +254,8 @@ def test_the_weights_of_a_full_state_dict_are_loaded(root: Path, job: SmallJob) 
         receipt = read(Receipt, path)
         files = [receipt_of(content), *(file for file in receipt.files if file.name != SHARD)]
         path.write_bytes(encode(receipt.model_copy(update={"files": tuple(files)})))
-    again = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
-    again["head"].weight = again["embed"].weight
     load_checkpoint(root, again, optimizer=adamw(again))
-    assert same(again.state_dict(), model.state_dict())
+    alike(again, model)
 
 
 def test_another_trainers_weights_are_loaded_where_its_pointer_says(
@@ -261,7 +272,7 @@ def test_another_trainers_weights_are_loaded_where_its_pointer_says(
     found = load_checkpoint(root, again)
     assert found is not None
     assert (found.step, found.save_id) == (3, None)
-    assert same(again.state_dict(), model.state_dict())
+    alike(again, model)
 
 
 # -- which step ----------------------------------------------------------------------------------
@@ -295,7 +306,7 @@ def test_the_pointers_step_counts_and_any_other_only_if_asked_for(
         again = Net()
         found = load_checkpoint(root, again, step=step)
         assert found is not None
-        assert same(again.state_dict(), models[found.step].state_dict())
+        alike(again, models[found.step])
         assert found.step == (step or 2)
     with pytest.raises(
         CheckpointError, match=r"cannot resume from step 9, because .*global_step_9"
@@ -365,8 +376,8 @@ def test_cut_off_anywhere_a_save_leaves_one_that_is_whole(root: Path, step: int)
             assert found is not None
             assert found.step == latest_checkpoint(root)
             expected = {"run-1-0": first, f"run-{step}-1": second}[str(found.save_id)]
-            assert same(again.state_dict(), expected[0].state_dict())
-            assert same(optimizer.state_dict(), expected[1].state_dict())
+            alike(again, expected[0])
+            alike(optimizer, expected[1])
             ends.add(str(found.save_id))
         if calls[0] > 0:
             break  # it was not cut off

@@ -17,7 +17,7 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import MANIFEST, lease_marker
 from syncd.protocol.records import Manifest, encode
 from syncd.storage.job import Job
-from tests.storages import RuledStorage, once
+from tests.storages import RuledStorage, once, os_error
 
 NAME, SESSION = "explorer", "session"
 
@@ -50,7 +50,7 @@ class Disk:
 
     def __call__(self, method: str, given: tuple[Any, ...]) -> None:
         if method in self.refused:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(given[0]))
+            raise os_error(errno.EIO, given[0])
 
 
 class LeasesFollowTheirHolds(RuleBasedStateMachine):
@@ -117,7 +117,7 @@ def test_a_lease_that_a_lost_answer_hid_is_released(tmp_path: Path) -> None:
 
     def make_it_all_the_same(path: Path) -> None:
         path.touch()
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        raise os_error(errno.EIO, path)
 
     storage = RuledStorage(once("create", make_it_all_the_same))
     with pytest.raises(OSError, match="Input/output error"):

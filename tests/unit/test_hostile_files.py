@@ -297,8 +297,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (layout.actor(2) / "optim_world_size_1_rank_0.pt").touch()
     job.point(1, CHECKPOINT_POINTER)
     announced = TrainerReport(run_id="run", world_size=1, status="running", step=99, time=0.0)
-    job.put(layout.trainer_report, encode(announced))
-    job.put(layout.explorer("e"), encode(REPORT))
+    job.put_record(layout.trainer_report, announced)
+    job.put_record(layout.explorer("e"), REPORT)
     layout.session("held").touch()
     job.lease(1, "held")
     return template
@@ -694,7 +694,10 @@ def test_a_format_that_is_none_is_an_error_of_ours_that_names_it(
 # -- explorers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("thing", [*THINGS, *CONTENTS], ids=named)
+each_thing = pytest.mark.parametrize("thing", [*THINGS, *CONTENTS], ids=named)
+
+
+@each_thing
 def test_an_explorer_waits_for_a_latest_that_is_none(shared: Shared, thing: Hostile | str) -> None:
     with shared.reader() as reader:
         shared.put(thing, ".syncd/LATEST")
@@ -702,7 +705,7 @@ def test_an_explorer_waits_for_a_latest_that_is_none(shared: Shared, thing: Host
             reader.next_version(4, 0)
 
 
-@pytest.mark.parametrize("thing", [*THINGS, *CONTENTS], ids=named)
+@each_thing
 def test_an_explorer_refuses_a_version_whose_manifest_is_none(
     shared: Shared, thing: Hostile | str
 ) -> None:

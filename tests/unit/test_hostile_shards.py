@@ -14,7 +14,6 @@ from syncd.checkpoint.placement import Chunks, Local, Position
 from syncd.checkpoint.sandbox.isolated import IsolatedParser
 from syncd.checkpoint.torch_files.shard_file import ReadPieces, ShardFile
 from syncd.protocol.errors import CheckpointError, PlacementError, ShardFormatError
-from syncd.storage.fsio import Storage
 from tests.shards import (
     Built,
     Entry,
@@ -30,8 +29,8 @@ from tests.shards import (
     zip_of,
     zipped,
 )
+from tests.storages import STORAGE
 
-STORAGE = Storage(durable=False)
 SYSTEM = b"cposix\nsystem\n"
 
 

@@ -28,14 +28,14 @@ from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.protocol.errors import CancelledError, CheckpointError, ShardFormatError
 from syncd.protocol.names import RECEIPTS, shard_name
 from syncd.protocol.records import ReceiptFile
-from syncd.storage.fsio import Storage
 from tests.jobs import SmallJob, nothing, weights
+from tests.places import FIXTURES
+from tests.programs import completed
 from tests.rank_programs import ENVIRONMENT
 from tests.shards import Pickler, pickled, shard, tensor
-from tests.storages import Clock
+from tests.storages import STORAGE, Clock
 
-STORAGE = Storage(durable=False)
-FIXTURES = sorted((Path(__file__).resolve().parents[1] / "fixtures").glob("*/*/model_*.pt"))
+FIXTURES = sorted((FIXTURES).glob("*/*/model_*.pt"))
 MIB = 1024 * 1024
 
 
@@ -422,11 +422,16 @@ RUBBISH = {
 SPEAK = "os.write(1, {ready!r}); os.read(0, 99); os.write(1, {answer!r}); {then}"
 
 
+def answering(folder: Path, answer: bytes, then: str = "os.read(0, 99)") -> IsolatedParser:
+    """A child that answers with this, and then does something."""
+    body = SPEAK.format(ready=frame(wire.READY), answer=answer, then=then)
+    return IsolatedParser(cancel=nothing, python=impostor(folder, body))
+
+
 @pytest.mark.parametrize("kind", RUBBISH)
 def test_an_answer_that_cannot_be_is_an_error_of_the_file(tmp_path: Path, kind: str) -> None:
-    body = SPEAK.format(ready=frame(wire.READY), answer=RUBBISH[kind], then="os.read(0, 99)")
     with (
-        IsolatedParser(cancel=nothing, python=impostor(tmp_path, body)) as child,
+        answering(tmp_path, RUBBISH[kind]) as child,
         pytest.raises(
             ShardFormatError,
             match=r"^/job/shard.pt: its data.pkl cannot be read: the process that reads it",
@@ -436,11 +441,10 @@ def test_an_answer_that_cannot_be_is_an_error_of_the_file(tmp_path: Path, kind: 
 
 
 def test_the_limit_on_tensors_is_on_their_parts(tmp_path: Path) -> None:
-    body = SPEAK.format(ready=frame(wire.READY), answer=rows(PARTS), then="os.read(0, 99)")
     (tmp_path / shard_name(1, 0)).write_bytes(shard({}))
     save = look_at_save(STORAGE, tmp_path, 1)
     with (
-        IsolatedParser(cancel=nothing, python=impostor(tmp_path, body)) as child,
+        answering(tmp_path, rows(PARTS)) as child,
         open_save(STORAGE, tmp_path, save, limits=ParseLimits(tensors=1)) as opened,
     ):
         opened.parser = child
@@ -495,10 +499,8 @@ def test_a_tensor_without_elements_takes_a_kilobyte_of_the_process_that_merges(
     actor = tmp_path / "actor"
     actor.mkdir()
     (actor / shard_name(1, 0)).write_bytes(pickled(many(count)))
-    done = subprocess.run(
-        [sys.executable, "-c", _MEASURED, "merge", str(actor), str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
+    done = completed(
+        [sys.executable, "-c", _MEASURED, "merge", actor, tmp_path / "out"],
         env=ENVIRONMENT,
         timeout=120,
         check=True,
@@ -508,20 +510,16 @@ def test_a_tensor_without_elements_takes_a_kilobyte_of_the_process_that_merges(
 
 
 def test_an_answer_as_it_should_be_is_taken(tmp_path: Path) -> None:
-    body = SPEAK.format(ready=frame(wire.READY), answer=rows(GOOD, PARTS), then="os.read(0, 99)")
-    with IsolatedParser(cancel=nothing, python=impostor(tmp_path, body)) as child:
+    with answering(tmp_path, rows(GOOD, PARTS)) as child:
         found = child.read_pieces(b"}.", "x", intact=True)
     piece = Piece("F32", (2,), "0", 0, Position((4,), (2,), 9))
     assert found == {"w": piece, "p": Pieces("F32", (4,), (piece, piece))}
 
 
 def test_an_entry_of_a_header_that_cannot_be_is_an_error(tmp_path: Path) -> None:
-    body = SPEAK.format(
-        ready=frame(wire.READY), answer=rows(["w", "F32", [2], 0, 9]), then="os.read(0, 99)"
-    )
     (tmp_path / "model.safetensors").write_bytes(weights(1.0))
     with (
-        IsolatedParser(cancel=nothing, python=impostor(tmp_path, body)) as child,
+        answering(tmp_path, rows(["w", "F32", [2], 0, 9])) as child,
         pytest.raises(
             ShardFormatError, match="its header cannot be read: the process that reads it"
         ),
@@ -531,11 +529,8 @@ def test_an_entry_of_a_header_that_cannot_be_is_an_error(tmp_path: Path) -> None
 
 def test_what_a_child_says_of_a_file_cannot_leave_its_line(tmp_path: Path) -> None:
     said = json.dumps(["ShardFormatError", "bad\n\x1b[2JERROR " + "x" * 1_000]).encode()
-    body = SPEAK.format(
-        ready=frame(wire.READY), answer=frame(wire.FAILED, said), then="os.read(0, 99)"
-    )
     with (
-        IsolatedParser(cancel=nothing, python=impostor(tmp_path, body)) as child,
+        answering(tmp_path, frame(wire.FAILED, said)) as child,
         pytest.raises(ShardFormatError) as caught,
     ):
         child.read_pieces(b"}.", "/job/shard.pt", intact=True)
@@ -555,9 +550,8 @@ def test_what_a_child_says_of_a_file_cannot_leave_its_line(tmp_path: Path) -> No
     ],
 )
 def test_a_child_that_ends_is_an_error_of_the_file(tmp_path: Path, then: str, match: str) -> None:
-    body = SPEAK.format(ready=frame(wire.READY), answer=b"", then=then)
     with (
-        IsolatedParser(cancel=nothing, python=impostor(tmp_path, body)) as child,
+        answering(tmp_path, b"", then) as child,
         pytest.raises(ShardFormatError, match=match),
     ):
         child.read_pieces(b"}.", "/job/shard.pt", intact=True)

@@ -10,7 +10,7 @@ import pytest
 
 from syncd.storage.calls import Kind
 from tests.lagging import LAG, AnswerLostLagging, LagClock, LaggingStorage, RuledLagging
-from tests.storages import FastStorage, refuse
+from tests.storages import FastStorage, fails, refuse
 
 SERVER = FastStorage()
 
@@ -169,7 +169,7 @@ def test_rmdir_of_what_is_full_on_the_server_is_refused_whatever_the_listing_say
 ) -> None:
     assert client.names(folder) == []
     (folder / "file").touch()
-    with pytest.raises(OSError, match=os.strerror(errno.ENOTEMPTY)):
+    with fails(errno.ENOTEMPTY):
         client.rmdir(folder)
 
 
@@ -280,7 +280,7 @@ def test_rules_are_asked_before_the_client_is(
     assert storage.names(folder) == []
     (folder / "file").touch()
     assert storage.names(folder) == []
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+    with fails(errno.EIO):
         storage.mkdir(folder / "new")
     assert storage.count("names", folder) == 2
 

@@ -14,11 +14,10 @@ from syncd.storage.leases import Lease
 from syncd.storage.sessions import DaemonLock, Session
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.lagging import Hosts
-from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
+from tests.storages import STORAGE, Clock, RuledStorage, fails, once, refuse
 
 pytestmark = pytest.mark.lagging
 
-STORAGE = FastStorage()
 LOOK = LEASE_TIME / LOOKS_PER_LEASE
 
 
@@ -104,7 +103,7 @@ def test_an_empty_heartbeat_is_judged_like_any_other(watched: Watched) -> None:
 
 def test_storage_that_does_not_answer_is_no_death(tmp_path: Path, hosts: Hosts) -> None:
     watched = Watched(tmp_path, hosts.ruled(refuse("open_read", errno.EIO)))
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+    with fails(errno.EIO):
         watched.looks()
 
 
@@ -263,7 +262,7 @@ def test_a_version_that_is_leased_cannot_be_retired_and_can_when_it_is_let_go(
     job.lease_folder(3).mkdir()
     leases = [job.lease(3, "session", name) for name in ("one", "two")]
     for lease in leases:
-        with pytest.raises(OSError, match=os.strerror(errno.ENOTEMPTY)):
+        with fails(errno.ENOTEMPTY):
             STORAGE.rmdir(job.lease_folder(3))
         lease.release()
         lease.release()
@@ -288,7 +287,7 @@ def test_the_same_session_may_lease_twice(job: SmallJob) -> None:
 def test_a_full_disk_is_not_taken_for_a_retired_version(job: SmallJob, hosts: Hosts) -> None:
     job.lease_folder(3).mkdir()
     storage = hosts.ruled(refuse("create", errno.ENOSPC))
-    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+    with fails(errno.ENOSPC):
         Lease.take(Job(storage, job.layout), 3, "node", "session")
 
 

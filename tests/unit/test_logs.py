@@ -2,7 +2,6 @@ import ast
 import json
 import logging
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from syncd.storage.repeats import Repeats
 from tests.doc_lists import DOCS, KINDS, page
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import Daemon
+from tests.programs import completed
 from tests.storages import Clock
 
 #: Of these packages every line has a name: they are what a daemon runs.
@@ -245,10 +245,7 @@ def test_a_flood_of_the_same_line_is_held_back_and_counted(clock: Clock, records
 def test_a_command_that_fails_says_so_in_the_form_that_was_asked_for(tmp_path: Path) -> None:
     for form in (["--log-format", "human"], ["--log-format", "json"], ["--json"]):
         none = tmp_path / f"none{FORGED}\x1b[2J"
-        done = subprocess.run(
-            [sys.executable, "-m", "syncd", "run", none, *form],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        done = completed([sys.executable, "-m", "syncd", "run", none, *form])
         assert done.returncode == 11
         (line,) = done.stderr.splitlines()
         if form[-1] == "human":
@@ -273,9 +270,7 @@ raise ValueError("odd")
 
 
 def test_what_nobody_caught_is_a_line_too() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _FAULTS], capture_output=True, text=True, check=False
-    )
+    done = completed([sys.executable, "-c", _FAULTS])
     assert done.returncode == 1
     thread, process = map(json.loads, done.stderr.splitlines())
     assert thread["event"] == process["event"] == "fault"

@@ -4,7 +4,7 @@ import pytest
 
 from syncd.daemon.config import DaemonConfig
 from tests.jobs import LEASE_TIME, SmallJob
-from tests.storages import Clock, refuse
+from tests.storages import Clock, RuledStorage, refuse
 
 pytestmark = pytest.mark.lagging
 
@@ -42,11 +42,18 @@ def test_an_idle_round_writes_nothing_until_a_third_of_a_lease_is_over(
         assert storage.count("create", job.root) == 1
 
 
+def full_at(job: SmallJob, method: str) -> RuledStorage:
+    """A save waits, and its version finds a full disk."""
+    storage = job.hosts.ruled(refuse(method, errno.ENOSPC, where="building/v"))
+    job.storage = storage
+    job.save(4)
+    return storage
+
+
 def test_a_merge_that_storage_refuses_is_tried_again_ever_more_seldom(
     job: SmallJob, clock: Clock
 ) -> None:
-    storage = job.storage = job.hosts.ruled(refuse("create", errno.ENOSPC, where="building/v"))
-    job.save(4)
+    storage = full_at(job, "create")
     tried = []
     with job.daemon(clock=clock) as loop:
         for _ in range(100):
@@ -67,8 +74,7 @@ def test_a_merge_that_storage_refuses_is_tried_again_ever_more_seldom(
 def test_a_full_disk_is_a_warning_that_is_repeated_ever_more_seldom(
     job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    storage = job.storage = job.hosts.ruled(refuse("create", errno.ENOSPC, where="building/v"))
-    job.save(4)
+    storage = full_at(job, "create")
     warned = []
     with job.daemon(clock=clock) as loop:
         for second in range(1000):
@@ -121,8 +127,7 @@ class Days(Clock):
     "rounds", [3, pytest.param(1100, marks=(pytest.mark.slow, pytest.mark.deep))]
 )
 def test_a_disk_that_is_full_for_days_does_not_end_the_daemon(job: SmallJob, rounds: int) -> None:
-    storage = job.storage = job.hosts.ruled(refuse("mkdir", errno.ENOSPC, where="building/v"))
-    job.save(4)
+    storage = full_at(job, "mkdir")
     with job.daemon(clock=Days()) as loop:
         for _ in range(rounds):
             loop.run_once()

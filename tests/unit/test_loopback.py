@@ -17,6 +17,7 @@ from syncd.daemon.telling.metrics import Exporter, Metrics
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import DEADLINE, Daemon, wait_for_step, wait_until
 from tests.ports import free_port
+from tests.storages import open_files
 from tests.web.served import served
 
 #: No server of ours has more connections at a time.
@@ -72,14 +73,14 @@ def drip(connections: list[socket.socket], stack: ExitStack) -> None:
 def test_idle_connections_in_number_take_few_threads_and_keep_nobody_from_an_answer(
     port: int,
 ) -> None:
-    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    threads, files = threading.active_count(), open_files()
     with ExitStack() as stack:
         for _ in range(300):
             connected(port, stack)
         for _ in range(3):
             assert asked(port)[0] == 200
         assert threading.active_count() - threads <= MOST
-        assert len(os.listdir("/proc/self/fd")) - files - 300 <= MOST + 1
+        assert open_files() - files - 300 <= MOST + 1
     wait_until(lambda: threading.active_count() <= threads, "all of them are gone")
 
 

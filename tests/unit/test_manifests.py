@@ -20,8 +20,9 @@ from syncd import __version__
 from syncd.cli import cli
 from tests.commands import invoke
 from tests.doc_blocks import blocks
+from tests.places import DOCS
+from tests.programs import completed
 
-DOCS: Final = Path(__file__).parents[2] / "docs"
 FOLDER: Final = DOCS / "kubernetes"
 PAGE: Final = (DOCS / "kubernetes.md").read_text(encoding="utf-8")
 DOCKERFILE: Final = (FOLDER / "Dockerfile").read_text(encoding="utf-8")
@@ -281,7 +282,5 @@ SHELL: Final = [
 
 @pytest.mark.parametrize("script", SHELL)
 def test_what_is_pasted_into_a_shell_is_its_language(script: str) -> None:
-    done = subprocess.run(
-        ["bash", "-n"], input=script, capture_output=True, text=True, check=False, timeout=60
-    )
+    done = completed(["bash", "-n"], input=script, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

@@ -498,8 +498,7 @@ def test_a_job_that_is_served_no_more_has_no_metrics(job: SmallJob, tmp_path: Pa
         meter = metrics.of_job(one)
         meter.active(yes=True)
         one.save(1)
-        with one.daemon(meter=meter) as loop:
-            loop.run_once()
+        one.run(meter=meter)
         meter.failed(OSError())
         meter.active(yes=False)
     metrics.forget_job(job.root)

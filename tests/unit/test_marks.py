@@ -1,11 +1,11 @@
 """Which tests run before a push, in each run, and only with ``--deep``."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 
+from tests.programs import completed
 from tests.rank_programs import ROOT
 
 #: A module outside of tests/unit, and the test in it that is deep.
@@ -25,14 +25,7 @@ for options in map(json.loads, sys.argv[1:]):
 
 def _selected(*runs: list[str]) -> list[set[str]]:
     given = [json.dumps([*options, _MODULE]) for options in runs]
-    done = subprocess.run(
-        [sys.executable, "-c", _COLLECTS, *given],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = completed([sys.executable, "-c", _COLLECTS, *given], cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     found = done.stdout.split("===\n")[:-1]
     return [{line for line in one.splitlines() if line.startswith(_MODULE)} for one in found]

@@ -137,8 +137,11 @@ def flip(path: Path, record: str, at: int) -> None:
     path.write_bytes(content)
 
 
+with_and_without_digests = pytest.mark.parametrize("digests", [False, True])
+
+
 @pytest.mark.parametrize("record", ["data/0", "data/3", "version"])
-@pytest.mark.parametrize("digests", [False, True])
+@with_and_without_digests
 def test_a_wrong_crc_of_any_record_is_found_used_or_not(
     stored: Path,
     tmp_path: Path,
@@ -181,7 +184,7 @@ def test_plain_tensors_that_differ_between_ranks_are_named(tmp_path: Path, opene
 
 
 @pytest.mark.parametrize("size", [1000, 3_000_000])
-@pytest.mark.parametrize("digests", [False, True])
+@with_and_without_digests
 def test_a_source_that_becomes_shorter_is_to_be_looked_at_again(
     tmp_path: Path, opened: Opened, size: int, digests: bool
 ) -> None:
@@ -214,7 +217,7 @@ def test_a_merge_stops_when_asked(written: Path, tmp_path: Path, opened: Opened)
 # -- several files at a time ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("digests", [False, True])
+@with_and_without_digests
 @pytest.mark.parametrize("check_crc", [False, True])
 @pytest.mark.parametrize("kind", ["fsdp2-4", "fsdp2_tp-8", "fsdp1-4", "plain-2"])
 def test_threads_write_the_same_files_as_one_does(
@@ -246,7 +249,10 @@ def views_of_one_storage(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize("threads", [1, 4])
+by_one_and_several_threads = pytest.mark.parametrize("threads", [1, 4])
+
+
+@by_one_and_several_threads
 def test_a_record_in_many_files_is_checked_by_all_its_bytes(
     tmp_path: Path, opened: Opened, threads: int
 ) -> None:
@@ -322,7 +328,7 @@ def test_threads_end_with_the_first_that_storage_refuses(
     assert not [t for t in threading.enumerate() if t.name.startswith("syncd-copy")]
 
 
-@pytest.mark.parametrize("threads", [1, 4])
+@by_one_and_several_threads
 def test_progress_is_told_by_one_thread_grows_and_ends_at_the_whole(
     written: Path, tmp_path: Path, opened: Opened, threads: int
 ) -> None:

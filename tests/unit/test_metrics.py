@@ -15,15 +15,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.telling.metrics import HOST, Exporter, Metrics, _JobMeter
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.records import encode
 from syncd.protocol.reports import ExplorerReport, Load, Reload, TrainerReport
 from tests.doc_lists import page
 from tests.jobs import SmallJob
 from tests.lagging import Hosts
+from tests.places import DOCS
 from tests.ports import free_port
 from tests.storages import Clock, refuse
 
-DOCS = Path(__file__).parents[2] / "docs"
 #: Metrics whose names come with a suffix.
 SAMPLES = ("_bucket", "_count", "_sum")
 
@@ -60,7 +59,7 @@ def report(job: SmallJob, name: str, sequence: int | None, **more: object) -> No
         {"name": name, "session": f"s-{name}", "status": "running", "time": 0.0, **more,
          "sequence": sequence, "step": sequence}
     )  # fmt: skip
-    job.put(job.layout.explorers / f"{name}.json", encode(record))
+    job.put_record(job.layout.explorers / f"{name}.json", record)
 
 
 def test_what_a_daemon_does_is_counted(job: SmallJob, clock: Clock, said: Measured) -> None:
@@ -161,7 +160,7 @@ def test_who_is_dead_and_when_anything_was_published_is_measured(
     def announce(status: str) -> None:
         told = {"run_id": "r", "world_size": 1, "session": "t", "step": 7, "time": time.time()}
         report = TrainerReport.model_validate({**told, "status": status})
-        job.put(job.layout.trainer_report, encode(report))
+        job.put_record(job.layout.trainer_report, report)
 
     def beat(session: str, ago: float) -> None:
         job.session(session).touch()
@@ -191,10 +190,9 @@ def test_the_log_warns_of_a_trainer_whose_heartbeat_stops(
     job: SmallJob, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = {"run_id": "r", "world_size": 1, "session": "t", "status": "running", "time": 1.0}
-    job.put(job.layout.trainer_report, encode(TrainerReport.model_validate(told)))
+    job.put_record(job.layout.trainer_report, TrainerReport.model_validate(told))
     job.session("t").touch()
-    with job.daemon() as loop:
-        loop.rounds(7, 5)
+    job.run(rounds=7, seconds=5)
     assert ["session t is dead" in line.message for line in caplog.records].count(True) == 1
     (record,) = (line for line in caplog.records if "session t is dead" in line.message)
     assert record.levelname == "WARNING"

@@ -72,13 +72,14 @@ def _write(path: Path, tensors: Mapping[str, Tensor], *, said: bool) -> ReceiptF
 
 
 def publish(
-    actor: Path,
-    out: Path,
+    folder: Path,
+    name: str = "out",
     *,
     storage: Storage = STORAGE,
     cast: Cast | None = None,
     names: Names = "trainer",
 ) -> Manifest:
+    actor, out = folder / "actor", folder / name
     out.mkdir()
     return build_model_folder(
         storage,
@@ -93,7 +94,7 @@ def publish(
 
 def test_the_ranks_files_become_the_versions_files(tmp_path: Path) -> None:
     paths = put(tmp_path / "actor", PARTS)
-    manifest = publish(tmp_path / "actor", tmp_path / "out")
+    manifest = publish(tmp_path)
     for path in paths:
         assert (tmp_path / "out" / path.name).stat().st_ino == path.stat().st_ino
     everything = PARTS[0] | PARTS[1]
@@ -110,7 +111,7 @@ def test_no_tensor_is_read_to_publish_it(tmp_path: Path) -> None:
         header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
         os.truncate(path, header)  # a hole in place of the tensors
         os.truncate(path, header + sum(one.nbytes for one in PARTS[paths.index(path)].values()))
-    manifest = publish(tmp_path / "actor", tmp_path / "out")
+    manifest = publish(tmp_path)
     with pytest.raises(VerificationError, match="digest"):
         verify_version(STORAGE, tmp_path / "out", manifest)
 
@@ -127,9 +128,9 @@ def test_no_function_of_the_merge_is_entered(tmp_path: Path) -> None:
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        publish(tmp_path / "actor", tmp_path / "out")
+        publish(tmp_path)
         assert not entered
-        publish(tmp_path / "actor", tmp_path / "cast", cast="bf16")
+        publish(tmp_path, "cast", cast="bf16")
     finally:
         sys.setprofile(before)
     assert ("plan.py", "plan_merge") in entered
@@ -149,7 +150,7 @@ def test_a_part_gets_the_names_of_the_hub_if_they_are_asked_for(tmp_path: Path) 
         name=f"{HUGGINGFACE}/{NAME_MAP}", size=len(content), digest=digest, over="content"
     )
     path.write_bytes(encode(receipt.model_copy(update={"files": (*receipt.files, listed)})))
-    publish(actor, tmp_path / "out", names="hub")
+    publish(tmp_path, names="hub")
     found = loaded(tmp_path / "out")
     assert found.keys() == {"hub.b", "scale", "a", "none"}
     assert torch.equal(found["hub.b"], PARTS[0]["b"])
@@ -157,7 +158,7 @@ def test_a_part_gets_the_names_of_the_hub_if_they_are_asked_for(tmp_path: Path) 
 
 def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
     put(tmp_path / "actor", PARTS[:1])
-    manifest = publish(tmp_path / "actor", tmp_path / "out")
+    manifest = publish(tmp_path)
     assert [file.name for file in manifest.files] == ["model.safetensors"]
 
 
@@ -165,7 +166,7 @@ def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
 def test_parts_are_copied_where_links_cannot_be_had(tmp_path: Path, *, said: bool) -> None:
     paths = put(tmp_path / "actor", PARTS, said=said)
     storage = RuledStorage(refuse("link", errno.EPERM))
-    manifest = publish(tmp_path / "actor", tmp_path / "out", storage=storage)
+    manifest = publish(tmp_path, storage=storage)
     assert (tmp_path / "out" / paths[0].name).stat().st_ino != paths[0].stat().st_ino
     verify_version(STORAGE, tmp_path / "out", manifest)
 
@@ -175,14 +176,14 @@ def test_a_copy_that_is_not_what_was_written_is_not_published(tmp_path: Path) ->
     flip(paths[0], -2)
     storage = RuledStorage(refuse("link", errno.EPERM))
     with pytest.raises(ShardFormatError, match=r"model-00001-of-00003\.safetensors .* wrote"):
-        publish(tmp_path / "actor", tmp_path / "out", storage=storage)
+        publish(tmp_path, storage=storage)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_the_files_of_another_user_are_copied(tmp_path: Path) -> None:
     paths = put(tmp_path / "actor", PARTS)
     os.chown(paths[0], 12345, -1)
-    publish(tmp_path / "actor", tmp_path / "out")
+    publish(tmp_path)
     mine = tmp_path / "out" / paths[0].name
     assert (mine.stat().st_uid, mine.stat().st_nlink) == (os.geteuid(), 1)
     assert (tmp_path / "out" / paths[1].name).stat().st_nlink == 2
@@ -191,18 +192,18 @@ def test_the_files_of_another_user_are_copied(tmp_path: Path) -> None:
 def test_a_name_in_two_parts_is_refused(tmp_path: Path) -> None:
     put(tmp_path / "actor", [PARTS[0], {"b": torch.arange(5000.0)}])
     with pytest.raises(CoverageError, match=r"b in both .*00001-of-00002"):
-        publish(tmp_path / "actor", tmp_path / "out")
+        publish(tmp_path)
 
 
 def test_parts_without_any_tensor_are_refused(tmp_path: Path) -> None:
     put(tmp_path / "actor", [{}, {}])
     with pytest.raises(CoverageError, match="holds no tensors"):
-        publish(tmp_path / "actor", tmp_path / "out")
+        publish(tmp_path)
 
 
 def test_a_part_is_cast_if_that_is_asked_for(tmp_path: Path) -> None:
     put(tmp_path / "actor", PARTS)
-    publish(tmp_path / "actor", tmp_path / "out", cast="bf16")
+    publish(tmp_path, cast="bf16")
     everything = PARTS[0] | PARTS[1]
     assert_equal(loaded(tmp_path / "out"), {k: v.bfloat16() for k, v in everything.items()})
 
@@ -210,7 +211,7 @@ def test_a_part_is_cast_if_that_is_asked_for(tmp_path: Path) -> None:
 def test_a_cast_of_packed_weights_is_refused(tmp_path: Path) -> None:
     put(tmp_path / "actor", [{"a_blocks": torch.ones(4, dtype=torch.uint8)}])
     with pytest.raises(CheckpointError, match="a_blocks is quantized"):
-        publish(tmp_path / "actor", tmp_path / "out", cast="bf16")
+        publish(tmp_path, cast="bf16")
 
 
 def test_a_save_is_whole_when_all_ranks_have_vouched_for_their_parts(tmp_path: Path) -> None:
@@ -233,7 +234,7 @@ def test_a_file_of_the_release_before_is_compared_with_its_one_digest(tmp_path: 
     file = ReceiptFile(name=path.name, size=path.stat().st_size, digest=digest, over="header")
     receipt = Receipt(save_id="run-1-0", step=1, rank=0, world_size=1, files=(file,))
     (actor / RECEIPTS / receipt_name(0)).write_bytes(encode(receipt))
-    verify_version(STORAGE, tmp_path / "good", publish(actor, tmp_path / "good"))
+    verify_version(STORAGE, tmp_path / "good", publish(tmp_path, "good"))
     flip(path, -2)
     with pytest.raises(ShardFormatError, match="the trainer wrote"):
-        publish(actor, tmp_path / "bad")
+        publish(tmp_path, "bad")

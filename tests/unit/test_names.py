@@ -25,12 +25,10 @@ from syncd.checkpoint.whole_files import Merged
 from syncd.protocol.errors import CheckpointError, CoverageError, ShardFormatError
 from syncd.protocol.names import MANIFEST, shard_name
 from syncd.protocol.records import Manifest
-from syncd.storage.fsio import Storage
 from tests.jobs import SmallJob, nothing, read, weights
 from tests.merging import build
 from tests.products import product
-
-STORAGE = Storage(durable=False)
+from tests.storages import STORAGE
 
 #: Names that something on the way might take for something else, and that are only names.
 ODD: Final = (
@@ -223,7 +221,7 @@ def test_control_characters_in_a_name_are_refused_in_every_kind_of_save(
     with pytest.raises(ShardFormatError, match="is a name with control characters") as caught:
         build(actor, tmp_path / "out")
     assert str(caught.value).startswith(str(actor))
-    assert_quiet(str(caught.value))
+    assert_quiet(caught)
 
 
 def test_a_foreign_save_with_control_characters_in_a_name_is_quarantined(job: SmallJob) -> None:
@@ -247,7 +245,7 @@ def test_a_file_whose_name_has_control_characters_is_not_published(
     (actor / "huggingface" / name).write_text("{}")
     with pytest.raises(CheckpointError, match="cannot be the name of a published file") as caught:
         build(actor, tmp_path / "out")
-    assert_quiet(str(caught.value))
+    assert_quiet(caught)
 
 
 # -- names in messages -------------------------------------------------------------------------
@@ -260,12 +258,16 @@ def local(size: int, position: Position | None = None) -> Local:
     return Local("F32", (size,), 0, 4 * size, "data/0", position)
 
 
-def assert_quiet(message: str) -> None:
+def assert_quiet(caught: pytest.ExceptionInfo[Exception]) -> None:
+    message = str(caught.value)
     assert message.isprintable()
     assert len(message) < 1000
 
 
-@pytest.mark.parametrize("name", LOUD, ids=lambda name: ascii(name)[:10])
+each_name = pytest.mark.parametrize("name", LOUD, ids=lambda name: ascii(name)[:10])
+
+
+@each_name
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [((2, 3), "but a plain F32 tensor"), ((2, None), "but missing in"), ((None, 2), "missing in")],
@@ -279,24 +281,24 @@ def test_a_plan_that_fails_shows_a_name_so_that_any_terminal_can(
     ]
     with pytest.raises(CoverageError, match=message) as caught:
         plan_merge(shards, max_file_size=10**9)
-    assert_quiet(str(caught.value))
+    assert_quiet(caught)
 
 
-@pytest.mark.parametrize("name", LOUD, ids=lambda name: ascii(name)[:10])
+@each_name
 def test_a_gap_or_a_clash_shows_a_name_so_that_any_terminal_can(name: str) -> None:
     with pytest.raises(CoverageError, match="rows 1 to 3 are in no file") as caught:
         plan_merge([("rank 0", {name: local(1, Position((4,), (0,)))})], max_file_size=10**9)
-    assert_quiet(str(caught.value))
+    assert_quiet(caught)
     with pytest.raises(CoverageError, match="would both get the name") as caught:
         plan_merge(
             [("rank 0", {"weight": local(1), name: local(1)})],
             max_file_size=10**9,
             rename=lambda _: name,
         )
-    assert_quiet(str(caught.value))
+    assert_quiet(caught)
 
 
-@pytest.mark.parametrize("name", LOUD, ids=lambda name: ascii(name)[:10])
+@each_name
 def test_a_tensor_that_differs_is_shown_so_that_any_terminal_can(tmp_path: Path, name: str) -> None:
     (tmp_path / "out").mkdir()
     with ExitStack() as stack:
@@ -307,4 +309,4 @@ def test_a_tensor_that_differs_is_shown_so_that_any_terminal_can(tmp_path: Path,
             shards.append(stack.enter_context(ShardFile.open(STORAGE, path)))
         with pytest.raises(CoverageError, match="differs between ranks") as caught:
             merge(shards, tmp_path / "out")
-    assert_quiet(str(caught.value))
+    assert_quiet(caught)

@@ -167,8 +167,7 @@ def test_a_map_that_the_receipts_do_not_list_is_another_saves(job: SmallJob) -> 
     told = read(Receipt, receipt)
     files = tuple(file for file in told.files if not file.name.endswith(NAME_MAP))
     receipt.write_bytes(encode(told.model_copy(update={"files": files})))
-    with job.daemon() as loop:
-        loop.run_once()
+    job.run()
     assert tensors(job, 1) == TRAINER
     assert not (job.version(1) / NAME_MAP).exists()
 
@@ -201,7 +200,7 @@ def test_a_rollback_brings_its_names_back_and_they_are_kept(job: SmallJob) -> No
         loop.run_once()
         loop.config = DaemonConfig(keep=9)
         ask = RollbackRequest(id="ask", sequence=1, by="me", time=0.0)
-        job.put(job.layout.request("ask"), encode(ask))
+        job.put_record(job.layout.request("ask"), ask)
         loop.run_once()
         save(job, 4)
         loop.run_once()

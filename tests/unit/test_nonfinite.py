@@ -90,7 +90,10 @@ def put(job: SmallJob, step: int, nonfinite: NonFinite | None, config: str | Non
 # -- what the hook finds -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("saving", [SaveSettings(), FULL], ids=["sharded", "full"])
+each_saving = pytest.mark.parametrize("saving", [SaveSettings(), FULL], ids=["sharded", "full"])
+
+
+@each_saving
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_the_receipt_names_the_tensors_with_nan_or_inf_of_every_dtype(
     job: SmallJob, saving: SaveSettings, value: float
@@ -114,7 +117,10 @@ def test_the_receipt_names_the_tensors_with_nan_or_inf_of_every_dtype(
     assert save(job, model, 3, saving=saving) == NonFinite(count=0)
 
 
-@pytest.mark.usefixtures("group")
+in_a_group = pytest.mark.usefixtures("group")
+
+
+@in_a_group
 @pytest.mark.parametrize("wrap", [fully_shard, "fsdp1"])
 def test_tensors_that_are_sharded_are_looked_at(job: SmallJob, wrap: Any) -> None:
     model: nn.Module = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
@@ -162,7 +168,7 @@ def test_on_a_cpu_the_training_thread_does_not_look(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("saving", [SaveSettings(), FULL], ids=["sharded", "full"])
+@each_saving
 def test_on_a_gpu_each_tensor_is_looked_at_before_it_is_copied(
     job: SmallJob, saving: SaveSettings
 ) -> None:
@@ -175,7 +181,7 @@ def test_on_a_gpu_each_tensor_is_looked_at_before_it_is_copied(
     assert set(told.names) == {"a_bfloat16", "a_float8_e4m3fn"}
 
 
-@pytest.mark.usefixtures("group")
+@in_a_group
 def test_what_was_looked_at_on_its_device_is_not_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -301,8 +307,9 @@ def test_what_ranks_found_is_put_together(job: SmallJob) -> None:
     told = look_at_save(job.storage, actor, 1).nonfinite
     assert told == NonFinite(count=6, names=("a", "b", "c", "d"))
     assert str(told) == "NaN or Inf in 6 tensors (a, b, c, d, …)"
-    job.receipt(1, "run-1-9", 0, 3, shards[0].model_copy(update={"nonfinite": NonFinite(count=0)}))
-    job.receipt(1, "run-1-9", 1, 3, shards[1].model_copy(update={"nonfinite": NonFinite(count=0)}))
+    for rank in range(2):
+        finite = shards[rank].model_copy(update={"nonfinite": NonFinite(count=0)})
+        job.receipt(1, "run-1-9", rank, 3, finite)
     assert look_at_save(job.storage, actor, 1).nonfinite is None
 
 
@@ -321,14 +328,13 @@ def test_a_receipt_stays_small_and_forges_no_line_of_the_log(
     assert read(Receipt, receipt).files[0].nonfinite == told
     # By another writer: as it is read.
     put(job, 2, NonFinite(count=9, names=tuple(names)))
-    with job.daemon() as loop:
-        loop.run_once()
+    job.run()
     warned = [r.getMessage() for r in caplog.records if "NaN or Inf" in r.getMessage()]
     assert len(warned) == 2
     assert all(line.isprintable() and len(line) < 1200 for line in warned)
 
 
-@pytest.mark.usefixtures("group")
+@in_a_group
 def test_a_trainer_that_broadcasts_says_that_it_has_sent_nan(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

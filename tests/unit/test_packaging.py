@@ -14,8 +14,9 @@ import pytest
 from packaging.requirements import Requirement
 
 import syncd
+from tests.places import ROOT
+from tests.programs import completed
 
-_ROOT: Final = Path(__file__).parents[2]
 _PACKAGES: Final = ("syncd", "trainer_hooks", "explorer_hooks")
 _BUILD: Final = "import sys; from setuptools import build_meta; build_meta.{}('out')"
 #: What git would add.
@@ -33,14 +34,10 @@ def _in_git(*options: str) -> set[str]:
     if shutil.which("git") is None:
         return set()
     # The owner of a checkout may be another user than this one, in a container for example.
-    listed = subprocess.run(
-        ["git", "-c", "safe.directory=*", "ls-files", "-z", *(options or ("-c",))],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+    listed = completed(
+        ["git", "-c", "safe.directory=*", "ls-files", "-z", *(options or ("-c",))], cwd=ROOT
     )
-    return {name for name in listed.stdout.split("\0") if (_ROOT / name).is_file()}
+    return {name for name in listed.stdout.split("\0") if (ROOT / name).is_file()}
 
 
 def _files(folder: Path, *tops: str) -> set[str]:
@@ -56,14 +53,7 @@ def _files(folder: Path, *tops: str) -> set[str]:
 def _build(tree: Path, what: str) -> Path:
     """A wheel or a source distribution, by the backend alone: nothing is downloaded."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-c", _BUILD.format(what)],
-        cwd=tree,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = completed([sys.executable, "-c", _BUILD.format(what)], cwd=tree, env=environment)
     assert done.returncode == 0, done.stderr
     (made,) = (tree / "out").iterdir()
     return made
@@ -74,9 +64,9 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An unpacked source distribution of this tree."""
     folder = tmp_path_factory.mktemp("sdist")
     tree = folder / "tree"
-    for name in _in_git() | _in_git(*_NEW) or _files(_ROOT, "."):
+    for name in _in_git() | _in_git(*_NEW) or _files(ROOT, "."):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(_ROOT / name, tree / name, follow_symlinks=False)
+        shutil.copyfile(ROOT / name, tree / name, follow_symlinks=False)
     # By tar: the safe way of tarfile came with Python 3.11.4.
     archive = _build(tree, "build_sdist")
     subprocess.run(["tar", "-xzf", str(archive), "-C", str(folder)], check=True)
@@ -103,7 +93,7 @@ def test_a_source_distribution_is_what_git_has(sdist: Path) -> None:
 @pytest.mark.slow
 def test_a_wheel_has_every_file_of_the_packages_and_no_other(wheel: ZipFile) -> None:
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert held == _files(_ROOT, *_PACKAGES)
+    assert held == _files(ROOT, *_PACKAGES)
     assert {f"{package}/py.typed" for package in _PACKAGES} <= held
 
 
@@ -115,8 +105,8 @@ def test_a_wheel_says_what_it_is(wheel: ZipFile) -> None:
     assert metadata["Version"] == syncd.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Description-Content-Type"] == "text/markdown"
-    assert metadata.get_payload() == (_ROOT / "README.md").read_text(encoding="utf-8")
-    assert wheel.read(f"{info}/licenses/LICENSE") == (_ROOT / "LICENSE").read_bytes()
+    assert metadata.get_payload() == (ROOT / "README.md").read_text(encoding="utf-8")
+    assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     commands = wheel.read(f"{info}/entry_points.txt").decode()
     assert "syncd = syncd.cli:main" in commands
     assert "follow = explorer_hooks.follow:command" in commands
@@ -142,15 +132,15 @@ def test_only_extras_bring_torch_and_numpy(wheel: ZipFile) -> None:
 
 
 def test_the_units_of_the_top_level_are_those_that_are_installed() -> None:
-    names = sorted(path.name for path in (_ROOT / "systemd").iterdir())
-    assert names == sorted(path.name for path in (_ROOT / "syncd" / "units").glob("*.service"))
+    names = sorted(path.name for path in (ROOT / "systemd").iterdir())
+    assert names == sorted(path.name for path in (ROOT / "syncd" / "units").glob("*.service"))
     for name in names:
-        units = (_ROOT / "systemd" / name, _ROOT / "syncd" / "units" / name)
+        units = (ROOT / "systemd" / name, ROOT / "syncd" / "units" / name)
         assert units[0].read_bytes() == units[1].read_bytes()
 
 
 def test_what_the_constraints_pin_is_something_that_is_required() -> None:
-    lines = (_ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
     asked = {one.name: one.specifier for one in map(Requirement, requires("syncd") or ())}
     for pin in pinned:
@@ -159,10 +149,10 @@ def test_what_the_constraints_pin_is_something_that_is_required() -> None:
 
 
 def test_the_map_of_the_rooms_has_each_of_them() -> None:
-    text = (_ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     folders = {
-        f"{path.parent.relative_to(_ROOT)}/"
+        f"{path.parent.relative_to(ROOT)}/"
         for top in (*_PACKAGES, "tests")
-        for path in (_ROOT / top).rglob("*.py")
+        for path in (ROOT / top).rglob("*.py")
     }
     assert [folder for folder in sorted(folders) if f"`{folder}`" not in text] == []

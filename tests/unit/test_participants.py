@@ -10,18 +10,17 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import decide
 from syncd.daemon.service import Participants, Service
 from syncd.protocol.names import STATE_POINTER
-from syncd.storage.job import Job
 from syncd.storage.sessions import DAEMON_SESSION, Session
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.multiprocess.processes import DEADLINE, wait_until
-from tests.storages import Clock, FastStorage, RuledStorage
+from tests.storages import Clock, RuledStorage
 from tests.unit.test_decide import FOREIGN
 from tests.unit.test_decide import job as observed
 
 
 @pytest.fixture
 def found(job: SmallJob, clock: Clock) -> Participants:
-    return Participants(Job(FastStorage(), job.layout), LEASE_TIME, clock=clock)
+    return Participants(job, LEASE_TIME, clock=clock)
 
 
 def after(found: Participants, clock: Clock, seconds: int) -> None:

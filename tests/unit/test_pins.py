@@ -12,10 +12,9 @@ from syncd.storage.job import Job
 from syncd.storage.leases import pin_step, pin_version, unpin_step, unpin_version
 from tests.jobs import SmallJob, published
 from tests.lagging import Hosts
-from tests.storages import FastStorage, RuledStorage
+from tests.storages import RuledStorage
 
 KEEP_ONE = DaemonConfig(keep=1)
-STORAGE = FastStorage()
 
 
 def pruned(job: SmallJob, rounds: int = 2) -> None:
@@ -61,13 +60,13 @@ def test_what_is_gone_cannot_be_pinned(job: SmallJob) -> None:
     pruned(job)
     waited: list[float] = []
     with pytest.raises(VersionGoneError, match="v000001"):
-        pin_version(Job(STORAGE, job.layout), 1)
+        pin_version(job, 1)
     with pytest.raises(VersionGoneError, match="v000009"):
-        pin_version(Job(STORAGE, job.layout), 9)
+        pin_version(job, 9)
     with pytest.raises(InvalidSettingsError, match="global_step_1"):
-        pin_step(Job(STORAGE, job.layout), 1, sleep=waited.append)
+        pin_step(job, 1, sleep=waited.append)
     assert sum(waited) < 10
-    assert not unpin_step(Job(STORAGE, job.layout), 1, sleep=waited.append)
+    assert not unpin_step(job, 1, sleep=waited.append)
 
 
 def test_a_version_that_is_not_published_yet_is_not_pinned_by_its_lease_folder(
@@ -76,7 +75,7 @@ def test_a_version_that_is_not_published_yet_is_not_pinned_by_its_lease_folder(
     published(job, 1)
     job.lease_folder(2).mkdir()
     with pytest.raises(VersionGoneError):
-        pin_version(Job(STORAGE, job.layout), 2)
+        pin_version(job, 2)
     assert list(job.lease_folder(2).iterdir()) == []
 
 
@@ -84,12 +83,10 @@ def test_a_step_that_is_looked_into_at_this_moment_is_pinned_once_it_is_back(job
     published(job, 2)
     folder, aside = job.step(1), job.root / "aside"
     folder.rename(aside)
-    pin_step(Job(STORAGE, job.layout), 1, sleep=lambda _: folder.exists() or aside.rename(folder))
+    pin_step(job, 1, sleep=lambda _: folder.exists() or aside.rename(folder))
     assert (folder / ".pinned").exists()
     folder.rename(aside)
-    assert unpin_step(
-        Job(STORAGE, job.layout), 1, sleep=lambda _: folder.exists() or aside.rename(folder)
-    )
+    assert unpin_step(job, 1, sleep=lambda _: folder.exists() or aside.rename(folder))
 
 
 class Later(Exception):  # noqa: N818 - it is no error
@@ -139,10 +136,10 @@ def test_a_pin_that_is_set_holds_at_whatever_moment_of_a_prune_it_came(tmp_path:
 
         def pin(job: SmallJob = job, pinned: set[str] = pinned) -> None:
             with suppress(VersionGoneError):
-                pin_version(Job(STORAGE, job.layout), 1)
+                pin_version(job, 1)
                 pinned.add("version")
             with suppress(Later):
-                pin_step(Job(STORAGE, job.layout), 1, sleep=later)
+                pin_step(job, 1, sleep=later)
                 pinned.add("step")
 
         storage.other = pin

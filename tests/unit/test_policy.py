@@ -106,7 +106,10 @@ def test_a_value_out_of_its_range_or_type_is_refused_by_name(name: str, value: o
         SyncSettings(**{name: value})  # type: ignore[arg-type] # int or float by key
 
 
-@pytest.mark.parametrize("method", SyncMethod)
+each_method = pytest.mark.parametrize("method", SyncMethod)
+
+
+@each_method
 @pytest.mark.parametrize("reasons", [*itertools.product([False, True], repeat=2)])
 def test_only_nccl_changes_to_checkpoint_and_with_a_warning(
     method: SyncMethod, reasons: tuple[bool, bool]
@@ -123,7 +126,7 @@ def test_only_nccl_changes_to_checkpoint_and_with_a_warning(
 
 
 @pytest.mark.parametrize("style", BY_STEPS)
-@pytest.mark.parametrize("method", SyncMethod)
+@each_method
 def test_a_trainer_that_decides_syncs_each_interval_once(
     style: SyncStyle, method: SyncMethod
 ) -> None:
@@ -166,7 +169,7 @@ def test_nothing_was_trained_at_step_0() -> None:
 
 
 @pytest.mark.parametrize("style", BY_STEPS)
-@pytest.mark.parametrize("method", SyncMethod)
+@each_method
 def test_a_trainer_that_waits_for_its_first_data_syncs_and_saves_nothing(
     style: SyncStyle, method: SyncMethod
 ) -> None:
@@ -195,7 +198,7 @@ def test_an_explorer_syncs_each_interval_after_its_offset(
 
 
 @pytest.mark.parametrize("trainer", [True, False, None])
-@pytest.mark.parametrize("method", SyncMethod)
+@each_method
 @pytest.mark.parametrize("style", SyncStyle)
 def test_only_a_transfer_that_the_trainer_drives_waits_for_the_trainer(
     style: SyncStyle, method: SyncMethod, trainer: bool | None

@@ -15,15 +15,14 @@ from syncd.storage.job import Job
 from tests.deltas import contents
 from tests.jobs import SmallJob, published
 from tests.lagging import Hosts
-from tests.storages import Clock, FastStorage, RuledStorage
+from tests.storages import Clock, FastStorage, RuledStorage, os_error
 
 pytestmark = pytest.mark.lagging
 
 
 def round_of(job: SmallJob, **config: Any) -> None:
     """One round of another daemon."""
-    with job.daemon(DaemonConfig(**config)) as loop:
-        loop.run_once()
+    job.run(DaemonConfig(**config))
 
 
 def steps(job: SmallJob) -> list[str]:
@@ -56,7 +55,7 @@ def test_an_audit_line_that_is_torn_takes_no_other_with_it(tmp_path: Path, code:
                 return super().write(fd, data)
             self.writes += 1
             if self.writes == 2:
-                raise OSError(code, os.strerror(code))
+                raise os_error(code)
             return super().write(fd, data[: len(data) // 2])
 
     job = SmallJob(tmp_path / "job", Tearing())
@@ -177,8 +176,7 @@ def test_a_dead_explorers_lease_goes_after_the_grace_and_then_its_version(
 def test_a_note_that_someone_left_among_the_leases_keeps_the_version(job: SmallJob) -> None:
     published(job, 2)
     (job.lease_folder(1) / "keep this for the paper").touch()
-    with job.daemon(DaemonConfig(keep=1)) as loop:
-        loop.rounds(3, 1000)
+    job.run(DaemonConfig(keep=1), rounds=3, seconds=1000)
     assert job.versions == ["v000001", "v000002"]
 
 

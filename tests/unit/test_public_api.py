@@ -14,11 +14,11 @@ import pytest
 import explorer_hooks
 from syncd.protocol import errors
 from tests.doc_blocks import blocks
+from tests.places import DOCS
 from tests.public_api import MODULES, Callee, callees, described, public
 
 _PIN: Final = Path(__file__).with_name("public_api.txt")
-_DOCS: Final = Path(__file__).parents[2] / "docs"
-_PAGES: Final = ("../README.md", *sorted(path.name for path in _DOCS.glob("*.md")))
+_PAGES: Final = ("../README.md", *sorted(path.name for path in DOCS.glob("*.md")))
 #: What goes without saying, and what is a seam for tests.
 _PLAIN: Final = {"self", "message", "storage", "clock", "seams", "transport", "cancel", "look"}
 _WITHOUT_TORCH: Final = (
@@ -33,7 +33,7 @@ _WITHOUT_TORCH: Final = (
 
 
 def _text(page: str) -> str:
-    return (_DOCS / page).read_text(encoding="utf-8")
+    return (DOCS / page).read_text(encoding="utf-8")
 
 
 def test_names_and_signatures_are_those_that_were_agreed_on() -> None:

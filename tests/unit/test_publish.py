@@ -1,6 +1,5 @@
 import errno
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from syncd.protocol.errors import (
 from syncd.protocol.records import PublishNotice, encode
 from tests.jobs import SmallJob, read, weights
 from tests.lagging import Hosts
-from tests.storages import Clock, RuledStorage, once
+from tests.storages import Clock, RuledStorage, fails, once
 
 pytestmark = pytest.mark.lagging
 
@@ -176,7 +175,7 @@ def test_storage_that_does_not_answer_is_no_reason_to_discard_a_version(
     run(ruled)
     ruled.layout.latest.unlink()
     storage.refuse("open_read", errno.EIO, where="v000001/manifest.json")
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)), ruled.daemon():
+    with fails(errno.EIO), ruled.daemon():
         pass
     storage.rules.clear()
     assert ruled.versions == ["v000001"]
@@ -263,8 +262,7 @@ def test_a_quarantined_save_stays_so_for_the_next_daemon_and_a_new_one_is_tried(
 ) -> None:
     broken_save(job, 4)
     for _ in range(2):
-        with job.daemon() as loop:
-            loop.rounds(3, 5)
+        job.run(rounds=3, seconds=5)
     assert len(list(job.layout.quarantine.iterdir())) == 1
     job.save(4)
     run(job)

@@ -41,7 +41,10 @@ def assert_merged(shards: list[ShardFile], folder: Path, expected: dict[str, tor
         assert_equal(loaded(out), expected)
 
 
-@pytest.mark.parametrize("name", MERGED)
+each_name = pytest.mark.parametrize("name", MERGED)
+
+
+@each_name
 def test_a_merge_of_real_ranks_is_the_model_before_wrapping(
     written: Path, tmp_path: Path, opened: Open, name: str
 ) -> None:
@@ -59,7 +62,7 @@ class CountingStorage(Storage):
         return done
 
 
-@pytest.mark.parametrize("name", MERGED)
+@each_name
 def test_the_kernel_copies_the_same_bytes(
     written: Path, tmp_path: Path, opened: Open, name: str
 ) -> None:
@@ -69,7 +72,7 @@ def test_the_kernel_copies_the_same_bytes(
     assert_equal(loaded(tmp_path / "out"), truth(written / name))
 
 
-@pytest.mark.parametrize("name", MERGED)
+@each_name
 def test_a_child_that_parses_finds_the_same(
     written: Path, opened: Open, child: IsolatedParser, name: str
 ) -> None:

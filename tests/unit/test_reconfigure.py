@@ -13,6 +13,7 @@ from syncd.storage.judge import Liveness
 from syncd.storage.sessions import Session
 from tests.commands import invoke
 from tests.jobs import LEASE_TIME, SmallJob
+from tests.places import ROOT
 from tests.storages import Clock
 
 
@@ -82,7 +83,7 @@ def test_a_daemon_without_metrics_does_not_load_what_makes_them() -> None:
         "import sys, syncd.cli.run, syncd.daemon.host.services;"
         "assert 'prometheus_client' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("say", ["option", "file", "environment"])

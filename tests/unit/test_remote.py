@@ -21,12 +21,11 @@ from syncd.protocol.names import REMOTE_PATH
 from syncd.protocol.records import Manifest, parse
 from tests.commands import invoke
 from tests.jobs import SmallJob
-from tests.storages import Clock, FastStorage
+from tests.storages import STORAGE, Clock
 from tests.unit.test_decide import AT_9, CONFIG
 from tests.unit.test_decide import job as observed
 from tests.unit.test_steering import ask
 
-STORAGE = FastStorage()
 TINKER = "tinker://run-1/sampler_weights/000009"
 
 
@@ -49,8 +48,7 @@ def let_lie(loop: Loop, clock: Clock) -> None:
 
 
 def rounds(job: SmallJob, *, pause: float = 2) -> None:
-    with job.daemon() as loop:
-        loop.rounds(3, pause)
+    job.run(rounds=3, seconds=pause)
 
 
 @pytest.mark.lagging

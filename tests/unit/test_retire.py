@@ -128,7 +128,7 @@ def test_nothing_is_retired_before_the_pointer_names_the_newest(
     full: SmallJob, pointer: str | None
 ) -> None:
     if pointer is None:
-        (full.layout.root / CHECKPOINT_POINTER).unlink()
+        (full.root / CHECKPOINT_POINTER).unlink()
     else:
         full.point(pointer, CHECKPOINT_POINTER)
     assert retire(full) == []
@@ -136,30 +136,30 @@ def test_nothing_is_retired_before_the_pointer_names_the_newest(
 
 
 def test_a_mark_of_a_trainer_that_was_killed_keeps_nothing_for_ever(full: SmallJob) -> None:
-    (full.layout.step(10) / SAVING).touch()
-    (full.layout.step(50) / SAVING).touch()  # the save that is going on
+    (full.step(10) / SAVING).touch()
+    (full.step(50) / SAVING).touch()  # the save that is going on
     retire(full)
-    assert not (full.layout.step(10) / SAVING).exists()
-    assert (full.layout.step(50) / SAVING).exists()
+    assert not (full.step(10) / SAVING).exists()
+    assert (full.step(50) / SAVING).exists()
 
 
 def test_a_step_that_someone_deletes_meanwhile_is_passed_over(full: SmallJob) -> None:
     def delete(method: str, given: tuple[Any, ...]) -> None:
-        if method == "rename" and given[0].parent == full.layout.step(10):
+        if method == "rename" and given[0].parent == full.step(10):
             given[0].unlink()
 
     assert retire(full, RuledStorage(delete)) == [20, 30]
 
 
 def test_cut_off_anywhere_it_retires_nothing_else_and_the_next_call_ends_it(full: SmallJob) -> None:
-    (full.layout.step(20) / SAVING).touch()
+    (full.step(20) / SAVING).touch()
     calls = _changes(full, lambda _: None)
     assert calls > 5
     for number in range(calls):
         for step in STEPS:
-            if (full.layout.step(step) / RETIRED).exists():
-                (full.layout.step(step) / RETIRED).rename(full.layout.step(step) / FULL)
-        (full.layout.step(20) / SAVING).touch()
+            if (full.step(step) / RETIRED).exists():
+                (full.step(step) / RETIRED).rename(full.step(step) / FULL)
+        (full.step(20) / SAVING).touch()
 
         def kill(at: int, number: int = number) -> None:
             if at == number:
@@ -171,7 +171,7 @@ def test_cut_off_anywhere_it_retires_nothing_else_and_the_next_call_ends_it(full
         assert set(marks(full).values()) <= {FULL, RETIRED}
         retire(full)
         assert marks(full) == {10: RETIRED, 20: RETIRED, 30: RETIRED, 40: FULL, 50: FULL}
-        assert not (full.layout.step(20) / SAVING).exists()
+        assert not (full.step(20) / SAVING).exists()
 
 
 def _changes(job: SmallJob, before: Callable[[int], None]) -> int:

@@ -11,12 +11,11 @@ import pytest
 from syncd.coordination.roster import SLICES_PER_LEASE, Roster
 from syncd.protocol.errors import JobUnavailableError, ProtocolMismatchError
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import encode
 from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.storage.job import Job
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.lagging import LaggingHosts
-from tests.storages import Clock, RuledStorage, once
+from tests.storages import Clock, RuledStorage, once, os_error
 
 SLICE = LEASE_TIME / 16
 
@@ -31,7 +30,7 @@ class Explorers:
         report = ExplorerReport.model_validate(
             {"name": name, "session": f"s-{name}", "status": status, "time": 0.0, **more}
         )
-        self.job.put(self.job.explorer(name), encode(report))
+        self.job.put_record(self.job.explorer(name), report)
 
     def beat(self, name: str) -> None:
         path = self.job.session(f"s-{name}")
@@ -242,7 +241,7 @@ def trainer(job: SmallJob, status: str, session: str | None) -> None:
     report = TrainerReport.model_validate(
         {"run_id": "r", "world_size": 1, "status": status, "session": session, "time": 0.0}
     )
-    job.put(job.layout.trainer_report, encode(report))
+    job.put_record(job.layout.trainer_report, report)
 
 
 def test_the_trainer_is_stopped_before_it_comes_and_when_it_died(
@@ -297,7 +296,7 @@ def test_a_heartbeat_that_this_client_remembers_as_missing_is_asked_for(
 
 def forget(*_: object) -> None:
     """What a server says that no longer knows what this client has opened."""
-    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    raise os_error(errno.ESTALE)
 
 
 @pytest.mark.parametrize("method", ["fstat", "pread"])

@@ -22,7 +22,7 @@ from syncd.storage.fsio import Storage
 from tests.jobs import SmallJob, receipt_of, weights
 from tests.shards import shard as made
 from tests.shards import tensor
-from tests.storages import RuledStorage, once
+from tests.storages import RuledStorage, once, open_files
 
 WEIGHTS = receipt_of(weights(1.0))
 
@@ -201,13 +201,13 @@ def test_a_file_that_is_not_the_one_its_receipt_vouches_for_is_looked_at_again_a
     job.save(4)
     save = look(job)
     job.put(job.actor(4) / "model.safetensors", weights(1.0, name="other"))
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     with (
         pytest.raises(SaveNotReadyError, match="lists: the file is being replaced, or was damaged"),
         opened(job, save),
     ):
         pass
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 def test_a_file_that_is_gone_is_looked_at_again_and_a_torn_one_is_an_error(job: SmallJob) -> None:

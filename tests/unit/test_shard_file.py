@@ -18,10 +18,10 @@ from syncd.checkpoint.torch_files.pieces import Piece, Pieces, read_pieces
 from syncd.checkpoint.torch_files.shard_file import ShardFile, central_directory_digest
 from syncd.protocol.errors import PlacementError, ShardFormatError, SyncdError
 from syncd.storage.fsio import Storage, signature
+from tests.places import FIXTURES
 from tests.shards import Built, Named, dtensor, shard, tensor, without_crc, zipped
+from tests.storages import STORAGE, open_files
 
-FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
-STORAGE = Storage(durable=False)
 REAL = FIXTURES / "torch-2.15.0" / "hsdp" / "model_world_size_4_rank_1.pt"
 
 
@@ -286,10 +286,10 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_no_descriptor_is_left_open_after_an_error(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     with pytest.raises(ShardFormatError):
         read(tmp_path, b"nothing")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 # -- anything at all ---------------------------------------------------------------------------

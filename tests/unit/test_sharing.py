@@ -20,7 +20,7 @@ from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from tests.jobs import SmallJob, nothing
 from tests.merging import STORAGE, assert_equal, loaded
-from tests.storages import FastStorage
+from tests.storages import FastStorage, os_error
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
 _PAGE = 4096
@@ -38,9 +38,9 @@ class Sharing(FastStorage):
     def clone_range(self, source: int, target: int, count: int, at: int, to: int) -> None:
         self.asked += 1
         if self.code:
-            raise OSError(self.code, os.strerror(self.code))
+            raise os_error(self.code)
         if count % _PAGE or at % _PAGE or to % _PAGE or not count:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            raise os_error(errno.EINVAL)
         assert os.pwrite(target, os.pread(source, count, at), to) == count
         self.shared.append((to, count))
 

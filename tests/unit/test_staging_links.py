@@ -18,7 +18,7 @@ from syncd.protocol.names import DELTA, MANIFEST
 from syncd.protocol.records import Ahead, encode
 from tests.jobs import SmallJob, flip
 from tests.staged_links import SMALL, LinkedJob, copies, state
-from tests.storages import RuledStorage
+from tests.storages import RuledStorage, os_error
 
 
 @pytest.fixture
@@ -33,6 +33,14 @@ def bytes_of(linked: LinkedJob, *numbers: int) -> int:
 
 def size(linked: LinkedJob) -> int:
     return linked.whole[0].manifest.size
+
+
+def follow(linked: LinkedJob, staging: Staging) -> LeasedVersion:
+    return staging.follow(linked.lead(), linked.hold)
+
+
+def check_third(linked: LinkedJob, staging: Staging) -> None:
+    linked.check(staging.stage(linked.version(3)), 3)
 
 
 @pytest.fixture
@@ -92,7 +100,7 @@ def test_a_version_behind_which_a_host_is_comes_by_links_too(
     linked: LinkedJob, staging: Staging, held: LeasedVersion
 ) -> None:
     linked.publish(3)
-    linked.check(staging.stage(linked.version(3)), 3)
+    check_third(linked, staging)
     assert staging.fetched.full_bytes == 0
     assert staging.fetched.delta_bytes == bytes_of(linked, 2, 3)
     held.release()
@@ -174,7 +182,7 @@ def test_a_base_with_another_flipped_byte_is_replaced_for_a_published_version_to
 ) -> None:
     flip(held.folder / "model-00001-of-00002.safetensors")
     linked.publish(3)
-    linked.check(staging.stage(linked.version(3)), 3)
+    check_third(linked, staging)
     assert staging.fetched.delta_bytes is None
     assert "no links lead" in (staging.fetched.no_delta or "")
     assert copies(memory) == ["v000003"]
@@ -233,12 +241,12 @@ def test_a_link_that_cannot_be_used_costs_no_version(
     before = state(held.folder)
     damage(linked)
     with pytest.raises(NotStagedError, match="a version only" if damage is huge else None):
-        staging.follow(linked.lead(), linked.hold)
+        follow(linked, staging)
     assert linked.holds == 0
     assert state(held.folder) == before
     assert copies(memory) == ["v000001"]
     linked.publish(3)
-    linked.check(staging.stage(linked.version(3)), 3)
+    check_third(linked, staging)
     assert staging.fetched.delta_bytes is None
     assert staging.fetched.no_delta is not None
 
@@ -246,8 +254,8 @@ def test_a_link_that_cannot_be_used_costs_no_version(
 @pytest.mark.parametrize(
     "error",
     [
-        OSError(errno.EIO, os.strerror(errno.EIO)),
-        OSError(errno.ESTALE, os.strerror(errno.ESTALE)),
+        os_error(errno.EIO),
+        os_error(errno.ESTALE),
         MemoryError("no 8 MiB"),
         IndexError("a bug"),
         ImportError("no module"),
@@ -263,7 +271,7 @@ def test_whatever_fails_is_no_refusal(linked: LinkedJob, memory: Path, error: Ex
     base = staging.stage(linked.version(1))
     linked.storage.rules.append(rule)
     with pytest.raises(NotStagedError, match=str(error).split("]")[-1].strip()):
-        staging.follow(linked.lead(), linked.hold)
+        follow(linked, staging)
     linked.storage.rules.clear()
     linked.follow(staging)
     base.release()
@@ -304,7 +312,7 @@ def test_without_numpy_versions_are_copied_and_one_line_says_so_without_a_warnin
     assert not staging.follows(linked.job.root)
     held = staging.stage(linked.version(1))
     linked.publish(3)
-    linked.check(staging.stage(linked.version(3)), 3)
+    check_third(linked, staging)
     assert "pip install" in (staging.fetched.no_delta or "")
     assert "pip install 'syncd[deltas]'" in caplog.text
     assert {record.levelname for record in caplog.records} == {"INFO"}
@@ -322,9 +330,9 @@ def test_without_room_for_both_a_version_takes_the_place_of_its_base(
     staging = Staging(memory, room_for * (size(linked) + 6000))
     if room_for == 1:
         with pytest.raises(NotStagedError, match="do not fit"):
-            staging.follow(linked.lead(), linked.hold)
+            follow(linked, staging)
         linked.publish(3)
-        linked.check(staging.stage(linked.version(3)), 3)
+        check_third(linked, staging)
         assert copies(memory) == ["v000003"]
         assert "do not fit" in (staging.fetched.no_delta or "")
     else:
@@ -338,7 +346,7 @@ def test_a_copy_whose_manifest_is_damaged_is_no_copy(
     with pytest.raises(NotStagedError, match=MANIFEST):
         staging.stage(linked.version(1))
     with pytest.raises(NotStagedError):
-        staging.follow(linked.lead(), linked.hold)
+        follow(linked, staging)
     held.release()
     staging.tidy()
     linked.follow(staging)
@@ -361,7 +369,7 @@ def test_more_bytes_of_links_than_of_a_version_are_not_read(
         linked.link()
     linked.storage.calls.clear()
     with pytest.raises(NotStagedError, match="no links lead"):
-        staging.follow(linked.lead(), linked.hold)
+        follow(linked, staging)
     assert not [given for name, given in linked.storage.calls if "rank-" in str(given[0])]
     held.release()
 
@@ -376,7 +384,7 @@ def test_a_delta_of_an_older_release_is_ignored(
     assert staging.stage(linked.version(1)).folder == held.folder
     linked.put(ahead=Ahead(sequence=4, step=4, save_id="run-4-4"))
     with pytest.raises(NotStagedError):
-        staging.follow(linked.lead(), linked.hold)
+        follow(linked, staging)
 
 
 def test_copies_of_other_jobs_are_no_base(linked: LinkedJob, memory: Path, tmp_path: Path) -> None:
@@ -427,5 +435,5 @@ def test_a_record_with_a_foreign_name_is_not_followed_out_of_the_folder(
     (folder / "rank-0").symlink_to(tmp_path / "away")
     assert isinstance(link, LinkRecord)
     with pytest.raises(NotStagedError):
-        staging.follow(linked.lead(), linked.hold)
+        follow(linked, staging)
     held.release()

@@ -14,16 +14,15 @@ from syncd.protocol.records import Manifest, Pause, RollbackRequest, encode
 from syncd.storage.job import Job
 from tests.jobs import SmallJob, published, read
 from tests.lagging import Hosts
-from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
+from tests.storages import STORAGE, Clock, RuledStorage, once, refuse
 
 pytestmark = pytest.mark.lagging
-STORAGE = FastStorage()
 
 
 def ask(job: SmallJob, sequence: int, name: str = "ask") -> Path:
     """A request as it is on disk."""
     request = RollbackRequest(id=name, sequence=sequence, by="me", time=0.0)
-    job.put(job.layout.request(name), encode(request))
+    job.put_record(job.layout.request(name), request)
     return job.layout.request(name)
 
 
@@ -32,13 +31,11 @@ def answer(job: SmallJob, name: str = "ask") -> RollbackRequest:
 
 
 def pause(job: SmallJob, name: str = "pause") -> None:
-    job.put(job.layout.paused, encode(Pause(id=name, by="me@here", time=0.0)))
+    job.put_record(job.layout.paused, Pause(id=name, by="me@here", time=0.0))
 
 
 def run(job: SmallJob, rounds: int = 1, config: DaemonConfig | None = None) -> None:
-    with job.daemon(config or DaemonConfig(keep=9)) as loop:
-        for _ in range(rounds):
-            loop.run_once()
+    job.run(config or DaemonConfig(keep=9), rounds=rounds)
 
 
 def served(job: SmallJob) -> Manifest:

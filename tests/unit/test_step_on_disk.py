@@ -50,7 +50,7 @@ def test_a_step_that_is_not_on_disk_is_an_error_at_once_and_nothing_is_pointed_t
         SaveNotReadyError, match=r"99 is not on disk; the steps on disk are 0, 4, 8$"
     ):
         ASKS[ask](hook, 99)
-    assert job.state_pointer.read_text() == "8\n"
+    assert job.pointed == "8\n"
 
 
 def test_a_trainer_that_asks_for_a_step_that_is_not_on_disk_announces_nothing(

@@ -8,7 +8,7 @@ import pytest
 from syncd.daemon.collect import Collector
 from syncd.storage.job import Job, make_step_folder
 from tests.jobs import SmallJob
-from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
+from tests.storages import Clock, RuledStorage, once, refuse
 
 
 @pytest.mark.parametrize("mark", [None, ".saving"])
@@ -18,7 +18,7 @@ def test_a_step_folder_is_made_though_its_draft_is_collected_at_that_moment(
 ) -> None:
     if there:
         job.save(3)
-    collector = Collector(Job(FastStorage(), job.layout), 60.0, clock=clock)
+    collector = Collector(job, 60.0, clock=clock)
 
     def collect(*_: Path) -> None:
         for _ in range(6):  # what lies in a draft must lie still for a while
@@ -36,7 +36,7 @@ def test_a_step_folder_with_a_mark_is_never_replaced_by_another_rank_that_makes_
     job: SmallJob,
 ) -> None:
     def rival(*_: Path) -> None:
-        make_step_folder(Job(FastStorage(), job.layout), 3, mark=".saving")
+        make_step_folder(job, 3, mark=".saving")
         (job.step(3) / "its").touch()
 
     make_step_folder(
@@ -44,7 +44,7 @@ def test_a_step_folder_with_a_mark_is_never_replaced_by_another_rank_that_makes_
         3,
         mark=".saving",
     )
-    make_step_folder(Job(FastStorage(), job.layout), 3, mark=".saving")
+    make_step_folder(job, 3, mark=".saving")
     assert {path.name for path in job.step(3).iterdir()} == {".saving", "its"}
     assert list(job.layout.drafts.iterdir()) == []
 
@@ -56,7 +56,7 @@ def test_the_draft_of_a_killed_trainer_is_collected_with_what_is_in_it(
     with pytest.raises(OSError, match="Input/output"):
         make_step_folder(Job(storage, job.layout), 3, mark=".saving")
     assert len(list(job.layout.drafts.iterdir())) == 1
-    collector = Collector(Job(FastStorage(), job.layout), 60.0, clock=clock)
+    collector = Collector(job, 60.0, clock=clock)
     for _ in range(8):
         clock.advance(15)
         collector.run_once(())

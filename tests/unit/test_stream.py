@@ -1,7 +1,6 @@
 """``WeightStream``: writers that meet through the job's folder only."""
 
 import errno
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,11 +16,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
 from syncd.protocol.names import part_name
 from syncd.protocol.policy import SyncMethod, SyncSettings
-from syncd.protocol.records import encode
 from syncd.protocol.reports import TrainerReport
 from tests.jobs import SmallJob
 from tests.merging import assert_equal, loaded
 from tests.multiprocess.processes import wait_until
+from tests.programs import completed
 from tests.storages import RuledStorage, refuse
 from trainer_hooks import WeightStream
 
@@ -39,7 +38,7 @@ def writer(
     job: SmallJob, rank: int = 0, world_size: int = 1, *, timeout: float = LONG, **how: Any
 ) -> WeightStream:
     settings = SyncSettings(save_timeout=timeout)
-    return WeightStream(job.layout.root, rank=rank, world_size=world_size, settings=settings, **how)
+    return WeightStream(job.root, rank=rank, world_size=world_size, settings=settings, **how)
 
 
 def pair(job: SmallJob, stack: ExitStack, *, timeout: float = LONG) -> list[WeightStream]:
@@ -50,9 +49,18 @@ def tensors(step: int, *names: str) -> dict[str, Tensor]:
     return {name: torch.full((3, 2), float(step)) for name in names}
 
 
+def save(stream: WeightStream, step: int, name: str) -> None:
+    stream.save(step, tensors(step, name))
+
+
 def announced(job: SmallJob) -> int | None:
-    pointer = job.layout.state_pointer
+    pointer = job.state_pointer
     return int(pointer.read_text()) if pointer.exists() else None
+
+
+def fails(stream: WeightStream, why: str) -> None:
+    with pytest.raises(SaveFailedError, match=why):
+        stream.wait()
 
 
 def test_what_two_writers_give_is_published_from_their_own_files(
@@ -65,15 +73,13 @@ def test_what_two_writers_give_is_published_from_their_own_files(
         for stream in (second, first):
             stream.wait()
         assert announced(job) == step
-        with job.daemon() as loop:
-            loop.run_once()
+        job.run()
         sequence = job.latest.sequence
-        assert_equal(loaded(job.layout.version(sequence)), tensors(step, "a", "b", "c"))
+        assert_equal(loaded(job.version(sequence)), tensors(step, "a", "b", "c"))
     for rank in range(2):
         name = part_name(2, rank)
         inodes = {
-            path.stat().st_ino
-            for path in (job.layout.version(sequence) / name, job.layout.actor(2) / name)
+            path.stat().st_ino for path in (job.version(sequence) / name, job.actor(2) / name)
         }
         assert len(inodes) == 1
 
@@ -108,10 +114,8 @@ def test_a_save_with_other_tensors_than_the_one_before_is_refused_by_their_names
     for stream in streams:
         stream.wait()
     save(2, first, second)
-    with pytest.raises(SaveFailedError, match=message):
-        streams[0].wait()
-    with pytest.raises(SaveFailedError, match="rank 0 has not announced step 2"):
-        streams[1].wait()
+    fails(streams[0], message)
+    fails(streams[1], "rank 0 has not announced step 2")
     assert announced(job) == 1
     save(3, *good)
     for stream in streams:
@@ -127,33 +131,29 @@ from trainer_hooks import WeightStream
 WeightStream(sys.argv[1]).save(1, {"a": numpy.zeros(2)})
 """
     argv = [sys.executable, "-c", program, job.root]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120)
+    done = completed(argv, check=True, timeout=120)
     assert done.stderr.startswith("the trainer ends without close()")
 
 
 def test_a_writer_that_never_comes_is_named(job: SmallJob, stack: ExitStack) -> None:
     first, _ = pair(job, stack, timeout=SHORT)
-    first.save(1, tensors(1, "a"))
-    with pytest.raises(SaveFailedError, match="rank 1 of 2 has not written its part"):
-        first.wait()
+    save(first, 1, "a")
+    fails(first, "rank 1 of 2 has not written its part")
     assert announced(job) is None
 
 
 def test_a_rank_0_that_never_comes_is_named(job: SmallJob, stack: ExitStack) -> None:
     _, second = pair(job, stack, timeout=SHORT)
-    second.save(1, tensors(1, "a"))
-    with pytest.raises(SaveFailedError, match="rank 0 has not begun to save step 1"):
-        second.wait()
+    save(second, 1, "a")
+    fails(second, "rank 0 has not begun to save step 1")
 
 
 def test_writers_at_unlike_steps_are_named_at_once(job: SmallJob, stack: ExitStack) -> None:
     first, second = pair(job, stack)
-    first.save(5, tensors(5, "a"))
-    second.save(4, tensors(4, "b"))
-    with pytest.raises(SaveFailedError, match="rank 1 saves step 4, but rank 0 saves step 5"):
-        second.wait()
-    with pytest.raises(SaveFailedError, match="step 5, because that rank failed"):
-        first.wait()
+    save(first, 5, "a")
+    save(second, 4, "b")
+    fails(second, "rank 1 saves step 4, but rank 0 saves step 5")
+    fails(first, "step 5, because that rank failed")
     assert announced(job) is None
 
 
@@ -180,18 +180,18 @@ def test_a_writer_whose_tensors_end_in_an_error_fails_the_save_of_all(
 def test_a_writer_takes_no_save_of_a_trainer_that_was_killed(
     job: SmallJob, stack: ExitStack, step: int
 ) -> None:
-    job.put(job.layout.session("dead"), b"of another host")
+    job.put(job.session("dead"), b"of another host")
     report = TrainerReport(
         run_id="old", world_size=2, status="running", step=1, session="dead",
         saving=f"old-{step}-7", time=0.0,
     )  # fmt: skip
-    job.put(job.layout.trainer_report, encode(report))
+    job.put_record(job.layout.trainer_report, report)
     second = stack.enter_context(writer(job, 1, 2))
-    second.save(2, tensors(2, "b"))
+    save(second, 2, "b")
     second._saver.has_ended(timeout=0.2)
-    assert not job.layout.step(2).exists()
+    assert not job.step(2).exists()
     first = stack.enter_context(writer(job, 0, 2))
-    first.save(2, tensors(2, "a"))
+    save(first, 2, "a")
     for stream in (first, second):
         stream.wait()
     assert announced(job) == 2
@@ -201,10 +201,10 @@ def test_a_writer_that_comes_later_than_the_save_takes_it_after_a_heartbeat(
     job: SmallJob, stack: ExitStack
 ) -> None:
     first = stack.enter_context(writer(job, 0, 2))
-    first.save(1, tensors(1, "a"))
+    save(first, 1, "a")
     wait_until(lambda: b'"saving":"' in job.layout.trainer_report.read_bytes(), "it has begun")
     second = stack.enter_context(writer(job, 1, 2))
-    second.save(1, tensors(1, "b"))
+    save(second, 1, "b")
     for stream in (first, second):
         stream.wait()
     assert announced(job) == 1
@@ -214,13 +214,12 @@ def test_a_writer_of_the_run_before_gives_its_tensors_to_no_other(job: SmallJob)
     orphan = writer(job, 1, 2)
     with writer(job, 0, 2) as first:
         for stream, name in ((first, "a"), (orphan, "b")):
-            stream.save(1, tensors(1, name))
+            save(stream, 1, name)
         orphan.wait()
     again = writer(job, 0, 2, timeout=SHORT)
-    again.save(2, tensors(2, "a"))
+    save(again, 2, "a")
     orphan.save(2, tensors(1, "b"))
-    with pytest.raises(SaveFailedError, match="rank 0 was started again"):
-        orphan.wait()
+    fails(orphan, "rank 0 was started again")
     orphan.close()
     with pytest.raises(SaveFailedError, match="rank 1 of 2 has not written"):
         again.close()
@@ -235,12 +234,11 @@ def test_a_save_that_fails_costs_a_slow_writer_no_later_save(
         first.save(1, {"a": [1.0]})
     with pytest.raises(SaveFailedError):
         first.wait()
-    first.save(2, tensors(2, "a"))
-    wait_until(lambda: job.layout.step(2).exists(), "rank 0 saves the next step")
-    second.save(1, tensors(1, "b"))
-    with pytest.raises(SaveFailedError, match="rank 0 has not announced step 1"):
-        second.wait()
-    second.save(2, tensors(2, "b"))
+    save(first, 2, "a")
+    wait_until(lambda: job.step(2).exists(), "rank 0 saves the next step")
+    save(second, 1, "b")
+    fails(second, "rank 0 has not announced step 1")
+    save(second, 2, "b")
     for stream in (first, second):
         stream.wait()
     assert announced(job) == 2
@@ -252,10 +250,10 @@ def test_an_announcement_that_the_report_lacks_is_found_in_the_folder(
     second = stack.enter_context(writer(job, 1, 2))
     storage = RuledStorage()
     first = stack.enter_context(writer(job, 0, 2, storage=storage))
-    first.save(1, tensors(1, "a"))
+    save(first, 1, "a")
     wait_until(lambda: b'"saving":"' in job.layout.trainer_report.read_bytes(), "it has begun")
     storage.refuse("rename", errno.EIO, where="trainer.json")
-    second.save(1, tensors(1, "b"))
+    save(second, 1, "b")
     for stream in (first, second):
         stream.wait()
     assert b'"saving":"' in job.layout.trainer_report.read_bytes()
@@ -268,8 +266,8 @@ def test_looks_that_fail_for_a_moment_are_repeated(job: SmallJob, stack: ExitSta
     first = stack.enter_context(writer(job, 0, 2))
     failing = refuse("open_read", errno.EIO, where="trainer.json")
     storage.rules.append(failing)
-    second.save(1, tensors(1, "b"))
-    first.save(1, tensors(1, "a"))
+    save(second, 1, "b")
+    save(first, 1, "a")
     wait_until(lambda: storage.count("open_read", job.layout.trainer_report) > 3, "it looks")
     storage.rules.remove(failing)
     for stream in (first, second):
@@ -280,7 +278,7 @@ def test_looks_that_fail_for_a_moment_are_repeated(job: SmallJob, stack: ExitSta
 def test_a_save_without_its_tensors_keeps_the_shard_of_another_trainer(
     job: SmallJob, stack: ExitStack
 ) -> None:
-    actor = job.layout.actor(1)
+    actor = job.actor(1)
     actor.mkdir(parents=True)
     names = [f"{part}_world_size_1_rank_0.pt" for part in ("model", "optim")]
     for name in names:
@@ -288,8 +286,7 @@ def test_a_save_without_its_tensors_keeps_the_shard_of_another_trainer(
     stream = stack.enter_context(writer(job))
     with pytest.raises(InvalidSettingsError):
         stream.save(1, {"a": [1.0]})
-    with pytest.raises(SaveFailedError, match="no copy of the tensors"):
-        stream.wait()
+    fails(stream, "no copy of the tensors")
     assert all((actor / name).exists() for name in names)
 
 
@@ -301,9 +298,9 @@ def test_small_files_come_from_a_folder_without_its_weights(
     for name in ("config.json", "sub/extra.txt", "model.safetensors", ".gitattributes"):
         (model / name).write_text("{}")
     stream = stack.enter_context(writer(job, model_files=model))
-    stream.save(1, tensors(1, "a"))
+    save(stream, 1, "a")
     stream.wait()
-    folder = job.layout.actor(1) / "huggingface"
+    folder = job.actor(1) / "huggingface"
     assert {path.name for path in folder.rglob("*") if path.is_file()} == {
         "config.json", "extra.txt", "name_map.json",
     }  # fmt: skip
@@ -319,22 +316,21 @@ def test_a_dtensor_is_refused_with_what_to_do(job: SmallJob, stack: ExitStack) -
     value = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
     with pytest.raises(InvalidSettingsError, match="full_tensor"):
         stream.save(1, {"a": value})
-    with pytest.raises(SaveFailedError, match="no copy of the tensors"):
-        stream.wait()
+    fails(stream, "no copy of the tensors")
 
 
 def test_arguments_that_fit_no_stream_are_refused(job: SmallJob) -> None:
     with pytest.raises(InvalidSettingsError, match="rank 2 is not one of 2"):
         writer(job, 2, 2)
     with pytest.raises(InvalidSettingsError, match="only method checkpoint"):
-        WeightStream(job.layout.root, settings=SyncSettings(method=SyncMethod.MEMORY))
+        WeightStream(job.root, settings=SyncSettings(method=SyncMethod.MEMORY))
 
 
 def test_a_closed_stream_saves_no_more(job: SmallJob) -> None:
     stream = writer(job)
-    stream.save(1, tensors(1, "a"))
+    save(stream, 1, "a")
     stream.close()
     stream.close()
     assert announced(job) == 1
     with pytest.raises(SaveFailedError, match="closed"):
-        stream.save(2, tensors(2, "a"))
+        save(stream, 2, "a")

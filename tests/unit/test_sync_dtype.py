@@ -22,10 +22,10 @@ from syncd.daemon.configuration import load
 from syncd.protocol.errors import CheckpointError, InvalidSettingsError, SaveNotReadyError
 from syncd.protocol.names import RECEIPTS, full_receipt_name, receipt_name
 from syncd.protocol.records import Manifest, Receipt
-from syncd.storage.job import Job
 from tests.commands import invoke
-from tests.hooks import DEADLINE, written
+from tests.hooks import DEADLINE, checkpoint, written
 from tests.jobs import SmallJob, read
+from tests.merging import assert_equal
 from tests.storages import RuledStorage
 from tests.tiny_language import SIZES
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
@@ -63,23 +63,10 @@ class Mixed(nn.Module):
             self.register_buffer(name, value)
 
 
-def is_same(found: Tensor, wanted: Tensor) -> bool:
-    def bits(tensor: Tensor) -> Tensor:
-        return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-    return found.dtype == wanted.dtype and torch.equal(bits(found), bits(wanted))
-
-
 def cast(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
     return {
         name: value.to(dtype) if value.dtype in FLOATING else value for name, value in state.items()
     }
-
-
-def check_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert is_same(found[name], value), name
 
 
 def saved(job: SmallJob, model: nn.Module, *, full: bool = False, **saving: Any) -> None:
@@ -90,8 +77,7 @@ def saved(job: SmallJob, model: nn.Module, *, full: bool = False, **saving: Any)
 
 
 def published(job: SmallJob, **config: Any) -> tuple[Manifest, dict[str, Tensor]]:
-    with job.daemon(DaemonConfig(**config)) as loop:
-        loop.run_once()
+    job.run(DaemonConfig(**config))
     folder = job.version(job.latest.sequence)
     (path,) = folder.glob("*.safetensors")
     return read_manifest(job.storage, folder), load_file(path)
@@ -107,7 +93,10 @@ def receipts(job: SmallJob) -> tuple[Receipt, Receipt]:
 # -- what is published -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+@each_layout
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_floating_tensors_are_published_as_torch_casts_them_and_all_others_as_they_are(
     job: SmallJob, dtype: SyncDtype, layout: SaveLayout
@@ -115,13 +104,13 @@ def test_floating_tensors_are_published_as_torch_casts_them_and_all_others_as_th
     model = Mixed()
     saved(job, model, sync_dtype=dtype, layout=layout)
     manifest, found = published(job)
-    check_same(found, cast(model.state_dict(), DTYPES[dtype]))
+    assert_equal(found, cast(model.state_dict(), DTYPES[dtype]))
     told = "BF16" if dtype == "bf16" else "F16"
     assert manifest.dtype == job.latest.dtype == told
     assert model.first.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each_layout
 def test_a_quantized_model_is_not_cast_and_saved_without_a_cast(
     job: SmallJob, layout: SaveLayout
 ) -> None:
@@ -130,7 +119,7 @@ def test_a_quantized_model_is_not_cast_and_saved_without_a_cast(
     with pytest.raises(CheckpointError, match=r"fp8 is quantized .*sync_dtype of the trainer"):
         saved(job, model, sync_dtype="bf16", layout=layout)
     saved(job, model, layout=layout)
-    check_same(published(job)[1], dict(model.state_dict()))
+    assert_equal(published(job)[1], dict(model.state_dict()))
 
 
 def test_syncs_go_cast_to_the_memory_folder_and_full_checkpoints_are_published_alike(
@@ -147,13 +136,13 @@ def test_syncs_go_cast_to_the_memory_folder_and_full_checkpoints_are_published_a
         hook.after_step(1)
     wanted = cast(dict(model.state_dict()), torch.bfloat16)
     for one in (memory, job):
-        check_same(published(one)[1], wanted)
+        assert_equal(published(one)[1], wanted)
     assert not (memory.actor(1) / MASTER).exists()
     assert (job.actor(1) / MASTER).exists()
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each_layout
 @pytest.mark.parametrize("wrap", ["fsdp2", "fsdp1"])
 def test_sharded_tensors_are_cast_and_keep_their_layout(
     job: SmallJob, wrap: str, layout: SaveLayout
@@ -169,7 +158,7 @@ def test_sharded_tensors_are_cast_and_keep_their_layout(
         fully_shard(model)
     saved(job, model, sync_dtype="bf16", layout=layout)
     manifest, found = published(job)
-    check_same(found, wanted)
+    assert_equal(found, wanted)
     assert manifest.dtype == "BF16"
     copied = HostBuffers().copy(sharded_state_dict(model), "bf16")
     assert {value.dtype for value in copied.values()} == {torch.bfloat16}
@@ -227,7 +216,7 @@ def test_an_adapter_alone_or_merged_is_cast_after_it_was_computed(
         }
     else:
         kept = dict(model.merge_and_unload().state_dict())
-    check_same(found, cast(kept, torch.bfloat16))
+    assert_equal(found, cast(kept, torch.bfloat16))
     assert manifest.dtype == "BF16"
 
 
@@ -249,7 +238,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each_layout
 @pytest.mark.parametrize("how", ["at once", "a sync that is completed", "written again"])
 def test_a_full_checkpoint_is_resumed_in_the_models_dtype_and_published_cast(
     job: SmallJob, layout: SaveLayout, how: str
@@ -271,10 +260,10 @@ def test_a_full_checkpoint_is_resumed_in_the_models_dtype_and_published_cast(
         if how == "written again":
             for name in (SHARD, "model.safetensors"):
                 (job.actor(1) / name).unlink(missing_ok=True)
-        hook.save_checkpoint(1, block_until_saved=True)
+        checkpoint(hook, 1)
     _, found = published(job)
-    check_same(found, cast(truth, torch.bfloat16))
-    check_same(load_file(job.actor(1) / "huggingface" / "model.safetensors"), truth)
+    assert_equal(found, cast(truth, torch.bfloat16))
+    assert_equal(load_file(job.actor(1) / "huggingface" / "model.safetensors"), truth)
 
     told, full = ({file.name for file in one.files} for one in receipts(job))
     assert {one.sync_dtype for one in receipts(job)} == {"bf16"}
@@ -282,12 +271,18 @@ def test_a_full_checkpoint_is_resumed_in_the_models_dtype_and_published_cast(
     assert weights in told - full  # by which a release before this one refuses it
     assert MASTER in full - told
 
-    resumed, its = trained(2)
-    load_checkpoint(job.root, resumed, optimizer=its)
-    check_same(dict(resumed.state_dict()), truth)
-    for one in (model, optimizer), (resumed, its):
+    again, its = resumed(job)
+    assert_equal(again.state_dict(), truth)
+    for one in (model, optimizer), (again, its):
         train(*one)
-    check_same(dict(resumed.state_dict()), dict(model.state_dict()))
+    assert_equal(again.state_dict(), dict(model.state_dict()))
+
+
+def resumed(job: SmallJob) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Another model, and its optimizer, as the full checkpoint has them."""
+    model, optimizer = trained(2)
+    load_checkpoint(job.root, model, optimizer=optimizer)
+    return model, optimizer
 
 
 def full_checkpoint(job: SmallJob, layout: SaveLayout = SaveLayout.SHARDED) -> dict[str, Tensor]:
@@ -309,12 +304,12 @@ def converted(job: SmallJob) -> dict[str, Tensor]:
     return load_file(job.actor(1) / "huggingface" / "model.safetensors")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each_layout
 def test_a_full_checkpoint_is_converted_in_the_models_dtype(
     job: SmallJob, layout: SaveLayout
 ) -> None:
     truth = full_checkpoint(job, layout)
-    check_same(converted(job), truth)
+    assert_equal(converted(job), truth)
 
 
 def test_two_full_checkpoints_under_way_hold_each_its_own_weights(job: SmallJob) -> None:
@@ -345,27 +340,24 @@ def test_two_full_checkpoints_under_way_hold_each_its_own_weights(job: SmallJob)
                 opened.set()
                 written(hook)
     for step, truth in truths.items():
-        check_same(torch.load(job.actor(step) / MASTER, weights_only=True), truth)
+        assert_equal(torch.load(job.actor(step) / MASTER, weights_only=True), truth)
 
 
 def test_without_its_master_weights_a_checkpoint_is_not_resumed_from(job: SmallJob) -> None:
     full_checkpoint(job)
     (job.actor(1) / MASTER).unlink()
-    resumed, its = trained(2)
     with pytest.raises(CheckpointError, match=f"{MASTER} is missing"):
-        load_checkpoint(job.root, resumed, optimizer=its)
+        resumed(job)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each_layout
 def test_a_checkpoint_that_was_copied_without_its_receipts_keeps_the_models_dtype(
     job: SmallJob, layout: SaveLayout
 ) -> None:
     truth = full_checkpoint(job, layout)
     shutil.rmtree(job.actor(1) / RECEIPTS)
-    resumed, its = trained(2)
-    load_checkpoint(job.root, resumed, optimizer=its)
-    check_same(dict(resumed.state_dict()), truth)
-    check_same(converted(job), truth)
+    assert_equal(resumed(job)[0].state_dict(), truth)
+    assert_equal(converted(job), truth)
 
 
 def test_a_copy_that_lacks_a_ranks_weights_in_the_models_dtype_is_refused(job: SmallJob) -> None:
@@ -373,11 +365,10 @@ def test_a_copy_that_lacks_a_ranks_weights_in_the_models_dtype_is_refused(job: S
     actor = job.actor(1)
     shutil.rmtree(actor / RECEIPTS)
     (actor / MASTER).rename(actor / "master_world_size_2_rank_0.pt")
-    resumed, its = trained(2)
     with pytest.raises(CheckpointError, match=r"master_world_size_2_rank_1\.pt is missing"):
-        load_checkpoint(job.root, resumed, optimizer=its)
+        resumed(job)
     with pytest.raises(SaveNotReadyError, match=r"lacks master_world_size_2_rank_1\.pt"):
-        look_at_step(Job(job.storage, job.layout), 1)
+        look_at_step(job, 1)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -386,11 +377,10 @@ def test_weights_of_two_saves_without_receipts_are_refused(job: SmallJob, size: 
     actor = job.actor(1)
     shutil.rmtree(actor / RECEIPTS)
     shutil.copy(actor / MASTER, actor / f"master_world_size_{size}_rank_0.pt")
-    resumed, its = trained(2)
     with pytest.raises(CheckpointError, match="Remove the files of the older save"):
-        load_checkpoint(job.root, resumed, optimizer=its)
+        resumed(job)
     with pytest.raises(SaveNotReadyError, match="Remove the files of the older save"):
-        look_at_step(Job(job.storage, job.layout), 1)
+        look_at_step(job, 1)
 
 
 @pytest.mark.parametrize("harm", ["missing", "torn", "another save's"])
@@ -440,7 +430,7 @@ def test_an_engine_in_fp32_or_in_the_sync_dtype_takes_the_versions(
     with ExplorerHook(job.root, "explorer", engine(served, cast=True)) as explorer:
         explorer.pull(10)
     wanted = cast(dict(model.state_dict()), torch.bfloat16)
-    check_same(dict(served.state_dict()), {name: one.to(own) for name, one in wanted.items()})
+    assert_equal(served.state_dict(), {name: one.to(own) for name, one in wanted.items()})
 
 
 @pytest.mark.slow

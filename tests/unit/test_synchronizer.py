@@ -42,6 +42,7 @@ from syncd.protocol.reports import ExplorerReport, TrainerReport
 from tests.doc_blocks import blocks
 from tests.jobs import SmallJob, read
 from tests.multiprocess.processes import wait_until
+from tests.places import DOCS
 from tests.storages import Clock, RuledStorage
 
 RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
@@ -84,13 +85,16 @@ class Members:
 
     def publish(self, step: int, *values: float) -> Version:
         self.job.save(step, *values, counter=step)
-        with self.job.daemon() as loop:
-            loop.run_once()
+        self.job.run()
         return Version(self.job.latest.sequence, self.job.latest.step)
 
     def report(self, name: str = "explorer") -> ExplorerReport:
         path = self.job.explorer(name)
         return read(ExplorerReport, path)
+
+    @property
+    def status(self) -> str:
+        return self.report().status
 
     def wait_for_status(self, status: RunningStatus, name: str = "explorer") -> None:
         wait_until(lambda: self.report(name).status == status.value, f"{name} is {status}")
@@ -152,7 +156,7 @@ def test_a_live_ones_name_is_refused_and_a_closed_ones_is_free(members: Members)
         Synchronizer(members.job.root, "tester", "a")  # type: ignore[arg-type] # that is the test
     first.close()
     first.close()
-    assert members.report().status == "stopped"
+    assert members.status == "stopped"
     members.explorer()
 
 
@@ -217,7 +221,7 @@ def test_a_wait_ends_with_a_newer_version_and_with_nothing_else(
         waiting.result(0.3)
     second = members.publish(2)
     assert waiting.result(LONG) == second
-    assert (members.report().status, members.report().requests) == ("running", 1)
+    assert (members.status, members.report().requests) == ("running", 1)
 
 
 def test_nothing_new_ends_a_wait_with_what_is_held(
@@ -230,7 +234,7 @@ def test_nothing_new_ends_a_wait_with_what_is_held(
         waiting.result(0.3)
     trainer.notify_no_new_model_state_dict()
     assert waiting.result(LONG) == held
-    assert (members.report().status, members.report().nothing_new) == ("running", 1)
+    assert (members.status, members.report().nothing_new) == ("running", 1)
 
 
 def test_a_version_that_nothing_replaces_is_warned_of_once(
@@ -259,7 +263,7 @@ def test_a_trainer_that_stops_or_dies_ends_a_wait(
     else:
         trainer._me.session.close()
     assert waiting.result(LONG) is None
-    assert members.report().status == "running"
+    assert members.status == "running"
 
 
 def test_without_a_trainer_nobody_who_holds_a_version_waits(
@@ -321,7 +325,7 @@ def test_a_timeout_is_an_error_and_puts_the_status_back(
     members.trainer()
     with pytest.raises(WaitTimeoutError, match="no daemon works there: start `syncd run "):
         explorer.wait_new_model_state_dict(None, timeout=0.1)
-    assert members.report().status == "running"
+    assert members.status == "running"
     assert explorer.get_explorer_status_counts()[REQUIRE_SYNC] == 0
 
 
@@ -348,12 +352,12 @@ def test_a_cancelled_or_closed_wait_puts_the_status_back(
     cancel.cancel()
     with pytest.raises(CancelledError):
         waiting.result(LONG)
-    assert members.report().status == "running"
+    assert members.status == "running"
     waiting = members.waiting(explorer)
     explorer.close()
     with pytest.raises(CancelledError):
         waiting.result(LONG)
-    assert members.report().status == "stopped"
+    assert members.status == "stopped"
 
 
 def test_a_wait_that_was_next_when_all_ended_watches_nothing(tmp_path: Path) -> None:
@@ -404,7 +408,7 @@ def test_a_signal_handler_may_close_what_its_thread_waits_for(
             explorer.wait_new_model_state_dict(None, timeout=LONG)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert members.report().status == "stopped"
+    assert members.status == "stopped"
 
 
 def test_a_storage_that_is_away_at_the_end_is_no_error(
@@ -412,7 +416,7 @@ def test_a_storage_that_is_away_at_the_end_is_no_error(
 ) -> None:
     members.storage.refuse("open_read", errno.EIO)
     explorer.close()
-    assert members.report().status == "running"
+    assert members.status == "running"
     assert list(members.job.layout.sessions.iterdir()) == []
 
 
@@ -424,7 +428,7 @@ def test_storage_that_fails_in_a_wait_leaves_no_status_behind(
     members.storage.refuse("open_read", errno.EIO, where="LATEST")
     with pytest.raises(OSError, match="error"):
         waiting.result(LONG)
-    assert members.report().status == "running"
+    assert members.status == "running"
 
 
 @pytest.mark.parametrize("ends", ["there is a version", "the trainer has stopped"])
@@ -438,9 +442,9 @@ def test_a_wait_that_need_not_wait_puts_back_what_was_required_before_it(
         held = version
         trainer.set_trainer_status(STOPPED)
     assert explorer.wait_new_model_state_dict(held, no_wait=True) == version
-    assert members.report().status == "require_sync"
+    assert members.status == "require_sync"
     assert explorer.wait_new_model_state_dict(held, timeout=LONG) == version
-    assert members.report().status == "running"
+    assert members.status == "running"
 
 
 @pytest.mark.parametrize("said", ["by the wait", "before it"])
@@ -470,7 +474,7 @@ def test_a_request_that_storage_refuses_is_made_again_by_the_wait(
     wait_until(trainer.explorer_requires_sync, "it is asked")
     version = members.publish(1)
     assert waiting.result(LONG) == version
-    assert members.report().status == "running"
+    assert members.status == "running"
 
 
 def test_a_transfer_that_storage_refuses_to_begin_can_be_begun_again(members: Members) -> None:
@@ -543,9 +547,9 @@ def test_a_status_that_storage_does_not_take_at_the_end_is_said_with_the_next_wo
     version = members.publish(1)
     assert waiting.result(LONG) == version
     members.storage.rules.clear()
-    assert members.report().status == "require_sync"
+    assert members.status == "require_sync"
     explorer.set_explorer_version(version)
-    assert (members.report().status, members.report().sequence) == ("running", 1)
+    assert (members.status, members.report().sequence) == ("running", 1)
 
 
 def test_a_save_that_was_refused_is_not_on_its_way(
@@ -673,9 +677,8 @@ def test_a_step_on_disk_is_published_by_its_number(
     assert explorer.set_model_state_dict_with_step_num(2, 1) == Version(2, 2)
     assert explorer.set_model_state_dict_with_step_num() == Version(2, 2)
     back = members.aside(explorer.set_model_state_dict_with_step_num, 1, timeout=LONG)
-    wait_until(lambda: job.state_pointer.read_text() == "1\n", "it is pointed to")
-    with job.daemon() as loop:
-        loop.run_once()
+    wait_until(lambda: job.pointed == "1\n", "it is pointed to")
+    job.run()
     assert back.result(LONG) == Version(3, 1)
     with pytest.raises(SaveNotReadyError, match="model_world_size_2_rank_0"):
         explorer.set_model_state_dict_with_step_num(9, 2)
@@ -698,8 +701,7 @@ def test_a_step_that_was_refused_and_is_saved_again_is_published_by_its_number(
     waiting = members.aside(explorer.set_model_state_dict_with_step_num, 4, timeout=LONG)
     with pytest.raises(TimeoutError):
         waiting.result(0.2)
-    with job.daemon() as loop:
-        loop.run_once()
+    job.run()
     assert waiting.result(LONG) == Version(1, 4)
 
 
@@ -958,7 +960,7 @@ def test_the_awaited_methods_are_those_of_the_twins_with_their_arguments() -> No
 
 
 def test_the_page_has_every_method() -> None:
-    said = (Path(__file__).parents[2] / "docs" / "synchronizer.md").read_text(encoding="utf-8")
+    said = (DOCS / "synchronizer.md").read_text(encoding="utf-8")
     classes = (Synchronizer, TrainerSynchronizer, ExplorerSynchronizer)
     methods = {name for one in classes for name in dir(one) if not name.startswith("_")}
     assert {name for name in methods if f"{name}(" not in said and f"{name}`" not in said} == set()

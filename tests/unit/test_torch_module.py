@@ -51,8 +51,7 @@ def truth() -> Net:
 def version(job: SmallJob, truth: Net) -> Iterator[LeasedVersion]:
     with TrainerHook(job.root, truth) as hook:
         hook.after_step(1)
-    with job.daemon() as loop:
-        loop.run_once()
+    job.run()
     with Reader(job.root, "explorer") as reader:
         yield reader.next_version(0, 0)
 

@@ -24,7 +24,7 @@ from syncd.protocol.reports import TrainerReport
 from syncd.storage.job import Job
 from tests.hooks import over, written
 from tests.jobs import SmallJob, read
-from tests.storages import RuledStorage, refuse
+from tests.storages import RuledStorage, os_error, refuse
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
@@ -155,10 +155,10 @@ def test_a_refused_write_is_raised_by_the_next_call_with_its_step(
     with pytest.raises(SaveFailedError, match=r"step 4.*No space left.*; no daemon works"):
         hook.after_step(5)
     written(hook)
-    assert job.state_pointer.read_text() == "5\n"
+    assert job.pointed == "5\n"
     hook.after_step(6)
     hook.close()
-    assert job.state_pointer.read_text() == "6\n"
+    assert job.pointed == "6\n"
 
 
 @pytest.mark.parametrize("kind", [ValueError, SystemExit])
@@ -241,8 +241,7 @@ def test_config_and_tokenizer_are_receipted_and_end_up_in_the_version(
     names = {"config.json", "generation_config.json", "tokenizer.json", "extra/merges.txt"}
     found = look_at_save(job.storage, job.actor(4), 4)
     assert {f"huggingface/{name}" for name in names} < set(found.vouched())
-    with job.daemon() as loop:
-        loop.run_once()
+    job.run()
     folder = job.version(1)
     manifest = read_manifest(job.storage, folder)
     verify_version(job.storage, folder, manifest)
@@ -260,8 +259,7 @@ def test_crc32s_are_written_though_the_trainer_switched_them_off(
         assert not torch.serialization.get_crc32_options()
     finally:
         torch.serialization.set_crc32_options(compute_crc32=True)
-    with job.daemon() as loop:
-        loop.run_once()
+    job.run()
     assert job.latest.step == 4
 
 
@@ -282,7 +280,7 @@ def test_a_save_whose_folder_the_pruner_took_is_written_again(
     storage.once("rename", prune, where="model_world_size")
     save(job, model, storage=storage)
     assert look_at_save(job.storage, job.actor(4), 4).identity is not None
-    assert job.state_pointer.read_text() == "4\n"
+    assert job.pointed == "4\n"
 
 
 def test_a_step_is_announced_before_its_first_byte_is_written(
@@ -451,11 +449,11 @@ def test_a_report_that_storage_refuses_for_a_moment_fails_no_save(
     with TrainerHook(job.root, model, storage=storage) as hook:
 
         def refused(*_: object) -> None:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            raise os_error(errno.EIO)
 
         storage.once("create", refused, where="trainer.json")
         hook.after_step(1)
-    assert job.state_pointer.read_text() == "1\n"
+    assert job.pointed == "1\n"
 
 
 def test_beside_a_hook_states_are_saved_and_explorers_seen(job: SmallJob, model: nn.Module) -> None:

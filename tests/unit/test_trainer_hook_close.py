@@ -51,7 +51,7 @@ def announced(job: SmallJob) -> int | None:
     """The step that explorers get by the files; its weights must be its own."""
     if not job.state_pointer.exists():
         return None
-    step = int(job.state_pointer.read_text())
+    step = int(job.pointed)
     (shard,) = job.actor(step).glob("model*")
     state = torch.load(shard, weights_only=True)
     assert {number for tensor in state.values() for number in tensor.flatten().tolist()} == {step}
@@ -124,7 +124,7 @@ def test_the_last_sync_goes_to_the_memory_folder(
     settings = SyncSettings(method="memory", sync_interval=100, save_interval=save_interval)  # type: ignore[arg-type] # a name will do
     with TrainerHook(job.root, model, settings=settings, memory_dir=memory.root) as hook:
         train(hook, model, 1)
-    assert memory.state_pointer.read_text() == "1\n"
+    assert memory.pointed == "1\n"
     assert latest_checkpoint(job.root) == (1 if save_interval else None)
 
 

@@ -21,9 +21,9 @@ from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.fsio import Draft
-from tests.hooks import DEADLINE, Gate, over, written
+from tests.hooks import DEADLINE, Gate, checkpoint, over, written
 from tests.jobs import SmallJob
-from tests.storages import RuledStorage, once
+from tests.storages import RuledStorage, once, os_error
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, latest_checkpoint
 from trainer_hooks.settings import SaveAsHf, SaveLayout, WhenBusy
 from trainer_hooks.writing.parts import save_state_dict
@@ -69,7 +69,7 @@ class FullDisk:
         if method in {"create", "unlink"} and self._where in str(given[0]):
             self._is_full = method == "create"
         elif method == "write" and self._is_full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise os_error(errno.ENOSPC)
 
 
 def report(job: SmallJob) -> TrainerReport:
@@ -77,7 +77,7 @@ def report(job: SmallJob) -> TrainerReport:
 
 
 def identity(job: SmallJob, step: int) -> str | None:
-    return look_at_save(job.storage, job.layout.actor(step), step).identity
+    return look_at_save(job.storage, job.actor(step), step).identity
 
 
 # -- a writer that is busy ---------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_a_sync_that_is_due_while_one_is_written_is_skipped_counted_and_stays_du
     job: SmallJob, model: nn.Module, storage: RuledStorage, gate: Gate
 ) -> None:
     settings = SyncSettings(sync_interval=2)
-    with TrainerHook(job.layout.root, model, settings=settings, storage=storage) as hook:
+    with TrainerHook(job.root, model, settings=settings, storage=storage) as hook:
         hook.after_step(2)
         assert gate.reached.wait(DEADLINE)
         told = [hook.after_step(step) for step in (3, 4, 5, 6)]
@@ -106,8 +106,8 @@ def test_a_sync_that_is_due_while_one_is_written_is_skipped_counted_and_stays_du
         assert "time/sync_weight" in hook.after_step(9)  # due by itself at 10 only
         written(hook)
         assert "time/sync_weight" not in hook.after_step(11)
-        assert job.layout.state_pointer.read_text() == "9\n"
-    assert not job.layout.step(4).exists()
+        assert job.pointed == "9\n"
+    assert not job.step(4).exists()
 
 
 def test_a_full_save_waits_behind_a_sync_and_both_are_what_they_were(
@@ -118,7 +118,7 @@ def test_a_full_save_waits_behind_a_sync_and_both_are_what_they_were(
     gate: Gate,
 ) -> None:
     hook = TrainerHook(
-        job.layout.root, model, optimizer=optimizer, settings=SyncSettings(save_interval=2),
+        job.root, model, optimizer=optimizer, settings=SyncSettings(save_interval=2),
         storage=storage,
     )  # fmt: skip
     values = []
@@ -132,17 +132,17 @@ def test_a_full_save_waits_behind_a_sync_and_both_are_what_they_were(
     gate.opened.set()
     written(hook)
     for step in (1, 2):
-        saved = torch.load(job.layout.actor(step) / SHARD, weights_only=True)
+        saved = torch.load(job.actor(step) / SHARD, weights_only=True)
         assert set(saved["weight"].flatten().tolist()) == {step}
     hook.close()
-    assert latest_checkpoint(job.layout.root) == 2
+    assert latest_checkpoint(job.root) == 2
 
 
 def test_a_third_save_waits_for_one_of_two_buffers(
     job: SmallJob, model: nn.Module, storage: RuledStorage, gate: Gate
 ) -> None:
     saving = SaveSettings(when_busy_sync=WhenBusy.WAIT)
-    with TrainerHook(job.layout.root, model, saving=saving, storage=storage) as hook:
+    with TrainerHook(job.root, model, saving=saving, storage=storage) as hook:
         for step in (1, 2):
             hook.after_step(step)
         third = threading.Thread(target=hook.after_step, args=[3])
@@ -152,7 +152,7 @@ def test_a_third_save_waits_for_one_of_two_buffers(
         assert third.is_alive()
         gate.opened.set()
         third.join(DEADLINE)
-    assert job.layout.state_pointer.read_text() == "3\n"
+    assert job.pointed == "3\n"
 
 
 def test_a_save_that_gets_no_buffer_in_time_is_left_out_and_said_to_all(
@@ -160,9 +160,7 @@ def test_a_save_that_gets_no_buffer_in_time_is_left_out_and_said_to_all(
 ) -> None:
     settings = SyncSettings(save_timeout=0.1)
     saving = SaveSettings(when_busy_sync=WhenBusy.WAIT)
-    with TrainerHook(
-        job.layout.root, model, settings=settings, saving=saving, storage=storage
-    ) as hook:
+    with TrainerHook(job.root, model, settings=settings, saving=saving, storage=storage) as hook:
         try:
             for step in (1, 2):
                 hook.after_step(step)
@@ -173,13 +171,13 @@ def test_a_save_that_gets_no_buffer_in_time_is_left_out_and_said_to_all(
         finally:
             gate.opened.set()
         written(hook)
-        assert job.layout.state_pointer.read_text() == "2\n"
+        assert job.pointed == "2\n"
         # So that rank 0 would not wait for this rank.
-        assert (job.layout.actor(3) / RECEIPTS / failure_name(0)).exists()
+        assert (job.actor(3) / RECEIPTS / failure_name(0)).exists()
         for step in (4, 5):  # both buffers are there again
             hook.after_step(step)
         written(hook)
-    assert job.layout.state_pointer.read_text() == "5\n"
+    assert job.pointed == "5\n"
 
 
 def test_a_save_is_left_out_though_those_before_it_end_while_it_is_copied(
@@ -192,7 +190,7 @@ def test_a_save_is_left_out_though_those_before_it_end_while_it_is_copied(
         return {}
 
     with TrainerHook(
-        job.layout.root, model, user_state=goes_on, settings=SyncSettings(save_timeout=0.1),
+        job.root, model, user_state=goes_on, settings=SyncSettings(save_timeout=0.1),
         saving=SaveSettings(when_busy_sync=WhenBusy.WAIT), storage=storage,
     ) as hook:  # fmt: skip
         for step in (1, 2):
@@ -212,15 +210,13 @@ def test_a_save_that_never_ends_is_given_up_and_said(
     gate: Gate,
 ) -> None:
     monkeypatch.setattr("trainer_hooks.saver._LAST", 0.1)
-    hook = TrainerHook(
-        job.layout.root, model, settings=SyncSettings(save_timeout=0.1), storage=storage
-    )
+    hook = TrainerHook(job.root, model, settings=SyncSettings(save_timeout=0.1), storage=storage)
     hook.after_step(1)
     try:
         with pytest.raises(SaveFailedError, match=r"step 1 is still being written after 0\.2 s"):
             hook.close()
         assert report(job).status == "stopped"
-        assert not job.layout.state_pointer.exists()
+        assert not job.state_pointer.exists()
     finally:
         gate.opened.set()
     over(hook)
@@ -232,66 +228,66 @@ def test_a_save_that_never_ends_is_given_up_and_said(
 def test_a_full_checkpoint_of_a_synced_step_completes_that_save(
     job: SmallJob, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    with TrainerHook(job.layout.root, model, optimizer=optimizer) as hook, job.daemon() as loop:
+    with TrainerHook(job.root, model, optimizer=optimizer) as hook, job.daemon() as loop:
         hook.after_step(4)
         written(hook)
         loop.run_once()
-        before = identity(job, 4), (job.layout.actor(4) / SHARD).stat().st_ino
-        hook.save_checkpoint(4, block_until_saved=True)
+        before = identity(job, 4), (job.actor(4) / SHARD).stat().st_ino
+        checkpoint(hook, 4)
         loop.run_once()
-        assert (identity(job, 4), (job.layout.actor(4) / SHARD).stat().st_ino) == before
+        assert (identity(job, 4), (job.actor(4) / SHARD).stat().st_ino) == before
         assert job.versions == ["v000001"]
-        assert (job.layout.actor(4) / OPTIMIZER).exists()
-    assert latest_checkpoint(job.layout.root) == 4
-    assert not (job.layout.step(4) / SAVING).exists()
+        assert (job.actor(4) / OPTIMIZER).exists()
+    assert latest_checkpoint(job.root) == 4
+    assert not (job.step(4) / SAVING).exists()
 
 
 def test_weights_that_are_gone_are_written_again_under_the_same_save_id(
     job: SmallJob, model: nn.Module
 ) -> None:
-    with TrainerHook(job.layout.root, model) as hook:
+    with TrainerHook(job.root, model) as hook:
         hook.after_step(4)
         written(hook)
         before = identity(job, 4)
-        (job.layout.actor(4) / SHARD).unlink()
-        hook.save_checkpoint(4, block_until_saved=True)
+        (job.actor(4) / SHARD).unlink()
+        checkpoint(hook, 4)
     assert identity(job, 4) == before
-    assert (job.layout.actor(4) / SHARD).exists()
-    assert latest_checkpoint(job.layout.root) == 4
+    assert (job.actor(4) / SHARD).exists()
+    assert latest_checkpoint(job.root) == 4
 
 
 def test_what_is_saved_already_is_not_saved_again(
     job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
-    with TrainerHook(job.layout.root, model, storage=storage) as hook:
+    with TrainerHook(job.root, model, storage=storage) as hook:
         hook.save_checkpoint(4)
         written(hook)
         storage.calls.clear()
-        hook.save_checkpoint(4, block_until_saved=True)
+        checkpoint(hook, 4)
         hook.save_state_dict(4)
         hook.after_step(4)
         written(hook)
-        assert storage.count("create", job.layout.step(4)) == 0
+        assert storage.count("create", job.step(4)) == 0
 
 
 def test_a_failed_save_may_be_made_again_of_the_same_step(
     job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
-    with TrainerHook(job.layout.root, model, storage=storage) as hook:
+    with TrainerHook(job.root, model, storage=storage) as hook:
         storage.refuse("create", errno.ENOSPC, where=SHARD)
         with pytest.raises(SaveFailedError):
-            hook.save_checkpoint(4, block_until_saved=True)
+            checkpoint(hook, 4)
         storage.rules.clear()
-        hook.save_checkpoint(4, block_until_saved=True)
-    assert latest_checkpoint(job.layout.root) == 4
+        checkpoint(hook, 4)
+    assert latest_checkpoint(job.root) == 4
 
 
 def test_the_last_step_becomes_a_full_checkpoint_where_such_are_made(
     job: SmallJob, model: nn.Module
 ) -> None:
-    with TrainerHook(job.layout.root, model, settings=SyncSettings(save_interval=100)) as hook:
+    with TrainerHook(job.root, model, settings=SyncSettings(save_interval=100)) as hook:
         hook.after_step(3)
-    assert latest_checkpoint(job.layout.root) == 3
+    assert latest_checkpoint(job.root) == 3
 
 
 @pytest.mark.parametrize("saved_before", [False, True])
@@ -301,19 +297,18 @@ def test_the_last_checkpoint_has_its_weights_as_a_hugging_face_model(
 ) -> None:
     saving = SaveSettings(save_as_hf=SaveAsHf.LAST, layout=layout)
     model.config = Files()  # type: ignore[assignment]
-    with TrainerHook(job.layout.root, model, saving=saving) as hook:
+    with TrainerHook(job.root, model, saving=saving) as hook:
         hook.after_step(3)
         if saved_before:
             hook.save_checkpoint(3)
-    folder = job.layout.actor(3) / "huggingface"
+    folder = job.actor(3) / "huggingface"
     found = load_file(folder / "model.safetensors")
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
     assert (folder / "config.json").exists()
-    assert latest_checkpoint(job.layout.root) == 3
-    assert not (job.layout.step(3) / SAVING).exists()
-    with job.daemon() as loop:
-        loop.run_once()
-    assert sorted(os.listdir(job.layout.version(1))) == [
+    assert latest_checkpoint(job.root) == 3
+    assert not (job.step(3) / SAVING).exists()
+    job.run()
+    assert sorted(os.listdir(job.version(1))) == [
         "config.json", "manifest.json", "model.safetensors",
     ]  # fmt: skip
     assert job.leftovers() == []
@@ -325,17 +320,17 @@ def test_a_critic_and_what_the_user_adds_are_in_a_full_checkpoint(
     critic = nn.Linear(2, 1)
     its = torch.optim.SGD(critic.parameters())
     with TrainerHook(
-        job.layout.root, model, critic=critic, critic_optimizer=its,
+        job.root, model, critic=critic, critic_optimizer=its,
         user_state=lambda: {"samples": 17},
     ) as hook:  # fmt: skip
         hook.save_checkpoint(4)
-    step = job.layout.step(4)
+    step = job.step(4)
     saved = torch.load(step / "critic" / SHARD, weights_only=True)
     assert torch.equal(saved["weight"], critic.weight)
     assert (step / "critic" / OPTIMIZER).exists()
     extra = torch.load(step / "actor" / "extra_state_world_size_1_rank_0.pt", weights_only=True)
     assert extra["user_state"] == {"samples": 17}
-    assert latest_checkpoint(job.layout.root) == 4
+    assert latest_checkpoint(job.root) == 4
 
 
 def test_older_full_checkpoints_are_retired_once_the_newer_one_is_pointed_to(
@@ -347,14 +342,14 @@ def test_older_full_checkpoints_are_retired_once_the_newer_one_is_pointed_to(
     def look(*_: Path) -> None:
         pointed.append(job.layout.checkpoint_pointer.read_text())
 
-    with TrainerHook(job.layout.root, model, saving=saving, storage=storage) as hook:
+    with TrainerHook(job.root, model, saving=saving, storage=storage) as hook:
         for step in (3, 4, 5):
             storage.rules.append(once("rename", look, where=f"global_step_{step - 1}/{RETIRED}"))
-            hook.save_checkpoint(step, block_until_saved=True)
+            checkpoint(hook, step)
     assert pointed == ["4\n"]
-    full = [step for step in (3, 4, 5) if (job.layout.step(step) / FULL).exists()]
+    full = [step for step in (3, 4, 5) if (job.step(step) / FULL).exists()]
     assert full == [4, 5]
-    assert (job.layout.step(3) / RETIRED).exists()
+    assert (job.step(3) / RETIRED).exists()
 
 
 # -- where weights go --------------------------------------------------------------------------
@@ -367,18 +362,17 @@ def test_a_full_state_dict_is_published_by_a_link(
     job: SmallJob, model: nn.Module, method: Any, layout: SaveLayout
 ) -> None:
     with TrainerHook(
-        job.layout.root, model, settings=SyncSettings(method=method),
+        job.root, model, settings=SyncSettings(method=method),
         saving=SaveSettings(layout=layout),
     ) as hook:  # fmt: skip
         hook.after_step(4)
         hook.save_checkpoint(4)
-    with job.daemon() as loop:
-        loop.run_once()
-    published = job.layout.version(1) / "model.safetensors"
-    assert published.stat().st_ino == (job.layout.actor(4) / "model.safetensors").stat().st_ino
+    job.run()
+    published = job.version(1) / "model.safetensors"
+    assert published.stat().st_ino == (job.actor(4) / "model.safetensors").stat().st_ino
     found = load_file(published)
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
-    assert latest_checkpoint(job.layout.root) == 4
+    assert latest_checkpoint(job.root) == 4
     assert job.leftovers() == []
 
 
@@ -387,22 +381,19 @@ def test_syncs_go_to_the_memory_folder_and_full_checkpoints_to_the_job(
 ) -> None:
     memory = SmallJob(tmp_path / "shm")
     settings = SyncSettings(method="memory", save_interval=2)  # type: ignore[arg-type] # a name will do
-    with TrainerHook(
-        job.layout.root, model, settings=settings, memory_dir=memory.layout.root
-    ) as hook:
+    with TrainerHook(job.root, model, settings=settings, memory_dir=memory.root) as hook:
         for step in (1, 2):
             told = hook.after_step(step)
             written(hook)
         assert {"time/sync_weight", "time/save_checkpoint"} <= told.keys()
-    assert memory.layout.state_pointer.read_text() == "2\n"
-    assert sorted(path.name for path in memory.layout.actor(2).iterdir() if path.is_file()) == [
+    assert memory.pointed == "2\n"
+    assert sorted(path.name for path in memory.actor(2).iterdir() if path.is_file()) == [
         "fsdp_config.json", "model.safetensors",
     ]  # fmt: skip
-    assert not job.layout.step(1).exists()
-    assert (job.layout.actor(2) / SHARD).exists()
-    assert latest_checkpoint(job.layout.root) == 2
-    with memory.daemon() as loop:
-        loop.run_once()
+    assert not job.step(1).exists()
+    assert (job.actor(2) / SHARD).exists()
+    assert latest_checkpoint(job.root) == 2
+    memory.run()
     assert memory.latest.step == 2
 
 
@@ -410,7 +401,7 @@ def test_settings_that_do_not_go_together_are_refused(
     job: SmallJob, model: nn.Module, tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidSettingsError, match="memory_dir is only for method memory"):
-        TrainerHook(job.layout.root, model, memory_dir=tmp_path)
+        TrainerHook(job.root, model, memory_dir=tmp_path)
     for wrong in ({"layout": "odd"}, {"max_to_keep": -1}, {"when_busy_sync": "never"}):
         with pytest.raises(InvalidSettingsError, match=next(iter(wrong))):
             SaveSettings(**wrong)  # type: ignore[arg-type] # that is the point
@@ -423,7 +414,7 @@ def test_settings_that_do_not_go_together_are_refused(
 def test_a_full_disk_names_the_file_the_need_and_the_room_and_leaves_nothing(
     job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
-    hook = TrainerHook(job.layout.root, model, storage=storage)
+    hook = TrainerHook(job.root, model, storage=storage)
     storage.rules.append(FullDisk(SHARD))
     hook.after_step(4)
     over(hook)
@@ -433,65 +424,65 @@ def test_a_full_disk_names_the_file_the_need_and_the_room_and_leaves_nothing(
     ):
         hook.after_step(5)
     hook.close()
-    step = job.layout.step(4)
+    step = job.step(4)
     assert not (step / SAVING).exists()
     assert [path.name for path in step.rglob("*") if path.is_file()] == ["failed_rank_0.txt"]
     assert job.leftovers() == []
-    assert job.layout.state_pointer.read_text() == "5\n"
+    assert job.pointed == "5\n"
 
 
 def test_announced_weights_stay_and_the_rest_goes_when_the_rest_cannot_be_written(
     job: SmallJob, model: nn.Module, optimizer: torch.optim.Optimizer, storage: RuledStorage
 ) -> None:
-    hook = TrainerHook(job.layout.root, model, optimizer=optimizer, storage=storage)
+    hook = TrainerHook(job.root, model, optimizer=optimizer, storage=storage)
     storage.refuse("create", errno.ENOSPC, where="extra_state")
     with pytest.raises(SaveFailedError, match="step 4"):
-        hook.save_checkpoint(4, block_until_saved=True)
+        checkpoint(hook, 4)
     storage.rules.clear()
-    assert job.layout.state_pointer.read_text() == "4\n"
+    assert job.pointed == "4\n"
     assert identity(job, 4) is not None
-    assert not (job.layout.actor(4) / OPTIMIZER).exists()
-    assert not (job.layout.step(4) / SAVING).exists()
-    assert latest_checkpoint(job.layout.root) is None
+    assert not (job.actor(4) / OPTIMIZER).exists()
+    assert not (job.step(4) / SAVING).exists()
+    assert latest_checkpoint(job.root) is None
     hook.close()
 
 
 def test_nothing_of_a_whole_checkpoint_goes_when_what_comes_after_it_is_refused(
     job: SmallJob, model: nn.Module, optimizer: torch.optim.Optimizer, storage: RuledStorage
 ) -> None:
-    hook = TrainerHook(job.layout.root, model, optimizer=optimizer, storage=storage)
+    hook = TrainerHook(job.root, model, optimizer=optimizer, storage=storage)
     storage.refuse("rename", errno.ENOSPC, where="latest_checkpointed")
     with pytest.raises(SaveFailedError, match="step 4"):
-        hook.save_checkpoint(4, block_until_saved=True)
-    assert (job.layout.actor(4) / OPTIMIZER).exists()
-    assert latest_checkpoint(job.layout.root) == 4
+        checkpoint(hook, 4)
+    assert (job.actor(4) / OPTIMIZER).exists()
+    assert latest_checkpoint(job.root) == 4
     hook.close()
 
 
 def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(
     job: SmallJob, model: nn.Module
 ) -> None:
-    hook = TrainerHook(job.layout.root, model, user_state=lambda: {"path": Path()})
+    hook = TrainerHook(job.root, model, user_state=lambda: {"path": Path()})
     with pytest.raises(InvalidSettingsError, match="user_state"):
         hook.save_checkpoint(4)
     hook.save_state_dict(5)
     hook.close()
-    assert job.layout.state_pointer.read_text() == "5\n"
+    assert job.pointed == "5\n"
 
 
 def test_a_gathered_file_that_the_pruner_took_is_written_again(
     job: SmallJob, model: nn.Module, storage: RuledStorage, tmp_path: Path
 ) -> None:
     def prune(*_: Path) -> None:
-        job.layout.step(4).rename(tmp_path / "trash")
+        job.step(4).rename(tmp_path / "trash")
 
     storage.rules.append(once("rename", prune, where="fsdp_config"))
     saving = SaveSettings(layout=SaveLayout.FULL)
-    hook = TrainerHook(job.layout.root, model, saving=saving, storage=storage)
+    hook = TrainerHook(job.root, model, saving=saving, storage=storage)
     hook.after_step(4)
     hook.close()
-    assert job.layout.state_pointer.read_text() == "4\n"
-    assert (job.layout.actor(4) / "model.safetensors").exists()
+    assert job.pointed == "4\n"
+    assert (job.actor(4) / "model.safetensors").exists()
 
 
 def test_a_save_that_failed_keeps_no_memory(
@@ -499,7 +490,7 @@ def test_a_save_that_failed_keeps_no_memory(
 ) -> None:
     shape = (3, 1, 4, 1, 5)
     state = {"samples": torch.zeros(shape)}
-    hook = TrainerHook(job.layout.root, model, user_state=lambda: state, storage=storage)
+    hook = TrainerHook(job.root, model, user_state=lambda: state, storage=storage)
     storage.refuse("create", errno.ENOSPC, where="extra_state")
     hook.save_checkpoint(4)
     over(hook)
@@ -529,14 +520,14 @@ def test_a_checkpoint_whose_mark_cannot_be_removed_is_not_written_again(
     job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     settings = SyncSettings(save_interval=4)
-    hook = TrainerHook(job.layout.root, model, settings=settings, storage=storage)
+    hook = TrainerHook(job.root, model, settings=settings, storage=storage)
     storage.refuse("unlink", errno.EACCES, where=SAVING)
     hook.after_step(4)
     over(hook)
     storage.calls.clear()
     hook.close()
-    assert latest_checkpoint(job.layout.root) == 4
-    assert storage.count("create", job.layout.actor(4)) == 0
+    assert latest_checkpoint(job.root) == 4
+    assert storage.count("create", job.actor(4)) == 0
 
 
 def test_a_hugging_face_model_that_cannot_be_added_leaves_the_step_to_the_pruner(
@@ -554,15 +545,15 @@ def test_a_hugging_face_model_that_cannot_be_added_leaves_the_step_to_the_pruner
 
     model = Model()
     model.config = Tied()  # type: ignore[assignment]
-    hook = TrainerHook(job.layout.root, model)
-    hook.save_checkpoint(4, block_until_saved=True)
+    hook = TrainerHook(job.root, model)
+    checkpoint(hook, 4)
     with pytest.raises(SaveFailedError, match="tie_word_embeddings"):
         hook.save_checkpoint(4, block_until_saved=True, save_as_hf=True)
-    assert latest_checkpoint(job.layout.root) == 4
-    assert not (job.layout.step(4) / SAVING).exists()
+    assert latest_checkpoint(job.root) == 4
+    assert not (job.step(4) / SAVING).exists()
     del model.config
     hook.save_checkpoint(4, block_until_saved=True, save_as_hf=True)
-    assert (job.layout.actor(4) / "huggingface" / "model.safetensors").exists()
+    assert (job.actor(4) / "huggingface" / "model.safetensors").exists()
     hook.close()
 
 
@@ -573,7 +564,7 @@ def test_what_failed_is_said_also_where_the_end_fails_otherwise(
         raise ZeroDivisionError
 
     hook = TrainerHook(
-        job.layout.root, model, settings=SyncSettings(save_interval=9), user_state=user_state,
+        job.root, model, settings=SyncSettings(save_interval=9), user_state=user_state,
         storage=storage,
     )  # fmt: skip
     storage.refuse("create", errno.ENOSPC, where=SHARD)
@@ -600,7 +591,7 @@ def test_what_all_ranks_gather_comes_before_what_one_of_them_may_refuse(
         raise ZeroDivisionError
 
     hook = TrainerHook(
-        job.layout.root, model, optimizer=Notes("actor's"), scheduler=Notes("scheduler"),
+        job.root, model, optimizer=Notes("actor's"), scheduler=Notes("scheduler"),
         critic=nn.Linear(2, 1), critic_optimizer=Notes("critic's"), user_state=user_state,
     )  # fmt: skip
     with pytest.raises(ZeroDivisionError):
@@ -612,18 +603,18 @@ def test_what_all_ranks_gather_comes_before_what_one_of_them_may_refuse(
 def test_bytes_are_those_of_all_saves_since_they_were_told_last(
     job: SmallJob, model: nn.Module, storage: RuledStorage, gate: Gate
 ) -> None:
-    with TrainerHook(job.layout.root, model, storage=storage) as hook:
+    with TrainerHook(job.root, model, storage=storage) as hook:
         for step in (1, 2):
             assert "sync/bytes" not in hook.save_state_dict(step)
         gate.opened.set()
         written(hook)
-        sizes = [(job.layout.actor(step) / SHARD).stat().st_size for step in (1, 2)]
+        sizes = [(job.actor(step) / SHARD).stat().st_size for step in (1, 2)]
         assert hook.save_state_dict(2)["sync/bytes"] == sum(sizes)
         assert "sync/bytes" not in hook.save_state_dict(2)
 
 
 def test_a_hook_that_is_closed_says_so(job: SmallJob, model: nn.Module) -> None:
-    with TrainerHook(job.layout.root, model) as hook:
+    with TrainerHook(job.root, model) as hook:
         hook.after_step(1)
     for call in (hook.after_step, hook.save_state_dict, hook.save_checkpoint):
         with pytest.raises(SaveFailedError, match="closed"):
@@ -638,20 +629,20 @@ def test_a_hook_that_is_closed_says_so(job: SmallJob, model: nn.Module) -> None:
 
 def test_a_second_trainer_is_refused_and_the_first_goes_on(job: SmallJob, model: nn.Module) -> None:
     job.layout.format.write_bytes(b'{"lease_time": 4}')  # a part of which it waits for a heartbeat
-    with TrainerHook(job.layout.root, model) as hook:
+    with TrainerHook(job.root, model) as hook:
         with pytest.raises(NameTakenError):
-            TrainerHook(job.layout.root, model)
+            TrainerHook(job.root, model)
         hook.after_step(1)
-    with TrainerHook(job.layout.root, model) as hook:
+    with TrainerHook(job.root, model) as hook:
         hook.after_step(2)
-    assert job.layout.state_pointer.read_text() == "2\n"
+    assert job.pointed == "2\n"
 
 
 def test_explorers_learn_that_a_trainer_has_stopped_also_where_training_raised(
     job: SmallJob, model: nn.Module
 ) -> None:
     def train() -> None:
-        with TrainerHook(job.layout.root, model) as hook:
+        with TrainerHook(job.root, model) as hook:
             assert report(job).status == "running"
             hook.after_step(1)
             raise ZeroDivisionError
@@ -665,8 +656,8 @@ def test_explorers_learn_that_a_trainer_has_stopped_also_where_training_raised(
 def test_explorers_that_ask_decide(job: SmallJob, model: nn.Module) -> None:
     settings = SyncSettings(style="explorer_driven")  # type: ignore[arg-type] # a name will do
     with (
-        TrainerHook(job.layout.root, model, settings=settings) as hook,
-        ExplorerSynchronizer(job.layout.root, "explorer") as explorer,
+        TrainerHook(job.root, model, settings=settings) as hook,
+        ExplorerSynchronizer(job.root, "explorer") as explorer,
     ):
         explorer.set_explorer_status(RunningStatus.RUNNING)
         assert "time/sync_weight" not in hook.after_step(1)
@@ -678,14 +669,13 @@ def test_explorers_that_ask_decide(job: SmallJob, model: nn.Module) -> None:
         explorer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
         assert "time/sync_weight" in hook.sync_while_waiting()
         written(hook)
-        with job.daemon() as loop:
-            loop.run_once()
+        job.run()
         before = report(job).nothing_new
         explorer.set_explorer_status(RunningStatus.RUNNING)
         explorer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
         assert "time/sync_weight" not in hook.sync_while_waiting()
         assert report(job).nothing_new == before + 1
-    assert job.layout.state_pointer.read_text() == "3\n"
+    assert job.pointed == "3\n"
 
 
 def test_an_explorer_is_told_that_nothing_comes_only_where_nothing_does(
@@ -697,13 +687,13 @@ def test_an_explorer_is_told_that_nothing_comes_only_where_nothing_does(
     def hold(method: str, given: tuple[Any, ...]) -> None:
         # The pointer names the save; the explorer is about to be answered.
         is_report = method == "rename" and given[-1] == job.layout.trainer_report
-        if is_report and job.layout.state_pointer.exists() and not gate.reached.is_set():
+        if is_report and job.state_pointer.exists() and not gate.reached.is_set():
             gate.reached.set()
             assert gate.opened.wait(DEADLINE)
 
     with (
-        TrainerHook(job.layout.root, model, settings=settings, storage=storage) as hook,
-        ExplorerSynchronizer(job.layout.root, "explorer") as explorer,
+        TrainerHook(job.root, model, settings=settings, storage=storage) as hook,
+        ExplorerSynchronizer(job.root, "explorer") as explorer,
     ):
         explorer.set_explorer_status(RunningStatus.RUNNING)
         explorer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
@@ -722,14 +712,14 @@ def test_an_explorer_is_told_that_nothing_comes_only_where_nothing_does(
         waiting.join(DEADLINE)
         written(hook)
         assert report(job).nothing_new == 0
-    assert job.layout.state_pointer.read_text() == "1\n"
+    assert job.pointed == "1\n"
 
 
 def test_storage_that_shows_no_explorers_stops_no_training(
     job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     settings = SyncSettings(style="explorer_driven", max_explorer_lag=1)  # type: ignore[arg-type] # a name will do
-    with TrainerHook(job.layout.root, model, settings=settings, storage=storage) as hook:
+    with TrainerHook(job.root, model, settings=settings, storage=storage) as hook:
         storage.refuse("names", errno.EIO, where="explorers")
         assert "time/stall" in hook.after_step(1)
         storage.rules.clear()
@@ -738,7 +728,7 @@ def test_storage_that_shows_no_explorers_stops_no_training(
 def test_waiting_for_data_before_the_first_step_saves_nothing(
     job: SmallJob, model: nn.Module
 ) -> None:
-    with TrainerHook(job.layout.root, model) as hook:
+    with TrainerHook(job.root, model) as hook:
         assert "time/sync_weight" not in hook.sync_while_waiting()
         hook.after_step(1)
-    assert job.layout.state_pointer.read_text() == "1\n"
+    assert job.pointed == "1\n"

@@ -17,7 +17,7 @@ from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import SaveOutcome, SaveOutcomes, encode, parse
 from syncd.protocol.reports import DaemonReport
 from syncd.storage.job import Job
-from tests.hooks import DEADLINE, Gate, written
+from tests.hooks import DEADLINE, Gate, checkpoint, written
 from tests.link_saves import full, is_link, linked, offered, publish, receipts
 from tests.merging import assert_equal, loaded
 from tests.storages import RuledStorage
@@ -108,7 +108,7 @@ def test_training_resumes_from_a_full_checkpoint_whose_weights_are_a_link(
             hook.after_step(2)
             written(hook)
             change(model)
-        hook.save_checkpoint(2, block_until_saved=True)
+        checkpoint(hook, 2)
         written(hook)
         truth = state(model)
         actor = job.layout.actor(2)
@@ -163,9 +163,9 @@ def test_saves_use_the_memory_of_two_copies(job: Job) -> None:
         gate.opened.set()
         for step in range(3, 6):
             save(hook, model, step)
-        hook.save_checkpoint(5, block_until_saved=True)
+        checkpoint(hook, 5)
         change(model)
-        hook.save_checkpoint(6, block_until_saved=True)
+        checkpoint(hook, 6)
         written(hook)
         assert is_link(job, 6)
         part = sum(tensor.nbytes for tensor in model.state_dict().values())

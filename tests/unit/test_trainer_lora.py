@@ -23,6 +23,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2Fo
 
 from syncd.protocol.errors import CheckpointError, InvalidSettingsError, SaveFailedError
 from syncd.protocol.names import HUGGINGFACE
+from tests.hooks import checkpoint
 from tests.jobs import SmallJob
 from tests.merging import assert_equal, build
 from tests.tiny_language import SIZES
@@ -117,6 +118,17 @@ EXPERTS: dict[str, Any] = {
 }
 
 
+def is_adapter(state: PeftState) -> None:
+    assert state.published_as(SaveLora.AUTO) is SaveLora.ADAPTER
+
+
+def only_merged(state: PeftState, why: str) -> None:
+    """It is merged, unless that is forbidden."""
+    assert state.published_as(SaveLora.AUTO) is SaveLora.MERGED
+    with pytest.raises(InvalidSettingsError, match=why):
+        state.published_as(SaveLora.ADAPTER)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", [*CONFIGS, "experts"])
 def test_the_adapter_and_the_merged_model_are_those_that_peft_makes(
@@ -127,7 +139,7 @@ def test_the_adapter_and_the_merged_model_are_those_that_peft_makes(
     model = lora(base, name, **(EXPERTS if kind == "experts" else CONFIGS[kind]))
     before = {key: value.clone() for key, value in model.state_dict().items()}
     state = state_of(model)
-    assert state.published_as(SaveLora.AUTO) is SaveLora.ADAPTER
+    is_adapter(state)
     found, config = state.adapter(), tmp_path / "config"
     result = merged(state)
     state.config_writer()(config)
@@ -194,7 +206,7 @@ def test_of_several_adapters_the_active_one_is_saved() -> None:
     for name in ("default", "other"):
         model.set_adapter(name)
         state = state_of(trained(model))
-        assert state.published_as(SaveLora.AUTO) is SaveLora.ADAPTER
+        is_adapter(state)
         assert_equal(state.adapter(), get_peft_model_state_dict(
             model, adapter_name=name, save_embedding_layers=False
         ))  # fmt: skip
@@ -208,9 +220,7 @@ def test_two_active_adapters_are_merged_and_never_one_of_them_saved_alone() -> N
     model.add_adapter("other", LoraConfig(r=3, target_modules=["q_proj"]))
     model.base_model.set_adapter(["default", "other"])
     state = state_of(trained(model))
-    assert state.published_as(SaveLora.AUTO) is SaveLora.MERGED
-    with pytest.raises(InvalidSettingsError, match=r"adapters are 'default', 'other'.*merged"):
-        state.published_as(SaveLora.ADAPTER)
+    only_merged(state, r"adapters are 'default', 'other'.*merged")
     assert_equal(merged(state), unloaded(model))
 
 
@@ -221,11 +231,7 @@ def test_where_more_is_trained_than_the_adapter_holds_it_is_merged() -> None:
     model = lora()
     model.get_base_model().model.norm.weight.requires_grad_(True)
     state = state_of(model)
-    assert state.published_as(SaveLora.AUTO) is SaveLora.MERGED
-    with pytest.raises(
-        InvalidSettingsError, match=r"model\.norm\.weight is trained, but in no file"
-    ):
-        state.published_as(SaveLora.ADAPTER)
+    only_merged(state, r"model\.norm\.weight is trained, but in no file")
     assert "base_model.model.model.norm.weight" in state.for_resuming()
 
 
@@ -237,7 +243,7 @@ def test_what_was_trained_and_is_frozen_again_is_saved(job: SmallJob) -> None:
     optimizer.step()
     norm.requires_grad_(False)
     with TrainerHook(job.root, model, optimizer=optimizer) as hook:
-        hook.save_checkpoint(3, block_until_saved=True)
+        checkpoint(hook, 3)
     assert build(job.actor(3), job.root.parent / "out").kind == "full"
     again = lora()
     load_checkpoint(job.root, again)
@@ -248,16 +254,14 @@ def test_what_was_trained_and_is_frozen_again_is_saved(job: SmallJob) -> None:
 def test_an_adapter_whose_beginning_changed_the_base_is_merged_and_all_is_kept(began: str) -> None:
     model = lora(init_lora_weights=began)
     state = state_of(model)
-    assert state.published_as(SaveLora.AUTO) is SaveLora.MERGED
-    with pytest.raises(InvalidSettingsError, match="changed the base model's weights"):
-        state.published_as(SaveLora.ADAPTER)
+    only_merged(state, "changed the base model's weights")
     assert_equal(merged(state), unloaded(model))
     assert state.for_resuming().keys() == model.state_dict().keys()
 
 
 def test_what_there_is_nothing_to_merge_into_is_refused_by_name() -> None:
     state = state_of(lora(target_modules=["o_proj"], lora_bias=True))
-    assert state.published_as(SaveLora.AUTO) is SaveLora.ADAPTER
+    is_adapter(state)
     with pytest.raises(InvalidSettingsError, match=r"o_proj\.base_layer\.bias is not in the state"):
         state.merged()
 
@@ -266,7 +270,7 @@ def test_layers_of_another_method_are_saved_as_an_adapter_and_not_merged() -> No
     config = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
     model = trained(get_peft_model(qwen(), config))
     state = state_of(model)
-    assert state.published_as(SaveLora.AUTO) is SaveLora.ADAPTER
+    is_adapter(state)
     assert_equal(state.adapter(), get_peft_model_state_dict(model, save_embedding_layers=False))
     with pytest.raises(
         InvalidSettingsError, match=r"k_proj is of type peft\.tuners\.ia3.* cannot be m"
@@ -310,7 +314,7 @@ def test_a_base_model_that_is_not_here_is_not_asked_for(told: str | None) -> Non
 def saved(job: SmallJob, model: Any, step: int, **options: Any) -> Path:
     """A full checkpoint of a step; returns where the published folder is."""
     with TrainerHook(job.root, model, saving=SaveSettings(**options)) as hook:
-        hook.save_checkpoint(step, block_until_saved=True)
+        checkpoint(hook, step)
     out = job.root.parent / f"published-{step}"
     build(job.actor(step), out)
     return out
@@ -331,7 +335,7 @@ def test_an_adapters_checkpoint_with_a_hugging_face_model_has_it_merged(job: Sma
     found = load_file(job.actor(3) / HUGGINGFACE / "model.safetensors")
     assert_equal(found, unloaded(model))
     with TrainerHook(job.root, model) as hook:
-        hook.save_checkpoint(4, block_until_saved=True)
+        checkpoint(hook, 4)
         hook.save_checkpoint(4, block_until_saved=True, save_as_hf=True)
     assert (job.actor(4) / HUGGINGFACE / "model.safetensors").exists()
 
@@ -371,7 +375,7 @@ def test_a_checkpoint_without_the_base_is_resumed_by_who_left_it_frozen(
             load_checkpoint(job.root, again)
         return
     assert load_checkpoint(job.root, again) is not None
-    assert_equal(dict(again.state_dict()), dict(model.state_dict()))
+    assert_equal(again.state_dict(), model.state_dict())
 
 
 def test_a_checkpoint_without_the_base_is_not_resumed_on_another_base(
@@ -405,7 +409,7 @@ def test_a_checkpoint_with_the_base_is_resumed_with_it(job: SmallJob) -> None:
     with torch.no_grad():
         again.get_base_model().model.norm.weight.add_(1)
     load_checkpoint(job.root, again)
-    assert_equal(dict(again.state_dict()), dict(model.state_dict()))
+    assert_equal(again.state_dict(), model.state_dict())
 
 
 def test_a_choice_that_there_is_not_is_refused() -> None:

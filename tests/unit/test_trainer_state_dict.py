@@ -30,7 +30,10 @@ class Nested(nn.Module):
 # -- names -------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("group")
+in_a_group = pytest.mark.usefixtures("group")
+
+
+@in_a_group
 def test_names_are_those_of_the_plain_model_whatever_wraps_it() -> None:
     expected = list(Nested().state_dict())
     model = Nested()
@@ -43,7 +46,7 @@ def test_names_are_those_of_the_plain_model_whatever_wraps_it() -> None:
     assert sorted(sharded_state_dict(torch.compile(nn.DataParallel(model)))) == sorted(expected)
 
 
-@pytest.mark.usefixtures("group")
+@in_a_group
 def test_a_name_that_a_hook_makes_up_is_kept() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_state_dict_post_hook(
@@ -53,7 +56,7 @@ def test_a_name_that_a_hook_makes_up_is_kept() -> None:
     assert set(sharded_state_dict(wrapped)) == {"0.weight", "0.bias", "0.weight.scale"}
 
 
-@pytest.mark.usefixtures("group")
+@in_a_group
 def test_the_version_of_fsdp_is_told_wherever_in_the_model_it_is() -> None:
     assert fsdp_version(Nested()) is None
     model = Nested()
@@ -219,7 +222,7 @@ def test_any_states_one_after_the_other_are_copied_right(
         assert buffers.nbytes == sum(distinct.values())
 
 
-@pytest.mark.usefixtures("group")
+@in_a_group
 def test_sharded_tensors_stay_sharded_over_the_same_memory() -> None:
     plane = init_device_mesh("cpu", (1, 1), mesh_dim_names=("fsdp", "tp"))
 
@@ -260,7 +263,7 @@ def test_what_is_not_strided_is_copied_too() -> None:
         assert torch.equal(copy.to_dense(), torch.eye(3))
 
 
-@pytest.mark.usefixtures("group")
+@in_a_group
 def test_a_model_can_be_moved_and_cast_after_it_was_copied() -> None:
     """torch refuses to swap parameters that somebody watches."""
     model = fully_shard(Nested())

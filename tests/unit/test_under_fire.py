@@ -78,17 +78,14 @@ def test_a_kill_between_lease_folder_and_version_uses_up_no_sequence(
     job: SmallJob, hosts: Hosts
 ) -> None:
     job.save(1)
-    with job.daemon() as loop:
-        loop.run_once()
+    job.run()
     job.save(2)
     job.storage = hosts.ruled(refuse("rename", errno.EIO, where="published/v000002"))
-    with job.daemon() as loop:
-        loop.run_once()
+    job.run()
     assert job.lease_folder(2).exists()
     assert job.versions == ["v000001"]
     job.storage = FastStorage()
-    with job.daemon() as loop:
-        loop.run_once()
+    job.run()
     assert job.latest.sequence == 2
 
 
@@ -102,11 +99,9 @@ class NoListing(FastStorage):
 def test_one_empty_listing_of_the_leases_deletes_no_version_that_is_kept(job: SmallJob) -> None:
     for step in (1, 2, 3):
         job.save(step)
-        with job.daemon(DaemonConfig(keep=5)) as loop:
-            loop.run_once()
+        job.run(DaemonConfig(keep=5))
     job.storage = NoListing()
-    with job.daemon(DaemonConfig(keep=5)) as loop:
-        loop.run_once()
+    job.run(DaemonConfig(keep=5))
     assert job.versions == ["v000001", "v000002", "v000003"]
 
 

@@ -29,7 +29,7 @@ def weights(step: int) -> dict[str, Tensor]:
 
 
 def served(job: SmallJob) -> Service:
-    return Service(job.layout.root, DaemonConfig(tick=0.1))
+    return Service(job.root, DaemonConfig(tick=0.1))
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def stack() -> Iterator[ExitStack]:
 def engine(
     job: SmallJob, stage: Path | None = None, timeout: float = 60.0
 ) -> SyncdCheckpointEngine:
-    return SyncdCheckpointEngine(job.layout.root, bucket_size=1, stage=stage, timeout=timeout)
+    return SyncdCheckpointEngine(job.root, bucket_size=1, stage=stage, timeout=timeout)
 
 
 def send(sender: SyncdCheckpointEngine, step: int | None, value: int) -> int:
@@ -74,14 +74,14 @@ def test_staged_versions_are_received_and_only_the_served_one_is_kept(
         sequence = send(sender, step, step or 3)
         for receiver in receivers:
             receiver.stage(sequence)
-        leases = len(os.listdir(job.layout.lease_folder(sequence)))
+        leases = len(os.listdir(job.lease_folder(sequence)))
         assert leases == 1  # of the one without a stage: a copy needs none
         for receiver in receivers:
             assert_equal(received(receiver), weights(step or 3))
             receiver.finalize()
     copies = [path.name for path in tmp_path.glob("stage/*/v*")]
     assert [name.partition("-")[0] for name in copies] == ["v000004"]
-    assert not os.listdir(job.layout.lease_folder(3))
+    assert not os.listdir(job.lease_folder(3))
     reports = [path.read_text() for path in job.layout.explorers.iterdir()]
     assert all('"sequence":4' in text.replace(" ", "") for text in reports)
 
@@ -116,13 +116,13 @@ def test_a_send_that_fails_says_why_once(job: SmallJob, stack: ExitStack) -> Non
 
 
 def test_what_the_daemon_refuses_or_never_sees_is_said(job: SmallJob) -> None:
-    with WeightStream(job.layout.root) as stream:
+    with WeightStream(job.root) as stream:
         with pytest.raises(SaveFailedError, match="nothing was saved"):
             stream.wait_published()
         stream.save(1, weights(1))
         with pytest.raises(WaitTimeoutError, match="no daemon works there"):
             stream.wait_published(0)
-        part = job.layout.actor(1) / FULL_STATE_DICT
+        part = job.actor(1) / FULL_STATE_DICT
         os.truncate(part, part.stat().st_size - 1)
         with serving(served(job)):
             with pytest.raises(SaveFailedError, match=f"step 1 was quarantined: .*{part.name}"):

@@ -15,7 +15,7 @@ from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
 from syncd.coordination.member import Seams
 from syncd.protocol.errors import WaitTimeoutError
 from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings, SyncStyle, Version
-from syncd.protocol.records import SaveOutcome, SaveOutcomes, encode
+from syncd.protocol.records import SaveOutcome, SaveOutcomes
 from syncd.protocol.reports import Rendezvous
 from tests.explorers import LONG, publish, report
 from tests.jobs import LEASE_TIME, SmallJob
@@ -84,8 +84,11 @@ def fast() -> float:
 # -- after the trainer -------------------------------------------------------------------------
 
 
+each_wait = pytest.mark.parametrize("wait", WAITS)
+
+
 @pytest.mark.parametrize("end", ["closes", "dies", "says that nothing newer comes"])
-@pytest.mark.parametrize("wait", WAITS)
+@each_wait
 def test_a_trainers_last_save_is_waited_for_after_its_end(
     job: SmallJob, trainer: TrainerSynchronizer, explorer: Any, waits: Any, wait: str, end: str
 ) -> None:
@@ -130,7 +133,7 @@ def test_a_last_save_that_never_becomes_a_version_ends_the_wait(
         trainer.close()
         waiting = waits(explorer.wait_new_model_state_dict)
         saves = SaveOutcomes(steps={2: SaveOutcome(identity=identity, outcome=outcome)})
-        job.put(job.layout.saves, encode(saves))
+        job.put_record(job.layout.saves, saves)
         assert waiting.result(LONG) == HELD
 
 
@@ -188,7 +191,7 @@ def test_who_holds_a_version_of_a_trainer_that_never_registers_goes_on_at_once(
         assert explorer.wait_new_model_state_dict(HELD, timeout=LONG) == HELD
 
 
-@pytest.mark.parametrize("wait", WAITS)
+@each_wait
 @pytest.mark.parametrize("comes", ["a trainer", "a version"])
 def test_who_holds_nothing_waits_for_a_trainer_or_a_version_and_says_so_once(
     job: SmallJob, explorer: Any, aside: Any, wait: str, comes: str,
@@ -209,7 +212,7 @@ def test_who_holds_nothing_waits_for_a_trainer_or_a_version_and_says_so_once(
     assert caplog.text.count(told) == 1
 
 
-@pytest.mark.parametrize("wait", WAITS)
+@each_wait
 def test_who_holds_nothing_waits_on_after_a_trainer_that_has_nothing_yet(
     job: SmallJob, trainer: TrainerSynchronizer, explorer: Any, aside: Any, wait: str
 ) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ from watchdog.observers.api import BaseObserver
 
 from syncd.storage import watch
 from syncd.storage.watch import Watcher
+from tests.programs import completed
+from tests.storages import open_files
 
 if TYPE_CHECKING:
     import pytest
@@ -284,13 +285,13 @@ def test_a_fork_watches_by_itself_and_ends_nothing_of_its_parent_s(tmp_path: Pat
 
 
 def test_closing_twice_and_waking_afterwards_are_fine(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     watching = watcher(tmp_path)
     watching.close()
     watching.close()
     watching.wake()
     del watching  # the eventfd stays for wakes that come late
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 _FULL = """
@@ -310,8 +311,6 @@ with Watcher({Path("."): frozenset({"LATEST"})}) as watching:
 
 
 def test_a_host_out_of_inotify_instances_waits_by_polling_alone() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _FULL], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = completed([sys.executable, "-c", _FULL], timeout=60)
     assert done.returncode == 0, done.stderr
     assert "waits by polling" in done.stderr

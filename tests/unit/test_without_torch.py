@@ -14,6 +14,7 @@ import pytest
 
 from tests.multiprocess.by_hand import TrainerByHand
 from tests.multiprocess.processes import DEADLINE, Daemon, wait_for_step, wait_until
+from tests.programs import completed
 from tests.rank_programs import ENVIRONMENT, ROOT
 
 #: Begins each program: the module that it imports next finds neither of them.
@@ -42,13 +43,10 @@ with Reader(sys.argv[1], "reader") as reader:
 
 
 def _python(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
+    done = completed(
+        [sys.executable, *arguments],
         env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
         timeout=DEADLINE,
-        check=False,
     )
     assert done.returncode == code, done.stderr
     return done

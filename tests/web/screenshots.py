@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from syncd.protocol.records import encode
 from syncd.protocol.reports import TrainerReport
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import ENVIRONMENT, Daemon, wait_for_step
@@ -43,7 +42,7 @@ def main() -> None:
             told = TrainerReport(
                 run_id="r", world_size=8, status="running", step=step, time=time.time()
             )
-            job.put(job.layout.trainer_report, encode(told))
+            job.put_record(job.layout.trainer_report, told)
         wait_for_step(job.root, _STEPS)
         _photograph(page, server.address, "web", 1280, 1172, dark=False)
         _photograph(page, server.address, "web-phone", 360, 1100, dark=True)

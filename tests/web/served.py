@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from syncd.protocol.records import encode
 from syncd.protocol.reports import DaemonReport, ExplorerReport
 from syncd.web.jobs import Jobs
 from syncd.web.server import Server
@@ -33,7 +32,7 @@ def explorer(
     """An explorer's report, its lease and its heartbeat."""
     told = {"name": name, "session": f"s-{file or name}", "status": "running", "sequence": sequence,
             "step": sequence, "time": 1.0, **more}  # fmt: skip
-    job.put(job.layout.explorers / f"{file or name}.json", encode(ExplorerReport(**told)))
+    job.put_record(job.layout.explorers / f"{file or name}.json", ExplorerReport(**told))
     if sequence is not None:
         job.lease(sequence, f"s-{file or name}", file or name)
     job.session(f"s-{file or name}").touch()
@@ -46,4 +45,4 @@ def daemon(job: SmallJob, time: float, heartbeat: float | None = None, **more: A
     os.utime(path, (beat, beat))
     told = {"session": "daemon", "host": "trainer-7", "pid": 4242, "epoch": 3, "state": "watching",
             "time": time, **more}  # fmt: skip
-    job.put(job.layout.daemon_report, encode(DaemonReport(**told)))
+    job.put_record(job.layout.daemon_report, DaemonReport(**told))

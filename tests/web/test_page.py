@@ -17,7 +17,7 @@ pytest.importorskip("selenium", reason="pip install 'syncd[test]' brings it")
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.telling.journal import Journal
 from syncd.operate.job_state import look_anyway
-from syncd.protocol.records import Format, Pause, encode
+from syncd.protocol.records import Format, Pause
 from syncd.protocol.reports import MergeProgress, Reload, TrainerReport
 from syncd.storage.job import Job
 from syncd.web import jobs
@@ -86,8 +86,8 @@ def many_jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     merge = MergeProgress(step=31, done=10**9, total=4 * 10**9, seconds=1.0)
     daemon(busy, time.time(), state="merging", merge=merge, detail="step 31")
     trainer = TrainerReport(run_id="r", world_size=64, status="running", step=31, time=time.time())
-    busy.put(busy.layout.trainer_report, encode(trainer))
-    busy.put(busy.layout.paused, encode(Pause(id="i", by="me@login", time=1.0)))
+    busy.put_record(busy.layout.trainer_report, trainer)
+    busy.put_record(busy.layout.paused, Pause(id="i", by="me@login", time=1.0))
     return root
 
 
@@ -142,7 +142,7 @@ def test_ahead_its_links_and_why_saves_are_full_are_seen(page: Browser, tmp_path
     job = SmallJob(tmp_path / "job")
     save_full(job, 1)
     trainer = TrainerReport(run_id="r", world_size=1, status="running", deltas=True, time=0.0)
-    job.put(job.layout.trainer_report, encode(trainer))
+    job.put_record(job.layout.trainer_report, trainer)
     with shown(page, job.root) as server, job.daemon(deltas=work()) as loop:
         loop.run_once()
         save_link(job, 2, 1)
@@ -478,7 +478,7 @@ def test_a_daemon_is_judged_by_its_heartbeat_and_not_by_its_own_clock(
 ) -> None:
     late, dead = a_job(tmp_path / "late"), a_job(tmp_path / "dead")
     rare = a_job(tmp_path / "rare")  # whose daemon's heart beats every 100 s
-    rare.put(rare.layout.format, encode(Format(lease_time=300.0)))
+    rare.put_record(rare.layout.format, Format(lease_time=300.0))
     with shown(page, late.layout.root, dead.root, rare.layout.root) as server:
         daemon(rare, time.time() - 100)
         daemon(late, time.time() - 600, heartbeat=time.time())
@@ -500,7 +500,7 @@ def test_who_is_lost_or_refuses_the_newest_version_is_said_on_top_and_in_the_tit
         trainer = TrainerReport(
             run_id="r", world_size=1, status="running", session="t", step=3, time=time.time() - 81
         )
-        job.put(job.layout.trainer_report, encode(trainer))
+        job.put_record(job.layout.trainer_report, trainer)
         explorer(job, "node-1", 3, time=1.0, refused="version 107: no such tensor")
         old = time.time() - 3600
         os.utime(job.session("s-node-2"), (old, old))
