@@ -1,16 +1,25 @@
 """The shape of the product: a name leads to one place, and a module can be read in one sitting."""
 
 import ast
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Final
 
-from tests.english import QUESTIONS, ROOT, module_docstring, modules
+from tests.places import ROOT
 
+#: First words of a docstring that say a question instead of naming a thing.
+_QUESTIONS: Final = re.compile(r"(?:What|Who|Whether|Which|Where|How|When)")
 _PRODUCT: Final = [
     path
     for top in ("syncd", "trainer_hooks", "explorer_hooks")
     for path in (ROOT / top).rglob("*.py")
 ]
+
+
+def module_docstring(path: Path) -> str:
+    """The docstring of a module; empty if it has none."""
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
 
 
 def repeated(names: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -49,5 +58,6 @@ def test_each_package_says_what_is_in_it() -> None:
 
 
 def test_a_module_says_first_what_it_is() -> None:
-    asked = {path.name for path in modules() if QUESTIONS.match(module_docstring(path))}
+    modules = [*_PRODUCT, *(ROOT / "benchmarks").glob("*.py")]
+    asked = {path.name for path in modules if _QUESTIONS.match(module_docstring(path))}
     assert asked == set(), "start with a noun or a verb: 'Exclusive names: …', not 'What …'"
