@@ -6,8 +6,9 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar, cast
 
 from tests.storages import FastStorage
 
@@ -243,6 +244,28 @@ def none_forgotten(_method: str, _path: Path) -> bool:
     return False
 
 
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def recorded(call: C) -> C:
+    """A call before which the process may be killed, and of which ``watch`` is told."""
+
+    @wraps(call)
+    def method(self: RecordingStorage, *given: Any) -> Any:
+        if self.kill_at and self.calls + 1 >= self.kill_at:
+            raise Killed
+        path = given[-1]
+        if not isinstance(path, Path):
+            fd = given[1] if len(given) == 5 else given[0]  # copies have a source too
+            _, path = self._opened.get(fd, (None, Path()))
+        result = call(self, *given)
+        self.calls += 1
+        self.watch(self.calls, call.__name__, path)
+        return result
+
+    return cast("C", method)
+
+
 class RecordingStorage(FastStorage):
     """Does everything on the real disk, and keeps a :class:`Disk` beside it.
 
@@ -264,126 +287,107 @@ class RecordingStorage(FastStorage):
         self._foreign = foreign
         self._opened: dict[int, tuple[int, Path]] = {}
 
-    def _begin(self) -> None:
-        if self.kill_at and self.calls + 1 >= self.kill_at:
-            raise Killed
-
-    def _done(self, method: str, path: Path) -> None:
-        self.calls += 1
-        self.watch(self.calls, method, path)
-
     def _known(self, path: Path) -> bool:
         return self.disk.covers(path) and not (self._foreign(path) and self.disk.find(path) is None)
 
+    @recorded
     def mkdir(self, path: Path) -> None:
-        self._begin()
         super().mkdir(path)
         if self._known(path):
             self.disk.new(path, Folder())
-        self._done("mkdir", path)
 
+    @recorded
     def rmdir(self, path: Path) -> None:
-        self._begin()
         super().rmdir(path)
         if self._known(path):
             self.disk.remove(path)
-        self._done("rmdir", path)
 
+    @recorded
     def rename(self, source: Path, target: Path) -> None:
-        self._begin()
         super().rename(source, target)
         if self._known(source):
             self.disk.rename(source, target)
-        self._done("rename", target)
 
+    @recorded
     def link(self, source: Path, target: Path) -> None:
-        self._begin()
         super().link(source, target)
         if self._known(source) and self.disk.covers(target):
             self.disk.enter(target, self.disk.at(source))
-        self._done("link", target)
 
+    @recorded
     def unlink(self, path: Path) -> None:
-        self._begin()
         super().unlink(path)
         if self._known(path):
             self.disk.remove(path)
-        self._done("unlink", path)
 
+    @recorded
     def create(self, path: Path) -> int:
-        self._begin()
         fd = super().create(path)
         self._opened.pop(fd, None)
         if self.disk.covers(path):
             self._opened[fd] = (self.disk.new(path, File()), path)
-        self._done("create", path)
         return fd
 
+    @recorded
     def open_append(self, path: Path) -> int:
-        self._begin()
         fd = super().open_append(path)
         node = self.disk.find(path)
         if node is None:
             node = self.disk.new(path, File())
         self._opened[fd] = (node, path)
-        self._done("open_append", path)
         return fd
 
+    @recorded
     def write(self, fd: int, data: bytes | memoryview) -> int:
-        self._begin()
         count = super().write(fd, data)
         end = os.lseek(fd, 0, os.SEEK_CUR)
-        return self._wrote("write", fd, bytes(memoryview(data).cast("B")[:count]), end - count)
+        return self._wrote(fd, bytes(memoryview(data).cast("B")[:count]), end - count)
 
+    @recorded
     def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
-        self._begin()
         count = super().pwrite(fd, data, offset)
-        return self._wrote("pwrite", fd, bytes(memoryview(data).cast("B")[:count]), offset)
+        return self._wrote(fd, bytes(memoryview(data).cast("B")[:count]), offset)
 
+    @recorded
     def copy_file_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
-        self._begin()
         count = super().copy_file_range(source, target, count, at, to)
-        return self._wrote("copy_file_range", target, os.pread(source, count, at), to)
+        return self._wrote(target, os.pread(source, count, at), to)
 
+    @recorded
     def clone_range(self, source: int, target: int, count: int, at: int, to: int) -> None:
-        self._begin()
         super().clone_range(source, target, count, at, to)
-        self._wrote("clone_range", target, os.pread(source, count, at), to)
+        self._wrote(target, os.pread(source, count, at), to)
 
+    @recorded
     def sendfile(self, source: int, target: int, count: int, at: int, to: int) -> int:
-        self._begin()
         count = super().sendfile(source, target, count, at, to)
-        return self._wrote("sendfile", target, os.pread(source, count, at), to)
+        return self._wrote(target, os.pread(source, count, at), to)
 
-    def _wrote(self, method: str, fd: int, data: bytes, at: int) -> int:
-        node, path = self._opened.get(fd, (None, Path()))
+    def _wrote(self, fd: int, data: bytes, at: int) -> int:
+        node, _ = self._opened.get(fd, (None, Path()))
         if node is not None:
             file = self.disk.file(node)
             before = file.now.ljust(at, b"\0")
             file.now = before[:at] + data + before[at + len(data) :]
-        self._done(method, path)
         return len(data)
 
+    @recorded
     def fsync(self, fd: int) -> None:
-        self._begin()
         node, path = self._opened.get(fd, (None, Path()))
         if node is not None and not self.forgotten("fsync", path):
             file = self.disk.file(node)
             file.durable = file.now
-        self._done("fsync", path)
 
+    @recorded
     def close(self, fd: int) -> None:
-        self._begin()
         super().close(fd)
-        _, path = self._opened.pop(fd, (None, Path()))
-        self._done("close", path)
+        self._opened.pop(fd, None)
 
+    @recorded
     def sync_folder(self, path: Path) -> None:
-        self._begin()
         os.close(self._beneath.open_folder(path))
         if self.disk.covers(path) and not self.forgotten("sync_folder", path):
             self.disk.sync_folder(path)
-        self._done("sync_folder", path)
 
 
 # -- crash states ----------------------------------------------------------------------------------
