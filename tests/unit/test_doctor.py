@@ -10,9 +10,9 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from tests.explorers import publish
 from tests.jobs import SmallJob
 from tests.lagging import LaggingStorage
 from tests.multiprocess.test_doctor import everything
-from tests.storages import FastStorage
+from tests.storages import FastStorage, Rule, RuledStorage, once, refuse
 
 PATIENCE = 60.0
 
@@ -58,86 +58,58 @@ def measured(root: Path, ours: Storage, theirs: Storage, *names: str) -> list[Fi
 # -- storage that breaks a promise -----------------------------------------------------------------
 
 
-class SharedMkdir(FastStorage):
-    """Says yes to everybody who makes a folder."""
+def before(**actions: Callable[..., object]) -> Callable[[Path], Storage]:
+    """A client that does something before some calls."""
 
-    def mkdir(self, path: Path) -> None:
-        os.makedirs(path, exist_ok=True)
+    def rule(called: str, given: tuple[Any, ...]) -> None:
+        if called in actions:
+            actions[called](*given)
 
-
-class SharedCreate(FastStorage):
-    """Knows no O_EXCL, as NFS 2."""
-
-    def create(self, path: Path) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    return lambda _: RuledStorage(rule)
 
 
-class SharedLink(FastStorage):
-    """Replaces what has the name."""
-
-    def link(self, source: Path, target: Path) -> None:
-        try:
-            super().link(source, target)
-        except FileExistsError:
-            pass
+def refusing(code: int, method: str) -> Callable[[Path], Storage]:
+    return lambda _: RuledStorage(refuse(method, code))
 
 
-class NoMkdir(FastStorage):
-    """Gives a name to nobody: the answer to a call that was done got lost."""
-
-    def mkdir(self, path: Path) -> None:
-        super().mkdir(path)
-        if path.name.startswith("mkdir-"):
-            raise OSError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+def remove(path: Path) -> None:
+    """So that everybody may make a name."""
+    with suppress(OSError):
+        path.rmdir() if path.is_dir() else path.unlink()
 
 
-class TwoStepRename(FastStorage):
-    """Removes what is replaced, and renames then, as some object stores."""
-
-    def rename(self, source: Path, target: Path) -> None:
-        if target.is_file():
-            target.unlink()
-            time.sleep(0.001)
-        super().rename(source, target)
+def lose_the_answer(path: Path) -> None:
+    """Give a name to nobody."""
+    if path.name.startswith("mkdir-"):
+        path.mkdir(exist_ok=True)
 
 
-class CopiedRename(FastStorage):
-    """Copies into the place of what is replaced."""
-
-    def rename(self, source: Path, target: Path) -> None:
-        if not source.is_file():
-            return super().rename(source, target)
-        with target.open("wb", buffering=0) as file:
-            content = source.read_bytes()
-            file.write(content[: len(content) // 2])
-            time.sleep(0.001)
-            file.write(content[len(content) // 2 :])
-        source.unlink()
-        return None
+def remove_the_replaced(_: Path, target: Path) -> None:
+    """Rename in two steps, as some object stores."""
+    if target.is_file():
+        target.unlink()
+        time.sleep(0.001)
 
 
-class GreedyRmdir(FastStorage):
-    """Removes what is in a folder too."""
-
-    def rmdir(self, path: Path) -> None:
-        if not path.is_dir():
-            return super().rmdir(path)
-        shutil.rmtree(path)
-        return None
+def write_half(source: Path, target: Path) -> None:
+    """Copy into the place of what is replaced."""
+    if source.is_file():
+        content = source.read_bytes()
+        target.write_bytes(content[: len(content) // 2])
+        time.sleep(0.001)
 
 
-class Resurrecting(FastStorage):
-    """Finds by an old handle what is gone by its name."""
+def empty(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
 
-    def rename(self, source: Path, target: Path) -> None:
-        try:
-            super().rename(source, target)
-        except FileNotFoundError:
-            target.mkdir()
 
-    def create(self, path: Path) -> int:
-        path.parent.mkdir(exist_ok=True)
-        return super().create(path)
+greedy_rmdir = before(rmdir=empty)
+#: Finds by an old handle what is gone by its name.
+resurrecting = before(
+    rename=lambda source, _: source.exists() or source.mkdir(),
+    create=lambda path: path.parent.mkdir(exist_ok=True),
+)
 
 
 class NoCto(FastStorage):
@@ -182,19 +154,6 @@ class NoRefresh(LaggingStorage):
             super().utime(path)
 
 
-class Refusing(FastStorage):
-    """Refuses some calls."""
-
-    def __init__(self, code: int, *methods: str) -> None:
-        super().__init__()
-
-        def refuse(*_: object) -> Any:
-            raise OSError(code, os.strerror(code))
-
-        for method in methods:
-            setattr(self, method, refuse)
-
-
 class Restless(FastStorage):
     """Has another inode number for a file each time."""
 
@@ -226,47 +185,38 @@ class Squashing(FastStorage):
         return os.stat_result([*found[:4], 65534, *found[5:10]])
 
 
-class Merging(FastStorage):
-    """Renames a folder onto another by moving what is in it."""
-
-    def rename(self, source: Path, target: Path) -> None:
-        if target.is_dir():
-            shutil.rmtree(target)
-        super().rename(source, target)
-
-
-BROKEN: list[tuple[str, Callable[[], Storage] | type[NoRefresh]]] = [
-    ("rename", Merging),
-    ("rmdir", GreedyRmdir),
-    ("rmdir", Resurrecting),
-    ("links", lambda: Refusing(errno.EPERM, "link")),
-    ("sync", lambda: Refusing(errno.EINVAL, "sync_folder")),
-    ("sync", lambda: Refusing(errno.EIO, "fsync")),
-    ("shared", lambda: Refusing(errno.EACCES, "unlink")),
-    ("exclusive", SharedMkdir),
-    ("exclusive", SharedCreate),
-    ("exclusive", SharedLink),
-    ("exclusive", NoMkdir),
-    ("replace", TwoStepRename),
-    ("replace", CopiedRename),
-    ("leases", GreedyRmdir),
-    ("refresh", GreedyRmdir),
+BROKEN: list[tuple[str, Callable[[Path], Storage]]] = [
+    # Renames a folder onto another by moving what is in it.
+    ("rename", before(rename=lambda _, target: shutil.rmtree(target, ignore_errors=True))),
+    ("rmdir", greedy_rmdir),
+    ("rmdir", resurrecting),
+    ("links", refusing(errno.EPERM, "link")),
+    ("sync", refusing(errno.EINVAL, "sync_folder")),
+    ("sync", refusing(errno.EIO, "fsync")),
+    ("shared", refusing(errno.EACCES, "unlink")),
+    ("exclusive", before(mkdir=remove)),
+    ("exclusive", before(create=remove)),
+    ("exclusive", before(link=lambda _, target: remove(target))),
+    ("exclusive", before(mkdir=lose_the_answer)),
+    ("replace", before(rename=remove_the_replaced)),
+    ("replace", before(rename=write_half)),
+    ("leases", greedy_rmdir),
+    ("refresh", greedy_rmdir),
     ("refresh", NoRefresh),
-    ("fence", Resurrecting),
-    ("open", NoCto),
-    ("lease_time", NoCto),
-    ("lease_time", Restless),
-    ("lease_time", Timeless),
+    ("fence", resurrecting),
+    ("open", lambda _: NoCto()),
+    ("lease_time", lambda _: NoCto()),
+    ("lease_time", lambda _: Restless()),
+    ("lease_time", lambda _: Timeless()),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "broken"), BROKEN)
 def test_each_broken_promise_between_two_clients_is_found_and_named(
-    tmp_path: Path, name: str, broken: Callable[[], Storage] | type[NoRefresh]
+    tmp_path: Path, name: str, broken: Callable[[Path], Storage]
 ) -> None:
-    ours, theirs = (NoRefresh(tmp_path) if broken is NoRefresh else broken() for _ in range(2))
-    [finding] = measured(tmp_path, ours, theirs, name)
+    [finding] = measured(tmp_path, broken(tmp_path), broken(tmp_path), name)
     assert (finding.name, finding.verdict) == (name, "fail"), finding
     assert finding.words
     assert finding.advice
@@ -411,7 +361,9 @@ def examined(job: SmallJob, storage: Storage, **limits: float) -> list[Finding]:
 def test_an_error_of_storage_is_a_finding_and_the_other_probes_go_on(job: SmallJob) -> None:
     job.save(1)
     before = everything(job.root)
-    findings = examined(job, Refusing(errno.EIO, "sync_folder", "link"))
+    findings = examined(
+        job, RuledStorage(refuse("sync_folder", errno.EIO), refuse("link", errno.EIO))
+    )
     failed = [finding.name for finding in findings if finding.verdict == "fail"]
     assert failed == ["links", "sync", "exclusive"]
     assert {"fence", "lease_time"} <= {finding.name for finding in findings}
@@ -421,29 +373,22 @@ def test_an_error_of_storage_is_a_finding_and_the_other_probes_go_on(job: SmallJ
     assert after == before
 
 
-class Vanishing(FastStorage):
-    """Loses its whole room in the middle."""
-
-    def link(self, source: Path, target: Path) -> None:
-        shutil.rmtree(source.parents[1])
-        super().link(source, target)
-
-
 @pytest.mark.parametrize(
-    ("storage", "name", "advice"),
+    ("rule", "name", "advice"),
     [
-        (Refusing(errno.EIO, "free"), "room", "kernel log"),
-        (Refusing(errno.EROFS, "mkdir"), "rights", "export it for writing"),
-        (Refusing(errno.EDQUOT, "create"), "rights", "free space"),
-        (Refusing(errno.EACCES, "utime"), "hosts", "group"),
-        (Refusing(errno.ENOSPC, "link"), "links", "free space"),
-        (Vanishing(), "links", "run both again"),
+        (refuse("free", errno.EIO), "room", "kernel log"),
+        (refuse("mkdir", errno.EROFS), "rights", "export it for writing"),
+        (refuse("create", errno.EDQUOT), "rights", "free space"),
+        (refuse("utime", errno.EACCES), "hosts", "group"),
+        (refuse("link", errno.ENOSPC), "links", "free space"),
+        # It loses its whole room in the middle.
+        (once("link", lambda file, _: shutil.rmtree(file.parents[1])), "links", "run both again"),
     ],
 )
 def test_an_error_after_which_nothing_can_be_measured_ends_the_run(
-    job: SmallJob, storage: Storage, name: str, advice: str
+    job: SmallJob, rule: Rule, name: str, advice: str
 ) -> None:
-    findings = examined(job, storage, look=1)
+    findings = examined(job, RuledStorage(rule), look=1)
     [failed] = [finding for finding in findings if finding.verdict == "fail"]
     assert (failed.name, failed) == (name, findings[-1])
     assert advice in failed.advice
@@ -470,31 +415,37 @@ def test_a_helper_that_ends_is_a_finding(job: SmallJob, monkeypatch: pytest.Monk
 def test_a_visitor_that_may_not_write_says_so(job: SmallJob) -> None:
     room = ProbeRoom.make(job, f"{PEER}other")
     (room.path / TALK).mkdir()
-    refused = Job(Refusing(errno.EACCES, "create"), job.layout)
+    refused = Job(RuledStorage(refuse("create", errno.EACCES)), job.layout)
     finding = Examination(refused, 1, meeting=0.2).run()[-1]
     assert (finding.name, finding.verdict, finding.advice) == ("hosts", "fail", SHARE)
     with pytest.raises(PermissionError):  # a helper does not wait for another room
         Examination(refused, 1, rooms=room.path.name, meeting=PATIENCE).examine()
 
 
+@contextmanager
+def hanging(job: SmallJob, hangs: Callable[[str, Path], bool]) -> Iterator[Job]:
+    """A client whose storage hangs in some calls, until the end."""
+    goes_on = threading.Event()
+
+    def rule(called: str, given: tuple[Any, ...]) -> None:
+        if isinstance(given[-1], Path) and hangs(called, given[-1]):
+            goes_on.wait(PATIENCE)
+
+    yield Job(RuledStorage(rule), job.layout)
+    goes_on.set()
+
+
 @pytest.mark.slow
 def test_storage_that_hangs_is_a_finding_and_the_end(job: SmallJob) -> None:
-    class Hanging(FastStorage):
-        goes_on = threading.Event()
-
-        def sync_folder(self, path: Path) -> None:
-            if path.name == "sync-0":
-                self.goes_on.wait(PATIENCE)
-
-        def rename(self, source: Path, target: Path) -> None:
-            if target.parent == job.layout.doctor:
-                self.goes_on.wait(PATIENCE)
-            super().rename(source, target)
-
-    try:
-        findings = examined(job, Hanging(), look=1, answer=4)
-    finally:
-        Hanging.goes_on.set()
+    doctor = job.layout.doctor
+    with hanging(
+        job,
+        lambda called, path: (
+            (called, path.name) == ("sync_folder", "sync-0")
+            or (called == "rename" and path.parent == doctor)
+        ),
+    ) as hung:
+        findings = examined(job, hung.storage, look=1, answer=4)
     last = [(finding.name, finding.verdict) for finding in findings[-2:]]
     assert last == [("cleanup", "warn"), ("sync", "fail")]
     assert "did not answer within 10 s" in findings[-1].words
@@ -502,21 +453,9 @@ def test_storage_that_hangs_is_a_finding_and_the_end(job: SmallJob) -> None:
 
 @pytest.mark.slow
 def test_storage_that_hangs_on_the_other_host_is_a_finding_there(job: SmallJob) -> None:
-    class Hanging(FastStorage):
-        goes_on = threading.Event()
-
-        def names(self, path: Path) -> list[str]:
-            if path == job.layout.doctor:
-                self.goes_on.wait(PATIENCE)
-            return super().names(path)
-
     job.layout.doctor.mkdir()
-    hanging = Job(Hanging(), job.layout)
-    try:
-        finding = Examination(hanging, 1, look=0.5, answer=0.5, meeting=0.5).run()[-1]
-        assert not Hanging.goes_on.is_set()
-    finally:
-        Hanging.goes_on.set()
+    with hanging(job, lambda called, path: (called, path) == ("names", job.layout.doctor)) as hung:
+        finding = Examination(hung, 1, look=0.5, answer=0.5, meeting=0.5).run()[-1]
     assert (finding.name, finding.verdict) == ("hosts", "fail")
 
 
@@ -528,12 +467,7 @@ def test_a_job_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_call_that_fails_elsewhere_fails_here_and_the_next_goes_on(tmp_path: Path) -> None:
-    class Failing(FastStorage):
-        def open_read(self, path: Path) -> int:
-            if path.name == "file" and path.parent.name == "replace-0":
-                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-            return super().open_read(path)
-
-    findings = measured(tmp_path, FastStorage(), Failing(), "replace", "leases")
+    failing = RuledStorage(refuse("open_read", errno.EIO, where="replace-0/file"))
+    findings = measured(tmp_path, FastStorage(), failing, "replace", "leases")
     assert [finding.verdict for finding in findings] == ["fail", "ok"]
     assert "EIO" in findings[0].words
