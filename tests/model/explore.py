@@ -43,6 +43,12 @@ class Exploration(Generic[S]):
     counterexample: Counterexample[S] | None
 
 
+def shown(exploration: Exploration[S]) -> Exploration[S]:
+    """Say how much was looked at."""
+    print(f"{exploration.states} states\n{exploration.counterexample or ''}")
+    return exploration
+
+
 def explore(initial: S, successors: Successors[S], violation: Violation[S]) -> Exploration[S]:
     """Visit every reachable state, or stop at the first step that breaks a promise.
 

@@ -9,7 +9,7 @@ import pytest
 
 from .ahead import Ahead
 from .ahead_state import Rules, State
-from .explore import Exploration, explore_and_return
+from .explore import Exploration, explore_and_return, shown
 
 CRASHES = ("kill", "EIO", "rank fails", "copy of rank 1")
 FAULTS = (*CRASHES, "damage", "stale", "power loss")
@@ -43,9 +43,7 @@ WITHOUT = (
 
 def search(ahead: Ahead) -> Exploration[State]:
     """Ask for every promise and for progress, and say how much was looked at."""
-    found = explore_and_return(ahead.start(), ahead.successors, ahead.violation, ahead.served)
-    print(f"{found.states} states\n{found.counterexample or ''}")
-    return found
+    return shown(explore_and_return(ahead.start(), ahead.successors, ahead.violation, ahead.served))
 
 
 @pytest.mark.parametrize(
