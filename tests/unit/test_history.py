@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -31,22 +31,15 @@ from syncd.storage.append import LIMIT, append
 from syncd.storage.job import Job
 from tests.commands import invoke
 from tests.explorers import LONG, report
-from tests.jobs import SmallJob
+from tests.jobs import Rounds, SmallJob
 from tests.storages import Clock, FastStorage, RuledStorage, refuse
 
 KEEP = DaemonConfig(keep=9)
 KEEP_1 = DaemonConfig(keep=1)
 
 
-def serves(
-    job: SmallJob,
-    name: str,
-    sequence: int | None,
-    paused: tuple[int, float] | None = None,
-    **more: Any,
-) -> None:
-    reload = Reload(sequence=paused[0], step=1, pause=paused[1]) if paused else None
-    usual = {"status": "running", "sequence": sequence, "reload": reload, "time": 1.0}
+def serves(job: SmallJob, name: str, sequence: int | None, **more: Any) -> None:
+    usual = {"status": "running", "sequence": sequence, "time": 1.0}
     record = ExplorerReport.model_validate({"name": name, "session": f"s-{name}", **usual, **more})
     job.put(job.explorer(name), encode(record))
 
@@ -73,6 +66,14 @@ def lives(job: SmallJob) -> list[tuple[int | None, str | None]]:
 
 def events(job: SmallJob) -> list[tuple[str, int | None, str | None]]:
     return [(one.event, one.version, one.explorer) for one in read_journal(job)]
+
+
+def looks(loop: Rounds) -> int:
+    """How many explorers' files a round opens."""
+    storage = cast("RuledStorage", loop.job.storage)
+    storage.calls.clear()
+    loop.run_once()
+    return storage.count("open_read", loop.job.layout.explorers)
 
 
 class Fast(Meter):
@@ -156,11 +157,13 @@ def test_how_long_an_engine_paused_for_a_version_is_kept_with_it(job: SmallJob) 
         loop.publish(1)
         for name in ("node-1", "node-2", "node-3"):
             loads(job, name, 1)
-        serves(job, "node-1", 1, paused=(1, 0.25004))
-        serves(job, "node-2", 1, paused=(7, 0.5))  # of what it had before
+        serves(job, "node-1", 1, reload=Reload(sequence=1, step=1, pause=0.25004))
+        before = Reload(sequence=7, step=1, pause=0.5)  # of what it had before
+        serves(job, "node-2", 1, reload=before)
         serves(job, "node-3", 1)
         loop.run_once()
-    serves(job, "node-1", 1, paused=(1, 9.0))  # the journal has it, and is right
+    # The journal has it, and is right.
+    serves(job, "node-1", 1, reload=Reload(sequence=1, step=1, pause=9.0))
     found = json.loads(invoke("history", job.root, "--json").output)
     paused = {one["explorer"]: one["pause"] for one in found["versions"][0]["live"]}
     assert paused == {"node-1": 0.25, "node-2": None, "node-3": None}
@@ -180,15 +183,13 @@ def test_an_explorer_that_read_deltas_is_marked(
 def test_weights_that_came_by_broadcast_are_no_version_that_is_served(
     job: SmallJob,
 ) -> None:
-    storage = job.storage = RuledStorage()
+    job.storage = RuledStorage()
     with job.daemon(KEEP) as loop:
         loop.publish(1)
         loads(job, "node-1", 1)
         serves(job, "node-1", 1, received="run-000005-000000")
         loop.run_once()
-        storage.calls.clear()
-        loop.run_once()
-        assert storage.count("open_read", job.layout.explorers) == 0
+        assert looks(loop) == 0
     assert lives(job) == []
     assert [one.live for one in history(job, 10)] == [[]]
 
@@ -236,10 +237,10 @@ def test_every_load_is_on_record_once_at_one_version_a_round(
     assert None not in pauses
 
 
-def test_of_many_explorers_every_load_is_on_record_though_few_are_looked_at(
+def test_every_load_is_on_record_though_few_of_many_explorers_are_read(
     job: SmallJob,
 ) -> None:
-    storage = job.storage = RuledStorage()
+    job.storage = RuledStorage()
     names = [f"node-{number}" for number in range(130)]
     told: list[Load] = []
     with job.daemon(KEEP_1) as loop:
@@ -249,9 +250,7 @@ def test_of_many_explorers_every_load_is_on_record_though_few_are_looked_at(
             for name in names:
                 tells(job, name, told, time=float(version))
         for _ in range(4):
-            storage.calls.clear()
-            loop.run_once()
-            assert storage.count("open_read", job.layout.explorers) <= 64
+            assert looks(loop) <= 64
     assert len(lives(job)) == 6 * 130
     assert set(lives(job)) == {(version, name) for version in range(1, 7) for name in names}
 
@@ -331,7 +330,7 @@ def test_a_load_is_at_no_time_before_its_version(job: SmallJob, clock: Clock) ->
     }  # fmt: skip
 
 
-def test_what_an_explorer_cannot_have_loaded_is_not_on_record(job: SmallJob) -> None:
+def test_an_impossible_load_is_not_on_record(job: SmallJob) -> None:
     with job.daemon(KEEP) as loop:
         loop.publish(1)
         tells(job, "node-1", [Load(sequence=n, time=0.0) for n in (1, 2, 2**62)], time=0.0)
@@ -393,7 +392,7 @@ def test_a_report_of_a_release_that_names_no_loads_counts_once_its_lease_is_seen
     assert lives(job) == [(1, "node-1")]
 
 
-def test_who_loads_nothing_costs_no_look_and_many_are_looked_at_in_turn(
+def test_explorers_that_load_nothing_cost_no_look_and_many_take_turns(
     job: SmallJob,
 ) -> None:
     storage = job.storage = RuledStorage()
@@ -406,14 +405,10 @@ def test_who_loads_nothing_costs_no_look_and_many_are_looked_at_in_turn(
         loop.run_once()
         for name in names:
             serves(job, name, 1)
-        storage.calls.clear()
-        loop.run_once()
-        assert storage.count("open_read", job.layout.explorers) <= 64
+        assert looks(loop) <= 64
         loop.run_once()
         loop.run_once()
-        storage.calls.clear()
-        loop.run_once()
-        assert storage.count("open_read", job.layout.explorers) == 0
+        assert looks(loop) == 0
         assert storage.count("open_append", job.root) == 0
     assert sorted(lives(job)) == sorted((1, name) for name in names)
 
@@ -429,7 +424,7 @@ def test_the_log_and_the_status_give_a_small_version_the_same_size(
     assert f"published step 1 as v1: {told} in " in invoke("status", job.root).output
 
 
-def test_what_else_becomes_of_saves_is_an_event_in_the_status(job: SmallJob) -> None:
+def test_refusals_and_rollbacks_are_events_in_the_status(job: SmallJob) -> None:
     with job.daemon(DaemonConfig(keep=9, prune_steps=False)) as loop:
         loop.publish(1, 2)
         job.save(3)
@@ -548,7 +543,7 @@ def test_a_history_fits_80_columns_and_needs_no_colour(
     assert "gone" in result.output
 
 
-def test_what_is_no_job_or_has_no_version_says_so(job: SmallJob, tmp_path: Path) -> None:
+def test_a_folder_without_a_job_or_a_version_says_so(job: SmallJob, tmp_path: Path) -> None:
     assert invoke("history", job.root).output == "nothing is published yet\n"
     with pytest.raises(JobUnavailableError, match="not a job that syncd has served"):
         history(Job.at(tmp_path), 1)

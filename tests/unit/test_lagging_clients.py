@@ -25,7 +25,7 @@ from syncd.storage.job import Job
 from syncd.storage.judge import Judge
 from syncd.storage.leases import Lease
 from tests.jobs import LEASE_TIME, SmallJob, receipt_of, weights
-from tests.lagging import LAG, LaggingHosts, LaggingStorage
+from tests.lagging import LAG, LagClock, LaggingHosts, LaggingStorage
 from tests.storages import FastStorage
 
 KEEP_1 = DaemonConfig(keep=1)
@@ -50,10 +50,14 @@ def take_over(job: SmallJob, storage: Storage) -> Epoch:
         return job.take_over(storage)
 
 
+def clock_of(job: SmallJob) -> LagClock:
+    return cast("LaggingHosts", job.hosts).clock
+
+
 def serve(job: SmallJob, storage: Storage | None = None, config: DaemonConfig = KEEP_1) -> Loop:
     """A daemon that takes over, whatever the lock says: the lock only elects."""
     storage = storage or job.hosts.storage()
-    clock = cast("LaggingHosts", job.hosts).clock
+    clock = clock_of(job)
     tenure = Tenure(
         Job(storage, job.layout),
         cast("Any", SimpleNamespace(id="session", lease_time=LEASE_TIME)),
@@ -65,6 +69,11 @@ def serve(job: SmallJob, storage: Storage | None = None, config: DaemonConfig = 
     loop = Loop(tenure, config)
     loop.begin()
     return loop
+
+
+def rounds(loop: Loop, count: int) -> None:
+    for _ in range(count):
+        loop.run_once()
 
 
 class Trainer:
@@ -150,7 +159,7 @@ class Chance:
     def __init__(self, job: SmallJob, seed: int) -> None:
         self._job = job
         self._chance = random.Random(seed)
-        self._clock = cast("LaggingHosts", job.hosts).clock
+        self._clock = clock_of(job)
         self._watch = Watch(job)
         self._daemons = [self._client() for _ in range(2)]
         self._loops: dict[int, Loop] = {}
@@ -277,11 +286,6 @@ def test_one_that_takes_over_again_and_believes_an_older_job_goes_on_from_what_i
     assert job.serves == (before + 4, 7)
 
 
-def rounds(loop: Loop, count: int) -> None:
-    for _ in range(count):
-        loop.run_once()
-
-
 def test_of_two_who_take_over_from_each_other_in_turn_the_last_one_serves(
     job: SmallJob, hosts: LaggingHosts
 ) -> None:
@@ -294,8 +298,7 @@ def test_of_two_who_take_over_from_each_other_in_turn_the_last_one_serves(
             rounds(loops[turn % 2], 3)
         watch.look()
         loops[turn % 2] = serve(job, clients[turn % 2])
-        for _ in range(3):  # the pointer, then the folder, each late by a look
-            loops[turn % 2].run_once()
+        rounds(loops[turn % 2], 3)  # the pointer, then the folder, each late by a look
         watch.look()
         hosts.clock.advance(1)
     hosts.settle()
@@ -366,8 +369,7 @@ def test_a_step_that_is_saved_again_is_published_though_the_old_receipt_was_seen
 ) -> None:
     daemon = serve(job)
     job.save(4)
-    for _ in range(3):
-        daemon.run_once()
+    rounds(daemon, 3)
     assert save_of_latest(job) == "run-4-0"
     job.save(4, counter=1)
     for _ in range(5):
@@ -398,8 +400,7 @@ def about_to_prune_step_3(job: SmallJob) -> tuple[Loop, Trainer]:
     for step in (3, 4):
         for _ in trainer.save(step):
             pass
-        for _ in range(3):
-            daemon.run_once()
+        rounds(daemon, 3)
     assert job.latest.step == 4
     daemon.config = KEEP_1
     return daemon, trainer
@@ -420,8 +421,7 @@ def test_a_step_that_its_trainer_saves_again_is_not_pruned_by_one_who_does_not_s
     for _ in saving:
         daemon.run_once()
     hosts.settle()
-    for _ in range(2):
-        daemon.run_once()
+    rounds(daemon, 2)
     assert trainer.finished is not None
     assert save_of_latest(job) == trainer.finished[1]
     assert (job.actor(3) / OPTIMIZER).exists() == full

@@ -47,7 +47,13 @@ def server(shown: SmallJob) -> Iterator[Server]:
 def asked(
     server: Server, path: str, method: str = "GET", **headers: str
 ) -> tuple[http.client.HTTPResponse, bytes]:
-    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=DEADLINE)
+    return ask(server.server_address[1], path, method, **headers)
+
+
+def ask(
+    port: int, path: str, method: str = "GET", **headers: str
+) -> tuple[http.client.HTTPResponse, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE)
     try:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
@@ -232,39 +238,28 @@ def test_jobs_come_and_go_and_those_that_are_all_away_say_so(tmp_path: Path) -> 
         def listed(*wanted: tuple[int, Path]) -> bool:
             return [(job["id"], Path(job["job"])) for job in jobs_of(server)] == list(wanted)
 
+        def history(number: int) -> tuple[int, bytes]:
+            answer, content = asked(server, f"/jobs/{number}/history.json")
+            return answer.status, content
+
         wait_until(lambda: listed((0, first)), "the first job")
         SmallJob(second)
         wait_until(lambda: listed((0, first), (1, second)), "a second job")
+        assert history(0)[0] == 200
         shutil.rmtree(first)
         wait_until(lambda: listed((1, second)), "the second job alone")
+        wait_until(lambda: jobs_of(server) and history(0)[0] == 404, "the first is forgotten")
+        SmallJob(first)
+        wait_until(lambda: listed((2, first), (1, second)), "one made anew is another")
         root.rename(tmp_path / "unmounted")
         root.mkdir()
         away = "no such folder"
         wait_until(lambda: away in jobs_of(server)[0]["status"].get("unseen", ""), "it is away")
-        assert listed((1, second))
-        history = json.loads(asked(server, "/jobs/1/history.json")[1])
-        assert away in history["history"]["unseen"]
+        assert listed((2, first), (1, second))
+        assert away in json.loads(history(1)[1])["history"]["unseen"]
 
 
-def test_a_job_that_is_gone_leaves_nothing_and_one_made_anew_is_another(tmp_path: Path) -> None:
-    root = tmp_path / "jobs"
-    SmallJob(root / "a")
-    SmallJob(root / "b")
-    with served(root) as server:
-        wait_until(lambda: [job["id"] for job in jobs_of(server)] == [0, 1], "both")
-        assert asked(server, "/jobs/0/history.json")[0].status == 200
-        shutil.rmtree(root / "a")
-        wait_until(lambda: [job["id"] for job in jobs_of(server)] == [1], "the other alone")
-        wait_until(lambda: jobs_of(server) and not _has(server, 0), "it is forgotten")
-        SmallJob(root / "a")
-        wait_until(lambda: [job["id"] for job in jobs_of(server)] == [2, 1], "one made anew")
-
-
-def _has(server: Server, number: int) -> bool:
-    return asked(server, f"/jobs/{number}/history.json")[0].status == 200
-
-
-def test_a_history_that_who_asks_has_already_is_not_sent_again(shown: SmallJob) -> None:
+def test_a_history_that_the_page_has_already_is_not_sent_again(shown: SmallJob) -> None:
     with served(shown.root, every=3600.0) as server:
 
         def history(query: str) -> Any:
@@ -294,12 +289,8 @@ def test_the_command_says_where_the_page_is_and_ends_when_it_is_told(shown: Smal
                 said = f"{json.loads(line)['address']} (Ctrl-C ends it)\n" if form else line
                 found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/ \(Ctrl-C ends it\)\n", said)
                 assert found is not None
-                connection = http.client.HTTPConnection(
-                    "127.0.0.1", int(found[1]), timeout=DEADLINE
-                )
-                connection.request("GET", "/")
-                assert connection.getresponse().status == 200
-                connection.close()
+                answer, _ = ask(int(found[1]), "/")
+                assert answer.status == 200
                 process.send_signal(number)
                 assert process.wait(DEADLINE) == 0
             finally:
