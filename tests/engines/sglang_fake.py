@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx2
+from httpx2 import Response
 
 from explorer_hooks.server_fit import model_tensors
 
+#: The fields of a request, or of an answer.
+Told = Mapping[str, Any]
 _DEFAULT: Final = "default"
 _GET: Final = frozenset({"/model_info"})
 #: Routes that the ``--api-key`` opens; the others need the ``--admin-api-key``.
@@ -55,7 +58,7 @@ class FakeSGLang:
     ) -> None:
         self.transport = httpx2.MockTransport(self._answer)
         self.asked: list[str] = []
-        self._routes: dict[str, Callable[[Mapping[str, Any]], httpx2.Response]] = {
+        self._routes: dict[str, Callable[[Told], Response]] = {
             "/model_info": self._model_info,
             "/pause_generation": self._pause_generation,
             "/continue_generation": self._continue_generation,
@@ -89,7 +92,7 @@ class FakeSGLang:
         self._is_scheduler_paused = False
         self._held = 0
 
-    def _answer(self, request: httpx2.Request) -> httpx2.Response:
+    def _answer(self, request: httpx2.Request) -> Response:
         path = request.url.path
         if not self.is_up:
             raise httpx2.ConnectError("connection refused", request=request)
@@ -120,7 +123,7 @@ class FakeSGLang:
             if path not in self._without
         }
 
-    def _model_info(self, _: Mapping[str, Any]) -> httpx2.Response:
+    def _model_info(self, _: Told) -> Response:
         served = {
             "model_path": self.model_path,
             "served_model_name": self.served_model_name,
@@ -128,7 +131,7 @@ class FakeSGLang:
         }
         return _said(200, served | {"is_generation": True})
 
-    def _pause_generation(self, told: Mapping[str, Any]) -> httpx2.Response:
+    def _pause_generation(self, told: Told) -> Response:
         mode = told.get("mode", "abort")
         if mode not in _MODES:
             return _said(422, {"detail": f"mode {mode}"})
@@ -146,13 +149,13 @@ class FakeSGLang:
             self.running = 0
         return _said(200, {"status": "ok", "message": "Generation paused successfully."})
 
-    def _continue_generation(self, _: Mapping[str, Any]) -> httpx2.Response:
+    def _continue_generation(self, _: Told) -> Response:
         self.is_paused = self._is_scheduler_paused = False
         self.running += self._held + self.compiling
         self._held = self.compiling = 0
         return _said(200, {"status": "ok", "message": "Generation continued successfully."})
 
-    def _update_weights_from_disk(self, told: Mapping[str, Any]) -> httpx2.Response:
+    def _update_weights_from_disk(self, told: Told) -> Response:
         path = str(told["model_path"])
         if path in self.refuses or not any(Path(path).glob("*.safetensors")):
             return _said(400, {"success": False, "message": f"Failed to load {path}"})
@@ -167,26 +170,26 @@ class FakeSGLang:
         self.weight_version = told.get("weight_version") or self.weight_version
         return _said(200, {"success": True, "message": "Succeeded", "num_paused_requests": 0})
 
-    def _update_weight_version(self, told: Mapping[str, Any]) -> httpx2.Response:
+    def _update_weight_version(self, told: Told) -> Response:
         self.weight_version = str(told["new_version"])
         return _said(200, {"success": True, "new_version": self.weight_version})
 
-    def _flush_cache(self, _: Mapping[str, Any]) -> httpx2.Response:
+    def _flush_cache(self, _: Told) -> Response:
         if not self._can_flush():
-            return httpx2.Response(400, text="Flush cache failed.\n")
-        return httpx2.Response(200, text="Cache flushed.\n")
+            return Response(400, text="Flush cache failed.\n")
+        return Response(200, text="Cache flushed.\n")
 
     def _can_flush(self) -> bool:
         return not (self.running or self.compiling)
 
-    def _load_lora_adapter(self, told: Mapping[str, Any]) -> httpx2.Response:
+    def _load_lora_adapter(self, told: Told) -> Response:
         name, path = str(told["lora_name"]), str(told["lora_path"])
         if name in self.adapters or not (Path(path) / "adapter_config.json").exists():
             return _said(400, {"success": False, "error_message": f"cannot load {name}"})
         self.adapters[name] = path
         return _said(200, {"success": True, "loaded_adapters": self.adapters})
 
-    def _unload_lora_adapter(self, told: Mapping[str, Any]) -> httpx2.Response:
+    def _unload_lora_adapter(self, told: Told) -> Response:
         if self.adapters and self.is_paused and self._held:
             # A real server waits for these requests forever.
             raise httpx2.ReadTimeout("the adapter is in use by requests that are held")
@@ -194,7 +197,7 @@ class FakeSGLang:
             return _said(400, {"success": False, "error_message": "it is not loaded"})
         return _said(200, {"success": True, "loaded_adapters": self.adapters})
 
-    def _generate(self, told: Mapping[str, Any]) -> httpx2.Response:
+    def _generate(self, told: Told) -> Response:
         if self.is_dead or told.get("lora_path", "") not in {"", *self.adapters}:
             return _said(500, {"error": {"message": "the scheduler is gone"}})
         if self.is_paused:
@@ -204,5 +207,5 @@ class FakeSGLang:
         return _said(200, {"text": "", "output_ids": [1], "meta_info": meta})
 
 
-def _said(status: int, content: Mapping[str, Any]) -> httpx2.Response:
-    return httpx2.Response(status, json=dict(content))
+def _said(status: int, content: Told) -> Response:
+    return Response(status, json=dict(content))

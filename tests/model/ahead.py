@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from .ahead_daemon import Daemons, Step
+from .ahead_daemon import Daemons, Steps
 from .ahead_state import BAD, WRONG, Daemon, Disk, Latest, Reader, Save, State, Trainer, Version
 
 _READERS = {
@@ -69,7 +69,7 @@ class Ahead(Daemons):
             after = after._replace(stale=stale)
         return after._replace(disk=disk, daemons=daemons)
 
-    def _willing(self, state: State) -> Iterator[Step]:
+    def _willing(self, state: State) -> Steps:
         yield from self._trainer(state)
         for number, daemon in enumerate(state.daemons):
             for text, after in self.daemon(state, number, daemon):
@@ -80,7 +80,7 @@ class Ahead(Daemons):
         if state.stale:
             yield f"{state.stale[0]} asks the server", state._replace(stale=None)
 
-    def _unwilling(self, state: State) -> Iterator[Step]:
+    def _unwilling(self, state: State) -> Steps:
         trainer = state.trainer
         if state.rollbacks:
             yield "people ask for a rollback", state._replace(rollbacks=0, asked=True)
@@ -94,7 +94,7 @@ class Ahead(Daemons):
 
     # -- the trainer -------------------------------------------------------------------------------
 
-    def _trainer(self, state: State) -> Iterator[Step]:
+    def _trainer(self, state: State) -> Steps:
         trainer, disk = state.trainer, state.disk
         save, step = trainer.last, trainer.step
         if trainer.stage == "idle" and len(state.saves) <= self.saves:
@@ -112,7 +112,7 @@ class Ahead(Daemons):
             disk = disk._replace(pointer=step)
             yield f"announce {save}", state._replace(disk=disk, trainer=trainer)
 
-    def _plan(self, state: State) -> Iterator[Step]:
+    def _plan(self, state: State) -> Steps:
         trainer, rules, new = state.trainer, self.rules, len(state.saves)
         steps = [trainer.step + 1] + [trainer.step] * (state.agains and trainer.last > 0)
         for step, nan, full in product(steps, range(state.nans + 1), (True, False)):
@@ -187,7 +187,7 @@ class Ahead(Daemons):
 
     # -- faults ------------------------------------------------------------------------------------
 
-    def _faults(self, state: State) -> Iterator[Step]:
+    def _faults(self, state: State) -> Steps:
         trainer, disk = state.trainer, state.disk
         if trainer.stage != "dead":
             yield "kill trainer", state._replace(trainer=trainer._replace(stage="dead"))
@@ -220,7 +220,7 @@ class Ahead(Daemons):
             if disk.room < self.rooms:
                 yield from self._power_loss(state, undone)
 
-    def _power_loss(self, state: State, undone: tuple[bool, ...]) -> Iterator[Step]:
+    def _power_loss(self, state: State, undone: tuple[bool, ...]) -> Steps:
         """Some renames are undone; the trainer's host may live on."""
         disk = state.disk
         for (_, what), is_undone in reversed([*zip(disk.unsynced, undone, strict=True)]):

@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 from .ahead_state import BAD, WRONG, Daemon, Latest, Link, Rules, State, Version
 
 Step: TypeAlias = tuple[str, State]
+Steps: TypeAlias = Iterator[Step]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Daemons:
     """The trainer links whenever it may, and its run does not end with the last save."""
     rules: Rules = field(default_factory=Rules)
 
-    def daemon(self, state: State, number: int, me: Daemon) -> Iterator[Step]:
+    def daemon(self, state: State, number: int, me: Daemon) -> Steps:
         disk, new = state.disk, not (self.old_daemon and number == 1)
         if me.place == "away":
             # An old daemon leaves a room for a new one, for which progress is asked.
@@ -109,7 +110,7 @@ class Daemons:
                 return (does, what) if allowed else ("none", save)
         return ("merge" if found.full and not found.nan else "none"), save
 
-    def _decide(self, state: State, number: int, me: Daemon, new: bool) -> Iterator[Step]:
+    def _decide(self, state: State, number: int, me: Daemon, new: bool) -> Steps:
         """What becomes of the pointer's save."""
         latest, rules, seen = me.latest, self.rules, state.to("the daemon")
         save = seen.pointed()
@@ -181,7 +182,7 @@ class Daemons:
             after = after._replace(asked=False, replaced=replaced)
         return f"LATEST: {_text(latest)}", after
 
-    def _fold(self, state: State, number: int, me: Daemon) -> Iterator[Step]:
+    def _fold(self, state: State, number: int, me: Daemon) -> Steps:
         rules, latest = self.rules, me.latest
         sequence, save, base = me.fold
         if not sequence:
@@ -210,7 +211,7 @@ class Daemons:
             text, after = self._commit(state, number, folded)
             yield f"end the fold: {text}", after
 
-    def _roll_back(self, state: State, number: int, me: Daemon) -> Iterator[Step]:
+    def _roll_back(self, state: State, number: int, me: Daemon) -> Steps:
         latest, rules, refusal = me.latest, self.rules, True
         for version in state.disk.published:
             newest = latest.ahead if rules.rollback_to_latest else 0
@@ -224,7 +225,7 @@ class Daemons:
         if refusal:
             yield "refuse a rollback", state.by(number, me)._replace(asked=False)
 
-    def _prune(self, state: State, number: int, me: Daemon, new: bool) -> Iterator[Step]:
+    def _prune(self, state: State, number: int, me: Daemon, new: bool) -> Steps:
         rules, latest, seen = self.rules, me.latest, state.to("the daemon")
         ways = self._way_back(seen)
         way = (ways or [0]) if new else [0]

@@ -33,7 +33,7 @@ from .fence_state import (
     empty_job,
 )
 from .fence_steps import choose_to_prune, prune, write_again
-from .fence_take_over import Step, TakeOver
+from .fence_take_over import Step, Steps, TakeOver
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Fence(TakeOver):
             for text, disk, after in steps:
                 yield text, State(disk, tuple(sorted((*others, after))))
 
-    def _steps(self, disk: Disk, me: Daemon) -> Iterator[Step]:
+    def _steps(self, disk: Disk, me: Daemon) -> Steps:
         if me.place == "standing by":
             yield from self.take_over(disk)
             return
@@ -89,7 +89,7 @@ class Fence(TakeOver):
             # Otherwise nobody comes back any more, and a crash is no more than a pause for ever.
             yield f"{name}: crash", disk, STANDING_BY
 
-    def _operations(self, disk: Disk, me: Daemon) -> Iterator[Step]:
+    def _operations(self, disk: Disk, me: Daemon) -> Steps:
         if me.place in ("look", "look on"):
             yield from self.look(disk, me)
         elif me.place in ("mkdir", "mkdir trash", "mkdir building"):
@@ -111,7 +111,7 @@ class Fence(TakeOver):
         else:
             yield from self._work(disk, me)
 
-    def _work(self, disk: Disk, me: Daemon) -> Iterator[Step]:
+    def _work(self, disk: Disk, me: Daemon) -> Steps:
         """Go on with what was begun; a rename waits until its folder is open."""
         folder = self._renames_through(me)
         if folder and me.held == NO_HANDLE:
@@ -140,7 +140,7 @@ class Fence(TakeOver):
         fenced = self.rules.build_in_room and self.rules.lease_folder_leaves_room
         return me.place == "lease folder" and fenced
 
-    def _read(self, disk: Disk, me: Daemon) -> Iterator[Step]:
+    def _read(self, disk: Disk, me: Daemon) -> Steps:
         """Only then read LATEST; a finished version that it does not name yet is adopted."""
         room = disk.rooms[me.room]
         if me.place == "read":
@@ -161,7 +161,7 @@ class Fence(TakeOver):
             ready = me._replace(place="ready", sequence=following)
             yield f"list published/: v{following} is next", disk, ready
 
-    def _build(self, disk: Disk, me: Daemon) -> Iterator[Step]:
+    def _build(self, disk: Disk, me: Daemon) -> Steps:
         """Start on the next version in one's own room, or look around first."""
         yield "look for news", disk, Daemon("read", me.room)
         if me.sequence > self.last_sequence:
@@ -175,7 +175,7 @@ class Fence(TakeOver):
         else:
             yield what, disk.change_room(me.room, room._replace(building=me.sequence)), build
 
-    def _choose_to_retire(self, disk: Disk, me: Daemon) -> Iterator[Step]:
+    def _choose_to_retire(self, disk: Disk, me: Daemon) -> Steps:
         """Retiring a version is rmdir of its lease folder; then it is renamed to trash."""
         for v in range(1, len(disk.published)):
             there = disk.published[v] > 0
@@ -192,7 +192,7 @@ class Fence(TakeOver):
                 decided = Daemon("orphan", me.room, sequence=v)
                 yield f"leases/v{v} has no version", disk, decided
 
-    def _stop(self, disk: Disk, me: Daemon) -> Iterator[Step]:
+    def _stop(self, disk: Disk, me: Daemon) -> Steps:
         """A clean stop empties the own room; leaving the room there is the same as a crash."""
         room = disk.rooms[me.room]
         if room is None or room.building != EMPTY or self.rules.keep_own_room:

@@ -12,7 +12,7 @@ folder has a name of its own: once a take-over has moved it, no handle of that t
 from collections.abc import Iterator
 
 from .fence_state import AT_ITS_NAME, LOST, NO_HANDLE, NOT_THERE, STANDING_BY, Daemon, Disk, Handle
-from .fence_take_over import Step
+from .fence_take_over import Steps
 
 
 def write_again(disk: Disk) -> Iterator[tuple[str, Disk]]:
@@ -22,7 +22,7 @@ def write_again(disk: Disk) -> Iterator[tuple[str, Disk]]:
         yield "trainer: write the step again", disk._replace(old=old, new=AT_ITS_NAME)
 
 
-def choose_to_prune(disk: Disk, me: Daemon) -> Iterator[Step]:
+def choose_to_prune(disk: Disk, me: Daemon) -> Steps:
     """Decide on the step folder, or put back what is still set aside from before."""
     if disk.has_set_aside(me.room) and disk.finds((me.room, "trash")):
         yield "find a step folder set aside", disk, me._replace(place="put back")
@@ -30,7 +30,7 @@ def choose_to_prune(disk: Disk, me: Daemon) -> Iterator[Step]:
         yield "decide that the step folder may go", disk, me._replace(place="set aside")
 
 
-def prune(disk: Disk, me: Daemon) -> Iterator[Step]:
+def prune(disk: Disk, me: Daemon) -> Steps:
     """One step of a prune; for "set aside" the own trash is open."""
     done = me._replace(place="ready", held=NO_HANDLE)
     trash: Handle = (me.room, "trash")

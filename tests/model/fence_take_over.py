@@ -28,6 +28,7 @@ from .fence_state import (
 )
 
 Step = tuple[str, Disk, Daemon]
+Steps = Iterator[Step]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class TakeOver:
         number, suffix = divmod(room - 1, self.names_a_number())
         return f"{number + 1}-{'abc'[suffix]}" if self.rules.unique_rooms else f"{number + 1}"
 
-    def open(self, disk: Disk, me: Daemon, folder: Folder) -> Iterator[Step]:
+    def open(self, disk: Disk, me: Daemon, folder: Folder) -> Steps:
         """Open a folder of the own room, by name."""
         handle = (me.room, folder)
         path = f"the own {folder}" if folder == "room" else f"the own {folder}/"
@@ -58,7 +59,7 @@ class TakeOver:
         else:
             yield f"open {path}: ENOENT", disk, STANDING_BY
 
-    def take_over(self, disk: Disk) -> Iterator[Step]:
+    def take_over(self, disk: Disk) -> Steps:
         """Taking over = mkdir `.syncd/epoch/<n>-<suffix>/`, n one above the highest listed.
 
         The listing may be as old as one likes, so any number up to the next one may come of it.
@@ -77,7 +78,7 @@ class TakeOver:
                 what = f"list epoch/ (at some time), mkdir epoch/{self.name(room)}"
                 yield what, disk.make_room(room), Daemon("look", room)
 
-    def look(self, disk: Disk, me: Daemon) -> Iterator[Step]:
+    def look(self, disk: Disk, me: Daemon) -> Steps:
         """List epoch/ again: a higher room may have come, and emptied what there was, before."""
         listed = disk.listed_rooms()
         if me.place == "look":
@@ -91,7 +92,7 @@ class TakeOver:
                 lower = tuple(room for room in seen if room < me.room)
                 yield f"{len(lower)} lower rooms", disk, Daemon("mkdir trash", me.room, lower)
 
-    def furnish(self, disk: Disk, me: Daemon) -> Iterator[Step]:
+    def furnish(self, disk: Disk, me: Daemon) -> Steps:
         """Mkdir of the folders in the own room; never makedirs, which would make the room again."""
         room = disk.rooms[me.room]
         if me.place == "mkdir":
@@ -109,7 +110,7 @@ class TakeOver:
             furnished = disk.change_room(me.room, room._replace(building=building))
             yield me.place, furnished, me._replace(place="read")
 
-    def empty_lower_rooms(self, disk: Disk, me: Daemon) -> Iterator[Step]:
+    def empty_lower_rooms(self, disk: Disk, me: Daemon) -> Steps:
         """Then empty every lower epoch, until rmdir succeeds.
 
         What is in its building/ and in its trash/, and its temporaries, go into one's own trash,
@@ -184,7 +185,7 @@ class TakeOver:
                 return what, disk.take_version(n), done
         return f"rename from {path} into the own trash: ENOENT, never mind", disk, done
 
-    def sweep(self, disk: Disk, me: Daemon) -> Iterator[Step]:
+    def sweep(self, disk: Disk, me: Daemon) -> Steps:
         """Delete what was condemned, at some time after LATEST was read.
 
         At any time: a sweep passes over what it cannot delete yet, and comes again.

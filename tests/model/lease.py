@@ -87,6 +87,9 @@ class State(NamedTuple):
         return explorer.place != "dead" and explorer.session == marker.session
 
 
+Steps = Iterator[tuple[str, State]]
+
+
 @dataclass(frozen=True)
 class Rules:
     """The protocol, one switch a rule. All on is what syncd does."""
@@ -121,7 +124,7 @@ class Leases:
         leases = (None, frozenset[Marker](), *(None,) * later)
         return State((1,), published, leases, Daemon(), (Explorer(),) * self.explorers)
 
-    def successors(self, state: State) -> Iterator[tuple[str, State]]:
+    def successors(self, state: State) -> Steps:
         """Every step, crashes among them."""
         yield from self.willing(state)
         if state.daemon.place != "idle":
@@ -131,7 +134,7 @@ class Leases:
                 died = Explorer("dead", explorer.session)
                 yield f"explorer {number}: crash", state.with_explorer(number, died)
 
-    def willing(self, state: State) -> Iterator[tuple[str, State]]:
+    def willing(self, state: State) -> Steps:
         """Every step that somebody takes of his own accord."""
         for what, after in self._daemon(state):
             yield f"daemon: {what}", after
@@ -144,7 +147,7 @@ class Leases:
                     late = state.with_leases(v, frozenset())
                     yield f"superseded daemon: mkdir leases/v{v}", late
 
-    def _daemon(self, state: State) -> Iterator[tuple[str, State]]:
+    def _daemon(self, state: State) -> Steps:
         v = state.daemon.sequence
         if state.daemon.place == "idle":
             yield from self._publish(state)
@@ -165,7 +168,7 @@ class Leases:
                 trashed = trashed.with_daemon("removing", v)
             yield f"rename published/v{v} to trash", trashed
 
-    def _publish(self, state: State) -> Iterator[tuple[str, State]]:
+    def _publish(self, state: State) -> Steps:
         """The daemon creates leases/vN before LATEST names it."""
         published = max(v for v, folder in enumerate(state.published) if folder == "whole")
         made = max(v for v, markers in enumerate(state.leases) if markers is not None)
@@ -175,7 +178,7 @@ class Leases:
             v = max(state.latest, made) + 1
             yield f"make leases/v{v}", state.with_leases(v, frozenset()).with_daemon("made", v)
 
-    def _retire(self, state: State, v: int) -> Iterator[tuple[str, State]]:
+    def _retire(self, state: State, v: int) -> Steps:
         """Rmdir of the lease folder; then rename to trash; then delete."""
         markers, folder = state.leases[v], state.published[v]
         if folder == "trash":
@@ -191,7 +194,7 @@ class Leases:
             else:
                 yield f"rmdir leases/v{v}, an orphan", state.with_leases(v, None)
 
-    def _drop(self, state: State) -> Iterator[tuple[str, State]]:
+    def _drop(self, state: State) -> Steps:
         """A marker whose session died is unlinked."""
         if not self.rules.drop_dead_markers:
             return
@@ -200,7 +203,7 @@ class Leases:
                 if markers and not state.alive(marker):
                     yield f"unlink {marker} of v{v}", state.with_leases(v, markers - {marker})
 
-    def _explorer(self, state: State, number: int, me: Explorer) -> Iterator[tuple[str, State]]:
+    def _explorer(self, state: State, number: int, me: Explorer) -> Steps:
         if me.place == "dead":
             if me.session + 1 < self.sessions:
                 again = Explorer(session=me.session + 1)
@@ -227,7 +230,7 @@ class Leases:
             dropped = state.with_leases(me.held, markers - {Marker(number, me.session)})
             yield f"unlink the marker of v{me.held}", dropped.with_explorer(number, _applied(me))
 
-    def _lease(self, state: State, number: int, me: Explorer) -> Iterator[tuple[str, State]]:
+    def _lease(self, state: State, number: int, me: Explorer) -> Steps:
         """O_CREAT|O_EXCL of the marker; ENOENT means the version is gone: take the newer one."""
         markers = state.leases[me.target]
         if markers is None and self.rules.only_publisher_makes_folders:
@@ -239,7 +242,7 @@ class Leases:
         leased = state.with_leases(me.target, marked)
         yield f"lease v{me.target}", leased.with_explorer(number, me._replace(place="opening"))
 
-    def _open(self, state: State, number: int, me: Explorer) -> Iterator[tuple[str, State]]:
+    def _open(self, state: State, number: int, me: Explorer) -> Steps:
         what = f"open file {me.opened + 1} of published/v{me.target}"
         if state.published[me.target] != "whole":
             failed = state.with_explorer(number, me._replace(place="failed"))

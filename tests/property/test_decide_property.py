@@ -112,39 +112,27 @@ def of(decision: Decision, kind: type[A]) -> list[A]:
 
 
 @any_look
-def test_latest_and_what_is_above_it_is_never_retired(
-    seen: Observation, config: DaemonConfig
-) -> None:
-    decision = decide(seen, config)
-    for action in of(decision, RetireVersion) + of(decision, CloseLeaseFolder):
-        assert action.sequence < seen.latest
-
-
-@any_look
-def test_a_leased_version_is_never_retired_nor_its_lease_folder_closed(
+def test_latest_and_leased_and_the_newest_versions_are_never_retired(
     seen: Observation, config: DaemonConfig
 ) -> None:
     leased = {lease.sequence for lease in seen.leases}
     decision = decide(seen, config)
     for action in of(decision, RetireVersion) + of(decision, CloseLeaseFolder):
+        assert action.sequence < seen.latest
         assert action.sequence not in leased
-
-
-@any_look
-def test_the_newest_versions_that_can_be_leased_stay(
-    seen: Observation, config: DaemonConfig
-) -> None:
     newest = sorted(v for v in seen.versions if v <= seen.latest)[-config.keep :]
-    retired = {action.sequence for action in of(decide(seen, config), RetireVersion)}
+    retired = {action.sequence for action in of(decision, RetireVersion)}
     assert not retired & set(newest) & set(seen.lease_folders)
 
 
 @any_look
-def test_what_could_be_resumed_from_is_never_pruned(
+def test_a_step_that_anyone_may_need_is_never_pruned(
     seen: Observation, config: DaemonConfig
 ) -> None:
     for action in of(decide(seen, config), PruneStep):
         step = action.seen
+        assert config.prune_steps
+        # It could not be resumed from.
         assert not step.full
         assert not step.saving
         assert not step.pinned
@@ -152,15 +140,7 @@ def test_what_could_be_resumed_from_is_never_pruned(
         if step.retired:
             assert seen.checkpoint.step is not None
             assert seen.checkpoint.step > step.step
-
-
-@any_look
-def test_a_step_that_is_named_announced_changed_or_quarantined_is_never_pruned(
-    seen: Observation, config: DaemonConfig
-) -> None:
-    for action in of(decide(seen, config), PruneStep):
-        step = action.seen
-        assert config.prune_steps
+        # It is neither named, nor announced, nor changed, nor in quarantine.
         assert seen.pointer.step is not None
         assert step.step not in {seen.pointer.step, seen.checkpoint.step}
         assert step.step < (
@@ -168,15 +148,9 @@ def test_a_step_that_is_named_announced_changed_or_quarantined_is_never_pruned(
         )
         assert step.found == step.outcome.identity
         assert step.outcome.outcome in {"published", "skipped"}
+        # Foreign ones only if it was asked for.
+        assert step.has_receipts or config.pointer == STATE_POINTER or config.prune_foreign
         assert action.why
-
-
-@any_look
-def test_a_foreign_step_is_pruned_only_if_asked_for(
-    seen: Observation, config: DaemonConfig
-) -> None:
-    for action in of(decide(seen, config), PruneStep):
-        assert action.seen.has_receipts or config.pointer == STATE_POINTER or config.prune_foreign
 
 
 @any_look
