@@ -142,7 +142,6 @@ def test_names_like_those_of_lora_make_no_adapter(kind: str) -> None:
         lora("model.q_proj"),
         [*lora("model.q_proj"), "score.modules_to_save.default.weight"],
     ],
-    ids=["wrapped alone", "wrapped", "below PEFT's prefix", "LoRA alone", "all of an adapter"],
 )
 def test_each_mark_of_peft_makes_an_adapter(names: list[str]) -> None:
     adapter = find_adapter(names)
@@ -160,10 +159,19 @@ def test_a_wrapped_module_inside_a_wrapped_one_is_one_of_its_own() -> None:
     }
 
 
-@pytest.mark.parametrize("suffix", ["", ".weight"])
-def test_doras_magnitude_is_a_parameter_in_files_whatever_it_is_in_the_model(suffix: str) -> None:
-    found = saved([*wrapped(Q), f"{Q}.lora_magnitude_vector.default{suffix}"])
-    assert f"{Q}.lora_magnitude_vector" in found.values()
+@pytest.mark.parametrize(
+    ("names", "published"),
+    [
+        # DoRA's magnitude is a parameter in files, whatever it is in the model.
+        (["lora_magnitude_vector.default"], {"lora_magnitude_vector"}),
+        (["lora_magnitude_vector.default.weight"], {"lora_magnitude_vector"}),
+        # A kind of LoRA that is not known.
+        (["lora_new.default.weight", "lora_shared"], {"lora_new.weight", "lora_shared"}),
+    ],
+)
+def test_no_kind_of_lora_is_lost(names: list[str], published: set[str]) -> None:
+    found = saved([*wrapped(Q), *(f"{Q}.{name}" for name in names)])
+    assert {f"{Q}.{name}" for name in published} < set(found.values())
 
 
 def test_all_biases_are_those_of_the_base_model_and_no_frozen_copies() -> None:
@@ -188,32 +196,26 @@ def test_all_biases_are_those_of_the_base_model_and_no_frozen_copies() -> None:
     }
 
 
-def test_a_kind_of_lora_that_is_not_known_is_not_lost() -> None:
-    names = [*wrapped(Q), f"{Q}.lora_new.default.weight", f"{Q}.lora_shared"]
-    found = saved(names)
-    assert {f"{Q}.lora_new.weight", f"{Q}.lora_shared"} < set(found.values())
+HALF = r"q_proj\.lora_[AB] of .* has no counterpart"
 
 
-def test_two_adapters_and_no_default_is_an_error_that_names_them() -> None:
-    with pytest.raises(CheckpointError, match=r"2 adapters \(one, two\), and none of them is 'def"):
-        find_adapter(wrapped(Q, "two", "one"))
-
-
-@pytest.mark.parametrize("missing", [1, 2])
-def test_half_of_an_adapter_is_an_error_that_names_it(missing: int) -> None:
-    names = wrapped(Q)
-    (gone,) = names[missing : missing + 1]
-    names.remove(gone)
-    with pytest.raises(CheckpointError, match=r"q_proj\.lora_[AB] of .* has no counterpart"):
-        find_adapter(names)
-
-
-@pytest.mark.parametrize("outer", ["pretrained_model.", "module.", "_orig_mod."])
-def test_a_peft_model_inside_another_module_is_an_error_that_names_it(outer: str) -> None:
-    names = ["v_head.weight", *(outer + name for name in wrapped(Q))]
-    with pytest.raises(
-        CheckpointError, match=f"{outer}base_model.* belongs to a PEFT model inside"
-    ):
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (wrapped(Q, "two", "one"), r"2 adapters \(one, two\), and none of them is 'def"),
+        (wrapped(Q)[:2], HALF),
+        (wrapped(Q)[::2], HALF),
+        *(
+            (
+                ["v_head.weight", *(outer + name for name in wrapped(Q))],
+                f"{outer}base_model.* belongs to a PEFT model inside",
+            )
+            for outer in ("pretrained_model.", "module.", "_orig_mod.")
+        ),
+    ],
+)
+def test_names_of_no_single_whole_adapter_are_an_error(names: list[str], reason: str) -> None:
+    with pytest.raises(CheckpointError, match=reason):
         find_adapter(names)
 
 

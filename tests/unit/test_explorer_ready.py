@@ -49,9 +49,9 @@ class Watched:
             yield hook
 
     @contextmanager
-    def serving(self, job: SmallJob) -> Iterator[ExplorerHook]:
-        publish(job, 1)
-        with self.followed() as hook:
+    def serving(self, max_behind: int | None = None) -> Iterator[ExplorerHook]:
+        publish(self._job, 1)
+        with self.followed(max_behind) as hook:
             hook.pull(LONG)
             wait_for(self.path.exists)
             yield hook
@@ -93,10 +93,8 @@ def test_it_is_there_from_the_first_version_until_the_end(job: SmallJob, watched
     assert not watched.path.exists()
 
 
-def test_it_goes_with_the_server_and_comes_back_with_the_reload(
-    job: SmallJob, watched: Watched
-) -> None:
-    with watched.serving(job) as hook:
+def test_it_goes_with_the_server_and_comes_back_with_the_reload(watched: Watched) -> None:
+    with watched.serving() as hook:
         watched.fake.is_up = False
         watched.look()
         assert not watched.path.exists()
@@ -111,17 +109,15 @@ def test_it_goes_with_the_server_and_comes_back_with_the_reload(
         wait_for(watched.path.exists)
 
 
-def test_a_restart_between_two_checks_is_seen(job: SmallJob, watched: Watched) -> None:
-    with watched.serving(job):
+def test_a_restart_between_two_checks_is_seen(watched: Watched) -> None:
+    with watched.serving():
         watched.fake.restart()
         watched.look()
         assert not watched.path.exists()
 
 
-def test_it_stays_during_a_load_but_not_while_the_engine_is_broken(
-    job: SmallJob, watched: Watched
-) -> None:
-    with watched.serving(job) as hook:
+def test_it_stays_during_a_load_but_not_while_the_engine_is_broken(watched: Watched) -> None:
+    with watched.serving() as hook:
         watched.fake.weight_version = f"{LOADING}-full-step-2-version-2"
         assert watched.touched()
         with pytest.raises(EngineBrokenError):
@@ -133,10 +129,7 @@ def test_it_stays_during_a_load_but_not_while_the_engine_is_broken(
 def test_a_server_that_is_too_far_behind_is_not_ready(
     job: SmallJob, watched: Watched, most: int
 ) -> None:
-    publish(job, 1)
-    with watched.followed(max_behind=most) as hook:
-        hook.pull(LONG)
-        wait_for(watched.path.exists)
+    with watched.serving(most) as hook:
         for behind in range(1, most + 1):
             publish(job, 1 + behind)
             assert watched.touched()
@@ -149,18 +142,15 @@ def test_a_server_that_is_too_far_behind_is_not_ready(
 def test_any_number_of_versions_is_not_too_far_without_a_limit(
     job: SmallJob, watched: Watched
 ) -> None:
-    with watched.serving(job):
+    with watched.serving():
         publish(job, 2, 3, 4)
         assert watched.touched()
 
 
-def test_what_cannot_be_known_lets_it_get_old(
-    job: SmallJob, watched: Watched, caplog: pytest.LogCaptureFixture
+def test_an_error_of_storage_lets_it_get_old(
+    watched: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
-    publish(job, 1)
-    with watched.followed(max_behind=0) as hook:
-        hook.pull(LONG)
-        wait_for(watched.path.exists)
+    with watched.serving(0):
         watched.storage.refuse("open_read", errno.EIO, where="LATEST")
         wait_for(lambda: "was neither touched nor removed" in caplog.text)
         os.utime(watched.path, (0, 0))
@@ -174,9 +164,7 @@ def test_what_cannot_be_known_lets_it_get_old(
 def test_a_latest_of_a_newer_protocol_ends_no_checks(
     job: SmallJob, watched: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
-    publish(job, 1)
-    with watched.followed(max_behind=0) as hook:
-        hook.pull(LONG)
+    with watched.serving(0):
         latest = job.layout.latest.read_bytes()
         job.layout.latest.write_bytes(b'{"protocol": 99}')
         wait_for(lambda: "was neither touched nor removed" in caplog.text)

@@ -91,23 +91,23 @@ A = {"name": "a.{}", "first": 0}
 
 
 @pytest.mark.parametrize(
-    ("tensors", "message"),
+    ("mapped", "message"),
     [
-        ({"t": tensor((2, 4), {**A, "rows": (0, 3)})}, "end at row 3"),
-        ({"t": tensor((2, 4), {**A, "rows": (1, 4)})}, "gap at row 0"),
-        ({"t": tensor((2, 4), A, {**A, "rows": (3, 4)})}, "overlap or leave a gap"),
-        ({"t": tensor((2, 4), {**A, "rows": (0, 4)}, {"name": "b", "rows": (0, 4)})}, "is split"),
-        ({"t": tensor((), A)}, "is split"),
-        ({"t": tensor((2, 4), {"name": "a.{}"})}, "wrong number of"),
-        ({"t": tensor((2, 4), {"name": "a", "first": 0})}, "wrong number of"),
-        ({"t": tensor((2,), {**A, "rows": (0, 1)})}, "has rows, but no dimension"),
-        ({"t": tensor((2, 4), {**A, "transposed": True})}, "fewer than two dimensions"),
-        ({"t": tensor((2,), {**A, "at": 0})}, "no dimension"),
+        (tensor((2, 4), {**A, "rows": (0, 3)}), "end at row 3"),
+        (tensor((2, 4), {**A, "rows": (1, 4)}), "gap at row 0"),
+        (tensor((2, 4), A, {**A, "rows": (3, 4)}), "overlap or leave a gap"),
+        (tensor((2, 4), {**A, "rows": (0, 4)}, {"name": "b", "rows": (0, 4)}), "is split"),
+        (tensor((), A), "is split"),
+        (tensor((2, 4), {"name": "a.{}"}), "wrong number of"),
+        (tensor((2, 4), {"name": "a", "first": 0}), "wrong number of"),
+        (tensor((2,), {**A, "rows": (0, 1)}), "has rows, but no dimension"),
+        (tensor((2, 4), {**A, "transposed": True}), "fewer than two dimensions"),
+        (tensor((2,), {**A, "at": 0}), "no dimension"),
         (
             {"t": tensor((2,), {"name": "u"}), "u": tensor((2,), {"name": "u"})},
             "both get the name u",
         ),
-        ({"t": tensor((2,), {"name": "q", "at": 1})}, "do not follow each other"),
+        (tensor((2,), {"name": "q", "at": 1}), "do not follow each other"),
         (
             {
                 "t": tensor((2, 3), {"name": "q", "at": 0}),
@@ -115,19 +115,20 @@ A = {"name": "a.{}", "first": 0}
             },
             "do not follow each other",
         ),
-        ({"t": tensor((10**9, 1), A)}, "more than 250000 tensors"),
+        (tensor((10**9, 1), A), "more than 250000 tensors"),
         (
-            {"t": tensor((40_000,), {"name": "b" * 900 + "{}", "first": 0})},
+            tensor((40_000,), {"name": "b" * 900 + "{}", "first": 0}),
             "have more than 33554432 characters",
         ),
-        ({"t": tensor((2**62, 4), {"name": "a"})}, "too large for a tensor"),
-        ({"t": tensor((1,), {"name": "a\n"})}, "control characters"),
+        (tensor((2**62, 4), {"name": "a"}), "too large for a tensor"),
+        (tensor((1,), {"name": "a\n"}), "control characters"),
         ({"__metadata__": tensor((1,), {"name": "a"})}, "own metadata"),
     ],
 )
 def test_a_map_that_does_not_tile_its_tensors_is_refused(
-    tensors: dict[str, MappedTensor], message: str
+    mapped: MappedTensor | dict[str, MappedTensor], message: str
 ) -> None:
+    tensors = mapped if isinstance(mapped, dict) else {"t": mapped}
     content = NameMapRecord(tensors=tensors).model_dump_json().encode()
 
     with pytest.raises(RecordError, match=message):

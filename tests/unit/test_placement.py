@@ -17,6 +17,8 @@ from syncd.checkpoint.placement import (
 from syncd.protocol.errors import CoverageError, PlacementError
 from tests import dtensor_rules as rules
 
+TWICE = (Shard(0), Shard(0))
+
 
 def put(
     shape: Shape,
@@ -110,16 +112,16 @@ def test_a_scalar_cannot_be_sharded() -> None:
     ("placements", "order"),
     [
         ((Shard(0), Shard(1)), ((0, (1,)), (1, (0,)))),
-        ((Shard(0), Shard(0)), ((0, (0,)),)),
-        ((Shard(0), Shard(0)), ((0, (0, 0)),)),
-        ((Shard(0), Shard(0)), ((0, (0, 1, 1)),)),
-        ((Shard(0), Shard(0)), ((0, (0,)), (0, (1,)))),
-        ((Shard(0), Shard(0)), ((0, (1, 0)), (0, (0, 1)))),
-        ((Shard(0), Shard(0)), ((0, (1, 2)),)),
-        ((Shard(0), Shard(0)), ()),
+        (TWICE, ((0, (0,)),)),
+        (TWICE, ((0, (0, 0)),)),
+        (TWICE, ((0, (0, 1, 1)),)),
+        (TWICE, ((0, (0,)), (0, (1,)))),
+        (TWICE, ((0, (1, 0)), (0, (0, 1)))),
+        (TWICE, ((0, (1, 2)),)),
+        (TWICE, ()),
         ((Shard(0), Replicate()), ((0, (0,)), (1, (1,)))),
         ((Replicate(), Replicate()), ((0, (1,)),)),
-        ((Shard(0), Shard(0)), ((-1, ()),)),
+        (TWICE, ((-1, ()),)),
         ((StridedShard(0, 2), Shard(0)), ((0, (0, 1)),)),
     ],
 )

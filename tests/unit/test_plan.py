@@ -1,6 +1,6 @@
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -56,11 +56,6 @@ def only(made: MergePlan) -> PlannedTensor:
     return tensor
 
 
-def parts(*boxes: Local | None) -> tuple[Part, ...]:
-    """What ``weight`` is made of, each box being on a rank of its own."""
-    return only(plan(*({"weight": own} if own else {} for own in boxes))).parts
-
-
 # -- what tensors are made of ------------------------------------------------------------------
 
 
@@ -72,57 +67,70 @@ def test_blocks_of_rows_become_runs_in_the_order_of_their_rows() -> None:
     assert (made.data_size, tensor.length, tensor.shape) == (64, 64, (8, 2))
 
 
-def test_blocks_of_columns_take_turns_row_by_row() -> None:
-    left, right = box((3, 5), (0, 0), (3, 3)), box((3, 5), (0, 3), (3, 2), at=100)
-    assert parts(right, left) == (Weave(3, (Run(1, 0, 36), Run(0, 100, 24))),)
+GRID = [box((3, 4), (row, column), (size, 2), at=10 * row + column)
+        for row, size in ((0, 2), (2, 1)) for column in (0, 2)]  # fmt: skip
+CUBE = [box((2, 4, 2), (0, row, column), (2, 2, 1), at=100 * row + 50 * column)
+        for row in (0, 2) for column in (0, 1)]  # fmt: skip
+WOVEN = (
+    Weave(2, (Weave(2, (Run(0, 0, 16), Run(1, 50, 16))),
+              Weave(2, (Run(2, 200, 16), Run(3, 250, 16))))),
+)  # fmt: skip
 
 
-def test_rows_of_columns_are_rows_of_all_dimensions_before_them() -> None:
-    made = parts(*(box((2, 3, 4), (0, 0, at), (2, 3, 2), at=at) for at in (0, 2)))
-    assert made == (Weave(6, (Run(0, 0, 48), Run(1, 2, 48))),)
+@pytest.mark.parametrize(
+    ("boxes", "parts"),
+    [
+        # Columns take turns row by row.
+        (
+            [box((3, 5), (0, 3), (3, 2), at=100), box((3, 5), (0, 0), (3, 3))],
+            [Weave(3, (Run(1, 0, 36), Run(0, 100, 24)))],
+        ),
+        # Rows of columns are of all dimensions before them.
+        (
+            [box((2, 3, 4), (0, 0, at), (2, 3, 2), at=at) for at in (0, 2)],
+            [Weave(6, (Run(0, 0, 48), Run(1, 2, 48)))],
+        ),
+        # Columns of one row are runs.
+        (
+            [box((1, 1, 4), (0, 0, at), (1, 1, 2), at=at) for at in (0, 2)],
+            [Run(0, 0, 8), Run(1, 2, 8)],
+        ),
+        # A grid is bands of rows that are woven each.
+        (
+            GRID,
+            [Weave(2, (Run(0, 0, 16), Run(1, 2, 16))), Run(2, 20, 8), Run(3, 22, 8)],
+        ),
+        # Cuts of two later dimensions are weaves of weaves.
+        (CUBE, WOVEN),
+        # Empty blocks contribute nothing.
+        (
+            [*(rows(at, 1, size=3) for at in range(3)), rows(3, 0, size=3)],
+            [Run(at, 8 * at, 8) for at in range(3)],
+        ),
+        # Of equal blocks the first is used.
+        (
+            [rows(start, 4) for start in (0, 4, 0, 4)],
+            [Run(0, 0, 32), Run(1, 32, 32)],
+        ),
+        # A replicated scalar is the first rank's.
+        (
+            [box((), (), ()), box((), (), (), at=4)],
+            [Run(0, 0, 4)],
+        ),
+    ],
+)
+def test_boxes_of_ranks_are_put_together(boxes: list[Local], parts: Sequence[Part]) -> None:
+    tensor = only(plan(*({"weight": own} for own in boxes)))
+    assert (tensor.parts, tensor.copies) == (tuple(parts), ())
 
 
-def test_columns_of_one_row_are_runs() -> None:
-    made = parts(*(box((1, 1, 4), (0, 0, at), (1, 1, 2), at=at) for at in (0, 2)))
-    assert made == (Run(0, 0, 8), Run(1, 2, 8))
-
-
-def test_a_grid_is_bands_of_rows_that_are_woven_each() -> None:
-    grid = [box((3, 4), (row, column), (size, 2), at=10 * row + column)
-            for row, size in ((0, 2), (2, 1)) for column in (0, 2)]  # fmt: skip
-    assert parts(*grid) == (
-        Weave(2, (Run(0, 0, 16), Run(1, 2, 16))),
-        Run(2, 20, 8),
-        Run(3, 22, 8),
-    )
-
-
-def test_cuts_of_two_later_dimensions_are_weaves_of_weaves() -> None:
-    grid = [box((2, 4, 2), (0, row, column), (2, 2, 1), at=100 * row + 50 * column)
-            for row in (0, 2) for column in (0, 1)]  # fmt: skip
-    made = parts(*grid)
-    assert made == (
-        Weave(2, (Weave(2, (Run(0, 0, 16), Run(1, 50, 16))),
-                  Weave(2, (Run(2, 200, 16), Run(3, 250, 16))))),
-    )  # fmt: skip
-    # The first plane of all, and then the second one.
-    assert list(leaves(made)) == [
+def test_weaves_of_weaves_are_read_plane_by_plane() -> None:
+    assert list(leaves(WOVEN)) == [
         Weave(2, (Run(0, 0, 8), Run(1, 50, 8))),
         Weave(2, (Run(2, 200, 8), Run(3, 250, 8))),
         Weave(2, (Run(0, 8, 8), Run(1, 58, 8))),
         Weave(2, (Run(2, 208, 8), Run(3, 258, 8))),
     ]
-
-
-def test_empty_blocks_contribute_nothing() -> None:
-    made = parts(rows(0, 1, size=3), rows(1, 1, size=3), rows(2, 1, size=3), rows(3, 0, size=3))
-    assert made == (Run(0, 0, 8), Run(1, 8, 8), Run(2, 16, 8))
-
-
-def test_of_equal_blocks_the_first_is_used() -> None:
-    made = plan(*({"weight": rows(start, 4)} for start in (0, 4, 0, 4)))
-    assert only(made).parts == (Run(0, 0, 32), Run(1, 32, 32))
-    assert only(made).copies == ()
 
 
 def test_equal_blocks_of_other_meshes_must_be_the_same() -> None:
@@ -138,10 +146,6 @@ def test_equal_blocks_of_other_meshes_must_be_the_same() -> None:
 def test_what_only_some_blocks_have_twice_is_compared_too() -> None:
     made = plan(*({"weight": rows(at, 4, mesh=mesh)} for at, mesh in ((0, 1), (4, 1), (4, 2))))
     assert only(made).copies == (Duplicate(None, (Run(0, 0, 32), Run(2, 32, 32))),)
-
-
-def test_a_replicated_scalar_is_the_first_ranks() -> None:
-    assert parts(box((), (), ()), box((), (), (), at=4)) == (Run(0, 0, 4),)
 
 
 def test_chunks_of_a_rank_are_blocks_of_their_own() -> None:
@@ -199,7 +203,7 @@ def test_ranks_that_disagree_are_named(
         plan(*indexes)
 
 
-GRID = [box((4, 6), (row, column), (2, 3)) for row in (0, 2) for column in (0, 3)]
+FOUR = [box((4, 6), (row, column), (2, 3)) for row in (0, 2) for column in (0, 3)]
 EMPTY = Chunks("F32", (8, 2), ())
 
 
@@ -217,13 +221,13 @@ EMPTY = Chunks("F32", (8, 2), ())
         ([rows(0, 4), rows(4, 5)], "rows 8 to 8 are in rank_1.pt, but dimension 0 of the tensor"),
         ([rows(0, 8), rows(9, 1)], "rows 8 to 8 are in no file"),
         ([rows(0, 8), rows(8, 1)], "rows 8 to 8 are in rank_1.pt, but dimension 0 of the tensor"),
-        (GRID[:3], "dimension 1 from 3 to 5 are in no file .after rank_2.pt"),
-        (GRID[1:], "dimension 1 from 0 to 2 are in no file .between the beginning and rank_0.pt"),
-        (GRID[:2], "rows 2 to 3 are in no file .after rank_0.pt"),
+        (FOUR[:3], "dimension 1 from 3 to 5 are in no file .after rank_2.pt"),
+        (FOUR[1:], "dimension 1 from 0 to 2 are in no file .between the beginning and rank_0.pt"),
+        (FOUR[:2], "rows 2 to 3 are in no file .after rank_0.pt"),
         ([box((4, 6), (0, 1), (4, 6))], "dimension 1 from 0 to 0 are in no file"),
         ([box((4, 6), (0, 0), (4, 5))], "dimension 1 from 5 to 5 are in no file"),
         ([box((4, 6), (0, 0), (4, 7))], "dimension 1 from 6 to 6 are in rank_0.pt, but"),
-        ([*GRID, box((4, 6), (2, 2), (2, 2))], "dimension 1 from 2 to 2 are both in"),
+        ([*FOUR, box((4, 6), (2, 2), (2, 2))], "dimension 1 from 2 to 2 are both in"),
         # As many elements as there are, and yet one is there twice.
         ([box((2, 2), (0, 0), (1, 2)), box((2, 2), (1, 0), (1, 1)), box((2, 2), (0, 1), (1, 1))],
          "both in rank_0.pt and in rank_2.pt"),
@@ -237,10 +241,9 @@ def test_pieces_that_do_not_make_a_whole_are_named(
 
 
 def test_shards_without_tensors_are_an_error() -> None:
-    with pytest.raises(CoverageError, match="no tensors: save"):
-        plan({}, {})
-    with pytest.raises(CoverageError, match="no tensors: save"):
-        plan({"left": local((2,))}, rename=lambda _: None)
+    for index in ({}, {"left": local((2,))}):
+        with pytest.raises(CoverageError, match="no tensors: save"):
+            plan(index, {}, rename=lambda _: None)
 
 
 # -- names, ties, files ------------------------------------------------------------------------
