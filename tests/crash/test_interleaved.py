@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -112,31 +113,25 @@ def pointed(path: Path) -> int | None:
     return parse_pointer(path.read_bytes()) if path.exists() else None
 
 
+@dataclass
 class Promises:
     """What must hold at every moment; each look also remembers what the next one compares with.
 
-    Args:
+    Attributes:
         layout: the job.
         sessions: the explorers' heartbeats.
         orders: step → the last save that was ordered there, by a trainer that was not killed.
         values: save_id → what every weight of that save is.
     """
 
-    def __init__(
-        self,
-        layout: JobLayout,
-        sessions: Sessions,
-        orders: dict[int, Order],
-        values: dict[str, float],
-    ) -> None:
-        self._layout = layout
-        self._sessions = sessions
-        self._orders = orders
-        self._values = values
-        self._sequence = 0
-        self._versions: dict[int, Tree] = {}
-        self._touches_steps = False
-        self._safe: dict[int, set[tuple[str, int]]] = {}
+    layout: JobLayout
+    sessions: Sessions
+    orders: dict[int, Order]
+    values: dict[str, float]
+    _sequence: int = 0
+    _versions: dict[int, Tree] = field(default_factory=dict)
+    _touches_steps: bool = False
+    _safe: dict[int, set[tuple[str, int]]] = field(default_factory=dict)
 
     def before(self, call: Call) -> None:
         """Note what a call of anybody but the trainer must leave where it is."""
@@ -155,19 +150,19 @@ class Promises:
         """Look at all that daemons have committed."""
         found = self._check_versions()
         self._check_latest(found)
-        for link in self._layout.deltas.glob("d*"):  # none where there is no such folder
+        for link in self.layout.deltas.glob("d*"):  # none where there is no such folder
             check_link(link)
         self._check_leases(found)
-        assert not any(self._layout.quarantine.iterdir()), "a save was quarantined"
+        assert not any(self.layout.quarantine.iterdir()), "a save was quarantined"
 
     def served(self) -> set[int | None]:
         """The steps that the pointers name."""
-        return {pointed(self._layout.state_pointer), pointed(self._layout.checkpoint_pointer)}
+        return {pointed(self.layout.state_pointer), pointed(self.layout.checkpoint_pointer)}
 
     def _check_versions(self) -> set[int]:
         """What was committed never changes, and goes in one piece."""
         found = set()
-        for folder in versions(self._layout):
+        for folder in versions(self.layout):
             sequence = parse_version_folder(folder.name) or 0
             found.add(sequence)
             now = tree(folder)
@@ -182,28 +177,28 @@ class Promises:
         assert sequence > max(self._versions, default=0), f"{folder.name} is not a new number"
         manifest = read_manifest(FastStorage(), folder)
         verify_version(FastStorage(), folder, manifest)
-        value = self._values[manifest.save_id]
+        value = self.values[manifest.save_id]
         weights = (folder / "model.safetensors").read_bytes()
         assert weights.endswith(struct.pack("<3f", *[value] * 3)), f"of another save than {value}"
         assert (folder / "config.json").read_text() == config(value), "config of another save"
 
     def _check_latest(self, found: set[int]) -> None:
-        sequence = latest_sequence(self._layout)
+        sequence = latest_sequence(self.layout)
         assert sequence >= self._sequence, "LATEST went back"
         self._sequence = sequence
         if sequence:
             assert sequence in found, "LATEST names no version"
-            assert self._layout.lease_folder(sequence).is_dir(), "LATEST cannot be leased"
+            assert self.layout.lease_folder(sequence).is_dir(), "LATEST cannot be leased"
 
     def _check_leases(self, found: set[int]) -> None:
-        living = self._sessions.living()
-        for lease in self._layout.leases.glob("*/*"):
+        living = self.sessions.living()
+        for lease in self.layout.leases.glob("*/*"):
             sequence = parse_version_folder(lease.parent.name)
             if lease.name.partition(".")[2] in living and sequence in self._versions:
                 assert sequence in found, f"{lease.parent.name} went, and {lease.name} held it"
 
     def _is_of_a_step(self, path: Path) -> bool:
-        where = path.relative_to(self._layout.root).parts
+        where = path.relative_to(self.layout.root).parts
         return parse_step_folder(where[0]) is not None or "trash" in where
 
     def _needed(self) -> dict[int, set[tuple[str, int]]]:
@@ -217,7 +212,7 @@ class Promises:
             files = inodes(folder)
             if is_resumable(name for name, _ in files):
                 needed[step] |= files
-            order = self._orders.get(step)
+            order = self.orders.get(step)
             if order is not None and (order.in_progress or step in self.served()):
                 needed[step] |= files & set(order.written.items())
         return needed
@@ -228,7 +223,7 @@ class Promises:
         return set().union(*map(inodes, folders))
 
     def _step_folders(self) -> list[tuple[int, Path]]:
-        homes = [self._layout.root, *self._layout.epochs.glob("*/trash")]
+        homes = [self.layout.root, *self.layout.epochs.glob("*/trash")]
         found = [
             (parse_step_folder(name.partition("-")[0]), home / name)
             for home in homes

@@ -229,11 +229,6 @@ def test_a_file_name_in_a_manifest_is_shown_as_text_on_its_own_line(served: Smal
     assert [line.split(":")[0] for line in result.output.splitlines()] == served.versions
 
 
-def test_a_folder_that_is_no_job_says_so(tmp_path: Path) -> None:
-    result = failed(errors.InvalidSettingsError, "verify", tmp_path)
-    assert "is neither a version nor a job with published versions" in str(result.exception)
-
-
 def test_a_job_without_a_version_is_not_verified_and_the_remedy_is_named(job: SmallJob) -> None:
     said = str(syncd("verify", job).exception)
     assert f"'syncd status {job.root}' shows what the daemon waits for" in said
@@ -469,7 +464,8 @@ def test_every_error_says_when_it_is_raised() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
-    [(["status", "."], 11, "syncd: . is not a job"), (["verify", "."], 2, "syncd: . is neither"),
+    [(["status", "."], 11, "syncd: . is not a job"),
+     (["verify", "."], 2, "syncd: . is neither a version nor a job with published versions"),
      (["run", "missing"], 11, "no such folder: "),
      (["merge", ".", "out"], 5, "syncd: ")],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -69,6 +69,12 @@ def beat(job: SmallJob, session: str, at: float) -> None:
     os.utime(job.session(session), (at, at))
 
 
+def explorer(job: SmallJob, name: str, **more: Any) -> None:
+    usual = {"session": "s", "status": "running", "sequence": 1, "step": 1, "time": 1.0}
+    report = ExplorerReport.model_validate({"name": name, **usual, **more})
+    job.put(job.explorer(name), encode(report))
+
+
 def reports(job: SmallJob, explorers: int, **more: Any) -> None:
     daemon = {
         "session": "s", "host": "trainer-7", "pid": 4242, "epoch": 3, "state": "merging",
@@ -81,12 +87,9 @@ def reports(job: SmallJob, explorers: int, **more: Any) -> None:
     trainer = TrainerReport(run_id="r", world_size=4, status="running", step=13, time=990.0)
     job.put(job.layout.trainer_report, encode(trainer))
     for number in range(explorers):
-        name = f"node-{number:03d}"
-        report = ExplorerReport(
-            name=name, session="s", status="running", sequence=None if number == 7 else 1,
-            step=1, time=400.0, refused=None if number else "version 1: " + "no such tensor " * 20,
-        )  # fmt: skip
-        job.put(job.explorer(name), encode(report))
+        refused = None if number else "version 1: " + "no such tensor " * 20
+        sequence = None if number == 7 else 1
+        explorer(job, f"node-{number:03d}", sequence=sequence, time=400.0, refused=refused)
 
 
 def test_a_page_fits_80_columns_and_says_how_far_the_merge_is(served: SmallJob) -> None:
@@ -127,11 +130,7 @@ def test_a_low_terminal_shows_faults_and_explorers_before_events(served: SmallJo
 def test_a_reason_that_explorers_share_is_told_once(served: SmallJob) -> None:
     for number in range(9):
         fault = None if number else "its engine died"
-        report = ExplorerReport(
-            name=f"node-{number}", session="s", status="running", time=0.0,
-            refused="it does not fit", fault=fault,
-        )  # fmt: skip
-        served.put(served.explorer(report.name), encode(report))
+        explorer(served, f"node-{number}", refused="it does not fit", fault=fault)
     lines = shown(served).splitlines()
     assert "explorer node-0: its engine died" in lines
     assert "explorer node-0, node-1, node-2, node-3 and 5 more: it does not fit" in lines
@@ -142,12 +141,8 @@ def test_a_reason_that_explorers_share_is_told_once(served: SmallJob) -> None:
 def test_stopped_explorers_are_the_last(served: SmallJob, height: int | None) -> None:
     beat(served, "s", NOW)
     for number in range(6):
-        status = "stopped" if number % 2 else "running"
-        report = ExplorerReport(
-            name=f"node-{number:02d}", session="s", status=status, time=0.0,
-            sequence=None if status == "stopped" else 1, step=1,
-        )  # fmt: skip
-        served.put(served.explorer(report.name), encode(report))
+        more = {"status": "stopped", "sequence": None} if number % 2 else {}
+        explorer(served, f"node-{number:02d}", **more)
     lines = shown(served, height=height).splitlines()
     names = [line.split()[:2] for line in lines if line.startswith("node-")]
     running = [[f"node-{number:02d}", "running"] for number in (0, 2, 4)]
@@ -168,13 +163,11 @@ def test_a_rollback_that_no_daemon_has_carried_out_is_shown(served: SmallJob) ->
     assert lines.count("rollback to v1 is queued: me\\n@x asked 30 s ago") == 3
     assert "and 2 more (--json)" in "".join(lines)
     with served.daemon(DaemonConfig(keep=9)) as loop:
-        loop.run_once()
-        for _ in range(4):
-            loop.run_once()
+        loop.rounds(5, 0.0)
     assert "queued" not in shown(served)
 
 
-def test_where_no_daemon_works_the_command_that_starts_one_is_shown(
+def test_a_job_without_a_daemon_shows_the_command_that_starts_one(
     served: SmallJob, tmp_path: Path
 ) -> None:
     def start(job: SmallJob) -> str:
@@ -200,7 +193,7 @@ def test_where_no_daemon_works_the_command_that_starts_one_is_shown(
     assert "'syncd run' with this path starts a daemon" in str(status(empty).exception)
 
 
-def test_who_is_dead_or_refuses_the_newest_version_is_said_on_top_and_checked(
+def test_the_dead_and_refusing_are_named_on_top_and_checked(
     served: SmallJob,
 ) -> None:
     def told() -> tuple[str, int]:
@@ -209,22 +202,16 @@ def test_who_is_dead_or_refuses_the_newest_version_is_said_on_top_and_checked(
 
     assert told() == ("degraded: no daemon", 1)
     reports(served, 3)
-    node = ExplorerReport(
-        name="node-000", session="s", status="running", sequence=1, step=1, time=1.0
-    )
-    served.put(served.explorer("node-000"), encode(node))
+    explorer(served, "node-000")
     assert told() == ("healthy", 0)
-    refuses = node.model_copy(update={"refused": "version 107: no such tensor"})
-    served.put(served.explorer("node-000"), encode(refuses))
+    explorer(served, "node-000", refused="version 107: no such tensor")
     assert told() == ("degraded: node-000 refuses v107", 1)
-    lost = node.model_copy(update={"session": "x"})
-    served.put(served.explorer("node-000"), encode(lost))
+    explorer(served, "node-000", session="x")
     beat(served, "x", NOW - 81)
     assert told() == ("degraded: node-000 lost", 1)
     assert "node-000  lost (no heartbeat for 81 s)" in shown(served, 800)
     beat(served, "x", NOW - 59)
-    faulty = node.model_copy(update={"name": "node-001", "fault": "?"})
-    served.put(served.explorer("node-001"), encode(faulty))
+    explorer(served, "node-001", fault="?")
     assert told() == ("degraded: node-001 faulty", 2)
     trainer = TrainerReport(
         run_id="r", world_size=1, status="running", step=13, session="t", time=NOW - 70
@@ -234,10 +221,9 @@ def test_who_is_dead_or_refuses_the_newest_version_is_said_on_top_and_checked(
     assert told() == ("degraded: daemon, trainer, node-002 lost; node-001 faulty", 2)
     assert "trainer  lost (no heartbeat for 70 s), announced step 13" in shown(served, 800)
     assert "daemon   lost (no heartbeat for 2 h): step 12" in shown(served, 800)
-    for stopped in (trainer, node):
-        ended = stopped.model_copy(update={"status": "stopped"})
-        path = served.explorer("node-000")
-        served.put(served.layout.trainer_report if stopped is trainer else path, encode(ended))
+    explorer(served, "node-000", status="stopped")
+    ended = trainer.model_copy(update={"status": "stopped"})
+    served.put(served.layout.trainer_report, encode(ended))
     assert "trainer  stopped" in shown(served, 800)
 
 
@@ -390,8 +376,7 @@ def test_it_is_shown_again_until_ctrl_c(served: SmallJob, where: str) -> None:
     with watching(served, *more, out=theirs) as process:
         wait_until(lambda: seen(b'"sequence": 1' if more else b"version 1, step 1"), "the first")
         with served.daemon(DaemonConfig(keep=9)) as loop:
-            served.save(2)
-            loop.run_once()
+            loop.publish(2)
         wait_until(lambda: seen(b'"sequence": 2' if more else b"version 2, step 2"), "the second")
         process.send_signal(signal.SIGINT)
         assert process.wait(DEADLINE) == 0
