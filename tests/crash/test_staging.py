@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -37,12 +38,22 @@ class Unlinkable(DeadlyStorage):
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source), None, str(target))
 
 
-def old_and_new(stage: Path, storage: DeadlyStorage, versions: list[LeasedVersion]) -> None:
+def old_and_new(stage: Path, versions: list[LeasedVersion], storage: DeadlyStorage) -> None:
     """What a hook does: the next version is staged, and then the one before goes."""
     staging = Staging(stage, storage=storage)
     before, _ = [staging.stage(version) for version in versions]
     before.release()
     staging.tidy()
+
+
+def killed_at(kind: type[DeadlyStorage], act: Callable[[DeadlyStorage], object]) -> Iterator[int]:
+    """The moments at which children are killed that act, until one comes to its end."""
+    moment, going_on = 1 - STRIDE, True
+    while going_on:
+        moment += STRIDE
+        going_on = was_killed(child(partial(act, kind(moment))), f"moment {moment}")
+        yield moment
+    assert moment > 10
 
 
 @pytest.mark.parametrize("kind", [DeadlyStorage, Unlinkable])
@@ -55,15 +66,9 @@ def test_whatever_change_is_the_last_one_no_half_copy_is_used(
         for number in (1, 2):
             publish(job, number)
             versions.append(reader.next_version(number - 1, LONG))
-        moment, going_on = 1 - STRIDE, True
-        while going_on:
-            moment += STRIDE
-            deadly = kind(moment)
-            pid = child(partial(old_and_new, stage, deadly, versions))
-            going_on = was_killed(pid, f"moment {moment}")
+        for moment in killed_at(kind, partial(old_and_new, stage, versions)):
             check(stage, versions, moment)
             shutil.rmtree(stage)
-    assert moment > 10
 
 
 def check(stage: Path, versions: list[LeasedVersion], moment: int) -> None:
@@ -88,6 +93,13 @@ def files(folder: Path) -> dict[str, bytes]:
 # -- from links ----------------------------------------------------------------------------------
 
 
+def first_copy(linked: LinkedJob, stage: Path) -> LeasedVersion:
+    """Have the copy of version 1 and nothing else."""
+    for room in stage.iterdir():
+        shutil.rmtree(room)
+    return Staging(stage).stage(linked.version(1))
+
+
 class Host:
     """A host with a whole copy of version 1, in a job with links to saves 2 and 3.
 
@@ -104,10 +116,7 @@ class Host:
         self.begin()
 
     def begin(self) -> None:
-        """Have the copy of version 1 and nothing else."""
-        for room in self._stage.iterdir():
-            shutil.rmtree(room)
-        self._base = Staging(self._stage).stage(self._linked.version(1))
+        self._base = first_copy(self._linked, self._stage)
         self._state = state(self._base.folder)
         if not self._is_held:
             self._base.release()
@@ -146,14 +155,9 @@ def test_whatever_change_is_the_last_one_links_make_the_save_in_the_end(
     linked: LinkedJob, memory: Path, is_held: bool
 ) -> None:
     host = Host(linked, memory, is_held=is_held)
-    moment, going_on = 1 - STRIDE, True
-    while going_on:
-        moment += STRIDE
-        deadly = DeadlyStorage(moment)
-        going_on = was_killed(child(partial(host.stage, deadly)), f"moment {moment}")
+    for moment in killed_at(DeadlyStorage, host.stage):
         host.check(f"moment {moment}")
         host.begin()
-    assert moment > 10
 
 
 def test_killed_at_random_moments_links_make_the_save_in_the_end(
@@ -182,9 +186,7 @@ def test_whatever_call_fails_the_copy_is_whole_or_none(
     before = state(linked.job.root)
     number = 0
     while True:
-        for room in memory.iterdir():
-            shutil.rmtree(room)
-        base = Staging(memory).stage(linked.version(1))
+        base = first_copy(linked, memory)
         kept = state(base.folder)
         failing = FailingStorage(1 + number, CODES[number % len(CODES)], on=False)
         lead = linked.lead()
@@ -223,9 +225,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_no_copy(linked: LinkedJob, memor
     call = 0
     while True:
         call += 1
-        for room in memory.iterdir():
-            shutil.rmtree(room)
-        base = Staging(memory).stage(linked.version(1))
+        base = first_copy(linked, memory)
         short = ShortStorage(call)
         with suppress(NotStagedError):
             linked.follow(Staging(memory, storage=short)).release()

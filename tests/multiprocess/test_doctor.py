@@ -5,11 +5,9 @@ import logging
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +24,7 @@ from tests.doc_blocks import blocks
 from tests.jobs import SmallJob
 from tests.multiprocess.mounts import Filler, Kind, read_only, tmpfs
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon, wait_until
-from tests.systemd.test_rights import GROUP, User
+from tests.systemd.test_rights import GROUP, User, reachable
 
 only_root = pytest.mark.skipif(
     os.geteuid() != 0, reason="only root may become another user, and mount"
@@ -40,9 +38,13 @@ ALONE = {
 
 
 def doctor(job: Path, *options: str) -> subprocess.Popen[str]:
+    return run("syncd", "doctor", job, *options)
+
+
+def run(module: str, *words: object) -> subprocess.Popen[str]:
     """It, in a process group of its own, to which its helpers belong."""
     return subprocess.Popen(
-        [sys.executable, "-m", "syncd", "doctor", str(job), *options],
+        [sys.executable, "-m", module, *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -155,7 +157,7 @@ def in_the_middle(job: Path) -> Iterator[subprocess.Popen[str]]:
         wait_until(lambda: group_has_ended(process.pid), "its helpers end too", LONGEST)
 
 
-def test_what_a_killed_run_left_goes_with_the_next_one(tmp_path: Path) -> None:
+def test_files_of_a_killed_run_go_with_the_next_one(tmp_path: Path) -> None:
     with in_the_middle(tmp_path) as process:
         process.kill()
     assert list((tmp_path / ".syncd" / "doctor").iterdir())
@@ -178,12 +180,9 @@ def test_a_run_that_is_asked_to_stop_leaves_nothing(tmp_path: Path) -> None:
 def test_a_helper_whose_run_was_killed_before_it_began_ends_at_once(tmp_path: Path) -> None:
     with subprocess.Popen(["true"]) as gone:  # of the path, as it is everywhere
         pass
-    told = [sys.executable, "-m", "syncd.doctor", str(tmp_path), "room", str(gone.pid)]
-    helper = subprocess.run(
-        told, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, timeout=DEADLINE, check=False
-    )
-    assert helper.returncode == 1
-    assert "has ended" in helper.stderr
+    status, _, err = ended(run("syncd.doctor", tmp_path, "room", gone.pid))
+    assert status == 1
+    assert "has ended" in err
 
 
 def test_a_daemon_at_work_is_not_disturbed(tmp_path: Path) -> None:
@@ -209,19 +208,15 @@ def told(job: Path, peer: int | None = None) -> Callable[[], None]:
 
 @pytest.fixture
 def others_job() -> Iterator[Path]:
-    """A served job that others can come to: pytest's own folders are root's alone."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o755)
-    job = folder / "job"
-    job.mkdir()
-    Job.at(job, Storage()).open()
-    facts_of(Job.at(job))  # what it imports only then, another user may not read
-    yield job
-    shutil.rmtree(folder)
+    """A served job that others can come to."""
+    with reachable() as job:
+        Job.at(job, Storage()).open()
+        facts_of(Job.at(job))  # what it imports only then, another user may not read
+        yield job
 
 
 @only_root
-def test_who_may_not_write_is_told_so(others_job: Path) -> None:
+def test_a_user_that_may_not_write_is_told_so(others_job: Path) -> None:
     said = User(52003).does(told(others_job))
     assert "rights fail" in said
     assert not any(line.startswith("rename") for line in said)
@@ -262,13 +257,13 @@ def test_two_users_who_share_a_group_measure_together(others_job: Path) -> None:
         folder.chmod(folder.stat().st_mode | (0o2070 if folder.is_dir() else 0o060))
     said: dict[int, list[str]] = {}
 
-    def run(number: int) -> None:
+    def examine(number: int) -> None:
         user = User(52001 + number, (GROUP,), 0o002)
         said[number] = user.does(told(others_job, number))
 
-    second = threading.Thread(target=run, args=(1,))
+    second = threading.Thread(target=examine, args=(1,))
     second.start()
-    run(0)
+    examine(0)
     second.join(LONGEST)
     assert "shared ok" in said[0]
     assert "fence ok" in said[0]

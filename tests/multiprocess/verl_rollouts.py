@@ -252,21 +252,28 @@ class Job:
             self.manager.replicas
         )
 
+    def serve(self, step: int) -> dict[str, Any]:
+        """One step of training, which all replicas serve then."""
+        metrics = self.update(step)
+        self.check(step)
+        return metrics
 
-def failure(call: Callable[[], object]) -> Exception:
-    """The error that a call raises."""
+
+def failure(call: Callable[[], object], kind: type[Exception], words: str = "") -> None:
+    """Check the error that a call raises."""
+    raised: Exception | None = None
     try:
         call()
     except Exception as error:  # noqa: BLE001 # whatever is raised is looked at
-        return error
-    raise AssertionError("nobody was told")
+        raised = error
+    assert isinstance(raised, kind), repr(raised)
+    assert words in str(raised), raised
 
 
 def ten_versions(job: Job) -> None:
     """Each replica serves each version bit for bit; a step may come again."""
     for step in (0, 1, 2, 3, 4, 4, 5, 6, 7, 8):
-        metrics = job.update(step)
-        job.check(step)
+        metrics = job.serve(step)
     assert metrics["sync/version"] == 10
     assert metrics["sync/bytes"] == sum(value.nbytes for value in weights_of(8).values())
 
@@ -274,8 +281,7 @@ def ten_versions(job: Job) -> None:
 def with_verls_manager(job: Job) -> None:
     """The same with verl's own manager, which pauses before it sends."""
     for step in range(1, 4):
-        job.update(step)
-        job.check(step)
+        job.serve(step)
     job.manager.update_weights(global_steps=None)
     job.check(3)
 
@@ -294,8 +300,7 @@ def paused_without_storage(job: Job) -> None:
     )
     assert tracing.stderr is not None
     tracing.stderr.readline()  # it is attached
-    job.update(2)
-    job.check(2)
+    job.serve(2)
     ray.get(worker.mark.remote("end"))
     tracing.send_signal(signal.SIGINT)
     tracing.wait(_TIMEOUT)
@@ -328,8 +333,7 @@ def late_and_removed(job: Job) -> None:
     left = job.replicas[0]
     job.manager.remove_replicas([left])
     ray.kill(left.workers[0])
-    job.update(2)
-    job.check(2)
+    job.serve(2)
     assert len(job.manager.replicas) == 2
 
 
@@ -337,13 +341,10 @@ def replica_killed(job: Job) -> None:
     """A replica that dies while it receives is named; the other serves the newest version."""
     job.update(1)
     ray.get(job.replicas[0].workers[0].do_at.remote(1, "die"))
-    error = failure(lambda: job.update(2))
-    assert isinstance(error, EngineBrokenError), repr(error)
-    assert "replica 0" in str(error), error
+    failure(lambda: job.update(2), EngineBrokenError, "replica 0")
     assert job.replicas[1].serves(2)
     job.manager.remove_replicas([job.replicas[0]])
-    job.update(3)
-    job.check(3)
+    job.serve(3)
 
 
 def worker_fails(job: Job) -> None:
@@ -353,12 +354,9 @@ def worker_fails(job: Job) -> None:
     job.update(1)
     for worker, what in zip(both.workers, ("fail", "hang"), strict=True):
         ray.get(worker.do_at.remote(1, what))
-    error = failure(lambda: job.update(2))
-    assert isinstance(error, EngineBrokenError), repr(error)
-    assert "out of memory" in str(error), error
+    failure(lambda: job.update(2), EngineBrokenError, "out of memory")
     assert both.paused
-    job.update(3)
-    job.check(3)
+    job.serve(3)
 
 
 def torn(job: Job, daemon: Daemon) -> None:
@@ -366,51 +364,49 @@ def torn(job: Job, daemon: Daemon) -> None:
     job.update(1)
     daemon.terminate()
     layout = JobLayout(job.folder)
-    told: list[Exception] = []
-    sending = threading.Thread(target=lambda: told.append(failure(lambda: job.update(2))))
+    part = layout.actor(2) / part_name(_RANKS, 1)
+    told = []
+
+    def send() -> None:
+        failure(lambda: job.update(2), SaveFailedError, part.name)
+        told.append(part)
+
+    sending = threading.Thread(target=send)
     sending.start()
     wait_until(lambda: layout.state_pointer.read_text().strip() == "2", "step 2 is announced")
-    part = layout.actor(2) / part_name(_RANKS, 1)
     os.truncate(part, part.stat().st_size - 1)
     with Daemon(job.folder):
         sending.join(2 * _TIMEOUT)
-        (error,) = told
-        assert isinstance(error, SaveFailedError), repr(error)
-        assert f"{part.name}" in str(error), error
+        assert told
         job.check(1)
-        job.update(3)
-        job.check(3)
+        job.serve(3)
 
 
 def sender_killed(job: Job) -> None:
     """A rank that dies while it sends ends the send; a trainer that starts again goes on."""
     job.update(1)
-    assert isinstance(failure(lambda: job.update(2, dies_at=1)), SaveFailedError)
+    failure(lambda: job.update(2, dies_at=1), SaveFailedError)
     job.check(1)
     for worker in job.actor.workers:
         ray.kill(worker)
     job.begin()
-    job.update(3)
-    job.check(3)
+    job.serve(3)
 
 
 def different_tensors(job: Job) -> None:
     """Ranks that yield different tensors send nothing, and may go on with the next step."""
     job.update(1)
-    error = failure(lambda: job.update(2, gives_more=True))
-    assert "the ranks were given different tensors" in str(error), error
+    refused = "the ranks were given different tensors"
+    failure(lambda: job.update(2, gives_more=True), Exception, refused)
     job.check(1)
-    job.update(3)
-    job.check(3)
+    job.serve(3)
 
 
 def sender_fails_alone(job: Job) -> None:
     """An error of rank 0 before the model is gathered is told by all ranks."""
     job.engine.engine_kwargs["syncd"]["model_files"] = str(job.folder / "nowhere")
     job.begin()
-    error = failure(lambda: job.update(1))
-    assert isinstance(error, SaveFailedError), repr(error)
-    assert "nowhere is not a folder" in str(error), error
+    failure(lambda: job.update(1), SaveFailedError, "nowhere is not a folder")
 
 
 def main() -> None:

@@ -47,17 +47,20 @@ def tell(step: str, **found: object) -> None:
     print(json.dumps({"step": step, **found}), flush=True)
 
 
+def output(*command: str) -> str:
+    return subprocess.check_output(command, text=True)
+
+
+def journal(*more: str, unit: str = UNIT) -> str:
+    return output("journalctl", "-b", "--no-pager", "-o", "cat", "-u", unit, *more)
+
+
 def wait_until(look: Callable[[], T], what: str, unit: str = UNIT) -> T:
     end = time.monotonic() + DEADLINE
     while not (found := look()):
         if time.monotonic() > end:
-            log = subprocess.run(
-                ["journalctl", "-b", "-n", "60", "--no-pager", "-o", "cat", "-u", unit],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            sys.exit(f"not within {DEADLINE:g} s: {what}\n{log.stdout}")
+            log = journal("-n", "60", unit=unit)
+            sys.exit(f"not within {DEADLINE:g} s: {what}\n{log}")
         time.sleep(0.005)
     return found
 
@@ -67,12 +70,7 @@ def systemctl(*words: str) -> int:
 
 
 def show(*names: str, unit: str = UNIT) -> dict[str, str]:
-    said = subprocess.run(
-        ["systemctl", "show", unit, *(f"-p{name}" for name in names)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    said = output("systemctl", "show", unit, *(f"-p{name}" for name in names))
     return dict(line.split("=", 1) for line in said.splitlines())
 
 
@@ -246,12 +244,7 @@ def hang() -> None:
     wait_until(lambda: main_pid() not in {0, pid}, "the watchdog ends it")
     save(11)
     wait_until(is_live(11), "the next one works")
-    said = subprocess.run(
-        ["journalctl", "-b", "--no-pager", "-o", "cat", "-u", UNIT],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    said = journal()
     tell(
         "hang",
         watchdog="Watchdog timeout" in said,
@@ -305,12 +298,7 @@ def the_page() -> None:
         ["sh", "-e", "-c", block], check=False, capture_output=True, text=True, env=env
     )
     unit = "syncd@qwen-grpo"
-    state = subprocess.run(
-        ["systemctl", "show", unit, "-pActiveState", "-pUser", "-pUnitFileState"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    state = output("systemctl", "show", unit, "-pActiveState", "-pUser", "-pUnitFileState")
     tell("page", code=done.returncode, said=done.stderr, state=sorted(state.split()))
     subprocess.run(["systemctl", "-q", "disable", "--now", unit], check=True)
     program.unlink()

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,16 +82,22 @@ DAEMON = User(52002, (GROUP,))
 OTHER = User(52003, (GROUP,), 0o002)
 
 
-@pytest.fixture
-def root() -> Iterator[Path]:
+@contextmanager
+def reachable() -> Iterator[Path]:
     """A job's folder that others can come to: pytest's own are root's alone."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     path = folder / "job"
     path.mkdir()
-    os.chown(path, TRAINER.uid, TRAINER.uid)
     yield path
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with reachable() as path:
+        os.chown(path, TRAINER.uid, TRAINER.uid)
+        yield path
 
 
 @pytest.fixture
