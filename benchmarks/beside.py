@@ -1,8 +1,8 @@
 """A benchmark of this checkout and of another checkout, in turns.
 
-For example, compare this tree with commit 361c29a::
+For example, compare this tree with commit c7c4b4c1::
 
-    git worktree add ../before 361c29a
+    git worktree add ../before c7c4b4c1
     python -m benchmarks.beside ../before -- merge --gigabytes 1 --rounds 1 --rss --no-torch
 
 A pair is one run of the benchmark in each tree, as a process that imports only its own tree. The

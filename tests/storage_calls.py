@@ -2,7 +2,7 @@
 
 It uses only names that also the release before has, so that it can count there too::
 
-    git worktree add --detach /tmp/before 361c29a
+    git worktree add --detach /tmp/before c7c4b4c1
     cp tests/storage_calls.py /tmp/before/tests/ && cd /tmp/before && python -m tests.storage_calls
 """
 

@@ -1,10 +1,10 @@
 """A job directory with some of everything in it, made through the public API and the commands.
 
 It uses only names that ``docs/api.md`` promises, so that any release can make it. Its one use is
-``tests/fixtures/job-361c29a.tar.gz``, made by that commit::
+``tests/fixtures/job-c7c4b4c1.tar.gz``, made by that commit::
 
-    git worktree add --detach /tmp/before 361c29a
-    PYTHONPATH=/tmp/before python -P tests/stored_job.py tests/fixtures/job-361c29a.tar.gz
+    git worktree add --detach /tmp/before c7c4b4c1
+    PYTHONPATH=/tmp/before python -P tests/stored_job.py tests/fixtures/job-c7c4b4c1.tar.gz
 """
 
 import json
