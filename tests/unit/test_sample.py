@@ -1,20 +1,27 @@
 """What ``pytest`` runs."""
 
-import subprocess
 import sys
 
+import pytest
+
+from tests.programs import completed
 from tests.rank_programs import ENVIRONMENT, ROOT
+from tests.sample import SAMPLE
+
+
+def pytest_prints(*arguments: str) -> str:
+    argv = [sys.executable, "-m", "pytest", "-q", *arguments]
+    done = completed(argv, cwd=ROOT, env=ENVIRONMENT, timeout=120)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 def test_a_worker_runs_all_that_is_named() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n1", "tests/property/test_boxes_property.py"],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert "left out" not in done.stdout
+    assert "left out" not in pytest_prints("-n1", "tests/property/test_boxes_property.py")
+
+
+@pytest.mark.slow
+def test_each_test_of_the_sample_is_collected() -> None:
+    printed = pytest_prints("-n0", "--collect-only")
+    assert "left out" in printed
+    assert [name for name in SAMPLE if name not in printed] == []
