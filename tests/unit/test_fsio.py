@@ -230,30 +230,9 @@ REFUSED = ["EXDEV", "EINVAL", "ENOSYS", "EOPNOTSUPP", "EPERM", "ETXTBSY"]
 CONTENT = bytes(range(256)) * 64
 
 
-class Copying(Storage):
-    """Refuses ways of copying, and says which were tried."""
-
-    def __init__(self, refused: dict[str, int]) -> None:
-        super().__init__(durable=False)
-        self._refused = refused
-        self.tried: list[str] = []
-
-    def _try(self, way: str) -> None:
-        self.tried.append(way)
-        if way in self._refused:
-            raise os_error(self._refused[way])
-
-    def copy_file_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
-        self._try("copy_file_range")
-        return super().copy_file_range(source, target, count, at, to)
-
-    def sendfile(self, source: int, target: int, count: int, at: int, to: int) -> int:
-        self._try("sendfile")
-        return super().sendfile(source, target, count, at, to)
-
-    def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
-        self._try("pwrite")
-        return super().pwrite(fd, data, offset)
+def refusing(count: int, code: int) -> RuledStorage:
+    """A storage that refuses the first ways of copying."""
+    return RuledStorage(*(refuse(way, code) for way in WAYS[:count]))
 
 
 def copied(storage: Storage, tmp_path: Path, *, at: int, to: int, count: int) -> bytes:
@@ -278,17 +257,18 @@ each_refused = pytest.mark.parametrize("refused", range(3))
 def test_each_refused_way_falls_back_to_the_next_with_the_same_bytes(
     tmp_path: Path, refused: int, name: str
 ) -> None:
-    storage = Copying(dict.fromkeys(WAYS[:refused], getattr(errno, name)))
+    storage = refusing(refused, getattr(errno, name))
     found = copied(storage, tmp_path, at=100, to=7, count=5000)
     assert found == b"\0" * 7 + CONTENT[100:5100]
-    assert storage.tried == WAYS[: refused + 1]
+    tried = [method for method, _ in storage.calls if method in WAYS]
+    assert tried == WAYS[: refused + 1]
 
 
 @pytest.mark.parametrize("name", ["ENOSPC", "EIO", "EDQUOT", "EBADF", "ESTALE"])
 @each_refused
 def test_any_other_error_of_a_copy_is_raised(tmp_path: Path, name: str, refused: int) -> None:
-    codes = dict.fromkeys(WAYS[:refused], errno.EXDEV)
-    storage = Copying({**codes, WAYS[refused]: getattr(errno, name)})
+    storage = refusing(refused, errno.EXDEV)
+    storage.refuse(WAYS[refused], getattr(errno, name))
     with fails(getattr(errno, name)):
         copied(storage, tmp_path, at=0, to=0, count=10)
 
@@ -296,7 +276,7 @@ def test_any_other_error_of_a_copy_is_raised(tmp_path: Path, name: str, refused:
 @each_refused
 def test_a_copy_at_the_end_of_the_source_is_0_bytes(tmp_path: Path, refused: int) -> None:
     (tmp_path / "source").write_bytes(b"123")
-    storage = Copying(dict.fromkeys(WAYS[:refused], errno.EXDEV))
+    storage = refusing(refused, errno.EXDEV)
     with (tmp_path / "source").open("rb") as source, (tmp_path / "target").open("wb") as target:
         assert storage.copy_range(source.fileno(), target.fileno(), 9, 3, 0) == 0
 
