@@ -9,7 +9,6 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,7 +33,7 @@ from syncd.storage.judge import sweep_broken
 from tests.commands import invoke
 from tests.jobs import SmallJob, nothing
 from tests.products import product
-from tests.storages import Clock, Rule, refuse
+from tests.storages import Clock, Rule, RuledStorage, refuse
 
 GIGABYTE = 1024**3
 ROUNDS = 4
@@ -42,28 +41,12 @@ ROUNDS = 4
 Hostile = Callable[[Path, Path], None]
 
 
-class Anchored(Storage):
+class Anchored(RuledStorage):
     """Storage as a daemon has it, links refused below the job, that a rule may disturb."""
 
     def __init__(self, root: Path, *rules: Rule) -> None:
-        super().__init__(root, durable=False)
-        self.rules = list(rules)
-
-    def _before(self, method: str, *given: Any) -> None:
-        for rule in self.rules:
-            rule(method, given)
-
-    def open_read(self, path: Path) -> int:
-        self._before("open_read", path)
-        return super().open_read(path)
-
-    def open_append(self, path: Path) -> int:
-        self._before("open_append", path)
-        return super().open_append(path)
-
-    def names(self, path: Path) -> list[str]:
-        self._before("names", path)
-        return super().names(path)
+        super().__init__(*rules)
+        Storage.__init__(self, root, durable=False)
 
 
 def remove(path: Path) -> None:
