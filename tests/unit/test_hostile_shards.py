@@ -4,7 +4,7 @@ import copyreg
 import io
 import struct
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,6 +53,21 @@ def read(path: Path, parse: ReadPieces | None = None) -> Mapping[str, Local | Ch
         return opened.tensors(parse=parse) if parse else opened.tensors()
 
 
+Both = Callable[..., str]
+
+
+@pytest.fixture
+def both(tmp_path: Path, child: IsolatedParser) -> Both:
+    """What is said of a file, by this process and by a child: the same."""
+
+    def refuse(content: bytes, match: str = ".") -> str:
+        said = refused(tmp_path, content, match=match)
+        assert refused(tmp_path, content, parse=child.read_pieces) == said
+        return said
+
+    return refuse
+
+
 def text(value: str) -> bytes:
     return b"X" + struct.pack("<L", len(value.encode())) + value.encode()
 
@@ -83,11 +98,9 @@ def zip64(count: int = 1, length: int = DIRECTORY_SIZE, at: int = len(PLAIN) - 2
 
 
 def test_a_plain_zip_by_hand_is_read(tmp_path: Path) -> None:
-    (tmp_path / "shard.pt").write_bytes(PLAIN)
-    assert read(tmp_path / "shard.pt") == {}
-    whole = zip64()
-    (tmp_path / "shard.pt").write_bytes(whole)
-    assert read(tmp_path / "shard.pt") == {}
+    for content in (PLAIN, zip64()):
+        (tmp_path / "shard.pt").write_bytes(content)
+        assert read(tmp_path / "shard.pt") == {}
 
 
 def record_zip(**changed: Any) -> bytes:
@@ -125,6 +138,14 @@ LIES = {
     },
     "fewer than said": (zip_of([PKL], count=2), "fewer records than the directory declares"),
     "more than said": (zip_of([PKL, PKL], count=1), "more records than the directory declares"),
+    "millions of records": (
+        zip_of(
+            [PKL],
+            count=0xFFFF,
+            behind=end64(2_000_000, DIRECTORY_SIZE, DIRECTORY_AT, len(PLAIN) - 22),
+        ),
+        "2000000 records, over the limits",
+    ),
     "a name beyond the end": (
         PLAIN.replace(struct.pack("<3H", 10, 0, 0), struct.pack("<3H", 99, 0, 0)),
         "ends inside a record|header of another",
@@ -164,12 +185,6 @@ LIES = {
 def test_a_zip_that_lies_is_refused(tmp_path: Path, lie: str) -> None:
     content, match = LIES[lie]
     refused(tmp_path, content, match=match)
-
-
-def test_millions_of_records_are_refused_before_one_is_read(tmp_path: Path) -> None:
-    huge = end64(2_000_000, DIRECTORY_SIZE, DIRECTORY_AT, len(PLAIN) - 22)
-    content = zip_of([PKL], count=0xFFFF, behind=huge)
-    refused(tmp_path, content, match="2000000 records, over the limits")
 
 
 def test_a_hundred_thousand_records_in_one_place_are_refused(tmp_path: Path) -> None:
@@ -288,14 +303,9 @@ NAMES: dict[str, tuple[object, str]] = {
 
 
 @pytest.mark.parametrize("kind", NAMES)
-def test_a_name_that_no_file_should_hold_is_refused(
-    tmp_path: Path, child: IsolatedParser, kind: str
-) -> None:
+def test_a_name_that_no_file_should_hold_is_refused(both: Both, kind: str) -> None:
     name, match = NAMES[kind]
-    content = shard({name: tensor()})
-    said = refused(tmp_path, content, match=match)
-    assert refused(tmp_path, content, parse=child.read_pieces) == said
-    assert said.isprintable()
+    assert both(shard({name: tensor()}), match).isprintable()
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../up", "模型", "é" * 1000])
@@ -403,12 +413,8 @@ IMPOSSIBLE: dict[str, object] = {
 
 
 @pytest.mark.parametrize("kind", IMPOSSIBLE)
-def test_a_tensor_that_cannot_be_is_refused_in_few_words(
-    tmp_path: Path, child: IsolatedParser, kind: str
-) -> None:
-    content = shard({"weight": IMPOSSIBLE[kind]})
-    said = refused(tmp_path, content)
-    assert refused(tmp_path, content, parse=child.read_pieces) == said
+def test_a_tensor_that_cannot_be_is_refused_in_few_words(both: Both, kind: str) -> None:
+    both(shard({"weight": IMPOSSIBLE[kind]}))
 
 
 # -- what was seen before ----------------------------------------------------------------------
@@ -514,13 +520,9 @@ STRANGE: list[object] = [
 
 
 @pytest.mark.parametrize("number", range(len(STRANGE)))
-def test_a_placement_of_any_kind_is_told_in_few_words(
-    tmp_path: Path, child: IsolatedParser, number: int
-) -> None:
+def test_a_placement_of_any_kind_is_told_in_few_words(both: Both, number: int) -> None:
     content = shard({"weight": placed(STRANGE[number])})
-    said = refused(tmp_path, content, match="weight has placements")
-    assert refused(tmp_path, content, parse=child.read_pieces) == said
-    assert said.isprintable()
+    assert both(content, "weight has placements").isprintable()
 
 
 def test_a_sharded_tensor_is_read_as_its_chunks(tmp_path: Path, child: IsolatedParser) -> None:
@@ -534,15 +536,14 @@ def test_a_sharded_tensor_is_read_as_its_chunks(tmp_path: Path, child: IsolatedP
     assert [local.position for local in weight.locals] == [Position((4, 3), (2, 0))]
 
 
-@pytest.mark.parametrize("opening", [b"(", b"]", b"\x85", b"}K\0"])
-def test_deep_nesting_is_refused(tmp_path: Path, child: IsolatedParser, opening: bytes) -> None:
+@pytest.mark.parametrize(
+    ("opening", "inner", "closing"),
+    [(b"(", b"N", b"t"), (b"]", b"N", b"a"), (b"", b")", b"\x85"), (b"}K\0", b"N", b"s")],
+)
+def test_deep_nesting_is_refused(both: Both, opening: bytes, inner: bytes, closing: bytes) -> None:
     depth = 10_000
-    closing = {b"(": b"t", b"]": b"a", b"\x85": b"", b"}K\0": b"s"}[opening]
-    inner = b")" if opening == b"\x85" else b"N"
-    value = inner + opening * depth if opening == b"\x85" else opening * depth + inner
-    content = pickled(b"\x80\x02}" + text("w") + value + closing * depth + b"s.")
-    said = refused(tmp_path, content, match="not a tensor")
-    assert refused(tmp_path, content, parse=child.read_pieces) == said
+    value = opening * depth + inner + closing * depth
+    both(pickled(b"\x80\x02}" + text("w") + value + b"s."), "not a tensor")
 
 
 def test_more_tensors_than_there_can_be_are_refused(tmp_path: Path) -> None:
