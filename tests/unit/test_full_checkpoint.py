@@ -94,6 +94,12 @@ def trained(seed: int = 0, steps: int = 2) -> tuple[nn.Module, torch.optim.Optim
     return model, optimizer
 
 
+def refuses(match: str, root: Path, model: nn.Module | None = None, **options: Any) -> None:
+    """Loading a checkpoint is an error that says what."""
+    with pytest.raises(CheckpointError, match=match):
+        load_checkpoint(root, model or Net(), **options)
+
+
 # -- going on ------------------------------------------------------------------------------------
 
 
@@ -230,8 +236,7 @@ def test_an_optimizer_that_is_not_torchs_gets_what_it_gave(root: Path) -> None:
     raw = Raw()
     load_checkpoint(root, model, optimizer=raw)
     assert same(raw.state, state)
-    with pytest.raises(CheckpointError, match=rf"{OPTIMIZER}.*not.*torch\.optim\.Optimizer"):
-        load_checkpoint(root, model, optimizer=adamw(model))
+    refuses(rf"{OPTIMIZER}.*not.*torch\.optim\.Optimizer", root, model, optimizer=adamw(model))
 
 
 def tied() -> nn.ModuleDict:
@@ -308,10 +313,7 @@ def test_the_pointers_step_counts_and_any_other_only_if_asked_for(
         assert found is not None
         alike(again, models[found.step])
         assert found.step == (step or 2)
-    with pytest.raises(
-        CheckpointError, match=r"cannot resume from step 9, because .*global_step_9"
-    ):
-        load_checkpoint(root, Net(), step=9)
+    refuses(r"cannot resume from step 9, because .*global_step_9", root, step=9)
 
 
 @pytest.mark.parametrize("pointer", [None, "", "1", "7", "-1"])
@@ -336,8 +338,7 @@ def test_where_none_is_whole_any_more_training_does_not_begin_anew_by_itself(
     write_full(root, 1, *trained())
     (job.step(1) / FULL).unlink()
     assert latest_checkpoint(root) is None
-    with pytest.raises(CheckpointError, match=r"global_step_1 has no \.full_checkpoint"):
-        load_checkpoint(root, Net())
+    refuses(r"global_step_1 has no \.full_checkpoint", root)
 
 
 @pytest.mark.slow
@@ -395,8 +396,7 @@ def test_receipts_of_two_saves_are_no_whole_checkpoint(root: Path, job: SmallJob
         encode(receipt.model_copy(update={"world_size": 2, "rank": 1, "save_id": "run-1-9"}))
     )
     assert latest_checkpoint(root) is None
-    with pytest.raises(CheckpointError, match="receipts of ranks 0 and 1 belong to two saves"):
-        load_checkpoint(root, Net(), step=1)
+    refuses("receipts of ranks 0 and 1 belong to two saves", root, step=1)
 
 
 # -- what is missing or damaged ------------------------------------------------------------------
@@ -435,8 +435,7 @@ def test_each_part_that_is_missing_or_damaged_is_named(
     damage(job.actor(1) / name)
     model = Net()
     optimizer = adamw(model)
-    with pytest.raises(CheckpointError, match=rf"global_step_1/actor/{name}.*({what})"):
-        load_checkpoint(root, model, optimizer=optimizer)
+    refuses(rf"global_step_1/actor/{name}.*({what})", root, model, optimizer=optimizer)
     assert not optimizer.state
     assert load_checkpoint(root, model, optimizer=optimizer, step=2) is not None
 
@@ -444,12 +443,9 @@ def test_each_part_that_is_missing_or_damaged_is_named(
 def test_what_was_saved_without_cannot_be_asked_for(root: Path) -> None:
     model, optimizer = trained()
     write_full(root, 1, model)
-    with pytest.raises(CheckpointError, match=f"{OPTIMIZER}.*not part of the checkpoint"):
-        load_checkpoint(root, model, optimizer=optimizer)
-    with pytest.raises(CheckpointError, match="without a scheduler"):
-        load_checkpoint(root, model, scheduler=halved(optimizer))
-    with pytest.raises(CheckpointError, match=rf"critic/{SHARD} is not listed"):
-        load_checkpoint(root, model, critic=Net())
+    refuses(f"{OPTIMIZER}.*not part of the checkpoint", root, model, optimizer=optimizer)
+    refuses("without a scheduler", root, model, scheduler=halved(optimizer))
+    refuses(rf"critic/{SHARD} is not listed", root, model, critic=Net())
 
 
 def test_a_critic_of_an_earlier_save_of_the_step_is_not_taken(root: Path) -> None:
@@ -457,8 +453,7 @@ def test_a_critic_of_an_earlier_save_of_the_step_is_not_taken(root: Path) -> Non
     critic, critic_optimizer = trained(1)
     write_full(root, 1, model, optimizer, critic=critic, critic_optimizer=critic_optimizer)
     write_full(root, 1, model, optimizer, counter=1)
-    with pytest.raises(CheckpointError, match=rf"critic/{SHARD} is not listed"):
-        load_checkpoint(root, model, critic=Net())
+    refuses(rf"critic/{SHARD} is not listed", root, model, critic=Net())
 
 
 def renamed() -> nn.Module:
@@ -482,8 +477,7 @@ def test_what_is_of_another_model_is_refused(
     root: Path, make: Callable[[], nn.Module], what: str
 ) -> None:
     write_full(root, 1, *trained())
-    with pytest.raises(CheckpointError, match=what):
-        load_checkpoint(root, make())
+    refuses(what, root, make())
 
 
 class Scaled(Net):
@@ -500,8 +494,7 @@ class Scaled(Net):
 
 def test_a_model_with_names_that_torch_cannot_load_is_refused_by_name(root: Path) -> None:
     write_full(root, 1, Net())
-    with pytest.raises(CheckpointError, match=r"not a parameter or buffer of the model .*'scale'"):
-        load_checkpoint(root, Scaled())
+    refuses(r"not a parameter or buffer of the model .*'scale'", root, Scaled())
 
 
 def _with(model: nn.Module, name: str, value: torch.Tensor) -> nn.Module:
@@ -535,8 +528,7 @@ def test_what_is_of_another_optimizer_is_refused(
     if not what or not (steps or "options" in what):  # there is no state to miss
         load_checkpoint(root, again, optimizer=other)
         return
-    with pytest.raises(CheckpointError, match=what):
-        load_checkpoint(root, again, optimizer=other)
+    refuses(what, root, again, optimizer=other)
     assert not other.state
 
 
