@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,13 @@ def staging(memory: Path) -> Staging:
 
 
 @pytest.fixture
-def held(linked: LinkedJob, staging: Staging) -> LeasedVersion:
-    return staging.stage(linked.version(1))
+def held(linked: LinkedJob, staging: Staging) -> Iterator[LeasedVersion]:
+    base = staging.stage(linked.version(1))
+    yield base
+    base.release()
+
+
+beside_the_first = pytest.mark.usefixtures("held")
 
 
 def test_the_next_save_is_made_from_a_copy_and_links_alone(linked: LinkedJob, memory: Path) -> None:
@@ -96,18 +101,19 @@ def test_a_fold_costs_no_second_copy(linked: LinkedJob, staging: Staging) -> Non
     assert not linked.storage.calls
 
 
+@beside_the_first
 def test_a_version_behind_which_a_host_is_comes_by_links_too(
-    linked: LinkedJob, staging: Staging, held: LeasedVersion
+    linked: LinkedJob, staging: Staging
 ) -> None:
     linked.publish(3)
     check_third(linked, staging)
     assert staging.fetched.full_bytes == 0
     assert staging.fetched.delta_bytes == bytes_of(linked, 2, 3)
-    held.release()
 
 
+@beside_the_first
 def test_links_from_a_copy_here_are_read_rather_than_a_version(
-    linked: LinkedJob, staging: Staging, held: LeasedVersion
+    linked: LinkedJob, staging: Staging
 ) -> None:
     ahead = linked.latest.ahead
     linked.publish(2)
@@ -115,11 +121,11 @@ def test_links_from_a_copy_here_are_read_rather_than_a_version(
     linked.follow(staging)
     assert (linked.holds, staging.fetched.full_bytes) == (0, 0)
     assert staging.fetched.delta_bytes == bytes_of(linked, 2, 3)
-    held.release()
 
 
+@beside_the_first
 def test_what_is_rolled_back_meanwhile_is_not_served(
-    linked: LinkedJob, memory: Path, staging: Staging, held: LeasedVersion
+    linked: LinkedJob, memory: Path, staging: Staging
 ) -> None:
 
     def roll_back() -> None:
@@ -129,7 +135,6 @@ def test_what_is_rolled_back_meanwhile_is_not_served(
         staging.follow(linked.lead(), linked.hold, cancel=roll_back)
     staging.tidy()
     assert copies(memory) == ["v000001"]
-    held.release()
 
 
 def test_a_host_without_a_copy_reads_the_version_and_the_links(
@@ -203,10 +208,7 @@ def torn_file(linked: LinkedJob) -> None:
 
 
 def flipped_block(linked: LinkedJob) -> None:
-    path = linked.links[1].folder / "rank-0"
-    content = bytearray(path.read_bytes())
-    content[0] ^= 1
-    path.write_bytes(content)
+    flip(linked.links[1].folder / "rank-0", 0)
 
 
 def flipped_index(linked: LinkedJob) -> None:
@@ -277,9 +279,8 @@ def test_whatever_fails_is_no_refusal(linked: LinkedJob, memory: Path, error: Ex
     base.release()
 
 
-def test_a_cancellation_ends_it(
-    linked: LinkedJob, memory: Path, staging: Staging, held: LeasedVersion
-) -> None:
+@beside_the_first
+def test_a_cancellation_ends_it(linked: LinkedJob, memory: Path, staging: Staging) -> None:
     left = 3
 
     def cancel() -> None:
@@ -295,7 +296,6 @@ def test_a_cancellation_ends_it(
     left = 3
     with pytest.raises(CancelledError):
         staging.stage(linked.version(3), cancel=cancel)
-    held.release()
 
 
 def test_without_numpy_versions_are_copied_and_one_line_says_so_without_a_warning(
@@ -362,8 +362,9 @@ def test_copies_that_nobody_holds_make_room(linked: LinkedJob, memory: Path) -> 
     held.release()
 
 
+@beside_the_first
 def test_more_bytes_of_links_than_of_a_version_are_not_read(
-    linked: LinkedJob, staging: Staging, held: LeasedVersion
+    linked: LinkedJob, staging: Staging
 ) -> None:
     for _ in range(64):
         linked.link()
@@ -371,7 +372,6 @@ def test_more_bytes_of_links_than_of_a_version_are_not_read(
     with pytest.raises(NotStagedError, match="no links lead"):
         follow(linked, staging)
     assert not [given for name, given in linked.storage.calls if "rank-" in str(given[0])]
-    held.release()
 
 
 def test_a_delta_of_an_older_release_is_ignored(
@@ -408,15 +408,13 @@ def test_on_the_jobs_own_filesystem_nobody_follows(linked: LinkedJob, tmp_path: 
     held.release()
 
 
-def test_what_is_read_is_the_record_and_each_file_once(
-    linked: LinkedJob, staging: Staging, held: LeasedVersion
-) -> None:
+@beside_the_first
+def test_what_is_read_is_the_record_and_each_file_once(linked: LinkedJob, staging: Staging) -> None:
     linked.storage.calls.clear()
     linked.follow(staging)
     read = [given[0] for name, given in linked.storage.calls if name == "open_read"]
     files = [link.folder / name for link in linked.links for name in (DELTA, "rank-0", "rank-1")]
     assert sorted(read) == sorted([linked.job.layout.latest, *files])
-    held.release()
 
 
 def test_a_folder_that_cannot_be_looked_into_is_no_refusal(
@@ -427,8 +425,9 @@ def test_a_folder_that_cannot_be_looked_into_is_no_refusal(
     assert SMALL["config.json"] == held.read_file("config.json")
 
 
+@beside_the_first
 def test_a_record_with_a_foreign_name_is_not_followed_out_of_the_folder(
-    linked: LinkedJob, staging: Staging, held: LeasedVersion, tmp_path: Path
+    linked: LinkedJob, staging: Staging, tmp_path: Path
 ) -> None:
     folder, link = linked.links[1]
     (folder / "rank-0").rename(tmp_path / "away")
@@ -436,4 +435,3 @@ def test_a_record_with_a_foreign_name_is_not_followed_out_of_the_folder(
     assert isinstance(link, LinkRecord)
     with pytest.raises(NotStagedError):
         follow(linked, staging)
-    held.release()
