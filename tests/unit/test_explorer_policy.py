@@ -2,9 +2,9 @@
 
 import errno
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,25 +61,14 @@ def hook_of(
     )
 
 
-class Aside:
-    """A call in a thread, and what came of it."""
+def aside(call: Callable[..., Any], *given: Any, **named: Any) -> Future[Any]:
+    """A call in a thread."""
+    return ThreadPoolExecutor(1).submit(call, *given, **named)
 
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
-        self.result: Any = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
 
-    def _run(self) -> None:
-        try:
-            self.result = self._call()
-        except Exception as error:  # noqa: BLE001 - looked at by the test
-            self.result = error
-
-    def join(self, timeout: float = LONG) -> Any:
-        self._thread.join(timeout)
-        assert not self._thread.is_alive()
-        return self.result
+def times_out(hook: ExplorerHook, match: str, timeout: float = 0.05) -> None:
+    with pytest.raises(WaitTimeoutError, match=match):
+        hook.pull(timeout)
 
 
 def serves_after_first(hook: ExplorerHook, number: int) -> None:
@@ -117,15 +106,15 @@ def test_a_step_waits_for_the_trainer_until_it_has_something_or_says_that_it_has
     job: SmallJob, engine: FakeEngine, trainer: TrainerSynchronizer
 ) -> None:
     with hook_of(job, engine) as hook:
-        waiting = Aside(lambda: hook.after_step(1))
+        waiting = aside(hook.after_step, 1)
         wait_until(trainer.explorer_requires_sync, "it asks")
         trainer.set_model_state_dict(None, 1)
         publish(job, 1)
-        assert waiting.join() == Version(1, 1)
-        waiting = Aside(lambda: hook.after_step(2))
+        assert waiting.result(LONG) == Version(1, 1)
+        waiting = aside(hook.after_step, 2)
         wait_until(trainer.explorer_requires_sync, "it asks")
         trainer.notify_no_new_model_state_dict()
-        assert waiting.join() == Version(1, 1)
+        assert waiting.result(LONG) == Version(1, 1)
         assert engine.asked("load") == [1]
         assert report(job).status == "running"
     with hook_of(job, engine, settings={"sync_timeout": 0.05}) as hook:
@@ -154,7 +143,7 @@ def test_a_pull_asks_again_whenever_the_trainer_had_nothing_newer(
     job: SmallJob, engine: FakeEngine, trainer: TrainerSynchronizer
 ) -> None:
     with hook_of(job, engine) as hook:
-        pulling = Aside(lambda: hook.pull(LONG))
+        pulling = aside(hook.pull, LONG)
         for _ in range(2):
             wait_until(trainer.explorer_requires_sync, "it asks")
             trainer.notify_no_new_model_state_dict()
@@ -162,7 +151,7 @@ def test_a_pull_asks_again_whenever_the_trainer_had_nothing_newer(
         assert report(job).requests == 3
         trainer.close()
         publish(job, 1)  # by another trainer, say
-        assert pulling.join() == Version(1, 1)
+        assert pulling.result(LONG) == Version(1, 1)
 
 
 @pytest.mark.usefixtures("trainer")
@@ -176,10 +165,10 @@ def test_a_pull_goes_on_where_it_cannot_ask(job: SmallJob, engine: FakeEngine) -
     storage = RuledStorage()
     with hook_of(job, engine, storage=storage) as hook:
         storage.refuse("rename", errno.ENOSPC, where="explorer.json")
-        pulling = Aside(lambda: hook.pull(LONG))
+        pulling = aside(hook.pull, LONG)
         wait_until(lambda: storage.count("rename", job.layout.drafts) > 3, "it tries to ask")
         publish(job, 1)
-        assert pulling.join() == Version(1, 1)
+        assert pulling.result(LONG) == Version(1, 1)
         storage.rules.clear()
 
 
@@ -281,9 +270,9 @@ def test_who_waits_to_be_served_by_nobody_is_told_at_once(
         with pytest.raises(InvalidSettingsError, match=r"no thread follows .* Call start\(\) or"):
             hook.wait_until_served()
         hook.start()
-        waiting = Aside(hook.wait_until_served)
+        waiting = aside(hook.wait_until_served)
         hook.stop()
-        assert isinstance(waiting.join(), InvalidSettingsError)
+        assert isinstance(waiting.exception(LONG), InvalidSettingsError)
 
 
 @pytest.mark.parametrize(
@@ -321,16 +310,14 @@ def test_a_pull_that_times_out_says_whether_a_daemon_works(
         without = (
             rf"in {root} in time; no daemon works there: start `syncd run '{root}'`; {trainer}$"
         )
-        with pytest.raises(WaitTimeoutError, match=without):
-            hook.pull(0.05)
+        times_out(hook, without)
         JobLayout(root).step(1).mkdir()
         with pytest.raises(WaitTimeoutError, match=r"^step 1 was not published .*; no daemon"):
             hook.pull_step(1, 0.05)
         with Reader(root, "reader") as reader, pytest.raises(WaitTimeoutError, match="no daemon"):
             reader.wait(0, 0.05)
         JobLayout(root).daemon_lock.touch()
-        with pytest.raises(WaitTimeoutError, match=rf"; see `syncd status '{root}'`"):
-            hook.pull(0.05)
+        times_out(hook, rf"; see `syncd status '{root}'`")
     in_memory = rf"start `syncd run JOB --memory-dir {tmp_path}`"
     with (
         ExplorerHook(root, "explorer", engine, memory_dir=tmp_path, poll=0.02) as hook,
@@ -367,8 +354,7 @@ def test_a_pull_that_finds_a_damaged_latest_names_the_file(
     job.hosts.settle()
     with hook_of(job, engine) as hook:
         damaged = rf"^no version was found in time, because {job.layout.latest} is damaged\. The "
-        with pytest.raises(WaitTimeoutError, match=damaged):
-            hook.pull(0.05)
+        times_out(hook, damaged)
         job.run()
         job.hosts.settle()
         pulls(hook, 1, 1)
@@ -380,8 +366,7 @@ def test_a_pull_from_a_job_that_was_removed_says_so(tmp_path: Path, engine: Fake
     with ExplorerHook(root, "explorer", engine, poll=0.02) as hook:
         shutil.rmtree(root)
         gone = rf"; {JobLayout(root).format} is not there: is its storage mounted\?$"
-        with pytest.raises(WaitTimeoutError, match=gone):
-            hook.pull(0.05)
+        times_out(hook, gone)
 
 
 @pytest.mark.parametrize("call", ["pull", "wait_until_served"])
@@ -394,10 +379,7 @@ def test_what_was_refused_is_named_by_the_next_timeout(
         if call == "pull":
             with pytest.raises(EngineMismatchError):
                 hook.pull(0)
-            with pytest.raises(
-                WaitTimeoutError, match=r"; explorer refused version 1: other names$"
-            ):
-                hook.pull(0.05)
+            times_out(hook, r"; explorer refused version 1: other names$")
         else:
             hook.start()
             wait_until(lambda: report(job).refused, "it is refused")
@@ -406,8 +388,7 @@ def test_what_was_refused_is_named_by_the_next_timeout(
             hook.stop()
         publish(job, 2)
         pulls(hook, 2, 2)
-        with pytest.raises(WaitTimeoutError, match=r"; no trainer works in [^;]*$"):
-            hook.pull(0.001)
+        times_out(hook, r"; no trainer works in [^;]*$", 0.001)
 
 
 def test_a_follower_outlives_what_passes(job: SmallJob, engine: FakeEngine) -> None:
@@ -478,11 +459,11 @@ def test_closing_ends_a_follower_once_its_load_is_done(job: SmallJob, engine: Fa
     with engine.hanging("load") as hang:
         hook.start()
         assert hang.reached.wait(LONG)
-        closing = Aside(hook.close)
+        closing = aside(hook.close)
         time.sleep(0.05)  # closing has nothing that could be waited for
-        assert closing._thread.is_alive()
+        assert closing.running()
         hang.release()
-        closing.join()
+        closing.result(LONG)
     assert leased(job) == []
     assert report(job).status == "stopped"
     with pytest.raises(CancelledError):
@@ -492,9 +473,9 @@ def test_closing_ends_a_follower_once_its_load_is_done(job: SmallJob, engine: Fa
 def test_cancelling_ends_who_waits_to_be_served(job: SmallJob, engine: FakeEngine) -> None:
     with hook_of(job, engine) as hook:
         hook.start()
-        waiting = Aside(lambda: hook.wait_until_served(LONG))
+        waiting = aside(hook.wait_until_served, LONG)
         hook.cancel()
-        assert isinstance(waiting.join(), CancelledError)
+        assert isinstance(waiting.exception(LONG), CancelledError)
 
 
 # -- kinds -----------------------------------------------------------------------------------------
@@ -647,10 +628,10 @@ def test_full_checkpoints_of_trainers_without_markers_are_known_by_their_optimiz
 def test_serving_says_each_version_until_it_is_cancelled(job: SmallJob, engine: FakeEngine) -> None:
     said: list[Version] = []
     with hook_of(job, engine) as hook:
-        serving = Aside(lambda: bench.serve(hook, said.append, interval=0.05))
+        serving = aside(bench.serve, hook, said.append, interval=0.05)
         for step in (1, 2):
             publish(job, step)
             wait_until(lambda: said and said[-1].step == step, "it is said")  # noqa: B023 # now
         hook.cancel()
-        assert serving.join() is None
+        assert serving.result(LONG) is None
     assert said == [Version(1, 1), Version(2, 2)]
