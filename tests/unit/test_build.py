@@ -152,6 +152,12 @@ def serve(job: SmallJob, config: DaemonConfig | None = None) -> Manifest:
     return manifest
 
 
+def published(job: SmallJob, files: dict[str, bytes]) -> Manifest:
+    """What becomes of a foreign save of these files."""
+    put(job, files)
+    return serve(job)
+
+
 def names_in(manifest: Manifest) -> set[str]:
     return {file.name for file in manifest.files}
 
@@ -172,12 +178,13 @@ def test_the_shards_of_a_peft_model_become_one_file_that_peft_reads(
     assert found == {name: bytes_of(record) for name, record in SAVED.items()}
 
 
-def test_a_reader_sees_what_kind_a_version_is(job: SmallJob) -> None:
-    put(job, PEFT_SAVE)
-    serve(job)
+def test_a_reader_sees_an_adapter_and_a_module_is_never_loaded_with_it(job: SmallJob) -> None:
+    published(job, PEFT_SAVE)
     with Reader(job.root, "explorer") as reader:
         version = reader.next_version(0, 0)
         assert version.kind == "adapter"
+        with pytest.raises(EngineMismatchError, match=r"version 1 \(step 4\) is a LoRA adapter"):
+            TorchModule(nn.Linear(2, 2)).check(version)
         version.release()
         job.save(5)
         serve(job)
@@ -186,27 +193,15 @@ def test_a_reader_sees_what_kind_a_version_is(job: SmallJob) -> None:
         version.release()
 
 
-def test_a_module_is_never_loaded_with_an_adapter(job: SmallJob) -> None:
-    put(job, PEFT_SAVE)
-    serve(job)
-    with Reader(job.root, "explorer") as reader:
-        version = reader.next_version(0, 0)
-        with pytest.raises(EngineMismatchError, match=r"version 1 \(step 4\) is a LoRA adapter"):
-            TorchModule(nn.Linear(2, 2)).check(version)
-        version.release()
-
-
 def test_the_trained_biases_are_those_that_the_config_says(job: SmallJob) -> None:
     config = CONFIG.replace(b"none", b"lora_only")
-    put(job, {SHARD: shard_of(*PEFT), TOLD: config})
-    manifest = serve(job)
+    manifest = published(job, PEFT_SAVE | {TOLD: config})
     assert {entry.name for entry in manifest.tensors} == {*SAVED, f"{Q}.base_layer.bias"}
 
 
 def test_what_is_not_published_is_not_read(job: SmallJob) -> None:
     content = shard_of(*PEFT)
-    put(job, {SHARD: content.replace(bytes_of(0), bytes(24)), TOLD: CONFIG})
-    manifest = serve(job)
+    manifest = published(job, {SHARD: content.replace(bytes_of(0), bytes(24)), TOLD: CONFIG})
     assert manifest.checked == "crc32"
     put(job, {SHARD: content.replace(bytes_of(2), bytes(24)), TOLD: CONFIG}, 5)
     look(job)
@@ -214,8 +209,9 @@ def test_what_is_not_published_is_not_read(job: SmallJob) -> None:
 
 
 def test_shards_beside_an_adapter_are_not_merged(job: SmallJob) -> None:
-    put(job, {SHARD: b"of no use", LORA: file_of("x.lora_A.weight"), TOLD: CONFIG, **BASE})
-    manifest = serve(job)
+    manifest = published(
+        job, {SHARD: b"of no use", LORA: file_of("x.lora_A.weight"), TOLD: CONFIG, **BASE}
+    )
     assert manifest.kind == "adapter"
     assert [entry.name for entry in manifest.tensors] == ["x.lora_A.weight"]
     assert names_in(manifest) == ADAPTER_FILES
@@ -263,7 +259,7 @@ def test_an_adapters_config_that_is_not_the_vouched_one_is_looked_at_again(job: 
 
 
 def test_pefts_own_files_come_before_the_base_models(job: SmallJob) -> None:
-    put(
+    manifest = published(
         job,
         {
             SHARD: shard_of(*PEFT),
@@ -276,7 +272,6 @@ def test_pefts_own_files_come_before_the_base_models(job: SmallJob) -> None:
             **BASE,
         },
     )
-    manifest = serve(job)
     assert names_in(manifest) == ADAPTER_FILES | {"more/vocab.txt"}
     folder = job.version(1)
     assert (folder / "adapter_config.json").read_bytes() == CONFIG
@@ -290,15 +285,15 @@ BROKEN: dict[str, tuple[dict[str, bytes], str]] = {
         "without its adapter_config.json.*actor/lora_adapter",
     ),
     "a torn config": (
-        {SHARD: shard_of(*PEFT), TOLD: b"{"},
+        PEFT_SAVE | {TOLD: b"{"},
         "is not an adapter config of PEFT",
     ),
     "a huge config": (
-        {SHARD: shard_of(*PEFT), TOLD: b" " * (1024 * 1024 + 1)},
+        PEFT_SAVE | {TOLD: b" " * (1024 * 1024 + 1)},
         "is not an adapter config of PEFT",
     ),
     "a config of another kind": (
-        {SHARD: shard_of(*PEFT), TOLD: b'{"peft_type": "IA3"}'},
+        PEFT_SAVE | {TOLD: b'{"peft_type": "IA3"}'},
         "is for an adapter of type IA3, but the shards hold a LoRA adapter",
     ),
     "a pickle": ({"lora_adapter/adapter_model.bin": b"", TOLD: CONFIG}, "is a pickle"),
@@ -371,8 +366,7 @@ def test_a_config_that_comes_late_makes_a_new_save_of_it(job: SmallJob, clock: C
 def test_a_full_model_with_names_like_those_of_lora_stays_a_full_model(
     job: SmallJob, name: str
 ) -> None:
-    put(job, {SHARD: shard_of("model.embed.weight", name), **BASE})
-    manifest = serve(job)
+    manifest = published(job, {SHARD: shard_of("model.embed.weight", name), **BASE})
     assert manifest.kind == "full"
     assert names_in(manifest) == {"model.safetensors", "config.json", "tokenizer.json"}
 
@@ -458,8 +452,9 @@ def test_an_adapter_takes_room_only_where_it_is_copied(job: SmallJob, *, has_rec
 
 
 def test_a_file_of_another_method_than_lora_is_an_adapter_as_peft_saved_it(job: SmallJob) -> None:
-    put(job, {LORA: file_of("base_model.model.q.ia3_l"), TOLD: b'{"peft_type": "IA3"}'})
-    manifest = serve(job)
+    manifest = published(
+        job, {LORA: file_of("base_model.model.q.ia3_l"), TOLD: b'{"peft_type": "IA3"}'}
+    )
     assert manifest.kind == "adapter"
 
 
