@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.fsio import Draft
+from tests.checkpoints import same
 from tests.hooks import DEADLINE, Gate, checkpoint, over, written
 from tests.jobs import SmallJob
 from tests.storages import RuledStorage, once, os_error
@@ -30,6 +32,10 @@ from trainer_hooks.writing.parts import save_state_dict
 
 SHARD = "model_world_size_1_rank_0.pt"
 OPTIMIZER = "optim_world_size_1_rank_0.pt"
+
+
+def user_state() -> dict[str, Any]:
+    raise ZeroDivisionError
 
 
 class Files:
@@ -54,8 +60,9 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.fixture
-def storage() -> RuledStorage:
-    return RuledStorage()
+def hook(job: SmallJob, model: nn.Module, storage: RuledStorage) -> Iterator[TrainerHook]:
+    with TrainerHook(job.root, model, storage=storage) as made:
+        yield made
 
 
 class FullDisk:
@@ -243,42 +250,39 @@ def test_a_full_checkpoint_of_a_synced_step_completes_that_save(
 
 
 def test_weights_that_are_gone_are_written_again_under_the_same_save_id(
-    job: SmallJob, model: nn.Module
+    job: SmallJob, hook: TrainerHook
 ) -> None:
-    with TrainerHook(job.root, model) as hook:
-        hook.after_step(4)
-        written(hook)
-        before = identity(job, 4)
-        (job.actor(4) / SHARD).unlink()
-        checkpoint(hook, 4)
+    hook.after_step(4)
+    written(hook)
+    before = identity(job, 4)
+    (job.actor(4) / SHARD).unlink()
+    checkpoint(hook, 4)
     assert identity(job, 4) == before
     assert (job.actor(4) / SHARD).exists()
     assert latest_checkpoint(job.root) == 4
 
 
 def test_what_is_saved_already_is_not_saved_again(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, hook: TrainerHook, storage: RuledStorage
 ) -> None:
-    with TrainerHook(job.root, model, storage=storage) as hook:
-        hook.save_checkpoint(4)
-        written(hook)
-        storage.calls.clear()
-        checkpoint(hook, 4)
-        hook.save_state_dict(4)
-        hook.after_step(4)
-        written(hook)
-        assert storage.count("create", job.step(4)) == 0
+    hook.save_checkpoint(4)
+    written(hook)
+    storage.calls.clear()
+    checkpoint(hook, 4)
+    hook.save_state_dict(4)
+    hook.after_step(4)
+    written(hook)
+    assert storage.count("create", job.step(4)) == 0
 
 
 def test_a_failed_save_may_be_made_again_of_the_same_step(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, hook: TrainerHook, storage: RuledStorage
 ) -> None:
-    with TrainerHook(job.root, model, storage=storage) as hook:
-        storage.refuse("create", errno.ENOSPC, where=SHARD)
-        with pytest.raises(SaveFailedError):
-            checkpoint(hook, 4)
-        storage.rules.clear()
+    storage.refuse("create", errno.ENOSPC, where=SHARD)
+    with pytest.raises(SaveFailedError):
         checkpoint(hook, 4)
+    storage.rules.clear()
+    checkpoint(hook, 4)
     assert latest_checkpoint(job.root) == 4
 
 
@@ -302,8 +306,7 @@ def test_the_last_checkpoint_has_its_weights_as_a_hugging_face_model(
         if saved_before:
             hook.save_checkpoint(3)
     folder = job.actor(3) / "huggingface"
-    found = load_file(folder / "model.safetensors")
-    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+    assert same(load_file(folder / "model.safetensors"), model.state_dict())
     assert (folder / "config.json").exists()
     assert latest_checkpoint(job.root) == 3
     assert not (job.step(3) / SAVING).exists()
@@ -370,8 +373,7 @@ def test_a_full_state_dict_is_published_by_a_link(
     job.run()
     published = job.version(1) / "model.safetensors"
     assert published.stat().st_ino == (job.actor(4) / "model.safetensors").stat().st_ino
-    found = load_file(published)
-    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+    assert same(load_file(published), model.state_dict())
     assert latest_checkpoint(job.root) == 4
     assert job.leftovers() == []
 
@@ -412,9 +414,8 @@ def test_settings_that_do_not_go_together_are_refused(
 
 
 def test_a_full_disk_names_the_file_the_need_and_the_room_and_leaves_nothing(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, hook: TrainerHook, storage: RuledStorage
 ) -> None:
-    hook = TrainerHook(job.root, model, storage=storage)
     storage.rules.append(FullDisk(SHARD))
     hook.after_step(4)
     over(hook)
@@ -560,9 +561,6 @@ def test_a_hugging_face_model_that_cannot_be_added_leaves_the_step_to_the_pruner
 def test_what_failed_is_said_also_where_the_end_fails_otherwise(
     job: SmallJob, model: nn.Module, storage: RuledStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def user_state() -> dict[str, Any]:
-        raise ZeroDivisionError
-
     hook = TrainerHook(
         job.root, model, settings=SyncSettings(save_interval=9), user_state=user_state,
         storage=storage,
@@ -587,9 +585,6 @@ def test_what_all_ranks_gather_comes_before_what_one_of_them_may_refuse(
             asked.append(self._name)
             return {}
 
-    def user_state() -> dict[str, Any]:
-        raise ZeroDivisionError
-
     hook = TrainerHook(
         job.root, model, optimizer=Notes("actor's"), scheduler=Notes("scheduler"),
         critic=nn.Linear(2, 1), critic_optimizer=Notes("critic's"), user_state=user_state,
@@ -601,27 +596,25 @@ def test_what_all_ranks_gather_comes_before_what_one_of_them_may_refuse(
 
 
 def test_bytes_are_those_of_all_saves_since_they_were_told_last(
-    job: SmallJob, model: nn.Module, storage: RuledStorage, gate: Gate
+    job: SmallJob, hook: TrainerHook, gate: Gate
 ) -> None:
-    with TrainerHook(job.root, model, storage=storage) as hook:
-        for step in (1, 2):
-            assert "sync/bytes" not in hook.save_state_dict(step)
-        gate.opened.set()
-        written(hook)
-        sizes = [(job.actor(step) / SHARD).stat().st_size for step in (1, 2)]
-        assert hook.save_state_dict(2)["sync/bytes"] == sum(sizes)
-        assert "sync/bytes" not in hook.save_state_dict(2)
+    for step in (1, 2):
+        assert "sync/bytes" not in hook.save_state_dict(step)
+    gate.opened.set()
+    written(hook)
+    sizes = [(job.actor(step) / SHARD).stat().st_size for step in (1, 2)]
+    assert hook.save_state_dict(2)["sync/bytes"] == sum(sizes)
+    assert "sync/bytes" not in hook.save_state_dict(2)
 
 
-def test_a_hook_that_is_closed_says_so(job: SmallJob, model: nn.Module) -> None:
-    with TrainerHook(job.root, model) as hook:
-        hook.after_step(1)
+def test_a_hook_that_is_closed_says_so(hook: TrainerHook) -> None:
+    hook.after_step(1)
+    hook.close()
     for call in (hook.after_step, hook.save_state_dict, hook.save_checkpoint):
         with pytest.raises(SaveFailedError, match="closed"):
             call(2)
     with pytest.raises(SaveFailedError, match="closed"):
         hook.sync_while_waiting()
-    hook.close()
 
 
 # -- explorers ---------------------------------------------------------------------------------
@@ -653,6 +646,11 @@ def test_explorers_learn_that_a_trainer_has_stopped_also_where_training_raised(
     assert list(job.layout.sessions.iterdir()) == []
 
 
+def ask(explorer: ExplorerSynchronizer) -> None:
+    explorer.set_explorer_status(RunningStatus.RUNNING)
+    explorer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
+
+
 def test_explorers_that_ask_decide(job: SmallJob, model: nn.Module) -> None:
     settings = SyncSettings(style="explorer_driven")  # type: ignore[arg-type] # a name will do
     with (
@@ -665,14 +663,12 @@ def test_explorers_that_ask_decide(job: SmallJob, model: nn.Module) -> None:
         assert "time/sync_weight" in hook.after_step(2)
         written(hook)
         assert "time/sync_weight" not in hook.after_step(3)  # it is answered
-        explorer.set_explorer_status(RunningStatus.RUNNING)
-        explorer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
+        ask(explorer)
         assert "time/sync_weight" in hook.sync_while_waiting()
         written(hook)
         job.run()
         before = report(job).nothing_new
-        explorer.set_explorer_status(RunningStatus.RUNNING)
-        explorer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
+        ask(explorer)
         assert "time/sync_weight" not in hook.sync_while_waiting()
         assert report(job).nothing_new == before + 1
     assert job.pointed == "3\n"
@@ -695,8 +691,7 @@ def test_an_explorer_is_told_that_nothing_comes_only_where_nothing_does(
         TrainerHook(job.root, model, settings=settings, storage=storage) as hook,
         ExplorerSynchronizer(job.root, "explorer") as explorer,
     ):
-        explorer.set_explorer_status(RunningStatus.RUNNING)
-        explorer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
+        ask(explorer)
         # A save of which it got nothing is made again.
         storage.refuse("create", errno.ENOSPC, where=SHARD)
         hook.after_step(1)
