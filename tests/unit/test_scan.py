@@ -24,11 +24,6 @@ NOTHING = Known(0, None, {})
 Scan = Callable[..., Observation]
 
 
-@pytest.fixture
-def storage(hosts: Hosts) -> RuledStorage:
-    return hosts.ruled()
-
-
 CONFIG = DaemonConfig()
 
 
@@ -78,20 +73,17 @@ def test_a_pointer_that_names_no_step_says_why(
     assert seen.save is None
 
 
-def test_a_pointer_that_is_a_folder_or_a_link_names_no_step(
+def test_a_pointer_that_is_a_folder_or_a_link_names_no_step_and_says_the_reason(
     job: SmallJob, scanner: Scanner
 ) -> None:
     job.state_pointer.mkdir()
-    assert scanner.scan(NOTHING).pointer.state is PointerState.UNREADABLE
+    seen = scanner.scan(NOTHING)
+    assert seen.pointer.state is PointerState.UNREADABLE
+    waiting_for = decide(seen, CONFIG).waiting_for
+    assert waiting_for == f"{STATE_POINTER} cannot be read: not a regular file"
     job.state_pointer.rmdir()
     job.state_pointer.symlink_to("elsewhere")
     assert scanner.scan(NOTHING).pointer.state is PointerState.UNREADABLE
-
-
-def test_a_pointer_that_cannot_be_read_says_the_reason(job: SmallJob, scanner: Scanner) -> None:
-    job.state_pointer.mkdir()
-    waiting_for = decide(scanner.scan(NOTHING), CONFIG).waiting_for
-    assert waiting_for == f"{STATE_POINTER} cannot be read: not a regular file"
 
 
 @pytest.mark.parametrize("content", [b"", b"7", b"-1", b"x", None])
