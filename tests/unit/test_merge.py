@@ -160,12 +160,11 @@ def test_without_crc_in_the_file_its_check_is_left_out(tmp_path: Path, opened: O
     state: dict[str, Any] = {"weight": torch.arange(9.0)}
     folder = tmp_path / "saved"
     folder.mkdir()
-    before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
         torch.save(state, folder / "model_world_size_1_rank_0.pt")
     finally:
-        torch.serialization.set_crc32_options(before)
+        torch.serialization.set_crc32_options(True)
     shards = opened(folder)
     assert not shards[0].has_crc
     merge(shards, tmp_path / "out", check_crc=True)
@@ -415,26 +414,16 @@ def test_a_name_that_no_manifest_can_hold_and_a_huge_file_are_errors(
         copy_model_files(STORAGE, source, folder, cancel=nothing)
 
 
-def empty_files(folder: Path) -> None:
-    for number in range(50):
-        (folder / f"{number}.txt").touch()
-
-
-def folders_in_folders(folder: Path) -> None:
-    for number in range(50):
-        (folder / f"{number % 5}" / f"{number}").mkdir(parents=True)
-
-
-def names_of_weights(folder: Path) -> None:
-    for number in range(50):
-        (folder / f"{number}.safetensors").touch()
-
-
-@pytest.mark.parametrize("put", [empty_files, folders_in_folders, names_of_weights])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(Path.touch, "{0}.txt"), (os.makedirs, "{1}/{0}"), (Path.touch, "{0}.safetensors")],
+    ids=["empty files", "folders in folders", "names of weights"],
+)
 def test_cancel_ends_the_walk_through_a_folder_and_its_copy(
-    source: Path, folder: Path, put: Callable[[Path], None]
+    source: Path, folder: Path, make: Callable[[Path], None], name: str
 ) -> None:
-    put(source)
+    for number in range(50):
+        make(source / name.format(number, number % 5))
     storage = RuledStorage()
     left = itertools.count(20, -1)
 
