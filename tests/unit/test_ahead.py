@@ -7,13 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.version import read_manifest
-from syncd.cli import cli
 from syncd.coordination.versions import Versions
 from syncd.daemon import linking
 from syncd.daemon.config import DaemonConfig
@@ -24,7 +22,8 @@ from syncd.protocol.names import link_name
 from syncd.protocol.records import Ahead, Latest, NonFinite, parse
 from syncd.protocol.reports import ExplorerReport, Load, TrainerReport
 from syncd.storage.sessions import Session
-from tests.jobs import LEASE_TIME, Rounds, SmallJob, nothing
+from tests.commands import invoke
+from tests.jobs import LEASE_TIME, Rounds, SmallJob, flip, nothing
 from tests.made_deltas import work
 from tests.saved_links import save_full, save_link
 from tests.storages import STORAGE, Clock, RuledStorage, refuse
@@ -33,14 +32,14 @@ CONFIG = DaemonConfig(keep=1)
 NO = Ahead(sequence=1, step=0, save_id="none")
 
 
-@pytest.fixture
-def storage() -> RuledStorage:
-    return RuledStorage()
+def ahead(number: int) -> Ahead:
+    """The link of a save whose step is its number."""
+    return Ahead(sequence=number, step=number, save_id=f"run-{number}-{number}")
 
 
 @pytest.fixture
-def job(tmp_path: Path, storage: RuledStorage) -> SmallJob:
-    return SmallJob(tmp_path / "job", storage)
+def job(ruled: SmallJob) -> SmallJob:
+    return ruled
 
 
 @contextmanager
@@ -84,6 +83,12 @@ def is_merge_of(job: SmallJob, sequence: int, step: int, tmp_path: Path) -> bool
     return one == two
 
 
+def link(loop: Rounds, step: int) -> None:
+    """A link from the step before is saved and seen."""
+    save_link(loop.job, step, step - 1)
+    loop.run_once()
+
+
 def fold(loop: Rounds) -> None:
     """Let no save come for a while."""
     loop.rounds(4, 600)
@@ -94,8 +99,7 @@ def begins_again(loop: Rounds, step: int) -> None:
     save_full(loop.job, step)
     loop.run_once()
     assert (loop.job.latest.step, loop.job.latest.closed) == (step, None)
-    save_link(loop.job, step + 1, step)
-    loop.run_once()
+    link(loop, step + 1)
     assert loop.job.latest.ahead is not None
 
 
@@ -110,7 +114,7 @@ def test_links_become_ahead_and_a_fold_is_equal_to_a_merge(job: SmallJob, tmp_pa
             save_id = save_link(job, step, step - 1, world_size=2)
             loop.run_once()
             assert job.latest.sequence < step
-            assert job.latest.ahead == Ahead(sequence=step, step=step, save_id=save_id)
+            assert job.latest.ahead == ahead(step)
             loop.clock.advance(CONFIG.tick)
         assert links(job) == ["d000002", "d000003", "d000004"]
         fold(loop)
@@ -119,7 +123,7 @@ def test_links_become_ahead_and_a_fold_is_equal_to_a_merge(job: SmallJob, tmp_pa
         assert is_merge_of(job, 4, 4, tmp_path)
         save_link(job, 5, 4, world_size=2)
         loop.run_once()
-        assert job.latest.ahead == Ahead(sequence=5, step=5, save_id="run-5-5")
+        assert job.latest.ahead == ahead(5)
         fold(loop)
     assert is_merge_of(job, 5, 5, tmp_path / "5")
     assert job.versions == ["v000005"]
@@ -131,8 +135,7 @@ def test_a_link_without_its_base_closes_the_links_until_the_next_full_version(
     job: SmallJob,
 ) -> None:
     with daemon(job, 1) as loop:
-        save_link(job, 3, 2)
-        loop.run_once()
+        link(loop, 3)
         assert job.latest.closed is None  # first it asks the server
         loop.run_once()
         assert job.latest.closed is not None
@@ -184,11 +187,10 @@ def test_a_refused_save_with_nan_is_linked_but_never_ahead(job: SmallJob) -> Non
     with daemon(job, 2, config) as loop:
         save_link(job, 3, 2, nonfinite=NonFinite(count=1, names=("weight",)))
         loop.rounds(3, 0)
-        assert job.latest.ahead == Ahead(sequence=2, step=2, save_id="run-2-2")
+        assert job.latest.ahead == ahead(2)
         assert job.outcomes[3] == "quarantined"
-        save_link(job, 4, 3)
-        loop.run_once()
-        assert job.latest.ahead == Ahead(sequence=4, step=4, save_id="run-4-4")
+        link(loop, 4)
+        assert job.latest.ahead == ahead(4)
     assert links(job) == ["d000002", "d000003", "d000004"]
     assert "cannot be" not in look(job)["health"]["text"]
 
@@ -219,7 +221,7 @@ def test_saves_that_the_pointer_has_passed_are_linked_first_and_kept(job: SmallJ
             save_link(job, step, step - 1)
         loop.run_once()
         assert links(job) == ["d000002", "d000003", "d000004"]
-        assert job.latest.ahead == Ahead(sequence=4, step=4, save_id="run-4-4")
+        assert job.latest.ahead == ahead(4)
         loop.rounds(2, 0)
         steps = {path.name for path in job.root.glob("global_step_*")}
         assert steps == {"global_step_2", "global_step_3", "global_step_4"}
@@ -237,28 +239,25 @@ def test_a_take_over_keeps_ahead_and_discards_links_that_do_not_lead_from_latest
     stray.mkdir()
     text = (job.link(3) / "delta.json").read_bytes().replace(b"run-2-2", b"run-7-7")
     (stray / "delta.json").write_bytes(text)
-    ahead = job.latest.ahead
-    assert ahead is not None
     with daemon(job):
-        assert job.latest.ahead == ahead
+        assert job.latest.ahead == ahead(3)
         assert links(job) == ["d000002", "d000003"]
     STORAGE.remove_tree(job.link(2))
     with daemon(job) as loop:  # what LATEST calls ahead cannot be reached: it is linked again
         assert job.latest.ahead is None
         loop.run_once()
         assert ahead_of(job).step == 3
-        assert ahead_of(job).sequence > ahead.sequence
+        assert ahead_of(job).sequence > 3
 
 
 def test_ahead_that_was_linked_but_not_named_is_named_by_the_next_daemon(job: SmallJob) -> None:
     with daemon(job, 1) as loop:
         before = job.layout.latest.read_bytes()
-        save_link(job, 2, 1)
-        loop.run_once()
+        link(loop, 2)
     job.put(job.layout.latest, before)
     with daemon(job) as loop:
         loop.run_once()
-        assert job.latest.ahead == Ahead(sequence=2, step=2, save_id="run-2-2")
+        assert job.latest.ahead == ahead(2)
     assert links(job) == ["d000002"]
 
 
@@ -267,13 +266,11 @@ def test_an_unnamed_fold_is_adopted_with_the_later_ahead(job: SmallJob) -> None:
         before = job.latest
         fold(loop)
         assert job.latest.sequence == 2
-        save_link(job, 3, 2)
-        loop.run_once()
-        ahead = job.latest.ahead
-        assert ahead is not None
-    job.put_record(job.layout.latest, before.model_copy(update={"ahead": ahead}))
+        link(loop, 3)
+        assert job.latest.ahead == ahead(3)
+    job.put_record(job.layout.latest, before.model_copy(update={"ahead": ahead(3)}))
     with daemon(job):
-        assert (job.latest.sequence, job.latest.ahead) == (2, ahead)
+        assert (job.latest.sequence, job.latest.ahead) == (2, ahead(3))
 
 
 def test_a_rollback_ends_ahead_and_links_until_the_next_full_version(job: SmallJob) -> None:
@@ -297,12 +294,11 @@ def test_a_rollback_ends_ahead_and_links_until_the_next_full_version(job: SmallJ
 
 def test_a_pause_takes_no_link_and_publishes_no_fold(job: SmallJob) -> None:
     with daemon(job, 2) as loop:
-        ahead = job.latest.ahead
         pause = b'{"protocol":1,"id":"p","by":"me","time":0}'
         job.put(job.layout.paused, pause)
         save_link(job, 3, 2)
         fold(loop)
-        assert (job.latest.sequence, job.latest.ahead) == (1, ahead)
+        assert (job.latest.sequence, job.latest.ahead) == (1, ahead(2))
         job.layout.paused.unlink()
         loop.run_once()
         assert ahead_of(job).step == 3
@@ -325,16 +321,11 @@ def test_an_older_daemon_reads_latest_and_a_newer_one_goes_on(job: SmallJob) -> 
 
 def test_the_fold_of_a_damaged_link_closes_the_links(job: SmallJob) -> None:
     with daemon(job, 2) as loop:
-        path = job.link(2) / "rank-0"
-        content = bytearray(path.read_bytes())
-        content[0] ^= 1
-        path.write_bytes(bytes(content))
+        flip(job.link(2) / "rank-0", 0)
         fold(loop)
         assert (job.latest.sequence, job.outcomes[2]) == (1, "skipped")
         assert job.latest.closed is not None
-        save_full(job, 3)
-        loop.run_once()
-        assert (job.latest.step, job.latest.closed) == (3, None)
+        begins_again(loop, 3)
 
 
 def test_storage_errors_only_put_a_fold_off(job: SmallJob, storage: RuledStorage) -> None:
@@ -381,8 +372,7 @@ def test_links_are_folded_at_once_for_an_explorer_that_cannot_follow_now(job: Sm
         loop.rounds(3, 0)
         assert job.latest.sequence == 2
         for step in range(3, 6):  # although each round has a save to link
-            save_link(job, step, step - 1)
-            loop.run_once()
+            link(loop, step)
         assert job.latest.sequence == 4
 
 
@@ -409,7 +399,7 @@ def test_status_history_and_verify_tell_of_links(job: SmallJob) -> None:
     seen = look(job)
     assert [link["sequence"] for link in seen["links"]] == [2]
     assert seen["latest"]["ahead"]["step"] == 2
-    text = CliRunner().invoke(cli, ["status", str(job.root)]).output
+    text = invoke("status", job.root).output
     assert "ahead: step 2, by 1 link (" in text
     assert "no links its base is neither linked nor published" in text
     first, second = history(job, 9)
@@ -417,8 +407,8 @@ def test_status_history_and_verify_tell_of_links(job: SmallJob) -> None:
     assert first.published is not None
     assert second.published is None
     assert second.linked is not None
-    assert "linked" in CliRunner().invoke(cli, ["history", str(job.root)]).output
-    told = CliRunner().invoke(cli, ["verify", str(job.root)])
+    assert "linked" in invoke("history", job.root).output
+    told = invoke("verify", job.root)
     assert told.exit_code == 0
     assert "d000002: link from run-1-1, whole" in told.output
 
@@ -427,11 +417,11 @@ def test_what_needs_whole_weights_refuses_a_link_and_names_the_way(job: SmallJob
     with daemon(job, 2):
         pass
     for command in (
-        ["pin", str(job.root), "2"],
-        ["merge", str(job.actor(2)), str(job.root / "x")],
-        ["convert", str(job.step(2))],
+        ("pin", job.root, 2),
+        ("merge", job.actor(2), job.root / "x"),
+        ("convert", job.step(2)),
     ):
-        told = CliRunner().invoke(cli, command)
+        told = invoke(*command)
         assert told.exit_code != 0
         assert "holds only what changed since run-1-1" in str(told.exception) + told.output
     save = look_at_save(STORAGE, job.actor(2), 2)
@@ -448,8 +438,7 @@ def test_an_explorer_waits_for_the_fold_of_a_linked_save(job: SmallJob) -> None:
         loop.run_once()
         versions = Versions(job, "explorer", session, clock=Clock())
         assert versions.on_its_way() is None
-        save_link(job, 2, 1)
-        loop.run_once()
+        link(loop, 2)
         assert versions.on_its_way() == 2
 
 
@@ -526,8 +515,7 @@ def test_a_fold_that_fails_waits_as_long_as_it_took(job: SmallJob) -> None:
 
     with job.daemon(CONFIG, clock=clock, deltas=replace(work(), fold=Slow)) as loop:
         loop.run_once()
-        save_link(job, 2, 1)
-        loop.run_once()
+        link(loop, 2)
         while len(begun) < 3:
             clock.advance(10)
             loop.run_once()
