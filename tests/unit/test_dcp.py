@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 from syncd.checkpoint.build import FreeSpace
@@ -17,7 +16,6 @@ from syncd.checkpoint.dcp.dcp_metadata import SavedName, select_model
 from syncd.checkpoint.merging.options import MergeOptions
 from syncd.checkpoint.open_save import holds_model_only
 from syncd.checkpoint.save import FullStateDict, LoraAdapter, Save, look_at_save
-from syncd.cli import cli
 from syncd.daemon.steps import look_at_step
 from syncd.protocol.errors import (
     CheckpointError,
@@ -31,6 +29,7 @@ from syncd.protocol.names import is_resumable_state
 from syncd.protocol.records import SaveOutcome
 from syncd.storage.calls import Free
 from syncd.storage.fsio import Storage
+from tests.commands import invoke
 from tests.dcp import FILE, Checkpoint, floats, properties, size, small
 from tests.fsdp_models import CARRIED, TRAINED, values
 from tests.jobs import nothing
@@ -265,7 +264,7 @@ def test_merge_takes_a_prefix(tmp_path: Path) -> None:
     checkpoint.add(("critic", "weight"), floats(9), (1,))
     folder = checkpoint.write(tmp_path / "save")
     out = tmp_path / "out"
-    result = CliRunner().invoke(cli, ["merge", str(folder), str(out), "--prefix", "critic."])
+    result = invoke("merge", folder, out, "--prefix", "critic.")
     assert result.exit_code == 0, result.output
     assert_equal(loaded(out), {"weight": torch.tensor([9.0])})
 
