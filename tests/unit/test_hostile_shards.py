@@ -216,30 +216,29 @@ def test_a_pickle_over_the_limit_is_refused_before_it_is_read(tmp_path: Path) ->
 
 def payloads(command: bytes) -> dict[str, bytes]:
     """Every way to a callable, each with ``command`` to run."""
+    called = command + b"\x85R"
     size = b"ctorch\nSize\n"
     mesh = b"ctorch.distributed.device_mesh\nDeviceMesh\n"
     ways = {
-        "GLOBAL REDUCE": SYSTEM + command + b"\x85R",
-        "STACK_GLOBAL": text("posix") + text("system") + b"\x93" + command + b"\x85R",
-        "STACK_GLOBAL, dotted": text("torch") + text("os.system") + b"\x93" + command + b"\x85R",
-        "STACK_GLOBAL of no text": b"K\1K\2\x93" + command + b"\x85R",
+        "GLOBAL REDUCE": SYSTEM + called,
+        "STACK_GLOBAL": text("posix") + text("system") + b"\x93" + called,
+        "STACK_GLOBAL, dotted": text("torch") + text("os.system") + b"\x93" + called,
+        "STACK_GLOBAL of no text": b"K\1K\2\x93" + called,
         "INST": b"(" + command + b"iposix\nsystem\n",
         "OBJ": b"(" + SYSTEM + command + b"o",
         "NEWOBJ": SYSTEM + command + b"\x85\x81",
         "NEWOBJ of a callable of ours": size + command + b"\x85\x81",
         "NEWOBJ_EX": SYSTEM + command + b"\x85}\x92",
         "NEWOBJ_EX with keywords": mesh + b")}" + text("cls") + command + b"s\x92",
-        "EXT1": b"\x82\xf0" + command + b"\x85R",
-        "EXT2": b"\x83\xf0\xf0" + command + b"\x85R",
-        "EXT4": b"\x84\xf0\xf0\xf0\x70" + command + b"\x85R",
-        "PERSID": b"Pposix.system\n" + command + b"\x85R",
+        "EXT1": b"\x82\xf0" + called,
+        "EXT2": b"\x83\xf0\xf0" + called,
+        "EXT4": b"\x84\xf0\xf0\xf0\x70" + called,
+        "PERSID": b"Pposix.system\n" + called,
         "BINPERSID": b"(" + text("storage") + SYSTEM + command + b"K\1K\1tQ",
-        "BINPERSID of text": text("posix.system") + b"Q" + command + b"\x85R",
-        "REDUCE of a result": size + b")R" + command + b"\x85R",
+        "BINPERSID of text": text("posix.system") + b"Q" + called,
+        "REDUCE of a result": size + b")R" + called,
         "getattr": b"cbuiltins\ngetattr\n" + SYSTEM + text("__call__") + b"\x86R",
-        "getattr of ours": (
-            b"cbuiltins\ngetattr\n" + size + text("__init__") + b"\x86R" + command + b"\x85R"
-        ),
+        "getattr of ours": (b"cbuiltins\ngetattr\n" + size + text("__init__") + b"\x86R" + called),
         "BUILD a class": mesh + b"}" + text("__reduce__") + command + b"sb",
         "BUILD its slots": mesh + b")\x81N}" + text("args") + SYSTEM + b"s\x86b",
         "BUILD __setstate__": mesh + b")\x81}" + text("__setstate__") + SYSTEM + b"sb" + b"}b",
@@ -249,13 +248,11 @@ def payloads(command: bytes) -> dict[str, bytes]:
         "APPEND to a class": mesh + command + b"a",
         "SETITEM on a class": mesh + command + SYSTEM + b"s",
         "ADDITEMS on a class": mesh + b"(" + command + b"\x90",
-        "NEXT_BUFFER": b"\x97" + command + b"\x85R",
-        "READONLY_BUFFER": b"}\x98" + command + b"\x85R",
-        "READONLY_BUFFER that grows": (
-            b"\x96" + bytes(8) + b"q\0h\0\x98q\1h\0(K\1K\2e" + command + b"\x85R"
-        ),
-        "a FRAME that lies": b"\x95" + b"\xff" * 8 + SYSTEM + command + b"\x85R",
-        "a short FRAME": b"\x95" + struct.pack("<Q", 3) + SYSTEM + command + b"\x85R",
+        "NEXT_BUFFER": b"\x97" + called,
+        "READONLY_BUFFER": b"}\x98" + called,
+        "READONLY_BUFFER that grows": (b"\x96" + bytes(8) + b"q\0h\0\x98q\1h\0(K\1K\2e" + called),
+        "a FRAME that lies": b"\x95" + b"\xff" * 8 + SYSTEM + called,
+        "a short FRAME": b"\x95" + struct.pack("<Q", 3) + SYSTEM + called,
     }
     return {
         f"{name}, protocol {protocol}": b"\x80" + bytes([protocol]) + b"}" + text("w") + way + b"s."
