@@ -76,6 +76,9 @@ def found(job: SmallJob, step: int) -> NonFinite | None:
     return look_at_save(job.storage, job.actor(step), step).nonfinite
 
 
+NONE = NonFinite(count=0)
+
+
 def put(job: SmallJob, step: int, nonfinite: NonFinite | None, config: str | None = None) -> None:
     """A save with a receipt that tells of NaN and Inf, as another host's hook may write it."""
     save_id = job.save(step, point=False)
@@ -99,7 +102,7 @@ def test_the_receipt_names_the_tensors_with_nan_or_inf_of_every_dtype(
     job: SmallJob, saving: SaveSettings, value: float
 ) -> None:
     model = Mixed()
-    assert save(job, model, 1, saving=saving) == NonFinite(count=0)
+    assert save(job, model, 1, saving=saving) == NONE
     for tensor in model.state_dict(keep_vars=True).values():
         if tensor.is_floating_point() and tensor.numel():
             spoil(tensor, value)
@@ -114,7 +117,7 @@ def test_the_receipt_names_the_tensors_with_nan_or_inf_of_every_dtype(
     for name, tensor in model.state_dict().items():
         if name in bad:
             tensor.view(torch.uint8 if tensor.itemsize == 1 else tensor.dtype).fill_(1)
-    assert save(job, model, 3, saving=saving) == NonFinite(count=0)
+    assert save(job, model, 3, saving=saving) == NONE
 
 
 in_a_group = pytest.mark.usefixtures("group")
@@ -173,7 +176,7 @@ def test_on_a_gpu_each_tensor_is_looked_at_before_it_is_copied(
     job: SmallJob, saving: SaveSettings
 ) -> None:
     model = Mixed().cuda()
-    assert save(job, model, 1, saving=saving) == NonFinite(count=0)
+    assert save(job, model, 1, saving=saving) == NONE
     spoil(model.a_bfloat16, INF)
     spoil(model.a_float8_e4m3fn)
     told = save(job, model, 2, saving=saving)
@@ -250,7 +253,7 @@ def test_a_version_with_nan_is_published_with_a_warning_and_counted(
     assert metrics.registry.get_sample_value(name, {"job_dir": str(job.root)}) == 1
     assert job.latest.step == 2
     manifests = [read_manifest(job.storage, job.version(n)) for n in (1, 2)]
-    assert manifests[0].nonfinite == NonFinite(count=0)
+    assert manifests[0].nonfinite == NONE
     assert manifests[1].nonfinite == NonFinite(count=1, names=("weight",))
     page = invoke("status", job.root).output
     assert "with NaN or Inf in 1 tensor (weight)" in " ".join(page.split())
@@ -263,7 +266,7 @@ def test_a_version_with_nan_is_published_with_a_warning_and_counted(
 
 def test_a_daemon_that_refuses_nan_quarantines_it_and_serves_the_next_save(job: SmallJob) -> None:
     with job.daemon(DaemonConfig(refuse_nonfinite=True)) as loop:
-        put(job, 1, NonFinite(count=0))
+        put(job, 1, NONE)
         loop.run_once()
         put(job, 2, NonFinite(count=2, names=("head", "layers.0")))
         loop.run_once()
@@ -271,7 +274,7 @@ def test_a_daemon_that_refuses_nan_quarantines_it_and_serves_the_next_save(job: 
         record = job.refusal
         assert record.error == "NonFiniteError"
         assert "step 2 has NaN or Inf in 2 tensors (head, layers.0)" in record.reason
-        put(job, 3, NonFinite(count=0))
+        put(job, 3, NONE)
         loop.run_once()
         assert job.latest.step == 3
         assert (job.outcomes[2], job.outcomes[3]) == ("quarantined", "published")
@@ -308,7 +311,7 @@ def test_what_ranks_found_is_put_together(job: SmallJob) -> None:
     assert told == NonFinite(count=6, names=("a", "b", "c", "d"))
     assert str(told) == "NaN or Inf in 6 tensors (a, b, c, d, …)"
     for rank in range(2):
-        finite = shards[rank].model_copy(update={"nonfinite": NonFinite(count=0)})
+        finite = shards[rank].model_copy(update={"nonfinite": NONE})
         job.receipt(1, "run-1-9", rank, 3, finite)
     assert look_at_save(job.storage, actor, 1).nonfinite is None
 
