@@ -46,10 +46,13 @@ class Merging:
     def __call__(self, job: str) -> Turn:
         return Turn(self.turns, job, lambda: self.woken.append(job))
 
+    def all(self, jobs: str) -> list[Turn]:
+        return [self(job) for job in jobs.split()]
+
 
 def test_so_many_merge_and_the_next_is_whoever_asked_first() -> None:
     merging = Merging(2)
-    a, b, c, d = (merging(job) for job in "abcd")
+    a, b, c, d = merging.all("a b c d")
     assert a.take()
     assert b.take()
     assert not c.take()
@@ -67,7 +70,7 @@ def test_so_many_merge_and_the_next_is_whoever_asked_first() -> None:
 
 def test_who_has_nothing_to_merge_any_more_leaves_its_place() -> None:
     merging = Merging(1)
-    a, b, c = (merging(job) for job in "abc")
+    a, b, c = merging.all("a b c")
     assert a.take()
     assert not b.take()
     assert not c.take()
@@ -78,7 +81,7 @@ def test_who_has_nothing_to_merge_any_more_leaves_its_place() -> None:
 
 def test_who_waits_and_asks_no_more_loses_its_place() -> None:
     merging = Merging(1)
-    a, hangs, c = (merging(job) for job in ("a", "hangs", "c"))
+    a, hangs, c = merging.all("a hangs c")
     assert a.take()
     assert not hangs.take()
     assert not c.take()
@@ -91,7 +94,7 @@ def test_who_waits_and_asks_no_more_loses_its_place() -> None:
 
 def test_a_merge_whose_storage_hangs_holds_up_nobody_for_ever() -> None:
     merging = Merging(1)
-    hangs, other, third = (merging(job) for job in ("hangs", "other", "third"))
+    hangs, other, third = merging.all("hangs other third")
     assert hangs.take()
     assert not other.take()
     merging.silent["hangs"] = PATIENCE
@@ -137,7 +140,7 @@ def never() -> bool:
 
 def test_a_late_merge_goes_on_beside_the_others_and_no_second_one() -> None:
     merging = Merging(2)
-    sick, ill, well, last = (merging(job) for job in ("sick", "ill", "well", "last"))
+    sick, ill, well, last = merging.all("sick ill well last")
     assert sick.take("a")
     assert ill.take("b")
     assert not well.take("c")
@@ -174,7 +177,7 @@ def test_a_late_merge_goes_on_beside_the_others_and_no_second_one() -> None:
 
 def test_a_late_merge_that_holds_up_nobody_is_left_to_its_end() -> None:
     merging = Merging(2)
-    sick, ill = merging("sick"), merging("ill")
+    sick, ill = merging.all("sick ill")
     assert sick.take("a")
     assert ill.take("b")
     for _ in range(10):
@@ -185,7 +188,7 @@ def test_a_late_merge_that_holds_up_nobody_is_left_to_its_end() -> None:
 
 def test_how_long_a_merge_may_take_is_said_by_its_bytes_and_those_before() -> None:
     merging = Merging(1)
-    first, second, third = (merging(job) for job in ("first", "second", "third"))
+    first, second, third = merging.all("first second third")
     gigabytes = 10**9
     assert first.take("a")
     first.progress(10 * gigabytes, 10 * gigabytes)
@@ -296,11 +299,15 @@ def found(root: Path, storage: FastStorage, **more: Any) -> Discovery:
     return Discovery(root, STATE_POINTER, storage=storage, **given)
 
 
+def make_jobs(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name / ".syncd").mkdir(parents=True, exist_ok=True)
+
+
 def test_a_job_is_a_folder_with_a_pointer_or_a_trainer_s_or_daemon_s(tmp_path: Path) -> None:
-    for name in ("new", "verl", "logs", ".trash"):
+    make_jobs(tmp_path, "new", ".trash")
+    for name in ("verl", "logs"):
         (tmp_path / name).mkdir()
-    (tmp_path / "new" / ".syncd").mkdir()
-    (tmp_path / ".trash" / ".syncd").mkdir()
     (tmp_path / "verl" / STATE_POINTER).touch()
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("new")
@@ -316,7 +323,7 @@ def test_a_job_is_a_folder_with_a_pointer_or_a_trainer_s_or_daemon_s(tmp_path: P
 
 def test_a_job_is_gone_when_three_listings_in_a_row_do_not_have_it(tmp_path: Path) -> None:
     job = tmp_path / "job"
-    (job / ".syncd").mkdir(parents=True)
+    make_jobs(tmp_path, "job")
     look = found(tmp_path, FastStorage())
     look.look()
     job.rename(tmp_path / ".away")
@@ -335,7 +342,7 @@ def test_a_job_is_gone_when_three_listings_in_a_row_do_not_have_it(tmp_path: Pat
 def test_a_root_that_cannot_be_listed_says_nothing_about_its_jobs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "job" / ".syncd").mkdir(parents=True)
+    make_jobs(tmp_path, "job")
     storage = RuledStorage()
     look = found(tmp_path, storage)
     look.look()
@@ -347,8 +354,7 @@ def test_a_root_that_cannot_be_listed_says_nothing_about_its_jobs(
 
 
 def test_a_folder_that_may_not_be_looked_into_is_let_be(tmp_path: Path) -> None:
-    for name in ("kept-from-us", "ours"):
-        (tmp_path / name / ".syncd").mkdir(parents=True)
+    make_jobs(tmp_path, "kept-from-us", "ours")
     look = found(tmp_path, RuledStorage(refuse("status", errno.EACCES, where="kept-from-us")))
     look.look()
     assert look.jobs == {"ours"}
@@ -357,8 +363,7 @@ def test_a_folder_that_may_not_be_looked_into_is_let_be(tmp_path: Path) -> None:
 def test_a_folder_whose_storage_hangs_keeps_nobody_from_finding_the_others(
     tmp_path: Path,
 ) -> None:
-    for name in ("a", "hangs", "z"):
-        (tmp_path / name / ".syncd").mkdir(parents=True)
+    make_jobs(tmp_path, "a", "hangs", "z")
     answers, asked, changed = threading.Event(), threading.Event(), threading.Event()
 
     def rule(method: str, given: tuple[object, ...]) -> None:
@@ -387,8 +392,7 @@ def test_a_folder_whose_storage_hangs_keeps_nobody_from_finding_the_others(
 
 
 def test_a_folder_that_answers_as_it_is_left_behind_is_found_all_the_same(tmp_path: Path) -> None:
-    for name in ("hangs", "next"):
-        (tmp_path / name / ".syncd").mkdir(parents=True)
+    make_jobs(tmp_path, "hangs", "next")
     asked, answers, went_on, left = (threading.Event() for _ in range(4))
     lookers: list[threading.Thread] = []
 
@@ -434,8 +438,7 @@ def test_a_look_costs_one_listing_and_what_is_no_job_yet(tmp_path: Path) -> None
     look = found(tmp_path, storage)
     calls = []
     for jobs in (50, 100, 200):
-        for number in range(jobs):
-            (tmp_path / f"job-{number}" / ".syncd").mkdir(parents=True, exist_ok=True)
+        make_jobs(tmp_path, *(f"job-{number}" for number in range(jobs)))
         look.look()
         storage.calls.clear()
         look.look()
