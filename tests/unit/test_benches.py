@@ -213,14 +213,19 @@ def at_work(job: SmallJob, config: DaemonConfig = CONFIG) -> Iterator[None]:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[SmallJob]:
+def here(tmp_path: Path) -> SmallJob:
+    """A job on a local disk."""
+    return SmallJob(tmp_path / "job")
+
+
+@pytest.fixture
+def served(here: SmallJob) -> Iterator[SmallJob]:
     """A daemon that has published step 8; 0, 4 and 8 are full checkpoints."""
-    job = SmallJob(tmp_path / "job")
-    full(job, 0, 4, 8)
-    job.point(8)
-    with at_work(job):
-        wait_until(job.layout.latest.exists, "it is published")
-        yield job
+    full(here, 0, 4, 8)
+    here.point(8)
+    with at_work(here):
+        wait_until(here.layout.latest.exists, "it is published")
+        yield here
 
 
 def test_a_bench_of_every_full_checkpoint_moves_nobody_else(served: SmallJob) -> None:
@@ -290,29 +295,27 @@ def test_a_step_that_an_engine_refuses_leaves_it_and_the_job_as_they_were(served
         assert builds(served) == []
 
 
-def test_a_version_of_the_step_is_leased_and_no_daemon_is_needed(tmp_path: Path) -> None:
-    job = SmallJob(tmp_path / "job")
+def test_a_version_of_the_step_is_leased_and_no_daemon_is_needed(here: SmallJob) -> None:
     for step in (1, 2, 3):
-        publish(job, step, keep=9)  # and prunes the folders below
-    with hook_of(job) as hook:
+        publish(here, step, keep=9)  # and prunes the folders below
+    with hook_of(here) as hook:
         assert hook.load_step(2, 0) == Version(2, 2)
-        assert leased(job) == [2]
-        assert list(job.layout.bench.iterdir()) == []
+        assert leased(here) == [2]
+        assert list(here.layout.bench.iterdir()) == []
         # A follower again: LATEST is what it is compared with.
         pulls(hook, 3, 3)
         assert hook.load_step(3, 0) == Version(3, 3)
-        assert report(job, "bench").bench is None
+        assert report(here, "bench").bench is None
 
 
 def test_a_step_that_was_saved_again_since_it_was_published_is_built_as_it_is_now(
-    tmp_path: Path,
+    here: SmallJob,
 ) -> None:
-    job = SmallJob(tmp_path / "job")
-    full(job, 1)
-    publish(job, 1)
-    publish(job, 2)
-    job.save(1, 7.0, counter=1, point=False)
-    with at_work(job), hook_of(job) as hook:
+    full(here, 1)
+    publish(here, 1)
+    publish(here, 2)
+    here.save(1, 7.0, counter=1, point=False)
+    with at_work(here), hook_of(here) as hook:
         assert hook.load_step(1, LONG) == Version(0, 1)
         assert hook.get_weight("weight")[0] == 7
 
@@ -340,35 +343,33 @@ def test_a_step_that_cannot_be_built_is_an_error_with_its_reason(served: SmallJo
         assert list(served.layout.quarantine.iterdir()) == []
 
 
-def test_a_daemon_that_has_not_reported_its_settings_is_named_at_once(tmp_path: Path) -> None:
-    job = SmallJob(tmp_path / "job")
-    full(job, 4)
-    publish(job, 8)
-    daemon = job.daemon_says
-    job.put_record(job.layout.daemon_report, daemon.model_copy(update={"builds": None}))
-    with hook_of(job) as hook, pytest.raises(JobUnavailableError, match="restart it with syncd"):
+def test_a_daemon_that_has_not_reported_its_settings_is_named_at_once(here: SmallJob) -> None:
+    full(here, 4)
+    publish(here, 8)
+    daemon = here.daemon_says
+    here.put_record(here.layout.daemon_report, daemon.model_copy(update={"builds": None}))
+    with hook_of(here) as hook, pytest.raises(JobUnavailableError, match="restart it with syncd"):
         bench.step(hook, 4)
-    assert is_empty(job)
+    assert is_empty(here)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [None, "trainer"])
-def test_a_build_is_what_the_daemon_would_publish(tmp_path: Path, names: Names | None) -> None:
-    job = SmallJob(tmp_path / "job")
+def test_a_build_is_what_the_daemon_would_publish(here: SmallJob, names: Names | None) -> None:
     entries = [HeaderEntry(f"model.encoder.{name}", "F32", (3,), at, at + 12)
                for name, at in (("a", 0), ("b", 12))]  # fmt: skip
     content = header_bytes(entries) + bytes(24)
     for step in (4, 8):
-        full(job, step)
-        config = job.actor(step) / "huggingface" / "config.json"
-        job.put(config, b'{"model_type": "granite_speech"}')
-        job.put(job.actor(step) / "model.safetensors", content)
-        job.receipt(step, f"run-{step}-1", 0, 1, receipt_of(content))
-    job.point(8)
+        full(here, step)
+        config = here.actor(step) / "huggingface" / "config.json"
+        here.put(config, b'{"model_type": "granite_speech"}')
+        here.put(here.actor(step) / "model.safetensors", content)
+        here.receipt(step, f"run-{step}-1", 0, 1, receipt_of(content))
+    here.point(8)
     config = DaemonConfig(cast="bf16", names=names, max_shard_size=6, digests=False)
-    job.run(config)
-    published = read_manifest(STORAGE, job.version(1))
-    with hook_of(job) as hook:
+    here.run(config)
+    published = read_manifest(STORAGE, here.version(1))
+    with hook_of(here) as hook:
         built = hook.synchronizer.hold_step(4).manifest
     changes = {"sequence": 0, "step": 4, "save_id": "run-4-1", "timings": built.timings}
     assert built == published.model_copy(update=changes)
@@ -397,32 +398,30 @@ def test_a_build_that_does_not_fit_on_the_disk_is_not_begun(
         assert builds(served) == []
 
 
-def test_a_save_that_is_not_complete_is_waited_for_at_most_the_timeout(tmp_path: Path) -> None:
-    job = SmallJob(tmp_path / "job")
-    publish(job, 8)
-    job.save(4, receipts=False, point=False)
-    actor = job.actor(4)
+def test_a_save_that_is_not_complete_is_waited_for_at_most_the_timeout(here: SmallJob) -> None:
+    publish(here, 8)
+    here.save(4, receipts=False, point=False)
+    actor = here.actor(4)
     (actor / "model.safetensors").rename(actor / "later")
-    with hook_of(job) as hook:
+    with hook_of(here) as hook:
         with pytest.raises(WaitTimeoutError, match="step 4 was not complete in time"):
             bench.step(hook, 4, 0.05)
         (actor / "later").rename(actor / "model.safetensors")
         with pytest.raises(WaitTimeoutError, match="no receipts"):
             bench.step(hook, 4, 0.05)
-        assert is_empty(job)
+        assert is_empty(here)
         assert bench.step(hook, 4, LONG) == Version(0, 4)
 
 
-def test_a_build_ends_when_its_hook_is_cancelled(tmp_path: Path) -> None:
+def test_a_build_ends_when_its_hook_is_cancelled(here: SmallJob) -> None:
     storage = RuledStorage()
-    job = SmallJob(tmp_path / "job")
-    full(job, 4)
-    publish(job, 8)
-    with hook_of(job, storage=storage) as hook:
+    full(here, 4)
+    publish(here, 8)
+    with hook_of(here, storage=storage) as hook:
         storage.once("create", lambda *_: hook.cancel(), where="bench")
         with pytest.raises(CancelledError):
             bench.step(hook, 4)
-        assert builds(job) == []
+        assert builds(here) == []
 
 
 def test_a_trainer_does_not_wait_for_an_explorer_that_evaluates_a_step(served: SmallJob) -> None:
