@@ -5,7 +5,8 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,9 +60,18 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return made
 
 
+Start = Callable[..., TrainerHook]
+
+
 @pytest.fixture
-def hook(job: SmallJob, model: nn.Module, storage: RuledStorage) -> Iterator[TrainerHook]:
-    with TrainerHook(job.root, model, storage=storage) as made:
+def start(job: SmallJob, model: nn.Module, storage: RuledStorage) -> Start:
+    """Makes a hook of the model."""
+    return partial(TrainerHook, job.root, model, storage=storage)
+
+
+@pytest.fixture
+def hook(start: Start, optimizer: torch.optim.Optimizer) -> Iterator[TrainerHook]:
+    with start(optimizer=optimizer) as made:
         yield made
 
 
@@ -97,10 +107,10 @@ def gate(storage: RuledStorage) -> Gate:
 
 
 def test_a_sync_that_is_due_while_one_is_written_is_skipped_counted_and_stays_due(
-    job: SmallJob, model: nn.Module, storage: RuledStorage, gate: Gate
+    job: SmallJob, start: Start, gate: Gate
 ) -> None:
     settings = SyncSettings(sync_interval=2)
-    with TrainerHook(job.root, model, settings=settings, storage=storage) as hook:
+    with start(settings=settings) as hook:
         hook.after_step(2)
         assert gate.reached.wait(DEADLINE)
         told = [hook.after_step(step) for step in (3, 4, 5, 6)]
@@ -120,14 +130,11 @@ def test_a_sync_that_is_due_while_one_is_written_is_skipped_counted_and_stays_du
 def test_a_full_save_waits_behind_a_sync_and_both_are_what_they_were(
     job: SmallJob,
     model: nn.Module,
+    start: Start,
     optimizer: torch.optim.Optimizer,
-    storage: RuledStorage,
     gate: Gate,
 ) -> None:
-    hook = TrainerHook(
-        job.root, model, optimizer=optimizer, settings=SyncSettings(save_interval=2),
-        storage=storage,
-    )  # fmt: skip
+    hook = start(optimizer=optimizer, settings=SyncSettings(save_interval=2))
     values = []
     for step in (1, 2):
         with torch.no_grad():
@@ -145,11 +152,9 @@ def test_a_full_save_waits_behind_a_sync_and_both_are_what_they_were(
     assert latest_checkpoint(job.root) == 2
 
 
-def test_a_third_save_waits_for_one_of_two_buffers(
-    job: SmallJob, model: nn.Module, storage: RuledStorage, gate: Gate
-) -> None:
+def test_a_third_save_waits_for_one_of_two_buffers(job: SmallJob, start: Start, gate: Gate) -> None:
     saving = SaveSettings(when_busy_sync=WhenBusy.WAIT)
-    with TrainerHook(job.root, model, saving=saving, storage=storage) as hook:
+    with start(saving=saving) as hook:
         for step in (1, 2):
             hook.after_step(step)
         third = threading.Thread(target=hook.after_step, args=[3])
@@ -163,11 +168,11 @@ def test_a_third_save_waits_for_one_of_two_buffers(
 
 
 def test_a_save_that_gets_no_buffer_in_time_is_left_out_and_said_to_all(
-    job: SmallJob, model: nn.Module, storage: RuledStorage, gate: Gate
+    job: SmallJob, start: Start, gate: Gate
 ) -> None:
     settings = SyncSettings(save_timeout=0.1)
     saving = SaveSettings(when_busy_sync=WhenBusy.WAIT)
-    with TrainerHook(job.root, model, settings=settings, saving=saving, storage=storage) as hook:
+    with start(settings=settings, saving=saving) as hook:
         try:
             for step in (1, 2):
                 hook.after_step(step)
@@ -188,7 +193,7 @@ def test_a_save_that_gets_no_buffer_in_time_is_left_out_and_said_to_all(
 
 
 def test_a_save_is_left_out_though_those_before_it_end_while_it_is_copied(
-    job: SmallJob, model: nn.Module, storage: RuledStorage, gate: Gate
+    start: Start, gate: Gate
 ) -> None:
 
     def goes_on() -> dict[str, Any]:
@@ -196,10 +201,11 @@ def test_a_save_is_left_out_though_those_before_it_end_while_it_is_copied(
         over(hook)
         return {}
 
-    with TrainerHook(
-        job.root, model, user_state=goes_on, settings=SyncSettings(save_timeout=0.1),
-        saving=SaveSettings(when_busy_sync=WhenBusy.WAIT), storage=storage,
-    ) as hook:  # fmt: skip
+    with start(
+        user_state=goes_on,
+        settings=SyncSettings(save_timeout=0.1),
+        saving=SaveSettings(when_busy_sync=WhenBusy.WAIT),
+    ) as hook:
         for step in (1, 2):
             hook.after_step(step)
         with pytest.raises(
@@ -211,13 +217,12 @@ def test_a_save_is_left_out_though_those_before_it_end_while_it_is_copied(
 
 def test_a_save_that_never_ends_is_given_up_and_said(
     job: SmallJob,
-    model: nn.Module,
-    storage: RuledStorage,
+    start: Start,
     monkeypatch: pytest.MonkeyPatch,
     gate: Gate,
 ) -> None:
     monkeypatch.setattr("trainer_hooks.saver._LAST", 0.1)
-    hook = TrainerHook(job.root, model, settings=SyncSettings(save_timeout=0.1), storage=storage)
+    hook = start(settings=SyncSettings(save_timeout=0.1))
     hook.after_step(1)
     try:
         with pytest.raises(SaveFailedError, match=r"step 1 is still being written after 0\.2 s"):
@@ -233,9 +238,9 @@ def test_a_save_that_never_ends_is_given_up_and_said(
 
 
 def test_a_full_checkpoint_of_a_synced_step_completes_that_save(
-    job: SmallJob, model: nn.Module, optimizer: torch.optim.Optimizer
+    job: SmallJob, hook: TrainerHook
 ) -> None:
-    with TrainerHook(job.root, model, optimizer=optimizer) as hook, job.daemon() as loop:
+    with job.daemon() as loop:
         hook.after_step(4)
         written(hook)
         loop.run_once()
@@ -287,9 +292,9 @@ def test_a_failed_save_may_be_made_again_of_the_same_step(
 
 
 def test_the_last_step_becomes_a_full_checkpoint_where_such_are_made(
-    job: SmallJob, model: nn.Module
+    job: SmallJob, start: Start
 ) -> None:
-    with TrainerHook(job.root, model, settings=SyncSettings(save_interval=100)) as hook:
+    with start(settings=SyncSettings(save_interval=100)) as hook:
         hook.after_step(3)
     assert latest_checkpoint(job.root) == 3
 
@@ -297,11 +302,11 @@ def test_the_last_step_becomes_a_full_checkpoint_where_such_are_made(
 @pytest.mark.parametrize("saved_before", [False, True])
 @pytest.mark.parametrize("layout", list(SaveLayout))
 def test_the_last_checkpoint_has_its_weights_as_a_hugging_face_model(
-    job: SmallJob, model: nn.Module, layout: SaveLayout, saved_before: bool
+    job: SmallJob, model: nn.Module, start: Start, layout: SaveLayout, saved_before: bool
 ) -> None:
     saving = SaveSettings(save_as_hf=SaveAsHf.LAST, layout=layout)
     model.config = Files()  # type: ignore[assignment]
-    with TrainerHook(job.root, model, saving=saving) as hook:
+    with start(saving=saving) as hook:
         hook.after_step(3)
         if saved_before:
             hook.save_checkpoint(3)
@@ -318,14 +323,11 @@ def test_the_last_checkpoint_has_its_weights_as_a_hugging_face_model(
 
 
 def test_a_critic_and_what_the_user_adds_are_in_a_full_checkpoint(
-    job: SmallJob, model: nn.Module
+    job: SmallJob, start: Start
 ) -> None:
     critic = nn.Linear(2, 1)
     its = torch.optim.SGD(critic.parameters())
-    with TrainerHook(
-        job.root, model, critic=critic, critic_optimizer=its,
-        user_state=lambda: {"samples": 17},
-    ) as hook:  # fmt: skip
+    with start(critic=critic, critic_optimizer=its, user_state=lambda: {"samples": 17}) as hook:
         hook.save_checkpoint(4)
     step = job.step(4)
     saved = torch.load(step / "critic" / SHARD, weights_only=True)
@@ -337,7 +339,7 @@ def test_a_critic_and_what_the_user_adds_are_in_a_full_checkpoint(
 
 
 def test_older_full_checkpoints_are_retired_once_the_newer_one_is_pointed_to(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, start: Start, storage: RuledStorage
 ) -> None:
     saving = SaveSettings(max_to_keep=1, keep_every=4)
     pointed: list[str] = []
@@ -345,7 +347,7 @@ def test_older_full_checkpoints_are_retired_once_the_newer_one_is_pointed_to(
     def look(*_: Path) -> None:
         pointed.append(job.layout.checkpoint_pointer.read_text())
 
-    with TrainerHook(job.root, model, saving=saving, storage=storage) as hook:
+    with start(saving=saving) as hook:
         for step in (3, 4, 5):
             storage.rules.append(once("rename", look, where=f"global_step_{step - 1}/{RETIRED}"))
             checkpoint(hook, step)
@@ -362,12 +364,9 @@ def test_older_full_checkpoints_are_retired_once_the_newer_one_is_pointed_to(
     ("method", "layout"), [("memory", SaveLayout.SHARDED), ("checkpoint", SaveLayout.FULL)]
 )
 def test_a_full_state_dict_is_published_by_a_link(
-    job: SmallJob, model: nn.Module, method: Any, layout: SaveLayout
+    job: SmallJob, model: nn.Module, start: Start, method: Any, layout: SaveLayout
 ) -> None:
-    with TrainerHook(
-        job.root, model, settings=SyncSettings(method=method),
-        saving=SaveSettings(layout=layout),
-    ) as hook:  # fmt: skip
+    with start(settings=SyncSettings(method=method), saving=SaveSettings(layout=layout)) as hook:
         hook.after_step(4)
         hook.save_checkpoint(4)
     job.run()
@@ -379,11 +378,11 @@ def test_a_full_state_dict_is_published_by_a_link(
 
 
 def test_syncs_go_to_the_memory_folder_and_full_checkpoints_to_the_job(
-    job: SmallJob, model: nn.Module, tmp_path: Path
+    job: SmallJob, start: Start, tmp_path: Path
 ) -> None:
     memory = SmallJob(tmp_path / "shm")
     settings = SyncSettings(method="memory", save_interval=2)  # type: ignore[arg-type] # a name will do
-    with TrainerHook(job.root, model, settings=settings, memory_dir=memory.root) as hook:
+    with start(settings=settings, memory_dir=memory.root) as hook:
         for step in (1, 2):
             told = hook.after_step(step)
             written(hook)
@@ -399,11 +398,9 @@ def test_syncs_go_to_the_memory_folder_and_full_checkpoints_to_the_job(
     assert memory.latest.step == 2
 
 
-def test_settings_that_do_not_go_together_are_refused(
-    job: SmallJob, model: nn.Module, tmp_path: Path
-) -> None:
+def test_settings_that_do_not_go_together_are_refused(start: Start, tmp_path: Path) -> None:
     with pytest.raises(InvalidSettingsError, match="memory_dir is only for method memory"):
-        TrainerHook(job.root, model, memory_dir=tmp_path)
+        start(memory_dir=tmp_path)
     for wrong in ({"layout": "odd"}, {"max_to_keep": -1}, {"when_busy_sync": "never"}):
         with pytest.raises(InvalidSettingsError, match=next(iter(wrong))):
             SaveSettings(**wrong)  # type: ignore[arg-type] # that is the point
@@ -433,9 +430,8 @@ def test_a_full_disk_names_the_file_the_need_and_the_room_and_leaves_nothing(
 
 
 def test_announced_weights_stay_and_the_rest_goes_when_the_rest_cannot_be_written(
-    job: SmallJob, model: nn.Module, optimizer: torch.optim.Optimizer, storage: RuledStorage
+    job: SmallJob, hook: TrainerHook, storage: RuledStorage
 ) -> None:
-    hook = TrainerHook(job.root, model, optimizer=optimizer, storage=storage)
     storage.refuse("create", errno.ENOSPC, where="extra_state")
     with pytest.raises(SaveFailedError, match="step 4"):
         checkpoint(hook, 4)
@@ -445,25 +441,22 @@ def test_announced_weights_stay_and_the_rest_goes_when_the_rest_cannot_be_writte
     assert not (job.actor(4) / OPTIMIZER).exists()
     assert not (job.step(4) / SAVING).exists()
     assert latest_checkpoint(job.root) is None
-    hook.close()
 
 
 def test_nothing_of_a_whole_checkpoint_goes_when_what_comes_after_it_is_refused(
-    job: SmallJob, model: nn.Module, optimizer: torch.optim.Optimizer, storage: RuledStorage
+    job: SmallJob, hook: TrainerHook, storage: RuledStorage
 ) -> None:
-    hook = TrainerHook(job.root, model, optimizer=optimizer, storage=storage)
     storage.refuse("rename", errno.ENOSPC, where="latest_checkpointed")
     with pytest.raises(SaveFailedError, match="step 4"):
         checkpoint(hook, 4)
     assert (job.actor(4) / OPTIMIZER).exists()
     assert latest_checkpoint(job.root) == 4
-    hook.close()
 
 
 def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(
-    job: SmallJob, model: nn.Module
+    job: SmallJob, start: Start
 ) -> None:
-    hook = TrainerHook(job.root, model, user_state=lambda: {"path": Path()})
+    hook = start(user_state=lambda: {"path": Path()})
     with pytest.raises(InvalidSettingsError, match="user_state"):
         hook.save_checkpoint(4)
     hook.save_state_dict(5)
@@ -472,26 +465,24 @@ def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(
 
 
 def test_a_gathered_file_that_the_pruner_took_is_written_again(
-    job: SmallJob, model: nn.Module, storage: RuledStorage, tmp_path: Path
+    job: SmallJob, start: Start, storage: RuledStorage, tmp_path: Path
 ) -> None:
     def prune(*_: Path) -> None:
         job.step(4).rename(tmp_path / "trash")
 
     storage.rules.append(once("rename", prune, where="fsdp_config"))
     saving = SaveSettings(layout=SaveLayout.FULL)
-    hook = TrainerHook(job.root, model, saving=saving, storage=storage)
+    hook = start(saving=saving)
     hook.after_step(4)
     hook.close()
     assert job.pointed == "4\n"
     assert (job.actor(4) / "model.safetensors").exists()
 
 
-def test_a_save_that_failed_keeps_no_memory(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
-) -> None:
+def test_a_save_that_failed_keeps_no_memory(start: Start, storage: RuledStorage) -> None:
     shape = (3, 1, 4, 1, 5)
     state = {"samples": torch.zeros(shape)}
-    hook = TrainerHook(job.root, model, user_state=lambda: state, storage=storage)
+    hook = start(user_state=lambda: state)
     storage.refuse("create", errno.ENOSPC, where="extra_state")
     hook.save_checkpoint(4)
     over(hook)
@@ -518,10 +509,10 @@ def test_a_write_that_torch_is_refused_keeps_no_memory() -> None:
 
 
 def test_a_checkpoint_whose_mark_cannot_be_removed_is_not_written_again(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, start: Start, storage: RuledStorage
 ) -> None:
     settings = SyncSettings(save_interval=4)
-    hook = TrainerHook(job.root, model, settings=settings, storage=storage)
+    hook = start(settings=settings)
     storage.refuse("unlink", errno.EACCES, where=SAVING)
     hook.after_step(4)
     over(hook)
@@ -559,12 +550,9 @@ def test_a_hugging_face_model_that_cannot_be_added_leaves_the_step_to_the_pruner
 
 
 def test_what_failed_is_said_also_where_the_end_fails_otherwise(
-    job: SmallJob, model: nn.Module, storage: RuledStorage, caplog: pytest.LogCaptureFixture
+    start: Start, storage: RuledStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hook = TrainerHook(
-        job.root, model, settings=SyncSettings(save_interval=9), user_state=user_state,
-        storage=storage,
-    )  # fmt: skip
+    hook = start(settings=SyncSettings(save_interval=9), user_state=user_state)
     storage.refuse("create", errno.ENOSPC, where=SHARD)
     hook.after_step(4)
     with pytest.raises(ZeroDivisionError):
@@ -572,9 +560,7 @@ def test_what_failed_is_said_also_where_the_end_fails_otherwise(
     assert "No space left" in caplog.text
 
 
-def test_what_all_ranks_gather_comes_before_what_one_of_them_may_refuse(
-    job: SmallJob, model: nn.Module
-) -> None:
+def test_what_all_ranks_gather_comes_before_what_one_of_them_may_refuse(start: Start) -> None:
     asked: list[str] = []
 
     class Notes:
@@ -585,10 +571,13 @@ def test_what_all_ranks_gather_comes_before_what_one_of_them_may_refuse(
             asked.append(self._name)
             return {}
 
-    hook = TrainerHook(
-        job.root, model, optimizer=Notes("actor's"), scheduler=Notes("scheduler"),
-        critic=nn.Linear(2, 1), critic_optimizer=Notes("critic's"), user_state=user_state,
-    )  # fmt: skip
+    hook = start(
+        optimizer=Notes("actor's"),
+        scheduler=Notes("scheduler"),
+        critic=nn.Linear(2, 1),
+        critic_optimizer=Notes("critic's"),
+        user_state=user_state,
+    )
     with pytest.raises(ZeroDivisionError):
         hook.save_checkpoint(4)
     assert asked == ["actor's", "critic's"]
@@ -620,22 +609,22 @@ def test_a_hook_that_is_closed_says_so(hook: TrainerHook) -> None:
 # -- explorers ---------------------------------------------------------------------------------
 
 
-def test_a_second_trainer_is_refused_and_the_first_goes_on(job: SmallJob, model: nn.Module) -> None:
+def test_a_second_trainer_is_refused_and_the_first_goes_on(job: SmallJob, start: Start) -> None:
     job.layout.format.write_bytes(b'{"lease_time": 4}')  # a part of which it waits for a heartbeat
-    with TrainerHook(job.root, model) as hook:
+    with start() as hook:
         with pytest.raises(NameTakenError):
-            TrainerHook(job.root, model)
+            start()
         hook.after_step(1)
-    with TrainerHook(job.root, model) as hook:
+    with start() as hook:
         hook.after_step(2)
     assert job.pointed == "2\n"
 
 
 def test_explorers_learn_that_a_trainer_has_stopped_also_where_training_raised(
-    job: SmallJob, model: nn.Module
+    job: SmallJob, start: Start
 ) -> None:
     def train() -> None:
-        with TrainerHook(job.root, model) as hook:
+        with start() as hook:
             assert report(job).status == "running"
             hook.after_step(1)
             raise ZeroDivisionError
@@ -651,10 +640,10 @@ def ask(explorer: ExplorerSynchronizer) -> None:
     explorer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
 
 
-def test_explorers_that_ask_decide(job: SmallJob, model: nn.Module) -> None:
+def test_explorers_that_ask_decide(job: SmallJob, start: Start) -> None:
     settings = SyncSettings(style="explorer_driven")  # type: ignore[arg-type] # a name will do
     with (
-        TrainerHook(job.root, model, settings=settings) as hook,
+        start(settings=settings) as hook,
         ExplorerSynchronizer(job.root, "explorer") as explorer,
     ):
         explorer.set_explorer_status(RunningStatus.RUNNING)
@@ -675,7 +664,7 @@ def test_explorers_that_ask_decide(job: SmallJob, model: nn.Module) -> None:
 
 
 def test_an_explorer_is_told_that_nothing_comes_only_where_nothing_does(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, start: Start, storage: RuledStorage
 ) -> None:
     settings = SyncSettings(style="explorer_driven")  # type: ignore[arg-type] # a name will do
     gate = Gate(RuledStorage(), "", "")
@@ -688,7 +677,7 @@ def test_an_explorer_is_told_that_nothing_comes_only_where_nothing_does(
             assert gate.opened.wait(DEADLINE)
 
     with (
-        TrainerHook(job.root, model, settings=settings, storage=storage) as hook,
+        start(settings=settings) as hook,
         ExplorerSynchronizer(job.root, "explorer") as explorer,
     ):
         ask(explorer)
@@ -711,19 +700,17 @@ def test_an_explorer_is_told_that_nothing_comes_only_where_nothing_does(
 
 
 def test_storage_that_shows_no_explorers_stops_no_training(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    start: Start, storage: RuledStorage
 ) -> None:
     settings = SyncSettings(style="explorer_driven", max_explorer_lag=1)  # type: ignore[arg-type] # a name will do
-    with TrainerHook(job.root, model, settings=settings, storage=storage) as hook:
+    with start(settings=settings) as hook:
         storage.refuse("names", errno.EIO, where="explorers")
         assert "time/stall" in hook.after_step(1)
         storage.rules.clear()
 
 
-def test_waiting_for_data_before_the_first_step_saves_nothing(
-    job: SmallJob, model: nn.Module
-) -> None:
-    with TrainerHook(job.root, model) as hook:
+def test_waiting_for_data_before_the_first_step_saves_nothing(job: SmallJob, start: Start) -> None:
+    with start() as hook:
         assert "time/sync_weight" not in hook.sync_while_waiting()
         hook.after_step(1)
     assert job.pointed == "1\n"
