@@ -61,6 +61,12 @@ def hook_of(
     )
 
 
+@pytest.fixture
+def hook(job: SmallJob, engine: FakeEngine) -> Iterator[ExplorerHook]:
+    with hook_of(job, engine) as made:
+        yield made
+
+
 def aside(call: Callable[..., Any], *given: Any, **named: Any) -> Future[Any]:
     """A call in a thread."""
     return ThreadPoolExecutor(1).submit(call, *given, **named)
@@ -91,15 +97,14 @@ def test_a_step_syncs_where_the_settings_say_so(job: SmallJob, engine: FakeEngin
             hook.after_step("6")  # type: ignore[arg-type]
 
 
-def test_a_timeout_of_another_type_is_refused_by_name(job: SmallJob, engine: FakeEngine) -> None:
-    with hook_of(job, engine) as hook:
-        calls: list[Callable[[Any], Any]] = [
-            hook.pull, partial(hook.load_step, 1), partial(hook.pull_step, 1),
-            hook.wait_until_served,
-        ]  # fmt: skip
-        for call in calls:
-            with pytest.raises(InvalidSettingsError, match=r"^timeout is '5': it must be a number"):
-                call("5")
+def test_a_timeout_of_another_type_is_refused_by_name(hook: ExplorerHook) -> None:
+    calls: list[Callable[[Any], Any]] = [
+        hook.pull, partial(hook.load_step, 1), partial(hook.pull_step, 1),
+        hook.wait_until_served,
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(InvalidSettingsError, match=r"^timeout is '5': it must be a number"):
+            call("5")
 
 
 def test_a_step_waits_for_the_trainer_until_it_has_something_or_says_that_it_has_not(
@@ -124,41 +129,38 @@ def test_a_step_waits_for_the_trainer_until_it_has_something_or_says_that_it_has
 
 
 def test_a_step_goes_on_with_what_it_has_where_a_version_is_refused(
-    job: SmallJob, engine: FakeEngine
+    job: SmallJob, engine: FakeEngine, hook: ExplorerHook
 ) -> None:
     publish(job, 1)
-    with hook_of(job, engine) as hook:
-        hook.after_step(1)
-        publish(job, 2)
-        engine.fail("check", EngineMismatchError("other names"))
-        assert hook.after_step(2) == Version(1, 1)
-        assert "other names" in str(report(job).refused)
-        publish(job, 3)
-        engine.fail("check", OSError(errno.EIO, "no"))
-        assert hook.after_step(3) == Version(1, 1)
-        assert hook.after_step(4) == Version(3, 3)
+    hook.after_step(1)
+    publish(job, 2)
+    engine.fail("check", EngineMismatchError("other names"))
+    assert hook.after_step(2) == Version(1, 1)
+    assert "other names" in str(report(job).refused)
+    publish(job, 3)
+    engine.fail("check", OSError(errno.EIO, "no"))
+    assert hook.after_step(3) == Version(1, 1)
+    assert hook.after_step(4) == Version(3, 3)
 
 
 def test_a_pull_asks_again_whenever_the_trainer_had_nothing_newer(
-    job: SmallJob, engine: FakeEngine, trainer: TrainerSynchronizer
+    job: SmallJob, hook: ExplorerHook, trainer: TrainerSynchronizer
 ) -> None:
-    with hook_of(job, engine) as hook:
-        pulling = aside(hook.pull, LONG)
-        for _ in range(2):
-            wait_until(trainer.explorer_requires_sync, "it asks")
-            trainer.notify_no_new_model_state_dict()
-        wait_until(trainer.explorer_requires_sync, "it asks once more")
-        assert report(job).requests == 3
-        trainer.close()
-        publish(job, 1)  # by another trainer, say
-        assert pulling.result(LONG) == Version(1, 1)
+    pulling = aside(hook.pull, LONG)
+    for _ in range(2):
+        wait_until(trainer.explorer_requires_sync, "it asks")
+        trainer.notify_no_new_model_state_dict()
+    wait_until(trainer.explorer_requires_sync, "it asks once more")
+    assert report(job).requests == 3
+    trainer.close()
+    publish(job, 1)  # by another trainer, say
+    assert pulling.result(LONG) == Version(1, 1)
 
 
 @pytest.mark.usefixtures("trainer")
-def test_a_pull_of_no_time_requires_nothing(job: SmallJob, engine: FakeEngine) -> None:
-    with hook_of(job, engine) as hook:
-        assert hook.pull(0) is None
-        assert report(job).requests == 0
+def test_a_pull_of_no_time_requires_nothing(job: SmallJob, hook: ExplorerHook) -> None:
+    assert hook.pull(0) is None
+    assert report(job).requests == 0
 
 
 def test_a_pull_goes_on_where_it_cannot_ask(job: SmallJob, engine: FakeEngine) -> None:
@@ -263,16 +265,13 @@ def test_a_hook_follows_in_the_background(job: SmallJob, engine: FakeEngine) -> 
             hook.wait_until_served(0.01, newer_than=Version(5, 5))
 
 
-def test_who_waits_to_be_served_by_nobody_is_told_at_once(
-    job: SmallJob, engine: FakeEngine
-) -> None:
-    with hook_of(job, engine) as hook:
-        with pytest.raises(InvalidSettingsError, match=r"no thread follows .* Call start\(\) or"):
-            hook.wait_until_served()
-        hook.start()
-        waiting = aside(hook.wait_until_served)
-        hook.stop()
-        assert isinstance(waiting.exception(LONG), InvalidSettingsError)
+def test_who_waits_to_be_served_by_nobody_is_told_at_once(hook: ExplorerHook) -> None:
+    with pytest.raises(InvalidSettingsError, match=r"no thread follows .* Call start\(\) or"):
+        hook.wait_until_served()
+    hook.start()
+    waiting = aside(hook.wait_until_served)
+    hook.stop()
+    assert isinstance(waiting.exception(LONG), InvalidSettingsError)
 
 
 @pytest.mark.parametrize(
@@ -327,37 +326,35 @@ def test_a_pull_that_times_out_says_whether_a_daemon_works(
 
 
 def test_a_pull_soon_says_that_no_trainer_works(
-    job: SmallJob, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+    job: SmallJob, hook: ExplorerHook, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = f"explorer waits for a trainer, or a first version: no trainer works in {job.root}"
-    with hook_of(job, engine) as hook:
-        for _ in range(2):
-            with (
-                job.daemon(),
-                pytest.raises(WaitTimeoutError, match="; no trainer works in "),
-            ):
-                hook.pull(1)
-        assert caplog.text.count(told) == 1
-        publish(job, 1)
-        hook.pull(0)
-        caplog.clear()
-        with pytest.raises(WaitTimeoutError):
-            hook.pull(0.1)
-        assert told not in caplog.text
+    for _ in range(2):
+        with (
+            job.daemon(),
+            pytest.raises(WaitTimeoutError, match="; no trainer works in "),
+        ):
+            hook.pull(1)
+    assert caplog.text.count(told) == 1
+    publish(job, 1)
+    hook.pull(0)
+    caplog.clear()
+    with pytest.raises(WaitTimeoutError):
+        hook.pull(0.1)
+    assert told not in caplog.text
 
 
 def test_a_pull_that_finds_a_damaged_latest_names_the_file(
-    job: SmallJob, engine: FakeEngine
+    job: SmallJob, hook: ExplorerHook
 ) -> None:
     publish(job, 1)
     job.put(job.layout.latest, b"{garbage")
     job.hosts.settle()
-    with hook_of(job, engine) as hook:
-        damaged = rf"^no version was found in time, because {job.layout.latest} is damaged\. The "
-        times_out(hook, damaged)
-        job.run()
-        job.hosts.settle()
-        pulls(hook, 1, 1)
+    damaged = rf"^no version was found in time, because {job.layout.latest} is damaged\. The "
+    times_out(hook, damaged)
+    job.run()
+    job.hosts.settle()
+    pulls(hook, 1, 1)
 
 
 def test_a_pull_from_a_job_that_was_removed_says_so(tmp_path: Path, engine: FakeEngine) -> None:
@@ -371,36 +368,36 @@ def test_a_pull_from_a_job_that_was_removed_says_so(tmp_path: Path, engine: Fake
 
 @pytest.mark.parametrize("call", ["pull", "wait_until_served"])
 def test_what_was_refused_is_named_by_the_next_timeout(
-    job: SmallJob, engine: FakeEngine, call: str
+    job: SmallJob, engine: FakeEngine, hook: ExplorerHook, call: str
 ) -> None:
     publish(job, 1)
     engine.fail("check", EngineMismatchError("other names"), sequence=1)
-    with hook_of(job, engine) as hook:
-        if call == "pull":
-            with pytest.raises(EngineMismatchError):
-                hook.pull(0)
-            times_out(hook, r"; explorer refused version 1: other names$")
-        else:
-            hook.start()
-            wait_until(lambda: report(job).refused, "it is refused")
-            with pytest.raises(WaitTimeoutError, match=r"s: it refused version 1: other names$"):
-                hook.wait_until_served(0.05)
-            hook.stop()
-        publish(job, 2)
-        pulls(hook, 2, 2)
-        times_out(hook, r"; no trainer works in [^;]*$", 0.001)
-
-
-def test_a_follower_outlives_what_passes(job: SmallJob, engine: FakeEngine) -> None:
-    publish(job, 1)
-    with hook_of(job, engine) as hook:
-        engine.fail("load", ConnectionError("down"), torn=True, times=2)
+    if call == "pull":
+        with pytest.raises(EngineMismatchError):
+            hook.pull(0)
+        times_out(hook, r"; explorer refused version 1: other names$")
+    else:
         hook.start()
-        assert hook.wait_until_served(LONG) == Version(1, 1)
-        assert hook.fault is None
-        engine.fail("load", ConnectionError("down"), torn=True, times=3)
-        publish(job, 2)
-        serves_after_first(hook, 2)
+        wait_until(lambda: report(job).refused, "it is refused")
+        with pytest.raises(WaitTimeoutError, match=r"s: it refused version 1: other names$"):
+            hook.wait_until_served(0.05)
+        hook.stop()
+    publish(job, 2)
+    pulls(hook, 2, 2)
+    times_out(hook, r"; no trainer works in [^;]*$", 0.001)
+
+
+def test_a_follower_outlives_what_passes(
+    job: SmallJob, engine: FakeEngine, hook: ExplorerHook
+) -> None:
+    publish(job, 1)
+    engine.fail("load", ConnectionError("down"), torn=True, times=2)
+    hook.start()
+    assert hook.wait_until_served(LONG) == Version(1, 1)
+    assert hook.fault is None
+    engine.fail("load", ConnectionError("down"), torn=True, times=3)
+    publish(job, 2)
+    serves_after_first(hook, 2)
 
 
 @pytest.mark.parametrize("call", ["pull", "after_step", "may_produce", "wait_until_served"])
@@ -470,12 +467,11 @@ def test_closing_ends_a_follower_once_its_load_is_done(job: SmallJob, engine: Fa
         hook.start()
 
 
-def test_cancelling_ends_who_waits_to_be_served(job: SmallJob, engine: FakeEngine) -> None:
-    with hook_of(job, engine) as hook:
-        hook.start()
-        waiting = aside(hook.wait_until_served, LONG)
-        hook.cancel()
-        assert isinstance(waiting.exception(LONG), CancelledError)
+def test_cancelling_ends_who_waits_to_be_served(hook: ExplorerHook) -> None:
+    hook.start()
+    waiting = aside(hook.wait_until_served, LONG)
+    hook.cancel()
+    assert isinstance(waiting.exception(LONG), CancelledError)
 
 
 # -- kinds -----------------------------------------------------------------------------------------
