@@ -16,7 +16,12 @@ from syncd.checkpoint.save import (
     confirm_unchanged,
     look_at_save,
 )
-from syncd.protocol.errors import CheckpointError, SaveNotReadyError, ShardFormatError
+from syncd.protocol.errors import (
+    CheckpointError,
+    SaveNotReadyError,
+    ShardFormatError,
+    SyncdError,
+)
 from syncd.protocol.names import RECEIPTS, receipt_name, shard_name
 from syncd.storage.fsio import Storage
 from tests.jobs import SmallJob, receipt_of, weights
@@ -45,6 +50,13 @@ def two_whole_sets(job: SmallJob) -> None:
 
 def opened(job: SmallJob, save: Save | None = None) -> AbstractContextManager[OpenSave]:
     return open_save(job.storage, job.actor(4), save or look(job))
+
+
+def refuses(
+    job: SmallJob, save: Save, match: str, error: type[SyncdError] = SaveNotReadyError
+) -> None:
+    with pytest.raises(error, match=match), opened(job, save):
+        pass
 
 
 def test_nothing_there_says_so(job: SmallJob) -> None:
@@ -193,11 +205,7 @@ def test_a_file_that_is_not_the_one_its_receipt_vouches_for_is_looked_at_again_a
     save = look(job)
     job.put(job.actor(4) / "model.safetensors", weights(1.0, name="other"))
     before = open_files()
-    with (
-        pytest.raises(SaveNotReadyError, match="lists: the file is being replaced, or was damaged"),
-        opened(job, save),
-    ):
-        pass
+    refuses(job, save, "lists: the file is being replaced, or was damaged")
     assert open_files() == before
 
 
@@ -209,8 +217,7 @@ def test_a_file_that_is_gone_is_looked_at_again_and_a_torn_one_is_an_error(job: 
     with pytest.raises(ShardFormatError), opened(job, save):
         pass
     path.unlink()
-    with pytest.raises(SaveNotReadyError, match="is gone"), opened(job, save):
-        pass
+    refuses(job, save, "is gone")
 
 
 def test_a_newer_save_in_the_same_folder_is_a_change(job: SmallJob) -> None:
@@ -299,11 +306,7 @@ def test_a_pickled_adapter_is_an_error_that_says_how_to_save_it(
         job.receipt(4, "run-4-0", 0, 1, WEIGHTS.model_copy(update={"name": name}))
     save = look(job)
     assert isinstance(save, LoraAdapter)
-    with (
-        pytest.raises(CheckpointError, match=r"adapter_model\.bin is a pickle.*save_pretrained"),
-        opened(job, save),
-    ):
-        pass
+    refuses(job, save, r"adapter_model\.bin is a pickle.*save_pretrained", CheckpointError)
     if not has_receipt:
         adapter(job)
         assert look(job).weights == ADAPTER
@@ -322,11 +325,7 @@ def test_with_receipts_an_adapter_counts_where_they_vouch_for_it(job: SmallJob) 
     with opened(job, save) as found:
         assert found.checked == "receipt"
     adapter(job, content=weights(1.0, name="other"))
-    with (
-        pytest.raises(SaveNotReadyError, match="lists: the file is being replaced"),
-        opened(job, save),
-    ):
-        pass
+    refuses(job, save, "lists: the file is being replaced")
 
 
 # -- what was made to do harm ------------------------------------------------------------------
