@@ -126,29 +126,21 @@ FILES = ("LATEST", "announced", "records", "manifest of LATEST", "inside actor",
 WAYS: tuple[Hostile, ...] = (link_to_folder, pipe, folder, rubbish, sparse_gigabyte)
 
 
-def content(data: bytes) -> Hostile:
-    """A file with these bytes."""
-
-    def put(path: Path, _: Path) -> None:
-        path.write_bytes(data)
-
-    return put
-
-
 DEEP = b"[" * 10_000 + b"]" * 10_000
-CONTENTS: dict[str, Hostile] = {
-    "nested": content(b'{"x":' + DEEP + b"}"),
-    "big numbers": content(
+#: Files with these bytes.
+CONTENTS: dict[str, bytes] = {
+    "nested": b'{"x":' + DEEP + b"}",
+    "big numbers": (
         b'{"sequence":1%b,"step":1%b,"folder":"v000001","time":1e999,"lease_time":1%b}'
         % ((b"0" * 30,) * 3)
     ),
-    "not a number": content(b'{"sequence":NaN,"step":NaN,"time":NaN,"steps":{"1":NaN}}'),
-    "keys twice": content(b'{"sequence":1,"sequence":-1,"step":1,"step":-1,"folder":"v000001"}'),
-    "lone surrogate": content(b'{"name":"\\ud800","folder":"\\ud800","run_id":"\\ud800"}'),
-    "steps without end": content(
+    "not a number": b'{"sequence":NaN,"step":NaN,"time":NaN,"steps":{"1":NaN}}',
+    "keys twice": b'{"sequence":1,"sequence":-1,"step":1,"step":-1,"folder":"v000001"}',
+    "lone surrogate": b'{"name":"\\ud800","folder":"\\ud800","run_id":"\\ud800"}',
+    "steps without end": (
         b'{"steps":{"1%b":{"identity":"x","outcome":"published"},"-1":{}}}' % (b"0" * 300)
     ),
-    "mistakes only": content(b'{"files":[' + b"1," * 50_000 + b"1]}"),
+    "mistakes only": b'{"files":[' + b"1," * 50_000 + b"1]}",
 }
 
 
@@ -186,8 +178,10 @@ class Shared:
         path = self.path(place)
         remove(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        put = CONTENTS[thing] if isinstance(thing, str) else thing
-        put(path, self.outside)
+        if isinstance(thing, str):
+            path.write_bytes(CONTENTS[thing])
+        else:
+            thing(path, self.outside)
 
     @contextmanager
     def daemon(self) -> Iterator[Loop]:
