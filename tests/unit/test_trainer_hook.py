@@ -2,6 +2,9 @@ import errno
 import json
 import os
 import re
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +25,14 @@ from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import SaveId
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.job import Job
+from tests.checkpoints import same
 from tests.hooks import over, written
 from tests.jobs import SmallJob, read
 from tests.storages import RuledStorage, os_error, refuse
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
 from trainer_hooks.writing.writer import RankContents, RankWriter
+
+CONTENTS = RankContents(model={"weight": torch.zeros(3)})
 
 
 class Files:
@@ -47,9 +53,24 @@ def model() -> nn.Module:
     return nn.Linear(3, 2)
 
 
-def save(job: SmallJob, model: nn.Module, **options: Any) -> None:
+Start = Callable[..., TrainerHook]
+
+
+@pytest.fixture
+def start(job: SmallJob, model: nn.Module, storage: RuledStorage) -> Start:
+    """Makes a hook of the model."""
+    return partial(TrainerHook, job.root, model, storage=storage)
+
+
+@pytest.fixture
+def hook(start: Start) -> Iterator[TrainerHook]:
+    with start() as made:
+        yield made
+
+
+def save(start: Start, **options: Any) -> None:
     """A hook saves step 4."""
-    with TrainerHook(job.root, model, **options) as hook:
+    with start(**options) as hook:
         hook.after_step(4)
 
 
@@ -66,13 +87,12 @@ def changes(job: SmallJob, storage: RuledStorage) -> list[str]:
 
 
 def test_a_save_changes_storage_in_the_order_of_the_protocol(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, hook: TrainerHook, storage: RuledStorage
 ) -> None:
-    with TrainerHook(job.root, model, storage=storage) as hook:
-        storage.calls.clear()
-        hook.after_step(4)
-        written(hook)
-        found = changes(job, storage)
+    storage.calls.clear()
+    hook.after_step(4)
+    written(hook)
+    found = changes(job, storage)
     actor = "global_step_4/actor"
     assert found == [
         "rename .syncd/trainer.json",
@@ -92,13 +112,11 @@ def test_a_save_changes_storage_in_the_order_of_the_protocol(
 
 
 def test_a_full_save_is_marked_only_after_all_of_it_is_there(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, start: Start, storage: RuledStorage
 ) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     settings = SyncSettings(save_interval=2)
-    with TrainerHook(
-        job.root, model, optimizer=optimizer, settings=settings, storage=storage
-    ) as hook:
+    with start(optimizer=optimizer, settings=settings) as hook:
         storage.calls.clear()
         hook.after_step(2)
         hook.close()
@@ -120,12 +138,11 @@ def test_a_full_save_is_marked_only_after_all_of_it_is_there(
 
 
 def test_every_file_is_durable_before_it_gets_its_name(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, hook: TrainerHook, storage: RuledStorage
 ) -> None:
-    with TrainerHook(job.root, model, storage=storage) as hook:
-        storage.calls.clear()
-        hook.after_step(4)
-        hook.close()
+    storage.calls.clear()
+    hook.after_step(4)
+    hook.close()
     methods = [
         m
         for m, given in storage.calls
@@ -141,12 +158,11 @@ def test_every_file_is_durable_before_it_gets_its_name(
 )
 @pytest.mark.parametrize("method", ["create", "rename"])
 def test_a_refused_write_is_raised_by_the_next_call_with_its_step(
-    job: SmallJob, model: nn.Module, storage: RuledStorage, method: str, where: str
+    job: SmallJob, hook: TrainerHook, storage: RuledStorage, method: str, where: str
 ) -> None:
     if (method, where) == ("rename", ".saving"):
         method = "mkdir"
         where = "global_step_4"
-    hook = TrainerHook(job.root, model, storage=storage)
     storage.refuse(method, errno.ENOSPC, where=where)
     hook.after_step(4)
     over(hook)
@@ -163,13 +179,13 @@ def test_a_refused_write_is_raised_by_the_next_call_with_its_step(
 
 @pytest.mark.parametrize("kind", [ValueError, SystemExit])
 def test_an_error_that_is_not_of_storage_is_raised_with_its_step_too(
-    job: SmallJob, model: nn.Module, kind: type[BaseException]
+    start: Start, kind: type[BaseException]
 ) -> None:
     class Broken:
         def save_pretrained(self, save_directory: str) -> None:
             raise kind(f"no tokenizer for {save_directory[:1]}")
 
-    hook = TrainerHook(job.root, model, tokenizer=Broken())
+    hook = start(tokenizer=Broken())
     hook.after_step(4)
     over(hook)
     with pytest.raises(SaveFailedError, match="step 4 failed: no tokenizer for /"):
@@ -178,10 +194,10 @@ def test_an_error_that_is_not_of_storage_is_raised_with_its_step_too(
 
 
 def test_a_failure_is_raised_by_a_call_that_is_not_due_as_well(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    start: Start, storage: RuledStorage
 ) -> None:
     settings = SyncSettings(sync_interval=2)
-    hook = TrainerHook(job.root, model, settings=settings, storage=storage)
+    hook = start(settings=settings)
     storage.refuse("rename", errno.EIO, where="model_world_size")
     hook.after_step(2)
     over(hook)
@@ -193,10 +209,10 @@ def test_a_failure_is_raised_by_a_call_that_is_not_due_as_well(
 
 
 def test_only_due_steps_are_saved_and_each_says_what_the_one_before_wrote(
-    job: SmallJob, model: nn.Module
+    job: SmallJob, start: Start
 ) -> None:
     settings = SyncSettings(sync_interval=2)
-    with TrainerHook(job.root, model, settings=settings) as hook:
+    with start(settings=settings) as hook:
         told: list[dict[str, float]] = []
         for step in range(1, 5):
             told.append(hook.after_step(step))
@@ -216,9 +232,9 @@ def test_only_due_steps_are_saved_and_each_says_what_the_one_before_wrote(
 
 
 def test_what_is_saved_is_the_model_as_it_was_when_the_step_ended(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, start: Start, storage: RuledStorage
 ) -> None:
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = deepcopy(model.state_dict())
 
     def train_on(*_: Path) -> None:
         with torch.no_grad():
@@ -226,18 +242,18 @@ def test_what_is_saved_is_the_model_as_it_was_when_the_step_ended(
                 value.zero_()
 
     storage.once("create", train_on, where="model_world_size")
-    save(job, model, storage=storage)
+    save(start)
     saved = torch.load(job.actor(4) / "model_world_size_1_rank_0.pt", weights_only=True)
-    assert all(torch.equal(saved[name], value) for name, value in before.items())
+    assert same(saved, before)
 
 
 def test_config_and_tokenizer_are_receipted_and_end_up_in_the_version(
-    job: SmallJob, model: nn.Module
+    job: SmallJob, model: nn.Module, start: Start
 ) -> None:
     model.config = Files(**{"config.json": "{}"})  # type: ignore[assignment]
     model.generation_config = Files(**{"generation_config.json": "{}"})  # type: ignore[assignment]
     tokenizer = Files(**{"tokenizer.json": "[1]", "extra__merges.txt": "a b"})
-    save(job, model, tokenizer=tokenizer)
+    save(start, tokenizer=tokenizer)
     names = {"config.json", "generation_config.json", "tokenizer.json", "extra/merges.txt"}
     found = look_at_save(job.storage, job.actor(4), 4)
     assert {f"huggingface/{name}" for name in names} < set(found.vouched())
@@ -251,11 +267,11 @@ def test_config_and_tokenizer_are_receipted_and_end_up_in_the_version(
 
 
 def test_crc32s_are_written_though_the_trainer_switched_them_off(
-    job: SmallJob, model: nn.Module
+    job: SmallJob, start: Start
 ) -> None:
     torch.serialization.set_crc32_options(compute_crc32=False)
     try:
-        save(job, model)
+        save(start)
         assert not torch.serialization.get_crc32_options()
     finally:
         torch.serialization.set_crc32_options(compute_crc32=True)
@@ -263,28 +279,28 @@ def test_crc32s_are_written_though_the_trainer_switched_them_off(
     assert job.latest.step == 4
 
 
-def test_saving_a_step_again_makes_another_save(job: SmallJob, model: nn.Module) -> None:
+def test_saving_a_step_again_makes_another_save(job: SmallJob, start: Start) -> None:
     found = []
     for _ in range(2):
-        save(job, model)
+        save(start)
         found.append(look_at_save(job.storage, job.actor(4), 4).identity)
     assert len(set(found)) == 2
 
 
 def test_a_save_whose_folder_the_pruner_took_is_written_again(
-    job: SmallJob, model: nn.Module, storage: RuledStorage, tmp_path: Path
+    job: SmallJob, start: Start, storage: RuledStorage, tmp_path: Path
 ) -> None:
     def prune(*_: Path) -> None:
         job.step(4).rename(tmp_path / "trash")
 
     storage.once("rename", prune, where="model_world_size")
-    save(job, model, storage=storage)
+    save(start)
     assert look_at_save(job.storage, job.actor(4), 4).identity is not None
     assert job.pointed == "4\n"
 
 
 def test_a_step_is_announced_before_its_first_byte_is_written(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, start: Start, storage: RuledStorage
 ) -> None:
     announced: list[Any] = []
 
@@ -293,14 +309,14 @@ def test_a_step_is_announced_before_its_first_byte_is_written(
         announced.append((report.step, report.status))
 
     storage.once("mkdir", look, where="global_step_4")
-    save(job, model, storage=storage)
+    save(start)
     assert announced == [(4, "running")]
     report = read(TrainerReport, job.layout.trainer_report)
     assert (report.step, report.status, report.world_size) == (4, "stopped", 1)
 
 
 def test_what_was_left_half_written_is_swept_by_the_next_save_of_the_step(
-    job: SmallJob, model: nn.Module
+    job: SmallJob, start: Start
 ) -> None:
     actor = job.actor(4)
     actor.mkdir(parents=True)
@@ -308,7 +324,7 @@ def test_what_was_left_half_written_is_swept_by_the_next_save_of_the_step(
     others = actor / ".tmp-model_world_size_2_rank_1.pt-abc"
     for path in (mine, others):
         path.touch()
-    save(job, model)
+    save(start)
     assert job.leftovers() == [others]
 
 
@@ -333,24 +349,20 @@ def test_an_argument_of_another_type_is_refused_by_name(
         TrainerHook(job.root, **{"model": model, **wrong})
 
 
-def test_a_step_that_is_no_whole_number_is_refused_by_every_method(
-    job: SmallJob, model: nn.Module
-) -> None:
-    with TrainerHook(job.root, model) as hook:
-        for method in (hook.after_step, hook.save_state_dict, hook.save_checkpoint):
-            for step in ("2", 2.0, None, -1):
-                with pytest.raises(InvalidSettingsError, match=r"^step is .*: it must be"):
-                    method(step)  # type: ignore[arg-type,operator]
-        hook.after_step(1)
+def test_a_step_that_is_no_whole_number_is_refused_by_every_method(hook: TrainerHook) -> None:
+    for method in (hook.after_step, hook.save_state_dict, hook.save_checkpoint):
+        for step in ("2", 2.0, None, -1):
+            with pytest.raises(InvalidSettingsError, match=r"^step is .*: it must be"):
+                method(step)  # type: ignore[arg-type,operator]
+    hook.after_step(1)
 
 
 def test_a_choice_of_hugging_face_that_is_no_bool_is_refused(
-    job: SmallJob, model: nn.Module
+    job: SmallJob, hook: TrainerHook
 ) -> None:
-    with TrainerHook(job.root, model) as hook:
-        with pytest.raises(InvalidSettingsError, match=r"^save_as_hf is 'yes': it must be a bool"):
-            hook.save_checkpoint(1, save_as_hf="yes")  # type: ignore[arg-type]
-        assert not job.step(1).exists()
+    with pytest.raises(InvalidSettingsError, match=r"^save_as_hf is 'yes': it must be a bool"):
+        hook.save_checkpoint(1, save_as_hf="yes")  # type: ignore[arg-type]
+    assert not job.step(1).exists()
 
 
 @pytest.mark.parametrize("layout", ["sharded", "full"])
@@ -369,14 +381,13 @@ def test_a_model_without_data_is_refused_by_the_name_of_a_tensor(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_one_of_several_ranks_without_a_process_group_is_warned(
-    job: SmallJob,
-    model: nn.Module,
+    start: Start,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     world_size: int,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    TrainerHook(job.root, model).close()
+    start().close()
     told = "call torch.distributed.init_process_group before you make the hook"
     assert (told in caplog.text) is (world_size > 1)
 
@@ -390,9 +401,8 @@ def test_a_job_that_is_not_there_is_refused_at_construction(
 
 
 def test_a_job_that_goes_away_is_named_with_the_remedy(
-    job: SmallJob, model: nn.Module, caplog: pytest.LogCaptureFixture
+    job: SmallJob, hook: TrainerHook, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hook = TrainerHook(job.root, model)
     job.root.rename(job.root.with_name("moved"))
     hook.after_step(2)
     with pytest.raises(SaveFailedError, match=r"save of step 2.* is its storage mounted\?$"):
@@ -400,25 +410,24 @@ def test_a_job_that_goes_away_is_named_with_the_remedy(
     assert "Traceback" not in caplog.text
 
 
-def test_fsdp_config_says_the_world_size(job: SmallJob, model: nn.Module) -> None:
-    save(job, model)
+def test_fsdp_config_says_the_world_size(job: SmallJob, start: Start) -> None:
+    save(start)
     told = json.loads((job.actor(4) / "fsdp_config.json").read_text())
     assert told == {"world_size": 1}
 
 
 def test_rank_0_does_not_wait_for_a_rank_that_failed(job: SmallJob) -> None:
-    contents = RankContents(model={"weight": torch.zeros(3)})
     full = RuledStorage(refuse("create", errno.ENOSPC, where="rank_1.pt"))
     failing = RankWriter(Job(full, job.layout), 1, 2, save_timeout=3600)
     with pytest.raises(SaveFailedError, match="rank 1 could not write"):
-        failing.save(SaveId("run", 4, 0), contents)
+        failing.save(SaveId("run", 4, 0), CONTENTS)
     first = RankWriter(job, 0, 2, save_timeout=3600)
     with pytest.raises(SaveFailedError, match="that rank failed"):
-        first.save(SaveId("run", 4, 0), contents)
+        first.save(SaveId("run", 4, 0), CONTENTS)
     assert not job.state_pointer.exists()
     full.rules.clear()
-    failing.save(SaveId("run", 4, 1), contents)
-    first.save(SaveId("run", 4, 1), contents)
+    failing.save(SaveId("run", 4, 1), CONTENTS)
+    first.save(SaveId("run", 4, 1), CONTENTS)
     assert job.state_pointer.read_bytes() == b"4\n"
 
 
@@ -426,15 +435,13 @@ def test_rank_0_stops_waiting_when_training_ends_by_an_error(job: SmallJob) -> N
     first = RankWriter(job, 0, 2, save_timeout=3600)
     first.stopped.set()
     with pytest.raises(SaveFailedError, match="training ended"):
-        first.save(SaveId("run", 4, 0), RankContents(model={"weight": torch.zeros(3)}))
+        first.save(SaveId("run", 4, 0), CONTENTS)
 
 
 def test_what_is_announced_stays_whole_though_the_part_for_resuming_fails(
     job: SmallJob, storage: RuledStorage
 ) -> None:
-    contents = RankContents(
-        model={"weight": torch.zeros(3)}, optimizer={"state": torch.zeros(2)}, is_full=True
-    )
+    contents = CONTENTS._replace(optimizer={"state": torch.zeros(2)}, is_full=True)
     storage.refuse("create", errno.EIO, where="optim_")
     writer = RankWriter(Job(storage, job.layout), 1, 2, save_timeout=5, pauses=(0.0, 0.0))
     with pytest.raises(SaveFailedError, match="could not write"):
@@ -444,32 +451,34 @@ def test_what_is_announced_stays_whole_though_the_part_for_resuming_fails(
 
 
 def test_a_report_that_storage_refuses_for_a_moment_fails_no_save(
-    job: SmallJob, model: nn.Module, storage: RuledStorage
+    job: SmallJob, hook: TrainerHook, storage: RuledStorage
 ) -> None:
-    with TrainerHook(job.root, model, storage=storage) as hook:
 
-        def refused(*_: object) -> None:
-            raise os_error(errno.EIO)
+    def refused(*_: object) -> None:
+        raise os_error(errno.EIO)
 
-        storage.once("create", refused, where="trainer.json")
-        hook.after_step(1)
+    storage.once("create", refused, where="trainer.json")
+    hook.after_step(1)
+    written(hook)
     assert job.pointed == "1\n"
 
 
-def test_beside_a_hook_states_are_saved_and_explorers_seen(job: SmallJob, model: nn.Module) -> None:
-    with TrainerHook(job.root, model) as hook:
-        trainer = hook.synchronizer
-        assert trainer is not None
-        trainer.save_state(3, {"next_task": 24})
-        with ExplorerSynchronizer(job.root, "e") as explorer:
-            explorer.set_explorer_status(RunningStatus.RUNNING)
-            assert trainer.get_explorer_status_counts()[RunningStatus.RUNNING] == 1
-            assert not trainer.explorer_requires_sync()
-            explorer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
-            assert trainer.explorer_requires_sync()
-            found = explorer.load_state("trainer")
-        assert found is not None
-        assert (found.iteration, found.state) == (3, {"next_task": 24})
-        hook.after_step(4)
+def test_beside_a_hook_states_are_saved_and_explorers_seen(
+    job: SmallJob, hook: TrainerHook
+) -> None:
+    trainer = hook.synchronizer
+    assert trainer is not None
+    trainer.save_state(3, {"next_task": 24})
+    with ExplorerSynchronizer(job.root, "e") as explorer:
+        explorer.set_explorer_status(RunningStatus.RUNNING)
+        assert trainer.get_explorer_status_counts()[RunningStatus.RUNNING] == 1
+        assert not trainer.explorer_requires_sync()
+        explorer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
+        assert trainer.explorer_requires_sync()
+        found = explorer.load_state("trainer")
+    assert found is not None
+    assert (found.iteration, found.state) == (3, {"next_task": 24})
+    hook.after_step(4)
+    hook.close()
     with pytest.raises(CancelledError, match="is closed"):
         trainer.save_state(5, {})
