@@ -18,8 +18,12 @@ from tests.storages import (
 )
 
 
-def test_a_draft_is_invisible_until_it_is_committed(tmp_path: Path) -> None:
-    path = tmp_path / "file"
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "file"
+
+
+def test_a_draft_is_invisible_until_it_is_committed(tmp_path: Path, path: Path) -> None:
     with Draft(STORAGE, path) as draft:
         draft.write(b"one ")
         draft.write(memoryview(b"two"))
@@ -30,8 +34,9 @@ def test_a_draft_is_invisible_until_it_is_committed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_draft_without_a_commit_leaves_the_old_file_and_no_garbage(tmp_path: Path) -> None:
-    path = tmp_path / "file"
+def test_a_draft_without_a_commit_leaves_the_old_file_and_no_garbage(
+    tmp_path: Path, path: Path
+) -> None:
     path.write_bytes(b"old")
     with Draft(STORAGE, path) as draft:
         draft.write(b"new")
@@ -42,9 +47,8 @@ def test_a_draft_without_a_commit_leaves_the_old_file_and_no_garbage(tmp_path: P
 @pytest.mark.parametrize("method", ["create", "write", "fsync", "close", "rename"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 def test_a_refused_step_leaves_the_old_file_and_no_garbage(
-    tmp_path: Path, method: str, code: int
+    tmp_path: Path, path: Path, method: str, code: int
 ) -> None:
-    path = tmp_path / "file"
     path.write_bytes(b"old")
     with fails(code):
         RuledStorage(refuse(method, code)).replace(path, b"new")
@@ -67,7 +71,7 @@ def test_a_draft_is_made_in_the_room_that_it_is_given(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path / "room")
 
 
-def test_short_writes_go_on_where_they_ended(tmp_path: Path) -> None:
+def test_short_writes_go_on_where_they_ended(path: Path) -> None:
     class OneByte(FastStorage):
         def write(self, fd: int, data: bytes | memoryview) -> int:
             return super().write(fd, bytes(data[:1]))
@@ -76,17 +80,17 @@ def test_short_writes_go_on_where_they_ended(tmp_path: Path) -> None:
             return super().pwrite(fd, bytes(data[:1]), offset)
 
     storage = OneByte()
-    storage.write_new(tmp_path / "file", b"all of it")
-    assert (tmp_path / "file").read_bytes() == b"all of it"
-    with (tmp_path / "file").open("r+b") as file:
+    storage.write_new(path, b"all of it")
+    assert path.read_bytes() == b"all of it"
+    with path.open("r+b") as file:
         storage.pwrite_all(file.fileno(), b"IT!", 7)
-    assert (tmp_path / "file").read_bytes() == b"all of IT!"
+    assert path.read_bytes() == b"all of IT!"
 
 
-def test_a_new_file_replaces_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"old")
+def test_a_new_file_replaces_nothing(path: Path) -> None:
+    path.write_bytes(b"old")
     with pytest.raises(FileExistsError):
-        STORAGE.write_new(tmp_path / "file", b"new")
+        STORAGE.write_new(path, b"new")
 
 
 def test_missing_folders_are_made_and_those_there_are_kept(tmp_path: Path) -> None:
@@ -133,9 +137,9 @@ def test_a_file_that_comes_while_its_tree_is_removed_is_left_for_the_next_sweep(
     assert not tree.exists()
 
 
-def test_a_link_is_never_read(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"secret")
-    (tmp_path / "link").symlink_to(tmp_path / "file")
+def test_a_link_is_never_read(tmp_path: Path, path: Path) -> None:
+    path.write_bytes(b"secret")
+    (tmp_path / "link").symlink_to(path)
     with fails(errno.ELOOP):
         STORAGE.read(tmp_path / "link")
 
@@ -153,10 +157,9 @@ def test_a_pipe_a_folder_and_a_device_are_refused_at_once_and_leave_no_descripto
 
 @pytest.mark.parametrize("how", ["open_read", "open_append"])
 def test_a_file_that_is_replaced_while_it_is_opened_leaves_no_descriptor_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """As NFS says it: the first look at what was opened finds that the server has forgotten it."""
-    path = tmp_path / "file"
     path.touch()
     before = os.listdir("/proc/self/fd")
     with monkeypatch.context() as patch:
@@ -167,18 +170,17 @@ def test_a_file_that_is_replaced_while_it_is_opened_leaves_no_descriptor_open(
     assert open_files() == len(before)
 
 
-def test_reading_ends_at_the_limit(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"12345")
-    assert STORAGE.read(tmp_path / "file", 5) == b"12345"
+def test_reading_ends_at_the_limit(path: Path) -> None:
+    path.write_bytes(b"12345")
+    assert STORAGE.read(path, 5) == b"12345"
     with pytest.raises(OSError, match="longer than 4 bytes"):
-        STORAGE.read(tmp_path / "file", 4)
+        STORAGE.read(path, 4)
 
 
 @pytest.mark.parametrize("method", ["open_read", "fstat", "read_part"])
 def test_a_file_that_the_server_forgets_while_it_is_read_is_opened_anew(
-    tmp_path: Path, method: str
+    path: Path, method: str
 ) -> None:
-    path = tmp_path / "file"
     path.write_bytes(b"old")
 
     def replaced(*_: object) -> None:
@@ -193,8 +195,7 @@ def test_a_file_that_the_server_forgets_while_it_is_read_is_opened_anew(
         RuledStorage(refuse(method, errno.ESTALE)).read(path)
 
 
-def test_a_signature_changes_with_a_replacement_of_the_same_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "file"
+def test_a_signature_changes_with_a_replacement_of_the_same_bytes(path: Path) -> None:
     STORAGE.replace(path, b"same")
     _, before = STORAGE.read_with_signature(path)
     assert STORAGE.read_with_signature(path) == (b"same", before)
@@ -202,11 +203,13 @@ def test_a_signature_changes_with_a_replacement_of_the_same_bytes(tmp_path: Path
     assert STORAGE.read_with_signature(path)[1] != before
 
 
-def test_a_missing_folder_has_no_names_and_a_forbidden_one_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_folder_has_no_names_and_a_forbidden_one_is_an_error(
+    tmp_path: Path, path: Path
+) -> None:
     assert STORAGE.names(tmp_path / "missing") == []
     assert STORAGE.status(tmp_path / "missing" / "file") is None
-    (tmp_path / "file").touch()
-    assert STORAGE.names(tmp_path / "file") == []
+    path.touch()
+    assert STORAGE.names(path) == []
     assert not STORAGE.exists(tmp_path / "file" / "below")
 
 
