@@ -34,12 +34,17 @@ from tests.storages import STORAGE
 SYSTEM = b"cposix\nsystem\n"
 
 
+def put(folder: Path, content: bytes) -> Path:
+    path = folder / "shard.pt"
+    path.write_bytes(content)
+    return path
+
+
 def refused(
     folder: Path, content: bytes, *, parse: ReadPieces | None = None, match: str = "."
 ) -> str:
     """What is said of a file, in this process or in a child."""
-    path = folder / "shard.pt"
-    path.write_bytes(content)
+    path = put(folder, content)
     with pytest.raises((ShardFormatError, PlacementError), match=match) as caught:
         read(path, parse)
     said = str(caught.value)
@@ -99,8 +104,7 @@ def zip64(count: int = 1, length: int = DIRECTORY_SIZE, at: int = len(PLAIN) - 2
 
 def test_a_plain_zip_by_hand_is_read(tmp_path: Path) -> None:
     for content in (PLAIN, zip64()):
-        (tmp_path / "shard.pt").write_bytes(content)
-        assert read(tmp_path / "shard.pt") == {}
+        assert read(put(tmp_path, content)) == {}
 
 
 def record_zip(**changed: Any) -> bytes:
@@ -309,9 +313,9 @@ def test_a_name_that_no_file_should_hold_is_refused(both: Both, kind: str) -> No
 def test_a_name_that_a_file_can_hold_is_read(
     tmp_path: Path, child: IsolatedParser, name: str
 ) -> None:
-    (tmp_path / "shard.pt").write_bytes(shard({name: tensor()}))
-    assert list(read(tmp_path / "shard.pt")) == [name]
-    assert list(read(tmp_path / "shard.pt", child.read_pieces)) == [name]
+    path = put(tmp_path, shard({name: tensor()}))
+    for parse in (None, child.read_pieces):
+        assert list(read(path, parse)) == [name]
 
 
 def on_mesh(**layout: object) -> Built:
@@ -462,8 +466,8 @@ def sharing(state: object) -> bytes:
 
 
 def test_tensors_of_one_layout_share_one_position(tmp_path: Path) -> None:
-    (tmp_path / "shard.pt").write_bytes(sharing({"a": on_one_mesh(), "b": on_one_mesh()}))
-    first, second = read(tmp_path / "shard.pt").values()
+    path = put(tmp_path, sharing({"a": on_one_mesh(), "b": on_one_mesh()}))
+    first, second = read(path).values()
     assert isinstance(first, Local)
     assert isinstance(second, Local)
     assert first.position == Position((2, 1), (1, 0), first.position and first.position.mesh)
@@ -499,9 +503,9 @@ def test_a_tensor_that_is_nearly_like_one_before_is_refused_all_the_same(
 
 
 def _said(folder: Path, state: object) -> str:
-    (folder / "shard.pt").write_bytes(sharing(state))
+    path = put(folder, sharing(state))
     with pytest.raises(CheckpointError, match="weight") as caught:
-        read(folder / "shard.pt")
+        read(path)
     return str(caught.value)
 
 
@@ -523,8 +527,7 @@ def test_a_placement_of_any_kind_is_told_in_few_words(both: Both, number: int) -
 
 
 def test_a_sharded_tensor_is_read_as_its_chunks(tmp_path: Path, child: IsolatedParser) -> None:
-    path = tmp_path / "shard.pt"
-    path.write_bytes(shard({"weight": sharded(chunk()), "elsewhere": sharded()}))
+    path = put(tmp_path, shard({"weight": sharded(chunk()), "elsewhere": sharded()}))
     found = read(path)
     assert read(path, child.read_pieces) == found
     assert found["elsewhere"] == Chunks("F32", (4, 3), ())
@@ -550,10 +553,8 @@ def test_more_tensors_than_there_can_be_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_record_that_two_tensors_share_is_read_for_both(tmp_path: Path) -> None:
-    (tmp_path / "shard.pt").write_bytes(
-        shard(OrderedDict(a=tensor(), b=tensor((3,), (1,), offset=3)))
-    )
-    assert [local.nbytes for local in read(tmp_path / "shard.pt").values()] == [24, 12]  # type: ignore[union-attr]
+    path = put(tmp_path, shard(OrderedDict(a=tensor(), b=tensor((3,), (1,), offset=3))))
+    assert [local.nbytes for local in read(path).values()] == [24, 12]  # type: ignore[union-attr]
 
 
 def test_no_pickle_at_all_is_refused(tmp_path: Path) -> None:
