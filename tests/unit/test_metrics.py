@@ -5,6 +5,7 @@ import re
 import socket
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,9 @@ from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.reports import ExplorerReport, Load, Reload, TrainerReport
 from tests.doc_lists import page
 from tests.jobs import SmallJob
-from tests.lagging import Hosts
 from tests.places import DOCS
 from tests.ports import free_port
-from tests.storages import Clock, refuse
+from tests.storages import Clock, RuledStorage
 
 #: Metrics whose names come with a suffix.
 SAMPLES = ("_bucket", "_count", "_sum")
@@ -33,6 +33,7 @@ class Measured:
         self.metrics = Metrics()
         self.job = str(job.root)
         self.meter = _JobMeter(self.metrics, job, clock=clock, wall=lambda: 1234.5)
+        self.daemon = partial(job.daemon, clock=clock, meter=self.meter)
 
     def __call__(self, name: str, **labels: str) -> float | None:
         labels = {"job_dir": self.job, **labels}
@@ -61,8 +62,15 @@ def report(job: SmallJob, name: str, sequence: int | None, **more: object) -> No
     job.put_record(job.layout.explorers / f"{name}.json", record)
 
 
+def announce(job: SmallJob, status: str) -> None:
+    """What a trainer says of itself."""
+    told = {"run_id": "r", "world_size": 1, "session": "t", "step": 7, "time": time.time()}
+    record = TrainerReport.model_validate({**told, "status": status})
+    job.put_record(job.layout.trainer_report, record)
+
+
 def test_what_a_daemon_does_is_counted(job: SmallJob, clock: Clock, said: Measured) -> None:
-    with job.daemon(DaemonConfig(keep=1), clock=clock, meter=said.meter) as loop:
+    with said.daemon(DaemonConfig(keep=1)) as loop:
         assert said("saves_total", outcome="quarantined") == 0  # else an alert would miss the first
         for step in (1, 2):
             loop.publish(step)
@@ -92,7 +100,7 @@ def test_what_a_daemon_does_is_counted(job: SmallJob, clock: Clock, said: Measur
 def test_publish_latency_begins_with_the_first_look_at_the_whole_save(
     job: SmallJob, clock: Clock, said: Measured
 ) -> None:
-    with job.daemon(clock=clock, meter=said.meter) as loop:
+    with said.daemon() as loop:
         job.save(1)
         job.layout.paused.write_bytes(b"{}")  # seen, and not published yet
         loop.run_once()
@@ -104,13 +112,13 @@ def test_publish_latency_begins_with_the_first_look_at_the_whole_save(
     assert said("merge_seconds_sum") == pytest.approx(0)
 
 
-def test_links_and_folds_are_measured(job: SmallJob, clock: Clock, said: Measured) -> None:
+def test_links_and_folds_are_measured(job: SmallJob, said: Measured) -> None:
     pytest.importorskip("numpy")
     from tests.made_deltas import work  # noqa: PLC0415 # they need NumPy
     from tests.saved_links import save_full, save_link  # noqa: PLC0415 # likewise
 
     save_full(job, 1)
-    with job.daemon(clock=clock, meter=said.meter, deltas=work()) as loop:
+    with said.daemon(deltas=work()) as loop:
         loop.run_once()
         for step in (2, 3):
             save_link(job, step, step - 1)
@@ -131,7 +139,7 @@ def test_links_and_folds_are_measured(job: SmallJob, clock: Clock, said: Measure
 def test_each_load_is_measured_and_of_an_explorers_first_one_the_pause_alone(
     job: SmallJob, clock: Clock, said: Measured
 ) -> None:
-    with job.daemon(clock=clock, meter=said.meter) as loop:
+    with said.daemon() as loop:
         loads: list[Load] = []
         for step in (1, 2, 3):
             loop.publish(step)
@@ -151,11 +159,6 @@ def test_each_load_is_measured_and_of_an_explorers_first_one_the_pause_alone(
 def test_who_is_dead_and_when_anything_was_published_is_measured(
     job: SmallJob, clock: Clock, said: Measured
 ) -> None:
-    def announce(status: str) -> None:
-        told = {"run_id": "r", "world_size": 1, "session": "t", "step": 7, "time": time.time()}
-        report = TrainerReport.model_validate({**told, "status": status})
-        job.put_record(job.layout.trainer_report, report)
-
     def beat(session: str, ago: float) -> None:
         job.session(session).touch()
         os.utime(job.session(session), (time.time() - ago,) * 2)
@@ -163,10 +166,10 @@ def test_who_is_dead_and_when_anything_was_published_is_measured(
         loop.run_once()
         loop.run_once()
 
-    with job.daemon(clock=clock, meter=said.meter) as loop:
+    with said.daemon() as loop:
         loop.publish(1)
         report(job, "a", 1)
-        announce("running")
+        announce(job, "running")
         beat("t", 0)
         beat("s-a", 0)
         assert (said("trainer_up"), said("trainer_step")) == (1, 7)
@@ -175,7 +178,7 @@ def test_who_is_dead_and_when_anything_was_published_is_measured(
         beat("t", 61)
         beat("s-a", 61)
         assert (said("trainer_up"), said("explorer_up", explorer="a")) == (0, 0)
-        announce("stopped")
+        announce(job, "stopped")
         beat("t", 61)
         assert said("trainer_up") is None
 
@@ -183,8 +186,7 @@ def test_who_is_dead_and_when_anything_was_published_is_measured(
 def test_the_log_warns_of_a_trainer_whose_heartbeat_stops(
     job: SmallJob, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = {"run_id": "r", "world_size": 1, "session": "t", "status": "running", "time": 1.0}
-    job.put_record(job.layout.trainer_report, TrainerReport.model_validate(told))
+    announce(job, "running")
     job.session("t").touch()
     job.run(rounds=7, seconds=5)
     (record,) = (line for line in caplog.records if "session t is dead" in line.message)
@@ -194,7 +196,7 @@ def test_the_log_warns_of_a_trainer_whose_heartbeat_stops(
 def test_an_explorer_s_metrics_come_with_its_report_and_go_with_it(
     job: SmallJob, clock: Clock, said: Measured
 ) -> None:
-    with job.daemon(clock=clock, meter=said.meter) as loop:
+    with said.daemon() as loop:
         loop.publish(1, 2, 3)
         report(job, "fast", 4)  # it follows ahead
         report(job, "slow", 1, refused="it does not fit")
@@ -271,7 +273,7 @@ def test_a_daemon_that_stands_by_says_nothing_of_the_job(
 ) -> None:
     said.meter.active(yes=True)
     assert said("daemon_active") == 1
-    with job.daemon(clock=clock, meter=said.meter) as loop:
+    with said.daemon() as loop:
         loop.publish(1)
         report(job, "a", 1)
         clock.advance(10)
@@ -287,27 +289,25 @@ def test_a_daemon_that_stands_by_says_nothing_of_the_job(
 
 
 def test_storage_that_fails_is_counted_and_stops_nothing(
-    tmp_path: Path, clock: Clock, hosts: Hosts
+    ruled: SmallJob, storage: RuledStorage, clock: Clock
 ) -> None:
-    job = SmallJob(tmp_path / "job", hosts.ruled(refuse("names", errno.EIO, where="explorers")))
-    said = Measured(job, clock)
+    storage.refuse("names", errno.EIO, where="explorers")
+    said = Measured(ruled, clock)
     said.meter.round_ended(0.1)
     assert said("errors_total", error="OSError") == 1
 
 
 def test_an_explorer_that_goes_while_storage_fails_has_no_metrics_for_ever(
-    tmp_path: Path, clock: Clock, hosts: Hosts
+    ruled: SmallJob, storage: RuledStorage, clock: Clock
 ) -> None:
-    storage = hosts.ruled()
-    job = SmallJob(tmp_path / "job", storage)
-    said = Measured(job, clock)
-    report(job, "a", 1)
-    report(job, "b", 1)
+    said = Measured(ruled, clock)
+    report(ruled, "a", 1)
+    report(ruled, "b", 1)
     storage.refuse("open_read", errno.EIO, where="b.json")
     said.meter.round_ended(0.1)
     assert said.names("explorer_refuses") == {"a"}
     storage.rules.clear()
-    (job.layout.explorers / "a.json").unlink()
+    (ruled.layout.explorers / "a.json").unlink()
     clock.advance(10)
     said.meter.round_ended(0.1)
     assert said.names("explorer_refuses") == {"b"}
