@@ -42,9 +42,8 @@ from syncd.storage.job import Job
 from tests.engines.sglang_fake import FakeSGLang
 from tests.explorers import LONG, leased, publish, pulls, report
 from tests.jobs import LEASE_TIME, SmallJob, receipt_of, weights
-from tests.lagging import Hosts
 from tests.multiprocess.processes import wait_until
-from tests.storages import STORAGE, Clock, RuledStorage, refuse
+from tests.storages import STORAGE, Clock, RuledStorage
 
 pytestmark = pytest.mark.lagging
 CONFIG = DaemonConfig(keep=1, prune_steps=False)
@@ -105,18 +104,18 @@ def test_a_step_is_kept_while_its_explorer_lives_and_then_pruned_and_its_build_s
         assert not job.step(1).exists()
 
 
-def test_a_step_that_is_built_while_it_is_pruned_is_put_back(tmp_path: Path, hosts: Hosts) -> None:
-    storage = hosts.ruled()
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
-    job.save(1)
-    with job.daemon(DaemonConfig(keep=1)) as loop:
+def test_a_step_that_is_built_while_it_is_pruned_is_put_back(
+    ruled: SmallJob, storage: RuledStorage
+) -> None:
+    ruled.save(1)
+    with ruled.daemon(DaemonConfig(keep=1)) as loop:
         loop.run_once()
-        job.save(2)
-        step = str(job.step(1))
-        storage.once("rename", lambda *_: build(job, "explorer", 1), where=step)
+        ruled.save(2)
+        step = str(ruled.step(1))
+        storage.once("rename", lambda *_: build(ruled, "explorer", 1), where=step)
         loop.run_once()
-        assert job.step(1).exists()
-        assert ("step", "global_step_1") not in job.audit
+        assert ruled.step(1).exists()
+        assert ("step", "global_step_1") not in ruled.audit
 
 
 def test_whatever_is_not_a_live_explorers_folder_is_swept(job: SmallJob) -> None:
@@ -141,20 +140,21 @@ def test_whatever_is_not_a_live_explorers_folder_is_swept(job: SmallJob) -> None
     assert list(outside.iterdir()) == [outside / "file"]
 
 
-def test_a_folder_that_cannot_be_swept_stops_nothing_else(tmp_path: Path, hosts: Hosts) -> None:
-    storage = hosts.ruled(refuse("rename", errno.EBUSY, where="bench/a-dead"))
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
-    stuck = job.layout.bench / "a-dead"
+def test_a_folder_that_cannot_be_swept_stops_nothing_else(
+    ruled: SmallJob, storage: RuledStorage
+) -> None:
+    storage.refuse("rename", errno.EBUSY, where="bench/a-dead")
+    stuck = ruled.layout.bench / "a-dead"
     stuck.mkdir()
-    (job.layout.bench / "b-dead").mkdir()
-    with job.daemon(CONFIG) as loop:
-        job.save(1)
+    (ruled.layout.bench / "b-dead").mkdir()
+    with ruled.daemon(CONFIG) as loop:
+        ruled.save(1)
         loop.run_once()
-        assert job.latest.step == 1
-        assert list(job.layout.bench.iterdir()) == [stuck]
+        assert ruled.latest.step == 1
+        assert list(ruled.layout.bench.iterdir()) == [stuck]
         storage.rules.clear()
         loop.run_once()
-    assert is_empty(job)
+    assert is_empty(ruled)
 
 
 def test_a_superseded_daemon_sweeps_nothing(job: SmallJob) -> None:
