@@ -32,13 +32,16 @@ class Settled(Scanner):
 
     hosts: Hosts
 
-    def scan(self, known: Known, config: DaemonConfig = CONFIG) -> Observation:
+    def scan(self, known: Known = NOTHING, config: DaemonConfig = CONFIG) -> Observation:
         self.hosts.settle()
         return super().scan(known, config)
 
+    def waits_for(self, known: Known = NOTHING) -> str:
+        return decide(self.scan(known), CONFIG).waiting_for
+
 
 @pytest.fixture
-def scanner(job: SmallJob, storage: RuledStorage, clock: Clock) -> Scanner:
+def scanner(job: SmallJob, storage: RuledStorage, clock: Clock) -> Settled:
     judge = Judge(storage, LEASE_TIME, clock=clock)
     made = Settled(Job(storage, job.layout), CONFIG.pointer, judge, clock=clock)
     made.hosts = job.hosts
@@ -62,28 +65,28 @@ def known(job: SmallJob) -> Known:
      (b"9" * 5000, PointerState.UNREADABLE)],
 )  # fmt: skip
 def test_a_pointer_that_names_no_step_says_why(
-    job: SmallJob, scanner: Scanner, content: bytes | None, state: PointerState
+    job: SmallJob, scanner: Settled, content: bytes | None, state: PointerState
 ) -> None:
     job.save(4, point=False)
     if content is not None:
         job.state_pointer.write_bytes(content)
-    seen = scanner.scan(NOTHING)
+    seen = scanner.scan()
     assert seen.pointer.state is state
     assert seen.pointer.step is None
     assert seen.save is None
 
 
 def test_a_pointer_that_is_a_folder_or_a_link_names_no_step_and_says_the_reason(
-    job: SmallJob, scanner: Scanner
+    job: SmallJob, scanner: Settled
 ) -> None:
     job.state_pointer.mkdir()
-    seen = scanner.scan(NOTHING)
+    seen = scanner.scan()
     assert seen.pointer.state is PointerState.UNREADABLE
     waiting_for = decide(seen, CONFIG).waiting_for
     assert waiting_for == f"{STATE_POINTER} cannot be read: not a regular file"
     job.state_pointer.rmdir()
     job.state_pointer.symlink_to("elsewhere")
-    assert scanner.scan(NOTHING).pointer.state is PointerState.UNREADABLE
+    assert scanner.scan().pointer.state is PointerState.UNREADABLE
 
 
 @pytest.mark.parametrize("content", [b"", b"7", b"-1", b"x", None])
@@ -107,63 +110,63 @@ def test_a_job_with_the_other_pointer_alone_says_how_to_serve_it(
 
 @pytest.mark.parametrize("mark", [STATE_POINTER, CHECKPOINT_POINTER, ".syncd"])
 def test_a_folder_above_a_job_names_the_job_and_looks_for_it_only_once(
-    job: SmallJob, storage: RuledStorage, scanner: Scanner, mark: str
+    job: SmallJob, storage: RuledStorage, scanner: Settled, mark: str
 ) -> None:
     root = job.root
     (root / "logs").mkdir()
     (root / "qwen" / mark).mkdir(parents=True)
     hint = f"{root}/qwen looks like a job: give its path, or --root {root}"
     missing = f"{STATE_POINTER} is not there"
-    assert decide(scanner.scan(NOTHING), CONFIG).waiting_for == f"{missing}, but {hint}"
+    assert scanner.waits_for() == f"{missing}, but {hint}"
     storage.calls.clear()
-    assert decide(scanner.scan(NOTHING), CONFIG).waiting_for == f"{missing}, but {hint}"
+    assert scanner.waits_for() == f"{missing}, but {hint}"
     assert not any(str(root / "qwen") in str(given) for _, given in storage.calls)
     served = Known(1, "run-4-0", {})
-    assert decide(scanner.scan(served), CONFIG).waiting_for == missing
+    assert scanner.waits_for(served) == missing
 
 
 def test_a_new_job_without_a_job_below_waits_for_its_pointer(
-    job: SmallJob, scanner: Scanner
+    job: SmallJob, scanner: Settled
 ) -> None:
     (job.root / "logs").mkdir()
     (job.root / "notes.txt").touch()
     job.save(4, point=False)
-    waiting_for = decide(scanner.scan(NOTHING), CONFIG).waiting_for
+    waiting_for = scanner.waits_for()
     assert waiting_for == f"{STATE_POINTER} is not there"
 
 
-def test_a_pointer_to_a_step_that_is_not_there_is_not_yet(job: SmallJob, scanner: Scanner) -> None:
+def test_a_pointer_to_a_step_that_is_not_there_is_not_yet(job: SmallJob, scanner: Settled) -> None:
     job.point(4)
-    seen = scanner.scan(NOTHING)
+    seen = scanner.scan()
     assert seen.pointer.step == 4
     assert seen.save is not None
     assert "is not there, or empty" in seen.save.reason
 
 
 def test_the_pointer_names_the_save_and_not_the_newest_folder(
-    job: SmallJob, scanner: Scanner
+    job: SmallJob, scanner: Settled
 ) -> None:
     for step in (9, 4):
         job.save(step)
     job.point(7, CHECKPOINT_POINTER)
-    seen = scanner.scan(NOTHING)
+    seen = scanner.scan()
     assert seen.save is not None
     assert (seen.save.step, seen.checkpoint.step) == (4, 7)
 
 
 def test_a_save_lies_still_from_when_it_was_first_seen(
-    job: SmallJob, scanner: Scanner, clock: Clock
+    job: SmallJob, scanner: Settled, clock: Clock
 ) -> None:
     job.save(4, receipts=False)
-    assert scanner.scan(NOTHING).save_still_for == 0
+    assert scanner.scan().save_still_for == 0
     clock.advance(3)
-    assert scanner.scan(NOTHING).save_still_for == 3
+    assert scanner.scan().save_still_for == 3
     job.save(4, receipts=False)
-    assert scanner.scan(NOTHING).save_still_for == 0
+    assert scanner.scan().save_still_for == 0
 
 
 def test_a_settled_save_is_not_looked_at_again(
-    job: SmallJob, scanner: Scanner, storage: RuledStorage, known: Known
+    job: SmallJob, scanner: Settled, storage: RuledStorage, known: Known
 ) -> None:
     for _ in range(2):  # what is seen once only may be what was there before
         scanner.scan(known)
@@ -176,7 +179,7 @@ def test_a_settled_save_is_not_looked_at_again(
 
 
 def test_a_quarantined_save_is_settled_until_the_pointer_moves(
-    job: SmallJob, scanner: Scanner, storage: RuledStorage
+    job: SmallJob, scanner: Settled, storage: RuledStorage
 ) -> None:
     outcome = SaveOutcome(identity=job.save(4), outcome="quarantined")
     known = Known(0, None, {4: outcome})
@@ -190,7 +193,7 @@ def test_a_quarantined_save_is_settled_until_the_pointer_moves(
 
 
 def test_a_pointer_that_is_written_again_makes_a_settled_save_due(
-    job: SmallJob, scanner: Scanner, known: Known
+    job: SmallJob, scanner: Settled, known: Known
 ) -> None:
     scanner.scan(known)
     again = job.save(4, counter=1)
@@ -200,7 +203,7 @@ def test_a_pointer_that_is_written_again_makes_a_settled_save_due(
 
 
 def test_step_folders_are_looked_at_in_slices_of_64_newest_first(
-    job: SmallJob, scanner: Scanner
+    job: SmallJob, scanner: Settled
 ) -> None:
     outcomes = {
         step: SaveOutcome(identity=job.save(step), outcome="published") for step in range(100)
@@ -215,7 +218,7 @@ def test_step_folders_are_looked_at_in_slices_of_64_newest_first(
 
 
 def test_all_step_folders_are_due_again_after_a_minute_a_move_or_a_wish(
-    job: SmallJob, scanner: Scanner, clock: Clock, known: Known
+    job: SmallJob, scanner: Settled, clock: Clock, known: Known
 ) -> None:
     assert len(scanner.scan(known).steps) == 1
     assert scanner.scan(known).steps == ()
@@ -228,18 +231,18 @@ def test_all_step_folders_are_due_again_after_a_minute_a_move_or_a_wish(
 
 
 def test_whole_saves_below_the_pointer_that_nobody_recorded_are_found(
-    job: SmallJob, scanner: Scanner
+    job: SmallJob, scanner: Settled
 ) -> None:
     for step in (1, 2, 3, 4, 6, 5):
         job.save(step)
     (job.step(1) / ".saving").touch()
     (job.step(2) / ".full_checkpoint").touch()
     (job.actor(3) / ".receipts" / "rank_0.json").unlink()
-    assert [save.step for save in scanner.scan(NOTHING).unrecorded] == [4]
+    assert [save.step for save in scanner.scan().unrecorded] == [4]
 
 
 def test_a_foreign_step_that_is_written_again_is_skipped_once_the_pointer_has_moved_past_it_twice(
-    job: SmallJob, scanner: Scanner
+    job: SmallJob, scanner: Settled
 ) -> None:
     outcome = SaveOutcome(identity="the save that was published", outcome="published")
     known = Known(1, None, {2: outcome})
@@ -258,26 +261,26 @@ def test_a_foreign_step_that_is_written_again_is_skipped_once_the_pointer_has_mo
 
 @pytest.mark.parametrize("between", [None, b"", b"x"])
 def test_a_pointer_that_is_seen_while_it_is_written_hides_nothing_that_it_passes(
-    job: SmallJob, scanner: Scanner, between: bytes | None
+    job: SmallJob, scanner: Settled, between: bytes | None
 ) -> None:
     for step in (1, 2, 3):
         job.save(step, receipts=False)
     job.point(2)
-    assert scanner.scan(NOTHING).unrecorded == ()  # a trainer that resumes may be writing there
+    assert scanner.scan().unrecorded == ()  # a trainer that resumes may be writing there
     if between is not None:
         job.state_pointer.write_bytes(between)
-        assert scanner.scan(NOTHING).unrecorded == ()
+        assert scanner.scan().unrecorded == ()
     job.point(3)
-    assert {save.step for save in scanner.scan(NOTHING).unrecorded} == {1, 2}
+    assert {save.step for save in scanner.scan().unrecorded} == {1, 2}
 
 
-def test_a_step_that_was_deleted_by_hand_has_vanished(job: SmallJob, scanner: Scanner) -> None:
+def test_a_step_that_was_deleted_by_hand_has_vanished(job: SmallJob, scanner: Settled) -> None:
     identity = job.save(4)
     known = published(3, identity)
     assert scanner.scan(known).vanished == (3,)
 
 
-def test_what_else_a_step_holds_is_seen(job: SmallJob, scanner: Scanner) -> None:
+def test_what_else_a_step_holds_is_seen(job: SmallJob, scanner: Settled) -> None:
     identity = job.save(4)
     known = published(4, identity)
     [plain] = scanner.scan(known).steps
@@ -301,37 +304,37 @@ def test_what_else_a_step_holds_is_seen(job: SmallJob, scanner: Scanner) -> None
 
 
 def test_leases_are_seen_with_how_long_their_sessions_have_been_dead(
-    job: SmallJob, scanner: Scanner, clock: Clock
+    job: SmallJob, scanner: Settled, clock: Clock
 ) -> None:
     job.lease_folder(2).mkdir()
     for session in ("live", "dead"):
         job.session(session).touch()
         job.lease(2, session)
     (job.lease_folder(2) / "note from an admin").touch()
-    scanner.scan(NOTHING)
+    scanner.scan()
     job.session("dead").unlink()
-    scanner.scan(NOTHING)
+    scanner.scan()
     clock.advance(7)
-    found = {lease.marker: lease.dead_for for lease in scanner.scan(NOTHING).leases}
+    found = {lease.marker: lease.dead_for for lease in scanner.scan().leases}
     assert found == {"explorer.live": None, "explorer.dead": 7.0, "note from an admin": None}
 
 
 def test_a_session_that_comes_back_begins_its_grace_anew(
-    job: SmallJob, scanner: Scanner, clock: Clock
+    job: SmallJob, scanner: Settled, clock: Clock
 ) -> None:
     job.lease_folder(2).mkdir()
     job.lease(2, "session")
-    scanner.scan(NOTHING)
+    scanner.scan()
     clock.advance(100)
     job.session("session").touch()
-    assert [lease.dead_for for lease in scanner.scan(NOTHING).leases] == [None]
+    assert [lease.dead_for for lease in scanner.scan().leases] == [None]
     job.session("session").unlink()
-    assert [lease.dead_for for lease in scanner.scan(NOTHING).leases] == [0.0]
+    assert [lease.dead_for for lease in scanner.scan().leases] == [0.0]
 
 
 @pytest.mark.parametrize(("content", "announced"), [(None, None), (b"{", 0), (b"", 0)])
 def test_a_trainer_report_that_cannot_be_read_keeps_every_step(
-    job: SmallJob, scanner: Scanner, content: bytes | None, announced: int | None, known: Known
+    job: SmallJob, scanner: Settled, content: bytes | None, announced: int | None, known: Known
 ) -> None:
     if content is not None:
         job.layout.trainer_report.write_bytes(content)
@@ -339,7 +342,7 @@ def test_a_trainer_report_that_cannot_be_read_keeps_every_step(
 
 
 def test_the_step_that_the_trainer_announced_is_seen(
-    job: SmallJob, scanner: Scanner, known: Known
+    job: SmallJob, scanner: Settled, known: Known
 ) -> None:
     report = TrainerReport(run_id="r", world_size=1, status="running", step=2, time=0.0)
     job.layout.trainer_report.write_bytes(encode(report))
@@ -348,7 +351,7 @@ def test_the_step_that_the_trainer_announced_is_seen(
 
 @pytest.mark.parametrize("gone", ["root", "state", "format"])
 def test_a_job_that_went_away_pauses_and_concludes_nothing(
-    job: SmallJob, scanner: Scanner, gone: str, tmp_path: Path, known: Known
+    job: SmallJob, scanner: Settled, gone: str, tmp_path: Path, known: Known
 ) -> None:
     scanner.scan(known)
     os.rename(getattr(job.layout, gone), tmp_path / "away")
@@ -357,25 +360,25 @@ def test_a_job_that_went_away_pauses_and_concludes_nothing(
 
 
 def test_storage_that_does_not_answer_is_an_error_and_no_missing_step(
-    scanner: Scanner, storage: RuledStorage, known: Known
+    scanner: Settled, storage: RuledStorage, known: Known
 ) -> None:
     storage.refuse("names", errno.EIO, where="global_step_4")
     with fails(errno.EIO):
         scanner.scan(known)
 
 
-def test_other_names_in_the_job_are_let_be(job: SmallJob, scanner: Scanner) -> None:
+def test_other_names_in_the_job_are_let_be(job: SmallJob, scanner: Settled) -> None:
     job.save(4)
     for name in ("logs", "global_step_03", "global_step_x", "data.tmp"):
         (job.root / name).mkdir()
     (job.layout.published / "v1").mkdir()
     (job.layout.published / "notes").mkdir()
-    seen = scanner.scan(NOTHING)
+    seen = scanner.scan()
     assert (seen.versions, seen.vanished, seen.unrecorded) == ((), (), ())
 
 
 def test_a_scanner_needs_no_more_calls_for_an_old_job_than_for_a_new_one(
-    job: SmallJob, scanner: Scanner, storage: RuledStorage
+    job: SmallJob, scanner: Settled, storage: RuledStorage
 ) -> None:
     outcomes = {
         step: SaveOutcome(identity=job.save(step), outcome="published") for step in range(80)
@@ -390,14 +393,14 @@ def test_a_scanner_needs_no_more_calls_for_an_old_job_than_for_a_new_one(
 
 @pytest.mark.local_only("it is about the order of some hundred folders, which nobody changes")
 def test_every_step_folder_gets_its_turn_however_often_the_pointer_moves(
-    job: SmallJob, scanner: Scanner, storage: RuledStorage, clock: Clock
+    job: SmallJob, scanner: Settled, storage: RuledStorage, clock: Clock
 ) -> None:
     count = 300
     for step in range(1, count + 1):
         job.step(step).mkdir()
     for tick in range(count // 16):
         job.state_pointer.write_text(str(count + 1 + tick))
-        scanner.scan(NOTHING)
+        scanner.scan()
         clock.advance(1.0)
     looked_into = {given[0] for method, given in storage.calls if method == "names"}
     assert {job.actor(step) for step in range(1, count + 1)} <= looked_into
