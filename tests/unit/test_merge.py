@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -44,6 +43,14 @@ Opened = Callable[[Path], list[ShardFile]]
 def plan_of(shards: list[ShardFile], max_file_size: int) -> MergePlan:
     indexes = [(shard.path.name, shard.tensors()) for shard in shards]
     return plan_merge(indexes, max_file_size=max_file_size)
+
+
+def saved(folder: Path, state: dict[str, torch.Tensor]) -> Path:
+    """The file of one rank, in a folder of its own."""
+    path = folder / "saved" / "model_world_size_1_rank_0.pt"
+    path.parent.mkdir()
+    torch.save(state, path)
+    return path
 
 
 # -- digests -----------------------------------------------------------------------------------
@@ -111,11 +118,9 @@ def test_packed_values_are_counted_as_in_torch_inside_and_as_safetensors_does_in
         path.write_bytes(content.replace(b"[4,12]", wrong.ljust(6)))
         with pytest.raises(ShardFormatError, match="a length that does not fit its shape"):
             SafetensorsFile.open(STORAGE, path)
-    folder = tmp_path / "saved"
-    folder.mkdir()
-    torch.save({"one": packed[0, 0]}, folder / "model_world_size_1_rank_0.pt")
+    path = saved(tmp_path, {"one": packed[0, 0]})
     with pytest.raises(ShardFormatError, match=r"'one' is F4 .* Save it as uint8"):
-        merge(opened(folder), tmp_path / "out")
+        merge(opened(path.parent), tmp_path / "out")
 
 
 # -- what is found out while the bytes are read ------------------------------------------------
@@ -157,15 +162,13 @@ def test_a_wrong_crc_of_any_record_is_found_used_or_not(
 
 
 def test_without_crc_in_the_file_its_check_is_left_out(tmp_path: Path, opened: Opened) -> None:
-    state: dict[str, Any] = {"weight": torch.arange(9.0)}
-    folder = tmp_path / "saved"
-    folder.mkdir()
+    state = {"weight": torch.arange(9.0)}
     torch.serialization.set_crc32_options(False)
     try:
-        torch.save(state, folder / "model_world_size_1_rank_0.pt")
+        path = saved(tmp_path, state)
     finally:
         torch.serialization.set_crc32_options(True)
-    shards = opened(folder)
+    shards = opened(path.parent)
     assert not shards[0].has_crc
     merge(shards, tmp_path / "out", check_crc=True)
     assert_equal(loaded(tmp_path / "out"), state)
@@ -187,9 +190,7 @@ def test_plain_tensors_that_differ_between_ranks_are_named(tmp_path: Path, opene
 def test_a_source_that_becomes_shorter_is_to_be_looked_at_again(
     tmp_path: Path, opened: Opened, size: int, digests: bool
 ) -> None:
-    path = tmp_path / "saved" / "model_world_size_1_rank_0.pt"
-    path.parent.mkdir()
-    torch.save({"weight": torch.zeros(size, dtype=torch.uint8)}, path)
+    path = saved(tmp_path, {"weight": torch.zeros(size, dtype=torch.uint8)})
     shards = opened(path.parent)
     shards[0].tensors()
     with path.open("r+b") as file:
@@ -241,10 +242,9 @@ def test_threads_write_the_same_files_as_one_does(
 
 def views_of_one_storage(folder: Path) -> dict[str, torch.Tensor]:
     """A save whose tensors all lie in one record, with bytes between them that none has."""
-    folder.mkdir()
     whole = torch.arange(400_000, dtype=torch.int32)
     state = {f"t{at}": whole[at : at + 9_000] for at in range(0, 400_000, 10_000)}
-    torch.save(state, folder / "model_world_size_1_rank_0.pt")
+    saved(folder, state)
     return state
 
 
@@ -255,7 +255,7 @@ by_one_and_several_threads = pytest.mark.parametrize("threads", [1, 4])
 def test_a_record_in_many_files_is_checked_by_all_its_bytes(
     tmp_path: Path, opened: Opened, threads: int
 ) -> None:
-    state = views_of_one_storage(tmp_path / "saved")
+    state = views_of_one_storage(tmp_path)
     whole = {"check_crc": True, "max_file_size": 80_000, "threads": threads}
     shards = opened(tmp_path / "saved")
     merged = merge(shards, tmp_path / "good", **whole)  # type: ignore[arg-type]  # one dict
@@ -293,7 +293,7 @@ def test_two_files_are_written_at_once(written: Path, tmp_path: Path, opened: Op
 def test_a_record_that_two_read_is_checked_by_the_first_and_once(
     tmp_path: Path, opened: Opened
 ) -> None:
-    views_of_one_storage(tmp_path / "saved")
+    views_of_one_storage(tmp_path)
     shards = opened(tmp_path / "saved")
     (checks,) = record_checks(shards, check_crc=True)
     assert checks is not None
