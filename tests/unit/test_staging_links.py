@@ -92,8 +92,8 @@ def test_engines_of_one_host_read_a_link_once(linked: LinkedJob, memory: Path) -
     assert ours.hold_again(again).folder == again.folder
 
 
+@beside_the_first
 def test_a_fold_costs_no_second_copy(linked: LinkedJob, staging: Staging) -> None:
-    staging.stage(linked.version(1))
     copy = linked.follow(staging)
     linked.publish(3)
     linked.storage.calls.clear()
@@ -264,19 +264,19 @@ def test_a_link_that_cannot_be_used_costs_no_version(
         VersionGoneError("pruned"),
     ],
 )
-def test_whatever_fails_is_no_refusal(linked: LinkedJob, memory: Path, error: Exception) -> None:
+@beside_the_first
+def test_whatever_fails_is_no_refusal(
+    linked: LinkedJob, staging: Staging, error: Exception
+) -> None:
     def rule(name: str, given: tuple[Any, ...]) -> None:
         if name == "open_read" and "rank-0" in str(given[0]):
             raise error
 
-    staging = Staging(memory)
-    base = staging.stage(linked.version(1))
     linked.storage.rules.append(rule)
     with pytest.raises(NotStagedError, match=str(error).split("]")[-1].strip()):
         follow(linked, staging)
     linked.storage.rules.clear()
     linked.follow(staging)
-    base.release()
 
 
 @beside_the_first
@@ -387,10 +387,11 @@ def test_a_delta_of_an_older_release_is_ignored(
         follow(linked, staging)
 
 
-def test_copies_of_other_jobs_are_no_base(linked: LinkedJob, memory: Path, tmp_path: Path) -> None:
+def test_copies_of_other_jobs_are_no_base(
+    linked: LinkedJob, memory: Path, staging: Staging, tmp_path: Path
+) -> None:
     other = LinkedJob(SmallJob(tmp_path / "other"), tmp_path / "other")
     held = Staging(memory).stage(other.version(1))
-    staging = Staging(memory)
     linked.follow(staging)
     assert linked.holds == 1
     held.release()
