@@ -8,68 +8,32 @@ from pathlib import Path
 
 import pytest
 
-from explorer_hooks.engines.base import InProcessEngine
+from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook, Version
-from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import (
     CancelledError,
     EngineMismatchError,
     JobUnavailableError,
-    SyncdError,
     VerificationError,
     WaitTimeoutError,
 )
-from syncd.protocol.reports import ExplorerReport
-from tests.explorers import pulls
-from tests.jobs import SmallJob, read
+from tests.explorers import leased, publish, pulls, report
+from tests.jobs import SmallJob
 from tests.lagging import Hosts
-from tests.storages import fails, os_error, refuse
+from tests.storages import os_error, refuse
 
 pytestmark = pytest.mark.lagging
 
 
-class Engine(InProcessEngine):
-    """An engine that notes what is done to it."""
-
-    def __init__(self) -> None:
-        self.loaded: list[int] = []
-        self.misfits: set[int] = set()
-        self.breaks: set[int] = set()
-
-    def check(self, version: LeasedVersion) -> None:
-        if version.sequence in self.misfits:
-            raise EngineMismatchError("other names")
-
-    def load(self, version: LeasedVersion) -> None:
-        if version.sequence in self.breaks:
-            raise os_error(errno.EIO)
-        self.loaded.append(version.sequence)
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine()
-
-
-@pytest.fixture
-def hook(job: SmallJob, engine: Engine) -> Iterator[ExplorerHook]:
+def hook(job: SmallJob, engine: FakeEngine) -> Iterator[ExplorerHook]:
     with ExplorerHook(job.root, "explorer", engine, poll=0.02, storage=job.explorers) as made:
         yield made
-
-
-def publish(job: SmallJob, step: int) -> None:
-    job.save(step)
-    job.run()
-    job.hosts.settle()
-
-
-def report(job: SmallJob) -> ExplorerReport:
-    return read(ExplorerReport, job.explorer("explorer"))
-
-
-def leased(job: SmallJob) -> list[int]:
-    folders = job.layout.leases.iterdir()
-    return sorted(int(folder.name[1:]) for folder in folders if os.listdir(folder))
 
 
 def one_behind(job: SmallJob, hook: ExplorerHook) -> None:
@@ -79,13 +43,13 @@ def one_behind(job: SmallJob, hook: ExplorerHook) -> None:
 
 
 def test_a_pull_loads_the_newest_version_and_says_so(
-    job: SmallJob, hook: ExplorerHook, engine: Engine
+    job: SmallJob, hook: ExplorerHook, engine: FakeEngine
 ) -> None:
     assert (hook.version, hook.folder) == (None, None)
     publish(job, 3)
     publish(job, 4)
     pulls(hook, 2, 4)
-    assert engine.loaded == [2]
+    assert engine.asked("load") == [2]
     assert hook.version == Version(2, 4)
     assert hook.folder == job.version(2)
     told = report(job)
@@ -93,11 +57,11 @@ def test_a_pull_loads_the_newest_version_and_says_so(
 
 
 def test_the_version_that_is_served_stays_until_the_next_is_applied(
-    job: SmallJob, hook: ExplorerHook, engine: Engine
+    job: SmallJob, hook: ExplorerHook, engine: FakeEngine
 ) -> None:
     one_behind(job, hook)
     assert leased(job) == [1]
-    engine.misfits.add(2)
+    engine.fail("check", EngineMismatchError("other names"))
     with pytest.raises(EngineMismatchError):
         hook.pull(0)
     assert leased(job) == [1]
@@ -107,26 +71,26 @@ def test_the_version_that_is_served_stays_until_the_next_is_applied(
 
 
 def test_nothing_new_is_counted_and_leaves_the_engine_alone(
-    job: SmallJob, hook: ExplorerHook, engine: Engine
+    job: SmallJob, hook: ExplorerHook, engine: FakeEngine
 ) -> None:
     publish(job, 1)
     hook.pull(0)
     assert [hook.pull(0), hook.pull(0.0)] == [None, None]
     with pytest.raises(WaitTimeoutError):
         hook.pull(0.001)
-    assert engine.loaded == [1]
+    assert engine.asked("load") == [1]
     assert (report(job).nothing_new, report(job).status) == (3, "running")
 
 
 def test_a_damaged_version_never_reaches_the_engine_and_is_not_tried_again(
-    job: SmallJob, hook: ExplorerHook, engine: Engine
+    job: SmallJob, hook: ExplorerHook, engine: FakeEngine
 ) -> None:
     publish(job, 1)
     path = job.version(1) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     with pytest.raises(VerificationError):
         hook.pull(0)
-    assert engine.loaded == []
+    assert engine.asked("load") == []
     assert leased(job) == []
     assert str(report(job).refused).startswith("version 1: ")
     assert hook.pull(0) is None
@@ -147,7 +111,9 @@ def test_a_truncated_version_has_a_remedy_for_its_readers(
     assert "Save the file again" not in str(told.value)
 
 
-def test_a_user_without_rights_is_told_whose_rights_to_use(job: SmallJob, engine: Engine) -> None:
+def test_a_user_without_rights_is_told_whose_rights_to_use(
+    job: SmallJob, engine: FakeEngine
+) -> None:
     storage = job.hosts.ruled(refuse("link", errno.EACCES, where="/claims/"))
     said = rf"/.* cannot be used by user {os.geteuid()}: Permission.*\. Run as the trainers'"
     with pytest.raises(JobUnavailableError, match=said):
@@ -156,7 +122,7 @@ def test_a_user_without_rights_is_told_whose_rights_to_use(job: SmallJob, engine
 
 @pytest.mark.parametrize("damage", ["no digest", "unlisted weights"])
 def test_a_version_that_nobody_vouches_for_never_reaches_the_engine(
-    job: SmallJob, hook: ExplorerHook, engine: Engine, damage: str
+    job: SmallJob, hook: ExplorerHook, engine: FakeEngine, damage: str
 ) -> None:
     publish(job, 1)
     folder = job.version(1)
@@ -169,25 +135,26 @@ def test_a_version_that_nobody_vouches_for_never_reaches_the_engine(
         (folder / "z.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     with pytest.raises(VerificationError):
         hook.pull(0)
-    assert engine.loaded == []
+    assert engine.asked("load") == []
     assert str(report(job).refused).startswith("version 1: ")
 
 
-@pytest.mark.parametrize("fault", ["misfits", "breaks"])
+@pytest.mark.parametrize("fault", ["check", "load"])
 def test_a_version_that_the_engine_refuses_leaves_it_on_the_one_before(
-    job: SmallJob, hook: ExplorerHook, engine: Engine, fault: str
+    job: SmallJob, hook: ExplorerHook, engine: FakeEngine, fault: str
 ) -> None:
     one_behind(job, hook)
-    getattr(engine, fault).add(2)
-    with pytest.raises((SyncdError, OSError)):
+    error = EngineMismatchError("other names") if fault == "check" else os_error(errno.EIO)
+    engine.fail(fault, error, torn=fault == "load")
+    with pytest.raises(type(error)):
         hook.pull(0)
+    assert engine.answer().sequence == 1
     assert hook.version == Version(1, 1)
     assert report(job).sequence == 1
-    if fault == "misfits":
+    if fault == "check":
         assert str(report(job).refused).startswith("version 2: ")
     else:  # what storage refused may well work the next time
         assert report(job).refused is None
-        engine.breaks.clear()
         pulls(hook, 2, 2)
 
 
@@ -206,7 +173,7 @@ def test_a_damaged_manifest_is_refused_once_and_the_next_version_taken(
 
 
 def test_a_report_that_cannot_be_written_ends_no_pull_and_pins_no_old_version(
-    job: SmallJob, engine: Engine, hosts: Hosts
+    job: SmallJob, engine: FakeEngine, hosts: Hosts
 ) -> None:
     storage = hosts.ruled()
     hook = ExplorerHook(job.root, "explorer", engine, storage=storage)
@@ -245,18 +212,7 @@ def test_closing_ends_a_pull_in_another_thread_and_lets_the_version_go(
     assert list(Path(job.layout.sessions).iterdir()) == []
 
 
-def test_an_engine_that_fails_half_way_is_given_back_what_it_had(
-    job: SmallJob, hook: ExplorerHook, engine: Engine
-) -> None:
-    one_behind(job, hook)
-    engine.breaks.add(2)
-    with fails(errno.EIO):
-        hook.pull(0)
-    assert engine.loaded == [1, 1]
-    assert hook.version == Version(1, 1)
-
-
-def test_a_closed_hook_pulls_nothing_and_stays_stopped(job: SmallJob, engine: Engine) -> None:
+def test_a_closed_hook_pulls_nothing_and_stays_stopped(job: SmallJob, engine: FakeEngine) -> None:
     hook = ExplorerHook(job.root, "explorer", engine, storage=job.explorers)
     publish(job, 1)
     hook.close()
@@ -271,7 +227,9 @@ def test_a_closed_hook_pulls_nothing_and_stays_stopped(job: SmallJob, engine: En
     assert report(job).status == "stopped"
 
 
-def test_a_closed_hook_is_neither_entered_nor_started_again(job: SmallJob, engine: Engine) -> None:
+def test_a_closed_hook_is_neither_entered_nor_started_again(
+    job: SmallJob, engine: FakeEngine
+) -> None:
     with ExplorerHook(job.root, "explorer", engine, storage=job.explorers) as hook:
         hook.start()
     with pytest.raises(CancelledError, match=r"is closed.* Make a new ExplorerHook"), hook:

@@ -1,7 +1,7 @@
 """Which sync goes how, and what an explorer that has weights by a broadcast makes of versions."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -74,6 +74,14 @@ def test_whatever_a_sending_ends_with_ends_no_training(
     )
 
 
+def sending(path: TrainerBroadcasts) -> Callable[[WeightGroup], bool]:
+    def send(group: WeightGroup) -> bool:
+        path._group = group
+        return path.send(1)
+
+    return send
+
+
 @pytest.mark.parametrize(("said", "checked"), [(None, True), (True, True), (False, False)])
 def test_a_broadcast_is_cut_and_digested_as_the_settings_say(
     said: bool | None, checked: bool
@@ -81,10 +89,6 @@ def test_a_broadcast_is_cut_and_digested_as_the_settings_say(
     """Where they say nothing, what comes from a CPU is digested."""
     settings = SyncSettings(method="nccl", broadcast_bucket=128, broadcast_digests=said)  # type: ignore[arg-type] # a name will do
     path = TrainerBroadcasts(nn.Linear(2, 2), settings, Explorers())
-
-    def send(group: WeightGroup) -> bool:
-        path._group = group
-        return path.send(1)
 
     def receive(group: WeightGroup) -> Header:
         with greet(group, None) as arriving:
@@ -94,7 +98,7 @@ def test_a_broadcast_is_cut_and_digested_as_the_settings_say(
         arriving.end()
         return arriving.header
 
-    sent, header = (rank.result() for rank in transfer(send, receive))
+    sent, header = (rank.result() for rank in transfer(sending(path), receive))
     assert sent
     assert (header.bucket_bytes, header.has_digests) == (128, checked)
 
@@ -104,12 +108,8 @@ def test_a_broadcast_is_cast_and_looked_at_as_it_is_sent(caplog: pytest.LogCaptu
     nn.init.constant_(model.bias, 1e6)
     path = TrainerBroadcasts(model, SyncSettings(method="nccl"), Explorers(), "fp16")  # type: ignore[arg-type] # a name will do
 
-    def send(group: WeightGroup) -> bool:
-        path._group = group
-        return path.send(1)
-
     sent, received = transfer(
-        send, lambda group: dict(WeightReceiver(group).receive(lambda _: None))
+        sending(path), lambda group: dict(WeightReceiver(group).receive(lambda _: None))
     )
     assert sent.result()
     for name, value in model.state_dict().items():
@@ -155,6 +155,10 @@ class Taker(FakeEngine):
     def leave(self) -> None:
         """It is in no group."""
 
+
+class Steady(Taker):
+    """Is never restarted."""
+
     def still_serves(self, version: LeasedVersion) -> bool:
         del version
         return True
@@ -171,14 +175,22 @@ def trainer(job: SmallJob) -> Iterator[TrainerSynchronizer]:
 
 @pytest.fixture
 def engine() -> Taker:
-    return Taker()
+    return Steady()
 
 
 @pytest.fixture
-def hook(job: SmallJob, engine: Taker) -> Iterator[ExplorerHook]:
+def empty(job: SmallJob, engine: Taker) -> Iterator[ExplorerHook]:
     settings = SyncSettings(method="nccl", max_staleness=0)  # type: ignore[arg-type] # a name will do
     with ExplorerHook(job.root, "explorer", engine, settings=settings, poll=0.02) as made:
         yield made
+
+
+@pytest.fixture
+def hook(job: SmallJob, empty: ExplorerHook) -> ExplorerHook:
+    """With version 1."""
+    publish(job, 1)
+    empty.pull(0)
+    return empty
 
 
 def receives(hook: ExplorerHook, step: int, counter: int, run: str = "run") -> None:
@@ -195,9 +207,10 @@ def has_nothing_newer(hook: ExplorerHook) -> bool:
 
 
 def test_a_version_of_weights_that_were_broadcast_is_held_and_not_loaded(
-    job: SmallJob, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
+    job: SmallJob, engine: Taker, empty: ExplorerHook, trainer: TrainerSynchronizer
 ) -> None:
     del trainer
+    hook = empty
     publish(job, 1)
     assert report(job).workers == 0  # nothing that it could go back to
     pulls(hook, 1, 1)
@@ -221,8 +234,6 @@ def test_a_version_of_weights_that_were_broadcast_is_held_and_not_loaded(
 def test_versions_of_an_earlier_trainer_are_not_newer_than_a_broadcast(
     job: SmallJob, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
 ) -> None:
-    publish(job, 1)
-    hook.pull(0)
     receives(hook, step=2, counter=1)
     publish_save(job, 9, 0)  # of this run, at a counter below
     assert has_nothing_newer(hook)
@@ -239,8 +250,6 @@ def test_versions_of_an_earlier_trainer_are_not_newer_than_a_broadcast(
 def test_a_step_that_is_to_be_evaluated_is_loaded_also_after_a_later_broadcast(
     job: SmallJob, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
 ) -> None:
-    publish(job, 1)
-    hook.pull(0)
     receives(hook, step=9, counter=8)
     publish_save(job, 5, 3)
     assert has_nothing_newer(hook)  # it has later weights of the run
@@ -253,13 +262,12 @@ def test_a_version_that_was_rolled_back_to_is_loaded_also_after_a_broadcast(
     job: SmallJob, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
 ) -> None:
     del trainer
-    publish(job, 1, 2)
-    hook.pull(0)
     receives(hook, step=3, counter=2)
+    publish(job, 2)
     job.ask_rollback(1)
     job.run()
     pulls(hook, 3, 1)
-    assert engine.asked("load") == [2, 3]
+    assert engine.asked("load") == [1, 3]
 
 
 def test_a_sync_waits_for_a_job_that_is_away_as_without_broadcasts(
@@ -274,16 +282,9 @@ def test_a_sync_waits_for_a_job_that_is_away_as_without_broadcasts(
         away.rename(job.layout.format)
 
 
-class Restarted(Taker):
-    """Takes broadcasts, and forgets what it has where it is restarted."""
-
-    def still_serves(self, version: LeasedVersion) -> bool:
-        return FakeEngine.still_serves(self, version)
-
-
 def test_a_step_that_does_not_wait_gives_an_engine_what_it_has_lost(job: SmallJob) -> None:
     settings = SyncSettings(method="nccl", style="trainer_driven")  # type: ignore[arg-type] # names will do
-    engine = Restarted()
+    engine = Taker()
     publish(job, 1)
     with ExplorerHook(job.root, "explorer", engine, settings=settings, poll=0.02) as hook:
         hook.pull(0)
@@ -293,10 +294,8 @@ def test_a_step_that_does_not_wait_gives_an_engine_what_it_has_lost(job: SmallJo
 
 
 def test_a_broadcast_that_comes_to_nothing_changes_nothing(
-    job: SmallJob, engine: Taker, hook: ExplorerHook
+    engine: Taker, hook: ExplorerHook
 ) -> None:
-    publish(job, 1)
-    hook.pull(0)
 
     def fail() -> None:
         raise BroadcastError("the trainer is gone")
@@ -307,10 +306,8 @@ def test_a_broadcast_that_comes_to_nothing_changes_nothing(
 
 
 def test_an_engine_that_cannot_be_paused_for_a_broadcast_has_only_missed_it(
-    job: SmallJob, engine: Taker, hook: ExplorerHook
+    engine: Taker, hook: ExplorerHook
 ) -> None:
-    publish(job, 1)
-    hook.pull(0)
     engine.fail("pause", RuntimeError("it is in the middle of something"))
     with pytest.raises(BroadcastError, match="in the middle of something"):
         receives(hook, step=2, counter=1)
@@ -322,8 +319,6 @@ def test_an_engine_that_cannot_be_paused_for_a_broadcast_has_only_missed_it(
 def test_an_engine_that_a_broadcast_broke_is_given_the_newest_version(
     job: SmallJob, engine: Taker, hook: ExplorerHook
 ) -> None:
-    publish(job, 1)
-    hook.pull(0)
     receives(hook, step=2, counter=1)
 
     def tear() -> None:
@@ -341,8 +336,6 @@ def test_what_comes_by_the_files_counts_once_it_is_published(
     job: SmallJob, hook: ExplorerHook, trainer: TrainerSynchronizer
 ) -> None:
     """Its save may fail: whoever waits for data must not wait for who may not produce."""
-    publish(job, 1)
-    hook.pull(0)
     trainer.goes_by_files(2)
     assert hook.may_produce()
     publish(job, 2)

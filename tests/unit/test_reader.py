@@ -5,7 +5,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,20 +26,12 @@ from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import Latest, encode
 from syncd.protocol.reports import ExplorerReport
 from syncd.storage.fsio import Storage
+from tests.explorers import LONG, publish
 from tests.jobs import SmallJob, flip, read
 from tests.lagging import Hosts
 from tests.storages import Clock, fails, once, refuse
 
 pytestmark = pytest.mark.lagging
-
-LONG = 60.0
-
-
-def publish(job: SmallJob, *steps: int) -> None:
-    with job.daemon() as loop:
-        for step in steps:
-            loop.publish(step)
-    job.hosts.settle()
 
 
 @pytest.fixture
@@ -201,15 +195,22 @@ def test_a_damaged_version_is_refused_by_name(
         version.verify()
 
 
+@contextmanager
+def manifest_of(job: SmallJob) -> Iterator[Any]:
+    """That of version 1, to be changed in the block."""
+    path = job.version(1) / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    yield manifest
+    job.put(path, json.dumps(manifest).encode())
+    job.hosts.settle()
+
+
 def test_a_manifest_that_lists_no_file_for_a_tensor_is_refused(
     job: SmallJob, reader: Reader
 ) -> None:
     publish(job, 4)
-    path = job.version(1) / "manifest.json"
-    manifest = json.loads(path.read_bytes())
-    manifest["files"] = [file for file in manifest["files"] if file["name"] == "config.json"]
-    job.put(path, json.dumps(manifest).encode())
-    job.hosts.settle()
+    with manifest_of(job) as manifest:
+        manifest["files"] = [file for file in manifest["files"] if file["name"] == "config.json"]
     with pytest.raises(VerificationError, match="files lists no such file"):
         reader.next_version(0, 0)
 
@@ -218,13 +219,11 @@ def test_a_file_without_a_digest_is_refused_if_the_manifest_promises_digests(
     job: SmallJob, reader: Reader
 ) -> None:
     publish(job, 4)
-    manifest = json.loads((job.version(1) / "manifest.json").read_bytes())
-    for file in manifest["files"]:
-        if file["name"] == "model.safetensors":
-            del file["digest"]
     flip(job.version(1) / "model.safetensors")
-    job.put(job.version(1) / "manifest.json", json.dumps(manifest).encode())
-    job.hosts.settle()
+    with manifest_of(job) as manifest:
+        for file in manifest["files"]:
+            if file["name"] == "model.safetensors":
+                del file["digest"]
     with pytest.raises(VerificationError, match=r"gives none for model\.safetensors"):
         reader.next_version(0, 0).verify()
 
@@ -306,7 +305,13 @@ def test_closing_ends_the_session(job: SmallJob) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
-    ["explorer_hooks.reader", "explorer_hooks.hook", "syncd.daemon.service", "syncd.cli"],
+    [
+        "explorer_hooks.reader",
+        "explorer_hooks.hook",
+        "explorer_hooks.follow",
+        "syncd.daemon.service",
+        "syncd.cli",
+    ],
 )
 def test_reader_daemon_and_cli_import_no_torch(module: str) -> None:
     program = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"

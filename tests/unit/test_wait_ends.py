@@ -16,10 +16,10 @@ from syncd.coordination.member import Seams
 from syncd.protocol.errors import WaitTimeoutError
 from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings, SyncStyle, Version
 from syncd.protocol.records import SaveOutcome, SaveOutcomes
-from syncd.protocol.reports import Rendezvous
 from tests.explorers import LONG, publish, report
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.multiprocess.processes import wait_until
+from tests.unit.test_fast_path import Taker
 
 pytestmark = pytest.mark.lagging
 
@@ -246,18 +246,6 @@ def test_who_has_seen_a_trainer_go_without_a_version_goes_on_and_says_so_once(
     assert waiting.result(LONG) is None
     assert explorer.wait_new_model_state_dict(None, timeout=LONG) is None
     assert caplog.text.count("no version was published: explorer continues without a version") == 1
-
-
-class Taker(FakeEngine):
-    """Takes broadcasts."""
-
-    workers = 1
-
-    def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
-        raise NotImplementedError
-
-    def leave(self) -> None:
-        """It is in no group."""
 
 
 @pytest.mark.parametrize("engine", [FakeEngine, Taker])
