@@ -13,6 +13,7 @@ from syncd.protocol.errors import (
     SupersededError,
 )
 from syncd.protocol.records import PublishNotice, encode
+from tests.explorers import publish
 from tests.jobs import SmallJob, read, weights
 from tests.lagging import Hosts
 from tests.storages import Clock, RuledStorage, fails, once
@@ -20,16 +21,8 @@ from tests.storages import Clock, RuledStorage, fails, once
 pytestmark = pytest.mark.lagging
 
 
-def run(job: SmallJob, rounds: int = 1, config: DaemonConfig | None = None) -> None:
-    """One daemon from its beginning to its end."""
-    with job.daemon(config) as loop:
-        for _ in range(rounds):
-            loop.run_once()
-
-
 def test_a_save_becomes_a_whole_version_that_latest_names(job: SmallJob) -> None:
-    job.save(4)
-    run(job)
+    publish(job, 4)
     assert (job.latest.sequence, job.latest.step, job.latest.folder) == (1, 4, "v000001")
     folder = job.version(1)
     manifest = read_manifest(job.storage, folder)
@@ -45,7 +38,7 @@ def test_a_save_becomes_a_whole_version_that_latest_names(job: SmallJob) -> None
 def test_the_same_save_is_published_once_over_any_number_of_daemons(job: SmallJob) -> None:
     job.save(4)
     for _ in range(3):
-        run(job, rounds=3)
+        job.run(rounds=3)
     assert job.versions == ["v000001"]
 
 
@@ -62,8 +55,7 @@ def test_every_new_save_gets_the_next_sequence_whatever_its_step(job: SmallJob) 
 def test_lease_folder_and_version_are_there_before_latest_names_them(
     ruled: SmallJob, storage: RuledStorage
 ) -> None:
-    ruled.save(4)
-    run(ruled)
+    publish(ruled, 4)
     targets = [given[1] for method, given in storage.calls if method == "rename"]
     order = [
         targets.index(ruled.layout.publish_lock),
@@ -84,8 +76,7 @@ def test_the_publish_lock_says_what_is_on_its_way_and_goes(job: SmallJob, hosts:
         said.append(read(PublishNotice, job.layout.publish_lock))
 
     job.storage = hosts.ruled(once("rename", look, where="published"))
-    job.save(4)
-    run(job)
+    publish(job, 4)
     assert (said[0].sequence, said[0].step) == (1, 4)
     assert not job.layout.publish_lock.exists()
 
@@ -93,8 +84,7 @@ def test_the_publish_lock_says_what_is_on_its_way_and_goes(job: SmallJob, hosts:
 def test_the_publish_lock_is_replaced_by_one_rename_and_not_synced(
     ruled: SmallJob, storage: RuledStorage
 ) -> None:
-    ruled.save(4)
-    run(ruled)
+    publish(ruled, 4)
     begun = [
         number
         for number, (method, given) in enumerate(storage.calls)
@@ -128,12 +118,11 @@ def test_a_finished_version_that_latest_does_not_name_is_adopted(
     ruled: SmallJob, storage: RuledStorage
 ) -> None:
     storage.refuse("rename", errno.EIO, where=".syncd/LATEST")
-    ruled.save(4)
-    run(ruled)
+    publish(ruled, 4)
     assert ruled.versions == ["v000001"]
     storage.rules.clear()
     with ruled.daemon() as loop:
-        assert (ruled.latest.sequence, ruled.latest.step) == (1, 4)
+        assert ruled.serves == (1, 4)
         loop.run_once()
     assert ruled.versions == ["v000001"]
     assert ruled.outcomes == {4: "published"}
@@ -143,10 +132,7 @@ def test_a_finished_version_that_latest_does_not_name_is_adopted(
 def test_an_unfinished_version_above_latest_is_discarded_on_record_and_its_number_not_used_again(
     job: SmallJob, damage: str
 ) -> None:
-    job.save(4)
-    run(job)
-    job.save(5)
-    run(job)
+    publish(job, 4, 5)
     job.layout.latest.unlink()
     folder = job.version(2)
     match damage:
@@ -171,15 +157,14 @@ def test_an_unfinished_version_above_latest_is_discarded_on_record_and_its_numbe
 def test_storage_that_does_not_answer_is_no_reason_to_discard_a_version(
     ruled: SmallJob, storage: RuledStorage
 ) -> None:
-    ruled.save(4)
-    run(ruled)
+    publish(ruled, 4)
     ruled.layout.latest.unlink()
     storage.refuse("open_read", errno.EIO, where="v000001/manifest.json")
     with fails(errno.EIO), ruled.daemon():
         pass
     storage.rules.clear()
     assert ruled.versions == ["v000001"]
-    run(ruled)
+    ruled.run()
     assert ruled.latest.sequence == 1
 
 
@@ -187,16 +172,13 @@ def test_storage_that_does_not_answer_is_no_reason_to_discard_a_version(
 def test_a_lost_or_damaged_latest_comes_back_and_the_sequence_goes_on(
     job: SmallJob, content: bytes | None
 ) -> None:
-    for step in (4, 5):
-        job.save(step)
-        run(job)
+    publish(job, 4, 5)
     job.layout.latest.unlink()
     if content is not None:
         job.layout.latest.write_bytes(content)
-    run(job)
+    job.run()
     assert job.serves == (2, 5)
-    job.save(6)
-    run(job)
+    publish(job, 6)
     assert job.latest.sequence == 3
 
 
@@ -204,11 +186,8 @@ def test_a_lost_or_damaged_latest_comes_back_and_the_sequence_goes_on(
 def test_a_sequence_is_never_given_twice_though_all_versions_are_lost(
     job: SmallJob, witness: str
 ) -> None:
-    for step in (4, 5, 6):
-        job.save(step)
-        run(job)
-    kept = job.lease_folder(3).exists()
-    assert kept
+    publish(job, 4, 5, 6)
+    assert job.lease_folder(3).exists()
     job.layout.latest.unlink()
     for sequence in (1, 2, 3):
         job.storage.remove_tree(job.version(sequence))
@@ -221,13 +200,12 @@ def test_a_sequence_is_never_given_twice_though_all_versions_are_lost(
     if witness == "explorer":
         report = {"name": "e", "session": "s", "status": "running", "sequence": 3, "time": 1.0}
         job.explorer("e").write_text(json.dumps(report))
-    run(job)
+    job.run()
     assert job.latest.sequence == 4
 
 
 def test_a_latest_of_a_newer_protocol_ends_the_daemon_and_changes_nothing(job: SmallJob) -> None:
-    job.save(4)
-    run(job)
+    publish(job, 4)
     newer = b'{"protocol": 2, "sequence": 1, "step": 4, "kind": "delta"}'
     job.layout.latest.write_bytes(newer)
     with pytest.raises(ProtocolMismatchError, match="install the newer syncd"), job.daemon():
@@ -264,8 +242,7 @@ def test_a_quarantined_save_stays_so_for_the_next_daemon_and_a_new_one_is_tried(
     for _ in range(2):
         job.run(rounds=3, seconds=5)
     assert len(list(job.layout.quarantine.iterdir())) == 1
-    job.save(4)
-    run(job)
+    publish(job, 4)
     assert job.latest.step == 4
     assert job.outcomes == {4: "published"}
 
