@@ -50,9 +50,9 @@ def bits(tensor: torch.Tensor) -> bytes:
     return bytes(bytes_of(tensor.detach().contiguous()))
 
 
-def unfit(module: nn.Module, version: LeasedVersion, why: str) -> None:
+def unfit(module: nn.Module, version: LeasedVersion, why: str, **options: Any) -> None:
     with pytest.raises(EngineMismatchError, match=why):
-        TorchModule(module).check(version)
+        TorchModule(module, **options).check(version)
 
 
 def test_names_are_mapped_by_a_prefix_a_mapping_or_a_function(net: Net, tmp_path: Path) -> None:
@@ -71,28 +71,22 @@ def test_names_are_mapped_by_a_prefix_a_mapping_or_a_function(net: Net, tmp_path
     engine = TorchModule(net, rename=lambda name: None if name == "rotary" else name)
     engine.check(version)
     unfit(net, version, "rotary is not in the module")
-    with pytest.raises(EngineMismatchError, match=r"both renamed to two\.weight"):
-        TorchModule(net, rename={"rotary": "two.weight"}).check(version)
-    with pytest.raises(EngineMismatchError, match=r"one\.weight is not in the version"):
-        TorchModule(net, prefix="modul.").check(version)
+    unfit(net, version, r"both renamed to two\.weight", rename={"rotary": "two.weight"})
+    unfit(net, version, r"one\.weight is not in the version", prefix="modul.")
 
 
 def test_names_that_differ_by_a_prefix_have_a_remedy_that_works(net: Net, tmp_path: Path) -> None:
     truth = random_tensors(SPECS, 1)
-    version = made(tmp_path, {f"module.{name}": value for name, value in truth.items()})
+    prefixed = {f"module.{name}": value for name, value in truth.items()}
+    version = made(tmp_path, prefixed)
     unfit(net, version, r"use TorchModule with prefix='module\.'$")
     TorchModule(net, prefix="module.").check(version)
     wrapped = nn.ModuleDict({"module": net})
     version = made(tmp_path, truth, 2)
-    renamed = r"with rename=lambda name: 'module\.' \+ name$"
-    with pytest.raises(EngineMismatchError, match=renamed):
-        TorchModule(wrapped).check(version)
+    unfit(wrapped, version, r"with rename=lambda name: 'module\.' \+ name$")
     TorchModule(wrapped, rename=lambda name: "module." + name).check(version)
-    other = {f"module.{name}": value for name, value in truth.items()} | {
-        "one": truth["one.weight"]
-    }
-    with pytest.raises(EngineMismatchError, match="If only the names differ, use TorchModule with"):
-        TorchModule(net).check(made(tmp_path, other, 3))
+    other = prefixed | {"one": truth["one.weight"]}
+    unfit(net, made(tmp_path, other, 3), "If only the names differ, use TorchModule with")
 
 
 def test_a_cast_is_made_only_where_it_is_asked_for(net: Net, tmp_path: Path) -> None:
@@ -111,8 +105,7 @@ def test_a_cast_is_made_only_where_it_is_asked_for(net: Net, tmp_path: Path) -> 
         assert torch.equal(net.one.weight, wanted.view(4, 3).bfloat16())
     tensors["two.weight"] = TensorBytes("F8_E4M3", (5,), bytes(5))
     tensors["one.weight"] = TensorBytes("I16", (4, 3), bytes(24))
-    with pytest.raises(EngineMismatchError, match=r"is I16.*is F8_E4M3"):
-        TorchModule(net, cast=True).check(made(tmp_path, tensors, 2))
+    unfit(net, made(tmp_path, tensors, 2), r"is I16.*is F8_E4M3", cast=True)
 
 
 def test_tied_weights_must_be_one_value_in_the_version_too(net: Net, tmp_path: Path) -> None:
@@ -128,8 +121,8 @@ def test_tied_weights_must_be_one_value_in_the_version_too(net: Net, tmp_path: P
     read = sum(len(given[1]) for name, given in storage.calls if name == "pread_into")
     assert read == len(truth.content)  # once
     other = random_tensors({"two.weight": SPECS["one.weight"]}, 2)["two.weight"]
-    with pytest.raises(EngineMismatchError, match="different values, but are one tensor"):
-        TorchModule(net).check(made(tmp_path, {"one.weight": truth, "two.weight": other}, 2))
+    version = made(tmp_path, {"one.weight": truth, "two.weight": other}, 2)
+    unfit(net, version, "different values, but are one tensor")
 
 
 def test_tied_weights_are_compared_where_the_manifest_has_no_digests(
@@ -149,8 +142,8 @@ def test_tied_weights_are_compared_where_the_manifest_has_no_digests(
         version = LeasedVersion(Storage(durable=False), with_digests.folder, manifest, hold)
         if fits:
             TorchModule(net).check(version)
-            continue
-        unfit(net, version, "different values, but are one tensor")
+        else:
+            unfit(net, version, "different values, but are one tensor")
 
 
 def test_the_module_changes_under_the_lock_alone_and_reading_needs_none(
@@ -291,10 +284,8 @@ def test_extra_state_of_a_module_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_state_dict_that_is_made_up_cannot_be_filled(tmp_path: Path) -> None:
-    with pytest.raises(
-        EngineMismatchError, match=r"one\.weight in the module's state dict cannot be filled"
-    ):
-        TorchModule(Copied()).check(made(tmp_path))
+    why = r"one\.weight in the module's state dict cannot be filled"
+    unfit(Copied(), made(tmp_path), why)
 
 
 def test_inference_goes_on_with_inference_mode_and_requires_grad_as_it_was(

@@ -27,6 +27,7 @@ from syncd.protocol.records import Names
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 from tests.engines.sglang_fake import FakeSGLang
 from tests.mapped_names import BY_NAMES, NAMES, Named, as_bytes, on_the_hub, state
+from tests.merging import assert_equal
 from tests.storages import RuledStorage
 
 A, B = torch.arange(8, dtype=torch.bfloat16).reshape(2, 2, 2)
@@ -73,7 +74,7 @@ def test_a_module_of_either_names_is_filled_by_a_version_of_either(
     engine.load(version)
     after = net.state_dict()
     assert {name: value.data_ptr() for name, value in after.items()} == before
-    assert all(torch.equal(after[name], value) for name, value in truth.items())
+    assert_equal(after, truth)
 
 
 def test_pieces_are_read_into_the_modules_own_tensors(tmp_path: Path) -> None:
@@ -89,10 +90,10 @@ def test_pieces_are_read_into_the_modules_own_tensors(tmp_path: Path) -> None:
 
 @by_either_names
 def test_a_module_that_renames_is_asked_by_either_name(tmp_path: Path, names: Names) -> None:
-    truth = state()
-    net = Named({f"wrapped.{name}": value for name, value in truth.items()})
+    truth = {f"wrapped.{name}": value for name, value in state().items()}
+    net = Named(truth)
     TorchModule(net, rename=lambda name: f"wrapped.{name}").load(made(tmp_path, names))
-    assert all(torch.equal(net.state_dict()[f"wrapped.{n}"], v) for n, v in truth.items())
+    assert_equal(net.state_dict(), truth)
 
 
 @pytest.mark.parametrize("missing", ["experts.1.up.weight", "qk", "layernorm"])
@@ -141,12 +142,16 @@ def sglang_of(folder: Path, names: str) -> tuple[Path, FakeSGLang]:
     return base, FakeSGLang(str(base), knows=frozenset(on_the_hub(state())))
 
 
+def server_of(fake: FakeSGLang, base: Path | None = None) -> SGLangServer:
+    return SGLangServer("http://sglang", transport=fake.transport, base=base)
+
+
 @pytest.mark.parametrize("says_base", [False, True])
 def test_sglang_never_gets_names_that_it_would_drop(tmp_path: Path, says_base: bool) -> None:
     base, fake = sglang_of(tmp_path, "hub")
-    engine = SGLangServer("http://sglang", transport=fake.transport, base=base)
+    engine = server_of(fake, base)
     if not says_base:
-        engine = SGLangServer("http://sglang", transport=fake.transport)
+        engine = server_of(fake)
         engine._fits = Fits()
     both = r"skip experts\.gate_up_proj, whose hub name is experts\.0\.gate\.weight"
     with pytest.raises(EngineMismatchError, match=both):
@@ -162,7 +167,7 @@ def test_an_sglang_that_drops_unknown_names_says_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, fake = sglang_of(tmp_path, "hub")
-    engine = SGLangServer("http://sglang", transport=fake.transport)
+    engine = server_of(fake)
     version = made(tmp_path, "trainer", 1)
     monkeypatch.setattr(engine, "check", lambda _: None)
     reload(engine, version)
@@ -172,7 +177,7 @@ def test_an_sglang_that_drops_unknown_names_says_success(
 
 def test_an_sglang_that_was_started_with_the_trainers_names_gets_the_hubs(tmp_path: Path) -> None:
     base, fake = sglang_of(tmp_path, "trainer")
-    engine = SGLangServer("http://sglang", transport=fake.transport, base=base)
+    engine = server_of(fake, base)
     engine.check(made(tmp_path, "hub", 1))
     with pytest.raises(EngineMismatchError, match="needs the hub's names"):
         engine.check(made(tmp_path, "trainer", 2))
@@ -252,10 +257,8 @@ def test_a_reader_gives_each_tensor_by_both_of_its_names(
     truth = BY_NAMES[asked](state())
     with WeightsReader(made(tmp_path, names), mmap=mmap) as reader:
         assert set(reader.names()) == set(BY_NAMES[names](state()))
-        assert all(torch.equal(reader.get_weight(name), value) for name, value in truth.items())
-        found = dict(reader.state_dict_iterator(asked))
-        assert found.keys() == truth.keys()
-        assert all(torch.equal(found[name], value) for name, value in truth.items())
+        assert_equal({name: reader.get_weight(name) for name in truth}, truth)
+        assert_equal(dict(reader.state_dict_iterator(asked)), truth)
         assert dict(reader.state_dict_iterator()).keys() == set(reader.names())
 
 
@@ -285,9 +288,7 @@ def test_a_name_of_one_set_that_another_tensor_has_in_the_other_is_the_asked_set
     )
     with WeightsReader(version) as reader:
         for asked in OTHER:
-            found = dict(reader.state_dict_iterator(asked))
-            assert found.keys() == of[asked].keys()
-            assert all(torch.equal(found[name], value) for name, value in of[asked].items()), asked
+            assert_equal(dict(reader.state_dict_iterator(asked)), of[asked])
 
 
 def test_joined_parts_in_any_order_and_numbers_are_compared_by_the_hubs_names() -> None:

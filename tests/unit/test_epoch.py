@@ -28,11 +28,6 @@ def built(epoch: Epoch, sequence: int) -> Path:
     return folder
 
 
-def test_the_first_daemon_has_epoch_1(job: SmallJob) -> None:
-    assert job.take_over().number == 1
-    assert rooms(job) == ["1"]
-
-
 def test_a_take_over_empties_and_removes_every_lower_room(job: SmallJob) -> None:
     for room in ("3-00000000", "12-ffffffff", "12-00000000"):
         (job.layout.epochs / room / "building" / "v000009").mkdir(parents=True)

@@ -41,8 +41,9 @@ PARTS: list[dict[str, Tensor]] = [
 ]
 
 
-def put(actor: Path, parts: list[dict[str, Tensor]], *, said: bool = True) -> list[Path]:
+def put(folder: Path, parts: list[dict[str, Tensor]] = PARTS, *, said: bool = True) -> list[Path]:
     """A whole save of these parts, as a rank each writes them."""
+    actor = folder / "actor"
     (actor / RECEIPTS).mkdir(parents=True)
     paths = []
     for rank, tensors in enumerate(parts):
@@ -93,7 +94,7 @@ def publish(
 
 
 def test_the_ranks_files_become_the_versions_files(tmp_path: Path) -> None:
-    paths = put(tmp_path / "actor", PARTS)
+    paths = put(tmp_path)
     manifest = publish(tmp_path)
     for path in paths:
         assert (tmp_path / "out" / path.name).stat().st_ino == path.stat().st_ino
@@ -106,7 +107,7 @@ def test_the_ranks_files_become_the_versions_files(tmp_path: Path) -> None:
 
 
 def test_no_tensor_is_read_to_publish_it(tmp_path: Path) -> None:
-    paths = put(tmp_path / "actor", PARTS)
+    paths = put(tmp_path)
     for path in paths:
         header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
         os.truncate(path, header)  # a hole in place of the tensors
@@ -117,7 +118,7 @@ def test_no_tensor_is_read_to_publish_it(tmp_path: Path) -> None:
 
 
 def test_no_function_of_the_merge_is_entered(tmp_path: Path) -> None:
-    put(tmp_path / "actor", PARTS)
+    put(tmp_path)
     entered = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -138,7 +139,7 @@ def test_no_function_of_the_merge_is_entered(tmp_path: Path) -> None:
 
 def test_a_part_gets_the_names_of_the_hub_if_they_are_asked_for(tmp_path: Path) -> None:
     actor = tmp_path / "actor"
-    put(actor, PARTS)
+    put(tmp_path)
     (actor / HUGGINGFACE).mkdir()
     names = {"tensors": {"b": {"shape": [5000], "pieces": [{"name": "hub.b"}]}}}
     content = json.dumps(names).encode()
@@ -157,14 +158,14 @@ def test_a_part_gets_the_names_of_the_hub_if_they_are_asked_for(tmp_path: Path) 
 
 
 def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
-    put(tmp_path / "actor", PARTS[:1])
+    put(tmp_path, PARTS[:1])
     manifest = publish(tmp_path)
     assert [file.name for file in manifest.files] == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("said", [True, False], ids=["digests", "no digests"])
 def test_parts_are_copied_where_links_cannot_be_had(tmp_path: Path, *, said: bool) -> None:
-    paths = put(tmp_path / "actor", PARTS, said=said)
+    paths = put(tmp_path, said=said)
     storage = RuledStorage(refuse("link", errno.EPERM))
     manifest = publish(tmp_path, storage=storage)
     assert (tmp_path / "out" / paths[0].name).stat().st_ino != paths[0].stat().st_ino
@@ -172,7 +173,7 @@ def test_parts_are_copied_where_links_cannot_be_had(tmp_path: Path, *, said: boo
 
 
 def test_a_copy_that_is_not_what_was_written_is_not_published(tmp_path: Path) -> None:
-    paths = put(tmp_path / "actor", PARTS)
+    paths = put(tmp_path)
     flip(paths[0], -2)
     storage = RuledStorage(refuse("link", errno.EPERM))
     with pytest.raises(ShardFormatError, match=r"model-00001-of-00003\.safetensors .* wrote"):
@@ -181,7 +182,7 @@ def test_a_copy_that_is_not_what_was_written_is_not_published(tmp_path: Path) ->
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_the_files_of_another_user_are_copied(tmp_path: Path) -> None:
-    paths = put(tmp_path / "actor", PARTS)
+    paths = put(tmp_path)
     os.chown(paths[0], 12345, -1)
     publish(tmp_path)
     mine = tmp_path / "out" / paths[0].name
@@ -189,41 +190,44 @@ def test_the_files_of_another_user_are_copied(tmp_path: Path) -> None:
     assert (tmp_path / "out" / paths[1].name).stat().st_nlink == 2
 
 
-def test_a_name_in_two_parts_is_refused(tmp_path: Path) -> None:
-    put(tmp_path / "actor", [PARTS[0], {"b": torch.arange(5000.0)}])
-    with pytest.raises(CoverageError, match=r"b in both .*00001-of-00002"):
-        publish(tmp_path)
-
-
-def test_parts_without_any_tensor_are_refused(tmp_path: Path) -> None:
-    put(tmp_path / "actor", [{}, {}])
-    with pytest.raises(CoverageError, match="holds no tensors"):
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ([PARTS[0], {"b": torch.arange(5000.0)}], r"b in both .*00001-of-00002"),
+        ([{}, {}], "holds no tensors"),
+    ],
+)
+def test_a_name_in_two_parts_and_parts_without_any_tensor_are_refused(
+    tmp_path: Path, parts: list[dict[str, Tensor]], why: str
+) -> None:
+    put(tmp_path, parts)
+    with pytest.raises(CoverageError, match=why):
         publish(tmp_path)
 
 
 def test_a_part_is_cast_if_that_is_asked_for(tmp_path: Path) -> None:
-    put(tmp_path / "actor", PARTS)
+    put(tmp_path)
     publish(tmp_path, cast="bf16")
     everything = PARTS[0] | PARTS[1]
     assert_equal(loaded(tmp_path / "out"), {k: v.bfloat16() for k, v in everything.items()})
 
 
 def test_a_cast_of_packed_weights_is_refused(tmp_path: Path) -> None:
-    put(tmp_path / "actor", [{"a_blocks": torch.ones(4, dtype=torch.uint8)}])
+    put(tmp_path, [{"a_blocks": torch.ones(4, dtype=torch.uint8)}])
     with pytest.raises(CheckpointError, match="a_blocks is quantized"):
         publish(tmp_path, cast="bf16")
 
 
 def test_a_save_is_whole_when_all_ranks_have_vouched_for_their_parts(tmp_path: Path) -> None:
     actor = tmp_path / "actor"
-    put(actor, PARTS)
+    put(tmp_path)
     (actor / RECEIPTS / receipt_name(2)).unlink()
     assert "rank 2 of 3" in look_at_save(STORAGE, actor, 1).reason
 
 
 def test_a_file_of_the_release_before_is_compared_with_its_one_digest(tmp_path: Path) -> None:
     actor = tmp_path / "actor"
-    put(actor, PARTS[:1], said=False)
+    put(tmp_path, PARTS[:1], said=False)
     path = actor / part_name(1, 0)
     tensor = PARTS[0]["b"].numpy().tobytes()
     entry = HeaderEntry("b", "F32", (5000,), 0, len(tensor))

@@ -18,11 +18,11 @@ from syncd.daemon.host.services import Services
 from syncd.daemon.telling.journal import read_journal
 from syncd.operate.job_state import look
 from syncd.protocol.names import NAME_MAP, RECEIPTS, receipt_name
-from syncd.protocol.records import Receipt, RollbackRequest, encode
+from syncd.protocol.records import Receipt, encode
 from syncd.protocol.reports import ExplorerReport
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 from syncd.storage.sessions import Session
-from tests.jobs import LEASE_TIME, SmallJob, read
+from tests.jobs import LEASE_TIME, Rounds, SmallJob, read
 from tests.storages import Clock
 
 MAP = NameMapRecord(
@@ -35,6 +35,11 @@ def save(job: SmallJob, step: int) -> None:
     folder.mkdir(parents=True)
     (folder / NAME_MAP).write_bytes(encode(MAP))
     job.save(step)
+
+
+def publish(loop: Rounds, step: int) -> None:
+    save(loop.job, step)
+    loop.run_once()
 
 
 @contextmanager
@@ -80,8 +85,7 @@ def test_a_new_job_gets_the_hubs_names_if_all_live_explorers_take_them(
         for name, takes in explorers.items():
             stack.enter_context(explorer(job, name, hub_names=takes))
         with job.daemon() as loop:
-            save(job, 1)
-            loop.run_once()
+            publish(loop, 1)
             seen = look(job)
     assert tensors(job, 1) == names
     console = Console(width=100, record=True, file=io.StringIO())
@@ -98,8 +102,7 @@ def test_an_explorer_that_is_gone_is_not_asked(job: SmallJob) -> None:
     with explorer(job, "old", hub_names=False):
         pass
     with job.daemon() as loop:
-        save(job, 1)
-        loop.run_once()
+        publish(loop, 1)
     assert tensors(job, 1) == HUB
 
 
@@ -108,12 +111,10 @@ def test_a_job_keeps_the_names_of_its_newest_version_over_daemons(
 ) -> None:
     caplog.set_level(logging.INFO)
     with explorer(job, "old", hub_names=False), job.daemon(clock=clock) as loop:
-        save(job, 1)
-        loop.run_once()
+        publish(loop, 1)
     for step in (2, 3):
         with job.daemon(clock=clock) as loop:
-            save(job, step)
-            loop.run_once()
+            publish(loop, step)
             assert tensors(job, step) == TRAINER
     assert len(said(job)) == 1
     told = [record for record in caplog.records if getattr(record, "event", "") == "version_names"]
@@ -146,8 +147,7 @@ def test_a_job_keeps_its_names_over_versions_that_have_none_and_daemons(
 ) -> None:
     config = DaemonConfig(keep=1, tick=0.001)
     with job.daemon(config, clock=clock) as loop:
-        save(job, 1)
-        loop.run_once()
+        publish(loop, 1)
         other(job, 2)
         for _ in range(5):
             clock.advance(2.0)
@@ -155,8 +155,7 @@ def test_a_job_keeps_its_names_over_versions_that_have_none_and_daemons(
         assert job.latest.sequence == 2
     for step in (3, 4):
         with job.daemon(config, clock=clock) as loop:
-            save(job, step)
-            loop.run_once()
+            publish(loop, step)
         assert tensors(job, step) == HUB
     assert said(job) == [(1, "hub", None)]
 
@@ -177,15 +176,12 @@ def test_a_change_of_names_is_said_once(
 ) -> None:
     caplog.set_level(logging.INFO)
     with job.daemon(DaemonConfig(names="trainer"), clock=clock) as loop:
-        save(job, 1)
-        loop.run_once()
+        publish(loop, 1)
         loop.config = DaemonConfig(names="hub")
         for step in (2, 3):
-            save(job, step)
-            loop.run_once()
+            publish(loop, step)
     with job.daemon(DaemonConfig(names="hub"), clock=clock) as loop:
-        save(job, 4)
-        loop.run_once()
+        publish(loop, 4)
     assert [tensors(job, n) for n in (3, 4)] == [HUB, HUB]
     assert said(job) == [(1, "trainer", None), (2, "hub", None)]
     assert "in the previous version they had the names of the trainer's module" in caplog.text
@@ -193,17 +189,13 @@ def test_a_change_of_names_is_said_once(
 
 def test_a_rollback_brings_its_names_back_and_they_are_kept(job: SmallJob) -> None:
     with job.daemon(DaemonConfig(names="trainer", keep=9)) as loop:
-        save(job, 1)
-        loop.run_once()
+        publish(loop, 1)
         loop.config = DaemonConfig(names="hub", keep=9)
-        save(job, 2)
-        loop.run_once()
+        publish(loop, 2)
         loop.config = DaemonConfig(keep=9)
-        ask = RollbackRequest(id="ask", sequence=1, by="me", time=0.0)
-        job.put_record(job.layout.request("ask"), ask)
+        job.ask_rollback(1)
         loop.run_once()
-        save(job, 4)
-        loop.run_once()
+        publish(loop, 4)
     assert [tensors(job, n) for n in (2, 3, 4)] == [HUB, TRAINER, TRAINER]
     assert [line[:2] for line in said(job)] == [(1, "trainer"), (2, "hub"), (3, "trainer")]
 
@@ -239,6 +231,5 @@ def test_an_explorer_that_was_killed_is_not_asked_once_it_is_known_as_dead(
         for _ in range(12):
             loop.run_once()
             clock.now += LEASE_TIME / 4
-        save(job, 1)
-        loop.run_once()
+        publish(loop, 1)
     assert tensors(job, 1) == HUB

@@ -53,6 +53,10 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+def halved(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: one.bfloat16() for name, one in tensors.items()}
+
+
 def save(hook: TrainerHook, model: nn.Module, step: int, fraction: float = 0.03) -> None:
     change(model, fraction)
     hook.after_step(step)
@@ -78,7 +82,7 @@ def test_each_save_after_the_first_is_a_link_to_the_one_before(job: Job, cast: A
             assert receipt.sync_dtype == cast
             assert not (job.layout.actor(step) / SHARD).exists()
             before = linked(job, step, before)
-            assert_equal(before, {name: one.bfloat16() for name, one in state(model).items()})
+            assert_equal(before, halved(state(model)))
             assert int(job.layout.state_pointer.read_text()) == step
 
 
@@ -103,7 +107,7 @@ def test_training_resumes_from_a_full_checkpoint_whose_weights_are_a_link(
     with hook_of(job, model, SaveSettings(sync_dtype=dtype)) as hook:
         save(hook, model, 1)
         change(model)
-        synced = {name: one.bfloat16() for name, one in state(model).items()}
+        synced = halved(state(model))
         if not at_once:
             hook.after_step(2)
             written(hook)
@@ -116,8 +120,7 @@ def test_training_resumes_from_a_full_checkpoint_whose_weights_are_a_link(
         assert (actor / MASTER).exists()
         assert not (actor / SHARD).exists()
         save(hook, model, 3)
-        after = {name: one.bfloat16() for name, one in state(model).items()}
-        assert_equal(linked(job, 3, synced), after)
+        assert_equal(linked(job, 3, synced), halved(state(model)))
     other = model_of(torch.float32 if dtype else torch.bfloat16)
     resumed = load_checkpoint(job.layout.root, other, step=2)
     assert resumed is not None
@@ -125,7 +128,7 @@ def test_training_resumes_from_a_full_checkpoint_whose_weights_are_a_link(
     with ExplorerHook(job.layout.root, "bench", FakeEngine()) as bench:
         bench.load_step(2, DEADLINE)
         built = loaded(bench.folder or job.layout.root)
-    assert_equal(built, {name: one.bfloat16() for name, one in truth.items()})
+    assert_equal(built, halved(truth))
 
 
 def test_a_save_while_a_checkpoint_is_written_is_full(job: Job) -> None:
