@@ -3,7 +3,6 @@
 import itertools
 import struct
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,7 @@ from syncd.checkpoint.sandbox.wire import contents_rows, read_bare, read_chunked
 from syncd.checkpoint.torch_files.pieces import read_tensor
 from syncd.protocol.errors import CheckpointError
 from tests.dcp import Checkpoint, floats, small, strides
+from tests.property.edits import EDITS, Edit, says
 from tests.storages import STORAGE
 
 FUZZ = settings(max_examples=200, deadline=None)
@@ -131,32 +131,7 @@ def _plain(value: object) -> object:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def says(error: CheckpointError, where: object) -> None:
-    """An error for people: of which file, in few words, on one line."""
-    assert str(error).startswith(str(where))
-    assert len(str(error)) < 1000 + len(str(where))
-    assert str(error).isprintable()
-
-
 # -- any bytes ------------------------------------------------------------------------------------
-
-EDGES = (0, 1, 0x7F, 0xFF, 2**31, 2**32 - 1, 2**63, 2**64 - 1)
-Edit = Callable[[bytes, int], bytes]
-
-
-def edits() -> st.SearchStrategy[Edit]:
-    """Changes at a place."""
-    return st.one_of(
-        st.integers(1, 255).map(
-            lambda value: lambda data, at: data[:at] + bytes([data[at] ^ value]) + data[at + 1 :]
-        ),
-        st.binary(max_size=9).map(lambda new: lambda data, at: data[:at] + new + data[at:]),
-        st.sampled_from(EDGES).map(
-            lambda value: lambda data, at: data[:at] + value.to_bytes(8, "little") + data[at + 8 :]
-        ),
-        st.just(lambda data, at: data[:at]),
-        st.integers(1, 40).map(lambda count: lambda data, at: data[:at] + data[at + count :]),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +139,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small().write(tmp_path_factory.mktemp("small"))
 
 
-any_edit = given(edits(), st.floats(0, 1))
+any_edit = given(EDITS, st.floats(0, 1))
 
 
 @FUZZ

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.lagging import LaggingHosts
 from tests.storages import Clock, RuledStorage, once, os_error
 
 SLICE = LEASE_TIME / 16
+Watch = Callable[..., None]
 
 
 class Explorers:
@@ -62,27 +64,33 @@ def names(roster: Roster) -> set[str]:
     return {one.name for one in roster.explorers()}
 
 
-def watch(roster: Roster, clock: Clock, seconds: float, *beating: str, among: Explorers) -> None:
-    for _ in range(round(seconds / SLICE)):
-        clock.advance(SLICE)
-        for name in beating:
-            among.beat(name)
-        roster.look_at_slice()
+@pytest.fixture
+def watch(roster: Roster, clock: Clock, explorers: Explorers) -> Watch:
+    """Lets seconds pass, in which some beat."""
+
+    def watch(seconds: float, *beating: str) -> None:
+        for _ in range(round(seconds / SLICE)):
+            clock.advance(SLICE)
+            for name in beating:
+                explorers.beat(name)
+            roster.look_at_slice()
+
+    return watch
 
 
 def test_the_dead_are_not_counted_a_lease_time_later_and_the_living_are(
-    roster: Roster, explorers: Explorers, clock: Clock
+    roster: Roster, explorers: Explorers, watch: Watch
 ) -> None:
     explorers.come("a", "b", status="require_sync")
     explorers.come("c")
     counts = {RunningStatus.RUNNING: 1, RunningStatus.REQUIRE_SYNC: 2, RunningStatus.STOPPED: 0}
     assert by_status(roster) == Counter(counts)
-    watch(roster, clock, LEASE_TIME * 0.7, "b", "c", among=explorers)
+    watch(LEASE_TIME * 0.7, "b", "c")
     assert names(roster) == {"a", "b", "c"}
-    watch(roster, clock, LEASE_TIME * 0.8, "b", "c", among=explorers)
+    watch(LEASE_TIME * 0.8, "b", "c")
     assert names(roster) == {"b", "c"}
     explorers.beat("a")  # a pause of the host, and it goes on
-    watch(roster, clock, LEASE_TIME / 3, "b", "c", among=explorers)
+    watch(LEASE_TIME / 3, "b", "c")
     assert names(roster) == {"a", "b", "c"}
 
 
@@ -144,38 +152,38 @@ def test_a_newer_protocol_is_a_clear_error_and_an_older_record_is_read(
 
 
 def test_a_newer_protocol_is_an_error_while_its_participant_lives_and_hides_nobody_after_that(
-    roster: Roster, explorers: Explorers, job: SmallJob, clock: Clock
+    roster: Roster, explorers: Explorers, job: SmallJob, watch: Watch
 ) -> None:
     explorers.come("new", "old", "t")
     told = {"protocol": 2, "session": "s-new", "status": ["dreaming"]}
     job.put(job.explorer("new"), json.dumps(told).encode())
     trainer(job, "running", "s-t")
     job.put(job.layout.trainer_report, json.dumps({**told, "session": "s-t"}).encode())
-    watch(roster, clock, 2 * LEASE_TIME, "new", "old", "t", among=explorers)
+    watch(2 * LEASE_TIME, "new", "old", "t")
     for ask in (roster.explorers, roster.trainer):
         with pytest.raises(ProtocolMismatchError, match="is of protocol 2"):
             ask()
-    watch(roster, clock, 1.5 * LEASE_TIME, "old", among=explorers)
+    watch(1.5 * LEASE_TIME, "old")
     assert names(roster) == {"old"}
     assert roster.trainer_status() is RunningStatus.STOPPED
     explorers.beat("new")
-    watch(roster, clock, SLICE, "old", among=explorers)
+    watch(SLICE, "old")
     with pytest.raises(ProtocolMismatchError):
         roster.explorers()
     job.session("s-new").unlink()
-    watch(roster, clock, LEASE_TIME / 2, "old", among=explorers)
+    watch(LEASE_TIME / 2, "old")
     assert names(roster) == {"old"}
 
 
 @pytest.mark.parametrize("session", [{}, {"session": "../x"}, {"session": 7}])
 def test_a_newer_protocol_that_names_no_session_stays_an_error(
-    roster: Roster, explorers: Explorers, job: SmallJob, clock: Clock, session: dict[str, object]
+    roster: Roster, job: SmallJob, watch: Watch, session: dict[str, object]
 ) -> None:
     job.put(job.explorer("new"), json.dumps({"protocol": 2, **session}).encode())
     for _ in range(3):
         with pytest.raises(ProtocolMismatchError, match=r"new\.json is of protocol 2"):
             roster.explorers()
-        watch(roster, clock, LEASE_TIME, among=explorers)
+        watch(LEASE_TIME)
 
 
 NO_SESSIONS = ["a\\u0000b", "../x", "", "x" * 300]
@@ -245,15 +253,15 @@ def trainer(job: SmallJob, status: str, session: str | None) -> None:
 
 
 def test_the_trainer_is_stopped_before_it_comes_and_when_it_died(
-    roster: Roster, job: SmallJob, clock: Clock, explorers: Explorers
+    roster: Roster, job: SmallJob, watch: Watch, explorers: Explorers
 ) -> None:
     assert roster.trainer_status() is RunningStatus.STOPPED
     explorers.beat("t")
     trainer(job, "require_sync", "s-t")
     assert roster.trainer_status() is RunningStatus.REQUIRE_SYNC
-    watch(roster, clock, 1.5 * LEASE_TIME, "t", among=explorers)
+    watch(1.5 * LEASE_TIME, "t")
     assert roster.trainer_status() is RunningStatus.REQUIRE_SYNC
-    watch(roster, clock, 1.5 * LEASE_TIME, among=explorers)
+    watch(1.5 * LEASE_TIME)
     assert roster.trainer_status() is RunningStatus.STOPPED
 
 
