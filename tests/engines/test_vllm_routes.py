@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +61,7 @@ class Routes:
     def __init__(
         self,
         *more: str,
+        labels: Sequence[str] = LABELS,
         label: str = "default",
         paused: bool = False,
         extension: str = "",
@@ -71,7 +72,7 @@ class Routes:
         self.asked: list[str] = []
         self.answers = dict(answers or {})
         self.refuses = False
-        self._paths = (*ROUTES, *more)
+        self._paths = (*ROUTES, *labels, *more)
         self.told: dict[str, Any] = {
             "/v1/models": {"data": [{"id": "policy", "root": "elsewhere"}]},
             "/weight_info": {"weight_version": label},
@@ -128,8 +129,8 @@ class Routes:
         return httpx2.Response(200, json=self.told.get(path, {}))
 
 
-def stays_broken(engine: VLLMServer, why: str) -> None:
-    with pytest.raises(EngineBrokenError, match=why):
+def stays_paused(engine: VLLMServer) -> None:
+    with pytest.raises(EngineBrokenError, match="stays paused"):
         engine.resume()
 
 
@@ -145,7 +146,7 @@ def test_a_folder_is_loaded_by_the_transfer_of_a_server_that_has_it(
     tmp_path: Path, opened: tuple[bool, ...], begins: list[str]
 ) -> None:
     """Also a tied model on a CPU, without the extension."""
-    routes = Routes(*LABELS, *TRANSFER, "/reset_encoder_cache", device="cpu", label="step-1")
+    routes = Routes(*TRANSFER, "/reset_encoder_cache", device="cpu", label="step-1")
     routes.answers[STATE] = states(*opened)
     version = make_version(tmp_path / "v1", {"model.embed_tokens.weight": WEIGHT})
     engine = routes.engine()
@@ -172,14 +173,14 @@ def test_a_folder_is_loaded_by_the_transfer_of_a_server_that_has_it(
 
 
 def test_a_folder_that_the_transfer_refuses_is_taken_back(tmp_path: Path) -> None:
-    routes = Routes(*LABELS, *TRANSFER, label="step-1")
+    routes = Routes(*TRANSFER, label="step-1")
     routes.answers[STATE] = states(False, False)
     engine = routes.engine()
     engine.load(make_version(tmp_path / "v1", {}))
     routes.refuses = True
     with pytest.raises(ServerRefusedError, match="a file is missing"):
         engine.load(make_version(tmp_path / "v2", {}, sequence=2))
-    stays_broken(engine, "stays paused")
+    stays_paused(engine)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_a_folder_that_the_transfer_refuses_is_taken_back(tmp_path: Path) -> Non
 def test_a_transfer_that_is_not_known_is_left_alone_and_one_line_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, routes: Any, options: Any, why: str
 ) -> None:
-    server = Routes(*LABELS, *routes, **options)
+    server = Routes(*routes, **options)
     engine = server.engine()
     version = make_version(tmp_path / "v1", {})
     for _ in range(2):
@@ -210,7 +211,7 @@ def test_a_transfer_that_is_not_known_is_left_alone_and_one_line_says_so(
 def test_a_server_that_is_started_anew_with_the_transfer_is_given_versions_by_it(
     tmp_path: Path,
 ) -> None:
-    routes = Routes(*LABELS, *TRANSFER)
+    routes = Routes(*TRANSFER)
     routes.answers[STATE] = states(False)
     config = routes.told["/server_info"]["vllm_config"]
     transfer, config["weight_transfer_config"] = config["weight_transfer_config"], None
@@ -229,7 +230,7 @@ def test_a_server_that_is_started_anew_with_the_transfer_is_given_versions_by_it
 @pytest.mark.parametrize("mode", ["keep", "wait"])
 def test_what_is_held_by_a_half_loaded_server_is_not_finished_by_it(mode: str) -> None:
     """``wait`` would let vLLM go on with it until it is done."""
-    routes = Routes(*LABELS, label=f"{LOADING}-full-step-3-version-3")
+    routes = Routes(label=f"{LOADING}-full-step-3-version-3")
     routes.engine(mode=mode).attach()
     assert routes.asked == ["/pause keep"]
 
@@ -237,17 +238,17 @@ def test_what_is_held_by_a_half_loaded_server_is_not_finished_by_it(mode: str) -
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_paused_server_that_cannot_be_labelled_stays_paused(paused: bool) -> None:
     """A release without labels: was a hook killed in the middle of a load, nothing says so."""
-    routes = Routes("/is_paused", paused=paused)
+    routes = Routes("/is_paused", labels=(), paused=paused)
     engine = routes.engine()
     engine.attach()
     assert routes.asked == ([] if paused else ["/resume"])
     if paused:
-        stays_broken(engine, "stays paused")
+        stays_paused(engine)
 
 
 def test_a_label_that_nobody_can_change_is_none() -> None:
     """Else what was given would count as lost, and be loaded again and again."""
-    routes = Routes("/weight_info", "/is_paused")
+    routes = Routes("/is_paused", labels=LABELS[:1])
     engine = routes.engine()
     engine.attach()
     assert not engine._said_label()
@@ -273,7 +274,7 @@ def test_who_takes_broadcasts_is_looked_for_and_no_method_that_is_not_there_is_c
     routes: tuple[str, ...], extension: str, replicas: int, found: int
 ) -> None:
     """An error in a worker would leave the answers of the others unread, for the next call."""
-    server = Routes(*LABELS, *routes, extension=extension, replicas=replicas)
+    server = Routes(*routes, extension=extension, replicas=replicas)
     engine = server.engine()
     assert engine.workers == 0
     assert server.asked == []  # nobody is there yet
@@ -283,7 +284,7 @@ def test_who_takes_broadcasts_is_looked_for_and_no_method_that_is_not_there_is_c
 
 
 def test_a_broadcast_is_held_by_all_workers_before_the_first_one_changes() -> None:
-    routes = Routes(*LABELS, *OPTIONS, extension=EXTENSION)
+    routes = Routes(*OPTIONS, extension=EXTENSION)
     engine = routes.engine()
     engine.pause()
     engine.receive(MEETING, 1, 5.0)
@@ -311,7 +312,7 @@ def test_a_broadcast_is_held_by_all_workers_before_the_first_one_changes() -> No
     ],
 )
 def test_what_not_all_workers_have_is_loaded_by_none(answer: object, misfits: bool) -> None:
-    routes = Routes(*LABELS, answers={"syncd_receive": answer})
+    routes = Routes(answers={"syncd_receive": answer})
     engine = routes.engine()
     engine.pause()
     with pytest.raises(BroadcastError) as failed:
@@ -326,12 +327,12 @@ each_answer = pytest.mark.parametrize("answer", [None, [{"failed": None}, {"fail
 
 @each_answer
 def test_what_not_all_workers_have_loaded_is_not_served(answer: object) -> None:
-    routes = Routes(*LABELS, answers={"syncd_load": answer})
+    routes = Routes(answers={"syncd_load": answer})
     engine = routes.engine()
     engine.pause()
     with pytest.raises(EngineBrokenError):
         engine.receive(MEETING, 1, 5.0)
-    stays_broken(engine, "stays paused")
+    stays_paused(engine)
     assert routes.label.startswith(LOADING)
     assert "/resume" not in routes.asked
 
@@ -345,7 +346,7 @@ def test_an_llm_is_asked_how_it_was_made() -> None:
 
 def test_what_is_loaded_after_a_load_that_failed_is_loaded_twice(tmp_path: Path) -> None:
     """Of the first time vLLM may leave out parts of layers that the failed one had begun."""
-    routes = Routes(*LABELS, label=f"{LOADING}-full-step-3-version-3")
+    routes = Routes(label=f"{LOADING}-full-step-3-version-3")
     engine = routes.engine()
     engine.attach()
     version = make_version(tmp_path / "v1", {})
@@ -378,7 +379,7 @@ def test_on_a_cpu_a_model_that_vllm_reloads_in_part_is_refused_before_the_pause(
     version = make_version(
         tmp_path / "v1", dict.fromkeys(tensors, WEIGHT), files={"config.json": config.encode()}
     )
-    routes = Routes(*LABELS, *OPTIONS, device="cpu")
+    routes = Routes(*OPTIONS, device="cpu")
     engine = routes.engine()
     if why is not None:
         with pytest.raises(EngineMismatchError, match=rf"(?s){why}.*--weight-transfer-config"):
@@ -391,7 +392,7 @@ def test_on_a_cpu_a_model_that_vllm_reloads_in_part_is_refused_before_the_pause(
         ("cuda", "", "reload_weights"),
         *([("cpu", "", "reload_weights")] if why is None else []),
     ):
-        routes = Routes(*LABELS, *OPTIONS, device=device, extension=extension)
+        routes = Routes(*OPTIONS, device=device, extension=extension)
         engine = routes.engine()
         engine.check(version)
         engine.load(version)
@@ -402,7 +403,7 @@ def test_a_server_that_does_not_say_where_it_runs_is_warned_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     version = make_version(tmp_path / "v1", {"model.embed_tokens.weight": WEIGHT})
-    for routes in (Routes(*LABELS), Routes(*LABELS, *OPTIONS)):
+    for routes in (Routes(), Routes(*OPTIONS)):
         caplog.clear()
         engine = routes.engine()
         for _ in range(2):
@@ -430,21 +431,21 @@ def test_what_not_all_workers_load_of_a_folder_is_taken_back(
     tmp_path: Path, answer: object
 ) -> None:
     version = make_version(tmp_path / "v1", {})
-    routes = Routes(*LABELS, *OPTIONS, device="cpu", extension=EXTENSION)
+    routes = Routes(*OPTIONS, device="cpu", extension=EXTENSION)
     engine = routes.engine()
     engine.check(version)
     engine.load(version)
     routes.answers = {"syncd_load_folder": answer}
     with pytest.raises(ServerRefusedError):
         engine.load(make_version(tmp_path / "v2", {}, sequence=2))
-    stays_broken(engine, "stays paused")
+    stays_paused(engine)
 
 
 def test_a_version_that_is_given_again_must_have_the_digests_that_it_had_first(
     tmp_path: Path,
 ) -> None:
     """However often: a server that has it wrong twice in the same way has it wrong."""
-    routes = Routes(*LABELS, "/weight_checker")
+    routes = Routes("/weight_checker")
     engine = routes.engine(checksums=True)
     engine.attach()
     first, second = (make_version(tmp_path / f"v{n}", {}, sequence=n) for n in (1, 2))
@@ -458,7 +459,7 @@ def test_a_version_that_is_given_again_must_have_the_digests_that_it_had_first(
 
 
 def test_a_server_whose_workers_do_not_answer_does_not_serve(tmp_path: Path) -> None:
-    routes = Routes(*LABELS, label="step-1-version-1")
+    routes = Routes(label="step-1-version-1")
     engine = routes.engine()
     version = make_version(tmp_path / "v1", {})
     assert engine.still_serves(version)

@@ -4,8 +4,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ from tests.storages import CHANGES, AnswerLost, Clock, RuledStorage, once
 pytestmark = pytest.mark.lagging
 
 
+Take = Callable[..., HeldName]
+
+
 class Heartbeat(Session):
     """A session that a test lets beat."""
 
@@ -35,10 +39,10 @@ class Heartbeat(Session):
         os.utime(self.path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
 
 
-def take(
+def taken(
     job: SmallJob,
-    session: Session | str,
     clock: Clock,
+    session: Session | str,
     *,
     storage: Storage | None = None,
     role: str = "explorer",
@@ -57,26 +61,33 @@ def take(
     return HeldName.take(there, role, name, taker, clock=clock, pause=pause)
 
 
+@pytest.fixture
+def take(job: SmallJob, clock: Clock) -> Take:
+    return partial(taken, job, clock)
+
+
 def holder(job: SmallJob, name: str = "x") -> str | None:
     return read_claim(job.storage, job.layout.claim("explorer", name))
 
 
-def test_a_live_participants_name_is_refused_within_a_lease(job: SmallJob, clock: Clock) -> None:
+def test_a_live_participants_name_is_refused_within_a_lease(
+    job: SmallJob, clock: Clock, take: Take
+) -> None:
     first = Heartbeat(job, "first")
-    take(job, first, clock)
+    take(first)
     begun = clock.now
     with pytest.raises(NameTakenError, match=r"explorer 'x' works in .* \(session first\)"):
-        take(job, "second", clock, beating=[first])
+        take("second", beating=[first])
     assert clock.now - begun <= LEASE_TIME
     assert holder(job) == "first"
-    take(job, "third", clock, name="y")
+    take("third", name="y")
 
 
-def test_a_second_trainer_is_told_who_works_there(job: SmallJob, clock: Clock) -> None:
+def test_a_second_trainer_is_told_who_works_there(job: SmallJob, take: Take) -> None:
     first = Heartbeat(job, "node-7-4711-0a1b2c3d")
 
     def take_as(name: str, session: Heartbeat | str) -> None:
-        take(job, session, clock, role="trainer", name=name, beating=[first])
+        take(session, role="trainer", name=name, beating=[first])
 
     take_as("grpo\n", first)
     with pytest.raises(NameTakenError) as told:
@@ -94,11 +105,11 @@ def test_a_second_trainer_is_told_who_works_there(job: SmallJob, clock: Clock) -
 
 
 def test_a_dead_participants_name_is_taken_after_a_lease_and_not_before(
-    job: SmallJob, clock: Clock
+    job: SmallJob, clock: Clock, take: Take
 ) -> None:
-    take(job, "first", clock)
+    take("first")
     begun = clock.now
-    take(job, "second", clock)
+    take("second")
     assert LEASE_TIME <= clock.now - begun <= 2 * LEASE_TIME
     assert holder(job) == "second"
     assert not [path for path in job.layout.claims.iterdir() if "broken" in path.name]
@@ -106,7 +117,7 @@ def test_a_dead_participants_name_is_taken_after_a_lease_and_not_before(
 
 
 def test_the_name_of_a_process_of_this_host_that_was_killed_is_taken_at_once(
-    job: SmallJob, clock: Clock
+    job: SmallJob, clock: Clock, take: Take
 ) -> None:
     first = Heartbeat(job, "first")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
@@ -122,7 +133,7 @@ def test_the_name_of_a_process_of_this_host_that_was_killed_is_taken_at_once(
         claim = Claim(session=first.id, process=at)
         job.put_record(job.layout.claim("explorer", "x"), claim)
         job.hosts.settle()
-        take(job, Heartbeat(job, "second"), clock)
+        take(Heartbeat(job, "second"))
         assert seconds <= clock.now - begun <= 2 * seconds
         begun = clock.now
 
@@ -133,11 +144,11 @@ def test_a_process_that_may_run_has_not_ended(process: str) -> None:
 
 
 def test_a_wait_for_a_name_is_logged_once(
-    job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture
+    job: SmallJob, take: Take, caplog: pytest.LogCaptureFixture
 ) -> None:
-    take(job, "node-7-4711-0a1b2c3d", clock)
+    take("node-7-4711-0a1b2c3d")
     assert caplog.text == ""
-    take(job, "second", clock)
+    take("second")
     found = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert found == [
         f"explorer 'x' works in {job.root} already (process 4711 on host node-7, session "
@@ -145,47 +156,49 @@ def test_a_wait_for_a_name_is_logged_once(
     ]
 
 
-def test_a_name_whose_session_is_gone_is_taken_soon(job: SmallJob, clock: Clock) -> None:
+def test_a_name_whose_session_is_gone_is_taken_soon(
+    job: SmallJob, clock: Clock, take: Take
+) -> None:
     first = Heartbeat(job, "first")
-    take(job, first, clock)
+    take(first)
     first.path.unlink()
     job.hosts.settle()
     begun = clock.now
-    take(job, "second", clock)
+    take("second")
     assert clock.now - begun < LEASE_TIME
     assert holder(job) == "second"
 
 
-def test_a_name_that_was_given_up_is_free_at_once(job: SmallJob, clock: Clock) -> None:
-    take(job, "first", clock).release()
+def test_a_name_that_was_given_up_is_free_at_once(clock: Clock, take: Take) -> None:
+    take("first").release()
     begun = clock.now
-    take(job, "second", clock)
+    take("second")
     assert clock.now == begun
 
 
-def test_a_marker_that_says_nothing_is_broken_after_a_lease(job: SmallJob, clock: Clock) -> None:
+def test_a_marker_that_says_nothing_is_broken_after_a_lease(job: SmallJob, take: Take) -> None:
     job.layout.claims.mkdir()
     job.layout.claim("explorer", "x").write_bytes(b"{")
-    take(job, "second", clock)
+    take("second")
     assert holder(job) == "second"
 
 
-def test_what_can_be_no_marker_is_refused_and_named(job: SmallJob, clock: Clock) -> None:
+def test_what_can_be_no_marker_is_refused_and_named(job: SmallJob, take: Take) -> None:
     job.layout.claim("explorer", "x").mkdir(parents=True)
     with pytest.raises(NameTakenError, match=r"remove .*claims/explorer\.x"):
-        take(job, "second", clock)
+        take("second")
 
 
-def test_a_job_has_one_trainer_whatever_its_name_is(job: SmallJob, clock: Clock) -> None:
+def test_a_job_has_one_trainer_whatever_its_name_is(job: SmallJob, take: Take) -> None:
     assert job.layout.claim("trainer", "a") == job.layout.claim("trainer", "b")
     assert job.layout.claim("explorer", "trainer") != job.layout.claim("trainer", "trainer")
-    take(job, "explorer", clock, name="trainer")
+    take("explorer", name="trainer")
 
 
-def test_who_lost_the_name_is_told(job: SmallJob, clock: Clock) -> None:
-    first = take(job, "first", clock)
+def test_who_lost_the_name_is_told(job: SmallJob, take: Take) -> None:
+    first = take("first")
     first.check()
-    take(job, "second", clock)
+    take("second")
     job.hosts.settle()
     with pytest.raises(NameTakenError, match="session second now holds"):
         first.check()
@@ -193,8 +206,8 @@ def test_who_lost_the_name_is_told(job: SmallJob, clock: Clock) -> None:
     assert holder(job) == "second"
 
 
-def test_a_name_that_nobody_took_meanwhile_is_taken_again(job: SmallJob, clock: Clock) -> None:
-    first = take(job, "first", clock)
+def test_a_name_that_nobody_took_meanwhile_is_taken_again(job: SmallJob, take: Take) -> None:
+    first = take("first")
     job.layout.claim("explorer", "x").unlink()
     job.hosts.settle()
     first.check()
@@ -202,29 +215,29 @@ def test_a_name_that_nobody_took_meanwhile_is_taken_again(job: SmallJob, clock: 
 
 
 def test_a_claim_that_another_broke_and_took_at_the_last_moment_is_not_broken(
-    job: SmallJob, clock: Clock, tmp_path: Path
+    job: SmallJob, take: Take, tmp_path: Path
 ) -> None:
-    take(job, "first", clock)
+    take("first")
     path = job.layout.claim("explorer", "x")
     third = Heartbeat(job, "third")
 
     def take_it(*_: object) -> None:
         path.rename(tmp_path / "broken by the third")
-        take(job, third, Clock())
+        taken(job, Clock(), third)
 
     storage = RuledStorage(once("rename", take_it, where="claims/explorer.x"))
     with pytest.raises(NameTakenError, match="session third"):
-        take(job, "second", clock, storage=storage, beating=[third])
+        take("second", storage=storage, beating=[third])
     assert holder(job) == "third"
 
 
-def test_a_claim_whose_answer_was_lost_is_ours(job: SmallJob, clock: Clock) -> None:
+def test_a_claim_whose_answer_was_lost_is_ours(take: Take) -> None:
     class LinkAnswerLost(AnswerLost):
         def link(self, source: Path, target: Path) -> None:
             super().link(source, target)
             raise FileExistsError(str(target))
 
-    take(job, "first", clock, storage=LinkAnswerLost()).check()
+    take("first", storage=LinkAnswerLost()).check()
 
 
 @pytest.mark.local_only("threads would share the clock of the lagging hosts")
@@ -236,7 +249,7 @@ def test_of_many_that_want_a_name_one_has_it(job: SmallJob) -> None:
     def want(session: Heartbeat) -> None:
         start.wait(60)
         with suppress(NameTakenError):
-            take(job, session, Clock(), beating=sessions)
+            taken(job, Clock(), session, beating=sessions)
             got.append(session.id)
 
     threads = [threading.Thread(target=want, args=[session]) for session in sessions]
@@ -248,22 +261,22 @@ def test_of_many_that_want_a_name_one_has_it(job: SmallJob) -> None:
 
 
 def test_the_claim_of_a_newer_protocol_is_refused_while_it_lives_and_taken_when_it_is_dead(
-    job: SmallJob, clock: Clock
+    job: SmallJob, take: Take
 ) -> None:
     newer = Heartbeat(job, "newer")
-    take(job, newer, clock)
+    take(newer)
     told = {"protocol": 2, "session": "newer", "shape": [1]}
     job.put(job.layout.claim("explorer", "x"), json.dumps(told).encode())
     with pytest.raises(NameTakenError, match=r"session newer"):
-        take(job, "second", clock, beating=[newer])
-    take(job, "third", clock)
+        take("second", beating=[newer])
+    take("third")
     assert holder(job) == "third"
 
 
 @pytest.mark.local_only("each call fails once, whatever its client believes")
 @pytest.mark.parametrize("method", [*CHANGES, "open_read", "status"])
 def test_whatever_call_fails_a_name_can_be_taken_afterwards_by_one_alone(
-    job: SmallJob, clock: Clock, method: str
+    job: SmallJob, take: Take, method: str
 ) -> None:
     first, second = Heartbeat(job, "first"), Heartbeat(job, "second")
     for nth in range(4):
@@ -278,10 +291,10 @@ def test_whatever_call_fails_a_name_can_be_taken_afterwards_by_one_alone(
 
         storage.rules.append(fail)
         with suppress(OSError):
-            take(job, first, clock, storage=storage)
-        held = take(job, first, clock)
+            take(first, storage=storage)
+        held = take(first)
         with pytest.raises(NameTakenError):
-            take(job, second, clock, beating=[first])
+            take(second, beating=[first])
         held.check()
         held.release()
         assert holder(job) is None

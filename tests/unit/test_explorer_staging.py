@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from explorer_hooks.staging import NotStagedError, Staging
 from syncd.protocol.errors import CancelledError, InvalidSettingsError
 from tests.deltas import contents
 from tests.explorers import held, publish
-from tests.jobs import SmallJob
+from tests.jobs import SmallJob, flip
 from tests.staged_links import copies
 from tests.storages import FastStorage, RuledStorage, once, refuse
 
@@ -31,6 +32,13 @@ sys.stdin.read()
 @pytest.fixture
 def stage(tmp_path: Path) -> Path:
     return tmp_path / "stage"
+
+
+@pytest.fixture
+def version(job: SmallJob) -> Iterator[LeasedVersion]:
+    publish(job, 1)
+    with held(job) as version:
+        yield version
 
 
 def take(job: SmallJob, staging: Staging) -> LeasedVersion:
@@ -63,30 +71,29 @@ def test_a_version_is_copied_whole_and_read_once(job: SmallJob, stage: Path) -> 
 
 
 def test_where_both_share_a_filesystem_the_files_get_a_second_name(
-    job: SmallJob, stage: Path
+    job: SmallJob, version: LeasedVersion, stage: Path
 ) -> None:
-    publish(job, 3)
-    with held(job) as version:
-        copy = Staging(stage).stage(version)
-        name = "model.safetensors"
-        assert (copy.folder / name).samefile(version.folder / name)
+    copy = Staging(stage).stage(version)
+    name = "model.safetensors"
+    assert (copy.folder / name).samefile(version.folder / name)
     shutil.rmtree(job.version(1))
     copy.verify()
 
 
-def test_what_another_has_copied_is_held_and_not_copied_again(job: SmallJob, stage: Path) -> None:
-    publish(job, 3)
+def test_what_another_has_copied_is_held_and_not_copied_again(
+    job: SmallJob, version: LeasedVersion, stage: Path
+) -> None:
     storage = no_links()
-    with held(job) as version:
-        first = Staging(stage, storage=no_links()).stage(version)
-        second = Staging(stage, storage=storage).stage(version)
+    first = Staging(stage, storage=no_links()).stage(version)
+    second = Staging(stage, storage=storage).stage(version)
     assert first.folder == second.folder
     assert storage.count("create", stage) == 0
     assert storage.count("open_read", job.layout.published) == 0
 
 
-def test_those_who_come_at_once_wait_for_the_one_who_copies(job: SmallJob, stage: Path) -> None:
-    publish(job, 3)
+def test_those_who_come_at_once_wait_for_the_one_who_copies(
+    version: LeasedVersion, stage: Path
+) -> None:
     storages = [no_links() for _ in range(4)]
     folders: list[Path] = []
     begin = threading.Barrier(len(storages))
@@ -96,12 +103,11 @@ def test_those_who_come_at_once_wait_for_the_one_who_copies(job: SmallJob, stage
         begin.wait()
         folders.append(staging.stage(version).folder)
 
-    with held(job) as version:
-        threads = [threading.Thread(target=stage_it, args=[one]) for one in storages]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    threads = [threading.Thread(target=stage_it, args=[one]) for one in storages]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert len(folders) == 4
     assert len(set(folders)) == 1
     assert sum(bool(one.count("create", stage)) for one in storages) == 1
@@ -184,17 +190,15 @@ def test_a_budget_is_kept_and_what_is_not_held_makes_room(job: SmallJob, stage: 
     assert copies(stage) == ["v000002"]
 
 
-def test_a_full_disk_is_no_fault_of_the_version(job: SmallJob, stage: Path) -> None:
-    publish(job, 1)
+def test_a_full_disk_is_no_fault_of_the_version(version: LeasedVersion, stage: Path) -> None:
     storage = no_links()
     staging = Staging(stage, storage=storage)
     storage.refuse("pwrite", errno.ENOSPC)
-    with held(job) as version:
-        with pytest.raises(NotStagedError, match="No space left"):
-            staging.stage(version)
-        assert copies(stage) == []
-        storage.rules.pop()
-        staging.stage(version).verify()
+    with pytest.raises(NotStagedError, match="No space left"):
+        staging.stage(version)
+    assert copies(stage) == []
+    storage.rules.pop()
+    staging.stage(version).verify()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
@@ -203,9 +207,7 @@ def test_a_damaged_version_is_never_staged(
     job: SmallJob, stage: Path, name: str, links: bool
 ) -> None:
     publish(job, 1)
-    path = job.version(1) / name
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    flip(job.version(1) / name)
     with pytest.raises(NotStagedError, match="is not what the manifest"):
         take(job, Staging(stage, storage=FastStorage() if links else no_links()))
     assert copies(stage) == []
@@ -273,8 +275,9 @@ def test_what_a_copier_left_that_was_killed_goes(job: SmallJob, stage: Path) -> 
     assert [path.name for path in room.iterdir()] == [".copier"]
 
 
-def test_a_copier_that_takes_too_long_is_not_waited_for(job: SmallJob, stage: Path) -> None:
-    publish(job, 1)
+def test_a_copier_that_takes_too_long_is_not_waited_for(
+    version: LeasedVersion, stage: Path
+) -> None:
     begun, free = threading.Event(), threading.Event()
 
     def hang(*_: object) -> None:
@@ -283,23 +286,21 @@ def test_a_copier_that_takes_too_long_is_not_waited_for(job: SmallJob, stage: Pa
 
     slow = no_links()
     slow.once("pwrite", hang)
-    with held(job) as version:
-        copier = threading.Thread(target=Staging(stage, storage=slow).stage, args=[version])
-        copier.start()
-        begun.wait()
-        try:
-            with pytest.raises(NotStagedError, match=r"for longer than 0\.01 s"):
-                Staging(stage, patience=0.01).stage(version)
-            Staging(stage).tidy()  # leaves what is being made alone
-        finally:
-            free.set()
-            copier.join()
-        Staging(stage, storage=(late := no_links())).stage(version).verify()
-        assert late.count("create", stage) == 0
+    copier = threading.Thread(target=Staging(stage, storage=slow).stage, args=[version])
+    copier.start()
+    begun.wait()
+    try:
+        with pytest.raises(NotStagedError, match=r"for longer than 0\.01 s"):
+            Staging(stage, patience=0.01).stage(version)
+        Staging(stage).tidy()  # leaves what is being made alone
+    finally:
+        free.set()
+        copier.join()
+    Staging(stage, storage=(late := no_links())).stage(version).verify()
+    assert late.count("create", stage) == 0
 
 
-def test_a_copy_is_cancelled_and_leaves_nothing(job: SmallJob, stage: Path) -> None:
-    publish(job, 1)
+def test_a_copy_is_cancelled_and_leaves_nothing(version: LeasedVersion, stage: Path) -> None:
     asked = []
 
     def cancel() -> None:
@@ -307,22 +308,20 @@ def test_a_copy_is_cancelled_and_leaves_nothing(job: SmallJob, stage: Path) -> N
         if len(asked) > 1:
             raise CancelledError("stopped")
 
-    with held(job) as version, pytest.raises(CancelledError):
+    with pytest.raises(CancelledError):
         Staging(stage, storage=no_links()).stage(version, cancel=cancel)
     assert copies(stage) == []
 
 
 def test_a_copy_that_is_removed_as_it_is_to_be_held_is_made_again(
-    job: SmallJob, stage: Path
+    version: LeasedVersion, stage: Path
 ) -> None:
-    publish(job, 1)
     staging = Staging(stage)
-    with held(job) as version:
-        staging.stage(version).release()
-        sweeper = Staging(stage)
-        storage = RuledStorage(once("fstat", lambda *_: sweeper.tidy(), where=""))
-        copy = Staging(stage, storage=storage).stage(version)
-        copy.verify()
+    staging.stage(version).release()
+    sweeper = Staging(stage)
+    storage = RuledStorage(once("fstat", lambda *_: sweeper.tidy(), where=""))
+    copy = Staging(stage, storage=storage).stage(version)
+    copy.verify()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import errno
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,7 @@ from trainer_hooks import WeightStream
 
 #: Of a save that is to fail by it, and of one that is not.
 SHORT, LONG = 0.6, 60.0
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
+Join = Callable[..., WeightStream]
 
 
 def writer(
@@ -41,8 +36,15 @@ def writer(
     return WeightStream(job.root, rank=rank, world_size=world_size, settings=settings, **how)
 
 
-def pair(job: SmallJob, stack: ExitStack, *, timeout: float = LONG) -> list[WeightStream]:
-    return [stack.enter_context(writer(job, rank, 2, timeout=timeout)) for rank in (1, 0)][::-1]
+@pytest.fixture
+def join(job: SmallJob) -> Iterator[Join]:
+    """Writers, which are closed in the end."""
+    with ExitStack() as stack:
+        yield lambda *which, **how: stack.enter_context(writer(job, *which, **how))
+
+
+def pair(join: Join, *, timeout: float = LONG) -> list[WeightStream]:
+    return [join(rank, 2, timeout=timeout) for rank in (1, 0)][::-1]
 
 
 def tensors(step: int, *names: str) -> dict[str, Tensor]:
@@ -68,10 +70,8 @@ def fails(stream: WeightStream, why: str) -> None:
         stream.wait()
 
 
-def test_what_two_writers_give_is_published_from_their_own_files(
-    job: SmallJob, stack: ExitStack
-) -> None:
-    first, second = pair(job, stack)
+def test_what_two_writers_give_is_published_from_their_own_files(job: SmallJob, join: Join) -> None:
+    first, second = pair(join)
     for step in (1, 2, 2):  # the same step again is another save
         first.save(step, tensors(step, "a", "b"))
         assert second.save(step, tensors(step, "c"))["sync/bytes"] == 24
@@ -100,9 +100,9 @@ def test_what_two_writers_give_is_published_from_their_own_files(
     ],
 )
 def test_a_save_with_other_tensors_than_the_one_before_is_refused_by_their_names(
-    job: SmallJob, stack: ExitStack, first: Any, second: Any, message: str
+    job: SmallJob, join: Join, first: Any, second: Any, message: str
 ) -> None:
-    streams = pair(job, stack)
+    streams = pair(join)
 
     def save(step: int, *given: dict[str, Any]) -> None:
         for stream, kinds in zip(streams, given, strict=True):
@@ -142,16 +142,16 @@ WeightStream(sys.argv[1]).save(1, {"a": numpy.zeros(2)})
     [(0, "rank 1 of 2 has not written its part"), (1, "rank 0 has not begun to save step 1")],
 )
 def test_a_writer_that_never_comes_is_named(
-    job: SmallJob, stack: ExitStack, there: int, why: str
+    job: SmallJob, join: Join, there: int, why: str
 ) -> None:
-    stream = pair(job, stack, timeout=SHORT)[there]
+    stream = pair(join, timeout=SHORT)[there]
     save(stream, 1, "a")
     fails(stream, why)
     assert announced(job) is None
 
 
-def test_writers_at_unlike_steps_are_named_at_once(job: SmallJob, stack: ExitStack) -> None:
-    first, second = pair(job, stack)
+def test_writers_at_unlike_steps_are_named_at_once(job: SmallJob, join: Join) -> None:
+    first, second = pair(join)
     save(first, 5, "a")
     save(second, 4, "b")
     fails(second, "rank 1 saves step 4, but rank 0 saves step 5")
@@ -161,9 +161,9 @@ def test_writers_at_unlike_steps_are_named_at_once(job: SmallJob, stack: ExitSta
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_writer_whose_tensors_end_in_an_error_fails_the_save_of_all(
-    job: SmallJob, stack: ExitStack, failing: int
+    job: SmallJob, join: Join, failing: int
 ) -> None:
-    streams = pair(job, stack)
+    streams = pair(join)
 
     def ends() -> Iterator[tuple[str, Tensor]]:
         yield "a", torch.ones(1)
@@ -179,7 +179,7 @@ def test_a_writer_whose_tensors_end_in_an_error_fails_the_save_of_all(
 
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_a_writer_takes_no_save_of_a_trainer_that_was_killed(
-    job: SmallJob, stack: ExitStack, step: int
+    job: SmallJob, join: Join, step: int
 ) -> None:
     job.put(job.session("dead"), b"of another host")
     report = TrainerReport(
@@ -187,23 +187,23 @@ def test_a_writer_takes_no_save_of_a_trainer_that_was_killed(
         saving=f"old-{step}-7", time=0.0,
     )  # fmt: skip
     job.put_record(job.layout.trainer_report, report)
-    second = stack.enter_context(writer(job, 1, 2))
+    second = join(1, 2)
     save(second, 2, "b")
     second._saver.has_ended(timeout=0.2)
     assert not job.step(2).exists()
-    first = stack.enter_context(writer(job, 0, 2))
+    first = join(0, 2)
     save(first, 2, "a")
     written(first, second)
     assert announced(job) == 2
 
 
 def test_a_writer_that_comes_later_than_the_save_takes_it_after_a_heartbeat(
-    job: SmallJob, stack: ExitStack
+    job: SmallJob, join: Join
 ) -> None:
-    first = stack.enter_context(writer(job, 0, 2))
+    first = join(0, 2)
     save(first, 1, "a")
     wait_until(lambda: b'"saving":"' in job.layout.trainer_report.read_bytes(), "it has begun")
-    second = stack.enter_context(writer(job, 1, 2))
+    second = join(1, 2)
     save(second, 1, "b")
     written(first, second)
     assert announced(job) == 1
@@ -225,10 +225,8 @@ def test_a_writer_of_the_run_before_gives_its_tensors_to_no_other(job: SmallJob)
     assert announced(job) == 1
 
 
-def test_a_save_that_fails_costs_a_slow_writer_no_later_save(
-    job: SmallJob, stack: ExitStack
-) -> None:
-    first, second = pair(job, stack)
+def test_a_save_that_fails_costs_a_slow_writer_no_later_save(job: SmallJob, join: Join) -> None:
+    first, second = pair(join)
     with pytest.raises(InvalidSettingsError):
         first.save(1, {"a": [1.0]})
     fails(first, ".")
@@ -242,11 +240,11 @@ def test_a_save_that_fails_costs_a_slow_writer_no_later_save(
 
 
 def test_an_announcement_that_the_report_lacks_is_found_in_the_folder(
-    job: SmallJob, stack: ExitStack
+    job: SmallJob, join: Join
 ) -> None:
-    second = stack.enter_context(writer(job, 1, 2))
+    second = join(1, 2)
     storage = RuledStorage()
-    first = stack.enter_context(writer(job, 0, 2, storage=storage))
+    first = join(0, 2, storage=storage)
     save(first, 1, "a")
     wait_until(lambda: b'"saving":"' in job.layout.trainer_report.read_bytes(), "it has begun")
     storage.refuse("rename", errno.EIO, where="trainer.json")
@@ -256,10 +254,10 @@ def test_an_announcement_that_the_report_lacks_is_found_in_the_folder(
     storage.rules.clear()
 
 
-def test_looks_that_fail_for_a_moment_are_repeated(job: SmallJob, stack: ExitStack) -> None:
+def test_looks_that_fail_for_a_moment_are_repeated(job: SmallJob, join: Join) -> None:
     storage = RuledStorage()
-    second = stack.enter_context(writer(job, 1, 2, storage=storage))
-    first = stack.enter_context(writer(job, 0, 2))
+    second = join(1, 2, storage=storage)
+    first = join(0, 2)
     failing = refuse("open_read", errno.EIO, where="trainer.json")
     storage.rules.append(failing)
     save(second, 1, "b")
@@ -271,14 +269,14 @@ def test_looks_that_fail_for_a_moment_are_repeated(job: SmallJob, stack: ExitSta
 
 
 def test_a_save_without_its_tensors_keeps_the_shard_of_another_trainer(
-    job: SmallJob, stack: ExitStack
+    job: SmallJob, join: Join
 ) -> None:
     actor = job.actor(1)
     actor.mkdir(parents=True)
     names = [f"{part}_world_size_1_rank_0.pt" for part in ("model", "optim")]
     for name in names:
         (actor / name).write_bytes(b"of another trainer")
-    stream = stack.enter_context(writer(job))
+    stream = join()
     with pytest.raises(InvalidSettingsError):
         stream.save(1, {"a": [1.0]})
     fails(stream, "no copy of the tensors")
@@ -286,13 +284,13 @@ def test_a_save_without_its_tensors_keeps_the_shard_of_another_trainer(
 
 
 def test_small_files_come_from_a_folder_without_its_weights(
-    job: SmallJob, stack: ExitStack, tmp_path: Path
+    job: SmallJob, join: Join, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
     (model / "sub").mkdir(parents=True)
     for name in ("config.json", "sub/extra.txt", "model.safetensors", ".gitattributes"):
         (model / name).write_text("{}")
-    stream = stack.enter_context(writer(job, model_files=model))
+    stream = join(model_files=model)
     save(stream, 1, "a")
     stream.wait()
     folder = job.actor(1) / "huggingface"
@@ -302,11 +300,11 @@ def test_small_files_come_from_a_folder_without_its_weights(
     stream.close()
     with pytest.raises(InvalidSettingsError, match="is not a folder"):
         writer(job, model_files=tmp_path / "nowhere")
-    stack.enter_context(writer(job, 1, 2, model_files=tmp_path / "nowhere"))  # only rank 0 has it
+    join(1, 2, model_files=tmp_path / "nowhere")  # only rank 0 has it
 
 
-def test_a_dtensor_is_refused_with_what_to_do(job: SmallJob, stack: ExitStack) -> None:
-    stream = stack.enter_context(writer(job))
+def test_a_dtensor_is_refused_with_what_to_do(join: Join) -> None:
+    stream = join()
     mesh = DeviceMesh("meta", [0], _init_backend=False, _rank=0)
     value = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
     with pytest.raises(InvalidSettingsError, match="full_tensor"):

@@ -57,8 +57,8 @@ def halved(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: one.bfloat16() for name, one in tensors.items()}
 
 
-def save(hook: TrainerHook, model: nn.Module, step: int, fraction: float = 0.03) -> None:
-    change(model, fraction)
+def save(hook: TrainerHook, step: int, fraction: float = 0.03) -> None:
+    change(hook._trained.model, fraction)
     hook.after_step(step)
     written(hook)
 
@@ -73,10 +73,10 @@ def job(tmp_path: Path) -> Iterator[Job]:
 def test_each_save_after_the_first_is_a_link_to_the_one_before(job: Job, cast: Any) -> None:
     model = model_of(torch.float32 if cast else torch.bfloat16)
     with hook_of(job, model, SaveSettings(sync_dtype=cast)) as hook:
-        save(hook, model, 1)
+        save(hook, 1)
         before = full(job, 1)
         for step in (2, 3, 4):
-            save(hook, model, step)
+            save(hook, step)
             (receipt,) = receipts(job, step)
             assert receipt.base == receipts(job, step - 1)[0].save_id
             assert receipt.sync_dtype == cast
@@ -89,7 +89,7 @@ def test_each_save_after_the_first_is_a_link_to_the_one_before(job: Job, cast: A
 def test_the_save_of_close_is_full(job: Job) -> None:
     model, other = model_of(), model_of()
     with hook_of(job, model, save_interval=100, sync_interval=2) as hook:
-        save(hook, model, 2)
+        save(hook, 2)
         change(model)
         hook.after_step(3)  # not due
     assert_equal(full(job, 3), state(model))
@@ -105,7 +105,7 @@ def test_training_resumes_from_a_full_checkpoint_whose_weights_are_a_link(
 ) -> None:
     model = model_of(torch.float32 if dtype else torch.bfloat16)
     with hook_of(job, model, SaveSettings(sync_dtype=dtype)) as hook:
-        save(hook, model, 1)
+        save(hook, 1)
         change(model)
         synced = halved(state(model))
         if not at_once:
@@ -119,7 +119,7 @@ def test_training_resumes_from_a_full_checkpoint_whose_weights_are_a_link(
         assert (actor / LINK).exists()
         assert (actor / MASTER).exists()
         assert not (actor / SHARD).exists()
-        save(hook, model, 3)
+        save(hook, 3)
         assert_equal(linked(job, 3, synced), halved(state(model)))
     other = model_of(torch.float32 if dtype else torch.bfloat16)
     resumed = load_checkpoint(job.layout.root, other, step=2)
@@ -135,7 +135,7 @@ def test_a_save_while_a_checkpoint_is_written_is_full(job: Job) -> None:
     model = model_of()
     storage = RuledStorage()
     with hook_of(job, model, storage=storage) as hook:
-        save(hook, model, 1)
+        save(hook, 1)
         gate = Gate(storage, "create", MASTER)
         change(model)
         hook.save_checkpoint(2)
@@ -147,7 +147,7 @@ def test_a_save_while_a_checkpoint_is_written_is_full(job: Job) -> None:
         gate.opened.set()
         written(hook)
         assert_equal(full(job, 3), state(model))
-        save(hook, model, 4)
+        save(hook, 4)
         assert is_link(job, 4)
     resumed = model_of()
     load_checkpoint(job.layout.root, resumed, step=2)
@@ -158,14 +158,14 @@ def test_saves_use_the_memory_of_two_copies(job: Job) -> None:
     model, storage = model_of(), RuledStorage()
     with hook_of(job, model, storage=storage) as hook:
         copies = hook._saver.copies
-        save(hook, model, 1)
+        save(hook, 1)
         gate = Gate(storage, "create", LINK)
         hook.save_state_dict(2)
         assert gate.reached.wait(DEADLINE)
         assert len(copies) == 0  # the link still reads both
         gate.opened.set()
         for step in range(3, 6):
-            save(hook, model, step)
+            save(hook, step)
         checkpoint(hook, 5)
         change(model)
         checkpoint(hook, 6)
@@ -182,9 +182,9 @@ def test_a_tied_output_embedding_is_left_out(job: Job) -> None:
     model["lm_head"].weight = model["embed_tokens"].weight
     with hook_of(job, model) as hook:
         hook._trained._tied = True  # as the config of a model on the hub says
-        save(hook, model, 1)
+        save(hook, 1)
         before = state(model)
-        save(hook, model, 2)
+        save(hook, 2)
         after = state(model)
     del before["lm_head.weight"], after["lm_head.weight"]
     assert_equal(linked(job, 2, before), after)
@@ -231,19 +231,19 @@ def test_links_follow_what_the_daemon_says(
 ) -> None:
     model = model_of()
     with hook_of(job, model) as hook:
-        save(hook, model, 1)
+        save(hook, 1)
         daemon(job)
-        save(hook, model, 2)
+        save(hook, 2)
         assert is_link(job, 2) is links
 
 
 def test_a_step_that_is_not_higher_is_saved_whole(job: Job) -> None:
     model = model_of()
     with hook_of(job, model) as hook:
-        save(hook, model, 5)
-        save(hook, model, 3)
+        save(hook, 5)
+        save(hook, 3)
         assert_equal(full(job, 3), state(model))
-        save(hook, model, 4)
+        save(hook, 4)
         assert is_link(job, 4)
 
 
@@ -259,8 +259,8 @@ def test_what_links_do_not_cover_is_saved_whole_after_one_warning(
     model = model_of()
     with caplog.at_level(logging.WARNING, "trainer_hooks"):
         with hook_of(job, model, SaveSettings(**saving), **settings) as hook:
-            save(hook, model, 1)
-            save(hook, model, 2)
+            save(hook, 1)
+            save(hook, 2)
             assert not is_link(job, 2)
             assert "only method" in look(job)["no_links"]
         told = [one for one in caplog.messages if "every save is full: only method" in one]
@@ -270,10 +270,10 @@ def test_what_links_do_not_cover_is_saved_whole_after_one_warning(
 def test_a_link_of_few_changes_has_a_fiftieth_of_a_full_save(job: Job) -> None:
     model = nn.Linear(2048, 1024).bfloat16()
     with hook_of(job, model) as hook:
-        save(hook, model, 1)
+        save(hook, 1)
         bits = model.weight.detach().view(torch.int16)
         bits[torch.rand(bits.shape) < 0.033] += 1
-        save(hook, model, 2, 0)
+        save(hook, 2, 0)
         whole, changed = (job.layout.actor(1) / SHARD, job.layout.actor(2) / LINK)
         assert 0.005 < changed.stat().st_size / whole.stat().st_size <= 0.02
 
@@ -281,10 +281,10 @@ def test_a_link_of_few_changes_has_a_fiftieth_of_a_full_save(job: Job) -> None:
 def test_a_link_names_tensors_with_nan(job: Job) -> None:
     model = model_of()
     with hook_of(job, model) as hook:
-        save(hook, model, 1)
+        save(hook, 1)
         with torch.no_grad():
             model[1].weight[3] = float("nan")  # type: ignore[index]
-        save(hook, model, 2)
+        save(hook, 2)
         found = [file.nonfinite for file in receipts(job, 2)[0].files if file.over == "index"]
         assert found[0] is not None
         assert found[0].names == ("1.weight",)
