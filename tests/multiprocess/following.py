@@ -25,10 +25,11 @@ from explorer_hooks import ExplorerHook, TorchModule
 from syncd.protocol.errors import WaitTimeoutError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import SAVING
+from tests import tiny_language
 from tests.forked_programs import Forked
 from tests.fsdp_models import tensors
 from tests.merging import assert_equal
-from tests.multiprocess.processes import DEADLINE, explorer_report, wait_until
+from tests.multiprocess.processes import DEADLINE, Daemon, explorer_report, wait_until
 from tests.process_groups import join
 from tests.rank_programs import SAID, forked
 
@@ -135,6 +136,23 @@ def follow(
                 assert time.monotonic() < end, [step for step, _ in pulled]
                 continue
             pulled.append((version.step, tensors(model)))
+    return pulled
+
+
+def followed(
+    module: str,
+    scenario: str,
+    job: Path,
+    root: Path,
+    last_step: int,
+    *options: str,
+    times: int = 1,
+    **on: Any,
+) -> Pulled:
+    """A whole scenario, whose job a daemon serves and an explorer follows."""
+    with Daemon(job, *options), trainers(module, scenario, root, **on) as program:
+        pulled = follow(program, job, tiny_language.model(), last_step, times=times)
+        program.wait()
     return pulled
 
 

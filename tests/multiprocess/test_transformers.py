@@ -11,8 +11,7 @@ from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.fsio import Storage
-from tests import tiny_language
-from tests.multiprocess.following import assert_as_trained, follow, told, trainers
+from tests.multiprocess.following import assert_as_trained, followed, told, trainers
 from tests.multiprocess.processes import DEADLINE, Daemon, wait_for_step
 
 MODULE = "tests.multiprocess.transformers_ranks"
@@ -26,9 +25,7 @@ def stopped(job: Path) -> bool:
 def test_each_step_of_a_trainer_reaches_an_explorer_and_so_do_those_after_resuming(
     job: Path, tmp_path: Path
 ) -> None:
-    with Daemon(job, "--keep", "20"), trainers(MODULE, "alone", tmp_path) as program:
-        pulled = follow(program, job, tiny_language.model(), 4, times=2)
-        program.wait()
+    pulled = followed(MODULE, "alone", job, tmp_path, 4, "--keep", "20", times=2)
     # Two batches are one step; checkpoints, evaluations and the end publish nothing twice.
     assert [step for step, _ in pulled] == [0, 1, 2, 3, 4, 2, 3, 4]
     assert_as_trained(pulled[:5], tmp_path / "truth")
@@ -61,9 +58,7 @@ def test_each_step_of_a_trainer_reaches_an_explorer_and_so_do_those_after_resumi
 def test_two_ranks_publish_each_step_that_is_due_and_the_last(
     job: Path, tmp_path: Path, ranks: str, steps: list[int], wrapped: str
 ) -> None:
-    with Daemon(job), trainers(MODULE, ranks, tmp_path, world_size=2) as program:
-        pulled = follow(program, job, tiny_language.model(), steps[-1])
-        program.wait()
+    pulled = followed(MODULE, ranks, job, tmp_path, steps[-1], world_size=2)
     assert [step for step, _ in pulled] == steps
     assert_as_trained(pulled, tmp_path / "truth")
     assert told(tmp_path)["wrapped"] == wrapped
@@ -86,8 +81,6 @@ def test_ranks_whose_training_fails_do_not_wait_for_each_other(job: Path, tmp_pa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FSDP of a Trainer needs CUDA")
 def test_a_trainer_in_fsdp_is_followed_likewise(job: Path, tmp_path: Path) -> None:
     on = {"world_size": torch.cuda.device_count(), "backend": "cpu:gloo,cuda:nccl"}
-    with Daemon(job), trainers(MODULE, "sharded", tmp_path, **on) as program:
-        pulled = follow(program, job, tiny_language.model(), 4)
-        program.wait()
+    pulled = followed(MODULE, "sharded", job, tmp_path, 4, **on)
     assert [step for step, _ in pulled] == [1, 2, 3, 4]
     assert_as_trained(pulled, tmp_path / "truth")

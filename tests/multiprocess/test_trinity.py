@@ -9,7 +9,7 @@ from syncd.checkpoint.version import read_manifest
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
 from tests import tiny_language
-from tests.multiprocess.following import assert_as_trained, follow, told, trainers
+from tests.multiprocess.following import assert_as_trained, follow, followed, told, trainers
 from tests.multiprocess.processes import Daemon, wait_for_step
 
 MODULE = "tests.multiprocess.trinity_ranks"
@@ -20,9 +20,7 @@ STEPS = 3
 def test_each_step_that_the_helpers_save_reaches_an_explorer(
     job: Path, tmp_path: Path, scenario: str
 ) -> None:
-    with Daemon(job), trainers(MODULE, scenario, tmp_path, world_size=2) as program:
-        pulled = follow(program, job, tiny_language.model(), STEPS)
-        program.wait()
+    pulled = followed(MODULE, scenario, job, tmp_path, STEPS, world_size=2)
     assert [step for step, _ in pulled] == [1, 2, 3]
     assert_as_trained(pulled, tmp_path / "truth")
     folder = JobLayout(job).version(STEPS)
@@ -64,9 +62,7 @@ def test_the_pointer_moves_when_all_ranks_have_vouched_for_their_shards(
 def test_a_state_dict_that_is_uploaded_reaches_an_explorer(
     job: Path, tmp_path: Path, scenario: str
 ) -> None:
-    with Daemon(job), trainers(MODULE, scenario, tmp_path, world_size=2) as program:
-        pulled = follow(program, job, tiny_language.model(), 1)
-        program.wait()
+    pulled = followed(MODULE, scenario, job, tmp_path, 1, world_size=2)
     assert_as_trained(pulled, tmp_path / "truth")
     for rank in range(2):  # what rank 0 lacks is an error on all
         refused = told(tmp_path, rank)["refused"]

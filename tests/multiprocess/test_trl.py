@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import tiny_language
-from tests.multiprocess.following import assert_as_trained, follow, told, trainers
-from tests.multiprocess.processes import Daemon
+from tests.multiprocess.following import assert_as_trained, followed, told
 
 pytest.importorskip("trl", reason="trl is not installed")
 MODULE = "tests.multiprocess.trl_ranks"
@@ -18,9 +16,7 @@ LAST_STEP = 3
 def test_a_policy_that_grpo_trains_is_followed_from_before_its_first_step(
     job: Path, tmp_path: Path, world_size: int
 ) -> None:
-    with Daemon(job), trainers(MODULE, "grpo", tmp_path, world_size=world_size) as program:
-        pulled = follow(program, job, tiny_language.model(), LAST_STEP)
-        program.wait()
+    pulled = followed(MODULE, "grpo", job, tmp_path, LAST_STEP, world_size=world_size)
     assert [step for step, _ in pulled] == [0, 1, 2, 3]
     assert_as_trained(pulled, tmp_path / "truth")
     changed = [not torch.equal(one["model.norm.weight"], pulled[0][1]["model.norm.weight"])

@@ -14,6 +14,7 @@ from syncd.coordination.broadcast.addresses import address_towards, listen, own_
 from syncd.protocol.errors import BroadcastError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, SyncSettings
+from syncd.protocol.reports import Rendezvous
 from tests.multiprocess.peers import Answer, Peer
 from tests.multiprocess.processes import (
     DEADLINE,
@@ -47,12 +48,14 @@ def start() -> Iterator[Start]:
 def form(*processes: Peer, generation: int = 1) -> None:
     """Let them form a group: the first is the trainer."""
     names = [f"e{number}" for number in range(1, len(processes))]
-    met = rendezvous(processes[0]("listen"), *names, generation=generation)
+    join(rendezvous(processes[0]("listen"), *names, generation=generation), *processes)
+
+
+def join(met: Rendezvous, *processes: Peer) -> None:
     for rank, one in enumerate(processes):
         one.tell("join", met, rank)
     for one in processes:
-        answer = one.hear()
-        assert answer.error is None, answer.error
+        one.answer()
 
 
 def transfer(value: int, *processes: Peer) -> None:
@@ -187,9 +190,7 @@ def test_a_group_serves_many_transfers_a_refusal_ends_none_and_nothing_is_left(
         one("close")
     for one in everybody:
         one.tell("bucket", 1)
-        answer = one.hear()
-        assert answer.error is not None
-        assert "was closed" in answer.error
+        assert "was closed" in one.refusal()
         assert not one("left_behind")
 
 
@@ -197,8 +198,7 @@ def test_a_program_that_ends_in_the_middle_of_a_transfer_ends_well(start: Start)
     for _ in range(2):  # it is a race
         trainer, explorer = start(), start()
         form(trainer, explorer)
-        explorer.pause()
-        explorer.wait_until_stopped()
+        strike(explorer, "stop")
         trainer("begin", SHORT / 4)
         trainer.tell("send", 1, 2)
         assert gave_up(trainer.hear())
@@ -216,19 +216,13 @@ def test_a_port_that_is_taken_is_said_and_the_own_one_is_free_after_a_failure(
         listen("192.0.2.1" if own_address() != "192.0.2.1" else "198.51.100.1", 0)
     trainer, explorer, late = start(), start(), start()
     port = trainer("listen")
-    met = rendezvous(port, "e1")
-    for rank, one in enumerate((trainer, explorer)):
-        one.tell("join", met, rank)
-    assert (trainer.hear().error, explorer.hear().error) == (None, None)
-    explorer.pause()
-    explorer.wait_until_stopped()
+    join(rendezvous(port, "e1"), trainer, explorer)
+    strike(explorer, "stop")
     trainer("begin", SHORT)
     trainer.tell("send", 1, 2)
     assert gave_up(trainer.hear())
     assert trainer("listen", port) == port
-    for rank, one in enumerate((trainer, late)):
-        one.tell("join", rendezvous(port, "e2", generation=2), rank)
-    assert (trainer.hear().error, late.hear().error) == (None, None)
+    join(rendezvous(port, "e2", generation=2), trainer, late)
     transfer(1, trainer, late)
 
 
@@ -236,9 +230,7 @@ def test_who_comes_to_another_jobs_store_harms_nobody_and_is_told(start: Start) 
     one_job, other_job = (start(), start()), (start(), start())
     form(*one_job)
     port = other_job[0]("listen")
-    for rank, one in enumerate(other_job):
-        one.tell("join", rendezvous(port, "e1", name="other"), rank)
-    assert [one.hear().error for one in other_job] == [None, None]
+    join(rendezvous(port, "e1", name="other"), *other_job)
     stranger = start()
     stranger.tell("join", rendezvous(port, "e1", "e2", name="lost"), 2, SHORT)
     transfer(1, *one_job)
@@ -246,7 +238,7 @@ def test_who_comes_to_another_jobs_store_harms_nobody_and_is_told(start: Start) 
     assert gave_up(stranger.hear())
     transfer(3, *other_job)
     stranger.tell("join", rendezvous(port, "e1"), 2, SHORT)
-    assert "there is no rank 2 in a weight group of 2" in str(stranger.hear().error)
+    assert "there is no rank 2 in a weight group of 2" in stranger.refusal()
 
 
 # -- through the Synchronizer ----------------------------------------------------------------------
@@ -261,9 +253,7 @@ def met_at(job: Path) -> dict[str, object]:
 def meet(step: int, *processes: Peer) -> list[tuple[int, str, int]]:
     for one in processes:
         one.tell("meet", step)
-    answers = [one.hear() for one in processes]
-    assert not [answer.error for answer in answers if answer.error]
-    return [answer.value for answer in answers]
+    return [one.answer() for one in processes]
 
 
 def test_a_generation_lives_until_its_members_change_or_one_has_failed(
@@ -328,9 +318,8 @@ def test_the_workers_of_an_explorer_are_contiguous_and_one_without_takes_no_part
         assert (rank, found.world_size) == (1, 4)
         two.tell("join", found, rank)
         worker.tell("join", found, rank + 1)
-        answers = [one.hear() for one in (trainer, plain, two, worker)]
-        assert not [answer.error for answer in answers if answer.error]
-        assert answers[1].value[2] == 3
+        answers = [one.answer() for one in (trainer, plain, two, worker)]
+        assert answers[1][2] == 3
         transfer(1, trainer, plain, two, worker)
 
 
@@ -361,7 +350,8 @@ def test_setup_forms_the_group_where_it_is_told_and_teardown_ends_it_explorers_f
     trainer("call", "setup_weight_sync_group", "127.0.0.1", port)
     for one in (trainer, explorer):
         one.tell("call", "coordinate_weight_sync_setup", DEADLINE)
-    assert [one.hear().error for one in (trainer, explorer)] == [None, None]
+    for one in (trainer, explorer):
+        one.answer()
     assert met_at(job)["port"] == port
     assert explorer_report(job, "e").group == met_at(job)["group_name"]
     found = meet(1, trainer, explorer)
@@ -371,7 +361,7 @@ def test_setup_forms_the_group_where_it_is_told_and_teardown_ends_it_explorers_f
     trainer.tell("call", "coordinate_weight_sync_teardown")
     assert not trainer.has_answered(within=0.5)  # it waits for the explorer
     explorer("call", "coordinate_weight_sync_teardown")
-    assert trainer.hear().error is None
+    trainer.answer()
     assert explorer_report(job, "e").group is None
     assert not any(one("left_behind") for one in (trainer, explorer))
     with listen("127.0.0.1", port):
