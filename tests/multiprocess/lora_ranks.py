@@ -34,6 +34,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from tests.checkpoints import same
 from tests.hooks import checkpoint
+from tests.multiprocess.hf_ranks import TOKENS, compute_as_everywhere
 from tests.process_groups import fork
 from tests.tiny_language import SIZES
 from tests.wrappings import fsdp2, unit
@@ -45,7 +46,6 @@ from trainer_hooks.state.state_dict import sharded_state_dict
 KINDS: Final = {"plain": 1, "ddp": 2, "fsdp1": 2, "fsdp1_flat": 2, "fsdp2": 2}
 MODES: Final = ("adapter", "merged")
 STEP: Final = 2
-TOKENS: Final = torch.arange(24).reshape(2, 12) * 17 % 41
 #: All that a LoRA adapter may hold; biases of Qwen's projections among it.
 _RICH: Final[dict[str, Any]] = {
     "target_modules": ["q_proj", "down_proj", "embed_tokens"],
@@ -143,6 +143,11 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
         }
 
 
+@torch.no_grad()
+def write_logits(model: nn.Module, path: Path) -> None:
+    save_file({"logits": model(TOKENS).logits.clone()}, path)
+
+
 # -- ranks -------------------------------------------------------------------------------------
 
 
@@ -198,8 +203,7 @@ class Ranks:
         truth.eval()
         folder = self.root / kind
         truth.save_pretrained(folder / "truth")
-        with torch.no_grad():
-            save_file({"logits": truth(TOKENS).logits.clone()}, folder / "logits.safetensors")
+        write_logits(truth, folder / "logits.safetensors")
         merged = truth.merge_and_unload().state_dict()
         save_file(
             {name: one.clone() for name, one in merged.items()}, folder / "merged.safetensors"
@@ -210,16 +214,11 @@ class Ranks:
         for mode in MODES:
             model = peft_model(self.root, "fsdp2", seed=2)
             load_checkpoint(self.root / "fsdp2" / mode, model)
-            with torch.no_grad():
-                save_file(
-                    {"logits": model.eval()(TOKENS).logits.clone()},
-                    self.root / "fsdp2" / f"resharded-{mode}.safetensors",
-                )
+            write_logits(model.eval(), self.root / "fsdp2" / f"resharded-{mode}.safetensors")
 
 
 def run(rank: int, world_size: int, root: Path) -> None:
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    compute_as_everywhere()
     ranks = Ranks(root, rank)
     for kind, size in KINDS.items():
         if size == world_size:

@@ -60,7 +60,7 @@ from tests.process_groups import fork
 from tests.wrappings import mesh, unit
 from tests.zoo import experts_apart
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
-from trainer_hooks.resuming.resume import latest_checkpoint, load_checkpoint
+from trainer_hooks.resuming.resume import Resumed, latest_checkpoint, load_checkpoint
 from trainer_hooks.settings import SaveLayout
 
 DEEP: Final = "SYNCD_DEEP" in os.environ
@@ -193,14 +193,14 @@ class Rank:
         job = self.job(kind, self.world_size)
         truth = torch.load(job / "truth.pt", weights_only=True)
         made = self.made(kind, seed=2)
-        found = load_checkpoint(job, made[0], optimizer=made[1], scheduler=made[2])
+        found = load(job, made)
         assert found is not None
         assert (found.step, found.is_exact) == (2, True)
         assert found.user_state == {"rank": self.rank}
-        check_same(full_state(*made[:2]), truth["saved"])
+        check_same(made, truth["saved"])
         losses = self.train(made, 3, 2)
         assert losses == json.loads((job / f"losses-{self.rank}.json").read_text())
-        check_same(full_state(*made[:2]), truth["after"])
+        check_same(made, truth["after"])
 
     def reshard(self, kind: str, world_size: int, other: str) -> None:
         """Resume as other ranks, or wrapped in another way: the same model and optimizer."""
@@ -210,7 +210,7 @@ class Rank:
         before = torch.get_rng_state()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            found = load_checkpoint(job, made[0], optimizer=made[1], scheduler=made[2])
+            found = load(job, made)
         assert found is not None
         is_exact = world_size == self.world_size
         assert found.is_exact == is_exact
@@ -218,7 +218,7 @@ class Rank:
         assert any("was saved by" in str(warning.message) for warning in said) != is_exact
         assert torch.equal(torch.get_rng_state(), before) != is_exact
         assert made[2].state_dict()["last_epoch"] == 2
-        check_same(full_state(*made[:2]), truth["saved"])
+        check_same(made, truth["saved"])
         self.train(made, 3, 1)
 
     # -- one full state dict instead of shards -----------------------------------------------------
@@ -251,10 +251,10 @@ class Rank:
     def resume_full(self, kind: str) -> None:
         job = self.root / f"full-{kind}"
         made = self.made_tied(kind if self.world_size > 1 else "plain", 2)
-        found = load_checkpoint(job, made[0], optimizer=made[1])
+        found = load(job, made)
         assert found is not None
         assert found.is_exact == (self.world_size == 2)
-        check_same(full_state(*made), torch.load(job / "truth.pt", weights_only=True))
+        check_same(made, torch.load(job / "truth.pt", weights_only=True))
         self.passed(full(kind, self.world_size))
 
     # -- cast for explorers ------------------------------------------------------------------------
@@ -311,9 +311,9 @@ class Rank:
         job = self.root / f"cast-{kind}"
         for step in (1, 2):
             made = self.made(kind, seed=2)
-            load_checkpoint(job, made[0], optimizer=made[1], scheduler=made[2], step=step)
+            load(job, made, step=step)
             truth = torch.load(job / f"truth-{step}.pt", weights_only=True)
-            check_same(full_state(*made[:2]), truth)
+            check_same(made, truth)
         losses = self.train(made, 3, 2)
         assert losses == json.loads((job / f"losses-{self.rank}.json").read_text())
 
@@ -380,10 +380,10 @@ class Rank:
                 write_full(job, 4, *made[:2], world_size=2, timeout=0.5)
         dist.barrier()
         again = self.made("fsdp2", seed=4)
-        found = load_checkpoint(job, again[0], optimizer=again[1])
+        found = load(job, again[:2])
         assert found is not None
         assert found.step == latest_checkpoint(job) == 3
-        check_same(full_state(*again[:2]), truth)
+        check_same(again, truth)
         self.passed("one rank did not write its part")
 
     def failing_user_state(self) -> None:
@@ -423,7 +423,7 @@ class Rank:
         """Loading raises on all ranks; rank 1 has no other rank's number in its message."""
         made = self.made("fsdp2", seed=4)
         with pytest.raises(CheckpointError) as raised:
-            load_checkpoint(job, made[0], optimizer=made[1])
+            load(job, made[:2])
         said = f"rank 1: {raised.value}" if self.rank else str(raised.value)
         assert all(word in said for word in words), said
         assert not made[1].state
@@ -457,8 +457,16 @@ def cloned(state: Any) -> Any:
     return state
 
 
-def check_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def load(job: Path, made: tuple[Any, ...], **options: Any) -> Resumed | None:
+    """Resume a model, and its optimizer and scheduler where they are given."""
+    model, *rest = made
+    parts = zip(("optimizer", "scheduler"), rest, strict=False)
+    return load_checkpoint(job, model, **dict(parts), **options)
+
+
+def check_same(made: tuple[Any, ...], wanted: dict[str, Any]) -> None:
     """Compare the bits of all tensors, and all options."""
+    found = full_state(*made[:2])
     assert found["model"].keys() == wanted["model"].keys()
     for name, value in wanted["model"].items():
         assert same(found["model"][name], value), name

@@ -3,8 +3,8 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from explorer_hooks import ExplorerHook, TorchModule
-from explorer_hooks.reader import Reader
+from explorer_hooks.reader import LeasedVersion, Reader
 from syncd.cli import cli
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import FULL, RETIRED
@@ -38,6 +38,7 @@ from trainer_hooks.settings import SyncDtype
 BEFORE: Final = "c7c4b4c1"
 STORED: Final = ROOT / "tests" / "fixtures" / f"job-{BEFORE}.tar.gz"
 PACKAGES: Final = ("syncd", "trainer_hooks", "explorer_hooks")
+PYTHON: Final = (sys.executable, "-P")
 DAEMON: Final = ("--tick", "0.05", "--keep", "1", "--no-prune-steps")
 
 #: Commands, explorers and a trainer that resumes; run by the release before.
@@ -124,6 +125,28 @@ def before(tmp_path: Path) -> Path:
     return tree
 
 
+def environment(before: Path) -> dict[str, str]:
+    return {**ENVIRONMENT, "PYTHONPATH": str(before)}
+
+
+@contextmanager
+def served_by(before: Path, job: Path, step: int) -> Iterator[LeasedVersion]:
+    """The version of a step, of a daemon of the release before that works beside the block."""
+    run = [*PYTHON, "-m", "syncd", "run", str(job), *DAEMON]
+    with subprocess.Popen(run, env=environment(before), stderr=subprocess.DEVNULL) as old:
+        try:
+            sequence = wait_for_step(job, step).sequence
+            with Reader(job, "checker") as reader:
+                version = reader.next_version(sequence - 1, DEADLINE)
+                version.verify()
+                yield version
+                version.release()
+            old.terminate()
+            assert old.wait(DEADLINE) == 0
+        finally:
+            old.kill()
+
+
 def files(folder: Path) -> Mapping[str, bytes]:
     """The content of all files in a folder."""
     paths = (path for path in folder.rglob("*") if path.is_file())
@@ -207,11 +230,9 @@ def test_an_explorer_and_a_standby_of_the_release_before_take_links(
     tmp_path: Path, before: Path
 ) -> None:
     here, model = SmallJob(tmp_path / "new"), Model(0).bfloat16()
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(before)}
-    python = [sys.executable, "-P"]
     program = EXPLORER_BEFORE.replace("Model()", "Model().bfloat16()")
-    explorer = [*python, "-c", program, str(here.root), "5"]
-    standby = [*python, "-m", "syncd", "run", str(here.root), *DAEMON]
+    explorer = [*PYTHON, "-c", program, str(here.root), "5"]
+    standby = [*PYTHON, "-m", "syncd", "run", str(here.root), *DAEMON]
 
     def save(step: int) -> bool:
         with torch.no_grad():
@@ -230,12 +251,12 @@ def test_an_explorer_and_a_standby_of_the_release_before_take_links(
     with ExitStack() as stack:
         stack.enter_context(follower(here, "ahead"))
         hook = stack.enter_context(TrainerHook(here.root, model, settings=settings))
-        old = subprocess.Popen(explorer, env=environment, stdout=subprocess.PIPE, text=True)
+        old = subprocess.Popen(explorer, env=environment(before), stdout=subprocess.PIPE, text=True)
         stack.callback(old.kill)
         dying = dying_at(*2 * ["deltas/d", ".syncd/LATEST"], after=True)
         daemon = stack.enter_context(Daemon(here.root, *DAEMON, program=dying))
         assert not serve(1)
-        second = subprocess.Popen(standby, env=environment, stderr=subprocess.DEVNULL)
+        second = subprocess.Popen(standby, env=environment(before), stderr=subprocess.DEVNULL)
         stack.callback(second.kill)
         wait_until(lambda: here.daemon_says.links, "links are offered")
         assert serve(2)
@@ -260,10 +281,9 @@ def test_the_release_before_serves_on_a_job_of_this_one(job: Path, before: Path)
         save(job, 7)
         wait_for_step(job, 7)
 
-    python = [sys.executable, "-P"]
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(before)}
-
-    done = completed([*python, "-c", RELEASE_BEFORE, job], env=environment, timeout=DEADLINE)
+    done = completed(
+        [*PYTHON, "-c", RELEASE_BEFORE, job], env=environment(before), timeout=DEADLINE
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
         "code": str(before / "syncd" / "__init__.py"),
@@ -276,18 +296,8 @@ def test_the_release_before_serves_on_a_job_of_this_one(job: Path, before: Path)
 
     save(job, 8)
     outcomes, lines = layout.saves.read_bytes(), journal(job)
-    run = [*python, "-m", "syncd", "run", str(job), *DAEMON]
-    with subprocess.Popen(run, env=environment, stderr=subprocess.DEVNULL) as old:
-        try:
-            assert wait_for_step(job, 8).sequence == 8
-            with Reader(job, "checker") as reader:
-                version = reader.next_version(7, DEADLINE)
-                version.verify()
-                version.release()
-            old.terminate()
-            assert old.wait(DEADLINE) == 0
-        finally:
-            old.kill()
+    with served_by(before, job, 8) as version:
+        assert version.sequence == 8
     after = json.loads(layout.saves.read_bytes())["steps"]
     assert {step: after[step] for step in "1234567"} == json.loads(outcomes)["steps"]
     assert journal(job)[: len(lines)] == lines
