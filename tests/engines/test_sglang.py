@@ -64,10 +64,25 @@ def fake(base: Path) -> FakeSGLang:
 
 @pytest.fixture
 def engine(fake: FakeSGLang) -> Iterator[SGLangServer]:
-    engine = engine_of(fake)
-    engine.attach()
+    engine = attached(fake)
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def hook(job: SmallJob, fake: FakeSGLang) -> Iterator[ExplorerHook]:
+    """Of a server that has taken its first version unseen."""
+    fake.model_path = "elsewhere"
+    publish(job, 1)
+    with ExplorerHook(job.root, "server", engine_of(fake), poll=0.02) as made:
+        made.pull(LONG)
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two tries to flush a server serves for no time."""
+    monkeypatch.setattr(sglang_server, "_BETWEEN_FLUSHES", (0.0,) * 7)
 
 
 def version(folder: Path, sequence: int, **options: Any) -> LeasedVersion:
@@ -78,6 +93,12 @@ def version(folder: Path, sequence: int, **options: Any) -> LeasedVersion:
 def engine_of(fake: FakeSGLang, **options: Any) -> SGLangServer:
     settings: Mapping[str, Any] = {"start_timeout": 0.0, "transport": fake.transport}
     return SGLangServer("http://127.0.0.1:1", **{**settings, **options})
+
+
+def attached(fake: FakeSGLang, **options: Any) -> SGLangServer:
+    engine = engine_of(fake, **options)
+    engine.attach()
+    return engine
 
 
 def load(engine: SGLangServer, version: LeasedVersion) -> None:
@@ -101,9 +122,7 @@ def test_it_does_what_every_engine_does(check: Check, tmp_path: Path) -> None:
     base = make_version(tmp_path / "base", random_tensors(TENSORS, 9), sequence=9).folder
 
     def make() -> SGLangServer:
-        engine = engine_of(FakeSGLang(str(base)), is_local=True)
-        engine.attach()
-        return engine
+        return attached(FakeSGLang(str(base)), is_local=True)
 
     check(
         Subject(
@@ -172,8 +191,7 @@ def test_what_a_killed_hook_left_half_loaded_waits_for_a_version(
 ) -> None:
     fake.is_paused = True
     fake.weight_version = f"{LOADING}-step-3-version-3"
-    engine = engine_of(fake)
-    engine.attach()
+    engine = attached(fake)
     assert fake.is_paused
     with pytest.raises(EngineBrokenError, match="stopped in the middle"):
         engine.resume()
@@ -222,8 +240,7 @@ def test_a_server_without_the_routes_is_said_so(base: Path) -> None:
     with pytest.raises(InvalidSettingsError, match="has no route POST /pause_generation"):
         engine_of(fake).attach()
     fake = FakeSGLang(str(base), without=frozenset({"/load_lora_adapter"}))
-    engine = engine_of(fake)
-    engine.attach()
+    engine = attached(fake)
     assert engine.kinds == {"full"}
 
 
@@ -307,8 +324,7 @@ def test_a_server_that_restarts_with_another_model_gets_no_version_that_does_not
     tmp_path: Path, fake: FakeSGLang
 ) -> None:
     fake.model_path = "elsewhere"
-    engine = engine_of(fake)
-    engine.attach()
+    engine = attached(fake)
     other = make_version(tmp_path / "v1", random_tensors({"c": TENSORS["a"]}, 1))
     load(engine, other)
     fake.restart()  # from a folder with the tensors a and b
@@ -405,13 +421,6 @@ def test_a_model_that_is_half_loaded_is_never_served_under_an_adapter(
     assert fake.adapters == {"syncd": str(tmp_path / "v1")}
 
 
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two tries to flush a server serves for no time."""
-    monkeypatch.setattr(sglang_server, "_BETWEEN_FLUSHES", (0.0,) * 7)
-
-
-@pytest.mark.usefixtures("at_once")
 def test_a_grammar_that_compiles_holds_up_no_load(
     engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
 ) -> None:
@@ -423,7 +432,6 @@ def test_a_grammar_that_compiles_holds_up_no_load(
     assert fake.loaded == [str(tmp_path / "v1")]
 
 
-@pytest.mark.usefixtures("at_once")
 def test_a_grammar_that_comes_while_it_loads_leaves_it_serving_the_new_weights(
     engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
 ) -> None:
@@ -437,41 +445,32 @@ def test_a_grammar_that_comes_while_it_loads_leaves_it_serving_the_new_weights(
     assert (fake.is_paused, fake.running, fake.aborted) == (False, 1, 0)
 
 
-@pytest.mark.usefixtures("at_once")
 def test_what_a_killed_hook_left_with_a_grammar_to_compile_serves_again(
     fake: FakeSGLang, tmp_path: Path
 ) -> None:
     """Of caches that may be those of other weights nothing goes on: its requests are returned."""
-    left = engine_of(fake)
-    left.attach()
+    left = attached(fake)
     left.pause()
     fake.weight_version, fake.compiling = f"{LOADING}-step-3-version-3", 1
-    engine = engine_of(fake)
-    engine.attach()
+    engine = attached(fake)
     assert fake.is_paused
     load(engine, version(tmp_path, 4))
     assert (fake.is_paused, fake.running, fake.aborted) == (False, 0, 1)
 
 
-@pytest.mark.usefixtures("at_once")
 def test_a_server_that_refuses_every_flush_goes_on_with_what_it_has(
-    job: SmallJob, fake: FakeSGLang
+    job: SmallJob, fake: FakeSGLang, hook: ExplorerHook
 ) -> None:
-    fake.model_path = "elsewhere"
-    publish(job, 1)
-    with ExplorerHook(job.root, "server", engine_of(fake), poll=0.02) as hook:
+    publish(job, 2)
+    fake.faults["/flush_cache"] = "something runs"
+    with pytest.raises(ServerBusyError, match="refuses to flush its caches"):
         hook.pull(LONG)
-        publish(job, 2)
-        fake.faults["/flush_cache"] = "something runs"
-        with pytest.raises(ServerBusyError, match="refuses to flush its caches"):
-            hook.pull(LONG)
-        assert hook.fault is None
-        assert (fake.is_paused, fake.weight_version) == (False, "step-1-version-1")
-        fake.faults.clear()
-        assert hook.pull(LONG).step == 2
+    assert hook.fault is None
+    assert (fake.is_paused, fake.weight_version) == (False, "step-1-version-1")
+    fake.faults.clear()
+    assert hook.pull(LONG).step == 2
 
 
-@pytest.mark.usefixtures("at_once")
 def test_with_caches_of_the_weights_before_it_stays_paused_also_for_the_next_hook(
     engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
 ) -> None:
@@ -485,8 +484,7 @@ def test_with_caches_of_the_weights_before_it_stays_paused_also_for_the_next_hoo
     assert fake.is_paused
     assert fake.weight_version.startswith(LOADING)
     fake.faults.clear()
-    second = engine_of(fake)
-    second.attach()
+    second = attached(fake)
     assert fake.is_paused
     load(second, version(tmp_path, 2))
     assert not fake.is_paused
@@ -510,8 +508,7 @@ def test_each_route_is_given_the_key_that_it_wants(
         api_key=started_with.get("api_key"),
         admin_api_key=started_with.get("admin_api_key"),
     )
-    engine = engine_of(fake, **given)
-    engine.attach()
+    engine = attached(fake, **given)
     load(engine, version(tmp_path, 1, kind="adapter", files=ADAPTER))
     load(engine, version(tmp_path, 2))
     assert fake.weight_version == "step-2-version-2"
@@ -529,8 +526,7 @@ def test_a_server_that_cannot_be_labelled_is_not_resumed_before_it_has_a_version
 ) -> None:
     fake = FakeSGLang(str(base), without=frozenset({"/update_weight_version"}))
     fake.is_paused = True  # by a hook that was killed in the middle of a load
-    engine = engine_of(fake)
-    engine.attach()
+    engine = attached(fake)
     assert fake.is_paused
     assert engine.kinds == {"full"}
     load(engine, version(tmp_path, 1))
@@ -552,32 +548,29 @@ def test_what_is_answered_by_a_redirection_was_not_done() -> None:
         server.ask("POST /pause")
 
 
-def test_a_newer_version_heals_what_cannot_be_given_back(job: SmallJob, fake: FakeSGLang) -> None:
-    fake.model_path = "elsewhere"
-    publish(job, 1)
-    with ExplorerHook(job.root, "server", engine_of(fake), poll=0.02) as hook:
+def test_a_newer_version_heals_what_cannot_be_given_back(
+    job: SmallJob, fake: FakeSGLang, hook: ExplorerHook
+) -> None:
+    served = hook.folder
+    assert served is not None
+    publish(job, 2)
+    fake.faults["/update_weights_from_disk"] = "out of memory"
+    with pytest.raises(EngineBrokenError):
         hook.pull(LONG)
-        served = hook.folder
-        assert served is not None
-        publish(job, 2)
-        fake.faults["/update_weights_from_disk"] = "out of memory"
-        with pytest.raises(EngineBrokenError):
-            hook.pull(LONG)
-        with pytest.raises(EngineBrokenError):
-            hook.pull(0)
-        fake.faults.clear()
-        fake.refuses = frozenset({str(served)})
-        publish(job, 3)
-        assert hook.pull(LONG).step == 3
-        assert hook.fault is None
+    with pytest.raises(EngineBrokenError):
+        hook.pull(0)
+    fake.faults.clear()
+    fake.refuses = frozenset({str(served)})
+    publish(job, 3)
+    assert hook.pull(LONG).step == 3
+    assert hook.fault is None
 
 
 def test_a_second_hook_of_one_server_is_noticed_and_does_not_resume_it_in_a_load(
     engine: SGLangServer, fake: FakeSGLang, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = version(tmp_path, 1), version(tmp_path, 2)
-    other = engine_of(fake)
-    other.attach()
+    other = attached(fake)
     load(engine, first)
     other.prepare(second)  # by then nobody is at a load
     other.pause()

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,23 +87,34 @@ def said(vllm: VLLMProcess) -> list[list[int]]:
     return [vllm.generate(prompt).tokens for prompt in PROMPTS]
 
 
-def test_requests_go_on_over_twenty_versions_and_none_mixes_two(
-    job: SmallJob, hook: ExplorerHook, vllm: VLLMProcess
-) -> None:
-    publish_model(job, 1)
-    hook.pull(LONG)
+@contextmanager
+def asked(vllm: VLLMProcess, count: int, *, threads: int) -> Iterator[list[Answer]]:
+    """The answers to what several threads ask all the time, until the end of the block."""
     answers: list[Answer] = []
     stop = threading.Event()
 
     def ask() -> None:
         while not stop.is_set():
-            answers.append(vllm.generate(PROMPTS[0], 24))
+            answers.append(vllm.generate(PROMPTS[0], count))
 
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    truth = {vllm.label: vllm.generate(PROMPTS[0], 24).tokens}
-    for thread in threads:
-        thread.start()
+    clients = [threading.Thread(target=ask) for _ in range(threads)]
+    for client in clients:
+        client.start()
     try:
+        yield answers
+    finally:
+        stop.set()
+        for client in clients:
+            client.join()
+
+
+def test_requests_go_on_over_twenty_versions_and_none_mixes_two(
+    job: SmallJob, hook: ExplorerHook, vllm: VLLMProcess
+) -> None:
+    publish_model(job, 1)
+    hook.pull(LONG)
+    truth = {vllm.label: vllm.generate(PROMPTS[0], 24).tokens}
+    with asked(vllm, 24, threads=2) as answers:
         for step in range(2, 22):
             publish_model(job, step)
             assert hook.pull(LONG).step == step
@@ -110,10 +122,6 @@ def test_requests_go_on_over_twenty_versions_and_none_mixes_two(
             assert hook.last is not None
             assert hook.last.pause is not None
             assert not vllm.is_paused
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
     assert len({tuple(tokens) for tokens in truth.values()}) == 21
     whole = [answer for answer in answers if len(answer.labels) == 1]
     assert len(whole) > 20
@@ -145,33 +153,21 @@ def test_requests_go_on_over_twenty_versions_and_none_mixes_two(
 def test_requests_need_not_go_on_over_two_versions(
     job: SmallJob, vllm: VLLMProcess, mode: str
 ) -> None:
-    answers: list[Answer] = []
-    stop = threading.Event()
-
-    def ask() -> None:
-        while not stop.is_set():
-            answers.append(vllm.generate(PROMPTS[0], 100))
-
     def is_cut() -> bool:
         return any(len(answer.tokens) < 100 for answer in answers)
 
     engine = Reloading(vllm.url, mode=mode)
-    clients = [threading.Thread(target=ask) for _ in range(4)]
-    with ExplorerHook(job.root, "explorer", engine, poll=0.05) as hook:
-        for client in clients:
-            client.start()
-        try:
-            # The server may be idle when a version comes, so an abort gets more than one chance.
-            for step in range(1, 5 if mode == "wait" else 60):
-                publish_model(job, step)
-                hook.pull(LONG)
-                wait_for(lambda: answers and answers[-1].labels == [vllm.label])
-                if mode == "abort" and step >= 4 and is_cut():
-                    break
-        finally:
-            stop.set()
-            for client in clients:
-                client.join()
+    with (
+        ExplorerHook(job.root, "explorer", engine, poll=0.05) as hook,
+        asked(vllm, 100, threads=4) as answers,
+    ):
+        # The server may be idle when a version comes, so an abort gets more than one chance.
+        for step in range(1, 5 if mode == "wait" else 60):
+            publish_model(job, step)
+            hook.pull(LONG)
+            wait_for(lambda: answers and answers[-1].labels == [vllm.label])
+            if mode == "abort" and step >= 4 and is_cut():
+                break
     assert all(len(answer.labels) <= 1 for answer in answers)
     assert is_cut() == (mode == "abort")
 

@@ -291,9 +291,10 @@ def ready(job: Path, *names: str) -> None:
 class Cast:
     """All processes of a test; they end with it."""
 
-    def __init__(self, stack: ExitStack, folder: Path) -> None:
+    def __init__(self, stack: ExitStack, folder: Path, job: Path) -> None:
         self._stack = stack
         self._folder = folder
+        self._job = job
         self._rendezvous = 0
 
     def _add(self, peer: Peer) -> Peer:
@@ -304,21 +305,19 @@ class Cast:
         """Two ranks of a training."""
         return [self._add(Peer(Sender, self._folder / "senders", rank)) for rank in range(2)]
 
-    def trainer(
-        self, job: Path, world_size: int = 1, *, width: int = 48, **settings: Any
-    ) -> TrainerRanks:
+    def trainer(self, world_size: int = 1, *, width: int = 48, **settings: Any) -> TrainerRanks:
         """A trainer whose hook is open."""
         self._rendezvous += 1
         met = self._folder / f"ranks-{self._rendezvous}"
         ranks = TrainerRanks(
-            self._add(Peer(Trainer, job, met, rank, world_size, width))
+            self._add(Peer(Trainer, self._job, met, rank, world_size, width))
             for rank in range(world_size)
         )
         ranks.all("open", **settings)
         return ranks
 
     def explorer(
-        self, job: Path, name: str, *, follows: bool = True, workers: int = 1, width: int = 48,
+        self, name: str, *, follows: bool = True, workers: int = 1, width: int = 48,
         **settings: Any,
     ) -> Peer:  # fmt: skip
         """An explorer whose hook is open."""
@@ -327,7 +326,7 @@ class Cast:
             ours, theirs = CONTEXT.Pipe()
             self.worker = self._add(Peer(Worker, others=(theirs,)))
             theirs.close()
-        peer = self._add(Peer(Explorer, job, name, ours, width))
+        peer = self._add(Peer(Explorer, self._job, name, ours, width))
         if ours is not None:
             ours.close()
         peer("open", **settings)
@@ -347,6 +346,6 @@ class TrainerRanks(Ranks):
 
 
 @contextmanager
-def cast(folder: Path) -> Iterator[Cast]:
+def cast(folder: Path, job: Path) -> Iterator[Cast]:
     with ExitStack() as stack:
-        yield Cast(stack, folder)
+        yield Cast(stack, folder, job)

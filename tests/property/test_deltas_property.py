@@ -47,27 +47,17 @@ def check(old: NDArray[Any], new: NDArray[Any]) -> bytes:
     return block
 
 
-any_change = given(width=WIDTHS, count=st.integers(1, 3000), density=st.floats(0, 1), seed=SEEDS)
-
-
-@any_change
-def test_any_changes_of_any_width_come_out_as_they_were(
-    width: int, count: int, density: float, seed: int
+@pytest.mark.parametrize("small", [False, True])
+@given(width=WIDTHS, count=st.integers(1, 3000), density=st.floats(0, 1), seed=SEEDS)
+def test_any_and_small_changes_of_any_width_come_out_as_they_were(
+    small: bool, width: int, count: int, density: float, seed: int
 ) -> None:
     generator = np.random.default_rng(seed)
     old = any_bits(generator, width, count)
-    new = np.where(generator.random(count) < density, any_bits(generator, width, count), old)
-    check(old, new)
-
-
-@any_change
-def test_small_changes_come_out_as_they_were(
-    width: int, count: int, density: float, seed: int
-) -> None:
-    generator = np.random.default_rng(seed)
-    old = any_bits(generator, width, count)
-    step = generator.integers(0, 5, count).astype(old.dtype) - old.dtype.type(2)
-    check(old, np.where(generator.random(count) < density, old + step, old))
+    other = any_bits(generator, width, count)
+    if small:
+        other = old + generator.integers(0, 5, count).astype(old.dtype) - old.dtype.type(2)
+    check(old, np.where(generator.random(count) < density, other, old))
 
 
 @given(

@@ -392,8 +392,7 @@ def test_a_model_that_is_cut_and_merged_is_the_model(
 def test_the_first_of_equal_boxes_is_used_and_the_order_of_files_says_nothing_else(
     job: Job, chance: random.Random
 ) -> None:
-    whole = content_of(job, chance)
-    ranks = saved_by_all(job, whole)
+    ranks = saved_by_all(job, content_of(job, chance))
     firsts: dict[tuple[Shape, Shape], int] = {}
     for number, rank in enumerate(ranks):
         for local in _locals(rank):
@@ -451,8 +450,7 @@ one_job = given(job=single, data=st.data())
 def test_a_rank_that_is_left_out_is_missed_unless_others_have_all_that_it_has(
     job: Job, data: st.DataObject
 ) -> None:
-    whole = content_of(job, random.Random(0))
-    ranks = saved_by_all(job, whole)
+    ranks = saved_by_all(job, content_of(job, random.Random(0)))
     assume(len(ranks) > 1)
     left_out = ranks.pop(data.draw(st.integers(0, len(ranks) - 1)))
     others = {_box(local) for rank in ranks for local in _locals(rank)}
@@ -468,8 +466,7 @@ def test_a_rank_that_is_left_out_is_missed_unless_others_have_all_that_it_has(
 def test_a_box_that_is_elsewhere_or_of_another_size_is_missed(
     job: Job, data: st.DataObject
 ) -> None:
-    whole = content_of(job, random.Random(0))
-    ranks = saved_by_all(job, whole)
+    ranks = saved_by_all(job, content_of(job, random.Random(0)))
     held = [(number, local) for number, rank in enumerate(ranks) for local in _locals(rank)]
     boxes = [_box(local) for _, local in held]
     # One replica of several could take the place of another box, and nobody could know.
