@@ -307,7 +307,11 @@ def without_hooks(root: Path, step: int) -> None:
 
 @contextmanager
 def ticking(root: Path, storage: Storage | None = None) -> Iterator[Callable[[], None]]:
-    """A daemon in this process; what is yielded returns when it has looked once more, and more."""
+    """A daemon in this process that serves step 5.
+
+    What is yielded returns when it has looked once more, and more.
+    """
+    without_hooks(root, 5)
     ticks: list[None] = []
     config = DaemonConfig(lease_time=2, tick=0.1, exit_when_idle=True)
     service = Service(root, config, storage=storage, each_tick=lambda: ticks.append(None))
@@ -317,6 +321,7 @@ def ticking(root: Path, storage: Storage | None = None) -> Iterator[Callable[[],
         wait_until(lambda: len(ticks) > before + 3, "it looks again and again")
 
     with serving(service):
+        wait_for_step(root, 5)
         yield looks_again
 
 
@@ -325,9 +330,7 @@ def test_a_job_that_its_trainer_deletes_and_makes_anew_at_once_is_served_again(
 ) -> None:
     """So soon that no listing of the root has missed it; and all of the old one are gone."""
     root = tmp_path / "job"
-    without_hooks(root, 5)
     with ticking(root) as looks_again:
-        wait_for_step(root, 5)
         with Session(JobLayout(root), 2):
             looks_again()
             root.rename(tmp_path / "deleted")  # its inode is not used again meanwhile
@@ -340,9 +343,7 @@ def test_a_job_that_its_trainer_deletes_and_makes_anew_at_once_is_served_again(
 def test_a_job_that_is_made_anew_in_the_same_folder_is_served_again(tmp_path: Path) -> None:
     """An inode is used again at once on ext4; and a folder that is a mount point only emptied."""
     root, gone = tmp_path / "job", tmp_path / "gone"
-    without_hooks(root, 5)
     with ticking(root) as looks_again:
-        wait_for_step(root, 5)
         gone.mkdir()
         for name in sorted(os.listdir(root)):
             (root / name).rename(gone / name)
@@ -365,9 +366,7 @@ def test_what_lies_below_an_unmounted_job_is_not_served(tmp_path: Path) -> None:
             return os.stat_result((*found[:2], found.st_dev + 1, *found[3:]))
 
     root, storage = tmp_path / "job", Mounted()
-    without_hooks(root, 5)
     with ticking(root, storage) as looks_again:
-        wait_for_step(root, 5)
         root.rename(tmp_path / "mounted")
         storage.away = True
         without_hooks(root, 1)
@@ -381,9 +380,7 @@ def test_what_is_left_of_a_job_that_is_deleted_is_not_served(
 ) -> None:
     """``rm -r`` takes ours first, say, and the pointer last: nothing may be made in its way."""
     job = SmallJob(tmp_path / "job")
-    job.save(1)
     with ticking(job.root) as looks_again:
-        wait_for_step(job.root, 1)
         if pointed:
             job.layout.state.rename(tmp_path / "ours")
         else:  # a mount point without its storage

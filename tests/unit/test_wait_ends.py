@@ -46,7 +46,8 @@ def aside(stack: ExitStack) -> Callable[..., Future[Any]]:
 
 @pytest.fixture
 def waits(aside: Any, job: SmallJob) -> Callable[..., Future[Any]]:
-    """Begin a wait of someone who holds version 1."""
+    """Begin a wait of someone who holds version 1, which is published."""
+    publish(job, 1)
 
     def waits(wait: Callable[..., Any], *explorer: Any) -> Future[Any]:
         waiting: Future[Any] = aside(wait, *explorer, HELD, timeout=LONG)
@@ -92,7 +93,6 @@ each_wait = pytest.mark.parametrize("wait", WAITS)
 def test_a_trainers_last_save_is_waited_for_after_its_end(
     job: SmallJob, trainer: TrainerSynchronizer, explorer: Any, waits: Any, wait: str, end: str
 ) -> None:
-    publish(job, 1)
     with job.daemon() as loop:
         if end == "says that nothing newer comes":
             waiting = waits(WAITS[wait], explorer)
@@ -113,7 +113,6 @@ def test_a_trainers_last_save_is_waited_for_after_its_end(
 def test_a_step_that_was_saved_again_is_waited_for_and_not_taken_for_the_one_before(
     job: SmallJob, trainer: TrainerSynchronizer, explorer: Any, waits: Any
 ) -> None:
-    publish(job, 1)
     assert explorer.get_latest_model_version() == HELD
     with job.daemon() as loop:
         job.save(1, 8.0, counter=1)
@@ -127,7 +126,6 @@ def test_a_step_that_was_saved_again_is_waited_for_and_not_taken_for_the_one_bef
 def test_a_last_save_that_never_becomes_a_version_ends_the_wait(
     job: SmallJob, trainer: TrainerSynchronizer, explorer: Any, waits: Any, outcome: Any
 ) -> None:
-    publish(job, 1)
     with job.daemon():
         identity = job.save(2)
         trainer.close()
