@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,10 @@ from tests.jobs import SmallJob, read
 from tests.storages import Clock, RuledStorage, refuse
 
 GRACE = 60.0
+Rounds = Callable[..., None]
 
 
-def collector(job: Job, clock: Clock) -> Collector:
-    return Collector(job, GRACE, clock=clock)
-
-
-def rounds(
+def rounds_of(
     found: Collector,
     clock: Clock,
     count: int = 8,
@@ -35,6 +33,12 @@ def rounds(
     for _ in range(count):
         clock.advance(step)
         found.run_once(held)
+
+
+@pytest.fixture
+def rounds(job: SmallJob, clock: Clock) -> Rounds:
+    """Rounds of one collector."""
+    return partial(rounds_of, Collector(job, GRACE, clock=clock), clock)
 
 
 def leftovers(job: SmallJob) -> list[Path]:
@@ -57,38 +61,36 @@ def leftovers(job: SmallJob) -> list[Path]:
     return made
 
 
-def test_every_kind_of_leftover_goes_once_it_lies_still(job: SmallJob, clock: Clock) -> None:
+def test_every_kind_of_leftover_goes_once_it_lies_still(job: SmallJob, rounds: Rounds) -> None:
     made = leftovers(job)
     empty = job.layout.drafts / ".tmp-global_step_3-1"
     empty.mkdir()
-    rounds(collector(job, clock), clock)
+    rounds()
     assert [path for path in (*made, empty) if path.exists()] == []
 
 
-def test_what_changes_and_what_has_a_committed_name_stays(job: SmallJob, clock: Clock) -> None:
+def test_what_changes_and_what_has_a_committed_name_stays(job: SmallJob, rounds: Rounds) -> None:
     job.save(3)
     before = sorted(job.root.rglob("*"))
     growing = job.actor(3) / ".tmp-model_world_size_1_rank_0.pt-1"
-    found = collector(job, clock)
     for number in range(12):
         growing.write_bytes(bytes(number))
-        rounds(found, clock, 1)
+        rounds(1)
     growing.unlink()
     assert sorted(job.root.rglob("*")) == before
 
 
-def test_what_a_killed_doctor_left_goes_once_it_lies_still(job: SmallJob, clock: Clock) -> None:
-    found = collector(job, clock)
+def test_what_a_killed_doctor_left_goes_once_it_lies_still(job: SmallJob, rounds: Rounds) -> None:
     room, left = (ProbeRoom.make(job, name) for name in ("room", "left"))
     for one in (room, left):
         (one.path / "exclusive" / "mkdir-1").mkdir(parents=True)
         (one.path / "exclusive" / "file").touch()
     for _ in range(8):
         room.beat()
-        rounds(found, clock, 1)
+        rounds(1)
     assert sorted(path.name for path in job.layout.doctor.iterdir()) == ["room", "room.alive"]
     assert (room.path / "exclusive" / "mkdir-1").exists()
-    rounds(found, clock)
+    rounds()
     assert not job.layout.doctor.exists()
     with pytest.raises(FileNotFoundError):
         room.beat()
@@ -119,7 +121,7 @@ def aside(job: SmallJob, name: str, session: str) -> Path:
 
 @pytest.mark.parametrize("made", [report, claim, newer, aside])
 def test_what_a_participant_left_goes_once_its_heartbeat_is_gone_and_it_lies_still(
-    job: SmallJob, clock: Clock, made: Callable[[SmallJob, str, str], Path]
+    job: SmallJob, rounds: Rounds, made: Callable[[SmallJob, str, str], Path]
 ) -> None:
     job.layout.claims.mkdir(exist_ok=True)
     dead, alive = made(job, "dead", "gone"), made(job, "alive", "beats")
@@ -127,14 +129,13 @@ def test_what_a_participant_left_goes_once_its_heartbeat_is_gone_and_it_lies_sti
     odd = dead.with_name("odd.json")
     odd.write_bytes(b'{"protocol": 2, "session": "../../../odd"}')
     heartbeat = job.session("beats")
-    found = collector(job, clock)
     for number in range(12):
         heartbeat.write_text(str(number))
         if number == 3:
             job.session("gone-too").write_text("the storage was away")
         if number > 3:
             job.session("gone-too").write_text(str(number))
-        rounds(found, clock, 1)
+        rounds(1)
         assert dead.exists() == (number < 4)
     assert not dead.exists()
     assert alive.exists()
@@ -148,7 +149,7 @@ def test_a_report_that_is_written_again_at_the_last_moment_stays(
     storage = RuledStorage()
     path = report(job, "explorer", "dead")
     storage.once("rename", lambda *_: report(job, "explorer", "new"), where="explorer.json.broken")
-    rounds(collector(Job(storage, job.layout), clock), clock)
+    rounds_of(Collector(Job(storage, job.layout), GRACE, clock=clock), clock)
     assert read(ExplorerReport, path).session == "new"
 
 
@@ -157,7 +158,7 @@ def test_one_call_does_a_bounded_part_of_the_looks(job: SmallJob, clock: Clock) 
     for number in range(500):
         job.session(f"a-{number}").write_text("beats")
         report(job, f"explorer-{number}", f"a-{number}")
-    found = collector(Job(storage, job.layout), clock)
+    found = Collector(Job(storage, job.layout), GRACE, clock=clock)
     clock.advance(GRACE / 4)
     looks = []
     for _ in range(40):
@@ -168,29 +169,29 @@ def test_one_call_does_a_bounded_part_of_the_looks(job: SmallJob, clock: Clock) 
     assert sum(looks) == 1000
 
 
-def test_a_heartbeat_that_holds_a_lease_is_the_pruners(job: SmallJob, clock: Clock) -> None:
+def test_a_heartbeat_that_holds_a_lease_is_the_pruners(job: SmallJob, rounds: Rounds) -> None:
     job.session("holder").write_text("still")
-    found = collector(job, clock)
-    rounds(found, clock, 12, held=["holder"])
+    rounds(12, held=["holder"])
     assert job.session("holder").exists()
-    rounds(found, clock)
+    rounds()
     assert not job.session("holder").exists()
 
 
 def test_leftovers_go_also_where_nobody_looks_for_hours_at_a_time(
-    job: SmallJob, clock: Clock
+    job: SmallJob, rounds: Rounds
 ) -> None:
     made = leftovers(job)
-    rounds(collector(job, clock), clock, count=5, step=7200)
+    rounds(count=5, step=7200)
     assert [path for path in made if path.exists()] == []
 
 
-def test_thousands_that_live_do_not_keep_leftovers_from_going(job: SmallJob, clock: Clock) -> None:
+def test_thousands_that_live_do_not_keep_leftovers_from_going(
+    job: SmallJob, rounds: Rounds
+) -> None:
     made = leftovers(job)
     for number in range(1100):
         job.session(f"a-{number}").touch()
-    found = collector(job, clock)
-    rounds(found, clock, held=[f"a-{number}" for number in range(1100)])
+    rounds(held=[f"a-{number}" for number in range(1100)])
     assert [path for path in made if path.exists()] == []
 
 
