@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -100,31 +101,33 @@ def first_copy(linked: LinkedJob, stage: Path) -> LeasedVersion:
     return Staging(stage).stage(linked.version(1))
 
 
+@dataclass
 class Host:
     """A host with a whole copy of version 1, in a job with links to saves 2 and 3.
 
-    Args:
+    Attributes:
         linked: the job.
-        stage: the stage folder, on another filesystem.
+        folder: the stage folder, on another filesystem.
         is_held: whether a process that lives holds the copy.
     """
 
-    def __init__(self, linked: LinkedJob, stage: Path, *, is_held: bool) -> None:
-        self._linked = linked
-        self._stage = stage
-        self._is_held = is_held
+    linked: LinkedJob
+    folder: Path
+    is_held: bool
+
+    def __post_init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        self._base = first_copy(self._linked, self._stage)
+        self._base = first_copy(self.linked, self.folder)
         self._state = state(self._base.folder)
-        if not self._is_held:
+        if not self.is_held:
             self._base.release()
 
     def stage(self, storage: Storage | None = None) -> Staging:
         """Make a copy of what is ahead, check it, and leave no other."""
-        staging = Staging(self._stage, storage=storage)
-        copy = self._linked.follow(staging)
+        staging = Staging(self.folder, storage=storage)
+        copy = self.linked.follow(staging)
         staging.tidy()
         copy.release()
         return staging
@@ -132,15 +135,15 @@ class Host:
     def check(self, when: str) -> None:
         """Whoever comes next has the save, from the base if it is there, and leaves nothing."""
         has_base = self._base.folder.exists()
-        if self._is_held or has_base:
+        if self.is_held or has_base:
             assert state(self._base.folder) == self._state, when
-        before = self._linked.holds
+        before = self.linked.holds
         fetched = self.stage().fetched
-        assert self._linked.holds == before or not has_base, when
+        assert self.linked.holds == before or not has_base, when
         assert fetched.delta_bytes or not fetched.full_bytes, when
-        Staging(self._stage).tidy()
-        (room,) = self._stage.iterdir()
-        left = [self._base.folder.name] if self._is_held else []
+        Staging(self.folder).tidy()
+        (room,) = self.folder.iterdir()
+        left = [self._base.folder.name] if self.is_held else []
         assert sorted(os.listdir(room)) == [".copier", *left], when
         self._base.release()
 

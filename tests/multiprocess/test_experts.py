@@ -8,17 +8,15 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from syncd.checkpoint.build import build_model_folder
-from syncd.checkpoint.merging.options import MergeOptions, Work
-from syncd.checkpoint.save import look_at_save
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import HUGGINGFACE, NAME_MAP
 from syncd.protocol.records import Manifest, Receipt
-from tests.jobs import nothing, read
-from tests.merging import STORAGE, assert_equal, loaded
+from tests.jobs import read
+from tests.merging import assert_equal, loaded
 from tests.multiprocess.expert_ranks import KINDS
 from tests.rank_programs import written_by
 from tests.tiny_models import logits
+from tests.unit.test_hub_names import merged
 
 
 @pytest.fixture(scope="module")
@@ -27,17 +25,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def published(job: Path, out: Path) -> Manifest:
-    actor = JobLayout(job).actor(1)
-    out.mkdir()
-    return build_model_folder(
-        STORAGE,
-        actor,
-        look_at_save(STORAGE, actor, 1),
-        out,
-        options=MergeOptions(names="hub"),
-        work=Work(nothing),
-        sequence=1,
-    )
+    return merged(JobLayout(job).actor(1), out, sequence=1)
 
 
 def same(one: Path, other: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,7 @@ def test_a_full_checkpoint_alone_becomes_a_model_once_and_the_daemon_sees_nothin
         version = read_manifest(STORAGE, job.version(1))
         assert weights(job, 3).keys() == {tensor.name for tensor in version.tensors}
         for step in (2, 3):
-            folder = model_of(job, step)
-            verify_version(STORAGE, folder, read_manifest(STORAGE, folder))
+            verify(model_of(job, step))
 
         after = everything(job)
         assert {name: after[name] for name in before} == before
@@ -243,6 +243,27 @@ def run(job: Job, *, max_file_size: int = 100) -> None:
         convert_step(job, save, MergeOptions(max_file_size))
 
 
+def copies(template: SmallJob) -> Iterator[tuple[int, SmallJob]]:
+    """A job each time, until the caller has seen enough."""
+    for number in range(200):
+        job = SmallJob(template.root.with_name(str(number)))
+        shutil.copytree(template.root, job.root, dirs_exist_ok=True)
+        yield number, job
+        shutil.rmtree(job.root)
+    raise AssertionError("it never came to its end")
+
+
+def verify(folder: Path) -> None:
+    """Nothing is there but what the manifest says."""
+    manifest = read_manifest(STORAGE, folder)
+    verify_version(STORAGE, folder, manifest)
+    assert set(names_in(folder)) == {*(file.name for file in manifest.files), "manifest.json"}
+
+
+def holds_a_model(folder: Path) -> bool:
+    return any((folder / f"model.safetensors{end}").exists() for end in ("", ".index.json"))
+
+
 class Killed(BaseException):
     """Nothing is done after it, as after a kill."""
 
@@ -277,38 +298,26 @@ def test_cut_off_at_any_call_there_is_one_whole_model_or_none_and_the_next_one_e
         # As if it had been converted while it was saved again.
         shutil.copytree(kept_weights, converted, dirs_exist_ok=True)
     value = 2.0 if before == "nothing" else 5.0
-    for number in range(200):
-        job = SmallJob(tmp_path / str(number))
-        shutil.copytree(template.root, job.root, dirs_exist_ok=True)
+    for number, job in copies(template):
         kept = everything(job)
         try:
             run(Job(kill_at(number), job.layout), max_file_size=size)
-        except Killed:
-            pass
-        else:
             break
-        folder = model_of(job)
-        names = set(names_in(folder))
-        if names & {"model.safetensors", "model.safetensors.index.json"}:
+        except Killed:
+            folder = model_of(job)
+        if holds_a_model(folder):
             found = {float(tensor[0]) for tensor in weights(job).values()}
             assert found in ({2.0}, {value})
         save = look_at_step(job, 2)
         done = has_weights(STORAGE, folder, save)
         run(job, max_file_size=size)
         assert {float(tensor[0]) for tensor in weights(job).values()} == {value}
-        manifest = read_manifest(STORAGE, folder)
-        verify_version(STORAGE, folder, manifest)
-        assert set(names_in(folder)) == {
-            *(file.name for file in manifest.files), "manifest.json",
-        }  # fmt: skip
+        verify(folder)
         # What is left where all was done is small, and the daemon's to collect.
         assert not [p for room in job.leftovers() for p in room.glob("*.safetensors")]
         assert done or not job.leftovers()
         now = everything(job)
         assert all(now[name] == kept[name] for name in kept if "huggingface" not in name)
-        shutil.rmtree(job.root)
-    else:
-        raise AssertionError("it never came to its end")
     assert number > 15
 
 
@@ -347,9 +356,7 @@ def test_of_two_at_once_one_fails_and_no_file_of_theirs_is_mixed(
 ) -> None:
     template = SmallJob(tmp_path / "template")
     full(template)
-    for number in range(200):
-        job = SmallJob(tmp_path / str(number))
-        shutil.copytree(template.root, job.root, dirs_exist_ok=True)
+    for number, job in copies(template):
         left = [number]
 
         def rule(
@@ -369,15 +376,11 @@ def test_of_two_at_once_one_fails_and_no_file_of_theirs_is_mixed(
             break
         folder = model_of(job)
         assert failed or has_weights(STORAGE, folder, look_at_step(job, 2))
-        names = set(names_in(folder))
-        if {"model.safetensors", "model.safetensors.index.json"} & names:
-            manifest = read_manifest(STORAGE, folder)
-            verify_version(STORAGE, folder, manifest)
-            assert names == {*(file.name for file in manifest.files), "manifest.json"}
+        if holds_a_model(folder):
+            verify(folder)
         run(job)
         assert weights(job).keys() == {"a", "b", "c"}
         assert not job.leftovers()
-        shutil.rmtree(job.root)
     assert number > 15
 
 

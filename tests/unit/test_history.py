@@ -3,7 +3,7 @@
 import errno
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -76,6 +76,14 @@ def looks(loop: Rounds) -> int:
     return storage.count("open_read", loop.job.layout.explorers)
 
 
+@pytest.fixture
+def loop(job: SmallJob, clock: Clock) -> Iterator[Rounds]:
+    """A daemon that has published a version, and keeps nine."""
+    with job.daemon(KEEP, clock=clock) as loop:
+        loop.publish(1)
+        yield loop
+
+
 class Fast(Meter):
     """Explorers that take each version while the daemon's round still goes on."""
 
@@ -135,33 +143,31 @@ def test_a_daemon_that_takes_over_goes_on_and_repeats_nothing(job: SmallJob) -> 
 
 
 def test_an_explorer_with_a_copy_of_its_own_is_seen_though_its_lease_is_gone(
-    job: SmallJob, clock: Clock
+    job: SmallJob, loop: Rounds
 ) -> None:
-    with job.daemon(KEEP, clock=clock) as loop:
-        loop.publish(1)
-        loads(job, "node-1", 1)
-        loop.run_once()
-        job.lease_folder(1).joinpath("node-1.s-node-1").unlink()
-        loop.run_once()
-        clock.advance(2.0)
-        serves(job, "node-1", 1)
-        loop.run_once()
-        loop.run_once()
+    loads(job, "node-1", 1)
+    loop.run_once()
+    job.lease_folder(1).joinpath("node-1.s-node-1").unlink()
+    loop.run_once()
+    loop.clock.advance(2.0)
+    serves(job, "node-1", 1)
+    loop.run_once()
+    loop.run_once()
     assert lives(job) == [(1, "node-1")]
     (only,) = history(job, 10)
     assert [(one.explorer, one.seconds) for one in only.live] == [("node-1", 2.0)]
 
 
-def test_how_long_an_engine_paused_for_a_version_is_kept_with_it(job: SmallJob) -> None:
-    with job.daemon(KEEP) as loop:
-        loop.publish(1)
-        for name in ("node-1", "node-2", "node-3"):
-            loads(job, name, 1)
-        serves(job, "node-1", 1, reload=Reload(sequence=1, step=1, pause=0.25004))
-        before = Reload(sequence=7, step=1, pause=0.5)  # of what it had before
-        serves(job, "node-2", 1, reload=before)
-        serves(job, "node-3", 1)
-        loop.run_once()
+def test_how_long_an_engine_paused_for_a_version_is_kept_with_it(
+    job: SmallJob, loop: Rounds
+) -> None:
+    for name in ("node-1", "node-2", "node-3"):
+        loads(job, name, 1)
+    serves(job, "node-1", 1, reload=Reload(sequence=1, step=1, pause=0.25004))
+    before = Reload(sequence=7, step=1, pause=0.5)  # of what it had before
+    serves(job, "node-2", 1, reload=before)
+    serves(job, "node-3", 1)
+    loop.run_once()
     # The journal has it, and is right.
     serves(job, "node-1", 1, reload=Reload(sequence=1, step=1, pause=9.0))
     found = json.loads(invoke("history", job.root, "--json").output)
@@ -316,43 +322,39 @@ def test_loads_that_are_found_together_have_their_own_times(job: SmallJob, clock
     assert times == sorted(times)
 
 
-def test_a_load_is_at_no_time_before_its_version(job: SmallJob, clock: Clock) -> None:
-    with job.daemon(KEEP, clock=clock) as loop:
-        loop.publish(1)
-        clock.advance(2.0)
-        tells(job, "node-1", [Load(sequence=1, time=-1.7e308)], time=1.7e308)
-        tells(job, "node-2", [Load(sequence=1, time=0.0)], time=1e300)
-        tells(job, "node-3", [Load(sequence=1, time=9.0)], time=1.0)
-        loop.run_once()
+def test_a_load_is_at_no_time_before_its_version(job: SmallJob, loop: Rounds) -> None:
+    loop.clock.advance(2.0)
+    tells(job, "node-1", [Load(sequence=1, time=-1.7e308)], time=1.7e308)
+    tells(job, "node-2", [Load(sequence=1, time=0.0)], time=1e300)
+    tells(job, "node-3", [Load(sequence=1, time=9.0)], time=1.0)
+    loop.run_once()
     (only,) = history(job, 10)
     assert {one.explorer: one.seconds for one in only.live} == {
         "node-1": 2.0, "node-2": 0.0, "node-3": 2.0,
     }  # fmt: skip
 
 
-def test_an_impossible_load_is_not_on_record(job: SmallJob) -> None:
-    with job.daemon(KEEP) as loop:
-        loop.publish(1)
-        tells(job, "node-1", [Load(sequence=n, time=0.0) for n in (1, 2, 2**62)], time=0.0)
-        loop.run_once()
-        loop.publish(2)
-        loop.run_once()
+def test_an_impossible_load_is_not_on_record(job: SmallJob, loop: Rounds) -> None:
+    tells(job, "node-1", [Load(sequence=n, time=0.0) for n in (1, 2, 2**62)], time=0.0)
+    loop.run_once()
+    loop.publish(2)
+    loop.run_once()
     assert lives(job) == [(1, "node-1"), (2, "node-1")]
 
 
-def test_an_explorer_that_was_started_anew_tells_the_loads_of_the_one_before(job: SmallJob) -> None:
-    with job.daemon(KEEP) as loop:
-        loop.publish(1)
-        with synchronizer(job, "node-1") as explorer:
-            explorer.set_explorer_version(Version(1, 1))
+def test_an_explorer_that_was_started_anew_tells_the_loads_of_the_one_before(
+    job: SmallJob, loop: Rounds
+) -> None:
+    with synchronizer(job, "node-1") as explorer:
+        explorer.set_explorer_version(Version(1, 1))
+    with Reader(job.root, "node-2", storage=job.explorers) as reader:
+        reader.report(RunningStatus.RUNNING, sequence=1, step=1)
+    with synchronizer(job, "node-1") as explorer:
         with Reader(job.root, "node-2", storage=job.explorers) as reader:
-            reader.report(RunningStatus.RUNNING, sequence=1, step=1)
-        with synchronizer(job, "node-1") as explorer:
-            with Reader(job.root, "node-2", storage=job.explorers) as reader:
-                reader.report(RunningStatus.RUNNING, sequence=None, step=None)
-            loop.run_once()
-            explorer.set_explorer_version(Version(1, 1))
-            loop.run_once()
+            reader.report(RunningStatus.RUNNING, sequence=None, step=None)
+        loop.run_once()
+        explorer.set_explorer_version(Version(1, 1))
+        loop.run_once()
     assert sorted(lives(job)) == [(1, "node-1"), (1, "node-2")]
 
 

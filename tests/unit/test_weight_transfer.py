@@ -1,6 +1,6 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -50,9 +50,8 @@ def fit_of(module: nn.Module, **options: Any) -> Callable[[WeightMeta], Fit]:
 def staged(module: nn.Module, buffer: HostBuffer | None = None, **options: Any) -> Receive:
     def receive(group: WeightGroup) -> Received:
         kept = HostBuffer(2) if buffer is None else buffer
-        before = tensors(module)
-        targets = WeightReceiver(group).receive_into(kept, fit_of(module, **options))
-        assert_equal(tensors(module), before)
+        with unchanged(module):
+            targets = WeightReceiver(group).receive_into(kept, fit_of(module, **options))
         kept.copy(targets)
         return tensors(module)
 
@@ -84,6 +83,13 @@ def fail(ranks: Sequence[Future[Any]], match: str = "") -> None:
     for rank in ranks:
         with pytest.raises(BroadcastError, match=match):
             rank.result()
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    before = tensors(model)
+    yield
+    assert_equal(tensors(model), before)
 
 
 def sent(model: nn.Module, **options: Any) -> Callable[[WeightGroup], object]:
@@ -193,11 +199,10 @@ def test_a_head_that_is_not_what_the_config_says_is_no_transfer(laden: Laden) ->
     model.config = Config(tie_word_embeddings=True)
     model.lm_head.weight.data[0, 0] += 1
     other = Laden()
-    before = tensors(other)
-    ranks = transfer(sent(model), staged(other), received)
+    with unchanged(other):
+        ranks = transfer(sent(model), staged(other), received)
     fail(ranks[:1], r"lm_head\.weight differs from .*tie_word")
     fail(ranks[1:])
-    assert_equal(tensors(other), before)
 
 
 @pytest.mark.parametrize(
@@ -228,13 +233,12 @@ def test_a_mismatch_is_an_error_everywhere_before_any_byte_of_a_tensor(laden: La
         sizes.append(counted(group))
         WeightSender(laden).send(group)
 
-    before = tensors(other)
-    ranks = transfer(send, staged(other), received, filled(other))
+    with unchanged(other):
+        ranks = transfer(send, staged(other), received, filled(other))
     fail(ranks[:1], "an explorer cannot receive the weights")
     fail(ranks[1::2], r"layers\.1\.up\.weight is \[10, 6\]")
     fail(ranks[2:3])
     assert len(sizes[0]) == 2  # the header, and the meta
-    assert_equal(tensors(other), before)
 
 
 class LostError(Exception):
@@ -262,7 +266,7 @@ def lost_after(broadcasts: int, take: Callable[[WeightGroup], Any]) -> Callable[
 
 
 @pytest.mark.parametrize("broadcasts", [0, 1, 5])
-def test_who_goes_in_the_middle_changes_nobody_elses_weights(laden: Laden, broadcasts: int) -> None:
+def test_a_lost_receiver_changes_no_other_weights(laden: Laden, broadcasts: int) -> None:
     """Before the handshake, in it, and between two buckets; the others wait for their deadline."""
     others = [Laden(), Laden()]
     before = [tensors(other) for other in others]
@@ -283,11 +287,9 @@ def test_who_goes_in_the_middle_changes_nobody_elses_weights(laden: Laden, broad
 
 def test_a_sender_that_goes_leaves_everyone_on_what_they_had(laden: Laden) -> None:
     other = Laden()
-    before = tensors(other)
     send = lost_after(5, sent(laden, bucket_bytes=ALIGNED))
-    ranks = transfer(send, staged(other), received, deadline=1.5)
-    fail(ranks)
-    assert_equal(tensors(other), before)
+    with unchanged(other):
+        fail(transfer(send, staged(other), received, deadline=1.5))
 
 
 @pytest.mark.parametrize("bucket_bytes", [ALIGNED, BUCKET])
@@ -296,18 +298,14 @@ def test_a_bucket_that_is_not_what_was_sent_is_not_taken(
 ) -> None:
     """The digest is of what was sent."""
     digests = iter(range(10_000))
-
-    def wrong_once(flat: Tensor) -> bytes:
-        del flat
-        return next(digests).to_bytes(16, "little")
-
-    monkeypatch.setattr("trainer_hooks.transfer._digest", wrong_once)
+    monkeypatch.setattr(
+        "trainer_hooks.transfer._digest", lambda _: next(digests).to_bytes(16, "little")
+    )
     other = Laden()
-    before = tensors(other)
-    ranks = transfer(sent(laden, bucket_bytes=bucket_bytes), staged(other), received)
+    with unchanged(other):
+        ranks = transfer(sent(laden, bucket_bytes=bucket_bytes), staged(other), received)
     fail(ranks[:1], "an explorer did not receive the weights")
     fail(ranks[1:], "differ from the digests that the trainer sent")
-    assert_equal(tensors(other), before)
 
 
 def test_memory_that_bytes_may_still_arrive_in_is_used_no_more(laden: Laden) -> None:

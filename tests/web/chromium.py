@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,15 +29,15 @@ _QUIET: Final = (
 )  # fmt: skip
 
 
+@dataclass
 class Browser:
     """A page in Chromium.
 
-    Args:
+    Attributes:
         driver: selenium's.
     """
 
-    def __init__(self, driver: webdriver.Chrome) -> None:
-        self.driver = driver
+    driver: webdriver.Chrome
 
     def open(
         self, address: str, *, width: int = 1280, dark: bool = False, still: bool = True
