@@ -146,11 +146,14 @@ class Soak:
         except Exception:  # noqa: BLE001 - told of, and the end of the soak
             self.found.violated(traceback.format_exc())
 
+    def _leases_pass(self, least: float, most: float) -> None:
+        time.sleep(self._random.uniform(least, most) * LEASE_TIME)
+
     def _kill_a_daemon(self) -> None:
         with self._one_daemon_at_a_time:
             self._daemons[1].kill()
             self._check_log(self._daemons[1])
-            time.sleep(self._random.uniform(0, 2 * LEASE_TIME))
+            self._leases_pass(0, 2)
             self._restart_daemon()
 
     def _stop_a_daemon(self) -> None:
@@ -158,13 +161,13 @@ class Soak:
             daemon = self._random.choice(self._daemons)
             if daemon.running:
                 daemon.pause()
-                time.sleep(self._random.uniform(0.5, 3) * LEASE_TIME)
+                self._leases_pass(0.5, 3)
                 daemon.resume()
 
     def _kill_an_explorer(self) -> None:
         explorer = self._random.choice([e for e in self._explorers if e not in self._lasting])
         explorer.kill()
-        time.sleep(self._random.uniform(0, 2 * LEASE_TIME))
+        self._leases_pass(0, 2)
         explorer.restart()
 
     def _stop_an_explorer(self) -> None:
@@ -172,7 +175,7 @@ class Soak:
 
     def _fill_the_disk(self) -> None:
         self._filler.fill("bytes", leave=self._random.choice([0, 0, 1 << 16, 1 << 20]))
-        time.sleep(self._random.uniform(0.5, 2) * LEASE_TIME)
+        self._leases_pass(0.5, 2)
         self._filler.clear()
 
     def _unmount(self) -> None:
@@ -180,7 +183,7 @@ class Soak:
         with self._trainer.begins:
             for mount in mounts:
                 mount.leave(empty_folder=self._none_starts)
-            time.sleep(self._random.uniform(0.5, 2) * LEASE_TIME)
+            self._leases_pass(0.5, 2)
             for mount in mounts:
                 mount.come_back()
 

@@ -55,6 +55,10 @@ def status(*arguments: object) -> Result:
     return invoke("status", *arguments)
 
 
+def printed(*arguments: object) -> Any:
+    return json.loads(status(*arguments, "--json").output)
+
+
 def shown(job: SmallJob, width: int = 80, height: int | None = None) -> str:
     console = Console(width=width, no_color=True, highlight=False, record=True, file=None)
     with console.capture() as captured:
@@ -152,11 +156,11 @@ def test_stopped_explorers_are_the_last(served: SmallJob, height: int | None) ->
 
 
 def test_a_rollback_that_no_daemon_has_carried_out_is_shown(served: SmallJob) -> None:
-    assert json.loads(status(served.root, "--json").output)["rollbacks"] == []
+    assert printed(served.root)["rollbacks"] == []
     for number in range(5):
         request = RollbackRequest(id=f"ask-{number}", sequence=1, by="me\n@x", time=970.0)
         served.put(served.layout.request(request.id), encode(request))
-    (told, *more) = json.loads(status(served.root, "--json").output)["rollbacks"]
+    (told, *more) = printed(served.root)["rollbacks"]
     assert told == {"id": "ask-0", "sequence": 1, "by": "me\n@x", "time": 970.0}
     assert len(more) == 4
     lines = shown(served).splitlines()
@@ -241,7 +245,7 @@ def test_a_check_of_several_jobs_has_the_worst_of_them(served: SmallJob, tmp_pat
 
 def test_json_has_what_is_shown_and_how_far_explorers_are_behind(served: SmallJob) -> None:
     reports(served, 2)
-    seen = json.loads(status(served.root, "--json").output)
+    seen = printed(served.root)
     assert seen["daemon"]["merge"] == {
         "step": 12, "done": 1_500_000_000, "total": 6_000_000_000, "seconds": 1.25,
     }  # fmt: skip
@@ -276,8 +280,7 @@ def test_several_jobs_are_a_line_each_and_one_that_is_none_is_said(
     other = SmallJob(tmp_path / "other")
     (tmp_path / "empty").mkdir()
     for given in ([tmp_path], [served.root, other.root]):
-        result = status(*given, "--json")
-        told = json.loads(result.output)["jobs"]
+        told = printed(*given)["jobs"]
         assert [Path(job["job"]).name for job in told] == ["job", "other"]
     lines = status(tmp_path).output.splitlines()
     assert sum(" v1 " in line for line in lines) == 1
@@ -296,14 +299,14 @@ def test_without_a_name_the_jobs_of_this_hosts_services_are_shown(
     monkeypatch.setattr(options, "CONFIGURATIONS", folder)
     assert isinstance(status().exception, InvalidSettingsError)
     (folder / "a.toml").write_text(f'job = "{served.root}"\n')
-    (told,) = json.loads(status("--json").output)["jobs"]
+    (told,) = printed()["jobs"]
     assert told["latest"]["sequence"] == 1
     # A daemon of many jobs; one that a configuration of its own names too is there once.
     root = SmallJob(tmp_path / "root" / "other").layout.root.parent
     (folder / "b.toml").write_text(f'root = "{root}"\n')
     (folder / "c.toml").write_text(f'root = "{tmp_path / "unmounted"}"\n')
     (folder / "d.toml").write_text(f'job = "{root / "other"}"\n')
-    told = json.loads(status("--json").output)["jobs"]
+    told = printed()["jobs"]
     assert [job["job"] for job in told] == [
         str(served.root), str(root / "other"), str(tmp_path / "unmounted"),
     ]  # fmt: skip
@@ -315,7 +318,7 @@ def test_a_folder_that_may_not_be_looked_into_hides_no_job_beside_it(
 ) -> None:
     (tmp_path / "lost+found").mkdir()
     (tmp_path / "lost+found" / ".syncd").symlink_to(".syncd")  # root, too, is refused that
-    (told,) = json.loads(status(tmp_path, "--json").output)["jobs"]
+    (told,) = printed(tmp_path)["jobs"]
     assert told["job"] == str(served.root)
 
 
@@ -334,7 +337,7 @@ def test_a_large_fleet_that_goes_live_leaves_room_for_what_else_happened(served:
 
 def test_numbers_and_paths_that_nobody_can_mean_leave_valid_json(served: SmallJob) -> None:
     reports(served, 0, memory_dir="/srv/\0", host=socket.gethostname())
-    seen = json.loads(status(served.root, "--json").output)
+    seen = printed(served.root)
     assert "null" in seen["memory"]["unseen"]
     record = served.layout.daemon_report
     content = json.loads(record.read_bytes())
