@@ -87,6 +87,10 @@ class Observer(Protocol):
     def after(self, actor: Actor, call: Call) -> None: ...
 
 
+#: What an actor does, until it is killed.
+Work = Callable[["Actor"], None]
+
+
 class Actor:
     """A thread that stops before each call of its storage that it was told to stop at.
 
@@ -96,7 +100,7 @@ class Actor:
         observer: is told of each call; what it raises ends the actor, and is raised by ``go_on``.
     """
 
-    def __init__(self, name: str, work: Callable[[Actor], None], observer: Observer) -> None:
+    def __init__(self, name: str, work: Work, observer: Observer) -> None:
         self.name = name
         self.storage = SteppedStorage(self)
         self.next = Call(REST)
@@ -159,7 +163,7 @@ class Actor:
         if self.asked_to_stop:
             raise CancelledError("asked to stop")
 
-    def _run(self, work: Callable[[Actor], None]) -> None:
+    def _run(self, work: Work) -> None:
         try:
             self.rest()
             work(self)
@@ -332,7 +336,7 @@ class Run:
         for order in self.orders:
             order.in_progress = False
 
-    def work_of(self, rank: int) -> Callable[[Actor], None]:
+    def work_of(self, rank: int) -> Work:
         def work(actor: Actor) -> None:
             job = Job(actor.storage, self._layout)
             job.open()
@@ -443,7 +447,7 @@ class Rules:
         return loop
 
 
-def daemon(begin: Begin, layout: JobLayout) -> Callable[[Actor], None]:
+def daemon(begin: Begin, layout: JobLayout) -> Work:
     """What ``Service`` does, without the lock: active until superseded, and then again."""
 
     def work(actor: Actor) -> None:
@@ -473,7 +477,7 @@ def _serve(actor: Actor, loop: Loop, layout: JobLayout) -> None:
             loop.end()
 
 
-def pruner(begin: Begin, layout: JobLayout) -> Callable[[Actor], None]:
+def pruner(begin: Begin, layout: JobLayout) -> Work:
     """``syncd prune --dry-run``, and then ``syncd prune`` without the lock."""
 
     def work(actor: Actor) -> None:
@@ -496,9 +500,7 @@ def pruner(begin: Begin, layout: JobLayout) -> Callable[[Actor], None]:
     return work
 
 
-def explorer(
-    name: str, layout: JobLayout, sessions: Sessions, served: list[int]
-) -> Callable[[Actor], None]:
+def explorer(name: str, layout: JobLayout, sessions: Sessions, served: list[int]) -> Work:
     """Pulls whatever is newest, and serves it; ``served`` outlives the process."""
 
     def work(actor: Actor) -> None:

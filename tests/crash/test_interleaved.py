@@ -92,6 +92,10 @@ _SHOWN: Final = 200
 Tree = dict[str, tuple[int, int, int]]
 
 
+#: Paths in a folder, and their inodes.
+Files = set[tuple[str, int]]
+
+
 def tree(folder: Path) -> Tree:
     """Every file below a folder."""
     found: Tree = {}
@@ -131,7 +135,7 @@ class Promises:
     _sequence: int = 0
     _versions: dict[int, Tree] = field(default_factory=dict)
     _touches_steps: bool = False
-    _safe: dict[int, set[tuple[str, int]]] = field(default_factory=dict)
+    _safe: dict[int, Files] = field(default_factory=dict)
 
     def before(self, call: Call) -> None:
         """Note what a call of anybody but the trainer must leave where it is."""
@@ -201,13 +205,13 @@ class Promises:
         where = path.relative_to(self.layout.root).parts
         return parse_step_folder(where[0]) is not None or "trash" in where
 
-    def _needed(self) -> dict[int, set[tuple[str, int]]]:
+    def _needed(self) -> dict[int, Files]:
         """Step → the files of it that nobody but its trainer may take away.
 
         Those of a folder that can be resumed from; and what the ranks have written of a save that
         is in progress, or that a pointer names.
         """
-        needed: defaultdict[int, set[tuple[str, int]]] = defaultdict(set)
+        needed: defaultdict[int, Files] = defaultdict(set)
         for step, folder in self._step_folders():
             files = inodes(folder)
             if is_resumable(name for name, _ in files):
@@ -217,7 +221,7 @@ class Promises:
                 needed[step] |= files & set(order.written.items())
         return needed
 
-    def _files(self, step: int) -> set[tuple[str, int]]:
+    def _files(self, step: int) -> Files:
         """What there is of a step. It may be in a trash for a while: from there it is put back."""
         folders = [folder for found, folder in self._step_folders() if found == step]
         return set().union(*map(inodes, folders))
@@ -232,7 +236,7 @@ class Promises:
         return [(step, path) for step, path in found if step is not None]
 
 
-def inodes(folder: Path) -> set[tuple[str, int]]:
+def inodes(folder: Path) -> Files:
     """The files of a step folder that count, and their inodes."""
     return {
         (name, key[0]) for name, key in tree(folder).items() if _counts(name.rpartition("/")[2])

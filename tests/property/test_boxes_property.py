@@ -12,6 +12,9 @@ from syncd.checkpoint.boxes import Box, bites, common, extent, strides, whole, w
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 
+Boxes = tuple[Box, Box, Box]
+
+
 @st.composite
 def inside(draw: st.DrawFn, outer: Box) -> Box:
     offsets, shape = [], []
@@ -23,7 +26,7 @@ def inside(draw: st.DrawFn, outer: Box) -> Box:
 
 
 @st.composite
-def two(draw: st.DrawFn) -> tuple[Box, Box, Box]:
+def two(draw: st.DrawFn) -> Boxes:
     """A tensor and two parts of it."""
     tensor = whole(draw(shapes))
     return tensor, draw(inside(tensor)), draw(inside(tensor))
@@ -35,7 +38,7 @@ def cells(box: Box) -> set[tuple[int, ...]]:
 
 
 @given(two())
-def test_what_two_parts_have_in_common_is_what_both_have(boxes: tuple[Box, Box, Box]) -> None:
+def test_what_two_parts_have_in_common_is_what_both_have(boxes: Boxes) -> None:
     _, one, other = boxes
     found = common(one, other)
     assert (cells(found) if found is not None else set()) == cells(one) & cells(other)
@@ -43,7 +46,7 @@ def test_what_two_parts_have_in_common_is_what_both_have(boxes: tuple[Box, Box, 
 
 @given(two())
 def test_a_part_and_what_is_left_without_it_are_the_whole_once(
-    boxes: tuple[Box, Box, Box],
+    boxes: Boxes,
 ) -> None:
     _, one, other = boxes
     part = common(one, other)
@@ -57,7 +60,7 @@ def test_a_part_and_what_is_left_without_it_are_the_whole_once(
 
 @given(two(), st.integers(1, 40), st.integers(0, 40))
 def test_the_bytes_of_a_part_are_read_in_order_once_and_few_others(
-    boxes: tuple[Box, Box, Box], limit: int, near: int
+    boxes: Boxes, limit: int, near: int
 ) -> None:
     tensor, one, other = boxes
     part = common(one, other) or one

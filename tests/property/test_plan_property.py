@@ -29,13 +29,17 @@ DIMS = 3
 meshes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 
 
+#: A mesh, a coordinate, and placements.
+Layout = tuple[Shape, Shape, tuple[rules.Placement, ...]]
+
+
 @st.composite
 def coordinates(draw: st.DrawFn, mesh: Shape) -> Shape:
     return tuple(draw(st.integers(0, size - 1)) for size in mesh)
 
 
 @st.composite
-def placed(draw: st.DrawFn) -> tuple[Shape, Shape, tuple[rules.Placement, ...]]:
+def placed(draw: st.DrawFn) -> Layout:
     """A mesh, a coordinate, and placements with any split factors that its sizes suggest."""
     mesh = draw(meshes)
     dims, factors = st.integers(0, DIMS - 1), st.integers(0, math.prod(mesh) + 1)
@@ -51,9 +55,7 @@ def ours(placements: Sequence[rules.Placement]) -> tuple[Placement, ...]:
 
 
 @given(layout=placed(), shape=st.tuples(*[st.integers(0, 30)] * DIMS))
-def test_placements_are_placed_by_the_rules_or_refused(
-    layout: tuple[Shape, Shape, tuple[rules.Placement, ...]], shape: Shape
-) -> None:
+def test_placements_are_placed_by_the_rules_or_refused(layout: Layout, shape: Shape) -> None:
     mesh, at, placements = layout
     cuts = rules.decoded(placements, mesh, DIMS)
     told = Sharding(shape, mesh, at, ours(placements))
@@ -75,7 +77,7 @@ def test_placements_are_placed_by_the_rules_or_refused(
     step=st.sampled_from([-1, 1]),
 )
 def test_a_local_tensor_of_another_size_is_refused(
-    layout: tuple[Shape, Shape, tuple[rules.Placement, ...]], shape: Shape, dim: int, step: int
+    layout: Layout, shape: Shape, dim: int, step: int
 ) -> None:
     mesh, at, placements = layout
     cuts = rules.decoded(placements, mesh, DIMS)
@@ -94,9 +96,7 @@ def test_a_local_tensor_of_another_size_is_refused(
     other=st.sampled_from(["Partial(reduce_op=sum)", "_MaskPartial()", "Ragged(dim=0)", ""]),
     where=st.integers(0, 3),
 )
-def test_any_other_placement_is_named_with_its_file(
-    layout: tuple[Shape, Shape, tuple[rules.Placement, ...]], other: str, where: int
-) -> None:
+def test_any_other_placement_is_named_with_its_file(layout: Layout, other: str, where: int) -> None:
     mesh, at, placements = layout
     assume(rules.decoded(placements, mesh, DIMS) is not None)
     told = list(ours(placements))

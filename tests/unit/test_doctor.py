@@ -58,7 +58,11 @@ def measured(root: Path, ours: Storage, theirs: Storage, *names: str) -> list[Fi
 # -- storage that breaks a promise -----------------------------------------------------------------
 
 
-def before(**actions: Callable[..., object]) -> Callable[[Path], Storage]:
+#: Makes a client of a mount.
+Clients = Callable[[Path], Storage]
+
+
+def before(**actions: Callable[..., object]) -> Clients:
     """A client that does something before some calls."""
 
     def rule(called: str, given: tuple[Any, ...]) -> None:
@@ -68,7 +72,7 @@ def before(**actions: Callable[..., object]) -> Callable[[Path], Storage]:
     return lambda _: RuledStorage(rule)
 
 
-def refusing(code: int, method: str) -> Callable[[Path], Storage]:
+def refusing(code: int, method: str) -> Clients:
     return lambda _: RuledStorage(refuse(method, code))
 
 
@@ -185,7 +189,7 @@ class Squashing(FastStorage):
         return os.stat_result([*found[:4], 65534, *found[5:10]])
 
 
-BROKEN: list[tuple[str, Callable[[Path], Storage]]] = [
+BROKEN: list[tuple[str, Clients]] = [
     # Renames a folder onto another by moving what is in it.
     ("rename", before(rename=lambda _, target: shutil.rmtree(target, ignore_errors=True))),
     ("rmdir", greedy_rmdir),
@@ -214,7 +218,7 @@ BROKEN: list[tuple[str, Callable[[Path], Storage]]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "broken"), BROKEN)
 def test_each_broken_promise_between_two_clients_is_found_and_named(
-    tmp_path: Path, name: str, broken: Callable[[Path], Storage]
+    tmp_path: Path, name: str, broken: Clients
 ) -> None:
     [finding] = measured(tmp_path, broken(tmp_path), broken(tmp_path), name)
     assert (finding.name, finding.verdict) == (name, "fail"), finding

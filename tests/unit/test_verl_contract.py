@@ -98,6 +98,10 @@ CONTRACT: Final[dict[tuple[str, str], tuple[str, tuple[str, ...]]]] = {
 }
 
 
+#: Gives the source at a path of the wheel.
+Read = Callable[[str], str]
+
+
 def function(source: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """A method of a class, by its qualified name."""
     owner, _, method = name.partition(".")
@@ -110,7 +114,7 @@ def function(source: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef |
     return None
 
 
-def moved(read: Callable[[str], str]) -> list[str]:
+def moved(read: Read) -> list[str]:
     """What is no longer as :data:`CONTRACT` says."""
     found = []
     for (path, name), (arguments, code) in CONTRACT.items():
@@ -126,7 +130,7 @@ def moved(read: Callable[[str], str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def source() -> Callable[[str], str]:
+def source() -> Read:
     if WHEEL is None:
         pytest.skip("SYNCD_VERL_WHEEL names no wheel of verl; .ci/run downloads it")
     with ZipFile(WHEEL) as wheel:
@@ -134,11 +138,11 @@ def source() -> Callable[[str], str]:
     return files.__getitem__
 
 
-def test_verl_is_as_its_engine_and_manager_take_for_granted(source: Callable[[str], str]) -> None:
+def test_verl_is_as_its_engine_and_manager_take_for_granted(source: Read) -> None:
     assert moved(source) == []
 
 
-def test_what_moves_in_verl_is_named(source: Callable[[str], str]) -> None:
+def test_what_moves_in_verl_is_named(source: Read) -> None:
     def other(path: str) -> str:
         return (
             source(path)
@@ -154,7 +158,7 @@ def test_what_moves_in_verl_is_named(source: Callable[[str], str]) -> None:
     ]
 
 
-def test_the_engine_has_all_that_verls_engines_must_have(source: Callable[[str], str]) -> None:
+def test_the_engine_has_all_that_verls_engines_must_have(source: Read) -> None:
     tree = ast.parse(source(_BASE))
     (engine,) = (
         n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "CheckpointEngine"

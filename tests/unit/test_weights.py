@@ -23,13 +23,16 @@ SPECS = {
 } | {"cube": TensorSpec("BF16", (4, 3, 5))}
 
 
+Tensors = dict[str, TensorBytes]
+
+
 @pytest.fixture
-def truth() -> dict[str, TensorBytes]:
+def truth() -> Tensors:
     return random_tensors(SPECS, 1)
 
 
 @pytest.fixture
-def version(tmp_path: Path, truth: dict[str, TensorBytes], storage: RuledStorage) -> LeasedVersion:
+def version(tmp_path: Path, truth: Tensors, storage: RuledStorage) -> LeasedVersion:
     made = make_version(tmp_path / "v000001", truth, storage=storage)
     made.verify()
     storage.calls.clear()
@@ -47,7 +50,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def test_every_tensor_has_the_dtype_shape_and_bits_of_the_file(
-    reader: WeightsReader, truth: dict[str, TensorBytes]
+    reader: WeightsReader, truth: Tensors
 ) -> None:
     assert reader.names() == tuple(truth)
     for name, told in truth.items():
@@ -60,7 +63,7 @@ def test_every_tensor_has_the_dtype_shape_and_bits_of_the_file(
 
 
 def test_tensors_stay_when_the_reader_is_closed_and_are_the_callers_own(
-    version: LeasedVersion, truth: dict[str, TensorBytes]
+    version: LeasedVersion, truth: Tensors
 ) -> None:
     for mapped in (False, True):
         with WeightsReader(version, mmap=mapped) as reader:
@@ -71,7 +74,7 @@ def test_tensors_stay_when_the_reader_is_closed_and_are_the_callers_own(
 
 
 def test_a_slice_is_that_part_and_nothing_else_of_the_tensor_is_read(
-    version: LeasedVersion, truth: dict[str, TensorBytes], storage: RuledStorage
+    version: LeasedVersion, truth: Tensors, storage: RuledStorage
 ) -> None:
     full = torch.frombuffer(bytearray(truth["cube"].content), dtype=torch.bfloat16).view(4, 3, 5)
     box = Box((1, 0, 2), (2, 3, 2))
@@ -125,7 +128,7 @@ def test_a_name_or_a_part_that_there_is_not_is_said(reader: WeightsReader) -> No
 
 
 def test_a_file_that_is_not_the_manifests_is_refused(
-    version: LeasedVersion, tmp_path: Path, truth: dict[str, TensorBytes]
+    version: LeasedVersion, tmp_path: Path, truth: Tensors
 ) -> None:
     other = dict(truth)
     other["of.BOOL"] = TensorBytes("BOOL", (5, 3), truth["of.BOOL"].content)
