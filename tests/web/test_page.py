@@ -410,8 +410,10 @@ def test_what_nobody_foresaw_hides_nothing_and_stops_nothing(
     # A name that two have, a pause that no axis has room for, a number that JSON does not know.
     explorer(job, "node-1", 1, file="another", time=time.time())
     explorer(job, "node-0", None, status="stopped", time=time.time())
-    reload = Reload(sequence=3, step=3, pause=1.7e308)
-    explorer(job, "node-2", 3, reload=reload, time=time.time())
+    explorer(job, "node-2", 3, time=time.time())
+    journal = Journal(Job(FastStorage(), job.layout))
+    journal.note("live", version=3, explorer="node-2", pause=1.7e308)
+    journal.write()
     with shown(page, Path("jobs")) as server:
         page.open(server.address)
         page.sees("no-utf-\\udcff", "nav")
