@@ -316,7 +316,7 @@ def test_an_explorer_that_goes_while_storage_fails_has_no_metrics_for_ever(
 # -- where they can be had -------------------------------------------------------------------------
 
 
-def test_they_can_be_parsed_and_are_served_on_this_host_alone(said: Measured) -> None:
+def test_they_are_served_on_this_host_alone(said: Measured) -> None:
     said.meter.failed(ValueError("x"))
     said.meter.active(yes=True)
     port = free_port()
