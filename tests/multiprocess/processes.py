@@ -16,8 +16,9 @@ from explorer_hooks.reader import Reader
 from syncd.daemon.host.services import RootServices, Services
 from syncd.daemon.service import Service
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import Latest, parse
+from syncd.protocol.records import Latest
 from syncd.protocol.reports import DaemonReport, ExplorerReport
+from tests.jobs import read
 from tests.multiprocess.shared_job import IS_NETWORK, Host
 from tests.programs import completed
 from tests.rank_programs import ENVIRONMENT
@@ -45,8 +46,7 @@ def wait_until_gone(path: Path) -> None:
 
 def newest(job: Path) -> Latest:
     """What LATEST says; raises FileNotFoundError before the first version."""
-    path = JobLayout(job).latest
-    return parse(Latest, path.read_bytes(), path)
+    return read(Latest, JobLayout(job).latest)
 
 
 def latest(job: Path) -> Latest | None:
@@ -65,9 +65,8 @@ def wait_for_step(job: Path, step: int) -> Latest:
 
 
 def report(job: Path) -> DaemonReport | None:
-    layout = JobLayout(job)
     try:
-        return parse(DaemonReport, layout.daemon_report.read_bytes(), layout.daemon_report)
+        return read(DaemonReport, JobLayout(job).daemon_report)
     except FileNotFoundError:
         return None
 
@@ -78,20 +77,19 @@ def explorer_report(job: Path, name: str) -> ExplorerReport:
     Raises:
         FileNotFoundError: it has said nothing yet.
     """
-    path = JobLayout(job).explorer(name)
-    return parse(ExplorerReport, path.read_bytes(), path)
+    return read(ExplorerReport, JobLayout(job).explorer(name))
 
 
 def read_by(job: Path, sequence: int, *names: str) -> list[tuple[int, int]]:
     """The bytes of versions and of links that explorers read for a version, in ascending order."""
 
-    def read(name: str) -> tuple[int, int]:
+    def sizes(name: str) -> tuple[int, int]:
         wait_until(lambda: explorer_report(job, name).sequence == sequence, "it has reported")
         reload = explorer_report(job, name).reload
         assert reload is not None
         return reload.full_bytes or 0, reload.delta_bytes or 0
 
-    return sorted(map(read, names))
+    return sorted(map(sizes, names))
 
 
 def syncd(*arguments: object) -> subprocess.CompletedProcess[str]:

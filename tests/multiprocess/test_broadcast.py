@@ -34,8 +34,7 @@ def stage(tmp_path: Path, job: Path) -> Iterator[Cast]:
 
 def members(job: Path) -> set[str]:
     """Who the last offer was made to."""
-    path = JobLayout(job).offer
-    return {member.name for member in read(Offer, path).members}
+    return {member.name for member in read(Offer, JobLayout(job).offer).members}
 
 
 def reaches(truth: dict[str, Any], step: int, *explorers: Peer) -> None:
@@ -325,8 +324,7 @@ def reaches_by_files(
 
 
 def trainer_status(job: Path) -> str:
-    path = JobLayout(job).trainer_report
-    return read(TrainerReport, path).status
+    return read(TrainerReport, JobLayout(job).trainer_report).status
 
 
 def test_without_explorers_steps_are_saved_now_and_then(job: Path, stage: Cast) -> None:

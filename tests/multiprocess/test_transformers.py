@@ -8,9 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
-from syncd.storage.fsio import Storage
+from tests.jobs import read
 from tests.multiprocess.following import assert_as_trained, followed, told, trainers
 from tests.multiprocess.processes import DEADLINE, Daemon, wait_for_step
 
@@ -18,8 +17,8 @@ MODULE = "tests.multiprocess.transformers_ranks"
 
 
 def stopped(job: Path) -> bool:
-    path = JobLayout(job).trainer_report
-    return parse(TrainerReport, Storage().read(path), path).status == RunningStatus.STOPPED.value
+    report = read(TrainerReport, JobLayout(job).trainer_report)
+    return report.status == RunningStatus.STOPPED.value
 
 
 def test_each_step_of_a_trainer_reaches_an_explorer_and_so_do_those_after_resuming(
