@@ -18,7 +18,7 @@ from tests.explorers import LONG, held, leased, publish, report
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import wait_until
 from tests.storages import RuledStorage
-from tests.unit.test_explorer_policy import Aside, hook_of
+from tests.unit.test_explorer_policy import aside, hook_of
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def test_a_step_is_not_waited_for_while_something_follows(
     publish(job, 1)
     with hook_of(job, engine) as hook:
         hook.start()
-        asking = Aside(lambda: hook.pull_step(1, 0))
+        asking = aside(hook.pull_step, 1, 0)
         try:
-            assert isinstance(asking.join(30), InvalidSettingsError)
+            assert isinstance(asking.exception(30), InvalidSettingsError)
         finally:
             hook.stop()
 
@@ -44,23 +44,23 @@ def test_a_pull_waits_no_longer_than_it_was_told_for_that_of_another_thread(
 ) -> None:
     publish(job, 1)
     with hook_of(job, engine) as hook, engine.hanging("load") as hang:
-        first = Aside(lambda: hook.pull(LONG))
+        first = aside(hook.pull, LONG)
         assert hang.reached.wait(LONG)
         calls: list[Callable[[], object]] = [
             lambda: hook.pull(0.05),
             lambda: hook.pull_step(1, 0.05),
         ]
         assert hook.pull(0) is None
-        others = [Aside(call) for call in calls]
-        unbounded = Aside(lambda: hook.pull(None))
+        others = [aside(call) for call in calls]
+        unbounded = aside(hook.pull, None)
         try:
             for other in others:
-                assert isinstance(other.join(30), WaitTimeoutError)
+                assert isinstance(other.exception(30), WaitTimeoutError)
             hook.cancel()
-            assert isinstance(unbounded.join(30), CancelledError)
+            assert isinstance(unbounded.exception(30), CancelledError)
         finally:
             hang.release()
-        first.join()
+        first.exception(LONG)
 
 
 def test_a_cancel_between_the_look_and_the_wait_of_its_own_thread_is_not_lost(
@@ -73,7 +73,7 @@ def test_a_cancel_between_the_look_and_the_wait_of_its_own_thread_is_not_lost(
         hook.cancel()  # as a signal handler does, there
         return seen
 
-    assert Aside(lambda: hook._pipeline.wait(until, None)).join(30) is None
+    assert aside(hook._pipeline.wait, until, None).result(30) is None
     hook.close()
 
 
@@ -94,8 +94,9 @@ def test_a_cancel_waits_for_no_storage(job: SmallJob, engine: FakeEngine) -> Non
         assert begun.wait(LONG)
         try:
             # What is served is known, though the lease before does not go.
-            assert Aside(lambda: hook.wait_until_served(1, newer_than=first)).join(30).step == 2
-            Aside(hook.cancel).join(30)
+            version = aside(hook.wait_until_served, 1, newer_than=first).result(30)
+            assert version.step == 2
+            aside(hook.cancel).result(30)
         finally:
             free.set()
 
