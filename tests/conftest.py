@@ -23,12 +23,6 @@ neutralize()
 # processes would compile all tests.
 sys.dont_write_bytecode = False
 
-with suppress(ImportError):  # the base is tested without hypothesis
-    from hypothesis import settings
-
-    # No deadline: it would measure the machine.
-    settings.register_profile("quick", max_examples=60, deadline=None)
-    settings.load_profile("quick")
 
 #: The folder with the tests that are quick, unless they are marked as slow one by one.
 _QUICK = "tests/unit/"
@@ -47,6 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
     named = config.args_source is pytest.Config.ArgsSource.ARGS
     every = option.every or option.deep or named or bool(option.markexpr or option.keyword)
     option.every = getattr(config, "workerinput", {}).get("every", every)
+    with suppress(ImportError):  # the base is tested without hypothesis
+        from hypothesis import settings  # noqa: PLC0415 - likewise
+
+        # No deadline: it would measure the machine.
+        settings.register_profile("tests", max_examples=60 if option.every else 20, deadline=None)
+        settings.load_profile("tests")
     # A process group that an earlier test left in a cycle waits for ever if a forked child, which
     # has none of its threads, collects it.
     os.register_at_fork(after_in_child=gc.freeze)

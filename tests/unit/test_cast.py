@@ -167,6 +167,7 @@ def test_each_kind_of_quantized_tensor_refuses_a_cast(
         built(path.parent, tmp_path / "out", "bf16")
 
 
+@pytest.mark.slow
 def test_a_full_state_dict_is_cast_and_not_linked(job: SmallJob, tmp_path: Path) -> None:
     state = {"weight": torch.randn(3, 5), "steps": torch.tensor(7)}
     path = full(job, state)
@@ -237,6 +238,7 @@ def test_a_child_that_cannot_import_torch_is_no_fault_of_the_save(tmp_path: Path
         list(made.cast(reader(bytes(4)), 1, "F32", "BF16", cancel=nothing))
 
 
+@pytest.mark.slow
 def test_waiting_for_the_child_can_be_cancelled(tmp_path: Path) -> None:
     def cancel() -> None:
         raise CancelledError("stop")

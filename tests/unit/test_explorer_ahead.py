@@ -154,6 +154,7 @@ def test_only_who_cannot_make_it_waits_for_the_fold_of_the_last_save(
     versions.close()
 
 
+@pytest.mark.slow
 def test_follow_opens_more_links_than_its_soft_limit_of_files(
     job: SmallJob, tmp_path: Path, memory: Path
 ) -> None:

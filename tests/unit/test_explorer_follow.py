@@ -120,6 +120,7 @@ def test_a_timeout_of_broadcasts_is_for_who_takes_them(job: SmallJob) -> None:
     assert "needs --broadcast" in follow(job.root, *timed).output
 
 
+@pytest.mark.slow
 def test_each_version_that_is_served_is_a_line_of_json(job: SmallJob, tmp_path: Path) -> None:
     publish(job, 3)
     argv = [sys.executable, "-m", "syncd", "follow", job.root, "--name", "a", "--json"]

@@ -204,6 +204,7 @@ class Killed(BaseException):
     """The daemon was killed at this call."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staged", [False, True])
 def test_every_load_is_on_record_once_at_one_version_a_round(
     job: SmallJob, tmp_path: Path, staged: bool

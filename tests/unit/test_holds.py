@@ -42,6 +42,7 @@ def is_leased(layout: JobLayout, sequence: int) -> bool:
     return (layout.lease_folder(sequence) / lease_marker(NAME, SESSION)).exists()
 
 
+@pytest.mark.slow
 @dataclass
 class Disk:
     """Answers, or refuses what it is told to refuse."""

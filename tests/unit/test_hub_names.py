@@ -314,6 +314,7 @@ def test_scales_that_would_keep_their_name_are_a_refusal() -> None:
     assert f"{experts}_scale_inv keeps its name" in str(named.refused)
 
 
+@pytest.mark.slow
 def test_names_that_cannot_be_told_are_refused_with_the_reason() -> None:
     names = name_map_of(default_model("kimi_k25", classes("kimi_k25")[0]))
     assert names is not None

@@ -45,6 +45,7 @@ def test_each_tick_looks_at_its_share_and_every_heartbeat_has_its_turn(
     assert max(gaps) <= LEASE_TIME / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 16, 17, 300])
 def test_the_dead_are_found_in_little_more_than_a_lease_and_the_living_never(
     job: SmallJob, clock: Clock, count: int

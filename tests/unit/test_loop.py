@@ -71,6 +71,7 @@ def test_a_merge_that_storage_refuses_is_tried_again_ever_more_seldom(
     assert job.latest.step == 4
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_a_warning_that_is_repeated_ever_more_seldom(
     job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

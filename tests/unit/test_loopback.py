@@ -162,6 +162,7 @@ def test_of_an_endless_header_no_more_is_read_than_a_real_one_has(port: int) -> 
         assert connection.recv(12).startswith(b"HTTP/1.0 ")
 
 
+@pytest.mark.slow
 def test_a_daemon_with_few_descriptors_publishes_whoever_connects_to_its_metrics(
     tmp_path: Path,
 ) -> None:

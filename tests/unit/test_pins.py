@@ -161,6 +161,7 @@ def test_a_pin_that_is_set_holds_at_whatever_moment_of_a_prune_it_came(tmp_path:
     assert moment > max(promised.values())
 
 
+@pytest.mark.slow
 def test_a_pin_that_is_set_holds_whatever_moment_of_it_a_prune_came_at(
     tmp_path: Path, hosts: Hosts
 ) -> None:

@@ -98,6 +98,7 @@ def test_the_save_of_close_is_full(job: Job) -> None:
     assert_equal(state(other), state(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_training_resumes_from_a_full_checkpoint_whose_weights_are_a_link(

@@ -169,6 +169,7 @@ def test_convolutions_are_merged_as_peft_does(dora: bool) -> None:
     assert_equal(merged(state_of(model)), unloaded(model))
 
 
+@pytest.mark.slow
 def test_wrappers_change_no_name() -> None:
     truth = state_of(lora(modules_to_save=["lm_head"]))
     model = lora(modules_to_save=["lm_head"])

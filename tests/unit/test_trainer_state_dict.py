@@ -33,6 +33,7 @@ class Nested(nn.Module):
 in_a_group = pytest.mark.usefixtures("group")
 
 
+@pytest.mark.slow
 @in_a_group
 def test_names_are_those_of_the_plain_model_whatever_wraps_it() -> None:
     expected = list(Nested().state_dict())
