@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def os_error(code: int, path: object = "") -> OSError:
     return OSError(code, os.strerror(code), str(path))
 
 
-def fails(code: int) -> pytest.RaisesExc[OSError]:
+def fails(code: int) -> AbstractContextManager[pytest.ExceptionInfo[OSError]]:
     """A block that fails with that error."""
     return pytest.raises(OSError, match=os.strerror(code))
 
