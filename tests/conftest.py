@@ -111,9 +111,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = wanted
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if not config.option.every:
         terminalreporter.write_line(left_out(config.rootpath))
 

@@ -6,6 +6,7 @@ from.
 
 from __future__ import annotations
 
+import errno
 import secrets
 from pathlib import Path
 from typing import Final
@@ -25,7 +26,6 @@ from syncd.checkpoint.save import (
 from syncd.checkpoint.version import read_manifest
 from syncd.protocol.errors import (
     InvalidSettingsError,
-    JobUnavailableError,
     RecordError,
     SaveNotReadyError,
 )
@@ -43,7 +43,7 @@ from syncd.protocol.names import (
     parse_part_name,
 )
 from syncd.protocol.records import Manifest
-from syncd.storage.errnos import is_gone
+from syncd.storage.errnos import GONE, Ignoring, is_gone
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 
@@ -93,7 +93,11 @@ def has_weights(storage: Storage, folder: Path, save: SavedWeights) -> bool:
         manifest = read_manifest(storage, folder)
     except RecordError:
         return False
-    return manifest.save_id == save.identity and _weights(manifest) <= set(names)
+    sizes = {file.name: file.size for file in manifest.files if is_weights_name(file.name)}
+    return manifest.save_id == save.identity and all(
+        (status := storage.status(folder / name)) is not None and status.st_size == size
+        for name, size in sizes.items()
+    )
 
 
 def convert_step(
@@ -103,24 +107,24 @@ def convert_step(
 
     The files are made in a temporary folder, then renamed: first ``manifest.json``, then the
     weights, last the index. A crash therefore leaves a whole model or no model, and the next call
-    starts again. If two processes convert a checkpoint, the one that began first fails.
+    starts again. If several processes convert a checkpoint, all but one fail.
 
     If a trainer saves this step again during the renames, ``manifest.json`` may name the earlier
     save. Then the next call converts the new save.
 
     Raises:
-        NoRoomError: there is not enough disk space. Nothing was changed.
-        JobUnavailableError: another process is converting the checkpoint.
-        SaveNotReadyError: the save is not whole, changed meanwhile, or is a LoRA adapter.
+        NoRoomError: there is not enough disk space.
+        SaveNotReadyError: the save is not whole, changed meanwhile, is a LoRA adapter, or is
+            converted by another process.
         CheckpointError: the save cannot be merged.
     """
     storage, actor = job.storage, job.layout.actor(save.step)
     work = Work(lambda: None, progress)
     space = FreeSpace(storage, actor, job.layout.root, advice="make room there")
-    space.check(actor, save, options, work.cancel)
     room = job.layout.step(save.step) / f"{_ROOM}{secrets.token_hex(6)}"
     try:
         _make_room(storage, room)
+        space.check(actor, save, options, work.cancel)
         manifest = build_model_folder(storage, actor, save, room, options=options, work=work)
         if manifest.kind != "full":
             raise _is_adapter(actor)
@@ -148,19 +152,17 @@ def _weights(manifest: Manifest) -> set[str]:
 
 
 def _make_room(storage: Storage, room: Path) -> None:
-    """Make the temporary folder, and remove those of other processes, which fail if they run.
+    """Make the temporary folder, and take away those of other processes, which fail if they run.
 
-    Of two processes that begin at the same time, at least one sees the other's folder.
+    One rename takes a folder away. Of several processes that begin at the same time one keeps its
+    folder: who has lost the own one has no place any more to move another one to.
     """
     storage.mkdir(room)
     for name in storage.names(room.parent):
-        other = room.with_name(name)
-        if name.startswith(_ROOM) and other != room:
-            storage.remove_tree(other)
-            if storage.exists(other):
-                raise JobUnavailableError(
-                    f"another process is converting {room.parent}: wait until it has finished"
-                )
+        if name.startswith(_ROOM) and name != room.name:
+            with Ignoring({*GONE, errno.EINVAL}):  # EINVAL: ours is in the other one
+                storage.rename(room.with_name(name), room / name)
+            storage.remove_tree(room / name)
 
 
 def _put_in_place(storage: Storage, room: Path, folder: Path, weights: set[str]) -> None:
@@ -170,7 +172,8 @@ def _put_in_place(storage: Storage, room: Path, folder: Path, weights: set[str])
     because an engine loads all weights if there is no index.
     """
     storage.make_folder(folder, below=folder.parent)
-    storage.utime(room)  # an error, before anything changes, if another process has removed it
+    storage.refresh(room.parent)
+    storage.utime(room)  # an error, before anything changes, if another process has taken it away
     for name in (*_SOUGHT, *filter(parse_part_name, storage.names(folder))):
         storage.unlink_if_there(folder / name)
     storage.sync_folder(folder)

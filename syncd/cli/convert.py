@@ -42,7 +42,7 @@ def command(
 
     The trainer and the daemon can run at the same time. After an interruption the folder holds a
     complete model or none, and the next call finishes the work. If this command runs twice at the
-    same time, the first one fails.
+    same time, one of the two fails.
     """
     if cast is not None:
         require_torch("--dtype")

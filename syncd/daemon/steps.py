@@ -24,6 +24,7 @@ from syncd.protocol.names import (
     REMOTE_PATH,
     RETIRED,
     SAVING,
+    TEMPORARY,
     is_dcp_file,
     is_resumable_state,
 )
@@ -154,7 +155,8 @@ def look_at_step(
     storage: Storage, folder: Path, step: int, outcome: SaveOutcome
 ) -> StepSeen | None:
     """The content and the recorded outcome of a step folder; None if there is no folder."""
-    names = set(storage.names(folder))
+    # Without the folder that a killed 'syncd convert' leaves.
+    names = {name for name in storage.names(folder) if not name.startswith(TEMPORARY)}
     if not names and not storage.exists(folder):
         return None
     actor_names = storage.names(folder / ACTOR)

@@ -206,11 +206,9 @@ class Examination:
             channel, theirs = self._bounded("hosts", meet, self.meeting)
             if self.peer is not None:
                 self._findings += judge_hosts(ours, theirs), judge_mount(theirs, "peer_mount")
-                if worst(self._findings).verdict == "fail":
-                    return
-            channel.limit = (theirs if self.peer == 1 else ours).look
+            self.look = channel.limit = (theirs if self.peer == 1 else ours).look
             channel.lease_time = self._lease_time
-            for name in PROBES:
+            for name in PROBES if worst(self._findings).verdict != "fail" else ():
                 self._note(name, partial(measure, name, channel))
             visitor = Actor(channel, self.peer == 1, channel.room.path)
             with suppress(OSError):  # the run keeps the room until the visitor has all results
@@ -254,6 +252,7 @@ class Examination:
         limit = self.answer if self.peer is None else self.meeting
         deadline = time.monotonic() + limit
         refused: OSError | None = None
+        answered: set[Path] = set()
         while not self.has_ended() and time.monotonic() <= deadline:
             if own is None:
                 with Ignoring(GONE):
@@ -268,7 +267,9 @@ class Examination:
                 try:
                     with Ignoring(GONE):
                         storage.refresh(room.path)
-                        channel.say(0, ours)
+                        if room.path / visitor not in answered:
+                            channel.say(0, ours)
+                            answered.add(room.path / visitor)
                         if theirs := channel.poll(0, Facts):
                             return channel, theirs
                 except PermissionError as error:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from syncd.doctor.finding import CHECK, SHARE, Finding, judge, worst
+from syncd.doctor.finding import CHECK, SHARE, Finding, judge
 from syncd.doctor.sides import DONE, ERRORS, RACED, Action, Actor, BrokenError, Channel
 
 _FULL: Final = ("ENOTEMPTY", "EEXIST")
@@ -153,10 +153,8 @@ def _replace(a: Actor, b: Actor) -> None:
             raise BrokenError(text)
 
 
-def _sync(a: Actor, _: Actor) -> Finding:
-    seconds = statistics.median(a.change("sync", f"file-{number}") for number in range(_SYNCS))
-    words = f"writing a durable file takes {seconds:.3f} s"
-    return judge("sync", words, (seconds > _SLOW_SYNC, "warn", words, _DISK))
+def _sync(a: Actor, _: Actor) -> float:
+    return statistics.median(a.change("sync", f"file-{number}") for number in range(_SYNCS))
 
 
 def _delay(a: Actor, b: Actor, look: Action, change: Action) -> float:
@@ -173,21 +171,27 @@ def _delay(a: Actor, b: Actor, look: Action, change: Action) -> float:
     return math.inf if seconds is None else seconds
 
 
-def _open(a: Actor, b: Actor) -> Finding:
-    late = _delay(a, b, "read", "write")
-    shown = _late(late, a.channel.limit)
-    words = f"a reader opens the new file {shown} after a file was replaced"
+def _open(a: Actor, b: Actor) -> float:
+    return _delay(a, b, "read", "write")
+
+
+def _lease_time(a: Actor, b: Actor) -> float:
+    return _delay(a, b, "mark", "touch")
+
+
+def _sync_verdict(seconds: float, _: Channel) -> Finding:
+    words = f"writing a durable file takes {seconds:.3f} s"
+    return judge("sync", words, (seconds > _SLOW_SYNC, "warn", words, _DISK))
+
+
+def _open_verdict(late: float, channel: Channel) -> Finding:
+    words = f"a reader opens the new file {_late(late, channel.limit)} after a file was replaced"
     return judge(
         "open",
         words,
         (late == math.inf, "fail", words, _MOUNT),
         (late > _SLOW, "warn", words, _MOUNT),
     )
-
-
-def _lease_time(a: Actor, b: Actor) -> Finding:
-    late = _delay(a, b, "mark", "touch")
-    return lease_verdict(late, a.channel.limit, a.channel.lease_time)
 
 
 def lease_verdict(late: float, limit: float, lease_time: float) -> Finding:
@@ -207,8 +211,8 @@ def _late(seconds: float, limit: float) -> str:
     return f"more than {limit:g} s" if seconds == math.inf else f"{seconds:.3f} s"
 
 
-#: Raises BrokenError if the promise does not hold. Returns a finding if the probe has measured.
-Probe = Callable[[Actor, Actor], Finding | None]
+#: Raises BrokenError if the promise does not hold. Returns seconds if the probe has measured.
+Probe = Callable[[Actor, Actor], float | None]
 #: Name → the promise, the remedy if it does not hold, and the probe in one direction.
 PROBES: Final[dict[str, tuple[str, str, Probe]]] = {
     "rename": ("a rename replaces a file, and never a folder with content", _ELSEWHERE, _rename),
@@ -234,19 +238,29 @@ PROBES: Final[dict[str, tuple[str, str, Probe]]] = {
 }
 
 
+#: Judges the longest time of both directions.
+_VERDICTS: Final[dict[str, Callable[[float, Channel], Finding]]] = {
+    "sync": _sync_verdict,
+    "open": _open_verdict,
+    "lease_time": lambda late, channel: lease_verdict(late, channel.limit, channel.lease_time),
+}
+
+
 def measure(name: str, channel: Channel) -> Finding:
     """Run a probe in both directions. Both processes call this, and get the same results."""
     promise, remedy, probe = PROBES[name]
-    findings = []
+    finding, longest = Finding(name, "ok", promise), 0.0
     try:
         for number, is_here in enumerate((channel.is_run, not channel.is_run)):
             folder = channel.room.path / f"{name}-{number}"
             actor, onlooker = (Actor(channel, here, folder) for here in (is_here, not is_here))
             actor.change("mkdir")
-            findings.append(probe(actor, onlooker) or Finding(name, "ok", promise))
+            longest = max(longest, probe(actor, onlooker) or 0.0)
+        if name in _VERDICTS:
+            finding = _VERDICTS[name](longest, channel)
     except BrokenError as error:
         words = f"this does not hold: {promise} ({error})"
-        findings = [Finding(name, "fail", words, remedy)]
+        finding = Finding(name, "fail", words, remedy)
     if channel.is_run:
         channel.room.beat()  # fails if the room was removed: then the finding is wrong
-    return worst(findings)
+    return finding

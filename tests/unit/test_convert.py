@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from syncd.checkpoint.convert import convert_step, has_weights, look_at_step
+from syncd.checkpoint.convert import _make_room, convert_step, has_weights, look_at_step
 from syncd.checkpoint.merging.options import MergeOptions
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.version import read_manifest, verify_version
@@ -231,6 +232,7 @@ def test_without_room_nothing_is_begun(job: SmallJob) -> None:
 
     full(job)
     before = everything(job)
+    (job.step(2) / ".tmp-huggingface-0123").mkdir()  # which takes room
     with pytest.raises(NoRoomError, match="make room there"):
         run(Job(Full(), job.layout))
     assert everything(job) == before
@@ -384,19 +386,19 @@ def test_of_two_at_once_one_fails_and_no_file_of_theirs_is_mixed(
     assert number > 15
 
 
-def test_one_that_another_process_does_not_give_way_to_is_refused(job: SmallJob) -> None:
+def test_of_several_that_begin_at_once_one_keeps_its_room(job: SmallJob) -> None:
     full(job)
-    other = job.step(2) / ".tmp-huggingface-0123"
-    other.mkdir()
+    rooms = [job.step(2) / f".tmp-huggingface-{number}" for number in range(3)]
+    all_there = threading.Barrier(len(rooms))
 
-    def rule(called: str, given: tuple[Any, ...]) -> None:
-        if called == "rmdir" and given[0] == other:
-            (other / "model.safetensors").touch()
+    def begin(room: Path) -> None:
+        storage = RuledStorage()
+        storage.once("names", lambda *_: all_there.wait(60), where="global_step_2")
+        _make_room(storage, room)
 
-    with pytest.raises(JobUnavailableError, match="another process"):
-        run(Job(RuledStorage(rule), job.layout))
-    assert job.leftovers() == [other]
-    assert not list(model_of(job).glob("*.safetensors"))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(begin, rooms))
+    assert [room.exists() for room in rooms].count(True) == 1
 
 
 def test_a_step_that_goes_meanwhile_is_an_error_of_its_own(job: SmallJob) -> None:

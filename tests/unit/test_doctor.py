@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from syncd.doctor import examination
+from syncd.doctor import examination, probes
 from syncd.doctor.examination import PEER, Examination, Facts, facts_of, judge_hosts, judge_mount
 from syncd.doctor.finding import SHARE, Finding, Verdict
 from syncd.doctor.probes import PROBES, lease_verdict, measure
@@ -414,6 +414,29 @@ def test_a_helper_that_ends_is_a_finding(job: SmallJob, monkeypatch: pytest.Monk
     finding = Examination(job).run()[-1]
     assert (finding.name, finding.verdict) == ("hosts", "fail")
     assert "has ended" in finding.words
+
+
+def test_hosts_of_different_releases_both_say_so(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def facts_of_release(_: Job, look: float) -> Facts:
+        return facts(host=str(look), syncd=str(look), look=look)
+
+    monkeypatch.setattr(examination, "facts_of", facts_of_release)
+    with ThreadPoolExecutor() as pool:
+        hosts = [Examination(job, peer, look=1.0 + peer, meeting=PATIENCE) for peer in (0, 1)]
+        runs = [pool.submit(host.run) for host in hosts]
+    failed = [[one.name for one in run.result() if one.verdict == "fail"] for run in runs]
+    assert failed == [["hosts"], ["hosts"]]
+    assert {host.look for host in hosts} == {1.0}  # by which both bound their waits
+
+
+def test_the_longer_delay_of_both_directions_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "_delay", lambda a, *_: 6.0 + int(a.folder.name[-1]))
+    (finding,) = measured(tmp_path, FastStorage(), FastStorage(), "open")
+    assert "7.000 s" in finding.words
 
 
 def test_a_visitor_that_may_not_write_says_so(job: SmallJob) -> None:
