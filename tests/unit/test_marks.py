@@ -10,7 +10,7 @@ from tests.rank_programs import ROOT
 
 #: A module outside of tests/unit, and the test in it that is deep.
 _MODULE = "tests/model/test_lease_model.py"
-_DEEP = "test_no_version_is_removed_with_restarts_and_three_versions"
+_DEEP = "test_no_version_is_removed_while_a_live_explorer_has_a_marker[three versions]"
 
 
 #: Collects once for each line of options: the imports of pytest and of the tests are shared.
