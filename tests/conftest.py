@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     every = option.every or option.deep or named or bool(option.markexpr or option.keyword)
     option.every = getattr(config, "workerinput", {}).get("every", every)
     with suppress(ImportError):  # the base is tested without hypothesis
-        from hypothesis import settings  # noqa: PLC0415 - likewise
+        from hypothesis import settings  # noqa: PLC0415 - where it is installed
 
         # No deadline: it would measure the machine.
         settings.register_profile("tests", max_examples=60 if option.every else 20, deadline=None)

@@ -1,6 +1,6 @@
 """What processes inherit from the shell, made the same for all tests.
 
-``tests/conftest.py`` calls :func:`neutralize` before it imports anything that reads it.
+``tests/conftest.py`` calls :func:`neutralize` before any module with tests is imported.
 """
 
 from __future__ import annotations

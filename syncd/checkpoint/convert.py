@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -93,10 +94,9 @@ def has_weights(storage: Storage, folder: Path, save: SavedWeights) -> bool:
         manifest = read_manifest(storage, folder)
     except RecordError:
         return False
-    sizes = {file.name: file.size for file in manifest.files if is_weights_name(file.name)}
     return manifest.save_id == save.identity and all(
         (status := storage.status(folder / name)) is not None and status.st_size == size
-        for name, size in sizes.items()
+        for name, size in weight_sizes(manifest).items()
     )
 
 
@@ -130,7 +130,7 @@ def convert_step(
             raise _is_adapter(actor)
         look_at_step(job, save.step)
         confirm_unchanged(storage, actor, save)
-        _put_in_place(storage, room, actor / HUGGINGFACE, _weights(manifest))
+        _put_in_place(storage, room, actor / HUGGINGFACE, weight_sizes(manifest))
     except OSError as error:
         if is_gone(error) and not storage.exists(room):
             raise SaveNotReadyError(
@@ -147,8 +147,9 @@ def _is_adapter(actor: Path) -> SaveNotReadyError:
     return SaveNotReadyError(f"{actor} holds a LoRA adapter, which PEFT loads as it is")
 
 
-def _weights(manifest: Manifest) -> set[str]:
-    return {file.name for file in manifest.files if is_weights_name(file.name)}
+def weight_sizes(manifest: Manifest) -> dict[str, int]:
+    """The bytes of each file of weights, by name."""
+    return {file.name: file.size for file in manifest.files if is_weights_name(file.name)}
 
 
 def _make_room(storage: Storage, room: Path) -> None:
@@ -165,7 +166,7 @@ def _make_room(storage: Storage, room: Path) -> None:
             storage.remove_tree(room / name)
 
 
-def _put_in_place(storage: Storage, room: Path, folder: Path, weights: set[str]) -> None:
+def _put_in_place(storage: Storage, room: Path, folder: Path, weights: Iterable[str]) -> None:
     """Rename the weights into the folder, so that no loader mixes the files of two merges.
 
     The file that a loader looks for first is removed first and renamed last. All parts are removed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from syncd.checkpoint.convert import convert_step, has_weights, look_at_step
+from syncd.checkpoint.convert import convert_step, has_weights, look_at_step, weight_sizes
 from syncd.checkpoint.merging.options import MergeOptions
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.cli import options
@@ -14,7 +14,6 @@ from syncd.protocol.amounts import size, span
 from syncd.protocol.names import (
     HUGGINGFACE,
     MODEL_CONFIG,
-    is_weights_name,
     parse_step_folder,
     printable,
 )
@@ -60,7 +59,7 @@ def command(
         if not has_weights(job.storage, folder, save):
             with bar(step_dir.name) as progress:
                 manifest = convert_step(job, save, merging, progress=progress)
-            written = sum(file.size for file in manifest.files if is_weights_name(file.name))
+            written = sum(weight_sizes(manifest).values())
             seconds = round(manifest.timings["build"], 3)
             result |= {"outcome": "converted", "bytes": written, "seconds": seconds}
             told = f", {size(written)} in {span(seconds)}"

@@ -27,7 +27,7 @@ from tests.ports import free_port
 PYTHON: Final = "SYNCD_VLLM_PYTHON"
 #: A server that begins imports for half a minute, on a machine that does nothing else.
 _START_SECONDS: Final = 450.0
-#: On virtual machines that promise AMX and lack it, vLLM's worker dies at the first request.
+#: On some virtual machines vLLM's worker dies at the first request if it uses AMX.
 _WITHOUT_AMX: Final = "import torch.cpu; torch.cpu._is_amx_tile_supported = lambda: False"
 #: The name of the model that it was started with.
 MODEL: Final = "policy"
@@ -57,7 +57,11 @@ def require(release: str = RELEASES[0]) -> None:
 
 @cache
 def _entry_points() -> Path:
-    """A folder with the metadata of an installed syncd, by which vLLM finds the weight transfer."""
+    """A folder for the path of vLLM's Python.
+
+    It has the metadata of an installed syncd, by which vLLM finds the weight transfer, and keeps
+    vLLM from AMX.
+    """
     folder = Path(mkdtemp(prefix="syncd-metadata-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     program = "import setuptools; setuptools.setup()"

@@ -2,9 +2,10 @@
 
 import errno
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,18 @@ def hook(job: SmallJob, engine: FakeEngine) -> Iterator[ExplorerHook]:
 
 
 def aside(call: Callable[..., Any], *given: Any, **named: Any) -> Future[Any]:
-    """A call in a thread."""
-    return ThreadPoolExecutor(1).submit(call, *given, **named)
+    """A call in a thread, which a run of tests does not wait for at its end."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*given, **named))
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def times_out(hook: ExplorerHook, match: str, timeout: float = 0.05) -> None:
