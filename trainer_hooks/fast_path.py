@@ -19,7 +19,8 @@ from trainer_hooks.explorers import Explorers
 from trainer_hooks.ranks import Plan, Ranks
 from trainer_hooks.state.full_file import agree_on_plan, ties_embeddings
 from trainer_hooks.state.gather import full_tensor
-from trainer_hooks.state.state_dict import cast_to, sharded_state_dict, tensors_of, unwrapped
+from trainer_hooks.state.state_dict import cast_to, sharded_state_dict, tensors_of
+from trainer_hooks.state.wrappers import unwrapped
 from trainer_hooks.transfer import Buffers, Outgoing
 
 log = logging.getLogger(__name__)

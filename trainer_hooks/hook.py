@@ -24,7 +24,8 @@ from trainer_hooks.saves import Save
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.full_checkpoint import Stateful, check_stateful
 from trainer_hooks.state.lora import base_vocabulary, check_methods
-from trainer_hooks.state.state_dict import Pretrained, adapters_of, model_files, unwrapped
+from trainer_hooks.state.state_dict import Pretrained, model_files
+from trainer_hooks.state.wrappers import adapters_of, own_buffers, trained_model, unwrapped
 from trainer_hooks.trained import Trained
 from trainer_hooks.writing.writer import RankWriter
 
@@ -99,6 +100,7 @@ class TrainerHook(ClosingSaver):
         saving = given_or_default("saving", SaveSettings, saving)
         check_stateful(optimizer=optimizer, scheduler=scheduler, critic_optimizer=critic_optimizer)
         alone = Ranks()
+        averages, model = own_buffers(model), trained_model(model)
         self._saver = saver = Saver(
             job_dir,
             alone.rank,
@@ -123,14 +125,16 @@ class TrainerHook(ClosingSaver):
             rank=ranks.rank,
             optimizer=optimizer,
             scheduler=scheduler,
-            critic=critic,
+            critic=critic and trained_model(critic),
             critic_optimizer=critic_optimizer,
             user_state=user_state,
+            averages=averages,
             model_files=model_files(model, tokenizer),
             lora=saving.lora,
             sync_dtype=saving.sync_dtype,
             base_vocabulary=vocabulary,
         )
+        self._trained.prove()
         # Of all ranks, also without deltas, because the settings of a rank may differ.
         reasons = ranks.gathered(self._trained.why_no_links(settings, saving.layout))
         why = next(filter(None, reasons), None)
@@ -341,6 +345,7 @@ class TrainerHook(ClosingSaver):
 
     def _end(self) -> list[SaveFailedError]:
         self._fast_path.close()
+        self._trained.close()
         return self._saver.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,13 @@ from syncd.protocol.names import FULL_STATE_DICT, master_name
 from syncd.protocol.policy import SyncMethod, SyncSettings
 from trainer_hooks.ranks import Plan
 from trainer_hooks.settings import SaveLayout, SaveLora, SyncDtype
-from trainer_hooks.state.full_checkpoint import BASE_MODEL, Stateful, extra_state, optimizer_state
+from trainer_hooks.state.full_checkpoint import (
+    AVERAGES,
+    BASE_MODEL,
+    Stateful,
+    extra_state,
+    optimizer_state,
+)
 from trainer_hooks.state.full_file import gather_full, ties_embeddings
 from trainer_hooks.state.gather import Derived
 from trainer_hooks.state.host_buffers import HostBuffers, host_copy
@@ -27,18 +33,17 @@ from trainer_hooks.state.lora import PeftState, base_name
 from trainer_hooks.state.pieces import why_no_pieces
 from trainer_hooks.state.state_dict import (
     FileWriters,
-    adapters_of,
     changes,
     fsdp_version,
     refuse_quantized,
     sharded_state_dict,
-    unwrapped,
 )
+from trainer_hooks.state.wrappers import adapters_of, part_described, unwrapped
 from trainer_hooks.writing.rank_files import RankContents
 from trainer_hooks.writing.writer import RankWriter
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +53,8 @@ class Trained:
     """The trained objects that a save contains, and the choices how to save them.
 
     For the fields see ``TrainerHook``, ``SaveSettings`` (``lora``, ``sync_dtype``), ``PeftState``
-    (``base_vocabulary``) and ``RankContents`` (``model_files``).
+    (``base_vocabulary``) and ``RankContents`` (``model_files``). ``averages`` are the buffers of
+    averages around the model, which only resuming needs.
     """
 
     model: nn.Module
@@ -58,6 +64,7 @@ class Trained:
     critic: nn.Module | None = None
     critic_optimizer: Stateful | None = None
     user_state: Callable[[], Mapping[str, Any]] | None = None
+    averages: Mapping[str, Tensor] | None = None
     model_files: FileWriters = ()
     lora: SaveLora = SaveLora.AUTO
     sync_dtype: SyncDtype | None = None
@@ -70,6 +77,25 @@ class Trained:
         # Reused like the other buffers, because allocating takes longer than copying.
         self._masters: deque[HostBuffers] = deque(maxlen=1)
         self._wholes: deque[HostPart] = deque(maxlen=2)
+
+    def prove(self) -> None:
+        """On rank 0, find names under which the model loads, before the first save if possible."""
+        if self.rank != 0:
+            return
+        if part := part_described(self.model):
+            log.warning(
+                "no config.json is published, because the model is of class %s, and its part %s is "
+                "the model of transformers. Give the hook that part if explorers load nothing else",
+                type(unwrapped(self.model)).__name__,
+                part,
+            )
+        if fsdp_version(self.model) != 1 and not adapters_of(self.model):
+            with suppress(InvalidSettingsError):  # on meta: it is filled before the first save
+                self._hub_names.writers(sharded_state_dict(self.model))
+
+    def close(self) -> None:
+        """End a proof that is under way. Safe to call twice."""
+        self._hub_names.close()
 
     def part(
         self,
@@ -206,6 +232,7 @@ class Trained:
         # Last, because user_state() may fail on only one rank, and FSDP1's gathering needs all.
         user_state = None if self.user_state is None else self.user_state()
         extra = extra_state(scheduler=self.scheduler, user_state=user_state)
+        extra |= {AVERAGES: dict(self.averages)} if self.averages else {}
         return rest | {"extra": host_copy(extra)}
 
     def _gathered(

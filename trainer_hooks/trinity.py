@@ -38,8 +38,8 @@ from trainer_hooks.state.state_dict import (
     fsdp_version,
     model_files,
     sharded_state_dict,
-    unwrapped,
 )
+from trainer_hooks.state.wrappers import unwrapped
 from trainer_hooks.writing.rank_files import RankContents
 from trainer_hooks.writing.writer import RankWriter
 

@@ -22,7 +22,8 @@ from trainer_hooks.resuming.filling import BoxRead, fill, goals_of, plan
 from trainer_hooks.resuming.saved_files import Held, SavedFiles, names_in, told_names
 from trainer_hooks.state.full_checkpoint import GROUPS, RAW, STATE, torch_optimizer_state
 from trainer_hooks.state.lora import PeftState
-from trainer_hooks.state.state_dict import adapters_of, tied_by_fsdp1
+from trainer_hooks.state.state_dict import tied_by_fsdp1
+from trainer_hooks.state.wrappers import adapters_of
 
 
 @dataclass

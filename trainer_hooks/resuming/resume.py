@@ -35,6 +35,7 @@ from trainer_hooks.resuming.resumable import (
 )
 from trainer_hooks.resuming.saved_files import SavedFiles, told_names
 from trainer_hooks.state.full_checkpoint import (
+    AVERAGES,
     BASE_MODEL,
     RNG,
     SCHEDULER,
@@ -44,7 +45,7 @@ from trainer_hooks.state.full_checkpoint import (
     set_rng_state,
 )
 from trainer_hooks.state.lora import base_name
-from trainer_hooks.state.state_dict import adapters_of, unwrapped
+from trainer_hooks.state.wrappers import adapters_of, own_buffers, trained_model, unwrapped
 from trainer_hooks.writing.retire import pointed_step
 
 __all__ = ["Resumed", "latest_checkpoint", "load_checkpoint"]
@@ -162,8 +163,8 @@ def load_checkpoint(
 
         def open_parts() -> dict[str, Any]:
             for folder, module, its in (
-                (ACTOR, model, optimizer),
-                (CRITIC, critic, critic_optimizer),
+                (ACTOR, trained_model(model), optimizer),
+                (CRITIC, critic and trained_model(critic), critic_optimizer),
             ):
                 if module is None:
                     continue
@@ -200,6 +201,8 @@ def load_checkpoint(
             part.load()
         undo.pop_all()
         ranks.together(lambda: _restore(extra, scheduler, saved, own))
+        for name, value in own_buffers(model).items():
+            value.copy_(extra.get(AVERAGES, {}).get(name, value))
     if not is_exact:
         warnings.warn(
             f"{saved} was saved by {chosen.world_size} ranks and is resumed by "

@@ -32,6 +32,8 @@ RNG: Final = "rng"
 USER_STATE: Final = "user_state"
 #: The key for the name of the frozen base model, whose weights are not saved.
 BASE_MODEL: Final = "base_model"
+#: The key for the buffers of averages around the model.
+AVERAGES: Final = "averages"
 
 #: The types that weights_only loads, beside containers. No DTensor: it needs a process group.
 _VALUES: Final = frozenset(

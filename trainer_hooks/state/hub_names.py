@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import logging
 import re
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
@@ -27,8 +27,10 @@ from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import RecordError
 from syncd.protocol.names import NAME_MAP
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
-from trainer_hooks.state.plain_model import on_meta, plain_model
-from trainer_hooks.state.state_dict import FileWriters, inside, shape_of, tensors_of
+from trainer_hooks.state.load_proof import LoadProof
+from trainer_hooks.state.plain_model import on_meta, own_class, plain_model
+from trainer_hooks.state.state_dict import FileWriters, shape_of, tensors_of
+from trainer_hooks.state.wrappers import is_pretrained, unwrapped
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +40,15 @@ _NUMBER: Final = re.compile(r"\d+")
 class HubNames:
     """Makes the name map of a trained model, for each of its saves.
 
-    No save fails because of the map. If transformers cannot convert the names, the map has the
-    reason.
+    transformers must load the model under the map's names; if it cannot, the map has the reason. No
+    save fails because of the map.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._known: tuple[object, bytes] | None = None
+        self._key: object = None
+        self._names: NameMap | None = None
+        self._choices: Generator[NameMap | None] | None = None
 
     def writers(self, state: Mapping[str, Any], base: nn.Module | None = None) -> FileWriters:
         """A function that writes ``name_map.json``, in a tuple; empty if no map is needed.
@@ -54,28 +58,85 @@ class HubNames:
         """
         tensors = tensors_of(state)
         key = tuple((name, tuple(shape_of(value))) for name, value in tensors.items())
-        if self._known is None or self._known[0] != key:
-            found = self._asked(on_meta(tensors), base)
-            self._known = key, b"" if found is None or self._says_nothing(found) else found.encode()
-        content = self._known[1]
-        return ((lambda folder: (folder / NAME_MAP).write_bytes(content)),) if content else ()
+        if self._key != key:
+            self.close()
+            self._key, self._choices = key, self._choose(on_meta(tensors), base)
+        if self._choices is not None:
+            self._names = next(self._choices, self._names)
+        names = self._names
+        if names is None or self._says_nothing(names):
+            return ()
+        content = names.encode()
+        return ((lambda folder: (folder / NAME_MAP).write_bytes(content)),)
+
+    def close(self) -> None:
+        """End a proof that is under way. Safe to call twice."""
+        if self._choices is not None:
+            self._choices.close()
 
     def _says_nothing(self, names: NameMap) -> bool:
         """True if readers would assume the same names without the file."""
-        config = getattr(inside(self.model), "config", None)
+        config = getattr(unwrapped(self.model), "config", None)
         known = config is not None and name_map.has_table(config.to_dict())
         return not (names or names.refused or known)
 
-    def _asked(self, tensors: Mapping[str, Tensor], base: nn.Module | None) -> NameMap | None:
-        inner = inside(self.model if base is None else base)
-        if not _is_pretrained(inner):
-            return None
+    def _choose(
+        self, tensors: Mapping[str, Tensor], base: nn.Module | None
+    ) -> Generator[NameMap | None]:
+        """Yield the names to publish: again and again while a proof is under way."""
+        inner = unwrapped(self.model if base is None else base)
+        if not is_pretrained(inner):
+            yield None
+            return
         try:
-            return name_map_of(plain_model(inner, tensors) if base is None else base, tensors)
+            model: Any = plain_model(inner, tensors) if base is None else base
+            maps = [name_map_of(model, tensors)]
+            if getattr(model, "_weight_conversions", None):
+                # A load that dequantized had other names than the weights that it made.
+                model = copy.copy(model)
+                model._weight_conversions = None  # noqa: SLF001 - as if the model was not loaded
+                maps.append(name_map_of(model, tensors))
         except Exception as error:  # noqa: BLE001 - copying a model's modules may fail, but no save may fail because of it
-            return _refused(
-                f"the model's modules cannot be copied: {type(error).__name__}: {error}"
+            maps = [
+                _refused(f"the model's modules cannot be copied: {type(error).__name__}: {error}")
+            ]
+        kind, refused = own_class(inner), maps[0]
+        for names in maps:
+            if names is not None and names.refused is not None:
+                continue
+            try:
+                shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+                with closing(LoadProof(kind, inner.config, hub_shapes(names, shapes))) as proof:
+                    while (faults := proof.answer()) is None:
+                        yield names
+            except Exception as error:  # noqa: BLE001 - any model's own code may run
+                log.info("not proved that %s loads a version: %s", kind.__name__, error)
+                yield names
+                return
+            if not faults.unexpected:
+                if fault := faults.clause(kind.__name__):
+                    log.warning("a version will not load as the model that was trained: %s", fault)
+                yield names
+                return
+            refused = _refused(faults.clause(kind.__name__))
+        if refused is not None and refused.refused is not None:
+            log.warning(
+                "the model is published with the trainer's tensor names only: %s", refused.refused
             )
+        yield refused
+
+
+def hub_shapes(names: NameMap | None, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The names and shapes on the hub of the trainer's tensors."""
+    if names is None:
+        return dict(shapes)
+    found: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        for part in names.hub(name, shape):
+            before = found.get(part.name)  # of a tensor that is joined
+            joined = before and (before[0] + part.shape[0], *part.shape[1:])
+            found[part.name] = joined or part.shape
+    return found
 
 
 def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -> NameMap | None:
@@ -90,7 +151,7 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
             not made of whole rows of the model's tensors. None if the model is not of transformers,
             or if transformers is older than version 5.
     """
-    if not _is_pretrained(model):
+    if not is_pretrained(model):
         return None
     try:
         from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - slow, and imported by a model of it
@@ -117,16 +178,7 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
         return _refused(str(error))
 
 
-def _is_pretrained(model: nn.Module) -> bool:
-    if "transformers" not in sys.modules:
-        return False
-    from transformers import PreTrainedModel  # noqa: PLC0415 - slow, and imported by a model of it
-
-    return isinstance(model, PreTrainedModel)
-
-
 def _refused(why: str) -> NameMap:
-    log.warning("the model is published with the trainer's tensor names only: %s", why)
     return NameMap(NameMapRecord(refused=shown(why)))
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from trainer_hooks.state.state_dict import inside, joined, shape_of, tensors_of
+from trainer_hooks.state.state_dict import joined, shape_of, tensors_of
+from trainer_hooks.state.wrappers import unwrapped
 
 #: The containers in a module's attributes that methods of its copy may change.
 _NOTES: Final = (dict, list, set, OrderedDict)
@@ -56,7 +57,7 @@ def _plain(
     owned: Mapping[str, Mapping[str, Tensor]],
     made: dict[nn.Module, nn.Module],
 ) -> nn.Module:
-    module = inside(module)
+    module = unwrapped(module)
     if module in made:
         return made[module]
     plain: nn.Module = object.__new__(own_class(module))

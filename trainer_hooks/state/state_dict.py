@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import (
     FlatParameter,
     FSDPModule,
@@ -21,11 +20,11 @@ from torch.distributed.fsdp import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from syncd.checkpoint.tensor_rules import DTYPES, Cast, cast_dtype, refuse_cast
 from syncd.coordination.tensors import DTYPES as TORCH_DTYPES
 from syncd.protocol.errors import InvalidSettingsError
+from trainer_hooks.state.wrappers import hides, part_described, renames, unwrapped
 
 
 @torch.no_grad()
@@ -155,7 +154,7 @@ def _sharded_by_fsdp1(model: nn.Module) -> Iterator[bool]:
 
 
 def _plain_names(model: nn.Module) -> Callable[[str], str]:
-    if not any(_renames(module) for module in model.modules()):
+    if not any(renames(module) for module in model.modules()):
         return str
     renamed = {given: plain for given, plain in _paths(model).values() if given != plain}
 
@@ -181,38 +180,12 @@ def _paths(model: nn.Module) -> dict[str, tuple[str, str]]:
         above, _, own = path.rpartition(".")
         outer = modules[above]
         given, plain = paths[above]
-        if not _hides(outer, own):
+        if not hides(outer, own):
             given = joined(given, own)
-        if not (_hides(outer, own) or _renames(outer)):
+        if not (hides(outer, own) or renames(outer)):
             plain = joined(plain, own)
         paths[path] = (given, plain)
     return paths
-
-
-def inside(module: nn.Module) -> nn.Module:
-    """The module inside its wrappers."""
-    for name, inner in module._modules.items():  # noqa: SLF001 - named_children leaves one out that is there twice
-        if inner is not None and (_hides(module, name) or _renames(module)):
-            return inside(inner)
-    return module
-
-
-def _renames(module: nn.Module) -> bool:
-    """True for a wrapper that adds a prefix to the names in its state dict."""
-    if isinstance(module, DistributedDataParallel | DataParallel):
-        return True
-    if "_orig_mod" not in module._modules:  # noqa: SLF001 - there is no other cheap test
-        return False
-    from torch._dynamo import OptimizedModule  # noqa: PLC0415 - slow, and imported by now or unused
-
-    return isinstance(module, OptimizedModule)
-
-
-def _hides(outer: nn.Module, own: str) -> bool:
-    """True for a wrapper that omits the inner module's name from its state dict."""
-    return (isinstance(outer, FullyShardedDataParallel) and own == "_fsdp_wrapped_module") or (
-        isinstance(outer, ActivationWrapper) and own == "_checkpoint_wrapped_module"
-    )
 
 
 def joined(path: str, name: str) -> str:
@@ -244,10 +217,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return DTYPES.get(str(dtype).removeprefix("torch."), ("", 0))[0]
 
 
-#: The attributes of wrappers (DDP, FSDP1, ``torch.compile``) that hold the wrapped model.
-_INSIDE = ("module", "_orig_mod")
-
-
 #: Functions that write small files into a given folder.
 FileWriters = tuple[Callable[[Path], object], ...]
 
@@ -259,27 +228,11 @@ class Pretrained(Protocol):
         """Write its files into a folder."""
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside wrappers that hide its attributes."""
-    while getattr(model, "config", None) is None:
-        inside = (getattr(model, name, None) for name in _INSIDE)
-        inner = next((one for one in inside if isinstance(one, nn.Module)), None)
-        if inner is None:
-            break
-        model = inner
-    return model
-
-
-def adapters_of(model: nn.Module) -> Mapping[str, Any]:
-    """The configs of a PEFT model's adapters, by name; empty for any other model."""
-    adapters = getattr(unwrapped(model), "peft_config", None)
-    return adapters if isinstance(adapters, dict) else {}
-
-
 def model_files(model: nn.Module, tokenizer: Pretrained | None) -> FileWriters:
     """Functions that write the model's configs and the tokenizer into a folder."""
     inner = unwrapped(model)
-    parts = [getattr(inner, name, None) for name in ("config", "generation_config")]
+    names = ("config", "generation_config") if part_described(model) is None else ()
+    parts = [getattr(inner, name, None) for name in names]
     return tuple(
         (lambda folder, part=part: part.save_pretrained(str(folder)))
         for part in (*parts, tokenizer)
