@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,9 @@ from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import RecordError
 from syncd.protocol.names import NAME_MAP
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
+from trainer_hooks.state.model_files import FileWriters, is_pretrained
 from trainer_hooks.state.plain_model import on_meta, plain_model
-from trainer_hooks.state.state_dict import FileWriters, inside, shape_of, tensors_of
+from trainer_hooks.state.state_dict import inside, shape_of, tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class HubNames:
 
     def _asked(self, tensors: Mapping[str, Tensor], base: nn.Module | None) -> NameMap | None:
         inner = inside(self.model if base is None else base)
-        if not _is_pretrained(inner):
+        if not is_pretrained(inner):
             return None
         try:
             return name_map_of(plain_model(inner, tensors) if base is None else base, tensors)
@@ -90,7 +90,7 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
             not made of whole rows of the model's tensors. None if the model is not of transformers,
             or if transformers is older than version 5.
     """
-    if not _is_pretrained(model):
+    if not is_pretrained(model):
         return None
     try:
         from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - slow, and imported by a model of it
@@ -115,14 +115,6 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
         return NameMap(NameMapRecord(tensors=_Trace(sources, views).tensors(found)))
     except (_NotRowsError, RecordError) as error:
         return _refused(str(error))
-
-
-def _is_pretrained(model: nn.Module) -> bool:
-    if "transformers" not in sys.modules:
-        return False
-    from transformers import PreTrainedModel  # noqa: PLC0415 - slow, and imported by a model of it
-
-    return isinstance(model, PreTrainedModel)
 
 
 def _refused(why: str) -> NameMap:

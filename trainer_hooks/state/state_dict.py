@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -248,17 +247,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 _INSIDE = ("module", "_orig_mod")
 
 
-#: Functions that write small files into a given folder.
-FileWriters = tuple[Callable[[Path], object], ...]
-
-
-class Pretrained(Protocol):
-    """A tokenizer, processor or config of transformers."""
-
-    def save_pretrained(self, save_directory: str) -> object:
-        """Write its files into a folder."""
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside wrappers that hide its attributes."""
     while getattr(model, "config", None) is None:
@@ -274,14 +262,3 @@ def adapters_of(model: nn.Module) -> Mapping[str, Any]:
     """The configs of a PEFT model's adapters, by name; empty for any other model."""
     adapters = getattr(unwrapped(model), "peft_config", None)
     return adapters if isinstance(adapters, dict) else {}
-
-
-def model_files(model: nn.Module, tokenizer: Pretrained | None) -> FileWriters:
-    """Functions that write the model's configs and the tokenizer into a folder."""
-    inner = unwrapped(model)
-    parts = [getattr(inner, name, None) for name in ("config", "generation_config")]
-    return tuple(
-        (lambda folder, part=part: part.save_pretrained(str(folder)))
-        for part in (*parts, tokenizer)
-        if hasattr(part, "save_pretrained")
-    )
