@@ -24,7 +24,7 @@ from trainer_hooks.saves import Save
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.full_checkpoint import Stateful, check_stateful
 from trainer_hooks.state.lora import base_vocabulary, check_methods
-from trainer_hooks.state.state_dict import Pretrained, model_files
+from trainer_hooks.state.model_files import Pretrained, model_files
 from trainer_hooks.state.wrappers import adapters_of, own_buffers, trained_model, unwrapped
 from trainer_hooks.trained import Trained
 from trainer_hooks.writing.writer import RankWriter
@@ -129,7 +129,7 @@ class TrainerHook(ClosingSaver):
             critic_optimizer=critic_optimizer,
             user_state=user_state,
             averages=averages,
-            model_files=model_files(model, tokenizer),
+            model_files=partial(model_files, model, tokenizer),
             lora=saving.lora,
             sync_dtype=saving.sync_dtype,
             base_vocabulary=vocabulary,

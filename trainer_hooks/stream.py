@@ -41,7 +41,7 @@ from trainer_hooks.saver import ClosingSaver, Saver
 from trainer_hooks.saves import Save
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.host_part import HostPart
-from trainer_hooks.state.state_dict import FileWriters, Pretrained
+from trainer_hooks.state.model_files import FileWriters, Pretrained
 from trainer_hooks.writing.rank_files import RankContents, RankFiles
 from trainer_hooks.writing.writer import RankWriter
 

@@ -30,9 +30,9 @@ from trainer_hooks.state.host_buffers import HostBuffers, host_copy
 from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.hub_names import HubNames
 from trainer_hooks.state.lora import PeftState, base_name
+from trainer_hooks.state.model_files import FileWriters
 from trainer_hooks.state.pieces import why_no_pieces
 from trainer_hooks.state.state_dict import (
-    FileWriters,
     changes,
     fsdp_version,
     refuse_quantized,
@@ -65,7 +65,7 @@ class Trained:
     critic_optimizer: Stateful | None = None
     user_state: Callable[[], Mapping[str, Any]] | None = None
     averages: Mapping[str, Tensor] | None = None
-    model_files: FileWriters = ()
+    model_files: Callable[[], FileWriters] = tuple
     lora: SaveLora = SaveLora.AUTO
     sync_dtype: SyncDtype | None = None
     base_vocabulary: int | None = None
@@ -159,7 +159,7 @@ class Trained:
             elif is_link and buffers is not None:
                 trained = buffers.copy(state) if model is None else model
                 rest |= {"trained": trained, "trained_name": master_name}
-        model_files = self.model_files
+        model_files = self.model_files() if self.rank == 0 else ()
         if self.rank == 0 and not (completes or is_adapter):
             names = (state,) if peft is None else (peft.merged()[0], peft.base_model)
             model_files += self._hub_names.writers(*names)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-    from trainer_hooks.state.state_dict import Pretrained
+    from trainer_hooks.state.model_files import Pretrained
 
 log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,14 +33,8 @@ from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.gather import full_tensor
 from trainer_hooks.state.host_buffers import HostBuffers
 from trainer_hooks.state.hub_names import HubNames
-from trainer_hooks.state.state_dict import (
-    FileWriters,
-    Pretrained,
-    fsdp_version,
-    model_files,
-    sharded_state_dict,
-)
-from trainer_hooks.state.wrappers import unwrapped
+from trainer_hooks.state.model_files import FileWriters, Pretrained, model_files
+from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
 from trainer_hooks.writing.rank_files import RankContents
 from trainer_hooks.writing.writer import RankWriter
 
@@ -90,7 +85,6 @@ def fsdp_save_state_dict(
     if local_path is None:
         return
     coordinator.check_path(local_path, global_step)
-    _without_nameless_code(engine.module)
     checkpoints = getattr(engine, "checkpoint_manager", None)
     files = model_files(engine.module, getattr(checkpoints, "processing_class", None))
     coordinator.save_model(engine.module, global_step, model_files=files)
@@ -359,10 +353,9 @@ class StateDictWriter:
         job = Job.at(Path(job_dir).absolute(), storage)
         job.open()
         self._writer = RankWriter(job, 0, 1, save_timeout=save_timeout)
-        self._files: FileWriters = ()
+        self._files: Callable[[], FileWriters] = tuple
         if model is not None:
-            _without_nameless_code(model)
-            self._files = model_files(model, tokenizer)
+            self._files = partial(model_files, model, tokenizer)
         self._hub_names = None if model is None else HubNames(model)
         self._run_id = secrets.token_hex(6)
         self._counter = 0
@@ -378,7 +371,7 @@ class StateDictWriter:
         """
         self._counter += 1
         save_id = SaveId(self._run_id, step, self._counter)
-        files = self._files
+        files = self._files()
         if self._hub_names is not None:
             files += self._hub_names.writers(state_dict)
         self._writer.save(save_id, RankContents(model=dict(state_dict), model_files=files))
@@ -395,11 +388,3 @@ def _weights(engine: FSDPEngine) -> Iterable[tuple[str, Tensor]]:
     for name, value in sharded_state_dict(engine.module).items():
         if isinstance(value, Tensor):
             yield name, value
-
-
-def _without_nameless_code(model: nn.Module) -> None:
-    """Drop the key None from ``auto_map``, as verl does, because JSON cannot hold that key."""
-    config = getattr(unwrapped(model), "config", None)
-    auto_map = getattr(config, "auto_map", None)
-    if config is not None and isinstance(auto_map, dict) and None in auto_map:
-        config.auto_map = {name: code for name, code in auto_map.items() if name is not None}

@@ -28,8 +28,9 @@ from syncd.protocol.errors import RecordError
 from syncd.protocol.names import NAME_MAP
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 from trainer_hooks.state.load_proof import LoadProof
+from trainer_hooks.state.model_files import FileWriters, published_config
 from trainer_hooks.state.plain_model import on_meta, own_class, plain_model
-from trainer_hooks.state.state_dict import FileWriters, shape_of, tensors_of
+from trainer_hooks.state.state_dict import shape_of, tensors_of
 from trainer_hooks.state.wrappers import is_pretrained, unwrapped
 
 log = logging.getLogger(__name__)
@@ -44,8 +45,9 @@ class HubNames:
     save fails because of the map.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, prove: Callable[..., LoadProof] = LoadProof) -> None:
         self.model = model
+        self._prove = prove
         self._key: object = None
         self._names: NameMap | None = None
         self._choices: Generator[NameMap | None] | None = None
@@ -105,8 +107,9 @@ class HubNames:
             if names is not None and names.refused is not None:
                 continue
             try:
+                config = published_config(self.model)
                 shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-                with closing(LoadProof(kind, inner.config, hub_shapes(names, shapes))) as proof:
+                with closing(self._prove(kind, config, hub_shapes(names, shapes))) as proof:
                     while (faults := proof.answer()) is None:
                         yield names
             except Exception as error:  # noqa: BLE001 - any model's own code may run

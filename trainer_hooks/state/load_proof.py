@@ -91,8 +91,8 @@ class LoadProof:
     def close(self) -> None:
         """End the child. Safe to call twice."""
         if self._child is not None:
-            self._child.kill()
-            self._child.communicate()
+            with self._child:  # it also closes the pipe
+                self._child.kill()
 
 
 def load_faults(kind: Any, config: Any, shapes: Mapping[str, Shape]) -> LoadFaults:

@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from torch.distributed.fsdp import (
 from syncd.checkpoint.tensor_rules import DTYPES, Cast, cast_dtype, refuse_cast
 from syncd.coordination.tensors import DTYPES as TORCH_DTYPES
 from syncd.protocol.errors import InvalidSettingsError
-from trainer_hooks.state.wrappers import hides, part_described, renames, unwrapped
+from trainer_hooks.state.wrappers import hides, renames
 
 
 @torch.no_grad()
@@ -215,26 +214,3 @@ def refuse_quantized(state: Mapping[str, Any]) -> None:
 def dtype_name(dtype: torch.dtype) -> str:
     """The name in safetensors; empty if it has none."""
     return DTYPES.get(str(dtype).removeprefix("torch."), ("", 0))[0]
-
-
-#: Functions that write small files into a given folder.
-FileWriters = tuple[Callable[[Path], object], ...]
-
-
-class Pretrained(Protocol):
-    """A tokenizer, processor or config of transformers."""
-
-    def save_pretrained(self, save_directory: str) -> object:
-        """Write its files into a folder."""
-
-
-def model_files(model: nn.Module, tokenizer: Pretrained | None) -> FileWriters:
-    """Functions that write the model's configs and the tokenizer into a folder."""
-    inner = unwrapped(model)
-    names = ("config", "generation_config") if part_described(model) is None else ()
-    parts = [getattr(inner, name, None) for name in names]
-    return tuple(
-        (lambda folder, part=part: part.save_pretrained(str(folder)))
-        for part in (*parts, tokenizer)
-        if hasattr(part, "save_pretrained")
-    )

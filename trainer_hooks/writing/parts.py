@@ -28,7 +28,7 @@ from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Draft, Storage
 from syncd.storage.job import Job
 from trainer_hooks.state.host_part import HostPart
-from trainer_hooks.state.state_dict import FileWriters
+from trainer_hooks.state.model_files import FileWriters
 
 #: For tensors this large, padding to pages (half a page on average) adds less than 1 %.
 _LARGE: Final = 256 * 1024

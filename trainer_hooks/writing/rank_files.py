@@ -42,7 +42,7 @@ from syncd.storage.errnos import GONE, Ignoring
 from syncd.storage.fsio import Draft
 from syncd.storage.job import Job, make_step_folder
 from trainer_hooks.state.host_part import HostPart
-from trainer_hooks.state.state_dict import FileWriters
+from trainer_hooks.state.model_files import FileWriters
 from trainer_hooks.writing.parts import (
     link_or_copy,
     make_mark,
