@@ -24,7 +24,14 @@ from trainer_hooks.saves import Save
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.full_checkpoint import Stateful, check_stateful
 from trainer_hooks.state.lora import base_vocabulary, check_methods
-from trainer_hooks.state.state_dict import Pretrained, adapters_of, model_files, unwrapped
+from trainer_hooks.state.pieces import plain_names
+from trainer_hooks.state.state_dict import (
+    Pretrained,
+    adapters_of,
+    model_files,
+    sharded_state_dict,
+    unwrapped,
+)
 from trainer_hooks.trained import Trained
 from trainer_hooks.writing.writer import RankWriter
 
@@ -135,7 +142,11 @@ class TrainerHook(ClosingSaver):
         reasons = ranks.gathered(self._trained.why_no_links(settings, saving.layout))
         why = next(filter(None, reasons), None)
         saver.copies.keeps = why is None
-        if settings.deltas and why is not None and saver.rank == 0:
+        if why is None:
+            names = ranks.gathered(plain_names(sharded_state_dict(model)))
+            for rank, own in reversed(tuple(enumerate(names))):
+                saver.copies.first_ranks |= dict.fromkeys(own, rank)
+        elif settings.deltas and saver.rank == 0:
             log.warning("deltas=True has no effect, so every save is full: %s", why)
             saver.explorers.say_no_links(why)
         self._fast_path = TrainerBroadcasts(model, settings, saver.explorers, saving.sync_dtype)

@@ -209,7 +209,14 @@ class Saver:
                 if self.copies.keeps and model is not None:
                     self.copies.keep(save, model, buffers)
                     if save.base is not None:
-                        new = partial(pieces_of, model, old, self.rank, tied=tied)
+                        new = partial(
+                            pieces_of,
+                            model,
+                            old,
+                            self.rank,
+                            tied=tied,
+                            first_ranks=self.copies.first_ranks,
+                        )
                         contents = contents._replace(
                             base=str(save.base), pieces=lambda _: new(), needs_base=base
                         )
