@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -44,9 +43,9 @@ def pieces_of(
     new: Mapping[str, Any],
     old: Mapping[str, Any] | None,
     rank: int,
+    first_ranks: Mapping[str, int],
     *,
     tied: bool,
-    first_ranks: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[SavedPiece]:
     """The pieces of a state on the host; ``old`` is that of the base, or None if it is not known.
 
