@@ -5,6 +5,7 @@ Torch is imported once, also what ``fully_shard`` would import late (``torch._dy
 into the ranks of one world size after the other.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests import zoo
@@ -46,11 +48,15 @@ def saved(kind: str, world_size: int) -> Saved:
         made: Saved = own(world_size)
         return made
     model, truth = getattr(zoo, kind)(world_size)
+    return _state(model), truth
+
+
+def _state(model: nn.Module) -> State:
     if not isinstance(model, FullyShardedDataParallel):
-        return model.state_dict(), truth
+        return model.state_dict()
     config = ShardedStateDictConfig(offload_to_cpu=True)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config):
-        return model.state_dict(), truth
+        return model.state_dict()
 
 
 def fsdp1_local(_: int) -> Saved:
@@ -118,14 +124,45 @@ def large(world_size: int) -> Saved:
 
 def stages(world_size: int) -> Saved:
     """Pipeline parallel: half of the ranks have the first block, the others the second."""
-    on = mesh(stage=2, fsdp=world_size // 2)
-    blocks = nn.ModuleDict({str(stage): Block(torch.bfloat16) for stage in range(2)})
-    for block in blocks.values():  # a buffer would be missing on the ranks of the other stage
-        block._buffers.clear()
-    truth = tensors(blocks)
-    own = str(on.get_local_rank("stage"))
-    fully_shard(blocks[own], mesh=on["fsdp"])
-    return blocks[own].state_dict(prefix=f"{own}."), truth
+    return _staged(2, fully_shard, mesh(stage=2, fsdp=world_size // 2))
+
+
+def stages_alone(world_size: int) -> Saved:
+    """Each rank is a stage, and has nothing but plain tensors."""
+    return _staged(world_size, lambda block, **_: block, mesh(stage=world_size))
+
+
+def stages_ddp(world_size: int) -> Saved:
+    """Each stage is on several ranks, as plain tensors."""
+    return _staged(2, lambda block, **_: block, mesh(stage=2, ddp=world_size // 2))
+
+
+def stages_hsdp(world_size: int) -> Saved:
+    return _staged(2, fully_shard, mesh(stage=2, ddp=2, fsdp=world_size // 4))
+
+
+def stages_tp(world_size: int) -> Saved:
+    """Most parameters of a stage stay plain."""
+
+    def parallel(block: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return parallelize_module(block, mesh, {"up": ColwiseParallel()})
+
+    return _staged(2, parallel, mesh(stage=2, tp=world_size // 2))
+
+
+def stages_fsdp1(world_size: int) -> Saved:
+    def wrapped(block: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return unit(block, process_group=mesh.get_group())
+
+    return _staged(2, wrapped, mesh(stage=2, fsdp=world_size // 2))
+
+
+def _staged(count: int, wrap: Callable[..., nn.Module], on: DeviceMesh) -> Saved:
+    blocks = nn.ModuleDict({str(stage): Block(torch.bfloat16) for stage in range(count)})
+    truth, own = tensors(blocks), str(on.get_local_rank("stage"))
+    names = [name for name in on.mesh_dim_names or () if name != "stage"]
+    block = wrap(blocks[own], mesh=on[tuple(names)] if names else on)
+    return {f"{own}.{name}": value for name, value in _state(block).items()}, truth
 
 
 def half_of_the_ranks(world_size: int) -> Saved:

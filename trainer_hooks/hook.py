@@ -25,6 +25,8 @@ from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.full_checkpoint import Stateful, check_stateful
 from trainer_hooks.state.lora import base_vocabulary, check_methods
 from trainer_hooks.state.model_files import Pretrained, model_files
+from trainer_hooks.state.pieces import plain_names
+from trainer_hooks.state.state_dict import sharded_state_dict
 from trainer_hooks.state.wrappers import adapters_of, own_buffers, trained_model, unwrapped
 from trainer_hooks.trained import Trained
 from trainer_hooks.writing.writer import RankWriter
@@ -139,7 +141,11 @@ class TrainerHook(ClosingSaver):
         reasons = ranks.gathered(self._trained.why_no_links(settings, saving.layout))
         why = next(filter(None, reasons), None)
         saver.copies.keeps = why is None
-        if settings.deltas and why is not None and saver.rank == 0:
+        if why is None:
+            names = ranks.gathered(plain_names(sharded_state_dict(model)))
+            for rank, own in reversed(tuple(enumerate(names))):
+                saver.copies.first_ranks |= dict.fromkeys(own, rank)
+        elif settings.deltas and saver.rank == 0:
             log.warning("deltas=True has no effect, so every save is full: %s", why)
             saver.explorers.say_no_links(why)
         self._fast_path = TrainerBroadcasts(model, settings, saver.explorers, saving.sync_dtype)

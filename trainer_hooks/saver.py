@@ -30,6 +30,7 @@ from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from trainer_hooks.explorers import Explorers
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.refusals import Refusals
 from trainer_hooks.saves import Copies, Save
 from trainer_hooks.settings import SaveLayout, SaveSettings
 from trainer_hooks.state.host_buffers import HostBuffers
@@ -49,7 +50,6 @@ _PATIENCE: Final = 2
 _FOREVER: Final = 1e9
 #: Seconds to clean up after a save that is given up.
 _LAST: Final = 30.0
-
 
 #: Makes this rank's part of a save, in the buffers if there are any. The stack closes at the end of
 #: the save.
@@ -100,6 +100,7 @@ class Saver:
         self._closed = False
         self._errors: deque[SaveFailedError] = deque()
         self._written: int | None = None
+        self._refusals = Refusals()
         # A daemon thread, so that the process can end even if storage never answers.
         self._thread = threading.Thread(target=self._run, name="syncd-writer", daemon=True)
 
@@ -209,9 +210,9 @@ class Saver:
                 if self.copies.keeps and model is not None:
                     self.copies.keep(save, model, buffers)
                     if save.base is not None:
-                        new = partial(pieces_of, model, old, self.rank, tied=tied)
+                        new = partial(pieces_of, model, old, self.rank, self.copies.first_ranks)
                         contents = contents._replace(
-                            base=str(save.base), pieces=lambda _: new(), needs_base=base
+                            base=str(save.base), pieces=lambda _: new(tied=tied), needs_base=base
                         )
                 work = partial(self.write, save, contents, writer, at_end.pop_all())
                 self.submit(step, work)
@@ -305,6 +306,7 @@ class Saver:
                     "announced earlier are unaffected"
                 )
             )
+        self._refusals.look_last(self.stopped)
         self.explorers.close()
         return list(self._errors)
 
@@ -354,11 +356,12 @@ class Saver:
     # -- in the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
+        while self._queue or not self._closed:
+            pause = self._refusals.look()
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closed)
+                self._changed.wait_for(lambda: self._queue or self._closed, pause)
                 if not self._queue:
-                    return
+                    continue
                 step, work = self._queue[0]
             error: SaveFailedError | None = None
             try:
@@ -436,6 +439,7 @@ class Saver:
                     error,
                 )
         elif writer is (self.memory or self.writer):  # explorers look for weights there
+            self._refusals.expect(writer.job, save.id)
             self.explorers.set_model_state_dict(None, save.id.step)
             # Done last: otherwise explorers that wait for this save could be told that none comes.
             save.is_announced = True

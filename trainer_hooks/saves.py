@@ -58,10 +58,12 @@ class Copies:
 
     Attributes:
         keeps: whether the copy of the last save is kept, because the next save can be a link to it.
+        first_ranks: the first rank that has each plain tensor, for links.
     """
 
     def __init__(self, count: int, changed: threading.Condition) -> None:
         self.keeps = False
+        self.first_ranks: dict[str, int] = {}
         self._changed = changed
         # The set used last comes first, so that the second set is filled only when both are needed;
         # but if it is kept, it comes last.

@@ -32,7 +32,7 @@ from syncd.protocol.policy import (
     check_step,
     given_or_default,
 )
-from syncd.protocol.records import Quarantine, ReceiptFile, SaveId, encode
+from syncd.protocol.records import ReceiptFile, SaveId, encode
 from syncd.protocol.reports import TrainerReport
 from syncd.protocol.tensor_names import NameMapRecord
 from syncd.storage.errnos import PASSING
@@ -202,10 +202,7 @@ class WeightStream(ClosingSaver):
             outcome = _unless_passing(lambda: job.outcome(save.step))
             if outcome is not None and outcome.identity == str(save):
                 if outcome.sequence is None:
-                    refused = _unless_passing(
-                        lambda: job.read(Quarantine, job.layout.quarantined(save.step, str(save)))
-                    )
-                    why = f": {refused.reason}" if refused is not None else ""
+                    why = f": {job.refusal(save)}" if outcome.outcome == "quarantined" else ""
                     raise SaveFailedError(f"step {save.step} was {outcome.outcome}{why}")
                 latest = _unless_passing(lambda: read_latest(job))
                 # A linked save has the number of the version to come.

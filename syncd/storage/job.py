@@ -31,7 +31,9 @@ from syncd.protocol.names import (
 from syncd.protocol.records import (
     DEFAULT_LEASE_TIME,
     Format,
+    Quarantine,
     R,
+    SaveId,
     SaveOutcome,
     SaveOutcomes,
     encode,
@@ -277,6 +279,12 @@ class Job:
         """The recorded outcome of a step's last save; None if there is none yet."""
         saves = self.read(SaveOutcomes, self.layout.saves, limit=LONG_RECORD_LIMIT)
         return saves.steps.get(step) if saves is not None else None
+
+    def refusal(self, save_id: SaveId) -> str:
+        """The daemon's reason why it refuses a save, for a message."""
+        path = self.layout.quarantined(save_id.step, str(save_id))
+        record = self.read(Quarantine, path, IF_ANY)
+        return f"the daemon refuses it, see {path}" if record is None else record.reason
 
     def daemon_hint(
         self, lives: Callable[[], bool] | None = None, *, is_memory: bool = False

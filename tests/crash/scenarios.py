@@ -128,7 +128,7 @@ def ranks_save(
 
 def _pieces(model: dict[str, torch.Tensor], rank: int, _: list[str]) -> Iterator[SavedPiece]:
     old = {name: value - 1 for name, value in model.items()}
-    return pieces_of(model, old, rank, tied=False)
+    return pieces_of(model, old, rank, {}, tied=False)
 
 
 def _adapter(step: int) -> list[tuple[str, torch.Tensor]]:

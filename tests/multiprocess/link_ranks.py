@@ -101,3 +101,22 @@ class LinkRank(Rank):
     def shard_columns(self) -> None:
         self._model = nn.Sequential(nn.Linear(6, 4)).bfloat16()
         fully_shard(self._model, shard_placement_fn=lambda one: Shard(one.ndim - 1))
+
+
+class StageRank(LinkRank):
+    """Pipeline stages: with two ranks each under FSDP2; else of one rank, without any DTensor."""
+
+    def __init__(self, job: Path, store: Path, rank: int, world_size: int, dtype: str) -> None:
+        super().__init__(job, store, rank, world_size, dtype)
+        on = init_device_mesh(
+            "cpu", (2, 2) if world_size == 4 else (world_size, 1), mesh_dim_names=("stage", "fsdp")
+        )
+        stage, self._rank = on.get_coordinate() or (0, 0)
+        layer = nn.Sequential(nn.Linear(64, 3), nn.BatchNorm1d(3)).to(getattr(torch, dtype))
+        # A buffer of all stages comes first, so that all of them change it alike.
+        self._model = nn.Module()
+        self._model.register_buffer("shared", torch.ones(5))
+        self._model.add_module(f"layer{stage}", layer)
+        if world_size == 4:
+            fully_shard(layer, mesh=on["fsdp"])
+        self._optimizer = torch.optim.SGD(self._model.parameters(), momentum=0.9)

@@ -9,8 +9,9 @@ from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
 from tests.deltas import contents
 from tests.jobs import SmallJob
-from tests.link_saves import follower, is_link
-from tests.multiprocess.link_ranks import LinkRank
+from tests.link_saves import follower, full, is_link
+from tests.merging import assert_equal, loaded
+from tests.multiprocess.link_ranks import LinkRank, StageRank
 from tests.multiprocess.peers import started
 from tests.multiprocess.processes import Daemon, dying_at, epoch_content, wait_until
 
@@ -99,3 +100,33 @@ def test_each_fold_has_the_files_of_a_merge(
             assert made == merged
             folds |= {step} & linked
     assert len(folds) >= 2 * rounds
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_pipeline_stages_are_linked_folded_and_resumed(
+    job: Path, tmp_path: Path, world_size: int
+) -> None:
+    here, other = SmallJob(job), SmallJob(tmp_path / "whole")
+    with (
+        follower(here, "ahead"),
+        follower(here, "whole", ahead=False),
+        Daemon(job, *OPTIONS),
+        started(StageRank, job, world_size, "bfloat16") as ranks,
+    ):
+        ranks.all("open", DELTAS)
+        ranks.all("open_whole", other.root)
+        for step in (1, 2, 3):
+            ranks.all("train", step)
+            ranks.all("over")
+            wait_until(
+                lambda step=step: here.layout.latest.exists() and here.latest.step == step,
+                f"{step} is folded",
+            )
+            assert is_link(here, step) is (step > 1)
+            made = loaded(here.layout.version(here.latest.sequence))
+            assert_equal(made, full(other, step))
+        ranks.all("checkpoint_now", 3)
+        ranks.all("over")
+        ranks.all("resume", 3)
+        ranks.all("save_whole", 4)
+        assert_equal(full(other, 4), made)

@@ -268,18 +268,9 @@ each_name = pytest.mark.parametrize("name", LOUD, ids=lambda name: ascii(name)[:
 
 
 @each_name
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [((2, 3), "but a plain F32 tensor"), ((2, None), "but missing in"), ((None, 2), "missing in")],
-)
-def test_a_plan_that_fails_shows_a_name_so_that_any_terminal_can(
-    name: str, sizes: tuple[int | None, ...], message: str
-) -> None:
-    shards = [
-        (f"rank {rank}", {"weight": local(1)} | ({} if size is None else {name: local(size)}))
-        for rank, size in enumerate(sizes)
-    ]
-    with pytest.raises(CoverageError, match=message) as caught:
+def test_a_plan_that_fails_shows_a_name_so_that_any_terminal_can(name: str) -> None:
+    shards = [(f"rank {size}", {name: local(size)}) for size in (2, 3)]
+    with pytest.raises(CoverageError, match="but a plain F32 tensor") as caught:
         plan_merge(shards, max_file_size=10**9)
     assert_quiet(caught)
 

@@ -172,9 +172,10 @@ def test_a_tensor_without_elements_is_whole() -> None:
 
 
 def test_plain_tensors_come_from_the_first_rank_and_are_compared_with_the_others() -> None:
-    tensor = only(plan(*({"steps": local((), at=rank)} for rank in range(3))))
-    assert tensor.parts == (Run(0, 0, 4),)
-    assert tensor.copies == (Duplicate(None, (Run(1, 1, 4),)), Duplicate(None, (Run(2, 2, 4),)))
+    indexes = [{"steps": local((), at=rank)} for rank in range(3)]
+    tensor = only(plan({}, *indexes, {}))  # the other pipeline stages lack it
+    assert tensor.parts == (Run(1, 0, 4),)
+    assert tensor.copies == (Duplicate(None, (Run(2, 1, 4),)), Duplicate(None, (Run(3, 2, 4),)))
 
 
 # -- what is not whole -------------------------------------------------------------------------
@@ -191,16 +192,11 @@ def test_plain_tensors_come_from_the_first_rank_and_are_compared_with_the_others
         (rows(0, 4), Chunks("F32", (8, 3), ()), r"\(8, 2\).*\(8, 3\)"),
         (rows(0, 4), Chunks("F16", (8, 2), ()), "F32.*F16"),
         (local((8, 2)), Chunks("F32", (8, 2), ()), "a plain.*a sharded"),
-        (local((8, 2)), None, "plain tensor in rank_0.pt, but missing in rank_1.pt. Save the same"),
-        (None, local((8, 2)), "plain tensor in rank_1.pt, but missing in rank_0.pt. Save the same"),
     ],
 )
-def test_ranks_that_disagree_are_named(
-    first: Local | None, second: Local | Chunks | None, message: str
-) -> None:
-    indexes: list[Index] = [{"weight": tensor} if tensor else {} for tensor in (first, second)]
+def test_ranks_that_disagree_are_named(first: Local, second: Local | Chunks, message: str) -> None:
     with pytest.raises(CoverageError, match=f"^weight is .*{message}"):
-        plan(*indexes)
+        plan({"weight": first}, {"weight": second})
 
 
 FOUR = [box((4, 6), (row, column), (2, 3)) for row in (0, 2) for column in (0, 3)]

@@ -19,7 +19,7 @@ from trainer_hooks.state.state_dict import cast_to, dtype_name, tensors_of
 
 
 class _Place(NamedTuple):
-    """A rank's part of a tensor; the first rank of all replicas writes it."""
+    """A rank's part of a tensor; the first rank of a mesh's replicas writes it."""
 
     box: Box
     local: Tensor
@@ -29,17 +29,28 @@ class _Place(NamedTuple):
 def why_no_pieces(state: Mapping[str, Any], cast: Cast | None) -> str | None:
     """The reason, as a clause, why this state is saved without links; None if there is none."""
     for name, value in tensors_of(state).items():
-        if _place(value, 0) is None or not dtype_name(cast_to(value.dtype, cast)):
+        if _place(value) is None or not dtype_name(cast_to(value.dtype, cast)):
             return f"{name} is neither a plain tensor nor sharded along dimension 0 alone"
     return None
 
 
+def plain_names(state: Mapping[str, Any]) -> list[str]:
+    """The names of the tensors that each rank has whole; pipeline stages have different ones."""
+    return [name for name, value in tensors_of(state).items() if not isinstance(value, DTensor)]
+
+
 def pieces_of(
-    new: Mapping[str, Any], old: Mapping[str, Any] | None, rank: int, *, tied: bool
+    new: Mapping[str, Any],
+    old: Mapping[str, Any] | None,
+    rank: int,
+    first_ranks: Mapping[str, int],
+    *,
+    tied: bool,
 ) -> Iterator[SavedPiece]:
     """The pieces of a state on the host; ``old`` is that of the base, or None if it is not known.
 
-    ``tied`` leaves out a tied output embedding, as the merge does.
+    ``tied`` leaves out a tied output embedding, as the merge does. ``first_ranks`` has the first
+    rank with each plain tensor, which writes it; rank 0 if the name is missing.
 
     Raises:
         TypeError: a tensor has no piece (:func:`why_no_pieces`).
@@ -47,20 +58,21 @@ def pieces_of(
     before = {} if old is None else tensors_of(old)
     seen = set()
     for name, value in tensors_of(new).items():
-        place, memory = _place(value, rank), memory_of(value)
+        place, memory = _place(value), memory_of(value)
         if place is None:
             raise TypeError(f"{name} can no longer be saved as changes. Set deltas=False")
         if memory is None or (tied and memory in seen and is_output_embedding(name)):
             continue  # this rank has no elements, or the merge leaves the tensor out
         seen.add(memory)
-        known = _place(before[name], rank) if name in before else None
+        known = _place(before[name]) if name in before else None
         yield SavedPiece(
             name,
             dtype_name(value.dtype),
             place.box,
             _content(place.local),
             None if known is None or _kind(known) != _kind(place) else _content(known.local),
-            place.is_replica,
+            place.is_replica
+            or (not isinstance(value, DTensor) and first_ranks.get(name, 0) != rank),
         )
 
 
@@ -73,10 +85,10 @@ def _content(part: Tensor) -> Content:
     return lambda begin, end: content[begin:end]
 
 
-def _place(value: Tensor, rank: int) -> _Place | None:
+def _place(value: Tensor) -> _Place | None:
     if not isinstance(value, DTensor):
         is_plain = type(value) in {Tensor, nn.Parameter} and value.layout is torch.strided
-        return _Place(whole(tuple(value.shape)), value, rank > 0) if is_plain else None
+        return _Place(whole(tuple(value.shape)), value, False) if is_plain else None
     mesh, local = value.device_mesh, value._local_tensor  # noqa: SLF001 - the result of to_local without gradients
     offsets, is_replica, shards = [0] * value.ndim, False, False
     where = mesh.get_coordinate()

@@ -337,14 +337,6 @@ def _whole(
             )
     dtype, shape, is_plain = agreed
     length = math.prod(shape) * ITEMSIZE[dtype]
-    if is_plain and len(found) != len(shards):
-        there = {source for source, _ in found}
-        missing = next(shard.label for source, shard in enumerate(shards) if source not in there)
-        raise CoverageError(
-            f"{shown(name)} is a plain tensor in {shards[first].label}, but missing in {missing}. "
-            "Save the same model on every rank, or save the whole model on one rank as "
-            "model.safetensors"
-        )
     if not length:
         return PlannedTensor(renamed, dtype, shape, 0, dtype, (), ())
     blocks = [
