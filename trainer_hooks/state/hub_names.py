@@ -11,7 +11,6 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
@@ -27,7 +26,7 @@ from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import RecordError
 from syncd.protocol.names import NAME_MAP
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
-from trainer_hooks.state.load_proof import LoadProof
+from trainer_hooks.state.load_proof import LoadFault, prove
 from trainer_hooks.state.model_files import FileWriters, published_config
 from trainer_hooks.state.plain_model import on_meta, own_class, plain_model
 from trainer_hooks.state.state_dict import shape_of, tensors_of
@@ -45,9 +44,8 @@ class HubNames:
     save fails because of the map.
     """
 
-    def __init__(self, model: nn.Module, prove: Callable[..., LoadProof] = LoadProof) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._prove = prove
         self._key: object = None
         self._names: NameMap | None = None
         self._choices: Generator[NameMap | None] | None = None
@@ -106,22 +104,23 @@ class HubNames:
         for names in maps:
             if names is not None and names.refused is not None:
                 continue
+            fault = LoadFault()
             try:
                 config = published_config(self.model)
                 shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-                with closing(self._prove(kind, config, hub_shapes(names, shapes))) as proof:
-                    while (faults := proof.answer()) is None:
+                for answer in prove(kind, config, hub_shapes(names, shapes)):
+                    if answer is None:
                         yield names
+                    else:
+                        fault = answer
             except Exception as error:  # noqa: BLE001 - any model's own code may run
                 log.info("not proved that %s loads a version: %s", kind.__name__, error)
+            if not fault.is_of_names:
+                if fault.reason:
+                    log.warning("no version will load as it was trained: %s", fault.reason)
                 yield names
                 return
-            if not faults.unexpected:
-                if fault := faults.clause(kind.__name__):
-                    log.warning("a version will not load as the model that was trained: %s", fault)
-                yield names
-                return
-            refused = _refused(faults.clause(kind.__name__))
+            refused = _refused(fault.reason)
         if refused is not None and refused.refused is not None:
             log.warning(
                 "the model is published with the trainer's tensor names only: %s", refused.refused

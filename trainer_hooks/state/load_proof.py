@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from syncd.checkpoint.placement import Shape
@@ -28,75 +29,48 @@ _PROGRAM: Final = (
 )
 
 
-class LoadFaults(NamedTuple):
-    """What ``from_pretrained`` says of a folder: names of tensors, the first few of each kind."""
+class LoadFault(NamedTuple):
+    """The reason why a folder does not load, as a clause: empty if it does."""
 
-    unexpected: list[str]
-    missing: list[str]
-    mismatched: list[str]
-
-    def clause(self, kind: str) -> str:
-        """The faults as a clause, for messages."""
-        verbs = ("does not know", "misses", "expects another shape of")
-        for verb, names in zip(verbs, self, strict=True):
-            if names:
-                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                return f"{kind}.from_pretrained {verb} {shown(names[0])}{more}"
-        return ""
+    reason: str = ""
+    is_of_names: bool = False
 
 
-class LoadProof:
-    """Asks a class of transformers to load tensors of these names and shapes.
+def prove(kind: type, config: Any, shapes: Mapping[str, Shape]) -> Iterator[LoadFault | None]:
+    """Ask a class of transformers to load tensors of these names and shapes.
 
-    Many tensors are checked by a child process without a GPU, because transformers changes torch's
-    settings in the whole process meanwhile: not in a thread either.
+    Many tensors are checked by a child process without a GPU: transformers changes torch's settings
+    in the whole process meanwhile, so a thread would not do. Yields None while the child works, and
+    the answer at last.
 
     Raises:
-        Exception: any model's code may run; nothing is proved.
+        Exception: nothing is proved; any model's code may run.
     """
-
-    def __init__(self, kind: type, config: Any, shapes: Mapping[str, Shape]) -> None:
-        self._child: subprocess.Popen[bytes] | None = None
-        self._faults: LoadFaults | None = None
-        if len(shapes) <= _FEW:
-            self._faults = load_faults(kind, config, shapes)
-            return
-        names = [[one.__module__, one.__qualname__] for one in (kind, type(config))]
-        question = [names, config.to_json_string(use_diff=False), shapes]
-        with tempfile.TemporaryFile() as given:
-            given.write(json.dumps(question).encode())
-            given.seek(0)
-            self._child = subprocess.Popen(  # noqa: S603 - our own program, by sys.executable
-                [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)],
-                stdin=given,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-            )
-
-    def answer(self) -> LoadFaults | None:
-        """The faults, none of them if the folder loads; None while the child works.
-
-        Raises:
-            RuntimeError: the child has failed.
-        """
-        child = self._child
-        if child is None or child.poll() is None:
-            return self._faults
-        content = child.communicate()[0]
-        if child.returncode:
-            raise RuntimeError(f"a child process ended with status {child.returncode}")
-        return LoadFaults(*json.loads(content))
-
-    def close(self) -> None:
-        """End the child. Safe to call twice."""
-        if self._child is not None:
-            with self._child:  # it also closes the pipe
-                self._child.kill()
+    if len(shapes) <= _FEW:
+        yield load_fault(kind, config, shapes)
+        return
+    names = [[one.__module__, one.__qualname__] for one in (kind, type(config))]
+    with tempfile.TemporaryFile("w+") as question:
+        json.dump([names, config.to_json_string(use_diff=False), shapes], question)
+        question.seek(0)
+        child = subprocess.Popen(  # noqa: S603 - our own program, by sys.executable
+            [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)],
+            stdin=question,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
+    with child:
+        try:
+            while child.poll() is None:
+                yield None
+            yield LoadFault(*json.loads(child.communicate()[0]))
+        finally:
+            child.kill()
 
 
-def load_faults(kind: Any, config: Any, shapes: Mapping[str, Shape]) -> LoadFaults:
-    """The faults, in this process. The random number generators stay as they are."""
+def load_fault(kind: Any, config: Any, shapes: Mapping[str, Shape]) -> LoadFault:
+    """The answer, in this process. The random number generators stay as they are."""
     import torch  # noqa: PLC0415 - the child hides the GPUs first
 
     config = copy.deepcopy(config)
@@ -112,10 +86,17 @@ def load_faults(kind: Any, config: Any, shapes: Mapping[str, Shape]) -> LoadFaul
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    mismatched = [one if isinstance(one, str) else one[0] for one in info["mismatched_keys"]]
-    return LoadFaults(
-        *(sorted(found) for found in (info["unexpected_keys"], info["missing_keys"], mismatched))
-    )
+    for verb, key in (
+        ("does not know", "unexpected_keys"),
+        ("misses", "missing_keys"),
+        ("expects another shape of", "mismatched_keys"),
+    ):
+        names = sorted(one if isinstance(one, str) else one[0] for one in info[key])
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            reason = f"{kind.__name__}.from_pretrained {verb} {shown(names[0])}{more}"
+            return LoadFault(reason, key == "unexpected_keys")
+    return LoadFault()
 
 
 @contextmanager
@@ -136,17 +117,8 @@ def _quiet() -> Iterator[None]:
 def run() -> None:
     """Answer the question of standard input."""
     names, content, shapes = json.load(sys.stdin)
-    with open(os.devnull, "w") as nowhere:
-        answer, sys.stdout = sys.stdout, nowhere  # any model's code may print
-        kind, config = (_class(*name) for name in names)
-        faults = load_faults(kind, config.from_dict(json.loads(content)), shapes)
-    print(json.dumps(faults), file=answer)
-
-
-def _class(module: str, name: str) -> Any:
-    if module.startswith("transformers_modules"):
-        importlib.import_module("transformers.dynamic_module_utils").init_hf_modules()
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+    answer, sys.stdout = sys.stdout, sys.stderr  # any model's code may print
+    importlib.import_module("transformers.dynamic_module_utils").init_hf_modules()
+    kind, config = (attrgetter(name)(importlib.import_module(module)) for module, name in names)
+    fault = load_fault(kind, config.from_dict(json.loads(content)), shapes)
+    print(json.dumps(fault), file=answer)
