@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from syncd.checkpoint.name_map import NameMap
 from tests.tiny_models import tiny_config, tiny_model
 from trainer_hooks.state.hub_names import HubNames, hub_shapes, name_map_of
-from trainer_hooks.state.load_proof import LoadFault, load_fault
+from trainer_hooks.state.load_proof import LoadFault, load_fault, prove
 
 FP8: Final = {
     "quant_method": "fp8",
