@@ -31,7 +31,8 @@ from tests.tiny_models import (
     tiny_model,
     write_shards,
 )
-from trainer_hooks.state.hub_names import name_map_of
+from trainer_hooks.state.hub_names import hub_shapes, name_map_of
+from trainer_hooks.state.load_proof import LoadFault, load_fault
 
 TYPES: Final[dict[str, dict[str, Any]]] = json.loads(
     Path(name_map.__file__).with_name("hub_tables.json").read_text()
@@ -181,6 +182,18 @@ def test_a_table_says_what_transformers_says(model_type: str) -> None:
             assert "does not fit the model: transformers" in str(found.refused)
         else:
             assert found == (names or None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", types(TYPES.keys() - NOT_TINY.keys()))
+def test_transformers_loads_the_names_of_a_type(model_type: str) -> None:
+    for kind in classes(model_type):
+        with torch.device("meta"):
+            model = kind._from_config(tiny_config(model_type))
+        names = name_map_of(model)
+        if names is not None and names.refused is None:
+            found = load_fault(kind, model.config, hub_shapes(names, shapes(model)))
+            assert found == LoadFault()
 
 
 @pytest.mark.parametrize("inner", inside({"qwen3_moe", "mixtral"}, "deepseek_v3", "qwen2_moe"))
