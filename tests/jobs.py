@@ -152,13 +152,18 @@ class SmallJob(Job):
         return self.layout.link(sequence)
 
     def save(
-        self, step: int, *values: float, counter: int = 0, receipts: bool = True, point: bool = True
+        self,
+        step: int,
+        *values: float,
+        counter: int = 0,
+        receipts: bool = True,
+        point: bool = True,
+        config: bytes = b'{"architectures": ["Tiny"], "model_type": "tiny"}',
     ) -> str:
         """Write a whole save as a full state dict, and let the pointer name it."""
         actor = self.actor(step)
         content = weights(*(values or (float(step), 2.0, 3.0)))
         (actor / "huggingface").mkdir(parents=True, exist_ok=True)
-        config = b'{"model_type": "tiny"}'
         self.put(actor / "huggingface" / "config.json", config)
         save_id = f"run-{step}-{counter}"
         if receipts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,10 +17,8 @@ from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.deltas.link_index import read_index
 from syncd.protocol.errors import InvalidSettingsError, SaveFailedError, WaitTimeoutError
 from syncd.protocol.names import (
-    MANIFEST,
     NAME_MAP,
     SAVING,
-    is_weights_name,
     part_name,
     receipt_name,
 )
@@ -41,7 +38,7 @@ from trainer_hooks.saver import ClosingSaver, Saver
 from trainer_hooks.saves import Save
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.host_part import HostPart
-from trainer_hooks.state.model_files import FileWriters, Pretrained
+from trainer_hooks.state.model_files import FileWriters, Pretrained, files_of
 from trainer_hooks.writing.rank_files import RankContents, RankFiles
 from trainer_hooks.writing.writer import RankWriter
 
@@ -109,7 +106,8 @@ class WeightStream(ClosingSaver):
             raise InvalidSettingsError(f"rank {rank} is not one of {world_size} writers")
         self._model_files: FileWriters = ()
         if rank == 0:  # after the model's own: the tensors have the hub's names already
-            self._model_files = (*_writers(model_files), _no_renaming)
+            own = () if model_files is None else files_of(model_files)
+            self._model_files = (*own, _no_renaming)
         self._saver = Saver(
             job_dir,
             rank,
@@ -406,25 +404,3 @@ def _no_renaming(folder: Path) -> None:
 
 def _described(tensor: tuple[str, tuple[int, ...]]) -> str:
     return f"{tensor[0]} {list(tensor[1])}"
-
-
-def _writers(source: str | Path | Pretrained | None) -> FileWriters:
-    """Functions that write the model's small files into a folder.
-
-    Raises:
-        InvalidSettingsError: the folder does not exist.
-    """
-    if source is None:
-        return ()
-    if not isinstance(source, str | Path):
-        return (lambda folder: source.save_pretrained(str(folder)),)
-    if not Path(source).is_dir():
-        raise InvalidSettingsError(f"model_files: {source} is not a folder")
-
-    def weights(_: str, names: list[str]) -> list[str]:
-        return [n for n in names if is_weights_name(n) or n == MANIFEST or n.startswith(".")]
-
-    copy = partial(
-        shutil.copytree, source, ignore=weights, ignore_dangling_symlinks=True, dirs_exist_ok=True
-    )
-    return (copy,)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, get_args
 
 from syncd.checkpoint.adapter import AdapterConfig, read_config
+from syncd.checkpoint.description import floating_dtypes
 from syncd.checkpoint.masters import in_models_dtype
 from syncd.checkpoint.merging.cast import Caster
 from syncd.checkpoint.merging.merge import run_plan
 from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.model_folder import (
     copy_model_files,
+    correct_dtype,
+    flaws_in,
     read_model_config,
     says_tied,
     write_index,
@@ -40,10 +42,8 @@ from syncd.checkpoint.save import (
 )
 from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.tensor_rules import (
-    ITEMSIZE,
     Cast,
     cast_dtype,
-    is_floating,
     shown,
 )
 from syncd.checkpoint.whole_files import publish_files
@@ -60,9 +60,9 @@ from syncd.protocol.names import (
     REMOTE_PATH,
     SAVING,
 )
-from syncd.protocol.records import Kind, Manifest, Names, TensorEntry, VersionFile, encode
+from syncd.protocol.records import Kind, Manifest, Names, VersionFile, encode
 from syncd.protocol.tensor_names import NameMapRecord
-from syncd.protocol.version_events import AdapterWithoutBase, CastTwice
+from syncd.protocol.version_events import AdapterWithoutBase, CastTwice, ModelFilesWrong
 from syncd.storage.errnos import NO_RECORD, Ignoring, is_gone, is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 
@@ -118,7 +118,7 @@ def build_model_folder(
                 # The child imports torch, which takes seconds, while the small files are copied.
                 caster = stack.enter_context(Caster(str(actor)))
             # Copy the small files first: if one differs from its receipt, no weights are copied.
-            models = _copy_small_files(storage, actor, save, folder, contents.kind, cancel)
+            models = _copy_small_files(storage, actor, save, folder, contents.kind, work)
             bias, base_model = "none", None
             if contents.kind == "adapter":
                 config = _adapter_config(storage, actor, folder, models, contents)
@@ -170,10 +170,19 @@ def build_model_folder(
             merge_seconds = work.clock() - copied
     except OSError as error:
         if is_gone(error) and storage.exists(folder):
-            told = f"{error.filename or actor} disappeared while it was read"
-            raise SaveNotReadyError(told) from error
+            raise SaveNotReadyError(
+                f"{error.filename or actor} disappeared while it was read"
+            ) from error
         raise
     del opened, contents  # the manifest takes much memory too
+    models = correct_dtype(
+        storage,
+        folder,
+        models,
+        None if options.keeps_config else told,
+        merged.tensors,
+        is_cast=caster is not None or save.sync_dtype is not None,
+    )
     files = [*merged.files, *models, *write_index(storage, folder, merged)]
     files += write_name_map(storage, folder, None if sequence is None else hub)
     if not save.receipts:
@@ -190,13 +199,22 @@ def build_model_folder(
         files=tuple(files),
         tensors=merged.tensors,
         base_model=base_model,
-        dtype=_floating_dtypes(merged.tensors),
+        dtype=", ".join(floating_dtypes(merged.tensors)) or None,
         nonfinite=save.nonfinite,
         names=names,
         timings={"merge": round(merge_seconds, 6), "build": round(work.clock() - begun, 6)},
     )
+    _tell_flaws(storage, actor, folder, manifest, work)
     _write_manifest(storage, actor, folder, manifest)
     return manifest
+
+
+def _tell_flaws(
+    storage: Storage, actor: Path, folder: Path, manifest: Manifest, work: Work
+) -> None:
+    for flaw in flaws_in(storage, folder, manifest):
+        if manifest.sequence or flaw.kind != "no_config":  # a merge may be of weights alone
+            work.tell(ModelFilesWrong(actor, *flaw))
 
 
 def build_step(
@@ -286,15 +304,6 @@ def _names_on_hub(
     return found
 
 
-def _floating_dtypes(tensors: Sequence[TensorEntry]) -> str | None:
-    """The floating-point dtypes, most bytes first."""
-    sizes: Counter[str] = Counter()
-    for tensor in tensors:
-        if is_floating(tensor.dtype):
-            sizes[tensor.dtype] += math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]
-    return ", ".join(dtype for dtype, _ in sizes.most_common()) or None
-
-
 def _mergeable(
     storage: Storage, actor: Path, save: Unfinished | SavedWeights, options: MergeOptions
 ) -> tuple[SavedWeights, MergeOptions]:
@@ -329,28 +338,30 @@ def _copy_small_files(
     save: SavedWeights,
     folder: Path,
     kind: Kind,
-    cancel: Check,
+    work: Work,
 ) -> tuple[VersionFile, ...]:
     """Copy config and tokenizer; check the files that a receipt lists."""
+
+    def linked(path: Path) -> None:
+        reason = (
+            f"the version lacks {shown(path.name)}, which is a link, and syncd follows no links "
+            "in a save. Replace it by its file or folder (cp -RL), and save the step again"
+        )
+        work.tell(ModelFilesWrong(actor, "link", reason))
+
+    copy = partial(copy_model_files, storage, cancel=work.cancel, linked=linked)
     copied: dict[str, tuple[VersionFile, ...]] = {}
     leave_out: set[str] = set()
     if kind == "adapter":
         # PEFT's files come before the base model's. Skip folders, which hold other adapters.
         leave_out = {MODEL_CONFIG, NAME_MAP}
-        copied[LORA_ADAPTER] = copy_model_files(
-            storage,
-            actor / LORA_ADAPTER,
-            folder,
-            cancel=cancel,
-            leave_out=leave_out,
-            recursive=False,
+        copied[LORA_ADAPTER] = copy(
+            actor / LORA_ADAPTER, folder, leave_out=leave_out, recursive=False
         )
         leave_out.update(file.name for file in copied[LORA_ADAPTER])
     if save.receipts and f"{HUGGINGFACE}/{NAME_MAP}" not in save.vouched():
         leave_out.add(NAME_MAP)  # left by another save, perhaps of another model
-    copied[HUGGINGFACE] = copy_model_files(
-        storage, actor / HUGGINGFACE, folder, cancel=cancel, leave_out=leave_out
-    )
+    copied[HUGGINGFACE] = copy(actor / HUGGINGFACE, folder, leave_out=leave_out)
     found = {
         f"{source}/{file.name}": (file.size, file.digest)
         for source, files in copied.items()

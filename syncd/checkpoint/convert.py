@@ -125,6 +125,7 @@ def convert_step(
     try:
         _make_room(storage, room)
         space.check(actor, save, options, work.cancel)
+        options = options._replace(keeps_config=True)  # the folder's own, which receipts list
         manifest = build_model_folder(storage, actor, save, room, options=options, work=work)
         if manifest.kind != "full":
             raise _is_adapter(actor)

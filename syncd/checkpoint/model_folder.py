@@ -5,20 +5,28 @@ from __future__ import annotations
 import itertools
 import json
 import stat
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 import pydantic
 import xxhash
 
+from syncd.checkpoint.description import (
+    TOKENIZER_CONFIG,
+    Flaw,
+    Tensors,
+    flaws,
+    true_dtype,
+    wrong_dtypes,
+)
 from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.tensor_rules import shown
 from syncd.checkpoint.whole_files import Merged
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import MANIFEST, MODEL_CONFIG, NAME_MAP, TEMPORARY, is_weights_name
-from syncd.protocol.records import VersionFile
+from syncd.protocol.records import Manifest, VersionFile
 from syncd.storage.calls import Kind
 from syncd.storage.fsio import Storage
 
@@ -50,10 +58,12 @@ def copy_model_files(
     cancel: Check,
     leave_out: Container[str] = (),
     recursive: bool = True,
+    linked: Callable[[Path], None] = lambda _: None,
 ) -> tuple[VersionFile, ...]:
     """Copy and sync all files but weights from ``actor/huggingface/`` into a version's folder.
 
-    Only regular files are copied, and links are never followed. A missing ``source_hf`` counts as
+    Only regular files are copied. Links are never followed, because other users may have made them;
+    ``linked`` is called with each. A missing ``source_hf`` counts as
     empty. ``leave_out`` has the paths to skip, relative to ``source_hf``. The result is sorted.
 
     Raises:
@@ -63,7 +73,9 @@ def copy_model_files(
     copied = []
     folders = {folder}
     left = TOTAL_LIMIT
-    found = _regular_files(storage, source_hf, PurePosixPath(), cancel, recursive=recursive)
+    found = _regular_files(
+        storage, source_hf, PurePosixPath(), cancel, recursive=recursive, linked=linked
+    )
     for path in sorted(found, key=lambda path: path.parts):
         cancel()
         if str(path) in leave_out:
@@ -87,15 +99,49 @@ def copy_model_files(
     return tuple(copied)
 
 
-def read_model_config(storage: Storage, folder: Path, copied: Iterable[VersionFile]) -> object:
+def read_model_config(
+    storage: Storage, folder: Path, copied: Iterable[VersionFile], name: str = MODEL_CONFIG
+) -> object:
     """The content of the copied ``config.json``; None if it is missing or unreadable."""
-    size = next((file.size for file in copied if file.name == MODEL_CONFIG), None)
+    size = next((file.size for file in copied if file.name == name), None)
     if size is None or size > _CONFIG_LIMIT:
         return None
     try:
-        return json.loads(storage.read(folder / MODEL_CONFIG, _CONFIG_LIMIT))
+        return json.loads(storage.read(folder / name, _CONFIG_LIMIT))
     except (ValueError, RecursionError):
         return None  # no engine can read it either; it is published as the trainer left it
+
+
+def flaws_in(storage: Storage, folder: Path, manifest: Manifest) -> Iterator[Flaw]:
+    """What the small files of a version do not say, or wrongly say, about its weights."""
+    if manifest.kind == "full":
+        configs = {
+            name: read_model_config(storage, folder, manifest.files, name)
+            for name in (MODEL_CONFIG, TOKENIZER_CONFIG)
+        }
+        names = {file.name for file in manifest.files}
+        yield from flaws(configs, names, manifest.tensors)
+
+
+def correct_dtype(
+    storage: Storage,
+    folder: Path,
+    files: tuple[VersionFile, ...],
+    config: object,
+    tensors: Tensors,
+    *,
+    is_cast: bool,
+) -> tuple[VersionFile, ...]:
+    """Write the dtype of the weights into the ``config.json`` of a folder, if it has another."""
+    wrong = wrong_dtypes(config, tensors, is_cast=is_cast)
+    if not wrong:
+        return files
+    for part, key in wrong:
+        part[key] = true_dtype(tensors)
+    storage.unlink(folder / MODEL_CONFIG)
+    content = json.dumps(config, indent=2).encode() + b"\n"
+    made = write_file(storage, folder, MODEL_CONFIG, content)
+    return tuple(made if file.name == MODEL_CONFIG else file for file in files)
 
 
 def says_tied(config: object) -> bool:
@@ -184,6 +230,7 @@ def _regular_files(
     cancel: Check,
     *,
     recursive: bool,
+    linked: Callable[[Path], None],
 ) -> Iterator[PurePosixPath]:
     status = storage.status(root / below)
     if status is None:
@@ -206,9 +253,11 @@ def _regular_files(
         if path == PurePosixPath(MANIFEST) or is_weights_name(name) or name.startswith(TEMPORARY):
             continue
         if kind is Kind.FOLDER and recursive:
-            yield from _regular_files(storage, root, path, cancel, recursive=True)
+            yield from _regular_files(storage, root, path, cancel, recursive=True, linked=linked)
         elif kind is Kind.FILE:
             yield path
+        elif kind is Kind.LINK:
+            linked(root / path)
 
 
 def _copy(

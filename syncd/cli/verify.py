@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from syncd.checkpoint.model_folder import flaws_in
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.cli import options
 from syncd.cli.bars import bar
@@ -33,6 +34,7 @@ class _Verified:
     said: str
     step: int | None = None
     kind: str | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @options.as_command("verify /shared/jobs/qwen-grpo")
@@ -41,7 +43,8 @@ def command(path: options.Existing, *, as_json: options.Json = False) -> None:
 
     PATH is a job directory, or one folder with a manifest: a version, or a folder that 'syncd
     merge' or 'syncd convert' filled. Reads every byte of these. Exits with 7 if a digest or a size
-    is wrong, or if a version has weights that its manifest does not list.
+    is wrong, or if a version has weights that its manifest does not list. Warns if config.json is
+    missing, or does not describe the weights.
     """
     storage = Storage(path)
     job = Job.at(path, storage)
@@ -69,6 +72,8 @@ def command(path: options.Existing, *, as_json: options.Json = False) -> None:
         results.append(result)
         if not as_json:
             click.echo(printable(f"{folder.name}: {result.said}"))
+        for warning in result.warnings:
+            click.echo(printable(f"{folder.name}: warning: {warning}"), err=True)
     if as_json:
         click.echo(json.dumps({"folders": [asdict(result) for result in results]}, indent=2))
     wrong = [result.folder for result in results if result.outcome == "damaged"]
@@ -94,4 +99,5 @@ def _verified(storage: Storage, folder: Path) -> _Verified:
     how = "sizes, headers, digests" if manifest.digests != "off" else "only sizes and headers"
     what = "" if manifest.kind == "full" else f" {manifest.kind}"
     said = f"step {manifest.step}, whole{what} ({how})"
-    return _Verified(folder.name, "whole", said, manifest.step, manifest.kind)
+    warnings = tuple(flaw.reason for flaw in flaws_in(storage, folder, manifest))
+    return _Verified(folder.name, "whole", said, manifest.step, manifest.kind, warnings)

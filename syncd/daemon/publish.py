@@ -42,7 +42,7 @@ from syncd.protocol.records import (
     SaveOutcomes,
     encode,
 )
-from syncd.protocol.version_events import LinkDiscarded, VersionDiscarded
+from syncd.protocol.version_events import LinkDiscarded, ModelFilesWrong, VersionDiscarded
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import GONE, Ignoring, is_gone
 from syncd.storage.job import IF_ANY, Job
@@ -74,6 +74,7 @@ class Publisher:
         self.naming = Naming(job, self.tenure.judge.lease_time, self._clock)
         self._floor = 0
         self._looked_at = self._clock()
+        self._told: set[str] = set()
         self._damaged: Latest | None = None  # LATEST as it was before the damage that was logged
         advice = "make room there, or lower --keep"
         self._free_space = FreeSpace(job.storage, job.layout.epochs, job.layout.root, advice=advice)
@@ -172,13 +173,18 @@ class Publisher:
                 save,
                 folder,
                 options=self._merge_options(),
-                work=Work(self.cancel, progress, self._clock),
+                work=Work(self.cancel, progress, self._clock, self._tell_once),
                 sequence=sequence,
             )
 
         manifest = self._make_version(save.step, build)
         self.outcomes.published(save.step, save.identity, manifest.sequence)
         return manifest
+
+    def _tell_once(self, event: ModelFilesWrong) -> None:
+        if event.flaw not in self._told:
+            self._told.add(event.flaw)
+            event.tell(log)
 
     def _merge_options(self) -> MergeOptions:
         return MergeOptions(

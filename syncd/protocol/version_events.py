@@ -150,6 +150,15 @@ class ModelConfigChanged(WarningEvent):
     changes_: str
 
 
+class ModelFilesWrong(WarningEvent):
+    """The small files of a version do not describe its weights; once a run for each ``flaw``."""
+
+    text = "{path}: {reason}"
+    path: Path
+    flaw: str
+    reason: str
+
+
 class RollbackRefused(ErrorEvent):
     """The requested version cannot be served."""
 

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from syncd.checkpoint.description import code_files
-from syncd.protocol.names import MODEL_CONFIG
+from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.names import MANIFEST, MODEL_CONFIG, is_weights_name
 from trainer_hooks.state.plain_model import own_class
 from trainer_hooks.state.wrappers import is_pretrained, part_described, unwrapped
 
@@ -51,6 +52,20 @@ def model_files(model: nn.Module, tokenizer: Pretrained | None) -> FileWriters:
             setattr(generation, name, value)
     parts = [part for part in (config, generation, tokenizer) if hasattr(part, "save_pretrained")]
     return (*(partial(_write, part) for part in parts), partial(_add_code, (owner, *parts)))
+
+
+def files_of(source: str | Path | Pretrained) -> FileWriters:
+    """Functions that write the small files of a folder, a config or a tokenizer into a folder.
+
+    Raises:
+        InvalidSettingsError: the folder does not exist, or has a link that leads nowhere.
+    """
+    if not isinstance(source, str | Path):
+        return partial(_write, source), partial(_add_code, (source,))
+    if not Path(source).is_dir():
+        raise InvalidSettingsError(f"model_files: {source} is not a folder")
+    _copy_small_files(Path(source), None)
+    return (partial(_copy_small_files, Path(source)),)
 
 
 def published_config(model: nn.Module) -> Any | None:
@@ -96,6 +111,26 @@ def config_owner(model: nn.Module) -> nn.Module:
     config = getattr(outer, "config", None)
     owners = (one for one in outer.modules() if is_pretrained(one) and one.config is config)
     return next(owners, outer)
+
+
+def _copy_small_files(source: Path, folder: Path | None, *above: Path) -> None:
+    """Copy all files but weights, following links, into a folder; None only checks them."""
+    if folder is not None:
+        folder.mkdir(exist_ok=True)
+    for path in source.iterdir():
+        name = path.name
+        if is_weights_name(name) or name == MANIFEST or name.startswith("."):
+            continue
+        target = None if folder is None else folder / name
+        if path.is_dir() and path.resolve() not in (*above, source.resolve()):
+            _copy_small_files(path, target, *above, source.resolve())
+        elif not path.is_file():
+            raise InvalidSettingsError(
+                f"model_files: {path} is not a file or folder, or leads nowhere. Remove it, or put "
+                "the file there"
+            )
+        elif target is not None:
+            shutil.copyfile(path, target)
 
 
 def _write(part: Any, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -10,6 +11,9 @@ from typing import Literal, NamedTuple
 
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.protocol.records import Names
+from syncd.protocol.version_events import ModelFilesWrong
+
+log = logging.getLogger(__name__)
 
 #: The evidence that a save's bytes are those that its trainer wrote: its receipts, the CRC-32 of
 #: its records, or only that its files did not change.
@@ -20,6 +24,11 @@ Progress = Callable[[int, int], None]
 
 def unheard(done: int, total: int) -> None:
     """Ignore the progress."""
+
+
+def say(event: ModelFilesWrong) -> None:
+    """Log an event."""
+    event.tell(log)
 
 
 def may_copy_remotely(fd: int) -> bool:
@@ -40,6 +49,7 @@ class MergeOptions(NamedTuple):
             ``torch.distributed.checkpoint``; None to find it.
         names: ``hub`` for the tensors' names on the hub, ``trainer`` for the saved names.
         may_keep: True to keep the trainer's names if the hub's names are unknown; False to raise.
+        keeps_config: True to leave a ``config.json`` as it is that has another dtype.
         threads: the files to write at a time, at most the number of processors. Several threads for
             one file would wait for the file's lock. More than four would take processors from a
             trainer on this host, and seldom make storage faster.
@@ -53,6 +63,7 @@ class MergeOptions(NamedTuple):
     prefix: str | None = None
     names: Names = "trainer"
     may_keep: bool = False
+    keeps_config: bool = False
     threads: int = 4
     in_kernel: Callable[[int], bool] = may_copy_remotely
 
@@ -63,8 +74,10 @@ class Work(NamedTuple):
     Attributes:
         cancel: called between chunks; it raises an error to stop.
         progress: called in the thread that began the merge.
+        tell: called with an event about the model's small files.
     """
 
     cancel: Callable[[], None]
     progress: Progress = unheard
     clock: Callable[[], float] = time.monotonic
+    tell: Callable[[ModelFilesWrong], None] = say
