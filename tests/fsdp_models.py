@@ -41,10 +41,10 @@ class Block(nn.Module):
         self.up = nn.Linear(6, 10, dtype=dtype)
         self.experts = nn.Parameter(values(3, 4, 2, dtype=dtype))
         self.one_row = nn.Parameter(values(1, 6, dtype=dtype))
-        self.one = nn.Parameter(values(1, dtype=dtype))
+        self.one_extra_state = nn.Parameter(values(1, dtype=dtype))
         self.register_buffer("steps", torch.tensor(12345678901))
         self.register_buffer("mask", torch.tensor([True, False, True, True, False]))
-        self.register_buffer("scale", torch.tensor(-0.0))
+        self.register_buffer("scale_extra_state", torch.tensor(-0.0))
         self.register_buffer("unusual", torch.tensor([float("nan"), float("inf"), 1e-40]))
         self.register_buffer("nothing", torch.empty(0, 3, dtype=torch.float16))
 

@@ -75,6 +75,11 @@ def refuse_cast(name: str, dtype: str) -> None:
         )
 
 
+def is_extra_state(name: object) -> bool:
+    """True for a module's extra state; torch loads no parameter or buffer of this name."""
+    return isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
+
+
 def short_dtype(value: object) -> object:
     """``bf16`` for ``BF16``, ``bfloat16`` and ``torch.bfloat16``; other values unchanged."""
     name = str(value).lower().removeprefix("torch.")

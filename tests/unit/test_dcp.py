@@ -240,7 +240,8 @@ def test_a_prefix_says_which() -> None:
 def test_extra_state_is_left_out_and_anything_else_in_the_model_is_an_error(tmp_path: Path) -> None:
     extra = SavedName(("model", "a._extra_state"), None)
     nested = SavedName(("model", "_extra_state", "amax"), 1)
-    assert chosen("model/w", extra=extra, nested=nested) == {"model.w": "w"}
+    expected = {"model.w": "w", "model.my_extra_state": "my_extra_state"}
+    assert chosen("model/w", "model/my_extra_state", extra=extra, nested=nested) == expected
     checkpoint = small()
     checkpoint.add_bytes("model", "a._extra_state")
     checkpoint.add_bytes("lr_scheduler", "x")
