@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 TRAINED: Final = (torch.bfloat16, torch.float32, torch.float16)
 #: Those that are only carried along.
 CARRIED: Final = (
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.complex64,
     torch.float64, torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8,
     torch.int16, torch.int32, torch.int64,
 )  # fmt: skip

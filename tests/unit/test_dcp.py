@@ -418,8 +418,8 @@ WRONG: dict[str, tuple[Callable[[Checkpoint], None], str]] = {
     "another dtype": (_store(properties=properties("int32")), r"is F32 \(2, 2\)"),
     "no dtype": (_store(properties=None), "cannot be read"),
     "a dtype that is none": (
-        _store(properties=properties("complex64")),
-        "has dtype complex64, which syncd does not merge",
+        _store(properties=properties("complex128")),
+        "has dtype complex128, which syncd does not merge",
     ),
     "no shape": (_store(size=None), "has no shape"),
     "another shape": (_store(size=size((4, 3))), "in no file|must be"),

@@ -126,7 +126,7 @@ def test_a_tied_head_that_differs_is_an_error_that_names_both(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        ({"x": torch.zeros(2, dtype=torch.complex64)}, "x has dtype torch.complex64"),
+        ({"x": torch.zeros(2, dtype=torch.complex128)}, "x has dtype torch.complex128"),
         ({"__metadata__": torch.zeros(2)}, "has the name of safetensors' own metadata"),
         ({"text": "no tensor"}, "no tensors"),
     ],
