@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 TRAINED: Final = (torch.bfloat16, torch.float32, torch.float16)
 #: Those that are only carried along.
 CARRIED: Final = (
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.complex64,
     torch.float64, torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8,
     torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
@@ -41,10 +42,10 @@ class Block(nn.Module):
         self.up = nn.Linear(6, 10, dtype=dtype)
         self.experts = nn.Parameter(values(3, 4, 2, dtype=dtype))
         self.one_row = nn.Parameter(values(1, 6, dtype=dtype))
-        self.one = nn.Parameter(values(1, dtype=dtype))
+        self.one_extra_state = nn.Parameter(values(1, dtype=dtype))
         self.register_buffer("steps", torch.tensor(12345678901))
         self.register_buffer("mask", torch.tensor([True, False, True, True, False]))
-        self.register_buffer("scale", torch.tensor(-0.0))
+        self.register_buffer("scale_extra_state", torch.tensor(-0.0))
         self.register_buffer("unusual", torch.tensor([float("nan"), float("inf"), 1e-40]))
         self.register_buffer("nothing", torch.empty(0, 3, dtype=torch.float16))
 

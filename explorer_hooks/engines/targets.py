@@ -17,14 +17,11 @@ from explorer_hooks.given_names import SAME_NAMES, GivenNames, NamedPiece
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.weights import WeightsReader, slices
 from syncd.checkpoint.boxes import Box, common, holds, whole
-from syncd.checkpoint.tensor_rules import shown
+from syncd.checkpoint.tensor_rules import is_extra_state, shown
 from syncd.coordination.broadcast.weight_meta import Described
 from syncd.coordination.dtensor import local_box
 from syncd.coordination.tensors import DTYPES, bytes_of
 from syncd.protocol.errors import CheckpointError, EngineMismatchError
-
-#: The entry for ``get_extra_state`` of a module, which is never a parameter or a buffer.
-_EXTRA: Final = "_extra_state"
 
 #: The remedy if the floating dtypes differ.
 _TO_CAST: Final = (
@@ -88,7 +85,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     tensors = {
         name: value
         for name, value in state.items()
-        if isinstance(value, Tensor) and name.rpartition(".")[2] != _EXTRA
+        if isinstance(value, Tensor) and not is_extra_state(name)
     }
     own = {id(value) for value in (*module.parameters(), *module.buffers())}
     copies = sorted(name for name, value in tensors.items() if id(value) not in own)

@@ -23,7 +23,9 @@ DTYPES: Final = {
     "uint8": ("U8", 1),
     "int8": ("I8", 1),
     "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
     "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
     "float8_e8m0fnu": ("F8_E8M0", 1),
     "float4_e2m1fn_x2": (PACKED, 1),
     "uint16": ("U16", 2),
@@ -36,6 +38,7 @@ DTYPES: Final = {
     "uint64": ("U64", 8),
     "int64": ("I64", 8),
     "float64": ("F64", 8),
+    "complex64": ("C64", 8),
 }
 #: safetensors' dtype name -> bytes per element.
 ITEMSIZE: Final = dict(DTYPES.values())
@@ -58,7 +61,7 @@ NUMBER_LIMIT: Final = 2**63
 
 
 def cast_dtype(dtype: str, cast: Cast | None) -> str:
-    """The dtype after a cast, by safetensors' names. Integers, bool and fp8 do not change."""
+    """The dtype after a cast, by safetensors' names. Others than fp64 to bf16 do not change."""
     return _CASTS[cast] if cast is not None and dtype in _FLOATING else dtype
 
 
@@ -73,6 +76,11 @@ def refuse_cast(name: str, dtype: str) -> None:
             f"{shown(name)} is quantized ({dtype}), so this model cannot be cast: remove the cast "
             "(sync_dtype of the trainer, cast or --dtype of the daemon)"
         )
+
+
+def is_extra_state(name: object) -> bool:
+    """True for a module's extra state; torch loads no parameter or buffer of this name."""
+    return isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
 
 
 def short_dtype(value: object) -> object:

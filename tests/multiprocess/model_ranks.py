@@ -240,7 +240,7 @@ def refused() -> dict[str, str]:
         "other names": {f"{rank}.{name}": value for name, value in block.state_dict().items()},
         "other order": dict(sorted(block.state_dict().items(), reverse=bool(rank))),
         "other shape": {"weight": torch.zeros(3 + rank)},
-        "complex": {"weight": torch.zeros(3, dtype=torch.complex64 if rank else torch.float32)},
+        "complex": {"weight": torch.zeros(3, dtype=torch.complex128 if rank else torch.float32)},
         "no tensors": {"weight": "text"},
     }
     return {name: _refusal(state) for name, state in states.items()}

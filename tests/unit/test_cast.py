@@ -153,6 +153,7 @@ def test_a_quantized_model_is_not_cast_and_the_error_names_the_tensor(
     ("name", "dtype"),
     [
         ("a", torch.float8_e5m2),
+        ("a", torch.float8_e4m3fnuz),
         ("a", torch.float8_e8m0fnu),
         ("a", torch.float4_e2m1fn_x2),
         ("a_blocks", torch.uint8),

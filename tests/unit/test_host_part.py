@@ -122,7 +122,7 @@ def test_arrays_of_other_libraries_are_taken(tmp_path: Path) -> None:
         ([("a", torch.ones(1, device="meta"))], "no plain tensor with values"),
         ([("a", [1.0])], "is a list"),
         ([("a", torch.ones(2).to_sparse())], "no plain tensor"),
-        ([("a", torch.ones(1, dtype=torch.complex64))], "complex64.*cast it"),
+        ([("a", torch.ones(1, dtype=torch.complex128))], "complex128.*cast it"),
         ([("a\n", torch.ones(1))], "own name"),
         ([("__metadata__", torch.ones(1))], "own name"),
     ],

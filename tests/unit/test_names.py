@@ -136,11 +136,11 @@ def test_odd_names_are_kept_from_the_save_to_the_manifest(tmp_path: Path) -> Non
     assert sorted(tensor.name for tensor in manifest.tensors) == sorted(ODD)
 
 
-def test_extra_state_is_left_out_by_the_end_of_its_name_alone(tmp_path: Path) -> None:
-    path = tmp_path / "shard.pt"
-    save(path, ["layer._extra_state", "_extra_state", "_extra_state.weight", "_extra_state "])
+def test_extra_state_is_left_out_by_the_last_part_of_its_name_alone(tmp_path: Path) -> None:
+    path, kept = tmp_path / "shard.pt", ["_extra_state.weight", "_extra_state ", "a.my_extra_state"]
+    save(path, ["layer._extra_state", "_extra_state", *kept])
     with ShardFile.open(STORAGE, path) as opened:
-        assert list(opened.tensors()) == ["_extra_state.weight", "_extra_state "]
+        assert list(opened.tensors()) == kept
 
 
 # -- names that are refused --------------------------------------------------------------------

@@ -112,7 +112,7 @@ def test_bytes_are_those_of_the_elements_whatever_the_size_of_the_record(tmp_pat
         (tensor((2**62, 2), (2, 1)), "outside its record"),
         (tensor(key="1"), "outside its record"),
         (tensor((-1,), (1,)), "cannot be read"),
-        (tensor(kind="ComplexFloatStorage"), "dtype complex64"),
+        (tensor(kind="ComplexDoubleStorage"), "dtype complex128"),
         (tensor(kind="UntypedStorage"), "dtype None"),
     ],
 )

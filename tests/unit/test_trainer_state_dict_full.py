@@ -126,7 +126,7 @@ def test_a_tied_head_that_differs_is_an_error_that_names_both(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        ({"x": torch.zeros(2, dtype=torch.complex64)}, "x has dtype torch.complex64"),
+        ({"x": torch.zeros(2, dtype=torch.complex128)}, "x has dtype torch.complex128"),
         ({"__metadata__": torch.zeros(2)}, "has the name of safetensors' own metadata"),
         ({"text": "no tensor"}, "no tensors"),
     ],
@@ -162,12 +162,13 @@ def test_a_tensor_that_cannot_be_made_fails_after_the_others_were_gathered() -> 
 def test_extra_state_and_what_is_no_tensor_are_left_out(tmp_path: Path) -> None:
     state: dict[str, Any] = {
         "weight": values(2),
+        "my_extra_state": values(2),
         "layer._extra_state": torch.zeros(3),
         "_extra_state": {"left": "out"},
     }
     put(state, tmp_path)
     found: dict[str, Tensor] = load_file(tmp_path / FULL_STATE_DICT)
-    assert found.keys() == {"weight"}
+    assert found.keys() == {"weight", "my_extra_state"}
     with safe_open(tmp_path / FULL_STATE_DICT, "pt") as opened:
         assert opened.metadata()["format"] == "pt"
 

@@ -17,6 +17,8 @@ _BY_VALUE: Final = frozenset({torch.float64, torch.float32, torch.float16, torch
 _BY_BITS: Final = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F}
 if hasattr(torch, "float8_e8m0fnu"):  # torch 2.6 lacks it
     _BY_BITS[torch.float8_e8m0fnu] = 0xFF  # it has no sign
+#: In these NaN has the bits of minus zero, and there is no Inf.
+_BY_SIGN: Final = frozenset({torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 #: Elements of fp8 whose bits are copied at a time.
 _BLOCK: Final = 4 * 1024 * 1024
 
@@ -46,14 +48,18 @@ class Looked:
     def add(self, key: Hashable, tensor: Tensor) -> None:
         """Check a strided tensor, in the device's current stream."""
         dtype = tensor.dtype
-        if not tensor.numel() or dtype not in _BY_VALUE | _BY_BITS.keys():
+        if not tensor.numel() or dtype not in _BY_VALUE | _BY_SIGN | _BY_BITS.keys():
             return
         scalars = self._scalars[tensor.device, dtype]
         if dtype in _BY_VALUE:
             scalars += [(key, scalar) for scalar in torch.aminmax(tensor)]
         else:
-            blocks = torch.split(tensor.reshape(-1).view(torch.uint8), _BLOCK)
-            scalars += [(key, (block & _BY_BITS[dtype]).amax()) for block in blocks]
+            for block in torch.split(tensor.reshape(-1).view(torch.uint8), _BLOCK):
+                is_by_sign = dtype in _BY_SIGN
+                worst = (
+                    (block ^ 0x80).amin() ^ 0x80 if is_by_sign else (block & _BY_BITS[dtype]).amax()
+                )
+                scalars.append((key, worst))
 
     def fetch(self) -> set[torch.device]:
         """Copy the results to the host; return the devices whose streams run the copies."""

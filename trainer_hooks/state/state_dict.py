@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from syncd.checkpoint.tensor_rules import DTYPES, Cast, cast_dtype, refuse_cast
+from syncd.checkpoint.tensor_rules import DTYPES, Cast, cast_dtype, is_extra_state, refuse_cast
 from syncd.coordination.tensors import DTYPES as TORCH_DTYPES
 from syncd.protocol.errors import InvalidSettingsError
 from trainer_hooks.state.wrappers import hides, renames
@@ -39,7 +39,8 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
             DTensor or ShardedTensor. With FSDP1 they are copies. An ``_extra_state`` has any type.
 
     Raises:
-        InvalidSettingsError: a tensor is on the meta device (not checked with FSDP1).
+        InvalidSettingsError: a tensor is on the meta device, or a parameter has the name of extra
+            state (not checked with FSDP1).
     """
     with _sharded_by_fsdp1(model) as is_fsdp1:
         # Slow for DTensors, but FSDP1 needs it.
@@ -51,6 +52,11 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
                 f"{name_of(name)} is on the meta device and has no data, so it cannot be saved. "
                 "Move the model to a real device with to_empty(), and fill it, before you save it"
             )
+        if isinstance(value, nn.Parameter) and is_extra_state(name):
+            raise InvalidSettingsError(
+                f"{name_of(name)} has torch's name for extra state, so torch cannot load this "
+                "parameter. Give it another name"
+            )
     return {name_of(name): value for name, value in state.items()}
 
 
@@ -59,7 +65,7 @@ def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {
         name: value
         for name, value in state.items()
-        if isinstance(value, Tensor) and not str(name).endswith("_extra_state")
+        if isinstance(value, Tensor) and not is_extra_state(name)
     }
 
 

@@ -20,7 +20,15 @@ from typing import Any, Final, NamedTuple
 
 from syncd.checkpoint.placement import Shape
 from syncd.checkpoint.safetensors_header import HeaderEntry, broken, read_fields
-from syncd.checkpoint.tensor_rules import DTYPES, METADATA, NUMBER_LIMIT, is_offset, shape_of, shown
+from syncd.checkpoint.tensor_rules import (
+    DTYPES,
+    METADATA,
+    NUMBER_LIMIT,
+    is_extra_state,
+    is_offset,
+    shape_of,
+    shown,
+)
 from syncd.checkpoint.torch_files.inert_pickle import DType, Inert, load_inert
 from syncd.checkpoint.torch_files.pieces import check_name
 from syncd.protocol.errors import CheckpointError, CoverageError, ShardFormatError
@@ -217,8 +225,6 @@ _NO_MODEL: Final = re.compile(
     r"|opt|step|meta|metadata|(.*_)?extra_?state",
     re.IGNORECASE | re.DOTALL,
 )
-#: The mark of extra state, e.g. TransformerEngine's, in names. Extra state is not merged.
-EXTRA_STATE: Final = "_extra_state"
 _TOLD: Final = 5
 
 
@@ -263,14 +269,16 @@ def select_model(entries: Mapping[str, SavedName], prefix: str | None, where: st
         parent = () if prefix == "" else _parent(entries, where)
         found = {name: own for name in entries if (own := _own_name(entries[name], parent))}
     weights = {
-        name: own for name, own in found.items() if _is_tensor(entries[name]) and not _is_extra(own)
+        name: own
+        for name, own in found.items()
+        if _is_tensor(entries[name]) and not _is_extra(entries[name])
     }
     if not weights:
         what = "at its top level" if not prefix else f"whose name begins with {shown(prefix)!r}"
         raise CheckpointError(
             f"{where} has no tensor {what}; {_told(entries)}. Give another --prefix (dcp_prefix)"
         )
-    others = [name for name, own in found.items() if name not in weights and not _is_extra(own)]
+    others = [name for name in found if name not in weights and not _is_extra(entries[name])]
     return Selected(weights, tuple(others), is_all=len(found) == len(entries))
 
 
@@ -279,14 +287,14 @@ def _own_name(entry: SavedName, parent: Keys) -> str:
     own = ".".join(within)
     if entry.path[: len(parent)] != parent or not within:
         return ""
-    if len(within) > 1 and not within[0].endswith(EXTRA_STATE):
+    if len(within) > 1 and not is_extra_state(within[0]):
         return ""  # it is in a nested dict
     # The top level may also have entries that are not the model's, for example a step count.
-    return own if parent or _is_tensor(entry) or _is_extra(own) else ""
+    return own if parent or _is_tensor(entry) or _is_extra(entry) else ""
 
 
-def _is_extra(name: str) -> bool:
-    return f"{EXTRA_STATE}." in f"{name}."
+def _is_extra(entry: SavedName) -> bool:
+    return any(map(is_extra_state, entry.path))  # extra state can be a dict, too
 
 
 def _is_tensor(entry: SavedName) -> bool:

@@ -13,6 +13,7 @@ from syncd.checkpoint.placement import Position, Shape, place
 from syncd.checkpoint.tensor_rules import (
     DTYPES,
     TENSOR_LIMIT,
+    is_extra_state,
     is_offset,
     name_fault,
     shape_of,
@@ -70,7 +71,7 @@ def read_pieces(
 ) -> dict[str, Piece | Pieces]:
     """The pieces by the names of their tensors, in the order of the state dict.
 
-    Keys that end with ``_extra_state`` are left out. ``plain`` receives the plain values
+    Modules' extra state is left out. ``plain`` receives the plain values
     (:func:`is_plain`), for example of an optimizer's state. If ``plain`` is None, a plain value is
     an error, because a model's state has none.
 
@@ -93,9 +94,7 @@ def read_pieces(
             if isinstance(name, str) and is_plain(value)
         )
     return {
-        name: reader.piece(name, value)
-        for name, value in state.items()
-        if not (isinstance(name, str) and name.endswith("_extra_state"))
+        name: reader.piece(name, value) for name, value in state.items() if not is_extra_state(name)
     }
 
 
