@@ -31,6 +31,9 @@ class Headed(nn.Module):
         super().__init__()
         self.head, self.pretrained_model, self.config = nn.Linear(2, 1), model, model.config
 
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        return {**self.pretrained_model.state_dict(*args, **options), "head": self.head.weight}
+
 
 def config(**more: Any) -> LlamaConfig:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8}

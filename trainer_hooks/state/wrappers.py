@@ -6,13 +6,14 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 def trained_model(model: nn.Module) -> nn.Module:
@@ -88,7 +89,10 @@ def part_described(model: nn.Module) -> str | None:
     With the names of the whole, and the config of a part, a folder would load as random weights.
     """
     inner = unwrapped(model)
-    if is_pretrained(inner) or adapters_of(inner):
+    is_model = is_pretrained(inner) or adapters_of(inner)
+    if (
+        is_model or type(inner).state_dict is not nn.Module.state_dict
+    ):  # TRL's gives the part's names
         return None
     config = getattr(inner, "config", None)
     for name, part in inner.named_modules():
