@@ -28,7 +28,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import configuration_auto, modeling_auto
 
 from syncd.checkpoint import name_map
-from syncd.checkpoint.name_map import NameMap
+from syncd.checkpoint.name_map import HubPart, NameMap
 from syncd.checkpoint.placement import Shape
 from syncd.protocol.tensor_names import HubPiece
 from trainer_hooks.state.hub_names import name_map_of
@@ -123,6 +123,16 @@ def shapes(model: nn.Module) -> dict[str, Shape]:
     return {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
 
+def on_hub(names: NameMap | None, tensors: dict[str, Shape]) -> dict[str, Shape]:
+    """The shapes of a model's tensors on the hub."""
+    found: dict[str, Shape] = {}
+    for name, shape in tensors.items():
+        for part in [HubPart(name, shape)] if names is None else names.hub(name, shape):
+            rows = 0 if part.at is None else found.get(part.name, (0,))[0]
+            found[part.name] = (rows + part.shape[0], *part.shape[1:]) if rows else part.shape
+    return found
+
+
 def rules_of(names: NameMap, tensors: dict[str, Shape]) -> dict[str, Any]:
     """The rules that give this map again, in general words; not checked."""
     rules: dict[str, Any] = {}
@@ -153,6 +163,23 @@ def rules_of(names: NameMap, tensors: dict[str, Shape]) -> dict[str, Any]:
         if not isinstance(given, str) or given + general[len(key) :] != hub:
             rules[general] = hub
     return dict(sorted(rules.items()))
+
+
+def keep_hub_names(rules: dict[str, Any], trainer: set[str], hub: set[str]) -> None:
+    """Add rules for the hub's names that other rules would change again: they stay.
+
+    ``trainer`` has the names to which the rules apply. Both sets are in general words.
+    """
+    for name in sorted(hub - trainer):
+        parts = name.split(".")
+        beginnings = [".".join(parts[:count]) + "." for count in range(1, len(parts))]
+        key = name_map.rule_key(rules, name)
+        if rules.get(key, key) == key:
+            continue
+        longer = [kept for kept in beginnings if len(kept) > len(key)]
+        free = (kept for kept in longer if not any(one.startswith(kept) for one in trainer))
+        kept = next(free, name)
+        rules[kept] = kept
 
 
 def _general(hub_name: str, name: str) -> str:
@@ -200,6 +227,8 @@ def _without_common_end(name: str, other: str) -> tuple[str, str]:
 def tables(types: list[str]) -> Iterator[tuple[str, str, Any, Any, str]]:
     """For each type and class: its model, its rules, and why there are none."""
     for model_type in types:
+        known = []
+        hub: set[str] = set()
         for kind in classes(model_type):
             try:
                 model = default_model(model_type, kind)
@@ -218,7 +247,13 @@ def tables(types: list[str]) -> Iterator[tuple[str, str, Any, Any, str]]:
                 reason = None if again == names else again.refused or "no general rules"
             if reason is not None:
                 rules = {_NUMBER.sub("#", name): [] for name in changed_names(model)}
-            yield model_type, kind.__name__, model, rules, reason or ""
+                yield model_type, kind.__name__, model, rules, reason
+                continue
+            known.append((kind.__name__, model, rules))
+            hub |= {_NUMBER.sub("#", name) for name in on_hub(names, tensors)}
+        for class_name, model, rules in known:
+            keep_hub_names(rules, {_NUMBER.sub("#", name) for name in shapes(model)}, hub)
+            yield model_type, class_name, model, rules, ""
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ for each trainer's name that differs on the hub. A rule's key is a whole name, o
 with a dot. In a key, ``#`` stands for a number. The longest matching key counts. A rule's value is
 one of these:
 
-- the prefix on the hub, which replaces the key;
+- the prefix on the hub, which replaces the key. It is the key itself for names of the hub that
+  another key would change again;
 - an empty list: syncd does not know the name on the hub, and refuses the tensor;
 - the pieces of a tensor, in the form of :class:`~syncd.protocol.tensor_names.HubPiece`. In a table,
   ``rows`` is ``[i, n]``: part i (from 0) of n equal parts. ``at`` is the number of the part among
@@ -398,7 +399,8 @@ def _record(rules: Rules, tensors: Mapping[str, Shape]) -> NameMapRecord:
     )
 
 
-def _key(rules: Rules, general: str) -> str:
+def rule_key(rules: Rules, general: str) -> str:
+    """The key that counts for a name in general words; empty if there is none."""
     key = general
     while key and key not in rules:
         key = key[: key.rstrip(".").rfind(".") + 1]
@@ -406,7 +408,7 @@ def _key(rules: Rules, general: str) -> str:
 
 
 def _renamed(rules: Rules, general: str) -> str:
-    key = _key(rules, general)
+    key = rule_key(rules, general)
     rule = rules.get(key)
     return rule + general[len(key) :] if isinstance(rule, str) else general
 
@@ -414,7 +416,7 @@ def _renamed(rules: Rules, general: str) -> str:
 def _pieces(rules: Rules, name: str, shape: Shape) -> list[dict[str, Any]]:
     numbers = _NUMBER.findall(name)
     general = _NUMBER.sub(_ANY, name)
-    rule = rules.get(_key(rules, general))
+    rule = rules.get(rule_key(rules, general))
     if rule is None:
         return []
     if isinstance(rule, str):

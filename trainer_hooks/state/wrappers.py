@@ -89,10 +89,8 @@ def part_described(model: nn.Module) -> str | None:
     With the names of the whole, and the config of a part, a folder would load as random weights.
     """
     inner = unwrapped(model)
-    is_model = is_pretrained(inner) or adapters_of(inner)
-    if (
-        is_model or type(inner).state_dict is not nn.Module.state_dict
-    ):  # TRL's gives the part's names
+    gives_names = type(inner).state_dict is not nn.Module.state_dict  # such as TRL's value head
+    if is_pretrained(inner) or adapters_of(inner) or gives_names:
         return None
     config = getattr(inner, "config", None)
     for name, part in inner.named_modules():
