@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.fsdp_models import Columns, Laden, Language, Parallel, tensors
+from tests.fsdp_models import Block, Columns, Laden, Language, Parallel, tensors
 from tests.wrappings import fsdp2 as layer_by_layer
 from tests.wrappings import groups, mesh, unit
 
@@ -99,6 +99,16 @@ def shuffled(_: int) -> Made:
 def _fully_sharded(on: DeviceMesh) -> Made:
     model, truth = plain(0)
     return layer_by_layer(model, on), truth
+
+
+def fsdp2_unordered(world_size: int) -> Made:
+    """Ranks that register the same layers in another order."""
+    layers = [Block(torch.float32) for _ in range(3)]
+    truth = tensors(nn.ModuleList(layers))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh(fsdp=world_size))
+    named = [(str(number), layer) for number, layer in enumerate(layers)]
+    return nn.ModuleDict(named[:: -1 if mesh(fsdp=world_size).get_rank() else 1]), truth
 
 
 def fsdp2_wrapped(world_size: int) -> Made:

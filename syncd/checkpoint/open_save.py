@@ -16,7 +16,7 @@ from syncd.checkpoint.dcp.dcp_file import DcpFile, OneByOne
 from syncd.checkpoint.dcp.dcp_metadata import Chunk, Chunked, StoredModel, whole_shapes
 from syncd.checkpoint.gc_pause import uncollected
 from syncd.checkpoint.merging.options import Checked, MergeOptions
-from syncd.checkpoint.merging.plan import MergePlan, ShardIndex, plan_merge
+from syncd.checkpoint.merging.plan import MergePlan, ShardIndex, agreed, plan_merge
 from syncd.checkpoint.merging.source_reader import Source, SourceFile
 from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.parallel import Check
@@ -36,6 +36,7 @@ from syncd.checkpoint.save import (
 from syncd.checkpoint.tensor_rules import TENSOR_LIMIT, Cast, refuse_cast, shown
 from syncd.checkpoint.torch_files.pieces import PICKLE_LIMIT
 from syncd.checkpoint.torch_files.shard_file import ShardFile
+from syncd.checkpoint.wrapper_names import without_wrappers
 from syncd.protocol.errors import (
     CheckpointError,
     CoverageError,
@@ -348,15 +349,11 @@ class SaveContents(NamedTuple):
 
     def shapes(self) -> dict[str, Shape]:
         """The shape of each whole tensor."""
-        found: dict[str, Shape] = {}
-        for index in self.indexes:
-            for name, value in index.tensors.items():
-                if isinstance(value, Chunks):
-                    found[name] = value.global_shape
-                else:
-                    whole = value.position
-                    found[name] = value.local_shape if whole is None else whole.global_shape
-        return found
+        return {
+            name: agreed(value)[1]
+            for index in self.indexes
+            for name, value in index.tensors.items()
+        }
 
     def check_cast(self, cast: Cast | None) -> None:
         """Raise CheckpointError if there is a cast, and the model is quantized."""
@@ -445,6 +442,7 @@ def look_inside(opened: OpenSave, cancel: Check) -> SaveContents:
     for shard in opened.shards:
         cancel()
         indexes.append(ShardIndex(shard.path.name, opened.tensors(shard)))
+    indexes = list(without_wrappers(indexes, ddp=not opened.save.receipts))
     names = dict.fromkeys(name for index in indexes for name in index.tensors)
     if len(names) > TENSOR_LIMIT:
         raise CheckpointError(

@@ -58,6 +58,7 @@ KINDS: Final = {
     "fsdp1_not_sharded": (2,),
     "fsdp2": (2, 4),
     "fsdp2_wrapped": (2,),
+    "fsdp2_unordered": (2,),
     "fsdp2_columns": (4,),
     "hsdp": (4,),
     "fsdp2_tp": (4,),
@@ -238,7 +239,6 @@ def refused() -> dict[str, str]:
     block = Block(torch.float32)
     states: dict[str, dict[str, Any]] = {
         "other names": {f"{rank}.{name}": value for name, value in block.state_dict().items()},
-        "other order": dict(sorted(block.state_dict().items(), reverse=bool(rank))),
         "other shape": {"weight": torch.zeros(3 + rank)},
         "complex": {"weight": torch.zeros(3, dtype=torch.complex128 if rank else torch.float32)},
         "no tensors": {"weight": "text"},

@@ -89,7 +89,7 @@ def test_training_is_the_same_with_saves_between_and_without(saves: Path) -> Non
 def test_states_that_do_not_belong_together_are_refused_on_every_rank(saves: Path) -> None:
     told, others = (one["refused"] for one in answers(saves, 2))
     assert told == others
-    for case in ("other names", "other order", "other shape"):
+    for case in ("other names", "other shape"):
         assert re.match(r"the \d+ tensors of rank 1 differ from the \d+ ", told[case])
     assert told["complex"].startswith("rank 1 cannot save its full state dict: weight has dtype")
     assert "no tensors" in told["no tensors"]

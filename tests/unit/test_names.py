@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from torch import nn
 
 from syncd.checkpoint.merging.merge import run_plan
 from syncd.checkpoint.merging.options import MergeOptions, Work
@@ -29,6 +30,7 @@ from tests.jobs import SmallJob, nothing, read, weights
 from tests.merging import build
 from tests.products import product
 from tests.storages import STORAGE
+from trainer_hooks import TrainerHook
 
 #: Names that something on the way might take for something else, and that are only names.
 ODD: Final = (
@@ -141,6 +143,49 @@ def test_extra_state_is_left_out_by_the_last_part_of_its_name_alone(tmp_path: Pa
     save(path, ["layer._extra_state", "_extra_state", *kept])
     with ShardFile.open(STORAGE, path) as opened:
         assert list(opened.tensors()) == kept
+
+
+@pytest.mark.parametrize("prefix", [None, "model."])
+@pytest.mark.parametrize(
+    ("saved", "plain"),
+    [
+        (["_orig_mod.a.w", "_orig_mod.b"], ["a.w", "b"]),
+        (["layers.0._orig_mod.w", "norm.w"], ["layers.0.w", "norm.w"]),
+        (["a._checkpoint_wrapped_module._orig_mod._fsdp_wrapped_module.w"], ["a.w"]),
+        (["module._orig_mod.w", "module._orig_mod.module.a"], ["w", "module.a"]),
+        (["_orig_mod.module.module.w"], ["w"]),
+        (["module.w", "head.w"], ["module.w", "head.w"]),
+        (["a._orig_mod", "my_orig_mod.w"], ["a._orig_mod", "my_orig_mod.w"]),
+    ],
+)
+def test_wrappers_names_are_left_out(
+    tmp_path: Path, saved: list[str], plain: list[str], prefix: str | None
+) -> None:
+    actor, out = tmp_path / "actor", tmp_path / "out"
+    actor.mkdir()
+    if prefix is None:
+        save(actor / shard_name(1, 0), saved)
+    else:
+        state = {name: torch.tensor([number]) for number, name in enumerate(saved)}
+        dcp.save({"model": state}, checkpoint_id=actor, no_dist=True)
+    build(actor, out, prefix=prefix)
+    assert loaded(out) == {name: number for number, name in enumerate(plain)}
+
+
+def test_a_name_that_two_tensors_would_have_without_wrappers_is_an_error(tmp_path: Path) -> None:
+    save(tmp_path / shard_name(1, 0), ["a.w", "a._orig_mod.w"])
+    with pytest.raises(CoverageError, match=r"a\._orig_mod\.w would have the name of a\.w\. Save"):
+        build(tmp_path, tmp_path / "out")
+
+
+def test_a_hook_has_left_out_module_itself(job: SmallJob) -> None:
+    model = nn.Module()
+    model.module = nn.Linear(2, 2)
+    with TrainerHook(job.root, model) as hook:
+        hook.after_step(1)
+    build(job.actor(1), job.root / "out")
+    with safe_open(job.root / "out" / "model.safetensors", "pt") as opened:
+        assert set(opened.keys()) == {"module.weight", "module.bias"}
 
 
 # -- names that are refused --------------------------------------------------------------------

@@ -43,7 +43,7 @@ def gather_full(
     Besides the copy, rank 0 has one whole tensor in memory (twice under FSDP1 without a mesh).
 
     Args:
-        state: this rank's sharded state dict; the same names, in the same order, on every rank.
+        state: this rank's sharded state dict; the same names on every rank.
         rank: this rank's number.
         part: rank 0's memory for the copy; None to gather only, because the other ranks do.
         tied: whether to leave out the output embedding (:func:`ties_embeddings`).
@@ -119,10 +119,12 @@ def ties_embeddings(model: nn.Module) -> bool:
 class _Outline:
     """A summary of a rank's tensors, to compare with other ranks.
 
-    ``memory`` has, for each tensor, the number of the first tensor with the same memory.
+    ``order`` also depends on the order of the tensors. ``memory`` has, for each tensor, the number
+    of the first tensor with the same memory.
     """
 
     digest: str
+    order: str
     count: int
     fault: str | None
     memory: tuple[int, ...]
@@ -136,7 +138,7 @@ def agree_on_plan(
     derived: Mapping[str, Derived] = MappingProxyType({}),
     cast: Cast | None = None,
 ) -> Sequence[PlannedTensor]:
-    """The tensors of the file, in order; the same on all ranks. Collective.
+    """The tensors of the file, in rank 0's order; the same on all ranks. Collective.
 
     For the arguments see :func:`gather_full`. A derived tensor never counts as tied.
 
@@ -151,9 +153,11 @@ def agree_on_plan(
         if other.digest != outlines[0].digest:
             raise SaveFailedError(
                 f"the {other.count} tensors of rank {number} differ from the {outlines[0].count} "
-                "tensors of rank 0 in name, kind, dtype or shape. Pipeline stages can be saved "
-                "only as shards"
+                "tensors of rank 0 in name, kind, dtype or shape. Of pipeline stages no rank can "
+                "gather all: leave layout at sharded, method at checkpoint, and save_as_hf at never"
             )
+    if any(other.order != outline.order for other in outlines):
+        state = {name: state[name] for name in Ranks().gathered([*state])[0]}
     try:
         return _planned(state, outlines[0].memory, tied=tied, cast=cast)
     except SyncdError as error:
@@ -164,19 +168,22 @@ def _outline(
     state: Mapping[str, Tensor], rank: int, *, tied: bool, derived: Mapping[str, Derived]
 ) -> _Outline:
     fault = None if state else "the state dict has no tensors"
-    hasher = xxhash.xxh3_128(b"tied" if tied else b"")
+    likes = []
     memory = []
     seen: dict[object, int] = {}
     for number, (name, value) in enumerate(state.items()):
         fault = fault or _fault(name, value, rank)
         is_derived = name in derived
-        hasher.update(repr((_like(name, value), is_derived)).encode())
+        likes.append(repr((_like(name, value), is_derived)))
         for part, own in derived[name].parts.items() if is_derived else ():
             fault = fault or _fault(part, own, rank)
-            hasher.update(repr(_like(part, own)).encode())
+            likes[-1] += repr(_like(part, own))
         key = number if is_derived else memory_of(value) or number
         memory.append(seen.setdefault(key, number))
-    return _Outline(hasher.hexdigest(), len(state), fault, tuple(memory))
+    digest, order = (
+        xxhash.xxh3_128_hexdigest(repr((tied, told)).encode()) for told in (sorted(likes), likes)
+    )
+    return _Outline(digest, order, len(state), fault, tuple(memory))
 
 
 def _like(name: str, value: Tensor) -> object:

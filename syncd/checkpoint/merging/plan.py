@@ -327,15 +327,15 @@ def _whole(
         if (value := shard.tensors.get(name)) is not None
     ]
     first, told = found[0]
-    agreed = _agreed(told)
+    like = agreed(told)
     for source, other in found[1:]:
-        if _agreed(other) != agreed:
+        if agreed(other) != like:
             raise CoverageError(
                 f"{shown(name)} is {_described(told)} in {shards[first].label} but "
                 f"{_described(other)} in {shards[source].label}. Save again, with all ranks in "
                 "one job"
             )
-    dtype, shape, is_plain = agreed
+    dtype, shape, is_plain = like
     length = math.prod(shape) * ITEMSIZE[dtype]
     if not length:
         return PlannedTensor(renamed, dtype, shape, 0, dtype, (), ())
@@ -361,7 +361,7 @@ def _block(source: int, local: Local) -> Block:
     return Block(position.offsets, local.local_shape, run, position.mesh)
 
 
-def _agreed(value: Local | Chunks) -> tuple[str, Shape, bool]:
+def agreed(value: Local | Chunks) -> tuple[str, Shape, bool]:
     """Dtype, whole shape, and True for a plain tensor: all ranks must agree on them."""
     if isinstance(value, Chunks):
         return value.dtype, value.global_shape, False
@@ -371,7 +371,7 @@ def _agreed(value: Local | Chunks) -> tuple[str, Shape, bool]:
 
 
 def _described(value: Local | Chunks) -> str:
-    dtype, shape, is_plain = _agreed(value)
+    dtype, shape, is_plain = agreed(value)
     if is_plain:
         return f"a plain {dtype} tensor of shape {shape}"
     return f"a sharded {dtype} tensor of global shape {shape}"
