@@ -212,9 +212,9 @@ def build_model_folder(
 def _tell_flaws(
     storage: Storage, actor: Path, folder: Path, manifest: Manifest, work: Work
 ) -> None:
-    for flaw in flaws_in(storage, folder, manifest):
-        if manifest.sequence or flaw.kind != "no_config":  # a merge may be of weights alone
-            work.tell(ModelFilesWrong(actor, *flaw))
+    for flaw, reason in flaws_in(storage, folder, manifest):
+        if manifest.sequence or flaw != "no_config":  # a merge may be of weights alone
+            work.tell(ModelFilesWrong(actor, flaw, reason))
 
 
 def build_step(
@@ -341,15 +341,7 @@ def _copy_small_files(
     work: Work,
 ) -> tuple[VersionFile, ...]:
     """Copy config and tokenizer; check the files that a receipt lists."""
-
-    def linked(path: Path) -> None:
-        reason = (
-            f"the version lacks {shown(path.name)}, which is a link, and syncd follows no links "
-            "in a save. Replace it by its file or folder (cp -RL), and save the step again"
-        )
-        work.tell(ModelFilesWrong(actor, "link", reason))
-
-    copy = partial(copy_model_files, storage, cancel=work.cancel, linked=linked)
+    copy = partial(copy_model_files, storage, cancel=work.cancel, tell=work.tell)
     copied: dict[str, tuple[VersionFile, ...]] = {}
     leave_out: set[str] = set()
     if kind == "adapter":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Final
 
 from syncd.checkpoint.tensor_rules import DTYPES, ITEMSIZE, is_floating, shown
 from syncd.protocol.names import MODEL_CONFIG
@@ -17,67 +19,56 @@ _QUANTIZATION: Final = "quantization_config"
 _NAMES: Final = {short: name for name, (short, _) in DTYPES.items()}
 #: Packed weights, if they have rows. A model's own integers have 64 bits, or are counters.
 _PACKED: Final = frozenset({"U8", "I8", "U16", "I16", "U32", "I32"})
+#: A module and its class in ``auto_map``; those of another repository have its name before them.
+_CODE: Final = re.compile(r"'(\w+)\.\w+'")
 
 #: The tensors of a version.
 Tensors = Sequence[TensorEntry]
 
 
-class Flaw(NamedTuple):
-    """Something untrue or missing: its kind, and the reason with the remedy."""
-
-    kind: str
-    reason: str
-
-
 def flaws(
     configs: Mapping[str, object], files: Collection[str], tensors: Tensors
-) -> Iterator[Flaw]:
-    """Compare the small files of a full version with its weights.
+) -> Iterator[tuple[str, str]]:
+    """What the small files of a full version do not say, or wrongly say: a kind and the reason.
 
     ``configs`` has the content of ``config.json`` and of other configs, None if it is unreadable.
     """
     config = configs[MODEL_CONFIG]
     if MODEL_CONFIG not in files:
-        yield Flaw(
+        yield (
             "no_config",
             "the version has no config.json, so no engine can load it by itself. Let the trainer "
             "save it, or copy the base model's files except weights into actor/huggingface/",
         )
     elif not isinstance(config, dict):
-        yield Flaw("config", "config.json is not a JSON object of at most 4 MiB: save it again")
+        yield "config", "config.json is not a JSON object of at most 4 MiB: save it again"
     else:
-        yield from _of_config(config, tensors)
+        if not config.get("architectures"):
+            yield (
+                "class",
+                "config.json names no class in architectures, so servers cannot choose one: set "
+                "architectures in the model's config",
+            )
+        quantized = is_quantized((tensor.dtype, tensor.shape) for tensor in tensors)
+        if quantized != (config.get(_QUANTIZATION) is not None):
+            yield (
+                "quantization",
+                f"the version has {'' if quantized else 'no '}quantized weights, but config.json "
+                f"says otherwise: add or remove its {_QUANTIZATION}",
+            )
+        for part, key in wrong_dtypes(config, tensors):
+            yield (
+                "dtype",
+                f"config.json says {key} {shown(part[key])}, but the weights are "
+                f"{', '.join(floating_dtypes(tensors))}, so engines may round them: correct it",
+            )
     for name, content in configs.items():
         for file in sorted(code_files(content) - set(files)):
-            yield Flaw(
+            yield (
                 "code",
                 f"{name} names {shown(file)} in auto_map, but the version has no such file, so it "
                 "loads only where that code is. Copy the code into actor/huggingface/",
             )
-
-
-def _of_config(config: dict[str, object], tensors: Tensors) -> Iterator[Flaw]:
-    classes = config.get("architectures")
-    if not (isinstance(classes, list) and classes):
-        yield Flaw(
-            "class",
-            "config.json names no class in architectures, so servers cannot choose one: set "
-            "architectures in the model's config",
-        )
-    quantized = is_quantized(tensors)
-    if quantized != (config.get(_QUANTIZATION) is not None):
-        reason = "has quantized weights" if quantized else "has no quantized weights"
-        yield Flaw(
-            "quantization",
-            f"the version {reason}, but config.json says otherwise: add or remove its "
-            f"{_QUANTIZATION}",
-        )
-    for part, key in wrong_dtypes(config, tensors):
-        yield Flaw(
-            "dtype",
-            f"config.json says {key} {shown(part[key])}, but the weights are "
-            f"{', '.join(floating_dtypes(tensors))}, so engines may round them: correct the file",
-        )
 
 
 def wrong_dtypes(
@@ -88,22 +79,28 @@ def wrong_dtypes(
     Weights that were not cast may also have a wider dtype. A quantized model's are never wrong.
     """
     found = floating_dtypes(tensors)
-    if not isinstance(config, dict) or not found or is_quantized(tensors):
+    if not found or is_quantized((tensor.dtype, tensor.shape) for tensor in tensors):
         return []
-    wider = () if is_cast else (one for one in found if ITEMSIZE[one] > ITEMSIZE[found[0]])
-    right = {_NAMES[one] for one in (found[0], *wider)}
-    wrong, parts = [], [config]
-    while parts:
-        part = parts.pop()
-        if part.get(_QUANTIZATION) is not None:
-            return []
-        for key, value in part.items():
-            if isinstance(value, dict) and key.endswith("config"):
-                parts.append(value)
-            is_dtype = key in {"dtype", "torch_dtype"} and isinstance(value, str)
-            if is_dtype and value.removeprefix("torch.") not in right:
-                wrong.append((part, key))
-    return wrong
+    right = {
+        _NAMES[one]
+        for one in found
+        if one == found[0] or not (is_cast or ITEMSIZE[one] <= ITEMSIZE[found[0]])
+    }
+    parts = [config] if isinstance(config, dict) else []
+    for part in parts:  # which grows
+        parts += [
+            value
+            for key, value in part.items()
+            if key.endswith("config") and isinstance(value, dict)
+        ]
+    if any(part.get(_QUANTIZATION) is not None for part in parts):
+        return []
+    return [
+        (part, key)
+        for part in parts
+        for key in ("dtype", "torch_dtype")
+        if isinstance(said := part.get(key), str) and said.removeprefix("torch.") not in right
+    ]
 
 
 def true_dtype(tensors: Tensors) -> str:
@@ -120,19 +117,17 @@ def floating_dtypes(tensors: Tensors) -> list[str]:
     return [dtype for dtype, _ in sizes.most_common()]
 
 
-def is_quantized(tensors: Tensors) -> bool:
-    """True if engines must scale or unpack some tensor."""
+def is_quantized(tensors: Iterable[tuple[str, Sequence[int]]]) -> bool:
+    """True if engines must scale or unpack some tensor; each has a dtype and a shape."""
     return any(
-        (is_floating(tensor.dtype) and ITEMSIZE[tensor.dtype] == 1)
-        or (tensor.dtype in _PACKED and len(tensor.shape) > 1)
-        for tensor in tensors
+        ITEMSIZE[dtype] == 1 if is_floating(dtype) else dtype in _PACKED and len(shape) > 1
+        for dtype, shape in tensors
     )
 
 
 def code_files(config: object) -> set[str]:
     """The files with code that ``auto_map`` names, except those of another repository."""
     auto_map = config.get("auto_map") if isinstance(config, dict) else None
-    named = list(auto_map.values()) if isinstance(auto_map, dict) else []
-    flat = [one for value in named for one in (value if isinstance(value, list) else [value])]
-    modules = (one.rpartition(".")[0] for one in flat if isinstance(one, str) and "--" not in one)
-    return {f"{module}.py" for module in modules if module}
+    with suppress(RecursionError):  # lists in lists without end name no file
+        return {f"{module}.py" for module in _CODE.findall(str(auto_map))}
+    return set()

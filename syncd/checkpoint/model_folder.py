@@ -6,6 +6,7 @@ import itertools
 import json
 import stat
 from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -14,7 +15,6 @@ import xxhash
 
 from syncd.checkpoint.description import (
     TOKENIZER_CONFIG,
-    Flaw,
     Tensors,
     flaws,
     true_dtype,
@@ -27,6 +27,7 @@ from syncd.checkpoint.whole_files import Merged
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import MANIFEST, MODEL_CONFIG, NAME_MAP, TEMPORARY, is_weights_name
 from syncd.protocol.records import Manifest, VersionFile
+from syncd.protocol.version_events import ModelFilesWrong
 from syncd.storage.calls import Kind
 from syncd.storage.fsio import Storage
 
@@ -58,13 +59,13 @@ def copy_model_files(
     cancel: Check,
     leave_out: Container[str] = (),
     recursive: bool = True,
-    linked: Callable[[Path], None] = lambda _: None,
+    tell: Callable[[ModelFilesWrong], None] = lambda _: None,
 ) -> tuple[VersionFile, ...]:
     """Copy and sync all files but weights from ``actor/huggingface/`` into a version's folder.
 
     Only regular files are copied. Links are never followed, because other users may have made them;
-    ``linked`` is called with each. A missing ``source_hf`` counts as
-    empty. ``leave_out`` has the paths to skip, relative to ``source_hf``. The result is sorted.
+    ``tell`` is called for each. A missing ``source_hf`` counts as empty. ``leave_out`` has the
+    paths to skip, relative to ``source_hf``. The result is sorted.
 
     Raises:
         CheckpointError: a file is too large or has an impossible name, or the folder is too deep.
@@ -73,12 +74,17 @@ def copy_model_files(
     copied = []
     folders = {folder}
     left = TOTAL_LIMIT
-    found = _regular_files(
-        storage, source_hf, PurePosixPath(), cancel, recursive=recursive, linked=linked
-    )
-    for path in sorted(found, key=lambda path: path.parts):
+    found = _files_and_links(storage, source_hf, PurePosixPath(), cancel, recursive=recursive)
+    for path, kind in sorted(found, key=lambda each: each[0].parts):
         cancel()
         if str(path) in leave_out:
+            continue
+        if kind is Kind.LINK:
+            reason = (
+                f"the version lacks {shown(str(path))}, which is a link, and syncd follows no "
+                "links in a save. Replace it by its file or folder (cp -RL), and save again"
+            )
+            tell(ModelFilesWrong(source_hf, "link", reason))
             continue
         target = folder / path
         if target.parent not in folders:
@@ -112,8 +118,8 @@ def read_model_config(
         return None  # no engine can read it either; it is published as the trainer left it
 
 
-def flaws_in(storage: Storage, folder: Path, manifest: Manifest) -> Iterator[Flaw]:
-    """What the small files of a version do not say, or wrongly say, about its weights."""
+def flaws_in(storage: Storage, folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """What the small files of a version wrongly say of its weights: kinds and reasons."""
     if manifest.kind == "full":
         configs = {
             name: read_model_config(storage, folder, manifest.files, name)
@@ -134,12 +140,14 @@ def correct_dtype(
 ) -> tuple[VersionFile, ...]:
     """Write the dtype of the weights into the ``config.json`` of a folder, if it has another."""
     wrong = wrong_dtypes(config, tensors, is_cast=is_cast)
-    if not wrong:
-        return files
     for part, key in wrong:
         part[key] = true_dtype(tensors)
+    content = b""
+    with suppress(RecursionError):  # it is published as the trainer left it
+        content = json.dumps(config, indent=2).encode() + b"\n" if wrong else b""
+    if not content:
+        return files
     storage.unlink(folder / MODEL_CONFIG)
-    content = json.dumps(config, indent=2).encode() + b"\n"
     made = write_file(storage, folder, MODEL_CONFIG, content)
     return tuple(made if file.name == MODEL_CONFIG else file for file in files)
 
@@ -223,15 +231,14 @@ def write_file(storage: Storage, folder: Path, name: str, content: bytes) -> Ver
     return VersionFile(name=name, size=len(content), digest=digest)
 
 
-def _regular_files(
+def _files_and_links(
     storage: Storage,
     root: Path,
     below: PurePosixPath,
     cancel: Check,
     *,
     recursive: bool,
-    linked: Callable[[Path], None],
-) -> Iterator[PurePosixPath]:
+) -> Iterator[tuple[PurePosixPath, Kind]]:
     status = storage.status(root / below)
     if status is None:
         return
@@ -253,11 +260,9 @@ def _regular_files(
         if path == PurePosixPath(MANIFEST) or is_weights_name(name) or name.startswith(TEMPORARY):
             continue
         if kind is Kind.FOLDER and recursive:
-            yield from _regular_files(storage, root, path, cancel, recursive=True, linked=linked)
-        elif kind is Kind.FILE:
-            yield path
-        elif kind is Kind.LINK:
-            linked(root / path)
+            yield from _files_and_links(storage, root, path, cancel, recursive=True)
+        elif kind in {Kind.FILE, Kind.LINK}:
+            yield path, kind
 
 
 def _copy(

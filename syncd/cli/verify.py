@@ -99,5 +99,5 @@ def _verified(storage: Storage, folder: Path) -> _Verified:
     how = "sizes, headers, digests" if manifest.digests != "off" else "only sizes and headers"
     what = "" if manifest.kind == "full" else f" {manifest.kind}"
     said = f"step {manifest.step}, whole{what} ({how})"
-    warnings = tuple(flaw.reason for flaw in flaws_in(storage, folder, manifest))
+    warnings = tuple(reason for _, reason in flaws_in(storage, folder, manifest))
     return _Verified(folder.name, "whole", said, manifest.step, manifest.kind, warnings)

@@ -256,7 +256,7 @@ def test_a_version_with_nan_is_published_with_a_warning_and_counted(
     assert manifests[1].nonfinite == NonFinite(count=1, names=("weight",))
     page = invoke("status", job.root).output
     assert "with NaN or Inf in 1 tensor (weight)" in " ".join(page.split())
-    trainer, daemon = caplog.messages
+    _, trainer, daemon = caplog.messages  # the first: there is no config.json
     assert "of step 2 has NaN or Inf in 1 tensor (weight)" in trainer
     assert daemon.startswith("version 2 of step 2 has NaN or Inf in 1 tensor (weight)")
     fields = caplog.records[-1].__dict__["fields"]

@@ -5,29 +5,31 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 import shutil
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-import torch
-from torch import nn
-
-from syncd.checkpoint.description import code_files
+from syncd.checkpoint.description import code_files, is_quantized
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.names import MANIFEST, MODEL_CONFIG, is_weights_name
+from syncd.protocol.names import MANIFEST, is_weights_name
 from trainer_hooks.state.plain_model import own_class
+from trainer_hooks.state.state_dict import dtype_name
 from trainer_hooks.state.wrappers import is_pretrained, part_described, unwrapped
+
+if TYPE_CHECKING:
+    from torch import nn
 
 log = logging.getLogger(__name__)
 
 #: Functions that write small files into a given folder.
 FileWriters = tuple[Callable[[Path], object], ...]
 GENERATION_CONFIG: Final = "generation_config.json"
-#: Integers of these dtypes are packed weights beside a ``quantization_config``; others count.
-_PACKED: Final = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32})
 
 
 class Pretrained(Protocol):
@@ -64,7 +66,7 @@ def files_of(source: str | Path | Pretrained) -> FileWriters:
         return partial(_write, source), partial(_add_code, (source,))
     if not Path(source).is_dir():
         raise InvalidSettingsError(f"model_files: {source} is not a folder")
-    _copy_small_files(Path(source), None)
+    deque(_small_files(Path(source)), 0)  # for its errors
     return (partial(_copy_small_files, Path(source)),)
 
 
@@ -77,24 +79,23 @@ def published_config(model: nn.Module) -> Any | None:
     """
     owner = config_owner(model)
     config: Any = getattr(owner, "config", None)
-    if part_described(model) is not None or not hasattr(config, "save_pretrained"):
+    if part_described(model) is not None:
         return None
-    if not hasattr(config, "to_diff_dict"):
-        return config  # not of transformers
+    if not hasattr(config, "to_diff_dict"):  # not of transformers
+        return config if hasattr(config, "save_pretrained") else None
     config = copy.deepcopy(config)
     if is_pretrained(owner):
         config.architectures = [own_class(owner).__name__]
-    dtypes = [value.dtype for value in owner.parameters()]
-    floating = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
-    if floating is not None:
+    dtypes = (value.dtype for value in owner.parameters() if value.is_floating_point())
+    if dtype := next(dtypes, None):
         name = "dtype" if hasattr(config, "dtype") else "torch_dtype"
-        setattr(config, name, str(floating).removeprefix("torch."))
-    dtypes += [value.dtype for value in owner.buffers()]
-    if not any(one in _PACKED or (one.is_floating_point and one.itemsize == 1) for one in dtypes):
+        setattr(config, name, str(dtype).removeprefix("torch."))
+    if getattr(config, "quantization_config", None) is not None and not is_quantized(
+        (dtype_name(value.dtype), value.shape) for value in (*owner.parameters(), *owner.buffers())
+    ):
         vars(config).pop("quantization_config", None)
-    # JSON cannot hold the key None, which some models on the hub have.
     auto_map = dict(getattr(config, "auto_map", None) or {})
-    auto_map.pop(None, None)
+    auto_map.pop(None, None)  # some models on the hub have this key, which JSON cannot hold
     for kind in (own_class(owner), type(config)):
         known_as = getattr(kind, "_auto_class", None)
         if known_as is not None and kind.__module__ != "__main__":
@@ -109,32 +110,38 @@ def config_owner(model: nn.Module) -> nn.Module:
     """The module under wrappers, also PEFT's, to which the config belongs."""
     outer = unwrapped(model)
     config = getattr(outer, "config", None)
-    owners = (one for one in outer.modules() if is_pretrained(one) and one.config is config)
-    return next(owners, outer)
+    if config is None:
+        return outer
+    alike = (one for one in outer.modules() if getattr(one, "config", None) is config)
+    return next(filter(is_pretrained, alike), outer)
 
 
-def _copy_small_files(source: Path, folder: Path | None, *above: Path) -> None:
-    """Copy all files but weights, following links, into a folder; None only checks them."""
-    if folder is not None:
-        folder.mkdir(exist_ok=True)
-    for path in source.iterdir():
+def _copy_small_files(source: Path, folder: Path) -> None:
+    for path in _small_files(source):
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+
+
+def _small_files(folder: Path, *above: Path) -> Iterator[Path]:
+    """All files but weights; links are followed."""
+    for path in folder.iterdir():
         name = path.name
         if is_weights_name(name) or name == MANIFEST or name.startswith("."):
             continue
-        target = None if folder is None else folder / name
-        if path.is_dir() and path.resolve() not in (*above, source.resolve()):
-            _copy_small_files(path, target, *above, source.resolve())
-        elif not path.is_file():
+        if path.is_dir() and path.resolve() not in (*above, folder.resolve()):
+            yield from _small_files(path, *above, folder.resolve())
+        elif path.is_file():
+            yield path
+        else:
             raise InvalidSettingsError(
                 f"model_files: {path} is not a file or folder, or leads nowhere. Remove it, or put "
                 "the file there"
             )
-        elif target is not None:
-            shutil.copyfile(path, target)
 
 
 def _write(part: Any, folder: Path) -> None:
-    """Call ``save_pretrained``; what it refuses to write is written as it is."""
+    """Call ``save_pretrained``; write the generation config also if it refuses that."""
     try:
         part.save_pretrained(str(folder))
     except FileNotFoundError:
@@ -146,22 +153,23 @@ def _write(part: Any, folder: Path) -> None:
         finally:
             del part._auto_class  # noqa: SLF001 - likewise
     except ValueError as error:
-        if not hasattr(part, "to_diff_dict"):
+        if not hasattr(part, "do_sample"):
             raise
-        name = GENERATION_CONFIG if hasattr(part, "do_sample") else MODEL_CONFIG
-        part.to_json_file(folder / name)
-        _warn(f"each version has a {name} that transformers itself would not save: {error}")
+        part.to_json_file(folder / GENERATION_CONFIG)
+        _warn(f"{GENERATION_CONFIG} is published as it is, but loading may fail: {error}")
 
 
 def _add_code(parts: Iterable[Any], folder: Path) -> None:
     """Copy the files with code that the configs in a folder name, and what these files import."""
     homes = [getattr(part, "name_or_path", None) for part in parts]
-    for part in parts:
-        module = sys.modules.get(own_class(part).__module__)
+    for module in (sys.modules.get(own_class(part).__module__) for part in parts):
         if module is not None and not module.__name__.startswith("transformers."):
-            homes.insert(0, str(Path(getattr(module, "__file__", None) or "").parent))
+            homes.insert(0, os.path.dirname(getattr(module, "__file__", None) or ""))
     for config in folder.glob("*config.json"):
-        for name in code_files(json.loads(config.read_bytes())):
+        named = set()
+        with suppress(ValueError):
+            named = code_files(json.loads(config.read_bytes()))
+        for name in named:
             if (folder / name).exists():
                 continue
             places = [Path(home, name) for home in homes if home]
@@ -177,7 +185,7 @@ def _add_code(parts: Iterable[Any], folder: Path) -> None:
                 )
 
 
-def _imported(source: Path) -> Iterator[Path]:
+def _imported(source: Path) -> Iterable[Path]:
     from transformers.dynamic_module_utils import get_relative_import_files  # noqa: PLC0415 - slow
 
     return map(Path, get_relative_import_files(source))

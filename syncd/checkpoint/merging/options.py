@@ -26,11 +26,6 @@ def unheard(done: int, total: int) -> None:
     """Ignore the progress."""
 
 
-def say(event: ModelFilesWrong) -> None:
-    """Log an event."""
-    event.tell(log)
-
-
 def may_copy_remotely(fd: int) -> bool:
     """True if the kernel can ask a file server to copy into this file (NFS 4.2, SMB).
 
@@ -80,4 +75,4 @@ class Work(NamedTuple):
     cancel: Callable[[], None]
     progress: Progress = unheard
     clock: Callable[[], float] = time.monotonic
-    tell: Callable[[ModelFilesWrong], None] = say
+    tell: Callable[[ModelFilesWrong], None] = lambda event: event.tell(log)
