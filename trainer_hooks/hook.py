@@ -136,7 +136,7 @@ class TrainerHook(ClosingSaver):
             sync_dtype=saving.sync_dtype,
             base_vocabulary=vocabulary,
         )
-        self._trained.prove()
+        self._trained.prove(ranks)
         # Of all ranks, also without deltas, because the settings of a rank may differ.
         reasons = ranks.gathered(self._trained.why_no_links(settings, saving.layout))
         why = next(filter(None, reasons), None)

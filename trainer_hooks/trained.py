@@ -15,7 +15,7 @@ from syncd.checkpoint.save import ADAPTER
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import FULL_STATE_DICT, master_name
 from syncd.protocol.policy import SyncMethod, SyncSettings
-from trainer_hooks.ranks import Plan
+from trainer_hooks.ranks import Plan, Ranks
 from trainer_hooks.settings import SaveLayout, SaveLora, SyncDtype
 from trainer_hooks.state.full_checkpoint import (
     AVERAGES,
@@ -32,6 +32,7 @@ from trainer_hooks.state.hub_names import HubNames
 from trainer_hooks.state.lora import PeftState, base_name
 from trainer_hooks.state.model_files import FileWriters
 from trainer_hooks.state.pieces import why_no_pieces
+from trainer_hooks.state.plain_model import on_meta
 from trainer_hooks.state.state_dict import (
     changes,
     fsdp_version,
@@ -78,8 +79,13 @@ class Trained:
         self._masters: deque[HostBuffers] = deque(maxlen=1)
         self._wholes: deque[HostPart] = deque(maxlen=2)
 
-    def prove(self) -> None:
-        """On rank 0, find names under which the model loads, before the first save if possible."""
+    def prove(self, ranks: Ranks) -> None:
+        """Find names under which the model loads, before the first save if possible. Collective."""
+        own: dict[str, Tensor] = {}
+        if fsdp_version(self.model) != 1 and not adapters_of(self.model):
+            with suppress(InvalidSettingsError):  # on meta: it is filled before the first save
+                own = on_meta(sharded_state_dict(self.model))
+        stages = ranks.gathered(own)
         if self.rank != 0:
             return
         if part := part_described(self.model):
@@ -89,9 +95,10 @@ class Trained:
                 type(unwrapped(self.model)).__name__,
                 part,
             )
-        if fsdp_version(self.model) != 1 and not adapters_of(self.model):
-            with suppress(InvalidSettingsError):  # on meta: it is filled before the first save
-                self._hub_names.writers(sharded_state_dict(self.model))
+        for stage in stages[1:]:
+            self._hub_names.of_stages |= {name: stage[name] for name in stage.keys() - own.keys()}
+        if own:
+            self._hub_names.writers(own)
 
     def close(self) -> None:
         """End a proof that is under way. Safe to call twice."""

@@ -4,6 +4,7 @@
 
     ROOT/KIND/truth/    the model, by save_pretrained, in one process
     ROOT/KIND/job/      a job with a save of step 1, of two ranks
+    ROOT/KIND/stages/   the same, where each rank has a pipeline stage
     ROOT/lora/MODE-job/   the same of a model with a LoRA adapter, by SaveSettings(lora=MODE)
     ROOT/lora/base/     its base model, and in adapter/ and merged/ what PEFT makes of it
 """
@@ -54,6 +55,20 @@ def with_adapter(base: nn.Module) -> Any:
     return model.eval()
 
 
+def staged(model: Any, rank: int) -> Any:
+    """The layers of a pipeline stage, by their names in the whole model."""
+    layers = model.model.layers
+    for number in range(len(layers)):
+        if (number > 0) != (rank > 0):
+            layers._modules[str(number)] = None
+    for outer, name in ((model, "lm_head"), (model.model, "norm")):
+        if rank == 0:
+            outer._modules[name] = None
+    if rank > 0:
+        model.model._modules["embed_tokens"] = None
+    return model
+
+
 def truth(root: Path) -> None:
     """What transformers and PEFT write."""
     for kind in KINDS:
@@ -77,11 +92,12 @@ def save(model: nn.Module, job: Path, **settings: Any) -> None:
         hook.save_state_dict(1)
 
 
-def run(_rank: int, _: int, root: Path) -> None:
+def run(rank: int, _: int, root: Path) -> None:
     """Be a rank."""
     for kind in KINDS:
-        model = trained(root / kind / "base", kind)
-        save(fsdp2(model), root / kind / "job")
+        base = root / kind / "base"
+        save(fsdp2(trained(base, kind)), root / kind / "job")
+        save(staged(trained(base, kind), rank), root / kind / "stages")
     for mode in MODES:
         base = type(tiny_model("qwen3_moe")).from_pretrained(root / "lora" / "base")
         save(fsdp2(with_adapter(base)), root / "lora" / f"{mode}-job", lora=mode)

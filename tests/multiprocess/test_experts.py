@@ -36,17 +36,18 @@ def model_of(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
+@pytest.mark.parametrize("job", ["job", "stages"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_of_real_ranks_are_what_transformers_saves(
-    saves: Path, tmp_path: Path, kind: str
+    saves: Path, tmp_path: Path, kind: str, job: str
 ) -> None:
-    manifest = published(saves / kind / "job", tmp_path / "out")
+    manifest = published(saves / kind / job, tmp_path / "out")
 
     assert (manifest.names, manifest.checked) == ("hub", "receipt")
     same(tmp_path / "out", saves / kind / "truth")
     truth = logits(model_of(saves / kind / "truth"))
     assert torch.equal(logits(model_of(tmp_path / "out")), truth)
-    receipt = JobLayout(saves / kind / "job").actor(1) / ".receipts" / "rank_0.json"
+    receipt = JobLayout(saves / kind / job).actor(1) / ".receipts" / "rank_0.json"
     told = read(Receipt, receipt)
     assert f"{HUGGINGFACE}/{NAME_MAP}" in {file.name for file in told.files}
 

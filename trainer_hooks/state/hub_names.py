@@ -47,6 +47,8 @@ class HubNames:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._key: object = None
+        #: The tensors of pipeline stages on other ranks, on ``meta``.
+        self.of_stages: dict[str, Tensor] = {}
         self._names: NameMap | None = None
         self._choices: Generator[NameMap | None] | None = None
 
@@ -60,7 +62,8 @@ class HubNames:
         key = tuple((name, tuple(shape_of(value))) for name, value in tensors.items())
         if self._key != key:
             self.close()
-            self._key, self._choices = key, self._choose(on_meta(tensors), base)
+            self._key = key
+            self._choices = self._choose({**self.of_stages, **on_meta(tensors)}, base)
         if self._choices is not None:
             self._names = next(self._choices, self._names)
         names = self._names
