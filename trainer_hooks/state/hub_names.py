@@ -68,7 +68,7 @@ class HubNames:
 
     def _asked(self, tensors: Mapping[str, Tensor], base: nn.Module | None) -> NameMap | None:
         inner = inside(self.model if base is None else base)
-        if not _is_pretrained(inner):
+        if not is_pretrained(inner):
             return None
         try:
             return name_map_of(plain_model(inner, tensors) if base is None else base, tensors)
@@ -90,7 +90,7 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
             not made of whole rows of the model's tensors. None if the model is not of transformers,
             or if transformers is older than version 5.
     """
-    if not _is_pretrained(model):
+    if not is_pretrained(model):
         return None
     try:
         from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - slow, and imported by a model of it
@@ -117,7 +117,8 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
         return _refused(str(error))
 
 
-def _is_pretrained(model: nn.Module) -> bool:
+def is_pretrained(model: nn.Module) -> bool:
+    """True for a model of transformers."""
     if "transformers" not in sys.modules:
         return False
     from transformers import PreTrainedModel  # noqa: PLC0415 - slow, and imported by a model of it
