@@ -5,15 +5,22 @@ without weights, and asked how it would be saved (``trainer_hooks.state.hub_name
 become rules, and a table is kept if its rules give the model's own map again. Otherwise each name
 that transformers would change has an empty rule, so that a save with this name is refused.
 ``--count`` prints what there is instead.
+
+``known`` lists all types of transformers. For those whose ``from_pretrained(dtype=…)`` keeps
+tensors in fp32, ``fp32`` has, by dtype, regular expressions that occur in the names of these
+tensors, the trainer's or the hub's. ``--fp32`` makes only these two anew.
 """
 
 import argparse
 import copy
+import importlib
 import json
 import logging
+import pkgutil
 import re
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -73,12 +80,12 @@ def base_class(model_type: str) -> str | None:
     return bases[0].__name__ if bases else None
 
 
-def default_model(model_type: str, kind: Any) -> nn.Module:
+def default_model(model_type: str, kind: Any, **asked: Any) -> nn.Module:
     """A model of a type's own config, or else of a tiny one, without weights."""
     try:
-        return _made(kind, _config(model_type, tiny=False))
+        return _made(kind, _config(model_type, tiny=False), **asked)
     except Exception:  # noqa: BLE001 - any model's own code
-        return _made(kind, _config(model_type, tiny=True))
+        return _made(kind, _config(model_type, tiny=True), **asked)
 
 
 def _config(model_type: str, *, tiny: bool) -> Any:
@@ -87,9 +94,9 @@ def _config(model_type: str, *, tiny: bool) -> Any:
     return tiny_config(model_type) if tiny else configuration_auto.CONFIG_MAPPING[model_type]()
 
 
-def _made(kind: Any, config: Any) -> nn.Module:
+def _made(kind: Any, config: Any, **asked: Any) -> nn.Module:
     with torch.device("meta"):
-        made: nn.Module = kind._from_config(config)
+        made: nn.Module = kind._from_config(config, **asked)
     return made
 
 
@@ -256,11 +263,69 @@ def tables(types: list[str]) -> Iterator[tuple[str, str, Any, Any, str]]:
             yield model_type, class_name, model, rules, ""
 
 
+def _below(kind: Any) -> Iterator[Any]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from _below(one)
+
+
+def kept_in_fp32(types: Sequence[str]) -> dict[str, Any]:
+    """The sections ``known`` and ``fp32``: what all classes list, and what models of types show."""
+    for module in pkgutil.walk_packages(transformers.models.__path__, "transformers.models."):
+        if ".modeling_" in module.name:
+            with suppress(Exception):  # a package that is not installed
+                importlib.import_module(module.name)
+    known = {*_TYPES, *(kind.model_type for kind in _below(PreTrainedConfig))} - {""}
+    kept: defaultdict[str, dict[str, set[str]]] = defaultdict(
+        lambda: {"bf16": set(), "fp16": set()}
+    )
+    for kind in _below(PreTrainedModel):
+        lists = kept[getattr(kind.config_class, "model_type", "")]
+        strict = set(getattr(kind, "_keep_in_fp32_modules_strict", None) or ())
+        lists["bf16"] |= strict
+        lists["fp16"] |= strict | set(getattr(kind, "_keep_in_fp32_modules", None) or ())
+    for model_type in types:
+        for kind in classes(model_type):
+            with suppress(Exception):  # any model's own code
+                model = default_model(model_type, kind, dtype=torch.bfloat16)
+                kept[model_type]["bf16"] |= _unlisted(model, torch.bfloat16)
+                kept[model_type]["fp16"] |= _unlisted(model, torch.float16)
+    del kept[""]
+    return {
+        "known": sorted(known),
+        "fp32": {
+            model_type: {dtype: sorted(names) for dtype, names in lists.items() if names}
+            for model_type, lists in kept.items()
+            if any(lists.values())
+        },
+    }
+
+
+def _unlisted(model: Any, dtype: torch.dtype) -> set[str]:
+    """What a model keeps that no list names: made in fp32, or with another name on the hub."""
+    listed = re.compile("|".join(model._get_dtype_plan(dtype)) or "(?!)")
+    state = model.state_dict()
+    kept = {name for name, value in state.items() if value.dtype == torch.float32}
+    kept |= set(filter(listed.search, state))
+    others, found = state.keys() - kept, set[str]()
+    names = name_map_of(model) if kept else None
+    for name in kept.copy() if names is not None else ():
+        kept.update(part.name for part in names.hub(name, tuple(state[name].shape)))
+    for name in kept:
+        if not listed.search(name):
+            # The end alone is the same in a base class, and in other models.
+            general = re.escape(_NUMBER.sub("#", name)).replace(r"\#", r"\d+")
+            end = general.rpartition(r"\d+\.")[2] + "$"
+            found.add(general if any(re.search(end, other) for other in others) else end)
+    return found
+
+
 def main() -> None:
     """Print the tables, or count them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*", help="only these types")
     parser.add_argument("--count", action="store_true", help="print what there is, and why not")
+    parser.add_argument("--fp32", action="store_true", help="only what stays in fp32")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
@@ -270,7 +335,11 @@ def main() -> None:
         "bases": {},
         "places": {},
     }
-    for model_type, kind, model, rules, reason in tables(asked.types or model_types()):
+    if asked.fp32:
+        content = json.loads(TABLES.read_text())
+    content |= {} if asked.count else kept_in_fp32(asked.types or sorted(_TYPES))
+    types = [] if asked.fp32 else asked.types or model_types()
+    for model_type, kind, model, rules, reason in tables(types):
         inside = {} if model is None else places(model)
         if asked.count:
             size = "-" if rules is None else len(rules)

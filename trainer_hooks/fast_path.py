@@ -9,9 +9,10 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from syncd.checkpoint.tensor_rules import Cast
+from syncd.checkpoint.tensor_rules import Casting
 from syncd.coordination.broadcast.group import WeightGroup
 from syncd.coordination.broadcast.weight_meta import BUCKET
+from syncd.coordination.tensors import DTYPES as TORCH_DTYPES
 from syncd.protocol.errors import BroadcastError, OutOfStepError, SaveFailedError, SyncdError
 from syncd.protocol.policy import SyncMethod, SyncSettings
 from syncd.protocol.records import NonFinite, SaveId
@@ -19,7 +20,7 @@ from trainer_hooks.explorers import Explorers
 from trainer_hooks.ranks import Plan, Ranks
 from trainer_hooks.state.full_file import agree_on_plan, ties_embeddings
 from trainer_hooks.state.gather import full_tensor
-from trainer_hooks.state.state_dict import cast_to, sharded_state_dict, tensors_of
+from trainer_hooks.state.state_dict import sharded_state_dict, tensors_of
 from trainer_hooks.state.wrappers import unwrapped
 from trainer_hooks.transfer import Buffers, Outgoing
 
@@ -87,7 +88,7 @@ class TrainerBroadcasts:
     model: nn.Module
     settings: SyncSettings
     explorers: Explorers
-    cast: Cast | None = None
+    cast: Casting | None = None
     broadcasts: int = 0
     failures: int = 0
 
@@ -206,7 +207,7 @@ class WeightSender:
     model: nn.Module
     bucket_bytes: int = BUCKET
     digests: bool | None = None
-    cast: Cast | None = None
+    cast: Casting | None = None
 
     def __post_init__(self) -> None:
         self._buffers = Buffers()
@@ -235,20 +236,19 @@ class WeightSender:
             outgoing = Outgoing(group, tensors, self._buffers, self.bucket_bytes, has_digests)
             outgoing.greet()
 
-        def gathered(name: str) -> Tensor | None:
-            held = state[name]
-            return full_tensor(held, rank=ranks.rank, dtype=cast_to(held.dtype, self.cast))
+        def gathered(name: str, dtype: str) -> Tensor | None:
+            return full_tensor(state[name], rank=ranks.rank, dtype=TORCH_DTYPES[dtype])
 
         # Tensors that no receiver takes need not be gathered.
         are_taken = ranks.gathered(outgoing is not None and outgoing.error is None)[0]
         for number, tensor in enumerate(tensors) if are_taken else ():
-            whole = gathered(tensor.name)
+            whole = gathered(tensor.name, tensor.dtype)
             if whole is not None and outgoing is not None:
                 outgoing.put(number, whole)
             del whole  # free it before the next one is gathered
         for number, tensor in enumerate(tensors) if are_taken else ():
             for copy in tensor.copies:
-                whole = gathered(str(copy.tied))
+                whole = gathered(str(copy.tied), tensor.dtype)
                 if whole is not None and outgoing is not None:
                     outgoing.compare(number, str(copy.tied), whole)
                 del whole

@@ -148,7 +148,7 @@ class TrainerHook(ClosingSaver):
         elif settings.deltas and saver.rank == 0:
             log.warning("deltas=True has no effect, so every save is full: %s", why)
             saver.explorers.say_no_links(why)
-        self._fast_path = TrainerBroadcasts(model, settings, saver.explorers, saving.sync_dtype)
+        self._fast_path = TrainerBroadcasts(model, settings, saver.explorers, self._trained.cast)
         self._planner = Planner(ranks, saver, self._fast_path)
         self._step: int | None = None
         self._last_sync_time: float | None = None

@@ -64,8 +64,9 @@ class SaveSettings:
             Rank 0 gathers these weights while training waits; ``layout`` is ignored.
         sync_dtype: the dtype to which floating tensors are cast for explorers; None to keep the
             model's dtypes. The cast gives the same bits as ``Tensor.to``. Integers and bool are not
-            cast, and a quantized model is refused at its first save. Full checkpoints also keep the
-            weights in the model's dtype, and training resumes only from these uncast weights.
+            cast, what a model of transformers keeps in fp32 is fp32, and a quantized model is
+            refused at its first save. Full checkpoints also keep the weights in the model's dtype,
+            and training resumes only from these uncast weights.
         final: whether ``close`` saves the last step's weights, if they are not in files yet. Set it
             to False if the model no longer has these weights at ``close``.
 

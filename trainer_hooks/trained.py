@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from syncd.checkpoint.save import ADAPTER
+from syncd.checkpoint.tensor_rules import Casting, general
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import FULL_STATE_DICT, master_name
 from syncd.protocol.policy import SyncMethod, SyncSettings
 from trainer_hooks.ranks import Plan, Ranks
 from trainer_hooks.settings import SaveLayout, SaveLora, SyncDtype
+from trainer_hooks.state.casting import casting_of
 from trainer_hooks.state.full_checkpoint import (
     AVERAGES,
     BASE_MODEL,
@@ -38,6 +40,7 @@ from trainer_hooks.state.state_dict import (
     fsdp_version,
     refuse_quantized,
     sharded_state_dict,
+    tensors_of,
 )
 from trainer_hooks.state.wrappers import adapters_of, part_described, unwrapped
 from trainer_hooks.writing.rank_files import RankContents
@@ -75,6 +78,7 @@ class Trained:
         self._said_merged = False
         self._hub_names = HubNames(self.model)
         self._tied = ties_embeddings(unwrapped(self.model))
+        self.cast = casting_of(self.model, self.sync_dtype)
         # Reused like the other buffers, because allocating takes longer than copying.
         self._masters: deque[HostBuffers] = deque(maxlen=1)
         self._wholes: deque[HostPart] = deque(maxlen=2)
@@ -129,7 +133,7 @@ class Trained:
         sharded = not (writer.is_gathered or is_peft)
         hugging_face = bool(plan & Plan.HUGGING_FACE) and is_full
         state: dict[str, Any] = {}
-        cast = self.sync_dtype
+        cast = self.cast
         if (
             not completes
             or (hugging_face and sharded)
@@ -181,7 +185,8 @@ class Trained:
             adapter_files=(peft.config_writer(),) if peft and writes_config else (),
             hugging_face=in_hugging_face,
             links_hugging_face=hugging_face and is_shared and self.rank == 0,
-            sync_dtype=cast,
+            sync_dtype=None if cast is None else self.sync_dtype,
+            fp32=_kept_by(cast, state) if is_link else (),
             completes=completes,
             tied=self._tied,
             **rest,
@@ -196,7 +201,7 @@ class Trained:
         if adapters_of(self.model) or fsdp_version(self.model) == 1:
             return "a model under PEFT or FSDP1 has no links"
         try:
-            return why_no_pieces(sharded_state_dict(self.model), self.sync_dtype)
+            return why_no_pieces(sharded_state_dict(self.model))
         except InvalidSettingsError as error:
             return str(error)
 
@@ -248,7 +253,7 @@ class Trained:
         peft: PeftState | None,
         at_end: ExitStack,
         has_room: bool = True,
-        cast: SyncDtype | None = None,
+        cast: Casting | None = None,
         *,
         is_adapter: bool = False,
     ) -> HostPart | None:
@@ -261,7 +266,13 @@ class Trained:
         derived: Mapping[str, Derived] = {}
         if peft is not None and is_adapter:
             state, tied = peft.adapter(), False
+            cast = cast and Casting(cast.dtype)  # an adapter has no tensors of the model
         elif peft is not None:
             state, derived = peft.merged()
         gather_full(state, self.rank, part, tied=tied, derived=derived, cast=cast)
         return part
+
+
+def _kept_by(cast: Casting | None, state: Mapping[str, Any]) -> tuple[str, ...]:
+    kept = () if cast is None else filter(cast.keeps, tensors_of(state))
+    return tuple(sorted(set(map(general, kept))))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, get_args
 
 from syncd.checkpoint.adapter import AdapterConfig, read_config
+from syncd.checkpoint.casting import casting_of, changes, check_cast
 from syncd.checkpoint.description import floating_dtypes
 from syncd.checkpoint.masters import in_models_dtype
 from syncd.checkpoint.merging.cast import Caster
@@ -43,7 +44,6 @@ from syncd.checkpoint.save import (
 from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.tensor_rules import (
     Cast,
-    cast_dtype,
     shown,
 )
 from syncd.checkpoint.whole_files import publish_files
@@ -62,7 +62,7 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import Kind, Manifest, Names, VersionFile, encode
 from syncd.protocol.tensor_names import NameMapRecord
-from syncd.protocol.version_events import AdapterWithoutBase, CastTwice, ModelFilesWrong
+from syncd.protocol.version_events import AdapterWithoutBase, ModelFilesWrong
 from syncd.storage.errnos import NO_RECORD, Ignoring, is_gone, is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 
@@ -96,6 +96,7 @@ def build_model_folder(
         SaveNotReadyError: the save is not whole, or changed during the merge.
         CheckpointError: this save can never be merged.
     """
+    given = save
     save, options = _mergeable(storage, actor, save, options)
     cancel, begun = work.cancel, work.clock()
     try:
@@ -108,15 +109,6 @@ def build_model_folder(
             checked = opened.checked
             contents = look_inside(opened, cancel)
             kind, caster = contents.kind, None
-            if options.cast is not None and any(
-                cast_dtype(tensor.dtype, options.cast) != tensor.dtype
-                for index in contents.indexes
-                for tensor in index.tensors.values()
-            ):
-                if save.sync_dtype not in {None, options.cast}:
-                    CastTwice(actor).tell(log)
-                # The child imports torch, which takes seconds, while the small files are copied.
-                caster = stack.enter_context(Caster(str(actor)))
             # Copy the small files first: if one differs from its receipt, no weights are copied.
             models = _copy_small_files(storage, actor, save, folder, contents.kind, work)
             bias, base_model = "none", None
@@ -127,10 +119,14 @@ def build_model_folder(
                     AdapterWithoutBase(actor).tell(log)
             copied = work.clock()
             told = read_model_config(storage, folder, models)
+            cast = casting_of(actor, given, options.cast, told)
+            if changes(contents.indexes, cast):
+                # The child imports torch, which takes seconds, while the merge is planned.
+                caster = stack.enter_context(Caster(str(actor)))
             hub = _names_on_hub(storage, actor, folder, contents, told, options, opened.parser)
             names: Names = options.names if hub else "trainer"
             if opened.files and caster is None and names != "hub":
-                contents.check_cast(options.cast)
+                check_cast(contents.indexes, cast)
                 merged = publish_files(
                     storage,
                     opened.files,
@@ -143,6 +139,7 @@ def build_model_folder(
             else:
                 plan = contents.plan(
                     options,
+                    cast=cast,
                     bias=bias,
                     tied=says_tied(told),
                     hub=hub if names == "hub" else None,
@@ -468,7 +465,8 @@ class FreeSpace:
         ):
             contents = look_inside(opened, cancel)
             one_file = options._replace(max_file_size=sys.maxsize)
-            plan = contents.plan(one_file, bias="all", tied=False, cancel=cancel)
+            cast = casting_of(actor, save, options.cast)
+            plan = contents.plan(one_file, cast=cast, bias="all", tied=False, cancel=cancel)
             names = save.vouched().get(f"{HUGGINGFACE}/{NAME_MAP}")
             renamed = options.names == "hub" and names and names.size > len(encode(NameMapRecord()))
             ours = all(self.storage.fstat(file.fd).st_uid == os.geteuid() for file in opened.files)

@@ -28,7 +28,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,6 +39,7 @@ from syncd.checkpoint.tensor_rules import (
     DIMENSION_LIMIT,
     NUMBER_LIMIT,
     PART_LIMIT,
+    Cast,
     name_fault,
     shown,
 )
@@ -331,6 +332,18 @@ def map_by_type(config: object, tensors: Mapping[str, Shape]) -> NameMap | None:
 def has_table(config: object) -> bool:
     """True if there is a table for a model type in this config."""
     return not _types_in(config).isdisjoint(_tables()["types"])
+
+
+def kept_by_type(config: object, cast: Cast) -> Callable[[str], object]:
+    """True for the names that a model keeps in fp32 when ``from_pretrained`` casts it."""
+    tables = (_tables()["fp32"].get(part, {}) for part in sorted(_types_in(config)))
+    kept = (name for table in tables for name in table.get(cast, ()))
+    return re.compile("|".join(kept) or "(?!)").search
+
+
+def unknown_types(config: object) -> list[str]:
+    """The model types in a config that transformers did not have when the tables were made."""
+    return sorted(_types_in(config).difference(_tables()["known"], {""}))
 
 
 def _type_of(config: object) -> str:

@@ -33,7 +33,7 @@ from syncd.checkpoint.save import (
     SavedWeights,
     Shards,
 )
-from syncd.checkpoint.tensor_rules import TENSOR_LIMIT, Cast, refuse_cast, shown
+from syncd.checkpoint.tensor_rules import TENSOR_LIMIT, Casting, shown
 from syncd.checkpoint.torch_files.pieces import PICKLE_LIMIT
 from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.checkpoint.wrapper_names import without_wrappers
@@ -355,16 +355,11 @@ class SaveContents(NamedTuple):
             for name, value in index.tensors.items()
         }
 
-    def check_cast(self, cast: Cast | None) -> None:
-        """Raise CheckpointError if there is a cast, and the model is quantized."""
-        for index in self.indexes if cast is not None else ():
-            for name, tensor in index.tensors.items():
-                refuse_cast(name, tensor.dtype)
-
     def plan(
         self,
         options: MergeOptions,
         *,
+        cast: Casting | None,
         bias: str,
         tied: bool,
         hub: NameMap | None = None,
@@ -385,7 +380,7 @@ class SaveContents(NamedTuple):
                 max_file_size=options.max_file_size,
                 tied=tied,
                 hub=hub,
-                cast=options.cast,
+                cast=cast,
                 cancel=cancel,
             )
         return plan_merge(
@@ -393,7 +388,7 @@ class SaveContents(NamedTuple):
             max_file_size=sys.maxsize,
             rename=str if adapter is None else lambda name: adapter.saved_name(name, bias),
             stem=Path(ADAPTER_WEIGHTS).stem,
-            cast=options.cast,
+            cast=cast,
             cancel=cancel,
         )
 

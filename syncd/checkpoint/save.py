@@ -38,6 +38,7 @@ from syncd.protocol.names import (
     is_rank_metadata,
     is_weights_name,
     link_name,
+    parse_master_name,
     parse_part_name,
     parse_shard_name,
     part_name,
@@ -130,6 +131,8 @@ class _WholeSave:
     @property
     def sync_dtype(self) -> str | None:
         """The dtype that the trainer has cast the weights to; None if they were not cast."""
+        if any(map(parse_master_name, self.weights)):
+            return None
         return next((one.sync_dtype for one in self.receipts if one.sync_dtype), None)
 
     @property

@@ -5,7 +5,9 @@ Text that passes the rules is safe in any header, record or message.
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeGuard
+import re
+from collections.abc import Callable
+from typing import Final, Literal, NamedTuple, TypeGuard
 
 from syncd.checkpoint.placement import Shape
 from syncd.protocol.errors import CheckpointError
@@ -48,6 +50,7 @@ _CASTS: Final = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _SHORT: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 #: The dtypes that are cast.
 _FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
+_NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 #: The key under which safetensors keeps text about a file.
 METADATA: Final = "__metadata__"
 #: The most tensors in one file: ten times as many as the largest models have.
@@ -60,9 +63,22 @@ DIMENSION_LIMIT: Final = 64
 NUMBER_LIMIT: Final = 2**63
 
 
-def cast_dtype(dtype: str, cast: Cast | None) -> str:
-    """The dtype after a cast, by safetensors' names. Others than fp64 to bf16 do not change."""
-    return _CASTS[cast] if cast is not None and dtype in _FLOATING else dtype
+def general(name: str) -> str:
+    """A tensor's name with ``#`` in place of each number, such as that of a layer."""
+    return _NUMBER.sub("#", name)
+
+
+class Casting(NamedTuple):
+    """A cast of a model's floating tensors; those that ``keeps`` names are or become fp32."""
+
+    dtype: Cast
+    keeps: Callable[[str], object] = frozenset[str]().__contains__
+
+    def dtype_of(self, name: str, dtype: str) -> str:
+        """A tensor's dtype after the cast, by safetensors' names; the same if not floating."""
+        if dtype not in _FLOATING:
+            return dtype
+        return _CASTS["fp32" if self.keeps(name) else self.dtype]
 
 
 def refuse_cast(name: str, dtype: str) -> None:

@@ -148,7 +148,8 @@ class DaemonConfig(PruningRules):
 
     cast: Live[Annotated[Cast | None, BeforeValidator(short_dtype), "--dtype"]] = None
     """Cast floating tensors to this dtype (also `bfloat16` and so on), rounded as in torch;
-    quantized models are refused. Needs the extra `torch`. By default tensors stay as saved."""
+    what the model's type keeps in fp32 is fp32, and quantized models are refused. Needs the extra
+    `torch`. By default tensors stay as saved."""
 
     dcp_prefix: str | None = None
     """The prefix of tensor names in saves of [`torch.distributed.checkpoint`](dcp.md), such as

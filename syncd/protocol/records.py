@@ -385,6 +385,8 @@ class Receipt(Record):
         files: relative to ``actor/``; rank 0 also lists ``huggingface/`` and ``lora_adapter/``.
         sync_dtype: the dtype (``bf16`` or ``fp16``) to which this rank cast the published floating
             tensors; None if it cast no tensor.
+        fp32: with a link: the tensors that this cast keeps in fp32, with ``#`` in
+            place of each number in a name.
         base: the earlier save that the rank's link file is relative to; None without such a file.
     """
 
@@ -394,6 +396,7 @@ class Receipt(Record):
     world_size: Annotated[int, Field(ge=1)]
     files: Annotated[tuple[ReceiptFile, ...], FailFast()]
     sync_dtype: Annotated[str, Field(max_length=20)] | None = None
+    fp32: Annotated[tuple[str, ...], FailFast()] = ()
     base: Annotated[str, Field(min_length=1, max_length=200)] | None = None
 
     @model_validator(mode="after")

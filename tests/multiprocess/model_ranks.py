@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from explorer_hooks.broadcast import WeightReceiver, greet
-from syncd.checkpoint.tensor_rules import Cast
+from syncd.checkpoint.tensor_rules import Casting
 from syncd.cli.demo_model import TinyTransformer, batch
 from syncd.coordination.broadcast.group import WeightGroup
 from syncd.protocol.errors import SaveFailedError
@@ -76,7 +76,7 @@ def gathered(
     *,
     limit: int,
     tied: bool = False,
-    cast: Cast | None = None,
+    cast: Casting | None = None,
 ) -> None:
     """A full state dict, as rank 0 writes it; ``limit`` is the size of its buckets."""
     part = HostPart(limit)
@@ -90,7 +90,7 @@ def gathered(
     (actor / RECEIPTS / receipt_name(0)).write_bytes(encode(receipt))
 
 
-def broadcast(model: nn.Module, path: Path, cast: Cast | None = None) -> None:
+def broadcast(model: nn.Module, path: Path, cast: Casting | None = None) -> None:
     """What arrives where all ranks send; the receiver is a thread of rank 0's process."""
     sender = WeightSender(model, bucket_bytes=2048, cast=cast)
     if dist.get_rank() != 0:
@@ -141,7 +141,7 @@ def broken_off(model: nn.Module) -> str:
 
 def cast_shard(model: nn.Module, actor: Path) -> None:
     """A rank's shard, cast for explorers."""
-    write_shard(HostBuffers().copy(sharded_state_dict(model), "bf16"), actor)
+    write_shard(HostBuffers().copy(sharded_state_dict(model), Casting("bf16")), actor)
 
 
 def write_shard(state: dict[str, Any], actor: Path) -> None:
@@ -192,7 +192,12 @@ def save(kind: str, root: Path) -> None:
         gathered(sharded_state_dict(model), folder / "tied" / "actor", limit=2**20, tied=True)
     broadcast(model, folder / "broadcast.pt")
     with without_quantized(model):
-        gathered(sharded_state_dict(model), folder / "cast-full" / "actor", limit=64, cast="bf16")
+        gathered(
+            sharded_state_dict(model),
+            folder / "cast-full" / "actor",
+            limit=64,
+            cast=Casting("bf16"),
+        )
         broadcast(model, folder / "broadcast-cast.pt", "bf16")
         cast_shard(model, folder / "cast" / "actor")
     if kind in TIED:

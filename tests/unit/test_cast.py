@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from syncd.checkpoint.merging.cast import THREADS, TILE, Caster
-from syncd.checkpoint.tensor_rules import Cast, cast_dtype
+from syncd.checkpoint.tensor_rules import Cast, Casting
 from syncd.coordination.tensors import DTYPES as TORCH
 from syncd.protocol.errors import CancelledError, CheckpointError, CoverageError
 from tests.fsdp_fixtures import shard_paths
@@ -70,7 +70,7 @@ def test_bits_come_out_as_torch_casts_them(caster: Caster, given: str, cast: Cas
     tensor = bits(TORCH[given], 70_000)
     if TORCH[given].itemsize == 2:
         tensor = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(TORCH[given])
-    found = cast_by(caster, tensor, given, cast_dtype(given, cast))
+    found = cast_by(caster, tensor, given, Casting(cast).dtype_of("", given))
     assert found == raw(tensor.to(CASTS[cast]))
 
 
@@ -86,9 +86,9 @@ def test_any_number_of_elements_is_cast_in_order(
 def test_integers_and_bools_are_never_cast() -> None:
     kept = {name for name, dtype in TORCH.items() if not dtype.is_floating_point}
     for cast in CASTS:
-        assert {name for name in TORCH if cast_dtype(name, cast) == name} >= kept
-        assert {cast_dtype(name, cast) for name in FLOATING} == {cast_dtype("F64", cast)}
-    assert all(cast_dtype(name, None) == name for name in TORCH)
+        dtype_of = partial(Casting(cast).dtype_of, "")
+        assert {name for name in TORCH if dtype_of(name) == name} >= kept
+        assert {dtype_of(name) for name in FLOATING} == {dtype_of("F64")}
 
 
 # -- whole saves -------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from explorer_hooks.broadcast import WeightReceiver, greet
 from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import LeasedVersion
+from syncd.checkpoint.tensor_rules import Casting
 from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
 from syncd.coordination.broadcast.group import WeightGroup
 from syncd.coordination.broadcast.weight_meta import Header
@@ -106,7 +107,7 @@ def test_a_broadcast_is_cut_and_digested_as_the_settings_say(
 def test_a_broadcast_is_cast_and_looked_at_as_it_is_sent(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 2)
     nn.init.constant_(model.bias, 1e6)
-    path = TrainerBroadcasts(model, SyncSettings(method="nccl"), Explorers(), "fp16")  # type: ignore[arg-type] # a name will do
+    path = TrainerBroadcasts(model, SyncSettings(method="nccl"), Explorers(), Casting("fp16"))  # type: ignore[arg-type] # a name will do
 
     sent, received = transfer(
         sending(path), lambda group: dict(WeightReceiver(group).receive(lambda _: None))

@@ -16,6 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from explorer_hooks import ExplorerHook, TorchModule, TransformersModel
 from syncd.checkpoint.convert import look_at_step
+from syncd.checkpoint.tensor_rules import Casting
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.configuration import load
@@ -160,7 +161,7 @@ def test_sharded_tensors_are_cast_and_keep_their_layout(
     manifest, found = published(job)
     assert_equal(found, wanted)
     assert manifest.dtype == "BF16"
-    copied = HostBuffers().copy(sharded_state_dict(model), "bf16")
+    copied = HostBuffers().copy(sharded_state_dict(model), Casting("bf16"))
     assert {value.dtype for value in copied.values()} == {torch.bfloat16}
 
 
@@ -178,8 +179,8 @@ def test_host_buffers_have_half_the_bytes_and_are_used_again() -> None:
     state = nn.Linear(64, 64).state_dict()
     plain, halved = HostBuffers(), HostBuffers()
     plain.copy(state)
-    first = halved.copy(state, "bf16")
-    again = halved.copy(state, "bf16")
+    first = halved.copy(state, Casting("bf16"))
+    again = halved.copy(state, Casting("bf16"))
     assert 2 * halved.nbytes == plain.nbytes
     assert first["weight"].data_ptr() == again["weight"].data_ptr()
     halved.copy(state)  # and may be copied without a cast after all
@@ -188,7 +189,7 @@ def test_host_buffers_have_half_the_bytes_and_are_used_again() -> None:
 
 def test_extra_state_of_a_module_is_not_cast() -> None:
     state = {"weight": torch.ones(2), "layer._extra_state": torch.ones(2), "list": [torch.ones(2)]}
-    found = HostBuffers().copy(state, "bf16")
+    found = HostBuffers().copy(state, Casting("bf16"))
     assert found["weight"].dtype == torch.bfloat16
     assert found["layer._extra_state"].dtype == found["list"][0].dtype == torch.float32
 

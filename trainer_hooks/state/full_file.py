@@ -18,14 +18,15 @@ from torch.distributed.tensor import DTensor
 from syncd.checkpoint.merging.plan import PlannedTensor, plan_merge
 from syncd.checkpoint.model_folder import says_tied
 from syncd.checkpoint.placement import Local
-from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, name_fault, shown
+from syncd.checkpoint.tensor_rules import ITEMSIZE, Casting, name_fault, shown
+from syncd.coordination.tensors import DTYPES as TORCH_DTYPES
 from syncd.protocol.errors import SaveFailedError, SyncdError
 from syncd.protocol.names import FULL_STATE_DICT
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.state.gather import Derived, flat_bytes, full_tensor
 from trainer_hooks.state.host_buffers import memory_of
 from trainer_hooks.state.host_part import HostPart
-from trainer_hooks.state.state_dict import cast_to, dtype_name, shape_of, tensors_of
+from trainer_hooks.state.state_dict import dtype_name, shape_of, tensors_of
 
 
 @torch.no_grad()
@@ -36,7 +37,7 @@ def gather_full(
     *,
     tied: bool = False,
     derived: Mapping[str, Derived] = MappingProxyType({}),
-    cast: Cast | None = None,
+    cast: Casting | None = None,
 ) -> None:
     """Gather the full state dict into rank 0's host memory, tensor by tensor. Collective.
 
@@ -57,7 +58,7 @@ def gather_full(
     """
     tensors = tensors_of(state)
     plan = agree_on_plan(tensors, rank, tied=tied, derived=derived, cast=cast)
-    whole = _gathered(plan, tensors, rank, derived, cast)
+    whole = _gathered(plan, tensors, rank, derived)
     try:
         if part is None:
             deque(whole, maxlen=0)
@@ -72,7 +73,6 @@ def _gathered(
     state: Mapping[str, Tensor],
     rank: int,
     derived: Mapping[str, Derived],
-    cast: Cast | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole tensors on rank 0, and nothing on the others. An error is raised at the end.
 
@@ -81,8 +81,8 @@ def _gathered(
     failed: Exception | None = None
     for tensor in plan:
         first: Tensor | None = None
+        dtype = TORCH_DTYPES[tensor.dtype]
         for name in (tensor.name, *(str(copy.tied) for copy in tensor.copies)):
-            dtype = cast_to(state[name].dtype, cast)
             if name not in derived:
                 whole = full_tensor(state[name], rank=rank, dtype=dtype)
             else:
@@ -136,7 +136,7 @@ def agree_on_plan(
     *,
     tied: bool,
     derived: Mapping[str, Derived] = MappingProxyType({}),
-    cast: Cast | None = None,
+    cast: Casting | None = None,
 ) -> Sequence[PlannedTensor]:
     """The tensors of the file, in rank 0's order; the same on all ranks. Collective.
 
@@ -204,7 +204,7 @@ def _fault(name: object, value: Tensor, rank: int) -> str | None:
 
 
 def _planned(
-    state: Mapping[str, Tensor], memory: tuple[int, ...], *, tied: bool, cast: Cast | None
+    state: Mapping[str, Tensor], memory: tuple[int, ...], *, tied: bool, cast: Casting | None
 ) -> Sequence[PlannedTensor]:
     """Plan one file by the merge's own planner, as if one rank had all tensors.
 

@@ -18,7 +18,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from syncd.checkpoint.tensor_rules import Cast
+from syncd.checkpoint.tensor_rules import Casting
 from syncd.coordination.host_memory import HostMemory, wait_for_copies
 from trainer_hooks.state.finite import Looked, is_finite
 from trainer_hooks.state.state_dict import cast_to, tensors_of
@@ -77,7 +77,7 @@ class HostBuffers:
         self._kept: dict[Place, _Kept] = {}
 
     @torch.no_grad()
-    def copy(self, state: Mapping[str, Any], cast: Cast | None = None) -> HostCopy:
+    def copy(self, state: Mapping[str, Any], cast: Casting | None = None) -> HostCopy:
         """Copy each tensor of a state to contiguous host memory; return when all copies are done.
 
         A GPU casts its tensors and checks them for NaN and Inf, one by one. DTensors and
@@ -92,8 +92,9 @@ class HostBuffers:
 
         def copied(place: Place, tensor: Tensor) -> Tensor:
             old = before.pop(place, None)
-            to = cast if len(place) == 1 and place[0] in weights else None
-            kept = self._kept[place] = _kept(tensor, to, old, shared, looked)
+            is_weight = len(place) == 1 and place[0] in weights
+            dtype = cast_to(str(place[0]), tensor.dtype, cast if is_weight else None)
+            kept = self._kept[place] = _kept(tensor, dtype, old, shared, looked)
             devices.update(buffer.source for buffer in kept.buffers)
             return kept.value
 
@@ -153,7 +154,7 @@ def _looks_at(device: torch.device) -> bool:
 
 def _kept(
     tensor: Tensor,
-    cast: Cast | None,
+    dtype: torch.dtype,
     old: _Kept | None,
     shared: dict[object, _Buffer],
     looked: Looked,
@@ -164,7 +165,6 @@ def _kept(
     free = list(old.buffers) if old is not None else []
     buffers = []
     for number, part in enumerate(parts):
-        dtype = cast_to(part.dtype, cast)
         key = _memory(part), dtype
         buffer = shared.get(key) if part.numel() else None
         if buffer is None:
@@ -181,7 +181,7 @@ def _kept(
     if old is not None and buffers == free and (layout is old.layout or layout == old.layout):
         return old
     copies = [buffer.copy for buffer in buffers]
-    return _Kept(buffers, layout, _with_parts(tensor, copies, cast_to(tensor.dtype, cast)))
+    return _Kept(buffers, layout, _with_parts(tensor, copies, dtype))
 
 
 def _mapped(value: Any, copied: Callable[[Place, Tensor], Tensor], place: Place) -> Any:

@@ -11,11 +11,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from syncd.checkpoint.boxes import Box, whole
 from syncd.checkpoint.merging.plan import is_output_embedding
-from syncd.checkpoint.tensor_rules import Cast
 from syncd.deltas.link_index import Content, SavedPiece
 from trainer_hooks.state.gather import flat_bytes
 from trainer_hooks.state.host_buffers import memory_of
-from trainer_hooks.state.state_dict import cast_to, dtype_name, tensors_of
+from trainer_hooks.state.state_dict import dtype_name, tensors_of
 
 
 class _Place(NamedTuple):
@@ -26,10 +25,10 @@ class _Place(NamedTuple):
     is_replica: bool
 
 
-def why_no_pieces(state: Mapping[str, Any], cast: Cast | None) -> str | None:
+def why_no_pieces(state: Mapping[str, Any]) -> str | None:
     """The reason, as a clause, why this state is saved without links; None if there is none."""
     for name, value in tensors_of(state).items():
-        if _place(value) is None or not dtype_name(cast_to(value.dtype, cast)):
+        if _place(value) is None or not dtype_name(value.dtype):
             return f"{name} is neither a plain tensor nor sharded along dimension 0 alone"
     return None
 

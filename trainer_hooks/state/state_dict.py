@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from syncd.checkpoint.tensor_rules import DTYPES, Cast, cast_dtype, is_extra_state, refuse_cast
+from syncd.checkpoint.tensor_rules import DTYPES, Casting, is_extra_state, refuse_cast
 from syncd.coordination.tensors import DTYPES as TORCH_DTYPES
 from syncd.protocol.errors import InvalidSettingsError
 from trainer_hooks.state.wrappers import hides, renames
@@ -91,7 +91,7 @@ def tied_by_fsdp1(model: nn.Module) -> dict[str, str]:
     FSDP1's state dict has a separate copy for each name, so it does not show ties.
     """
     handles = _fsdp1_handles(model)
-    plain = _plain_paths(model) if handles else {}
+    plain = plain_paths(model) if handles else {}
     return {
         joined(plain[one.module], one.param_name): joined(
             plain[one.prim_module], one.prim_param_name
@@ -108,7 +108,7 @@ def trained_names(model: nn.Module, updated: Collection[Tensor] = ()) -> list[fr
     Parameters in ``updated`` count as trained even if they are frozen now.
     """
     also = {id(one) for one in updated}
-    paths, plain = _paths(model), _plain_paths(model)
+    paths, plain = _paths(model), plain_paths(model)
     own: defaultdict[nn.Parameter, set[str]] = defaultdict(set)
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -132,7 +132,7 @@ def _fsdp1_handles(model: nn.Module) -> list[Any]:
     return [unit._handle for unit in units if unit._handle is not None]  # noqa: SLF001 - likewise
 
 
-def _plain_paths(model: nn.Module) -> dict[nn.Module, str]:
+def plain_paths(model: nn.Module) -> dict[nn.Module, str]:
     """Map each module to its first path in the plain model."""
     plain: dict[nn.Module, str] = {}
     for (_, path), (_, module) in zip(
@@ -198,17 +198,17 @@ def joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-@cache
-def cast_to(dtype: torch.dtype, cast: Cast | None) -> torch.dtype:
-    """The dtype after a cast. Not cast: integers, bool, and dtypes unknown to safetensors."""
+def cast_to(name: str, dtype: torch.dtype, cast: Casting | None) -> torch.dtype:
+    """A tensor's dtype after a cast. Not cast: integers, bool, dtypes unknown to safetensors."""
     told = dtype_name(dtype)
-    wanted = cast_dtype(told, cast)
+    wanted = told if cast is None else cast.dtype_of(name, told)
     return dtype if wanted == told else TORCH_DTYPES[wanted]
 
 
-def changes(state: Mapping[str, Any], cast: Cast | None) -> bool:
+def changes(state: Mapping[str, Any], cast: Casting | None) -> bool:
     """True if a cast changes any tensor."""
-    return any(cast_to(one.dtype, cast) != one.dtype for one in tensors_of(state).values())
+    weights = tensors_of(state).items()
+    return any(cast_to(name, value.dtype, cast) != value.dtype for name, value in weights)
 
 
 def refuse_quantized(state: Mapping[str, Any]) -> None:
@@ -217,6 +217,7 @@ def refuse_quantized(state: Mapping[str, Any]) -> None:
         refuse_cast(name, dtype_name(value.dtype))
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """The name in safetensors; empty if it has none."""
     return DTYPES.get(str(dtype).removeprefix("torch."), ("", 0))[0]

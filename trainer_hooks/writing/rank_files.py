@@ -76,6 +76,7 @@ class RankContents(NamedTuple):
         written_by: a function that writes the rank's shard itself, in place of ``model``. If
             storage fails for a moment, it is called again and must start over.
         sync_dtype: the dtype to which published weights were cast; None if no tensor changed.
+        fp32: for a link, the tensors that the cast keeps in fp32 (see ``Receipt``).
         completes: True if the weights are announced already, so that only the rest is written.
         base: the save_id of a link's base; None for a full save.
         pieces: makes the pieces of a link; adds the names of tensors with NaN or Inf to the list,
@@ -103,6 +104,7 @@ class RankContents(NamedTuple):
     links_hugging_face: bool = False
     written_by: Callable[[], object] | None = None
     sync_dtype: str | None = None
+    fp32: tuple[str, ...] = ()
     completes: bool = False
     base: str | None = None
     pieces: Callable[[list[str]], Iterator[SavedPiece]] | None = None
@@ -122,6 +124,7 @@ class RankFiles:
         rest_stays: True if the other files for resuming must not be deleted, or do not exist.
         trained: the name of this rank's file of the trained model.
         sync_dtype: see :class:`RankContents`.
+        fp32: see :class:`RankContents`.
         base: see :class:`RankContents`.
     """
 
@@ -133,6 +136,7 @@ class RankFiles:
     rest_stays: bool = False
     trained: str | None = None
     sync_dtype: str | None = None
+    fp32: tuple[str, ...] = ()
     base: str | None = None
 
     def __post_init__(self) -> None:
@@ -260,6 +264,7 @@ class RankFiles:
             world_size=self.world_size,
             files=tuple(files),
             sync_dtype=self.sync_dtype,
+            fp32=self.fp32,
             base=self.base if name == receipt_name(self.rank) else None,
         )
         self.storage.replace(self.receipts / name, encode(receipt))

@@ -13,7 +13,7 @@ from syncd.checkpoint.name_map import HubPart, NameMap
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.placement import Chunks, Local, Shape
 from syncd.checkpoint.safetensors_header import HeaderEntry, file_order, header_bytes
-from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, cast_dtype, refuse_cast, shown
+from syncd.checkpoint.tensor_rules import ITEMSIZE, Casting, refuse_cast, shown
 from syncd.protocol.errors import CoverageError
 
 
@@ -87,7 +87,7 @@ def plan_merge(
     stem: str = "model",
     tied: bool = False,
     hub: NameMap | None = None,
-    cast: Cast | None = None,
+    cast: Casting | None = None,
     cancel: Check = lambda: None,
 ) -> MergePlan:
     """Plan how to make one model from the shards (:class:`ShardIndex`) of all ranks, in rank order.
@@ -121,9 +121,13 @@ def plan_merge(
     labels = [index.label for index in indexes]
     tensors = [_whole(name, renamed, indexes, labels, cancel) for renamed, name in names.items()]
     kept = _without_tied(tensors, cancel) if tied else tensors
+    if cast is not None:  # by the trainer's names
+        kept = [tensor._replace(dtype=cast.dtype_of(tensor.name, tensor.dtype)) for tensor in kept]
     if hub is not None:
         kept = _by_hub_names(kept, hub, cancel)
-    groups = list(_split([_cast(tensor, cast) for tensor in kept], max_file_size))
+    if cast is not None:
+        kept = [_cast(tensor) for tensor in kept]
+    groups = list(_split(kept, max_file_size))
     files = tuple(
         _file(
             f"{stem}.safetensors"
@@ -137,14 +141,10 @@ def plan_merge(
     return MergePlan(files, sum(file.data_size for file in files))
 
 
-def _cast(tensor: PlannedTensor, cast: Cast | None) -> PlannedTensor:
-    if cast is not None:
-        refuse_cast(tensor.name, tensor.dtype)
-    dtype = cast_dtype(tensor.dtype, cast)
-    if dtype == tensor.dtype:
-        return tensor
-    length = tensor.length // ITEMSIZE[tensor.dtype] * ITEMSIZE[dtype]
-    return tensor._replace(dtype=dtype, length=length)
+def _cast(tensor: PlannedTensor) -> PlannedTensor:
+    refuse_cast(tensor.name, tensor.dtype)
+    length = tensor.length // ITEMSIZE[tensor.source_dtype] * ITEMSIZE[tensor.dtype]
+    return tensor._replace(length=length)
 
 
 def _split(tensors: Sequence[PlannedTensor], max_file_size: int) -> Iterator[list[PlannedTensor]]:
@@ -283,7 +283,7 @@ def _joined(
 ) -> PlannedTensor:
     tensors = [tensor for _, tensor in pieces]
     missing = {place.name for place in names.trainer(name)} - {name}
-    dtypes = {tensor.dtype for tensor in tensors}
+    dtypes = {tensor.source_dtype for tensor in tensors}
     if len(pieces) != len(names.trainer(name)) or len(dtypes) != 1:
         raise CoverageError(
             f"the hub's tensor {shown(name)} is joined from the trainer's tensors "
@@ -299,6 +299,7 @@ def _joined(
     shape = (sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:])
     return tensors[0]._replace(
         name=name,
+        dtype=max((tensor.dtype for tensor in tensors), key=ITEMSIZE.__getitem__),
         shape=shape,
         length=sum(tensor.length for tensor in tensors),
         parts=tuple(chain(*parts)),
