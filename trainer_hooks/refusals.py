@@ -27,45 +27,43 @@ class Refusals:
     A look is one read of the daemon's outcomes, and only while a save has none.
     """
 
-    def __init__(self) -> None:
-        self._job: Job | None = None
-        self._open: dict[int, SaveId] = {}
-
-    def expect(self, job: Job, save_id: SaveId) -> None:
-        """Wait for the outcome of a save that was announced in a job, always the same job."""
+    def __init__(self, job: Job) -> None:
         self._job = job
-        self._open.pop(save_id.step, None)
-        self._open[save_id.step] = save_id
+        self._open: list[SaveId] = []
+
+    def expect(self, save_id: SaveId) -> None:
+        """Look for the outcome of a save that was announced in this job."""
+        self._open.append(save_id)
 
     def look(self) -> float | None:
         """Log what the daemon has refused since the last look.
 
         Returns the seconds until the next look; None if each save has its outcome.
         """
-        job = self._job
-        if job is None or not self._open:
+        if not self._open:
             return None
+        job = self._job
         saves = job.read(SaveOutcomes, job.layout.saves, IF_ANY, limit=LONG_RECORD_LIMIT)
         outcomes = {} if saves is None else saves.steps
-        for step, save_id in tuple(self._open.items()):
-            outcome = outcomes.get(step)
+        for save_id in tuple(self._open):
+            outcome = outcomes.get(save_id.step)
             if outcome is None or outcome.identity != str(save_id):
                 continue
             if outcome.outcome == "quarantined":
                 reason = job.refusal(save_id)
-                log.error("step %d is saved, but explorers do not get it: %s", step, reason)
-            while step in self._open:  # no outcome comes for a save that a newer one has overtaken
-                del self._open[next(iter(self._open))]
+                log.error("step %d is saved, but explorers do not get it: %s", save_id.step, reason)
+            # No outcome comes for a save that a newer one has overtaken.
+            del self._open[: self._open.index(save_id) + 1]
         return PAUSE if self._open else None
 
     def look_last(self, stopped: Event) -> None:
         """Look until the last save has its outcome, at most three seconds, and if a daemon runs."""
-        until = time.monotonic() + _LAST
+        job, until = self._job, time.monotonic() + _LAST
         with suppress(OSError):
-            while self.look() and self._has_daemon() and time.monotonic() < until:
-                if stopped.wait(_POLL):
-                    break
-
-    def _has_daemon(self) -> bool:
-        job = self._job
-        return job is not None and job.storage.exists(job.layout.daemon_lock)
+            while (
+                self.look()
+                and job.storage.exists(job.layout.daemon_lock)
+                and time.monotonic() < until
+                and not stopped.wait(_POLL)
+            ):
+                pass

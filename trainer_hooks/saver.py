@@ -100,7 +100,7 @@ class Saver:
         self._closed = False
         self._errors: deque[SaveFailedError] = deque()
         self._written: int | None = None
-        self._refusals = Refusals()
+        self._refusals = Refusals(self._job(self.memory_dir or self.job_dir, opens=False))
         # A daemon thread, so that the process can end even if storage never answers.
         self._thread = threading.Thread(target=self._run, name="syncd-writer", daemon=True)
 
@@ -439,7 +439,7 @@ class Saver:
                     error,
                 )
         elif writer is (self.memory or self.writer):  # explorers look for weights there
-            self._refusals.expect(writer.job, save.id)
+            self._refusals.expect(save.id)
             self.explorers.set_model_state_dict(None, save.id.step)
             # Done last: otherwise explorers that wait for this save could be told that none comes.
             save.is_announced = True

@@ -286,8 +286,8 @@ class Together(FastStorage):
 @pytest.mark.skipif(threads_here(2) < 2, reason="there is one processor")
 def test_two_files_are_written_at_once(written: Path, tmp_path: Path, opened: Opened) -> None:
     shards = opened(written / "fsdp2-4")
-    assert len(plan_of(shards, 1200).files) % 2 == 0
-    merge(shards, tmp_path / "out", max_file_size=1200, threads=2, storage=Together())
+    assert len(plan_of(shards, 1700).files) % 2 == 0
+    merge(shards, tmp_path / "out", max_file_size=1700, threads=2, storage=Together())
 
 
 def test_a_record_that_two_read_is_checked_by_the_first_and_once(
