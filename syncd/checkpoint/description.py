@@ -60,7 +60,7 @@ def flaws(
             yield (
                 "dtype",
                 f"config.json says {key} {shown(part[key])}, but the weights are "
-                f"{', '.join(floating_dtypes(tensors))}, so engines may round them: correct it",
+                f"{', '.join(floating_dtypes(tensors))}: correct it, as engines believe the config",
             )
     for name, content in configs.items():
         for file in sorted(code_files(content) - set(files)):

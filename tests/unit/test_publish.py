@@ -29,7 +29,9 @@ def test_a_save_becomes_a_whole_version_that_latest_names(job: SmallJob) -> None
     verify_version(job.storage, folder, manifest)
     assert manifest.save_id == "run-4-0"
     assert manifest.checked == "receipt"
-    assert (folder / "config.json").read_text() == '{"model_type": "tiny"}'
+    assert (
+        folder / "config.json"
+    ).read_text() == '{"architectures": ["Tiny"], "model_type": "tiny"}'
     assert job.outcomes == {4: "published"}
     assert job.lease_folder(1).is_dir()
     assert job.leftovers() == []

@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
+
+import torch
+from torch import nn
 
 from syncd.checkpoint.description import code_files, is_quantized
 from syncd.protocol.errors import InvalidSettingsError
@@ -22,11 +25,10 @@ from trainer_hooks.state.plain_model import own_class
 from trainer_hooks.state.state_dict import dtype_name
 from trainer_hooks.state.wrappers import is_pretrained, part_described, unwrapped
 
-if TYPE_CHECKING:
-    from torch import nn
-
 log = logging.getLogger(__name__)
 
+#: The dtype of the first floating parameter, and True if tensors are quantized.
+_Held = tuple[torch.dtype | None, bool]
 #: Functions that write small files into a given folder.
 FileWriters = tuple[Callable[[Path], object], ...]
 GENERATION_CONFIG: Final = "generation_config.json"
@@ -40,20 +42,13 @@ class Pretrained(Protocol):
 
 
 def model_files(model: nn.Module, tokenizer: Pretrained | None) -> FileWriters:
-    """Functions that write the model's configs and the tokenizer, with their code, into a folder.
+    """A function that writes the model's configs and the tokenizer, with their code, into a folder.
 
     Call this for each save in the training's thread, after the state dict was taken: during a
-    forward pass FSDP shows other dtypes. The functions may run in any thread.
+    forward pass FSDP shows other dtypes. The function may run in any thread.
     """
-    owner, config = config_owner(model), published_config(model)
-    generation = config and copy.deepcopy(getattr(owner, "generation_config", None))
-    # transformers 5 refuses a config.json with these.
-    for name, value in getattr(config, "_get_generation_parameters", dict)().items():
-        delattr(config, name)
-        if generation is not None and getattr(generation, name, None) is None:
-            setattr(generation, name, value)
-    parts = [part for part in (config, generation, tokenizer) if hasattr(part, "save_pretrained")]
-    return (*(partial(_write, part) for part in parts), partial(_add_code, (owner, *parts)))
+    owner = config_owner(model)
+    return (partial(_write_all, owner, _held(owner), tokenizer),)
 
 
 def files_of(source: str | Path | Pretrained) -> FileWriters:
@@ -78,21 +73,30 @@ def published_config(model: nn.Module) -> Any | None:
     tensor is quantized.
     """
     owner = config_owner(model)
+    return _published(owner, _held(owner))
+
+
+def _held(owner: nn.Module) -> _Held:
+    """The dtype of the first floating parameter, and if a config for quantization is true."""
+    dtypes = (value.dtype for value in owner.parameters() if value.is_floating_point())
+    told = getattr(getattr(owner, "config", None), "quantization_config", None)
+    tensors = () if told is None else (*owner.parameters(), *owner.buffers())
+    quantized = is_quantized((dtype_name(value.dtype), value.shape) for value in tensors)
+    return next(dtypes, None), quantized
+
+
+def _published(owner: nn.Module, held: _Held) -> Any | None:
+    dtype, quantized = held
     config: Any = getattr(owner, "config", None)
-    if part_described(model) is not None:
-        return None
     if not hasattr(config, "to_diff_dict"):  # not of transformers
         return config if hasattr(config, "save_pretrained") else None
     config = copy.deepcopy(config)
     if is_pretrained(owner):
         config.architectures = [own_class(owner).__name__]
-    dtypes = (value.dtype for value in owner.parameters() if value.is_floating_point())
-    if dtype := next(dtypes, None):
+    if dtype is not None:
         name = "dtype" if hasattr(config, "dtype") else "torch_dtype"
         setattr(config, name, str(dtype).removeprefix("torch."))
-    if getattr(config, "quantization_config", None) is not None and not is_quantized(
-        (dtype_name(value.dtype), value.shape) for value in (*owner.parameters(), *owner.buffers())
-    ):
+    if not quantized:
         vars(config).pop("quantization_config", None)
     auto_map = dict(getattr(config, "auto_map", None) or {})
     auto_map.pop(None, None)  # some models on the hub have this key, which JSON cannot hold
@@ -107,7 +111,9 @@ def published_config(model: nn.Module) -> Any | None:
 
 
 def config_owner(model: nn.Module) -> nn.Module:
-    """The module under wrappers, also PEFT's, to which the config belongs."""
+    """The module under wrappers, also PEFT's, which the config describes; an empty one if none."""
+    if part_described(model) is not None:
+        return nn.Module()
     outer = unwrapped(model)
     config = getattr(outer, "config", None)
     if config is None:
@@ -138,6 +144,20 @@ def _small_files(folder: Path, *above: Path) -> Iterator[Path]:
                 f"model_files: {path} is not a file or folder, or leads nowhere. Remove it, or put "
                 "the file there"
             )
+
+
+def _write_all(owner: nn.Module, held: _Held, tokenizer: Pretrained | None, folder: Path) -> None:
+    config = _published(owner, held)
+    generation = copy.deepcopy(getattr(owner, "generation_config", None))
+    # transformers 5 refuses a config.json with these.
+    for name, value in getattr(config, "_get_generation_parameters", dict)().items():
+        delattr(config, name)
+        if generation is not None and getattr(generation, name, None) is None:
+            setattr(generation, name, value)
+    parts = [part for part in (config, generation, tokenizer) if hasattr(part, "save_pretrained")]
+    for part in parts:
+        _write(part, folder)
+    _add_code((owner, *parts), folder)
 
 
 def _write(part: Any, folder: Path) -> None:
