@@ -144,7 +144,7 @@ def build_model_folder(
                 plan = contents.plan(
                     options,
                     bias=bias,
-                    tied=says_tied(told),
+                    tied=says_tied(told) if save.tied is None else save.tied,
                     hub=hub if names == "hub" else None,
                     cancel=cancel,
                 )

@@ -386,6 +386,8 @@ class Receipt(Record):
         sync_dtype: the dtype (``bf16`` or ``fp16``) to which this rank cast the published floating
             tensors; None if it cast no tensor.
         base: the earlier save that the rank's link file is relative to; None without such a file.
+        tied: the names that versions leave out → the names of the tensors that they are tied to;
+            None if the config says what is tied.
     """
 
     save_id: Annotated[str, Field(min_length=1, max_length=200)]
@@ -395,6 +397,7 @@ class Receipt(Record):
     files: Annotated[tuple[ReceiptFile, ...], FailFast()]
     sync_dtype: Annotated[str, Field(max_length=20)] | None = None
     base: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    tied: dict[str, str] | None = None
 
     @model_validator(mode="after")
     def _is_of_its_step(self) -> Self:
