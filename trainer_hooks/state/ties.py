@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from syncd.checkpoint.merging.plan import Ties, is_output_embedding
 from syncd.checkpoint.model_folder import says_tied
@@ -14,6 +14,10 @@ from trainer_hooks.state.state_dict import inside, joined, tensors_of, tied_by_f
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+#: What wrappers inside a model call the module that they wrap.
+_WRAPPED: Final = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
 
 
 def ties_of(model: nn.Module, state: Mapping[str, Any]) -> Ties:
@@ -35,23 +39,16 @@ def ties_of(model: nn.Module, state: Mapping[str, Any]) -> Ties:
         ties.setdefault(name, first.setdefault(id(value), name))
     # The model's own code may have tied them, too.
     ties = {name: other for name, other in ties.items() if is_output_embedding(name)}
-    for path, module in _plain_modules(model):
+    for path, module in inside(model).named_modules():
         declared = getattr(module, "_tied_weights_keys", None) or {}
         if not isinstance(declared, Mapping):
             return is_tied
         if getattr(getattr(module, "config", None), "tie_word_embeddings", False):
             for names in declared.items():
-                left_out, kept = (_matching(path, pattern, tensors) for pattern in names)
+                plain = ".".join(part for part in path.split(".") if part not in _WRAPPED)
+                left_out, kept = (_matching(plain, pattern, tensors) for pattern in names)
                 ties |= zip(left_out, cycle(kept), strict=False)
     return {name: other for name, other in ties.items() if name != other}
-
-
-def _plain_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    module = inside(module)
-    yield path, module
-    for name, child in module._modules.items():  # noqa: SLF001 - named_children leaves one out that is there twice
-        if child is not None:
-            yield from _plain_modules(child, joined(path, name))
 
 
 def _matching(path: str, pattern: str, tensors: Mapping[str, Tensor]) -> Sequence[str]:
