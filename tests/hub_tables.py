@@ -35,6 +35,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import configuration_auto, modeling_auto
 
 from syncd.checkpoint import name_map
+from syncd.checkpoint.merging.plan import is_output_embedding
+from syncd.checkpoint.model_folder import says_tied
 from syncd.checkpoint.name_map import HubPart, NameMap
 from syncd.checkpoint.placement import Shape
 from syncd.protocol.tensor_names import HubPiece
@@ -116,6 +118,16 @@ def places(model: Any) -> dict[str, tuple[str, str]]:
         if path is not None:
             found[f"{_NUMBER.sub('#', path)}."] = (key, part.model_type)
     return found
+
+
+def ties_nothing(model: Any) -> bool:
+    """True if a config says that it ties embeddings, but the class ties none."""
+    ties = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return (
+        says_tied(model.config.to_dict())
+        and not ties
+        and any(is_output_embedding(name) for name in model.state_dict())
+    )
 
 
 def changed_names(model: Any) -> list[str]:
@@ -333,6 +345,7 @@ def main() -> None:
         "transformers": transformers.__version__,
         "types": {},
         "bases": {},
+        "untied": {},
         "places": {},
     }
     if asked.fp32:
@@ -350,6 +363,8 @@ def main() -> None:
                 content["bases"][model_type] = kind
         if inside:
             content["places"][kind] = inside
+        if model is not None and ties_nothing(model):
+            content["untied"][kind] = model_type
     for table in content["types"].values():
         for kind in [name for name, rules in table.items() if "" in rules]:
             if len(table) > 1:  # a class of another config

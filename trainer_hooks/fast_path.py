@@ -18,10 +18,10 @@ from syncd.protocol.policy import SyncMethod, SyncSettings
 from syncd.protocol.records import NonFinite, SaveId
 from trainer_hooks.explorers import Explorers
 from trainer_hooks.ranks import Plan, Ranks
-from trainer_hooks.state.full_file import agree_on_plan, ties_embeddings
+from trainer_hooks.state.full_file import agree_on_plan
 from trainer_hooks.state.gather import full_tensor
 from trainer_hooks.state.state_dict import sharded_state_dict, tensors_of
-from trainer_hooks.state.wrappers import unwrapped
+from trainer_hooks.state.ties import ties_of
 from trainer_hooks.transfer import Buffers, Outgoing
 
 log = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ class WeightSender:
         """
         ranks = Ranks()
         state = tensors_of(sharded_state_dict(self.model))
-        tied = ties_embeddings(unwrapped(self.model))
+        tied = ties_of(self.model, state)
         plan = agree_on_plan(state, ranks.rank, tied=tied, cast=self.cast)
         # Small tensors are packed together, so they come last, without large ones between them.
         tensors = sorted(plan, key=lambda tensor: -tensor.length)

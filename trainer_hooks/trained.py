@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from syncd.checkpoint.merging.plan import Ties
 from syncd.checkpoint.save import ADAPTER
 from syncd.checkpoint.tensor_rules import Casting, general
 from syncd.protocol.errors import InvalidSettingsError
@@ -26,7 +27,7 @@ from trainer_hooks.state.full_checkpoint import (
     extra_state,
     optimizer_state,
 )
-from trainer_hooks.state.full_file import gather_full, ties_embeddings
+from trainer_hooks.state.full_file import gather_full
 from trainer_hooks.state.gather import Derived
 from trainer_hooks.state.host_buffers import HostBuffers, host_copy
 from trainer_hooks.state.host_part import HostPart
@@ -42,6 +43,7 @@ from trainer_hooks.state.state_dict import (
     sharded_state_dict,
     tensors_of,
 )
+from trainer_hooks.state.ties import ties_of
 from trainer_hooks.state.wrappers import adapters_of, part_described, unwrapped
 from trainer_hooks.writing.rank_files import RankContents
 from trainer_hooks.writing.writer import RankWriter
@@ -77,7 +79,7 @@ class Trained:
     def __post_init__(self) -> None:
         self._said_merged = False
         self._hub_names = HubNames(self.model)
-        self._tied = ties_embeddings(unwrapped(self.model))
+        self._tied: Ties = False
         self.cast = casting_of(self.model, self.sync_dtype)
         # Reused like the other buffers, because allocating takes longer than copying.
         self._masters: deque[HostBuffers] = deque(maxlen=1)
@@ -152,6 +154,7 @@ class Trained:
         rest: dict[str, Any] = {}
         if sharded and not completes and buffers is not None:
             model = buffers.copy(state, cast)
+            self._tied = ties_of(self.model, state)
         if not (completes or sharded):
             has_room = buffers is not None
             whole = self._gathered(state, peft, at_end, has_room, cast, is_adapter=is_adapter)
@@ -262,14 +265,14 @@ class Trained:
         if self.rank == 0 and has_room:
             part = self._wholes.pop() if self._wholes else HostPart()
             at_end.callback(self._wholes.append, part)
-        tied = ties_embeddings(unwrapped(self.model))
-        derived: Mapping[str, Derived] = {}
+        model, derived = self.model, dict[str, Derived]()
         if peft is not None and is_adapter:
-            state, tied = peft.adapter(), False
+            state = peft.adapter()
             cast = cast and Casting(cast.dtype)  # an adapter has no tensors of the model
         elif peft is not None:
-            state, derived = peft.merged()
-        gather_full(state, self.rank, part, tied=tied, derived=derived, cast=cast)
+            (state, derived), model = peft.merged(), peft.base_model
+        self._tied = not is_adapter and ties_of(model, state)
+        gather_full(state, self.rank, part, tied=self._tied, derived=derived, cast=cast)
         return part
 
 

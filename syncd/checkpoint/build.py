@@ -141,7 +141,7 @@ def build_model_folder(
                     options,
                     cast=cast,
                     bias=bias,
-                    tied=says_tied(told),
+                    tied=says_tied(told) if save.tied is None else save.tied,
                     hub=hub if names == "hub" else None,
                     cancel=cancel,
                 )

@@ -20,7 +20,7 @@ from syncd.checkpoint.description import (
     true_dtype,
     wrong_dtypes,
 )
-from syncd.checkpoint.name_map import NameMap
+from syncd.checkpoint.name_map import NameMap, may_tie
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.tensor_rules import shown
 from syncd.checkpoint.whole_files import Merged
@@ -156,9 +156,10 @@ def says_tied(config: object) -> bool:
     """True if the content of a ``config.json`` sets ``tie_word_embeddings``.
 
     False if ``text_config`` sets another value, because readers disagree on which value counts. A
-    missing value contradicts nothing, because a config file leaves out defaults.
+    missing value contradicts nothing, because a config file leaves out defaults. False, too, for
+    the classes of transformers that tie nothing, whatever their config says.
     """
-    told = []
+    told: list[object] = [] if may_tie(config) else [False]
     while isinstance(config, dict):
         told.append(config.get("tie_word_embeddings"))
         config = config.get("text_config")

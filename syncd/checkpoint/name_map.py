@@ -19,7 +19,8 @@ one of these:
 
 ``places`` says where a class has the base models of its config's parts, of which type they usually
 are, and ``bases`` has the class of a type's base model. So a part of another type gets the rules of
-its base model, under the part's prefix.
+its base model, under the part's prefix. ``untied`` has the classes that tie no embeddings, although
+their config says so.
 """
 
 from __future__ import annotations
@@ -327,6 +328,12 @@ def map_by_type(config: object, tensors: Mapping[str, Shape]) -> NameMap | None:
                 )
             )
     return names
+
+
+def may_tie(config: object) -> bool:
+    """False if the class that this config names ties nothing."""
+    named = config.get("architectures") if isinstance(config, dict) else None
+    return not any(named == [name] for name in _tables()["untied"])
 
 
 def has_table(config: object) -> bool:

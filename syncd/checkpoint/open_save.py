@@ -16,7 +16,7 @@ from syncd.checkpoint.dcp.dcp_file import DcpFile, OneByOne
 from syncd.checkpoint.dcp.dcp_metadata import Chunk, Chunked, StoredModel, whole_shapes
 from syncd.checkpoint.gc_pause import uncollected
 from syncd.checkpoint.merging.options import Checked, MergeOptions
-from syncd.checkpoint.merging.plan import MergePlan, ShardIndex, agreed, plan_merge
+from syncd.checkpoint.merging.plan import MergePlan, ShardIndex, Ties, agreed, plan_merge
 from syncd.checkpoint.merging.source_reader import Source, SourceFile
 from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.parallel import Check
@@ -361,14 +361,14 @@ class SaveContents(NamedTuple):
         *,
         cast: Casting | None,
         bias: str,
-        tied: bool,
+        tied: Ties,
         hub: NameMap | None = None,
         cancel: Check,
     ) -> MergePlan:
         """Plan the merge of the shards. An adapter becomes one file, because PEFT reads only one.
 
-        ``bias`` is the value in ``adapter_config.json``, and ``tied`` the value of
-        ``tie_word_embeddings``. ``hub`` is None to keep the trainer's names.
+        ``bias`` is the value in ``adapter_config.json``. ``hub`` is None to keep the trainer's
+        names.
 
         Raises:
             CoverageError: the parts do not make whole tensors.

@@ -136,6 +136,11 @@ class _WholeSave:
         return next((one.sync_dtype for one in self.receipts if one.sync_dtype), None)
 
     @property
+    def tied(self) -> Mapping[str, str] | None:
+        """The tied tensors, if the trainer knows them."""
+        return self.receipts[0].tied if self.receipts else None
+
+    @property
     def nonfinite(self) -> NonFinite | None:
         """The weights with NaN or Inf, according to the receipts; None if that is unknown."""
         vouched = self.vouched()

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from syncd.checkpoint.merging.plan import PlannedTensor, plan_merge
+from syncd.checkpoint.merging.plan import PlannedTensor, is_output_embedding, plan_merge
 from syncd.checkpoint.merging.tiling import Run
 from syncd.checkpoint.model_folder import read_model_config, says_tied
 from syncd.checkpoint.name_map import NAME_MAP_LIMIT, NameMap
@@ -75,6 +75,7 @@ def plan_links(
             path = version.folder / NAME_MAP
             hub = NameMap.read(storage.read(path, NAME_MAP_LIMIT), path)
         tied = says_tied(read_model_config(storage, version.folder, manifest.files))
+        tied = tied and not any(is_output_embedding(tensor.name) for tensor in manifest.tensors)
         merge = plan_merge(
             [("the link", index)], max_file_size=2**63, tied=tied, hub=hub, cancel=cancel
         )

@@ -388,6 +388,8 @@ class Receipt(Record):
         fp32: with a link: the tensors that this cast keeps in fp32, with ``#`` in
             place of each number in a name.
         base: the earlier save that the rank's link file is relative to; None without such a file.
+        tied: the names that versions leave out → the names of the tensors that they are tied to;
+            None if the config says what is tied.
     """
 
     save_id: Annotated[str, Field(min_length=1, max_length=200)]
@@ -398,6 +400,7 @@ class Receipt(Record):
     sync_dtype: Annotated[str, Field(max_length=20)] | None = None
     fp32: Annotated[tuple[str, ...], FailFast()] = ()
     base: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    tied: dict[str, str] | None = None
 
     @model_validator(mode="after")
     def _is_of_its_step(self) -> Self:

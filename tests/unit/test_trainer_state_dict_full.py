@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from syncd.checkpoint.safetensors_file import DIGESTS, SafetensorsFile
 from syncd.checkpoint.safetensors_header import PAGE
@@ -14,9 +14,9 @@ from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import FULL_STATE_DICT, RECEIPTS, receipt_name
 from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, encode
 from syncd.storage.fsio import Draft
-from tests.fsdp_models import Config, Laden, tensors, values
+from tests.fsdp_models import Laden, tensors, values
 from tests.merging import STORAGE, assert_equal, build, loaded
-from trainer_hooks.state.full_file import _outline, gather_full, ties_embeddings
+from trainer_hooks.state.full_file import _outline, gather_full
 from trainer_hooks.state.gather import Derived
 from trainer_hooks.state.host_part import HostPart
 
@@ -90,17 +90,6 @@ def test_the_digests_in_a_header_are_read_from_its_first_bytes_alone(tmp_path: P
 
 
 # -- tied weights ------------------------------------------------------------------------------
-
-
-def test_ties_are_those_of_the_config() -> None:
-    model: Any = nn.Linear(2, 2)
-    assert not ties_embeddings(model)
-    model.config = Config(tie_word_embeddings=True)
-    assert ties_embeddings(model)
-    model.config = Config(tie_word_embeddings=True, text_config={"tie_word_embeddings": False})
-    assert not ties_embeddings(model)
-    model.config = {"tie_word_embeddings": True}
-    assert not ties_embeddings(model)
 
 
 @pytest.mark.parametrize("copied", [False, True])

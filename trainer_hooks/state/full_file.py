@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +11,10 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from syncd.checkpoint.merging.plan import PlannedTensor, plan_merge
-from syncd.checkpoint.model_folder import says_tied
+from syncd.checkpoint.merging.plan import PlannedTensor, Ties, plan_merge
 from syncd.checkpoint.placement import Local
 from syncd.checkpoint.tensor_rules import ITEMSIZE, Casting, name_fault, shown
 from syncd.coordination.tensors import DTYPES as TORCH_DTYPES
@@ -35,7 +33,7 @@ def gather_full(
     rank: int,
     part: HostPart | None,
     *,
-    tied: bool = False,
+    tied: Ties = False,
     derived: Mapping[str, Derived] = MappingProxyType({}),
     cast: Casting | None = None,
 ) -> None:
@@ -47,7 +45,7 @@ def gather_full(
         state: this rank's sharded state dict; the same names on every rank.
         rank: this rank's number.
         part: rank 0's memory for the copy; None to gather only, because the other ranks do.
-        tied: whether to leave out the output embedding (:func:`ties_embeddings`).
+        tied: the tensors to leave out (:func:`.ties_of`).
         derived: name → a tensor to take instead of the one in ``state``; same dtype and shape.
         cast: None to keep the dtypes.
 
@@ -109,12 +107,6 @@ def _gathered(
         raise SaveFailedError(f"the full state dict could not be gathered: {failed}") from failed
 
 
-def ties_embeddings(model: nn.Module) -> bool:
-    """True if the model's config says ``tie_word_embeddings``."""
-    to_json = getattr(getattr(model, "config", None), "to_json_string", None)
-    return to_json is not None and says_tied(json.loads(to_json()))
-
-
 @dataclass(frozen=True)
 class _Outline:
     """A summary of a rank's tensors, to compare with other ranks.
@@ -134,7 +126,7 @@ def agree_on_plan(
     state: Mapping[str, Tensor],
     rank: int,
     *,
-    tied: bool,
+    tied: Ties,
     derived: Mapping[str, Derived] = MappingProxyType({}),
     cast: Casting | None = None,
 ) -> Sequence[PlannedTensor]:
@@ -165,7 +157,7 @@ def agree_on_plan(
 
 
 def _outline(
-    state: Mapping[str, Tensor], rank: int, *, tied: bool, derived: Mapping[str, Derived]
+    state: Mapping[str, Tensor], rank: int, *, tied: Ties, derived: Mapping[str, Derived]
 ) -> _Outline:
     fault = None if state else "the state dict has no tensors"
     likes = []
@@ -180,8 +172,9 @@ def _outline(
             likes[-1] += repr(_like(part, own))
         key = number if is_derived else memory_of(value) or number
         memory.append(seen.setdefault(key, number))
+    ties = sorted(tied.items()) if isinstance(tied, Mapping) else tied
     digest, order = (
-        xxhash.xxh3_128_hexdigest(repr((tied, told)).encode()) for told in (sorted(likes), likes)
+        xxhash.xxh3_128_hexdigest(repr((ties, told)).encode()) for told in (sorted(likes), likes)
     )
     return _Outline(digest, order, len(state), fault, tuple(memory))
 
@@ -204,7 +197,7 @@ def _fault(name: object, value: Tensor, rank: int) -> str | None:
 
 
 def _planned(
-    state: Mapping[str, Tensor], memory: tuple[int, ...], *, tied: bool, cast: Casting | None
+    state: Mapping[str, Tensor], memory: tuple[int, ...], *, tied: Ties, cast: Casting | None
 ) -> Sequence[PlannedTensor]:
     """Plan one file by the merge's own planner, as if one rank had all tensors.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from syncd.checkpoint.boxes import Box, whole
-from syncd.checkpoint.merging.plan import is_output_embedding
+from syncd.checkpoint.merging.plan import Ties, is_output_embedding
 from syncd.deltas.link_index import Content, SavedPiece
 from trainer_hooks.state.gather import flat_bytes
 from trainer_hooks.state.host_buffers import memory_of
@@ -44,23 +44,29 @@ def pieces_of(
     rank: int,
     first_ranks: Mapping[str, int],
     *,
-    tied: bool,
+    tied: Ties,
 ) -> Iterator[SavedPiece]:
     """The pieces of a state on the host; ``old`` is that of the base, or None if it is not known.
 
-    ``tied`` leaves out a tied output embedding, as the merge does. ``first_ranks`` has the first
-    rank with each plain tensor, which writes it; rank 0 if the name is missing.
+    ``tied`` leaves out tied tensors that share their memory, as the merge does. ``first_ranks`` has
+    the first rank with each plain tensor, which writes it; rank 0 if the name is missing.
 
     Raises:
         TypeError: a tensor has no piece (:func:`why_no_pieces`).
     """
     before = {} if old is None else tensors_of(old)
-    seen = set()
-    for name, value in tensors_of(new).items():
+    tensors = tensors_of(new)
+    seen: set[object] = set()
+    for name, value in tensors.items():
         place, memory = _place(value), memory_of(value)
         if place is None:
             raise TypeError(f"{name} can no longer be saved as changes. Set deltas=False")
-        if memory is None or (tied and memory in seen and is_output_embedding(name)):
+        if isinstance(tied, Mapping):
+            other = tensors.get(tied.get(name, ""))
+            is_left_out = other is not None and memory_of(other) == memory
+        else:
+            is_left_out = tied and memory in seen and is_output_embedding(name)
+        if memory is None or is_left_out:
             continue  # this rank has no elements, or the merge leaves the tensor out
         seen.add(memory)
         known = _place(before[name]) if name in before else None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from syncd.checkpoint.merging.plan import Ties
 from syncd.checkpoint.save import ADAPTER
 from syncd.deltas.link_index import SavedPiece
 from syncd.protocol.errors import SaveFailedError
@@ -83,7 +84,7 @@ class RankContents(NamedTuple):
             if the caller does not know them.
         needs_base: closed when this rank's weights are written, because then ``pieces`` no longer
             reads the copy of the base.
-        tied: whether a link leaves out a tied output embedding.
+        tied: the tied tensors, which a link leaves out.
     """
 
     model: Mapping[str, Any] | None = None
@@ -109,7 +110,7 @@ class RankContents(NamedTuple):
     base: str | None = None
     pieces: Callable[[list[str]], Iterator[SavedPiece]] | None = None
     needs_base: AbstractContextManager[object] = nullcontext()
-    tied: bool = False
+    tied: Ties = False
 
 
 @dataclass
@@ -126,6 +127,7 @@ class RankFiles:
         sync_dtype: see :class:`RankContents`.
         fp32: see :class:`RankContents`.
         base: see :class:`RankContents`.
+        tied: see :class:`RankContents`.
     """
 
     job: Job
@@ -138,6 +140,7 @@ class RankFiles:
     sync_dtype: str | None = None
     fp32: tuple[str, ...] = ()
     base: str | None = None
+    tied: Ties = False
 
     def __post_init__(self) -> None:
         step = self.save_id.step
@@ -266,6 +269,7 @@ class RankFiles:
             sync_dtype=self.sync_dtype,
             fp32=self.fp32,
             base=self.base if name == receipt_name(self.rank) else None,
+            tied=self.tied if isinstance(self.tied, Mapping) else None,
         )
         self.storage.replace(self.receipts / name, encode(receipt))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, takewhile
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from syncd.checkpoint.gc_pause import uncollected
 from syncd.checkpoint.merging.tiling import Block, Part, Run, Tiled, Transposed, cut, ends, tile
@@ -22,6 +22,11 @@ class ShardIndex(NamedTuple):
 
     label: str
     tensors: Mapping[str, Local | Chunks]
+
+
+#: The names of tensors that are left out → the names of the tensors that they are tied to. True if
+#: only the config says so: then an output embedding is tied to the input embedding.
+Ties: TypeAlias = bool | Mapping[str, str]
 
 
 class Duplicate(NamedTuple):
@@ -85,7 +90,7 @@ def plan_merge(
     max_file_size: int,
     rename: Callable[[str], str | None] = str,
     stem: str = "model",
-    tied: bool = False,
+    tied: Ties = False,
     hub: NameMap | None = None,
     cast: Casting | None = None,
     cancel: Check = lambda: None,
@@ -100,7 +105,7 @@ def plan_merge(
 
     - ``rename`` gives a tensor's name in the output; None to leave the tensor out.
     - ``stem`` is the beginning of the output files' names.
-    - ``tied`` leaves out an output embedding that is tied to the input embedding.
+    - ``tied`` leaves out tied tensors.
     - ``hub`` maps the names after ``rename`` to the names in the output.
 
     Raises:
@@ -120,7 +125,7 @@ def plan_merge(
         raise CoverageError("the shards hold no tensors: save model.state_dict()")
     labels = [index.label for index in indexes]
     tensors = [_whole(name, renamed, indexes, labels, cancel) for renamed, name in names.items()]
-    kept = _without_tied(tensors, cancel) if tied else tensors
+    kept = _without_tied(tensors, tied, cancel) if tied else tensors
     if cast is not None:  # by the trainer's names
         kept = [tensor._replace(dtype=cast.dtype_of(tensor.name, tensor.dtype)) for tensor in kept]
     if hub is not None:
@@ -193,28 +198,42 @@ def is_output_embedding(name: str) -> bool:
     return _module(name) in _HEADS
 
 
-def _without_tied(tensors: list[PlannedTensor], cancel: Check) -> list[PlannedTensor]:
+def _without_tied(
+    tensors: Iterable[PlannedTensor], ties: Ties, cancel: Check
+) -> list[PlannedTensor]:
     kept = {tensor.name: tensor for tensor in tensors}
-    for head in tensors:
+    for left_out in list(kept.values()):
         cancel()
-        if not is_output_embedding(head.name):
+        if isinstance(ties, Mapping):
+            same = kept.get(ties.get(left_out.name, ""))
+        else:
+            same = _input_embedding(left_out, kept.values())
+        if same is None or _kind(same) != _kind(left_out):
             continue
-        alike = [
-            tensor
-            for tensor in kept.values()
-            if _module(tensor.name) in _EMBEDDINGS
-            and (tensor.dtype, tensor.shape) == (head.dtype, head.shape)
-        ]
-        if alike:
-            # If there are several, take the most similar name, because one model may wrap another.
-            same = max(alike, key=lambda tensor: _begins_alike(tensor.name, head.name))
-            same = next((tensor for tensor in alike if tensor.parts == head.parts), same)
-            known = {same.parts, *(copy.parts for copy in same.copies)}
-            told = dict.fromkeys((head.parts, *(copy.parts for copy in head.copies)))
-            more = tuple(Duplicate(head.name, parts) for parts in told if parts not in known)
-            kept[same.name] = same._replace(copies=same.copies + more)
-            del kept[head.name]
+        known = {same.parts, *(copy.parts for copy in same.copies)}
+        told = dict.fromkeys((left_out.parts, *(copy.parts for copy in left_out.copies)))
+        more = tuple(Duplicate(left_out.name, parts) for parts in told if parts not in known)
+        kept[same.name] = same._replace(copies=same.copies + more)
+        del kept[left_out.name]
     return list(kept.values())
+
+
+def _kind(tensor: PlannedTensor) -> object:
+    return tensor.dtype, tensor.shape
+
+
+def _input_embedding(head: PlannedTensor, tensors: Iterable[PlannedTensor]) -> PlannedTensor | None:
+    """The tensor that an output embedding is tied to, if the config says that it is tied.
+
+    If there are several, take the most similar name, because one model may wrap another.
+    """
+    if not is_output_embedding(head.name):
+        return None
+    alike = [
+        one for one in tensors if _module(one.name) in _EMBEDDINGS and _kind(one) == _kind(head)
+    ]
+    same = max(alike, key=lambda one: _begins_alike(one.name, head.name), default=None)
+    return next((one for one in alike if one.parts == head.parts), same)
 
 
 def _begins_alike(name: str, other: str) -> int:
