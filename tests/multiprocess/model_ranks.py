@@ -198,7 +198,7 @@ def save(kind: str, root: Path) -> None:
             limit=64,
             cast=Casting("bf16"),
         )
-        broadcast(model, folder / "broadcast-cast.pt", "bf16")
+        broadcast(model, folder / "broadcast-cast.pt", Casting("bf16"))
         cast_shard(model, folder / "cast" / "actor")
     if kind in TIED:
         model.config = Config(tie_word_embeddings=True)
