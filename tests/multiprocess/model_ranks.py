@@ -43,6 +43,7 @@ from trainer_hooks.state.full_file import gather_full
 from trainer_hooks.state.host_buffers import HostBuffers, _parts
 from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.state_dict import sharded_state_dict
+from trainer_hooks.state.wrappers import unwrapped
 from trainer_hooks.writing.parts import save_state_dict
 
 #: World sizes by kind.
@@ -201,7 +202,7 @@ def save(kind: str, root: Path) -> None:
         broadcast(model, folder / "broadcast-cast.pt", Casting("bf16"))
         cast_shard(model, folder / "cast" / "actor")
     if kind in TIED:
-        model.config = Config(tie_word_embeddings=True)
+        unwrapped(model).config = Config(tie_word_embeddings=True)
         broadcast(model, folder / "broadcast-tied.pt")
     dist.barrier()
     sharded(model, folder / "sharded" / "actor")
