@@ -48,15 +48,14 @@ class Pointer:
 
 @dataclass(frozen=True)
 class LeaseSeen:
-    """A lease, of the explorer ``name`` if syncd made it.
+    """A lease, of the explorer with this ``session`` if syncd made it.
 
-    ``dead_for``: seconds since its session was found dead; None if it is not dead.
+    ``dead_for``: seconds since the session was found dead; None if it is not dead.
     """
 
     sequence: int
     marker: str
     dead_for: float | None
-    name: str = ""
     session: str = ""
 
 

@@ -349,11 +349,11 @@ def test_the_report_offers_links_only_while_an_explorer_follows_ahead(
     with daemon(job, 1) as loop:
         assert not job.daemon_says.links
         assert "syncd[deltas]" in str(job.daemon_says.no_links)
-        live(loop, "living")
+        live(loop, "living", sequence=None)
         assert job.daemon_says.links
         assert job.daemon_says.no_links is None
         if gone == "stopped":
-            live(loop, "living", 1, status="stopped")
+            live(loop, "living", 1, sequence=None, status="stopped")
         elif gone == "report gone":
             job.explorer("e").unlink()
             loop.rounds(16, 0)
@@ -364,11 +364,11 @@ def test_the_report_offers_links_only_while_an_explorer_follows_ahead(
 
 def test_links_are_folded_at_once_for_an_explorer_that_cannot_follow_now(job: SmallJob) -> None:
     with daemon(job, 1) as loop:
-        live(loop, "living", loads=())
+        live(loop, "living")
         save_link(job, 2, 1)
         loop.rounds(3, 0)
         assert job.latest.sequence == 1
-        live(loop, "living", 0, loads=(), follows_ahead=False)
+        live(loop, "living", 0, follows_ahead=False)
         loop.rounds(3, 0)
         assert job.latest.sequence == 2
         for step in range(3, 6):  # although each round has a save to link
