@@ -27,8 +27,8 @@ class Claim(Record):
     """The session that holds a participant's name, and its process. ``name`` is for people."""
 
     session: str
-    name: Text | None = None
-    process: Text = ""
+    name: Text
+    process: Text
 
 
 class _Owned(BaseModel):
@@ -390,7 +390,6 @@ class DaemonReport(Record):
         paused: the id of the pause that is in force, if any.
         memory_dir: the memory directory that the same process serves.
         merge: the progress in state ``merging``, possibly some seconds old.
-        builds: None if the daemon is too old to report it.
         names: the origin of the tensor names in LATEST's version; None if the hub's names and the
             trainer's names are the same.
         links: True if the trainer may save links now: the daemon takes them, and a live explorer
@@ -404,6 +403,7 @@ class DaemonReport(Record):
     pid: int
     epoch: int
     state: Literal["watching", "merging", "stopped"]
+    builds: BuildSettings
     detail: Text = ""
     sequence: Sequence | None = None
     step: Step | None = None
@@ -411,7 +411,6 @@ class DaemonReport(Record):
     memory_dir: Text | None = None
     counters: DaemonCounters = DaemonCounters()
     merge: MergeProgress | None = None
-    builds: BuildSettings | None = None
     names: Names | None = None
     links: bool = False
     no_links: Text | None = None

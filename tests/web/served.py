@@ -44,5 +44,6 @@ def daemon(job: SmallJob, time: float, heartbeat: float | None = None, **more: A
     path.touch()
     os.utime(path, (beat, beat))
     told = {"session": "daemon", "host": "trainer-7", "pid": 4242, "epoch": 3, "state": "watching",
+            "builds": {"max_shard_size": 10**9, "digests": True, "tick": 1},
             "time": time, **more}  # fmt: skip
     job.put_record(job.layout.daemon_report, DaemonReport(**told))
