@@ -302,7 +302,7 @@ class ExplorerHook:
             SaveNotReadyError: the step is not on disk.
             SaveFailedError: the step cannot be built.
             NoRoomError: the disk has no room for the build.
-            JobUnavailableError: no daemon of this release has served the job.
+            JobUnavailableError: no daemon has served the job.
             InvalidSettingsError: a background thread follows the job.
             WaitTimeoutError: the save was not complete in time.
             Exception: for the other errors see :meth:`pull`.

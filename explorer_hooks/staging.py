@@ -168,7 +168,7 @@ class Staging:
         job, latest, ahead = lead
         source = job.layout.version(ahead.sequence)
         name = copy_name(source, ahead.sequence, ahead.save_id, latest.dtype)
-        make = partial(self._fold, job, ahead, {latest.save_id or "": hold}, cancel)
+        make = partial(self._fold, job, ahead, {latest.save_id: hold}, cancel)
         with _never_an_end():
             copy = self._get(name, source, make, cancel)
             try:

@@ -25,10 +25,6 @@ from syncd.storage.fsio import Signature, Storage, signature
 #: receipt has the digest of the header, so the receipt vouches for every byte.
 DIGESTS: Final = "tensors-xxh3-128"
 _SAID: Final = re.compile(rf'{{"{METADATA}":{{"format":"pt","{DIGESTS}":"([0-9a-f]*)"'.encode())
-#: syncd 0.2 stored the xxh3-128 of these digests.
-_SAID_BEFORE: Final = re.compile(
-    rf'{{"{METADATA}":{{"format":"pt","xxh3-128":"([0-9a-f]{{32}})"'.encode()
-)
 #: Parses a header, in this process or in a child.
 ReadFields = Callable[[bytes, str], Sequence[HeaderEntry]]
 
@@ -104,14 +100,6 @@ class SafetensorsFile(Closing):
         if said is None or len(text) != 32 * len(self.entries):
             return None
         return [bytes.fromhex(text[at : at + 32]) for at in range(0, len(text), 32)]
-
-    def agrees(self, digests: Sequence[bytes]) -> bool:
-        """False if the header says other digests of the tensors."""
-        if (said := self.said_digests) is not None:
-            return said == digests
-        before = _SAID_BEFORE.match(self.header, 8)
-        told = xxhash.xxh3_128_hexdigest(b"".join(digests)).encode()
-        return before is None or before[1] == told
 
     def close(self) -> None:
         """Close the descriptor."""

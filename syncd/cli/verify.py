@@ -51,9 +51,7 @@ def command(path: options.Existing, *, as_json: options.Json = False) -> None:
     folders, links = [path], []
     if not storage.exists(path / MANIFEST):
         folders = list(map(job.layout.version, version_folders(job)))
-        found = map(job.layout.link, link_folders(job))
-        # A delta of 0.2, which nobody reads any more, has a file 'blocks'.
-        links = [folder for folder in found if not storage.exists(folder / "blocks")]
+        links = list(map(job.layout.link, link_folders(job)))
     if not folders:
         raise InvalidSettingsError(
             f"{path} is neither a version nor a job with published versions. If this is "

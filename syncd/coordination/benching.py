@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from syncd import __version__
 from syncd.checkpoint.build import FreeSpace, build_step
 from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.save import Unfinished, WholeSave
@@ -81,10 +80,10 @@ class Bench:
         while True:
             check_on_disk(self.job, step)
             daemon = self.job.read(DaemonReport, self.job.layout.daemon_report)
-            if daemon is None or daemon.builds is None:
+            if daemon is None:
                 raise JobUnavailableError(
                     f"the daemon of {self.job.layout.root} has not reported how it builds "
-                    f"versions: start or restart it with syncd {__version__}"
+                    "versions: start it"
                 )
             settings = daemon.builds
             save = look_into_step(self.job.storage, self.job.layout.step(step), step)

@@ -156,7 +156,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         if loaded is not None:
             changes["follows_ahead"] = self._versions.passed <= loaded.sequence
         with self._loading:  # so that no load of another thread is lost
-            loads = loads_with(self._me.record.loads or (), loaded, self._wall(), reload)
+            loads = loads_with(self._me.record.loads, loaded, self._wall(), reload)
             self._me.update(
                 sequence=version.sequence if version else None,
                 step=version.step if version else None,

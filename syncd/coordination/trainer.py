@@ -199,7 +199,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         latest = read_latest(self._job)
         if latest is None or latest.closed is not None:
             return latest is None
-        published = SaveId.parse(latest.save_id or "")
+        published = SaveId.parse(latest.save_id)
         if published is not None and published.run == root.run:
             return True
         outcome = self._job.outcome(root.step)  # the root may still be merged

@@ -207,7 +207,7 @@ class Collector:
     def _found(self) -> Iterator[Path | None]:
         """Yield leftovers (also filelock's) and all heartbeats; None if a check finds nothing."""
         layout = self._layout
-        for folder in (layout.drafts, layout.explorers, layout.quarantine, layout.requests):
+        for folder in (layout.drafts, layout.explorers, layout.requests):
             yield from self._temporaries(folder)
         yield from self._temporaries(layout.state)
         yield from self._steering.answered()

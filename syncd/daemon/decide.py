@@ -48,15 +48,14 @@ class Pointer:
 
 @dataclass(frozen=True)
 class LeaseSeen:
-    """A lease, of the explorer ``name`` if syncd made it.
+    """A lease, of the explorer with this ``session`` if syncd made it.
 
-    ``dead_for``: seconds since its session was found dead; None if it is not dead.
+    ``dead_for``: seconds since the session was found dead; None if it is not dead.
     """
 
     sequence: int
     marker: str
     dead_for: float | None
-    name: str = ""
     session: str = ""
 
 
@@ -259,7 +258,7 @@ class CloseLeaseFolder:
 
 @dataclass(frozen=True)
 class PruneLink:
-    """Delete a link, or a delta of 0.2."""
+    """Delete a link."""
 
     sequence: int
     why: str
@@ -479,7 +478,7 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
         return ""
     announced = seen.pointer.step if seen.announced_step is None else seen.announced_step
     on_way, ended = {save.step for save in seen.way.saves}, step.outcome.outcome
-    # Also those that are linked already, because an older daemon would discard the links.
+    # Also those that are linked already, because a rollback ends their links.
     on_way.update(saved.step for one in seen.chains if (saved := SaveId.parse(one)))
     doubts = (
         ended not in {"published", "skipped"},

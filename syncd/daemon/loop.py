@@ -239,7 +239,7 @@ class Loop:
         try:
             self._publisher.naming.look()
             sequence = (latest.ahead or latest).sequence if latest else 0
-            for load in self._going_live.look(seen.leases, sequence, seen.living):
+            for load in self._going_live.look(sequence, seen.living):
                 self._journal.live(load)
             self._follow_ahead = self._going_live.follow_ahead(seen.living)
         except OSError as error:

@@ -252,7 +252,7 @@ class Scanner:
 
     def _leases(self, sequences: Iterable[int], others: Collection[str]) -> list[LeaseSeen]:
         held = [
-            (sequence, marker, *(parse_lease_marker(marker) or ("", "")))
+            (sequence, marker, (parse_lease_marker(marker) or ("", ""))[1])
             for sequence in sequences
             for marker in self._markers(self._layout.lease_folder(sequence))
         ]
@@ -267,8 +267,8 @@ class Scanner:
         dead_for = {name: now - since for name, since in self._dead_since.items()}
         # A name of another format is kept as a lease: somebody put it there on purpose.
         return [
-            LeaseSeen(sequence, marker, dead_for.get(session), name, session)
-            for sequence, marker, name, session in held
+            LeaseSeen(sequence, marker, dead_for.get(session), session)
+            for sequence, marker, session in held
         ]
 
     def _benched(self, *, refreshed: bool = False) -> frozenset[int]:

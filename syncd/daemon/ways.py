@@ -17,7 +17,7 @@ from syncd.storage.job import OF_OTHERS, Job
 class LinkSeen:
     """A link on disk, from the save ``base`` to the save ``target``.
 
-    ``sequence`` is that of its version to come. A delta of 0.2 has neither save.
+    ``sequence`` is that of its version to come. One whose record cannot be read has neither save.
     """
 
     sequence: int

@@ -142,7 +142,7 @@ class Format(Record):
 
 
 #: The floating dtypes of a version by safetensors' names, the dtype with the most bytes first,
-#: e.g. ``F8_E4M3, BF16``. None without such a dtype, or if an older release wrote the record.
+#: e.g. ``F8_E4M3, BF16``. None without such a dtype.
 VersionDtype = Annotated[str, Field(max_length=200)] | None
 
 
@@ -159,7 +159,7 @@ class Latest(Record):
 
     Attributes:
         names: the origin of the tensor names that the job keeps. None if the hub's names and the
-            trainer's names never differed, or if an older release wrote LATEST.
+            trainer's names never differed.
         save_id: the save that the version was made from.
         closed: the reason why the daemon takes no link until the next full version, if any.
     """
@@ -167,10 +167,10 @@ class Latest(Record):
     sequence: Sequence
     step: Step
     folder: Annotated[str, Field(pattern=r"^v[0-9]{6,18}$")]
+    save_id: str
     kind: Kind = "full"
     dtype: VersionDtype = None
     names: Names | None = None
-    save_id: str | None = None
     ahead: Ahead | None = None
     closed: Text | None = None
 

@@ -27,8 +27,8 @@ class Claim(Record):
     """The session that holds a participant's name, and its process. ``name`` is for people."""
 
     session: str
-    name: Text | None = None
-    process: Text = ""
+    name: Text
+    process: Text
 
 
 class _Owned(BaseModel):
@@ -269,7 +269,6 @@ class ExplorerReport(Record):
         requests: the number of syncs that the explorer has required (``require_sync``).
         joined: the id of the offer that the explorer has joined.
         loads: the newest loads, oldest first, with the loads of earlier explorers of this name.
-            None in older releases.
         fault: the reason why nobody can rely on the explorer, for example because it no longer
             follows the job.
         workers: the number of its ranks in a weight group; 0 if it takes no part in broadcasts.
@@ -295,7 +294,7 @@ class ExplorerReport(Record):
     requests: Size = 0
     joined: str | None = None
     reload: Reload | None = None
-    loads: tuple[Load, ...] | None = None
+    loads: tuple[Load, ...] = ()
     fault: Text | None = None
     workers: Size = 0
     group: str | None = None
@@ -307,13 +306,6 @@ class ExplorerReport(Record):
     follows_ahead: bool = False
     time: float
 
-    @property
-    def pause(self) -> float | None:
-        """Seconds for which the engine did not serve while it loaded its version, if known."""
-        if self.reload is None or self.reload.sequence != self.sequence:
-            return None
-        return self.reload.pause
-
     def behind(self, latest: Latest | None) -> tuple[int | None, int | None]:
         """By how many versions and steps the newest is newer than what is served, if known."""
         if latest is None or self.bench is not None:
@@ -322,15 +314,6 @@ class ExplorerReport(Record):
         steps = None if self.step is None else max(0, newest.step - self.step)
         # One that no longer follows ahead can serve a version above LATEST.
         return max(0, newest.sequence - (self.sequence or 0)), steps
-
-    @property
-    def last_loads(self) -> tuple[Load, ...]:
-        """The newest loads; only the last one if the explorer's release lists none."""
-        if self.loads is not None:
-            return self.loads
-        if self.sequence is None or self.received is not None:
-            return ()  # weights from a broadcast are not a version's
-        return (Load(sequence=self.sequence, time=self.time, pause=self.pause),)
 
 
 class TrainerReport(Record):
@@ -407,7 +390,6 @@ class DaemonReport(Record):
         paused: the id of the pause that is in force, if any.
         memory_dir: the memory directory that the same process serves.
         merge: the progress in state ``merging``, possibly some seconds old.
-        builds: None if the daemon is too old to report it.
         names: the origin of the tensor names in LATEST's version; None if the hub's names and the
             trainer's names are the same.
         links: True if the trainer may save links now: the daemon takes them, and a live explorer
@@ -421,6 +403,7 @@ class DaemonReport(Record):
     pid: int
     epoch: int
     state: Literal["watching", "merging", "stopped"]
+    builds: BuildSettings
     detail: Text = ""
     sequence: Sequence | None = None
     step: Step | None = None
@@ -428,7 +411,6 @@ class DaemonReport(Record):
     memory_dir: Text | None = None
     counters: DaemonCounters = DaemonCounters()
     merge: MergeProgress | None = None
-    builds: BuildSettings | None = None
     names: Names | None = None
     links: bool = False
     no_links: Text | None = None

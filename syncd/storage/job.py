@@ -312,7 +312,7 @@ class Job:
         The new explorer repeats them in case the daemon has not read the previous report yet.
         """
         report = self.read(ExplorerReport, self.layout.explorer(name), IF_ANY)
-        return (report.loads or ())[-LOADS_KEPT:] if report else ()
+        return report.loads[-LOADS_KEPT:] if report else ()
 
     def explorer_reports(
         self, names: Iterable[str], policy: ReadPolicy

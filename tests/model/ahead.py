@@ -60,8 +60,7 @@ class Ahead(Daemons):
         if not after.faults or "power loss" not in self.faults:
             disk = disk._replace(unsynced=())
             daemons = tuple(d._replace(dirty="") for d in daemons)
-        if not self.old_daemon:
-            daemons = tuple(sorted(daemons, reverse=True))
+        daemons = tuple(sorted(daemons, reverse=True))
         if after.stale:
             client, records, old, changes = after.stale
             changes += state.disk.seen(not records, old) != disk.seen(not records, old)
@@ -137,10 +136,9 @@ class Ahead(Daemons):
     def _base(self, state: State, step: int) -> int:
         """The base of the next save; 0 if there is to be no link."""
         trainer, rules, base = state.trainer, self.rules, state.saves[state.trainer.last]
-        new_daemons = state.daemons[: 1 if self.old_daemon else 2]
         allowed = (
             trainer.announced or not rules.last_is_announced,
-            any(d.place != "away" for d in new_daemons) or not rules.is_offered,
+            any(d.place != "away" for d in state.daemons),
             not state.to("the trainer").disk.latest.closed or not rules.not_closed,
             step > base.step or not rules.above_base,
             not base.nan or base.base or not rules.finite_root,
@@ -284,10 +282,9 @@ class Ahead(Daemons):
             yield f"{new} is announced, and cannot be made from what is there"
         # The trainer writes over saves of the same step, as always, also those of an earlier run.
         writes = after.trainer != before.trainer and stage not in ("idle", "dead")
-        # An old daemon skips and prunes a full save that the pointer has passed: a limit.
-        if writes or (self.old_daemon and before.disk.folders != after.disk.folders):
+        if writes:
             return
-        for save in {before.pointed(), 0 if self.old_daemon else before.disk.latest.ahead} - {0}:
+        for save in {before.pointed(), before.disk.latest.ahead} - {0}:
             if self.available(before, save) and not self.available(after, save):
                 yield f"{save}, which is announced, is lost"
 
@@ -296,7 +293,7 @@ class Ahead(Daemons):
         latest, save, trainer = state.disk.latest, state.pointed(), state.trainer
         if state.asked or trainer.stage not in ("idle", "dead"):
             return False
-        if not save or (self.old_daemon and not self.available(state, save)):
+        if not save:
             return True
         alive = trainer.stage == "idle"
         if self.eager and alive and not self._base(state, trainer.step + 1):

@@ -27,17 +27,14 @@ class Daemons:
     nan: bool = False
     """Whether one save may have NaN."""
     rollback: bool = False
-    old_daemon: bool = False
-    """Whether the second daemon is one of 0.2, which does not know ahead."""
     eager: bool = False
     """The trainer links whenever it may, and its run does not end with the last save."""
     rules: Rules = field(default_factory=Rules)
 
     def daemon(self, state: State, number: int, me: Daemon) -> Steps:
-        disk, new = state.disk, not (self.old_daemon and number == 1)
+        disk = state.disk
         if me.place == "away":
-            # An old daemon leaves a room for a new one, for which progress is asked.
-            if disk.room + (not new and not self.eager) < self.rooms:
+            if disk.room < self.rooms:
                 disk = disk._replace(room=disk.room + 1)
                 yield "take over", state.by(number, Daemon("read", disk.room), disk)
             return
@@ -45,7 +42,7 @@ class Daemons:
             state = state._replace(disk=disk.sync(me.dirty))
             me = me._replace(dirty="")
         if me.place == "read":
-            yield self._read(state, number, me, new)
+            yield self._read(state, number, me)
         elif me.place == "linking":
             yield self._link(state, number, me)
         elif me.place == "building":
@@ -53,27 +50,23 @@ class Daemons:
         elif me.place == "naming":
             yield self._name(state, number, me)
         else:
-            if state.asked and new:
+            if state.asked:
                 yield from self._roll_back(state, number, me)
-            if not (state.asked and new and self.rules.rollback_first):
-                yield from self._decide(state, number, me, new)
-                if new:
-                    yield from self._fold(state, number, me)
-            yield from self._prune(state, number, me, new)
+            if not (state.asked and self.rules.rollback_first):
+                yield from self._decide(state, number, me)
+                yield from self._fold(state, number, me)
+            yield from self._prune(state, number, me)
 
-    def _read(self, state: State, number: int, me: Daemon, new: bool) -> Step:
-        """Take over: adopt the version above LATEST. An old daemon discards the links there."""
+    def _read(self, state: State, number: int, me: Daemon) -> Step:
+        """Take over: adopt the version above LATEST."""
         if self.rules.take_over_syncs:
             state = state._replace(disk=state.disk.sync("state", "published", "deltas"))
         disk = state.disk  # it asks the server
         latest, top = disk.latest, disk.published[-1]
-        numbers = [top.sequence, latest.sequence, latest.number * new, disk.reserved]
+        numbers = [top.sequence, latest.sequence, latest.number]
         floor = max(numbers + [link.number for link in disk.links])
-        if not new or not self.reached(state, latest, latest.ahead):
+        if not self.reached(state, latest, latest.ahead):
             latest = latest._replace(number=0, ahead=0)
-        for link in disk.links:
-            if not new and link.number > max(top.sequence, latest.sequence):
-                disk = disk.without(link)
         ready = me.ready(latest, floor)
         if top.sequence > latest.sequence:
             ready = ready._replace(place="naming", then=_follow(latest, top))
@@ -110,19 +103,16 @@ class Daemons:
                 return (does, what) if allowed else ("none", save)
         return ("merge" if found.full and not found.nan else "none"), save
 
-    def _decide(self, state: State, number: int, me: Daemon, new: bool) -> Steps:
+    def _decide(self, state: State, number: int, me: Daemon) -> Steps:
         """What becomes of the pointer's save."""
         latest, rules, seen = me.latest, self.rules, state.to("the daemon")
         save = seen.pointed()
         if save in (0, latest.save, latest.ahead, latest.instead_of):
             return
         found = state.saves[save]
-        if not new:
-            does, what = ("merge" if found.full and not found.nan else "wait"), save
-        else:
-            does, what = self._work(seen, latest, save)
-            if does == "none":  # before it says so, it asks the server
-                does, what = self._work(state, latest, save)
+        does, what = self._work(seen, latest, save)
+        if does == "none":  # before it says so, it asks the server
+            does, what = self._work(state, latest, save)
         parts = state.disk.folders[state.saves[what].step]
         begun = me._replace(work=Version(me.floor + 1, what), parts=parts)
         link = seen.link_of(save)
@@ -148,7 +138,6 @@ class Daemons:
         link = Link(sequence, save, parts[0] if parts[0] == parts[1] else BAD)
         disk = disk._replace(
             links=(*disk.links, link),
-            reserved=sequence if self.rules.reserves else 0,
             unsynced=(*disk.unsynced, ("deltas", link)),
         )
         after = me.ready(me.latest, sequence, "deltas")
@@ -225,11 +214,11 @@ class Daemons:
         if refusal:
             yield "refuse a rollback", state.by(number, me)._replace(asked=False)
 
-    def _prune(self, state: State, number: int, me: Daemon, new: bool) -> Steps:
+    def _prune(self, state: State, number: int, me: Daemon) -> Steps:
         rules, latest, seen = self.rules, me.latest, state.to("the daemon")
         ways = self._way_back(seen)
-        way = (ways or [0]) if new else [0]
-        is_known = not new or ways is not None or not rules.unknown_keeps_all
+        way = ways or [0]
+        is_known = ways is not None or not rules.unknown_keeps_all
         synced = state.disk.sync("published", "deltas")
         leased = {lease for reader in state.readers for lease in reader.leases}
         for version in state.disk.published:
@@ -242,16 +231,15 @@ class Daemons:
             above = link.number > latest.sequence
             leads = self.reached(state, latest, link.save) and rules.keeps_links_above
             on_way = rules.keeps_links_of_way and (link.save in way or not is_known)
-            if not (above and (leads or not new)) and not on_way:
+            if not (above and leads) and not on_way:
                 yield f"delete d{link.number}", state.by(number, me, synced.without(link))
         for step in range(1, seen.disk.pointer):
             save = state.disk.folders[step][0]
             writes = save == state.trainer.last and not state.trainer.announced
             if not state.written(save) or not seen.written(save) or writes:
                 continue
-            # An old daemon knows no links, and skips a full save that the pointer has passed.
             on_way = save in way[:-1] and rules.keeps_way_back
-            if (is_known and not on_way) if new else state.saves[save].full:
+            if is_known and not on_way:
                 gone = state.by(number, me, synced.write(step, (0, 0)))
                 yield f"prune step {step}", gone
 

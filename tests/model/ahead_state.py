@@ -68,8 +68,6 @@ class Disk(NamedTuple):
     published: tuple[Version, ...]
     links: tuple[Link, ...] = ()
     room: int = 1
-    reserved: int = 0
-    """The highest number of a link in saves.json, which old daemons count, too."""
     unsynced: tuple[Rename, ...] = ()
 
     def write(self, step: int, parts: tuple[int, int]) -> Disk:
@@ -202,8 +200,6 @@ class Rules:
     # The trainer plans a link only if ...
     last_is_announced: bool = True
     """... the last planned save is announced;"""
-    is_offered: bool = True
-    """... a live daemon offers links;"""
     not_closed: bool = True
     """... LATEST has no `closed`;"""
     close_is_full: bool = True
@@ -232,7 +228,7 @@ class Rules:
     keeps_way_back: bool = True
     """A step on the way back from the pointer is kept while its save is not linked;"""
     keeps_until_full: bool = True
-    """... and while it is not published: an old daemon discards the links."""
+    """... and while it is not published: a rollback ends the links."""
     unknown_keeps_all: bool = True
     """If the way back cannot be followed, nothing that may be on it is pruned."""
     keeps_root: bool = True
@@ -241,8 +237,6 @@ class Rules:
     """A link on the way back is kept, also below LATEST."""
     keeps_links_above: bool = True
     """A link above LATEST is deleted only if LATEST's save does not lead to it."""
-    reserves: bool = True
-    """saves.json has a link's number before LATEST names it, so that old daemons count it."""
     none_after_rollback: bool = True
     """While LATEST is a rollback, nothing is linked."""
     merges_after_rollback: bool = True

@@ -16,7 +16,6 @@ FAULTS = (*CRASHES, "damage", "stale", "power loss")
 LONG = Ahead(("kill trainer",), saves=4, rooms=1, again=False, rollback=True)
 RUN = Ahead(("kill trainer",), rooms=1, rollback=True, eager=True)
 FLIP = Ahead(("damage",), "p", rooms=1, again=False)
-OLD = Ahead(("kill daemon",), "c", rooms=4, again=False, old_daemon=True)
 
 WITHOUT = (
     (
@@ -26,7 +25,7 @@ WITHOUT = (
     ),
     (Ahead(("copy",), "c", rooms=1), "whole_without_copy by_save_id gives_up keeps_links_above"),
     (RUN, "walks_back merges_passed_root keeps_root none_after_rollback merges_after_rollback"),
-    (RUN, "rollback_ends_ahead rollback_of_ahead rollback_to_latest"),
+    (RUN, "rollback_ends_ahead rollback_of_ahead rollback_to_latest keeps_until_full"),
     (replace(RUN, faults=("EIO",), rooms=2), "rollback_first"),
     (LONG, "keeps_links_of_way"),
     (FLIP, "close_is_full digests folds fold_reads_full"),
@@ -34,9 +33,6 @@ WITHOUT = (
     (Ahead(readers="n", rooms=1, nan=True), "nan_never_ahead falls_back"),
     (Ahead(("power loss",), rooms=3), "fence fold_above_latest syncs_first take_over_syncs"),
     (Ahead(("power loss",), "c"), "never_back"),
-    (OLD, "reserves"),
-    (Ahead(rooms=3, old_daemon=True, eager=True), "keeps_until_full"),
-    (Ahead(rooms=2, old_daemon=True, eager=True), "is_offered"),
 )
 """Rules, and the bounds in which a promise breaks without each of them."""
 
@@ -53,10 +49,9 @@ def search(ahead: Ahead) -> Exploration[State]:
         (Ahead(CRASHES, "c", rooms=1), 20_000),
         (Ahead(("kill trainer",), "n", rooms=1), 15_000),
         (Ahead(("kill", "damage"), "p"), 20_000),
-        (Ahead(("power loss",)), 10_000),
+        (Ahead(("power loss",)), 8_000),
         (Ahead(CRASHES, nan=True), 20_000),
         (RUN, 5_000),
-        (replace(OLD, readers="", rooms=3), 5_000),
     ],
 )
 def test_readers_serve_saves_and_never_go_back_and_get_the_last_one(

@@ -346,9 +346,8 @@ def test_a_step_that_cannot_be_built_is_an_error_with_its_reason(served: SmallJo
 def test_a_daemon_that_has_not_reported_its_settings_is_named_at_once(here: SmallJob) -> None:
     full(here, 4)
     publish(here, 8)
-    daemon = here.daemon_says
-    here.put_record(here.layout.daemon_report, daemon.model_copy(update={"builds": None}))
-    with hook_of(here) as hook, pytest.raises(JobUnavailableError, match="restart it with syncd"):
+    here.layout.daemon_report.unlink()
+    with hook_of(here) as hook, pytest.raises(JobUnavailableError, match="versions: start it"):
         bench.step(hook, 4)
     assert is_empty(here)
 

@@ -130,7 +130,7 @@ def test_the_name_of_a_process_of_this_host_that_was_killed_is_taken_at_once(
     job.layout.claims.mkdir()
     begun = clock.now
     for at, seconds in ((elsewhere, LEASE_TIME), (process, 0.0)):
-        claim = Claim(session=first.id, process=at)
+        claim = Claim(session=first.id, name="e", process=at)
         job.put_record(job.layout.claim("explorer", "x"), claim)
         job.hosts.settle()
         take(Heartbeat(job, "second"))

@@ -82,6 +82,7 @@ def explorer(job: SmallJob, name: str, **more: Any) -> None:
 def reports(job: SmallJob, explorers: int, **more: Any) -> None:
     daemon = {
         "session": "s", "host": "trainer-7", "pid": 4242, "epoch": 3, "state": "merging",
+        "builds": {"max_shard_size": 10**9, "digests": True, "tick": 1},
         "detail": "step 12", "sequence": 1, "step": 1, "time": 999.0,
         "merge": MergeProgress(step=12, done=1_500_000_000, total=6_000_000_000, seconds=1.25),
         **more,

@@ -103,7 +103,9 @@ def report(job: SmallJob, name: str, session: str) -> Path:
 
 
 def claim(job: SmallJob, name: str, session: str) -> Path:
-    job.put_record(job.layout.claim("explorer", name), Claim(session=session))
+    job.put_record(
+        job.layout.claim("explorer", name), Claim(session=session, name=name, process="")
+    )
     return job.layout.claim("explorer", name)
 
 

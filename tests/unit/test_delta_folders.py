@@ -151,14 +151,6 @@ def test_old_deltas_go_by_number_and_by_bytes_each_with_an_audit_line(job: Small
     ]  # fmt: skip
 
 
-def test_verify_passes_over_deltas_of_the_release_before(job: SmallJob) -> None:
-    published(job, 1)
-    add_deltas(job, 1)
-    done = CliRunner().invoke(cli, ["verify", str(job.root)])
-    assert done.exit_code == 0, done.output
-    assert "d000001" not in done.stdout
-
-
 def test_off_deletes_deltas(job: SmallJob) -> None:
     published(job, 2)
     add_deltas(job, 2)

@@ -65,7 +65,7 @@ def test_what_is_ahead_is_served_and_its_fold_is_no_news(
     assert hook.may_produce()
     told = report(linked.job)
     assert (told.sequence, told.step) == (4, 4)
-    assert [load.sequence for load in told.last_loads] == [3, 4]
+    assert [load.sequence for load in told.loads] == [3, 4]
 
 
 @pytest.mark.parametrize("why", ["no stage", "near", "elsewhere"])

@@ -40,6 +40,8 @@ KEEP_1 = DaemonConfig(keep=1)
 
 def serves(job: SmallJob, name: str, sequence: int | None, **more: Any) -> None:
     usual = {"status": "running", "sequence": sequence, "time": 1.0}
+    if sequence is not None:
+        usual["loads"] = (Load(sequence=sequence, time=1.0),)
     record = ExplorerReport.model_validate({"name": name, "session": f"s-{name}", **usual, **more})
     job.put(job.explorer(name), encode(record))
 
@@ -161,18 +163,16 @@ def test_an_explorer_with_a_copy_of_its_own_is_seen_though_its_lease_is_gone(
 def test_how_long_an_engine_paused_for_a_version_is_kept_with_it(
     job: SmallJob, loop: Rounds
 ) -> None:
-    for name in ("node-1", "node-2", "node-3"):
+    for name in ("node-1", "node-2"):
         loads(job, name, 1)
-    serves(job, "node-1", 1, reload=Reload(sequence=1, step=1, pause=0.25004))
-    before = Reload(sequence=7, step=1, pause=0.5)  # of what it had before
-    serves(job, "node-2", 1, reload=before)
-    serves(job, "node-3", 1)
+    tells(job, "node-1", [Load(sequence=1, time=1.0, pause=0.25004)], time=1.0)
+    serves(job, "node-2", 1)
     loop.run_once()
     # The journal has it, and is right.
-    serves(job, "node-1", 1, reload=Reload(sequence=1, step=1, pause=9.0))
+    tells(job, "node-1", [Load(sequence=1, time=1.0, pause=9.0)], time=1.0)
     found = json.loads(invoke("history", job.root, "--json").output)
     paused = {one["explorer"]: one["pause"] for one in found["versions"][0]["live"]}
-    assert paused == {"node-1": 0.25, "node-2": None, "node-3": None}
+    assert paused == {"node-1": 0.25, "node-2": None}
 
 
 def test_an_explorer_that_read_deltas_is_marked(
@@ -193,7 +193,7 @@ def test_weights_that_came_by_broadcast_are_no_version_that_is_served(
     with job.daemon(KEEP) as loop:
         loop.publish(1)
         loads(job, "node-1", 1)
-        serves(job, "node-1", 1, received="run-000005-000000")
+        serves(job, "node-1", 1, received="run-000005-000000", loads=())
         loop.run_once()
         assert looks(loop) == 0
     assert lives(job) == []
@@ -372,27 +372,11 @@ def test_a_report_names_the_last_loads_of_files_and_of_this_job(
         explorer.report(Version(7, 1))  # after a bench, say
         explorer.report(None)
         loads = report(job, "node-1").loads
-        assert loads is not None
         assert [(one.sequence, one.pause) for one in loads] == [(n, 0.5) for n in range(24, 40)]
     memory = SmallJob(tmp_path / "memory", hosts=job.hosts)
     with synchronizer(job, "node-2", memory_dir=memory.root) as explorer:
         explorer.set_explorer_version(Version(5, 5))
         assert report(job, "node-2").loads == ()
-
-
-def test_a_report_of_a_release_that_names_no_loads_counts_once_its_lease_is_seen(
-    job: SmallJob,
-) -> None:
-    fast = Fast()
-    with job.daemon(KEEP, meter=fast) as loop:
-        # In a round that has looked for leases already.
-        fast.takes += [lambda: loads(job, "node-1", 1), lambda: serves(job, "node-1", 1)]
-        loop.publish(1)
-        assert lives(job) == []
-        serves(job, "node-2", 1)  # a version of a memory directory
-        loop.run_once()
-        loop.run_once()
-    assert lives(job) == [(1, "node-1")]
 
 
 def test_explorers_that_load_nothing_cost_no_look_and_many_take_turns(

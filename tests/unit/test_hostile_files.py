@@ -528,7 +528,7 @@ def test_a_number_that_nobody_came_to_uses_up_no_numbers(shared: Shared, told: i
 def test_the_last_number_of_all_pauses_and_says_which_file(shared: Shared, named_by: str) -> None:
     if named_by == "LATEST":
         said = shared.layout.latest.read_bytes()
-        last = b'{"sequence":%d,"step":4,"folder":"v%d"}' % ((10**18 - 1,) * 2)
+        last = b'{"sequence":%d,"step":4,"folder":"v%d","save_id":"s"}' % ((10**18 - 1,) * 2)
         shared.job.put(shared.layout.latest, last)
         with shared.daemon() as loop:
             shared.job.save(5)

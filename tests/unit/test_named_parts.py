@@ -223,22 +223,3 @@ def test_a_save_is_whole_when_all_ranks_have_vouched_for_their_parts(tmp_path: P
     put(tmp_path)
     (actor / RECEIPTS / receipt_name(2)).unlink()
     assert "rank 2 of 3" in look_at_save(STORAGE, actor, 1).reason
-
-
-def test_a_file_of_the_release_before_is_compared_with_its_one_digest(tmp_path: Path) -> None:
-    actor = tmp_path / "actor"
-    put(tmp_path, PARTS[:1], said=False)
-    path = actor / part_name(1, 0)
-    tensor = PARTS[0]["b"].numpy().tobytes()
-    entry = HeaderEntry("b", "F32", (5000,), 0, len(tensor))
-    whole = xxhash.xxh3_128_hexdigest(xxhash.xxh3_128_digest(tensor))
-    header = header_bytes([entry], {"xxh3-128": whole})
-    path.write_bytes(header + tensor)
-    digest = xxhash.xxh3_128_hexdigest(header)
-    file = ReceiptFile(name=path.name, size=path.stat().st_size, digest=digest, over="header")
-    receipt = Receipt(save_id="run-1-0", step=1, rank=0, world_size=1, files=(file,))
-    (actor / RECEIPTS / receipt_name(0)).write_bytes(encode(receipt))
-    verify_version(STORAGE, tmp_path / "good", publish(tmp_path, "good"))
-    flip(path, -2)
-    with pytest.raises(ShardFormatError, match="the trainer wrote"):
-        publish(tmp_path, "bad")

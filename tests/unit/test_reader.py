@@ -124,7 +124,7 @@ def test_a_latest_of_a_newer_protocol_is_not_waited_for(job: SmallJob, reader: R
 def test_a_latest_that_names_a_version_that_is_gone_is_looked_at_again(
     job: SmallJob, reader: Reader
 ) -> None:
-    latest = Latest(sequence=5, step=4, folder="v000005")
+    latest = Latest(sequence=5, step=4, folder="v000005", save_id="run-4-0")
     job.layout.latest.write_bytes(encode(latest))
     with pytest.raises(VersionGoneError):
         reader.lease(latest)
@@ -137,7 +137,7 @@ def test_a_version_that_is_not_visible_yet_leaves_no_lease_behind(
 ) -> None:
     job.lease_folder(5).mkdir()
     with pytest.raises(VersionGoneError, match="is not there, or not visible yet"):
-        reader.lease(Latest(sequence=5, step=4, folder="v000005"))
+        reader.lease(Latest(sequence=5, step=4, folder="v000005", save_id="run-4-0"))
     assert markers(job, 5) == []
 
 

@@ -17,7 +17,7 @@ from syncd.protocol.records import (
 )
 from syncd.protocol.reports import ExplorerReport, GroupMember, Rendezvous
 
-LATEST = Latest(sequence=17, step=4, folder="v000017")
+LATEST = Latest(sequence=17, step=4, folder="v000017", save_id="run-4-0")
 
 
 def test_a_record_is_one_line() -> None:

@@ -15,7 +15,7 @@ from syncd.coordination.leased_version import LeasedVersion
 from syncd.deltas.link_index import LinkRecord
 from syncd.protocol.errors import CancelledError, VersionGoneError
 from syncd.protocol.names import DELTA, MANIFEST
-from syncd.protocol.records import Ahead, encode
+from syncd.protocol.records import encode
 from tests.jobs import SmallJob, flip
 from tests.staged_links import SMALL, LinkedJob, copies, state
 from tests.storages import RuledStorage, os_error
@@ -372,19 +372,6 @@ def test_more_bytes_of_links_than_of_a_version_are_not_read(
     with pytest.raises(NotStagedError, match="no links lead"):
         follow(linked, staging)
     assert not [given for name, given in linked.storage.calls if "rank-" in str(given[0])]
-
-
-def test_a_delta_of_an_older_release_is_ignored(
-    linked: LinkedJob, staging: Staging, held: LeasedVersion
-) -> None:
-    old = linked.job.layout.link(4)
-    old.mkdir()
-    (old / DELTA).write_bytes(b'{"protocol":1,"base":{"sequence":1},"target":{"sequence":4}}')
-    linked.put(ahead=None)
-    assert staging.stage(linked.version(1)).folder == held.folder
-    linked.put(ahead=Ahead(sequence=4, step=4, save_id="run-4-4"))
-    with pytest.raises(NotStagedError):
-        follow(linked, staging)
 
 
 def test_copies_of_other_jobs_are_no_base(

@@ -11,12 +11,12 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
-from syncd.daemon.decide import LeaseSeen, Observation
+from syncd.daemon.decide import Observation
 from syncd.protocol.events import Event, StateUnwritten
 from syncd.protocol.journal_lines import JournalLine
 from syncd.protocol.names import TEMPORARY
@@ -220,9 +220,6 @@ class GoingLive:
 
     A report lists its explorer's newest loads, so the daemon may read it seldom. While an explorer
     serves LATEST, its report is not read.
-
-    Reports of older releases do not list loads, and may name versions of a memory directory. Such a
-    report counts as one load if the daemon has seen the explorer's lease on that version.
     """
 
     job: Job
@@ -230,15 +227,12 @@ class GoingLive:
     def __post_init__(self) -> None:
         self._told_before = 0  # for explorers that are not in _on_record
         self._looks: dict[str, _LastLook] = {}
-        self._leased: dict[str, set[int]] = {}
         #: Explorer → its session, and whether it follows ahead.
         self._live: dict[str, tuple[SessionId, bool]] = {}
         self._round = 0
         self._trainer: set[SessionId] = set()
 
-    def look(
-        self, leases: Iterable[LeaseSeen], latest: int, living: Collection[str]
-    ) -> Iterator[VersionLive]:
+    def look(self, latest: int, living: Collection[str]) -> Iterator[VersionLive]:
         """Read reports and yield new loads; each yielded load counts as journaled afterwards.
 
         ``living`` is as for :meth:`follow_ahead`.
@@ -246,14 +240,6 @@ class GoingLive:
         Raises:
             OSError: storage does not answer; the next call continues with the other reports.
         """
-        for lease in leases:
-            if lease.dead_for is None and lease.name:
-                self._leased.setdefault(lease.name, set()).add(lease.sequence)
-        self._leased = {  # otherwise leases of readers that never report would stay for ever
-            name: newest
-            for name, versions in self._leased.items()
-            if (newest := {version for version in versions if version > latest - LOADS_KEPT})
-        }
         names = [
             name.removesuffix(".json")
             for name in self.job.storage.names(self.job.layout.explorers)
@@ -302,11 +288,8 @@ class GoingLive:
         return [ahead for session, ahead in self._live.values() if session in living]
 
     def _loads(self, name: str, report: ExplorerReport, latest: int) -> Iterator[VersionLive]:
-        loads, serves = report.last_loads, report.sequence or 0
-        if report.loads is None and loads and serves not in self._leased.get(name, ()):
-            return  # its lease may not have been seen yet
-        self._looks[name] = _LastLook(self._round, min(serves, latest))
-        for load in loads[-LOADS_KEPT:]:
+        self._looks[name] = _LastLook(self._round, min(report.sequence or 0, latest))
+        for load in report.loads[-LOADS_KEPT:]:
             told = self._on_record.get(name)
             if (self._told_before if told is None else told) < load.sequence <= latest:
                 self._on_record[name] = load.sequence
