@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final, get_args
 
@@ -22,7 +21,6 @@ from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.model_folder import (
     copy_model_files,
     correct_dtype,
-    flaws_in,
     read_model_config,
     says_tied,
     write_index,
@@ -62,7 +60,7 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import Kind, Manifest, Names, VersionFile, encode
 from syncd.protocol.tensor_names import NameMapRecord
-from syncd.protocol.version_events import AdapterWithoutBase, ModelFilesWrong
+from syncd.protocol.version_events import AdapterWithoutBase
 from syncd.storage.errnos import NO_RECORD, Ignoring, is_gone, is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 
@@ -110,7 +108,7 @@ def build_model_folder(
             contents = look_inside(opened, cancel)
             kind, caster = contents.kind, None
             # Copy the small files first: if one differs from its receipt, no weights are copied.
-            models = _copy_small_files(storage, actor, save, folder, contents.kind, work)
+            models = _copy_small_files(storage, actor, save, folder, contents.kind, cancel)
             bias, base_model = "none", None
             if contents.kind == "adapter":
                 config = _adapter_config(storage, actor, folder, models, contents)
@@ -201,17 +199,8 @@ def build_model_folder(
         names=names,
         timings={"merge": round(merge_seconds, 6), "build": round(work.clock() - begun, 6)},
     )
-    _tell_flaws(storage, actor, folder, manifest, work)
     _write_manifest(storage, actor, folder, manifest)
     return manifest
-
-
-def _tell_flaws(
-    storage: Storage, actor: Path, folder: Path, manifest: Manifest, work: Work
-) -> None:
-    for flaw, reason in flaws_in(storage, folder, manifest):
-        if manifest.sequence or flaw != "no_config":  # a merge may be of weights alone
-            work.tell(ModelFilesWrong(actor, flaw, reason))
 
 
 def build_step(
@@ -335,22 +324,28 @@ def _copy_small_files(
     save: SavedWeights,
     folder: Path,
     kind: Kind,
-    work: Work,
+    cancel: Check,
 ) -> tuple[VersionFile, ...]:
     """Copy config and tokenizer; check the files that a receipt lists."""
-    copy = partial(copy_model_files, storage, cancel=work.cancel, tell=work.tell)
     copied: dict[str, tuple[VersionFile, ...]] = {}
     leave_out: set[str] = set()
     if kind == "adapter":
         # PEFT's files come before the base model's. Skip folders, which hold other adapters.
         leave_out = {MODEL_CONFIG, NAME_MAP}
-        copied[LORA_ADAPTER] = copy(
-            actor / LORA_ADAPTER, folder, leave_out=leave_out, recursive=False
+        copied[LORA_ADAPTER] = copy_model_files(
+            storage,
+            actor / LORA_ADAPTER,
+            folder,
+            cancel=cancel,
+            leave_out=leave_out,
+            recursive=False,
         )
         leave_out.update(file.name for file in copied[LORA_ADAPTER])
     if save.receipts and f"{HUGGINGFACE}/{NAME_MAP}" not in save.vouched():
         leave_out.add(NAME_MAP)  # left by another save, perhaps of another model
-    copied[HUGGINGFACE] = copy(actor / HUGGINGFACE, folder, leave_out=leave_out)
+    copied[HUGGINGFACE] = copy_model_files(
+        storage, actor / HUGGINGFACE, folder, cancel=cancel, leave_out=leave_out
+    )
     found = {
         f"{source}/{file.name}": (file.size, file.digest)
         for source, files in copied.items()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 
 from syncd.checkpoint.merging.plan import ShardIndex
+from syncd.checkpoint.model_folder import warn_once
 from syncd.checkpoint.name_map import kept_by_type, unknown_types
 from syncd.checkpoint.save import Links, SavedWeights, Unfinished
 from syncd.checkpoint.tensor_rules import Cast, Casting, general, refuse_cast, shown
-from syncd.protocol.version_events import CastTwice, CastUnknown
+from syncd.protocol.version_events import CastTwice
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,13 @@ def casting_of(
         return Casting(cast, lambda name: general(name) in kept)
     if save.sync_dtype is not None:
         CastTwice(actor).tell(log)
-    for unknown in unknown_types(config):
-        _warn_once(unknown)
+    if unknown := unknown_types(config):
+        reason = (
+            f"config.json names the model type {shown(', '.join(unknown))}, which syncd's tables "
+            "do not have, so the cast (cast or --dtype) also rounds what this model may keep in "
+            "fp32. Prefer SaveSettings.sync_dtype, which asks the model"
+        )
+        warn_once(actor, "cast", reason)
     return Casting(cast, kept_by_type(config, cast))
 
 
@@ -48,8 +53,3 @@ def check_cast(indexes: Iterable[ShardIndex], cast: Casting | None) -> None:
     for index in indexes if cast is not None else ():
         for name, tensor in index.tensors.items():
             refuse_cast(name, tensor.dtype)
-
-
-@cache
-def _warn_once(model_type: str) -> None:
-    CastUnknown(shown(model_type)).tell(log)

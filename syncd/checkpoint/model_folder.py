@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import stat
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -31,6 +32,8 @@ from syncd.protocol.version_events import ModelFilesWrong
 from syncd.storage.calls import Kind
 from syncd.storage.fsio import Storage
 
+log = logging.getLogger(__name__)
+
 INDEX: Final = "model.safetensors.index.json"
 FILE_LIMIT: Final = 1024**3
 TOTAL_LIMIT: Final = 4 * 1024**3
@@ -49,6 +52,8 @@ _NO_SETTINGS: Final = frozenset(
 _ABSENT: Final = object()
 #: Real folders have one or two levels.
 _DEPTH_LIMIT: Final = 64
+#: The jobs and kinds of flaws that were logged.
+_LOGGED: Final[set[tuple[Path, str]]] = set()
 
 
 def copy_model_files(
@@ -59,13 +64,12 @@ def copy_model_files(
     cancel: Check,
     leave_out: Container[str] = (),
     recursive: bool = True,
-    tell: Callable[[ModelFilesWrong], None] = lambda _: None,
 ) -> tuple[VersionFile, ...]:
     """Copy and sync all files but weights from ``actor/huggingface/`` into a version's folder.
 
-    Only regular files are copied. Links are never followed, because other users may have made them;
-    ``tell`` is called for each. A missing ``source_hf`` counts as empty. ``leave_out`` has the
-    paths to skip, relative to ``source_hf``. The result is sorted.
+    Only regular files are copied. Links are never followed, because other users may have made
+    them. A missing ``source_hf`` counts as empty. ``leave_out`` has the paths to skip, relative to
+    ``source_hf``. The result is sorted.
 
     Raises:
         CheckpointError: a file is too large or has an impossible name, or the folder is too deep.
@@ -84,7 +88,7 @@ def copy_model_files(
                 f"the version lacks {shown(str(path))}, which is a link, and syncd follows no "
                 "links in a save. Replace it by its file or folder (cp -RL), and save again"
             )
-            tell(ModelFilesWrong(source_hf, "link", reason))
+            warn_once(source_hf.parent, "link", reason)
             continue
         target = folder / path
         if target.parent not in folders:
@@ -127,6 +131,14 @@ def flaws_in(storage: Storage, folder: Path, manifest: Manifest) -> Iterator[tup
         }
         names = {file.name for file in manifest.files}
         yield from flaws(configs, names, manifest.tensors)
+
+
+def warn_once(actor: Path, flaw: str, reason: str) -> None:
+    """Log a flaw of a save's small files, once a run for each kind of flaw."""
+    key = actor.parent.parent, flaw
+    if key not in _LOGGED:
+        _LOGGED.add(key)
+        ModelFilesWrong(actor, flaw, reason).tell(log)
 
 
 def correct_dtype(
