@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, get_args
 
 from syncd.checkpoint.adapter import AdapterConfig, read_config
-from syncd.checkpoint.casting import casting_of, changes, check_cast
+from syncd.checkpoint.casting import casting_of
 from syncd.checkpoint.description import floating_dtypes
 from syncd.checkpoint.masters import in_models_dtype
 from syncd.checkpoint.merging.cast import Caster
@@ -94,6 +94,8 @@ def build_model_folder(
         SaveNotReadyError: the save is not whole, or changed during the merge.
         CheckpointError: this save can never be merged.
     """
+    if isinstance(save, Unfinished):
+        raise SaveNotReadyError(save.reason)
     given = save
     save, options = _mergeable(storage, actor, save, options)
     cancel, begun = work.cancel, work.clock()
@@ -106,7 +108,7 @@ def build_model_folder(
             confirm_unchanged(storage, actor, save)
             checked = opened.checked
             contents = look_inside(opened, cancel)
-            kind, caster = contents.kind, None
+            kind = contents.kind
             # Copy the small files first: if one differs from its receipt, no weights are copied.
             models = _copy_small_files(storage, actor, save, folder, contents.kind, cancel)
             bias, base_model = "none", None
@@ -117,14 +119,19 @@ def build_model_folder(
                     AdapterWithoutBase(actor).tell(log)
             copied = work.clock()
             told = read_model_config(storage, folder, models)
-            cast = casting_of(actor, given, options.cast, told)
-            if changes(contents.indexes, cast):
-                # The child imports torch, which takes seconds, while the merge is planned.
-                caster = stack.enter_context(Caster(str(actor)))
             hub = _names_on_hub(storage, actor, folder, contents, told, options, opened.parser)
             names: Names = options.names if hub else "trainer"
-            if opened.files and caster is None and names != "hub":
-                check_cast(contents.indexes, cast)
+            plan = None
+            if not opened.files or options.cast is not None or names == "hub":
+                plan = contents.plan(
+                    options,
+                    cast=casting_of(actor, given, options.cast, told),
+                    bias=bias,
+                    tied=says_tied(told) if save.tied is None else save.tied,
+                    hub=hub if names == "hub" else None,
+                    cancel=cancel,
+                )
+            if plan is None or (opened.files and not plan.casts and names != "hub"):
                 merged = publish_files(
                     storage,
                     opened.files,
@@ -135,14 +142,6 @@ def build_model_folder(
                     progress=work.progress,
                 )
             else:
-                plan = contents.plan(
-                    options,
-                    cast=cast,
-                    bias=bias,
-                    tied=says_tied(told) if save.tied is None else save.tied,
-                    hub=hub if names == "hub" else None,
-                    cancel=cancel,
-                )
                 sources = contents.sources(opened, bias=bias)
                 # The plan has the needed part of these indexes, which take much memory.
                 contents = contents._replace(indexes=())
@@ -159,9 +158,9 @@ def build_model_folder(
                         else checked
                     ),
                     work=work,
-                    caster=caster,
+                    caster=stack.enter_context(Caster(str(actor))) if plan.casts else None,
                 )
-                del sources, plan
+                del sources
             merge_seconds = work.clock() - copied
     except OSError as error:
         if is_gone(error) and storage.exists(folder):
@@ -169,14 +168,14 @@ def build_model_folder(
                 f"{error.filename or actor} disappeared while it was read"
             ) from error
         raise
-    del opened, contents  # the manifest takes much memory too
+    del opened, contents, plan  # the manifest takes much memory too
     models = correct_dtype(
         storage,
         folder,
         models,
         None if options.keeps_config else told,
         merged.tensors,
-        is_cast=caster is not None or save.sync_dtype is not None,
+        is_cast=options.cast is not None or save.sync_dtype is not None,
     )
     files = [*merged.files, *models, *write_index(storage, folder, merged)]
     files += write_name_map(storage, folder, None if sequence is None else hub)
@@ -291,11 +290,9 @@ def _names_on_hub(
 
 
 def _mergeable(
-    storage: Storage, actor: Path, save: Unfinished | SavedWeights, options: MergeOptions
+    storage: Storage, actor: Path, save: SavedWeights, options: MergeOptions
 ) -> tuple[SavedWeights, MergeOptions]:
     """In place of a link the weights to resume from, with the cast for explorers."""
-    if isinstance(save, Unfinished):
-        raise SaveNotReadyError(save.reason)
     if not isinstance(save, Links):
         return save, options
     if storage.exists(actor.parent / SAVING):

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 
-from syncd.checkpoint.merging.plan import ShardIndex
 from syncd.checkpoint.model_folder import warn_once
 from syncd.checkpoint.name_map import kept_by_type, unknown_types
-from syncd.checkpoint.save import Links, SavedWeights, Unfinished
-from syncd.checkpoint.tensor_rules import Cast, Casting, general, refuse_cast, shown
+from syncd.checkpoint.save import Links, SavedWeights
+from syncd.checkpoint.tensor_rules import Cast, Casting, general, shown
 from syncd.protocol.version_events import CastTwice
 
 log = logging.getLogger(__name__)
 
 
 def casting_of(
-    actor: Path, save: Unfinished | SavedWeights, cast: Cast | None, config: object = None
+    actor: Path, save: SavedWeights, cast: Cast | None, config: object = None
 ) -> Casting | None:
     """The cast of a save, by the content of its ``config.json``; None if there is none to make."""
-    if cast is None or isinstance(save, Unfinished):
+    if cast is None:
         return None
     if cast == save.sync_dtype:
         if not isinstance(save, Links):
@@ -37,19 +35,3 @@ def casting_of(
         )
         warn_once(actor, "cast", reason)
     return Casting(cast, kept_by_type(config, cast))
-
-
-def changes(indexes: Iterable[ShardIndex], cast: Casting | None) -> bool:
-    """True if the cast changes any tensor."""
-    return cast is not None and any(
-        cast.dtype_of(name, tensor.dtype) != tensor.dtype
-        for index in indexes
-        for name, tensor in index.tensors.items()
-    )
-
-
-def check_cast(indexes: Iterable[ShardIndex], cast: Casting | None) -> None:
-    """Raise CheckpointError if there is a cast, and the model is quantized."""
-    for index in indexes if cast is not None else ():
-        for name, tensor in index.tensors.items():
-            refuse_cast(name, tensor.dtype)
