@@ -8,12 +8,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final, get_args
 
 from syncd.checkpoint.adapter import AdapterConfig, read_config
-from syncd.checkpoint.casting import casting_of, changes, check_cast
+from syncd.checkpoint.casting import casting_of
 from syncd.checkpoint.description import floating_dtypes
 from syncd.checkpoint.masters import in_models_dtype
 from syncd.checkpoint.merging.cast import Caster
@@ -22,7 +21,6 @@ from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.model_folder import (
     copy_model_files,
     correct_dtype,
-    flaws_in,
     read_model_config,
     says_tied,
     write_index,
@@ -62,7 +60,7 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import Kind, Manifest, Names, VersionFile, encode
 from syncd.protocol.tensor_names import NameMapRecord
-from syncd.protocol.version_events import AdapterWithoutBase, ModelFilesWrong
+from syncd.protocol.version_events import AdapterWithoutBase
 from syncd.storage.errnos import NO_RECORD, Ignoring, is_gone, is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 
@@ -96,6 +94,8 @@ def build_model_folder(
         SaveNotReadyError: the save is not whole, or changed during the merge.
         CheckpointError: this save can never be merged.
     """
+    if isinstance(save, Unfinished):
+        raise SaveNotReadyError(save.reason)
     given = save
     save, options = _mergeable(storage, actor, save, options)
     cancel, begun = work.cancel, work.clock()
@@ -108,9 +108,9 @@ def build_model_folder(
             confirm_unchanged(storage, actor, save)
             checked = opened.checked
             contents = look_inside(opened, cancel)
-            kind, caster = contents.kind, None
+            kind = contents.kind
             # Copy the small files first: if one differs from its receipt, no weights are copied.
-            models = _copy_small_files(storage, actor, save, folder, contents.kind, work)
+            models = _copy_small_files(storage, actor, save, folder, contents.kind, cancel)
             bias, base_model = "none", None
             if contents.kind == "adapter":
                 config = _adapter_config(storage, actor, folder, models, contents)
@@ -119,14 +119,19 @@ def build_model_folder(
                     AdapterWithoutBase(actor).tell(log)
             copied = work.clock()
             told = read_model_config(storage, folder, models)
-            cast = casting_of(actor, given, options.cast, told)
-            if changes(contents.indexes, cast):
-                # The child imports torch, which takes seconds, while the merge is planned.
-                caster = stack.enter_context(Caster(str(actor)))
             hub = _names_on_hub(storage, actor, folder, contents, told, options, opened.parser)
             names: Names = options.names if hub else "trainer"
-            if opened.files and caster is None and names != "hub":
-                check_cast(contents.indexes, cast)
+            plan = None
+            if not opened.files or options.cast is not None or names == "hub":
+                plan = contents.plan(
+                    options,
+                    cast=casting_of(actor, given, options.cast, told),
+                    bias=bias,
+                    tied=says_tied(told) if save.tied is None else save.tied,
+                    hub=hub if names == "hub" else None,
+                    cancel=cancel,
+                )
+            if plan is None or (opened.files and not plan.casts and names != "hub"):
                 merged = publish_files(
                     storage,
                     opened.files,
@@ -137,14 +142,6 @@ def build_model_folder(
                     progress=work.progress,
                 )
             else:
-                plan = contents.plan(
-                    options,
-                    cast=cast,
-                    bias=bias,
-                    tied=says_tied(told) if save.tied is None else save.tied,
-                    hub=hub if names == "hub" else None,
-                    cancel=cancel,
-                )
                 sources = contents.sources(opened, bias=bias)
                 # The plan has the needed part of these indexes, which take much memory.
                 contents = contents._replace(indexes=())
@@ -161,9 +158,9 @@ def build_model_folder(
                         else checked
                     ),
                     work=work,
-                    caster=caster,
+                    caster=stack.enter_context(Caster(str(actor))) if plan.casts else None,
                 )
-                del sources, plan
+                del sources
             merge_seconds = work.clock() - copied
     except OSError as error:
         if is_gone(error) and storage.exists(folder):
@@ -171,14 +168,14 @@ def build_model_folder(
                 f"{error.filename or actor} disappeared while it was read"
             ) from error
         raise
-    del opened, contents  # the manifest takes much memory too
+    del opened, contents, plan  # the manifest takes much memory too
     models = correct_dtype(
         storage,
         folder,
         models,
         None if options.keeps_config else told,
         merged.tensors,
-        is_cast=caster is not None or save.sync_dtype is not None,
+        is_cast=options.cast is not None or save.sync_dtype is not None,
     )
     files = [*merged.files, *models, *write_index(storage, folder, merged)]
     files += write_name_map(storage, folder, None if sequence is None else hub)
@@ -201,17 +198,8 @@ def build_model_folder(
         names=names,
         timings={"merge": round(merge_seconds, 6), "build": round(work.clock() - begun, 6)},
     )
-    _tell_flaws(storage, actor, folder, manifest, work)
     _write_manifest(storage, actor, folder, manifest)
     return manifest
-
-
-def _tell_flaws(
-    storage: Storage, actor: Path, folder: Path, manifest: Manifest, work: Work
-) -> None:
-    for flaw, reason in flaws_in(storage, folder, manifest):
-        if manifest.sequence or flaw != "no_config":  # a merge may be of weights alone
-            work.tell(ModelFilesWrong(actor, flaw, reason))
 
 
 def build_step(
@@ -302,11 +290,9 @@ def _names_on_hub(
 
 
 def _mergeable(
-    storage: Storage, actor: Path, save: Unfinished | SavedWeights, options: MergeOptions
+    storage: Storage, actor: Path, save: SavedWeights, options: MergeOptions
 ) -> tuple[SavedWeights, MergeOptions]:
     """In place of a link the weights to resume from, with the cast for explorers."""
-    if isinstance(save, Unfinished):
-        raise SaveNotReadyError(save.reason)
     if not isinstance(save, Links):
         return save, options
     if storage.exists(actor.parent / SAVING):
@@ -335,22 +321,28 @@ def _copy_small_files(
     save: SavedWeights,
     folder: Path,
     kind: Kind,
-    work: Work,
+    cancel: Check,
 ) -> tuple[VersionFile, ...]:
     """Copy config and tokenizer; check the files that a receipt lists."""
-    copy = partial(copy_model_files, storage, cancel=work.cancel, tell=work.tell)
     copied: dict[str, tuple[VersionFile, ...]] = {}
     leave_out: set[str] = set()
     if kind == "adapter":
         # PEFT's files come before the base model's. Skip folders, which hold other adapters.
         leave_out = {MODEL_CONFIG, NAME_MAP}
-        copied[LORA_ADAPTER] = copy(
-            actor / LORA_ADAPTER, folder, leave_out=leave_out, recursive=False
+        copied[LORA_ADAPTER] = copy_model_files(
+            storage,
+            actor / LORA_ADAPTER,
+            folder,
+            cancel=cancel,
+            leave_out=leave_out,
+            recursive=False,
         )
         leave_out.update(file.name for file in copied[LORA_ADAPTER])
     if save.receipts and f"{HUGGINGFACE}/{NAME_MAP}" not in save.vouched():
         leave_out.add(NAME_MAP)  # left by another save, perhaps of another model
-    copied[HUGGINGFACE] = copy(actor / HUGGINGFACE, folder, leave_out=leave_out)
+    copied[HUGGINGFACE] = copy_model_files(
+        storage, actor / HUGGINGFACE, folder, cancel=cancel, leave_out=leave_out
+    )
     found = {
         f"{source}/{file.name}": (file.size, file.digest)
         for source, files in copied.items()

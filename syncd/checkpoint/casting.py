@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 
-from syncd.checkpoint.merging.plan import ShardIndex
+from syncd.checkpoint.model_folder import warn_once
 from syncd.checkpoint.name_map import kept_by_type, unknown_types
-from syncd.checkpoint.save import Links, SavedWeights, Unfinished
-from syncd.checkpoint.tensor_rules import Cast, Casting, general, refuse_cast, shown
-from syncd.protocol.version_events import CastTwice, CastUnknown
+from syncd.checkpoint.save import Links, SavedWeights
+from syncd.checkpoint.tensor_rules import Cast, Casting, general, shown
+from syncd.protocol.version_events import CastTwice
 
 log = logging.getLogger(__name__)
 
 
 def casting_of(
-    actor: Path, save: Unfinished | SavedWeights, cast: Cast | None, config: object = None
+    actor: Path, save: SavedWeights, cast: Cast | None, config: object = None
 ) -> Casting | None:
     """The cast of a save, by the content of its ``config.json``; None if there is none to make."""
-    if cast is None or isinstance(save, Unfinished):
+    if cast is None:
         return None
     if cast == save.sync_dtype:
         if not isinstance(save, Links):
@@ -29,27 +27,11 @@ def casting_of(
         return Casting(cast, lambda name: general(name) in kept)
     if save.sync_dtype is not None:
         CastTwice(actor).tell(log)
-    for unknown in unknown_types(config):
-        _warn_once(unknown)
+    if unknown := unknown_types(config):
+        reason = (
+            f"config.json names the model type {shown(', '.join(unknown))}, which syncd's tables "
+            "do not have, so the cast (cast or --dtype) also rounds what this model may keep in "
+            "fp32. Prefer SaveSettings.sync_dtype, which asks the model"
+        )
+        warn_once(actor, "cast", reason)
     return Casting(cast, kept_by_type(config, cast))
-
-
-def changes(indexes: Iterable[ShardIndex], cast: Casting | None) -> bool:
-    """True if the cast changes any tensor."""
-    return cast is not None and any(
-        cast.dtype_of(name, tensor.dtype) != tensor.dtype
-        for index in indexes
-        for name, tensor in index.tensors.items()
-    )
-
-
-def check_cast(indexes: Iterable[ShardIndex], cast: Casting | None) -> None:
-    """Raise CheckpointError if there is a cast, and the model is quantized."""
-    for index in indexes if cast is not None else ():
-        for name, tensor in index.tensors.items():
-            refuse_cast(name, tensor.dtype)
-
-
-@cache
-def _warn_once(model_type: str) -> None:
-    CastUnknown(shown(model_type)).tell(log)

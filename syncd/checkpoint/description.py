@@ -13,7 +13,6 @@ from syncd.checkpoint.tensor_rules import DTYPES, ITEMSIZE, is_floating, shown
 from syncd.protocol.names import MODEL_CONFIG
 from syncd.protocol.records import TensorEntry
 
-TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 _QUANTIZATION: Final = "quantization_config"
 #: safetensors' dtype name -> torch's.
 _NAMES: Final = {short: name for name, (short, _) in DTYPES.items()}
@@ -31,17 +30,16 @@ def flaws(
 ) -> Iterator[tuple[str, str]]:
     """What the small files of a full version do not say, or wrongly say: a kind and the reason.
 
-    ``configs`` has the content of ``config.json`` and of other configs, None if it is unreadable.
+    ``configs`` has the content of ``config.json`` and of other configs, None for no readable one.
     """
     config = configs[MODEL_CONFIG]
-    if MODEL_CONFIG not in files:
+    if not isinstance(config, dict):
         yield (
             "no_config",
-            "the version has no config.json, so no engine can load it by itself. Let the trainer "
-            "save it, or copy the base model's files except weights into actor/huggingface/",
+            "the version has no config.json that is a JSON object of at most 4 MiB, so no engine "
+            "can load it by itself. Let the trainer save it, or copy the base model's files except "
+            "weights into actor/huggingface/",
         )
-    elif not isinstance(config, dict):
-        yield "config", "config.json is not a JSON object of at most 4 MiB: save it again"
     else:
         if not config.get("architectures"):
             yield (
@@ -56,11 +54,11 @@ def flaws(
                 f"the version has {'' if quantized else 'no '}quantized weights, but config.json "
                 f"says otherwise: add or remove its {_QUANTIZATION}",
             )
-        for part, key in wrong_dtypes(config, tensors):
+        for part, key, true in wrong_dtypes(config, tensors):
             yield (
                 "dtype",
-                f"config.json says {key} {shown(part[key])}, but the weights are "
-                f"{', '.join(floating_dtypes(tensors))}: correct it, as engines believe the config",
+                f"config.json says {key} {shown(part[key])}, but most weights are {true}: correct "
+                "it, as engines believe the config",
             )
     for name, content in configs.items():
         for file in sorted(code_files(content) - set(files)):
@@ -73,8 +71,8 @@ def flaws(
 
 def wrong_dtypes(
     config: object, tensors: Tensors, *, is_cast: bool = False
-) -> list[tuple[dict[str, object], str]]:
-    """The parts of a config that say another dtype than the weights have, each with its key.
+) -> list[tuple[dict[str, object], str, str]]:
+    """The parts of a config with another dtype than most weights, the keys, and that dtype.
 
     Weights that were not cast may also have a wider dtype. A quantized model's are never wrong.
     """
@@ -93,19 +91,12 @@ def wrong_dtypes(
             for key, value in part.items()
             if key.endswith("config") and isinstance(value, dict)
         ]
-    if any(part.get(_QUANTIZATION) is not None for part in parts):
-        return []
     return [
-        (part, key)
+        (part, key, _NAMES[found[0]])
         for part in parts
         for key in ("dtype", "torch_dtype")
         if isinstance(said := part.get(key), str) and said.removeprefix("torch.") not in right
     ]
-
-
-def true_dtype(tensors: Tensors) -> str:
-    """The floating dtype with the most bytes, by torch's name."""
-    return _NAMES[floating_dtypes(tensors)[0]]
 
 
 def floating_dtypes(tensors: Tensors) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import stat
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -13,13 +14,7 @@ from typing import Final
 import pydantic
 import xxhash
 
-from syncd.checkpoint.description import (
-    TOKENIZER_CONFIG,
-    Tensors,
-    flaws,
-    true_dtype,
-    wrong_dtypes,
-)
+from syncd.checkpoint.description import Tensors, flaws, wrong_dtypes
 from syncd.checkpoint.name_map import NameMap, may_tie
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.tensor_rules import shown
@@ -30,6 +25,8 @@ from syncd.protocol.records import Manifest, VersionFile
 from syncd.protocol.version_events import ModelFilesWrong
 from syncd.storage.calls import Kind
 from syncd.storage.fsio import Storage
+
+log = logging.getLogger(__name__)
 
 INDEX: Final = "model.safetensors.index.json"
 FILE_LIMIT: Final = 1024**3
@@ -49,6 +46,8 @@ _NO_SETTINGS: Final = frozenset(
 _ABSENT: Final = object()
 #: Real folders have one or two levels.
 _DEPTH_LIMIT: Final = 64
+#: The jobs and kinds of flaws that were logged.
+_LOGGED: Final[set[tuple[Path, str]]] = set()
 
 
 def copy_model_files(
@@ -59,13 +58,12 @@ def copy_model_files(
     cancel: Check,
     leave_out: Container[str] = (),
     recursive: bool = True,
-    tell: Callable[[ModelFilesWrong], None] = lambda _: None,
 ) -> tuple[VersionFile, ...]:
     """Copy and sync all files but weights from ``actor/huggingface/`` into a version's folder.
 
-    Only regular files are copied. Links are never followed, because other users may have made them;
-    ``tell`` is called for each. A missing ``source_hf`` counts as empty. ``leave_out`` has the
-    paths to skip, relative to ``source_hf``. The result is sorted.
+    Only regular files are copied. Links are never followed, because other users may have made
+    them. A missing ``source_hf`` counts as empty. ``leave_out`` has the paths to skip, relative to
+    ``source_hf``. The result is sorted.
 
     Raises:
         CheckpointError: a file is too large or has an impossible name, or the folder is too deep.
@@ -74,17 +72,10 @@ def copy_model_files(
     copied = []
     folders = {folder}
     left = TOTAL_LIMIT
-    found = _files_and_links(storage, source_hf, PurePosixPath(), cancel, recursive=recursive)
-    for path, kind in sorted(found, key=lambda each: each[0].parts):
+    found = _regular_files(storage, source_hf, PurePosixPath(), cancel, recursive=recursive)
+    for path in sorted(found, key=lambda path: path.parts):
         cancel()
         if str(path) in leave_out:
-            continue
-        if kind is Kind.LINK:
-            reason = (
-                f"the version lacks {shown(str(path))}, which is a link, and syncd follows no "
-                "links in a save. Replace it by its file or folder (cp -RL), and save again"
-            )
-            tell(ModelFilesWrong(source_hf, "link", reason))
             continue
         target = folder / path
         if target.parent not in folders:
@@ -123,10 +114,18 @@ def flaws_in(storage: Storage, folder: Path, manifest: Manifest) -> Iterator[tup
     if manifest.kind == "full":
         configs = {
             name: read_model_config(storage, folder, manifest.files, name)
-            for name in (MODEL_CONFIG, TOKENIZER_CONFIG)
+            for name in (MODEL_CONFIG, "tokenizer_config.json")
         }
         names = {file.name for file in manifest.files}
         yield from flaws(configs, names, manifest.tensors)
+
+
+def warn_once(actor: Path, flaw: str, reason: str) -> None:
+    """Log a flaw of a save's small files, once a run for each kind of flaw."""
+    key = actor.parent.parent, flaw
+    if key not in _LOGGED:
+        _LOGGED.add(key)
+        ModelFilesWrong(actor, flaw, reason).tell(log)
 
 
 def correct_dtype(
@@ -140,8 +139,8 @@ def correct_dtype(
 ) -> tuple[VersionFile, ...]:
     """Write the dtype of the weights into the ``config.json`` of a folder, if it has another."""
     wrong = wrong_dtypes(config, tensors, is_cast=is_cast)
-    for part, key in wrong:
-        part[key] = true_dtype(tensors)
+    for part, key, true in wrong:
+        part[key] = true
     content = b""
     with suppress(RecursionError):  # it is published as the trainer left it
         content = json.dumps(config, indent=2).encode() + b"\n" if wrong else b""
@@ -232,14 +231,14 @@ def write_file(storage: Storage, folder: Path, name: str, content: bytes) -> Ver
     return VersionFile(name=name, size=len(content), digest=digest)
 
 
-def _files_and_links(
+def _regular_files(
     storage: Storage,
     root: Path,
     below: PurePosixPath,
     cancel: Check,
     *,
     recursive: bool,
-) -> Iterator[tuple[PurePosixPath, Kind]]:
+) -> Iterator[PurePosixPath]:
     status = storage.status(root / below)
     if status is None:
         return
@@ -261,9 +260,15 @@ def _files_and_links(
         if path == PurePosixPath(MANIFEST) or is_weights_name(name) or name.startswith(TEMPORARY):
             continue
         if kind is Kind.FOLDER and recursive:
-            yield from _files_and_links(storage, root, path, cancel, recursive=True)
-        elif kind in {Kind.FILE, Kind.LINK}:
-            yield path, kind
+            yield from _regular_files(storage, root, path, cancel, recursive=True)
+        elif kind is Kind.FILE:
+            yield path
+        elif kind is Kind.LINK:
+            reason = (
+                f"syncd does not publish {shown(str(path))}, because it follows no links in a "
+                "save. Replace this link by its file or folder (cp -RL), and save again"
+            )
+            warn_once(root.parent, "link", reason)
 
 
 def _copy(

@@ -38,9 +38,11 @@ from typing import Any, Final
 from syncd.checkpoint.placement import Shape
 from syncd.checkpoint.tensor_rules import (
     DIMENSION_LIMIT,
+    NUMBER,
     NUMBER_LIMIT,
     PART_LIMIT,
     Cast,
+    general,
     name_fault,
     shown,
 )
@@ -285,8 +287,6 @@ def _parts(tensor: MappedTensor) -> Iterator[HubPart]:
             yield HubPart(name, shape, index, piece.rows, piece.transposed, piece.at)
 
 
-_NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
-_ANY: Final = "#"
 #: The rules of one architecture: a trainer's name or prefix → a prefix on the hub, or pieces.
 Rules = Mapping[str, str | list[dict[str, Any]]]
 
@@ -317,8 +317,8 @@ def map_by_type(config: object, tensors: Mapping[str, Shape]) -> NameMap | None:
     ends = tuple(key for key in keys if key[-1] != ".")
     for name in tensors if keys else ():
         # The scales of an fp8 weight are split like the weight.
-        general = f".{_NUMBER.sub(_ANY, name)}".removesuffix("_scale_inv")
-        changes = general.endswith(ends) or any(key in general for key in keys.difference(ends))
+        inner = f".{general(name)}".removesuffix("_scale_inv")
+        changes = inner.endswith(ends) or any(key in inner for key in keys.difference(ends))
         if changes and (names is None or name not in names):
             return NameMap(
                 NameMapRecord(
@@ -419,28 +419,27 @@ def _record(rules: Rules, tensors: Mapping[str, Shape]) -> NameMapRecord:
     )
 
 
-def rule_key(rules: Rules, general: str) -> str:
+def rule_key(rules: Rules, name: str) -> str:
     """The key that counts for a name in general words; empty if there is none."""
-    key = general
+    key = name
     while key and key not in rules:
         key = key[: key.rstrip(".").rfind(".") + 1]
     return key
 
 
-def _renamed(rules: Rules, general: str) -> str:
-    key = rule_key(rules, general)
+def _renamed(rules: Rules, name: str) -> str:
+    key = rule_key(rules, name)
     rule = rules.get(key)
-    return rule + general[len(key) :] if isinstance(rule, str) else general
+    return rule + name[len(key) :] if isinstance(rule, str) else name
 
 
 def _pieces(rules: Rules, name: str, shape: Shape) -> list[dict[str, Any]]:
-    numbers = _NUMBER.findall(name)
-    general = _NUMBER.sub(_ANY, name)
-    rule = rules.get(rule_key(rules, general))
+    numbers = NUMBER.findall(name)
+    rule = rules.get(rule_key(rules, general(name)))
     if rule is None:
         return []
     if isinstance(rule, str):
-        renamed = _filled(_renamed(rules, general), numbers)
+        renamed = _filled(_renamed(rules, general(name)), numbers)
         return [] if renamed == name else [{"name": renamed}]
     if not rule:
         raise RecordError(
@@ -466,7 +465,7 @@ def _pieces(rules: Rules, name: str, shape: Shape) -> list[dict[str, Any]]:
 
 def _filled(pattern: str, numbers: list[str]) -> str:
     rest = iter(numbers)
-    return "".join(next(rest, "") if part == _ANY else part for part in re.split("(#)", pattern))
+    return "".join(next(rest, "") if part == "#" else part for part in re.split("(#)", pattern))
 
 
 @cache

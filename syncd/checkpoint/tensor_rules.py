@@ -50,7 +50,8 @@ _CASTS: Final = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _SHORT: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 #: The dtypes that are cast.
 _FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
-_NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
+#: A number in a name, such as that of a layer.
+NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 #: The key under which safetensors keeps text about a file.
 METADATA: Final = "__metadata__"
 #: The most tensors in one file: ten times as many as the largest models have.
@@ -65,7 +66,7 @@ NUMBER_LIMIT: Final = 2**63
 
 def general(name: str) -> str:
     """A tensor's name with ``#`` in place of each number, such as that of a layer."""
-    return _NUMBER.sub("#", name)
+    return NUMBER.sub("#", name)
 
 
 class Casting(NamedTuple):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from syncd.checkpoint.merging.plan import ShardIndex
-from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CoverageError
 
 #: What ``torch.compile``, FSDP1 and activation checkpointing call the module inside.
@@ -28,18 +27,16 @@ def without_wrappers(indexes: Sequence[ShardIndex], *, ddp: bool) -> Sequence[Sh
         names = {name: plain.removeprefix(_DDP) for name, plain in names.items()}
     if all(name == plain for name, plain in names.items()):
         return indexes
+    renamed = []
     for label, tensors in indexes:
-        seen: dict[str, str] = {}
-        for name in tensors:
-            if seen.setdefault(names[name], name) != name:
-                raise CoverageError(
-                    f"{label}: without the names of wrappers {shown(name)} would have the name of "
-                    f"{shown(seen[names[name]])}. Save the state dict of the module inside"
-                )
-    return [
-        ShardIndex(label, {names[name]: value for name, value in tensors.items()})
-        for label, tensors in indexes
-    ]
+        plain = {names[name]: value for name, value in tensors.items()}
+        if len(plain) < len(tensors):
+            raise CoverageError(
+                f"{label}: without the names of wrappers two tensors would have the same name. "
+                "Save the state dict of the module inside"
+            )
+        renamed.append(ShardIndex(label, plain))
+    return renamed
 
 
 def _plain(name: str) -> str:

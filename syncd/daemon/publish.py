@@ -14,6 +14,7 @@ from typing import Final
 
 from syncd.checkpoint.build import FreeSpace, build_step
 from syncd.checkpoint.merging.options import MergeOptions, Progress, Work, unheard
+from syncd.checkpoint.model_folder import flaws_in, warn_once
 from syncd.checkpoint.open_save import holds_model_only
 from syncd.checkpoint.save import Save, WholeSave
 from syncd.checkpoint.step_save import look_into_step
@@ -42,7 +43,7 @@ from syncd.protocol.records import (
     SaveOutcomes,
     encode,
 )
-from syncd.protocol.version_events import LinkDiscarded, ModelFilesWrong, VersionDiscarded
+from syncd.protocol.version_events import LinkDiscarded, VersionDiscarded
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import GONE, Ignoring, is_gone
 from syncd.storage.job import IF_ANY, Job
@@ -74,7 +75,6 @@ class Publisher:
         self.naming = Naming(job, self.tenure.judge.lease_time, self._clock)
         self._floor = 0
         self._looked_at = self._clock()
-        self._told: set[str] = set()
         self._damaged: Latest | None = None  # LATEST as it was before the damage that was logged
         advice = "make room there, or lower --keep"
         self._free_space = FreeSpace(job.storage, job.layout.epochs, job.layout.root, advice=advice)
@@ -167,24 +167,22 @@ class Publisher:
         """
 
         def build(folder: Path, sequence: int) -> Manifest:
-            return build_step(
+            manifest = build_step(
                 self._job.storage,
                 self._job.layout.step(save.step),
                 save,
                 folder,
                 options=self._merge_options(),
-                work=Work(self.cancel, progress, self._clock, self._tell_once),
+                work=Work(self.cancel, progress, self._clock),
                 sequence=sequence,
             )
+            for flaw, reason in flaws_in(self._job.storage, folder, manifest):
+                warn_once(self._job.layout.actor(save.step), flaw, reason)
+            return manifest
 
         manifest = self._make_version(save.step, build)
         self.outcomes.published(save.step, save.identity, manifest.sequence)
         return manifest
-
-    def _tell_once(self, event: ModelFilesWrong) -> None:
-        if event.flaw not in self._told:
-            self._told.add(event.flaw)
-            event.tell(log)
 
     def _merge_options(self) -> MergeOptions:
         return MergeOptions(

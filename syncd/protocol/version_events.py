@@ -35,17 +35,6 @@ class CastTwice(WarningEvent):
     path: Path
 
 
-class CastUnknown(WarningEvent):
-    """Nobody knows which tensors a model keeps in fp32, so the daemon casts all."""
-
-    text = (
-        "config.json names the model type {model_type}, which syncd's tables do not have, so the "
-        "cast (cast or --dtype) rounds also what this model may keep in fp32. Prefer "
-        "SaveSettings.sync_dtype, which asks the model"
-    )
-    model_type: str
-
-
 class MergeEnded(WarningEvent):
     """A late merge was stopped."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from syncd.checkpoint.description import flaws, true_dtype, wrong_dtypes
+from syncd.checkpoint.description import flaws, wrong_dtypes
 from syncd.protocol.records import TensorEntry
 from tests.commands import invoke
 from tests.jobs import SmallJob
@@ -35,7 +35,6 @@ def tensors(**sizes: int) -> list[TensorEntry]:
         ({"dtype": "float32"}, {"BF16": 9}, ["dtype"]),
         (HALF, {"F8_E4M3": 9, "F32": 1}, []),
         (HALF, {"F32": 9, "U8": 1}, []),
-        ({**HALF, "quantization_config": {}}, {"F32": 9}, []),
         ({"dtype": None, "torch_dtype": 1}, {"F32": 9}, []),
         (HALF, {"I64": 9}, []),
     ],
@@ -43,20 +42,20 @@ def tensors(**sizes: int) -> list[TensorEntry]:
 def test_a_dtype_is_wrong_if_the_weights_would_be_rounded(
     config: Any, sizes: Mapping[str, int], wrong: list[str]
 ) -> None:
-    assert [key for _, key in wrong_dtypes(config, tensors(**sizes))] == wrong
+    assert [key for _, key, _ in wrong_dtypes(config, tensors(**sizes))] == wrong
 
 
 def test_after_a_cast_the_dtype_is_that_of_most_bytes() -> None:
     cast = tensors(BF16=9, F32=1)
-    assert wrong_dtypes({"dtype": "float32"}, cast, is_cast=True)
-    assert true_dtype(cast) == "bfloat16"
+    config = {"dtype": "float32"}
+    assert wrong_dtypes(config, cast, is_cast=True) == [(config, "dtype", "bfloat16")]
 
 
 @pytest.mark.parametrize(
     ("config", "sizes", "kinds"),
     [
         ({**NAMED, **HALF}, {"BF16": 9}, []),
-        ([], {"BF16": 9}, ["config"]),
+        ([], {"BF16": 9}, ["no_config"]),
         ({"architectures": []}, {"BF16": 9}, ["class"]),
         ({**NAMED, "quantization_config": {}}, {"BF16": 9}, ["quantization"]),
         (NAMED, {"F8_E4M3": 9}, ["quantization"]),
@@ -99,7 +98,7 @@ def test_faults_are_logged_once_a_run_and_told_by_verify(
             (huggingface / "code").symlink_to(huggingface)
             loop.rounds(3, 100.0)
     assert job.versions == ["v000001", "v000002"]
-    assert caplog.text.count("which is a link") == 1
+    assert caplog.text.count("follows no links") == 1
     assert caplog.text.count("has no config.json") == 1
     result = invoke("verify", job.root)
     assert result.exit_code == 0

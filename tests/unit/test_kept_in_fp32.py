@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from explorer_hooks import ExplorerHook, TransformersModel
 from explorer_hooks.broadcast import WeightReceiver
 from explorer_hooks.engines.fake import FakeEngine
-from syncd.checkpoint import casting, name_map
+from syncd.checkpoint import name_map
 from syncd.checkpoint.name_map import kept_by_type
 from syncd.checkpoint.tensor_rules import Casting
 from syncd.coordination.tensors import DTYPES
@@ -303,7 +303,6 @@ def test_a_daemon_with_the_same_cast_leaves_the_trainers(job: SmallJob, tmp_path
 def test_an_unknown_type_is_cast_with_one_warning(
     job: SmallJob, caplog: pytest.LogCaptureFixture
 ) -> None:
-    casting._warn_once.cache_clear()
     for step in (1, 2):
         with TrainerHook(job.root, own()) as hook:
             hook.after_step(step)

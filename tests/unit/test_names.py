@@ -174,7 +174,7 @@ def test_wrappers_names_are_left_out(
 
 def test_a_name_that_two_tensors_would_have_without_wrappers_is_an_error(tmp_path: Path) -> None:
     save(tmp_path / shard_name(1, 0), ["a.w", "a._orig_mod.w"])
-    with pytest.raises(CoverageError, match=r"a\._orig_mod\.w would have the name of a\.w\. Save"):
+    with pytest.raises(CoverageError, match="two tensors would have the same name"):
         build(tmp_path, tmp_path / "out")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -11,9 +10,6 @@ from typing import Literal, NamedTuple
 
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.protocol.records import Names
-from syncd.protocol.version_events import ModelFilesWrong
-
-log = logging.getLogger(__name__)
 
 #: The evidence that a save's bytes are those that its trainer wrote: its receipts, the CRC-32 of
 #: its records, or only that its files did not change.
@@ -69,10 +65,8 @@ class Work(NamedTuple):
     Attributes:
         cancel: called between chunks; it raises an error to stop.
         progress: called in the thread that began the merge.
-        tell: called with an event about the model's small files.
     """
 
     cancel: Callable[[], None]
     progress: Progress = unheard
     clock: Callable[[], float] = time.monotonic
-    tell: Callable[[ModelFilesWrong], None] = lambda event: event.tell(log)

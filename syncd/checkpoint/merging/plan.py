@@ -45,7 +45,6 @@ class PlannedTensor(NamedTuple):
 
     Attributes:
         dtype: safetensors' name of the dtype in the output.
-        length: the length in the output, in bytes.
         source_dtype: the dtype of the parts; not ``dtype`` if the tensor is cast.
         parts: the bytes of the tensor, in order.
         copies: the duplicates, which must have the same bytes.
@@ -54,10 +53,14 @@ class PlannedTensor(NamedTuple):
     name: str
     dtype: str
     shape: Shape
-    length: int
     source_dtype: str
     parts: tuple[Part, ...]
     copies: tuple[Duplicate, ...]
+
+    @property
+    def length(self) -> int:
+        """The length in the output, in bytes."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
 class PlannedFile(NamedTuple):
@@ -127,11 +130,9 @@ def plan_merge(
     tensors = [_whole(name, renamed, indexes, labels, cancel) for renamed, name in names.items()]
     kept = _without_tied(tensors, tied, cancel) if tied else tensors
     if cast is not None:  # by the trainer's names
-        kept = [tensor._replace(dtype=cast.dtype_of(tensor.name, tensor.dtype)) for tensor in kept]
+        kept = [_cast(tensor, cast) for tensor in kept]
     if hub is not None:
         kept = _by_hub_names(kept, hub, cancel)
-    if cast is not None:
-        kept = [_cast(tensor) for tensor in kept]
     groups = list(_split(kept, max_file_size))
     files = tuple(
         _file(
@@ -146,10 +147,9 @@ def plan_merge(
     return MergePlan(files, sum(file.data_size for file in files))
 
 
-def _cast(tensor: PlannedTensor) -> PlannedTensor:
+def _cast(tensor: PlannedTensor, cast: Casting) -> PlannedTensor:
     refuse_cast(tensor.name, tensor.dtype)
-    length = tensor.length // ITEMSIZE[tensor.source_dtype] * ITEMSIZE[tensor.dtype]
-    return tensor._replace(length=length)
+    return tensor._replace(dtype=cast.dtype_of(tensor.name, tensor.dtype))
 
 
 def _split(tensors: Sequence[PlannedTensor], max_file_size: int) -> Iterator[list[PlannedTensor]]:
@@ -289,7 +289,6 @@ class _Stacked:
         return tensor._replace(
             name=part.name,
             shape=part.shape,
-            length=length,
             parts=cuts[0],
             copies=tuple(
                 copy._replace(parts=own) for copy, own in zip(tensor.copies, cuts[1:], strict=True)
@@ -320,7 +319,6 @@ def _joined(
         name=name,
         dtype=max((tensor.dtype for tensor in tensors), key=ITEMSIZE.__getitem__),
         shape=shape,
-        length=sum(tensor.length for tensor in tensors),
         parts=tuple(chain(*parts)),
         copies=tuple(copies),
     )
@@ -356,9 +354,8 @@ def _whole(
                 "one job"
             )
     dtype, shape, is_plain = like
-    length = math.prod(shape) * ITEMSIZE[dtype]
-    if not length:
-        return PlannedTensor(renamed, dtype, shape, 0, dtype, (), ())
+    if 0 in shape:
+        return PlannedTensor(renamed, dtype, shape, dtype, (), ())
     blocks = [
         _block(source, local)
         for source, value in found
@@ -370,7 +367,7 @@ def _whole(
     else:
         tiled = tile(shown(name), shape, blocks, labels, cancel=cancel)
     copies = tuple(Duplicate(None, parts) for parts in tiled.copies)
-    return PlannedTensor(renamed, dtype, shape, length, dtype, tiled.parts, copies)
+    return PlannedTensor(renamed, dtype, shape, dtype, tiled.parts, copies)
 
 
 def _block(source: int, local: Local) -> Block:
