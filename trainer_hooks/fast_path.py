@@ -21,7 +21,7 @@ from trainer_hooks.ranks import Plan, Ranks
 from trainer_hooks.state.full_file import agree_on_plan
 from trainer_hooks.state.gather import full_tensor
 from trainer_hooks.state.state_dict import sharded_state_dict, tensors_of
-from trainer_hooks.state.ties import ties_of
+from trainer_hooks.state.ties import KnownTies
 from trainer_hooks.transfer import Buffers, Outgoing
 
 log = logging.getLogger(__name__)
@@ -211,6 +211,7 @@ class WeightSender:
 
     def __post_init__(self) -> None:
         self._buffers = Buffers()
+        self._ties = KnownTies()
 
     @torch.no_grad()
     def send(self, group: WeightGroup | None) -> Sent:
@@ -224,7 +225,7 @@ class WeightSender:
         """
         ranks = Ranks()
         state = tensors_of(sharded_state_dict(self.model))
-        tied = ties_of(self.model, state)
+        tied = self._ties.of(self.model, state)
         plan = agree_on_plan(state, ranks.rank, tied=tied, cast=self.cast)
         # Small tensors are packed together, so they come last, without large ones between them.
         tensors = sorted(plan, key=lambda tensor: -tensor.length)

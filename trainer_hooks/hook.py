@@ -131,7 +131,7 @@ class TrainerHook(ClosingSaver):
             critic_optimizer=critic_optimizer,
             user_state=user_state,
             averages=averages,
-            model_files=partial(model_files, model, tokenizer),
+            model_files=model_files(model, tokenizer),
             lora=saving.lora,
             sync_dtype=saving.sync_dtype,
             base_vocabulary=vocabulary,

@@ -43,7 +43,7 @@ from trainer_hooks.state.state_dict import (
     sharded_state_dict,
     tensors_of,
 )
-from trainer_hooks.state.ties import ties_of
+from trainer_hooks.state.ties import KnownTies
 from trainer_hooks.state.wrappers import adapters_of, part_described, unwrapped
 from trainer_hooks.writing.rank_files import RankContents
 from trainer_hooks.writing.writer import RankWriter
@@ -80,6 +80,7 @@ class Trained:
         self._said_merged = False
         self._hub_names = HubNames(self.model)
         self._tied: Ties = False
+        self._ties = KnownTies()
         self.cast = casting_of(self.model, self.sync_dtype)
         # Reused like the other buffers, because allocating takes longer than copying.
         self._masters: deque[HostBuffers] = deque(maxlen=1)
@@ -89,7 +90,8 @@ class Trained:
         """Find names under which the model loads, before the first save if possible. Collective."""
         own: dict[str, Tensor] = {}
         if fsdp_version(self.model) != 1 and not adapters_of(self.model):
-            with suppress(InvalidSettingsError):  # on meta: it is filled before the first save
+            # On meta or lazy, it is filled before the first save; and any model's code may run.
+            with suppress(Exception):
                 own = on_meta(sharded_state_dict(self.model))
         stages = ranks.gathered(own)
         if self.rank != 0:
@@ -154,7 +156,7 @@ class Trained:
         rest: dict[str, Any] = {}
         if sharded and not completes and buffers is not None:
             model = buffers.copy(state, cast)
-            self._tied = ties_of(self.model, state)
+            self._tied = self._ties.of(self.model, state)
         if not (completes or sharded):
             has_room = buffers is not None
             whole = self._gathered(state, peft, at_end, has_room, cast, is_adapter=is_adapter)
@@ -271,7 +273,7 @@ class Trained:
             cast = cast and Casting(cast.dtype)  # an adapter has no tensors of the model
         elif peft is not None:
             (state, derived), model = peft.merged(), peft.base_model
-        self._tied = not is_adapter and ties_of(model, state)
+        self._tied = not is_adapter and self._ties.of(model, state)
         gather_full(state, self.rank, part, tied=self._tied, derived=derived, cast=cast)
         return part
 

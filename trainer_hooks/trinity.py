@@ -13,7 +13,6 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -86,7 +85,8 @@ def fsdp_save_state_dict(
         return
     coordinator.check_path(local_path, global_step)
     checkpoints = getattr(engine, "checkpoint_manager", None)
-    files = model_files(engine.module, getattr(checkpoints, "processing_class", None))
+    tokenizer = getattr(checkpoints, "processing_class", None)
+    files = model_files(engine.module, tokenizer)()
     coordinator.save_model(engine.module, global_step, model_files=files)
     logger.info("the state dict of step %d is being written to %s", global_step, local_path)
 
@@ -355,7 +355,7 @@ class StateDictWriter:
         self._writer = RankWriter(job, 0, 1, save_timeout=save_timeout)
         self._files: Callable[[], FileWriters] = tuple
         if model is not None:
-            self._files = partial(model_files, model, tokenizer)
+            self._files = model_files(model, tokenizer)
         self._hub_names = None if model is None else HubNames(model)
         self._run_id = secrets.token_hex(6)
         self._counter = 0

@@ -78,7 +78,7 @@ def test_configs_are_those_of_save_pretrained_and_the_models_stay(
 ) -> None:
     trained = make(tmp_path / "base")
     before = vars(deepcopy(trained.config))
-    found = written(model_files(trained, None), tmp_path / "ours")
+    found = written(model_files(trained, None)(), tmp_path / "ours")
     assert {**vars(trained.config), "_auto_class": None} == {**before, "_auto_class": None}
     inner(trained).save_pretrained(tmp_path / "truth")
     (tmp_path / "truth" / "model.safetensors").unlink()
@@ -98,7 +98,7 @@ def test_generation_values_that_transformers_refuses_are_written(
 ) -> None:
     trained = model()
     trained.config.top_k, trained.generation_config.temperature = 7, 0.5
-    found = written(model_files(trained, None), tmp_path / "ours")
+    found = written(model_files(trained, None)(), tmp_path / "ours")
     assert json.loads(found["generation_config.json"])["temperature"] == 0.5
     assert json.loads(found["generation_config.json"])["top_k"] == 7
     assert "top_k" not in json.loads(found["config.json"])
@@ -122,7 +122,7 @@ def test_code_comes_with_what_it_imports_or_its_absence_is_said(
         type(trained).register_for_auto_class("AutoModelForCausalLM")
     else:
         trained.config.auto_map = {"AutoModelForCausalLM": f"{name}.X", "AutoModel": "a/b--c.X"}
-    writers = model_files(trained, None)
+    writers = model_files(trained, None)()
     found = written(writers, tmp_path / "whole")
     assert {"deep.py", "near.py", f"{name}.py"} < found.keys()
     assert json.loads(found["config.json"])["auto_map"]["AutoModelForCausalLM"] == f"{name}.X"

@@ -46,11 +46,11 @@ class HubNames:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._key: object = None
         #: The tensors of pipeline stages on other ranks, on ``meta``.
         self.of_stages: dict[str, Tensor] = {}
-        self._names: NameMap | None = None
-        self._choices: Generator[NameMap | None] | None = None
+        self._key: object = None
+        self._writers: FileWriters = ()
+        self._choices = self._choose({}, None)
 
     def writers(self, state: Mapping[str, Any], base: nn.Module | None = None) -> FileWriters:
         """A function that writes ``name_map.json``, in a tuple; empty if no map is needed.
@@ -62,34 +62,21 @@ class HubNames:
         key = tuple((name, tuple(shape_of(value))) for name, value in tensors.items())
         if self._key != key:
             self.close()
-            self._key = key
+            self._key, self._writers = key, ()
             self._choices = self._choose({**self.of_stages, **on_meta(tensors)}, base)
-        if self._choices is not None:
-            self._names = next(self._choices, self._names)
-        names = self._names
-        if names is None or self._says_nothing(names):
-            return ()
-        content = names.encode()
-        return ((lambda folder: (folder / NAME_MAP).write_bytes(content)),)
+        self._writers = next(self._choices, self._writers)
+        return self._writers
 
     def close(self) -> None:
         """End a proof that is under way. Safe to call twice."""
-        if self._choices is not None:
-            self._choices.close()
-
-    def _says_nothing(self, names: NameMap) -> bool:
-        """True if readers would assume the same names without the file."""
-        config = getattr(unwrapped(self.model), "config", None)
-        known = config is not None and name_map.has_table(config.to_dict())
-        return not (names or names.refused or known)
+        self._choices.close()
 
     def _choose(
         self, tensors: Mapping[str, Tensor], base: nn.Module | None
-    ) -> Generator[NameMap | None]:
-        """Yield the names to publish: again and again while a proof is under way."""
+    ) -> Generator[FileWriters]:
+        """Yield the map to publish: again and again while a proof is under way."""
         inner = unwrapped(self.model if base is None else base)
         if not is_pretrained(inner):
-            yield None
             return
         try:
             model: Any = plain_model(inner, tensors) if base is None else base
@@ -103,17 +90,18 @@ class HubNames:
             maps = [
                 _refused(f"the model's modules cannot be copied: {type(error).__name__}: {error}")
             ]
-        kind, refused = own_class(inner), maps[0]
+        shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+        kind, refused = own_class(inner), ""
         for names in maps:
             if names is not None and names.refused is not None:
+                refused = refused or names.refused
                 continue
-            fault = LoadFault()
+            fault, writers = LoadFault(), self._written(names)
             try:
                 config = published_config(self.model)
-                shapes = {name: tuple(value.shape) for name, value in tensors.items()}
                 for answer in prove(kind, config, hub_shapes(names, shapes)):
                     if answer is None:
-                        yield names
+                        yield writers
                     else:
                         fault = answer
             except Exception as error:  # noqa: BLE001 - any model's own code may run
@@ -121,14 +109,20 @@ class HubNames:
             if not fault.is_of_names:
                 if fault.reason:
                     log.warning("no version will load as it was trained: %s", fault.reason)
-                yield names
+                yield writers
                 return
-            refused = _refused(fault.reason)
-        if refused is not None and refused.refused is not None:
-            log.warning(
-                "the model is published with the trainer's tensor names only: %s", refused.refused
-            )
-        yield refused
+            refused = fault.reason
+        log.warning("the model is published with the trainer's tensor names only: %s", refused)
+        yield self._written(_refused(refused))
+
+    def _written(self, names: NameMap | None) -> FileWriters:
+        """Nothing if readers would assume the same names without the file."""
+        config = getattr(unwrapped(self.model), "config", None)
+        known = config is not None and name_map.has_table(config.to_dict())
+        if names is None or not (names or names.refused or known):
+            return ()
+        content = names.encode()
+        return ((lambda folder: (folder / NAME_MAP).write_bytes(content)),)
 
 
 def hub_shapes(names: NameMap | None, shapes: Mapping[str, Shape]) -> dict[str, Shape]:

@@ -41,14 +41,14 @@ class Pretrained(Protocol):
         """Write its files into a folder."""
 
 
-def model_files(model: nn.Module, tokenizer: Pretrained | None) -> FileWriters:
-    """A function that writes the model's configs and the tokenizer, with their code, into a folder.
+def model_files(model: nn.Module, tokenizer: Pretrained | None) -> Callable[[], FileWriters]:
+    """Makes the writer of a save's configs and tokenizer, with their code.
 
-    Call this for each save in the training's thread, after the state dict was taken: during a
-    forward pass FSDP shows other dtypes. The function may run in any thread.
+    Call the result for each save in the training's thread, after the state dict was taken: during
+    a forward pass FSDP shows other dtypes. The writer may run in any thread.
     """
     owner = config_owner(model)
-    return (partial(_write_all, owner, _held(owner), tokenizer),)
+    return lambda: (partial(_write_all, owner, _held(owner), tokenizer),)
 
 
 def files_of(source: str | Path | Pretrained) -> FileWriters:

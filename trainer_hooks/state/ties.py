@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
-from itertools import cycle
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from syncd.checkpoint.merging.plan import Ties, is_output_embedding
 from syncd.checkpoint.model_folder import says_tied
-from trainer_hooks.state.state_dict import joined, tensors_of, tied_by_fsdp1
+from trainer_hooks.state.plain_model import on_meta, plain_model
+from trainer_hooks.state.state_dict import tensors_of, tied_by_fsdp1
 from trainer_hooks.state.wrappers import unwrapped
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
-#: What wrappers inside a model call the module that they wrap.
-_WRAPPED: Final = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
+class KnownTies:
+    """The ties of a model, which are asked for again only if the names of its tensors change."""
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()
+        self._ties: Ties = False
+
+    def of(self, model: nn.Module, state: Mapping[str, Any]) -> Ties:
+        """See :func:`ties_of`."""
+        names = tuple(state)
+        if names != self._names:
+            self._names, self._ties = names, ties_of(model, state)
+        return self._ties
 
 
 def ties_of(model: nn.Module, state: Mapping[str, Any]) -> Ties:
     """The names that ``save_pretrained`` leaves out → the names of the same tensors.
 
     ``state`` has the model's own parameters (or FSDP1's copies), by the names of the plain model.
-    A model of transformers declares its ties. For any other model, and for most models of
-    transformers 4, the result is True if the config says ``tie_word_embeddings``.
+    If transformers cannot tell the ties (before version 5, or of no model of its own), the result
+    is True if the config says ``tie_word_embeddings``.
     """
     outer = unwrapped(model)
     to_json = getattr(getattr(outer, "config", None), "to_json_string", None)
     is_tied = to_json is not None and says_tied(json.loads(to_json()))
-    if not hasattr(outer, "_tied_weights_keys"):
+    if not hasattr(outer, "get_expanded_tied_weights_keys"):
         return is_tied
     tensors = tensors_of(state)
     ties = tied_by_fsdp1(model) if is_tied else {}
@@ -40,21 +50,13 @@ def ties_of(model: nn.Module, state: Mapping[str, Any]) -> Ties:
         ties.setdefault(name, first.setdefault(id(value), name))
     # The model's own code may have tied them, too.
     ties = {name: other for name, other in ties.items() if is_output_embedding(name)}
-    for path, module in outer.named_modules():
-        declared = getattr(module, "_tied_weights_keys", None) or {}
-        if not isinstance(declared, Mapping):
-            return is_tied
-        if getattr(getattr(module, "config", None), "tie_word_embeddings", False):
-            for names in declared.items():
-                plain = ".".join(part for part in path.split(".") if part not in _WRAPPED)
-                left_out, kept = (_matching(plain, pattern, tensors) for pattern in names)
-                ties |= zip(left_out, cycle(kept), strict=False)
-    return {name: other for name, other in ties.items() if name != other}
-
-
-def _matching(path: str, pattern: str, tensors: Mapping[str, Tensor]) -> Sequence[str]:
-    """The names that transformers means: of a tensor, or of all that begin as the pattern says."""
-    if (exact := joined(path, pattern)) in tensors:
-        return [exact]
-    begin = re.compile(joined(re.escape(path), pattern))
-    return sorted(name for name in tensors if begin.match(name))
+    try:
+        plain: Any = plain_model(outer, on_meta(tensors))
+        ties |= plain.get_expanded_tied_weights_keys(all_submodels=True)
+    except Exception:  # noqa: BLE001 - any model's code may run
+        return is_tied
+    return {
+        name: other
+        for name, other in ties.items()
+        if name != other and name in tensors and other in tensors
+    }
