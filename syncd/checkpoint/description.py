@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
+from syncd.checkpoint.name_map import kept_by_type
 from syncd.checkpoint.tensor_rules import DTYPES, ITEMSIZE, is_floating, shown
 from syncd.protocol.names import MODEL_CONFIG
 from syncd.protocol.records import TensorEntry
@@ -54,12 +56,25 @@ def flaws(
                 f"the version has {'' if quantized else 'no '}quantized weights, but config.json "
                 f"says otherwise: add or remove its {_QUANTIZATION}",
             )
-        for part, key, true in wrong_dtypes(config, tensors):
+        wrong = wrong_dtypes(config, tensors)
+        for part, key, true in wrong:
             yield (
                 "dtype",
                 f"config.json says {key} {shown(part[key])}, but most weights are {true}: correct "
                 "it, as engines believe the config",
             )
+        size = DTYPES.get(str(config.get("dtype")), ("", sys.maxsize))[1]
+        keeps = kept_by_type(config, "bf16")
+        for tensor in () if wrong or quantized else tensors:
+            is_wider = is_floating(tensor.dtype) and ITEMSIZE[tensor.dtype] > size
+            if is_wider and not keeps(tensor.name):
+                yield (
+                    "rounded",
+                    f"config.json says {config['dtype']}, so from_pretrained rounds "
+                    f"{shown(tensor.name)}, which is {tensor.dtype}: train it in one dtype, or "
+                    "load the version with dtype='float32'",
+                )
+                break
     for name, content in configs.items():
         for file in sorted(code_files(content) - set(files)):
             yield (

@@ -14,10 +14,13 @@ from tests.jobs import SmallJob
 HALF, NAMED = {"dtype": "bfloat16"}, {"architectures": ["X"]}
 
 
+KEPT = "F32 e_score_correction_bias"
+
+
 def tensors(**sizes: int) -> list[TensorEntry]:
     """A tensor of each dtype with so many rows."""
     return [
-        TensorEntry(name=dtype, dtype=dtype, shape=(rows, 1), file="f")
+        TensorEntry(name=dtype, dtype=dtype.split()[0], shape=(rows, 1), file="f")
         for dtype, rows in sizes.items()
     ]
 
@@ -61,6 +64,8 @@ def test_after_a_cast_the_dtype_is_that_of_most_bytes() -> None:
         (NAMED, {"F8_E4M3": 9}, ["quantization"]),
         ({**NAMED, "quantization_config": {}}, {"U8": 9}, []),
         ({**NAMED, **HALF}, {"F32": 9}, ["dtype"]),
+        ({**NAMED, **HALF}, {"BF16": 9, "F32": 1}, ["rounded"]),
+        ({**NAMED, **HALF, "model_type": "deepseek_v3"}, {"BF16": 9, KEPT: 1}, []),
         ({**NAMED, "auto_map": {"A": ["m.X", None], "B": "n.Y", "C": "o/r--q.Z"}}, {}, ["code"]),
         ({**NAMED, "auto_map": [1]}, {}, []),
     ],
