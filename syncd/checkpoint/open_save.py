@@ -16,11 +16,11 @@ from syncd.checkpoint.dcp.dcp_file import DcpFile, OneByOne
 from syncd.checkpoint.dcp.dcp_metadata import Chunk, Chunked, StoredModel, whole_shapes
 from syncd.checkpoint.gc_pause import uncollected
 from syncd.checkpoint.merging.options import Checked, MergeOptions
-from syncd.checkpoint.merging.plan import MergePlan, ShardIndex, Ties, agreed, plan_merge
+from syncd.checkpoint.merging.plan import MergePlan, ShardIndex, Ties, plan_merge
 from syncd.checkpoint.merging.source_reader import Source, SourceFile
 from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.parallel import Check
-from syncd.checkpoint.placement import Chunks, Local, Position, Shape
+from syncd.checkpoint.placement import Chunks, Local, Position, Shape, agreed
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry
 from syncd.checkpoint.sandbox.isolated import IsolatedParser, ParseLimits

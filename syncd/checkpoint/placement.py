@@ -223,3 +223,12 @@ def _cuts(layout: Sharding) -> tuple[dict[int, list[int]], str]:
     }:
         return {}, f"and a shard_order that contradicts them, {_told(*layout.order)}: {_REPORT}"
     return told, ""
+
+
+def agreed(value: Local | Chunks) -> tuple[str, Shape, bool]:
+    """Dtype, whole shape, and True for a plain tensor: all ranks must agree on them."""
+    if isinstance(value, Chunks):
+        return value.dtype, value.global_shape, False
+    if value.position is None:
+        return value.dtype, value.local_shape, True
+    return value.dtype, value.position.global_shape, False

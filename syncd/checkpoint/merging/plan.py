@@ -11,7 +11,7 @@ from syncd.checkpoint.gc_pause import uncollected
 from syncd.checkpoint.merging.tiling import Block, Part, Run, Tiled, Transposed, cut, ends, tile
 from syncd.checkpoint.name_map import HubPart, NameMap
 from syncd.checkpoint.parallel import Check
-from syncd.checkpoint.placement import Chunks, Local, Shape
+from syncd.checkpoint.placement import Chunks, Local, Shape, agreed
 from syncd.checkpoint.safetensors_header import HeaderEntry, file_order, header_bytes
 from syncd.checkpoint.tensor_rules import ITEMSIZE, Casting, refuse_cast, shown
 from syncd.protocol.errors import CoverageError
@@ -376,15 +376,6 @@ def _block(source: int, local: Local) -> Block:
     if position is None:
         return Block((0,) * len(local.local_shape), local.local_shape, run, None)
     return Block(position.offsets, local.local_shape, run, position.mesh)
-
-
-def agreed(value: Local | Chunks) -> tuple[str, Shape, bool]:
-    """Dtype, whole shape, and True for a plain tensor: all ranks must agree on them."""
-    if isinstance(value, Chunks):
-        return value.dtype, value.global_shape, False
-    if value.position is None:
-        return value.dtype, value.local_shape, True
-    return value.dtype, value.position.global_shape, False
 
 
 def _described(value: Local | Chunks) -> str:
