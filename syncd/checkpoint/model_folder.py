@@ -7,7 +7,6 @@ import json
 import logging
 import stat
 from collections.abc import Container, Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -141,11 +140,12 @@ def correct_dtype(
     wrong = wrong_dtypes(config, tensors, is_cast=is_cast)
     for part, key, true in wrong:
         part[key] = true
-    content = b""
-    with suppress(RecursionError):  # it is published as the trainer left it
-        content = json.dumps(config, indent=2).encode() + b"\n" if wrong else b""
-    if not content:
+    if not wrong:
         return files
+    try:
+        content = json.dumps(config, indent=2).encode() + b"\n"
+    except RecursionError:
+        return files  # it is published as the trainer left it
     storage.unlink(folder / MODEL_CONFIG)
     made = write_file(storage, folder, MODEL_CONFIG, content)
     return tuple(made if file.name == MODEL_CONFIG else file for file in files)
