@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import xxhash
 from torch.optim import Optimizer
 
 from syncd.checkpoint.merging.plan import Ties
@@ -93,7 +94,9 @@ class Trained:
             # On meta or lazy, it is filled before the first save; and any model's code may run.
             with suppress(Exception):
                 own = on_meta(sharded_state_dict(self.model))
-        stages = ranks.gathered(own)
+        names = xxhash.xxh3_128_hexdigest(repr([*own]).encode())
+        is_staged = len(set(ranks.gathered(names))) > 1
+        stages = ranks.gathered(own) if is_staged else []
         if self.rank != 0:
             return
         if part := part_described(self.model):
