@@ -61,9 +61,9 @@ class Refusals:
         job, until = self._job, time.monotonic() + _LAST
         with suppress(OSError):
             while (
-                self.look()
+                not stopped.is_set()  # storage may hang
+                and self.look()
                 and job.storage.exists(job.layout.daemon_lock)
                 and time.monotonic() < until
-                and not stopped.wait(_POLL)
             ):
-                pass
+                stopped.wait(_POLL)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from syncd.checkpoint.name_map import NameMap
 from tests.tiny_models import tiny_config, tiny_model
+from trainer_hooks import TrainerHook
 from trainer_hooks.state.hub_names import HubNames, hub_shapes, name_map_of
 from trainer_hooks.state.load_proof import LoadFault, load_fault, prove
 
@@ -148,6 +149,12 @@ def test_a_class_that_cannot_be_asked_is_published_as_before(
         assert published(model, tmp_path, names) == name_map_of(model)
         published(model, tmp_path, names)
     assert caplog.text.count("not proved that Needy loads a version") == 1
+
+
+def test_a_model_without_shapes_has_a_hook(tmp_path: Path) -> None:
+    with TrainerHook(tmp_path, nn.Sequential(nn.LazyLinear(2))) as hook:
+        hook._trained.model(torch.ones(1, 2))
+        hook.save_state_dict(1)
 
 
 def test_asking_changes_nothing_in_the_process() -> None:

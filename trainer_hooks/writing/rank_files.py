@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,10 +124,7 @@ class RankFiles:
         weights_stay: True if the weights are perhaps announced, so they must not be deleted.
         rest_stays: True if the other files for resuming must not be deleted, or do not exist.
         trained: the name of this rank's file of the trained model.
-        sync_dtype: see :class:`RankContents`.
-        fp32: see :class:`RankContents`.
-        base: see :class:`RankContents`.
-        tied: see :class:`RankContents`.
+        contents: what the receipt describes.
     """
 
     job: Job
@@ -137,10 +134,7 @@ class RankFiles:
     weights_stay: bool = False
     rest_stays: bool = False
     trained: str | None = None
-    sync_dtype: str | None = None
-    fp32: tuple[str, ...] = ()
-    base: str | None = None
-    tied: Ties = False
+    contents: RankContents = field(default_factory=RankContents)
 
     def __post_init__(self) -> None:
         step = self.save_id.step
@@ -260,16 +254,17 @@ class RankFiles:
 
     def vouch(self, name: str, files: list[ReceiptFile]) -> None:
         """Write a receipt of durable files. After an OSError, other ranks may see it."""
+        contents = self.contents
         receipt = Receipt(
             save_id=str(self.save_id),
             step=self.save_id.step,
             rank=self.rank,
             world_size=self.world_size,
             files=tuple(files),
-            sync_dtype=self.sync_dtype,
-            fp32=self.fp32,
-            base=self.base if name == receipt_name(self.rank) else None,
-            tied=self.tied if isinstance(self.tied, Mapping) else None,
+            sync_dtype=contents.sync_dtype,
+            fp32=contents.fp32,
+            base=contents.base if name == receipt_name(self.rank) else None,
+            tied=contents.tied if isinstance(contents.tied, Mapping) else None,
         )
         self.storage.replace(self.receipts / name, encode(receipt))
 

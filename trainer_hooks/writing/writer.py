@@ -89,8 +89,7 @@ class RankWriter:
         """
         files = self._files(save_id)
         files.weights_stay, files.rest_stays = contents.completes, not contents.is_full
-        files.sync_dtype, files.fp32 = contents.sync_dtype, contents.fp32
-        files.base, files.tied = contents.base, contents.tied
+        files.contents = contents
         if contents.trained is not None:
             files.trained = files.name(contents.trained_name)
         try:
