@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class KnownTies:
-    """The ties of a model, which are asked for again only if the names of its tensors change."""
+    """The ties of a model, which are asked for again only if its tensors change."""
 
     def __init__(self) -> None:
-        self._names: tuple[str, ...] = ()
+        self._key: object = None
         self._ties: Ties = False
 
     def of(self, model: nn.Module, state: Mapping[str, Any]) -> Ties:
         """See :func:`ties_of`."""
-        names = tuple(state)
-        if names != self._names:
-            self._names, self._ties = names, ties_of(model, state)
+        key = tuple(state), len(set(map(id, state.values())))
+        if key != self._key:
+            self._key, self._ties = key, ties_of(model, state)
         return self._ties
 
 
