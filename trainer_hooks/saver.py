@@ -306,8 +306,8 @@ class Saver:
                     "announced earlier are unaffected"
                 )
             )
-        self._refusals.look_last(self.stopped)
         self.explorers.close()
+        self._refusals.look_last(self.stopped)
         return list(self._errors)
 
     def _say_unclosed(self) -> None:

@@ -1,5 +1,6 @@
 """Saves made in the test's own process, through the real hook, without a process group."""
 
+import threading
 from pathlib import Path
 
 import torch
@@ -46,6 +47,11 @@ def save(job: Path, model: Constant, step: int) -> None:
     model.become(step)
     with trainer(job, model) as hook:
         hook.after_step(step)
+
+
+def save_meanwhile(job: Path, model: Constant, step: int) -> None:
+    """The same, in a thread: at its end a trainer waits for what the daemon makes of its save."""
+    threading.Thread(target=save, args=(job, model, step), daemon=True).start()
 
 
 def serve(job: Path, model: Constant, step: int) -> Latest:

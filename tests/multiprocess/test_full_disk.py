@@ -41,7 +41,7 @@ from tests.multiprocess.processes import (
     wait_until,
     wait_until_gone,
 )
-from tests.multiprocess.saves import Constant, save, serve, trainer
+from tests.multiprocess.saves import Constant, save, save_meanwhile, serve, trainer
 from tests.saved_links import save_full, save_link
 from tests.storages import Clock, RuledStorage, os_error
 from trainer_hooks.writing.writer import RankContents, RankWriter
@@ -224,7 +224,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_merge_keeps_the_version_before(
             model, step = Constant(megabytes=160), 1
             while JobLayout(job).publish_lock.exists() is False:  # else it was faster than us
                 step += 1
-                save(job, model, step)
+                save_meanwhile(job, model, step)
                 wait_until(partial(has_begun, job, step), "a merge has begun")
                 daemon.pause()
             before = newest(job)

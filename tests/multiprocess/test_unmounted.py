@@ -43,7 +43,7 @@ from tests.multiprocess.processes import (
     wait_until,
     wait_until_gone,
 )
-from tests.multiprocess.saves import Constant, save, serve, trainer
+from tests.multiprocess.saves import Constant, save, save_meanwhile, serve, trainer
 from tests.storages import Clock, RuledStorage
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
@@ -151,7 +151,7 @@ def test_a_job_that_goes_away_in_the_middle_of_a_merge_is_merged_when_it_is_back
         while not layout.publish_lock.exists():  # else it was faster than us
             daemon.resume()
             step += 1
-            save(job, model, step)
+            save_meanwhile(job, model, step)
             wait_until(partial(has_begun, job, step), "a merge has begun")
             daemon.pause()
         with away(place, daemon):
