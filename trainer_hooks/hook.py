@@ -351,8 +351,9 @@ class TrainerHook(ClosingSaver):
 
     def _end(self) -> list[SaveFailedError]:
         self._fast_path.close()
+        errors = self._saver.close()
         self._trained.close()
-        return self._saver.close()
+        return errors
 
 
 def _effective(

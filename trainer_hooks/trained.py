@@ -95,8 +95,8 @@ class Trained:
             with suppress(Exception):
                 own = on_meta(sharded_state_dict(self.model))
         names = xxhash.xxh3_128_hexdigest(repr([*own]).encode())
-        is_staged = len(set(ranks.gathered(names))) > 1
-        stages = ranks.gathered(own) if is_staged else []
+        self._ties.is_staged = len(set(ranks.gathered(names))) > 1
+        stages = ranks.gathered(own) if self._ties.is_staged else []
         if self.rank != 0:
             return
         if part := part_described(self.model):

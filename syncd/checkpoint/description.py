@@ -97,7 +97,7 @@ def wrong_dtypes(
     right = {
         _NAMES[one]
         for one in found
-        if one == found[0] or not (is_cast or ITEMSIZE[one] <= ITEMSIZE[found[0]])
+        if one == found[0] or not (is_cast or ITEMSIZE[one] < ITEMSIZE[found[0]])
     }
     parts = [config] if isinstance(config, dict) else []
     for part in parts:  # which grows

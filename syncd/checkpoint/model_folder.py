@@ -108,6 +108,22 @@ def read_model_config(
         return None  # no engine can read it either; it is published as the trainer left it
 
 
+def has_config_of(
+    storage: Storage, folder: Path, source_hf: Path, manifest: Manifest, *, is_cast: bool
+) -> bool:
+    """True if a version's ``config.json`` is a save's, but for the dtype that the weights have."""
+    try:
+        there, told = (
+            json.loads(storage.read(place / MODEL_CONFIG, _CONFIG_LIMIT))
+            for place in (folder, source_hf)
+        )
+    except (ValueError, RecursionError):
+        return False
+    for part, key, true in wrong_dtypes(told, manifest.tensors, is_cast=is_cast):
+        part[key] = true
+    return bool(there == told)
+
+
 def flaws_in(storage: Storage, folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     """What the small files of a version wrongly say of its weights: kinds and reasons."""
     if manifest.kind == "full":

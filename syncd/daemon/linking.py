@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
+from syncd.checkpoint.model_folder import has_config_of
 from syncd.checkpoint.save import SavedWeights, confirm_unchanged
 from syncd.checkpoint.version import link_or_copy, read_manifest
 from syncd.daemon.publish import Publisher
@@ -14,8 +15,9 @@ from syncd.deltas.link_index import INDEX_LIMIT, LinkRecord, read_index
 from syncd.deltas.link_plan import plan_links
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import SaveNotReadyError
-from syncd.protocol.names import DELTA, HUGGINGFACE, link_folder, link_name
-from syncd.protocol.records import Latest, ReceiptFile, VersionFile, encode
+from syncd.protocol.names import DELTA, HUGGINGFACE, MODEL_CONFIG, link_folder, link_name
+from syncd.protocol.records import Latest, VersionFile, encode
+from syncd.storage.fsio import Storage
 
 #: The most bytes of all ranks' indexes, which are parsed in less than 4 GiB.
 _MOST: Final = 4 * INDEX_LIMIT
@@ -57,7 +59,7 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
             if size > _MOST:
                 raise LinkError(f"the indexes of its ranks have more than {_MOST} bytes")
             pieces.append(index)
-        _check_small_files(vouched, version)
+        _check_small_files(job.storage, actor, save, version)
         plan_links(pieces, version, job.storage, cancel=publisher.cancel)
         record = LinkRecord(
             base=save.base or "",
@@ -76,9 +78,19 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
     return sequence
 
 
-def _check_small_files(vouched: Mapping[str, ReceiptFile], version: WholeVersion) -> None:
+def _check_small_files(
+    storage: Storage, actor: Path, save: SavedWeights, version: WholeVersion
+) -> None:
     has = {file.name: (file.size, file.digest) for file in version.manifest.files}
-    for path, file in vouched.items():
+    for path, file in save.vouched().items():
         folder, _, name = path.partition("/")
-        if folder == HUGGINGFACE and has.get(name) != (file.size, file.digest):
+        if folder != HUGGINGFACE or has.get(name) == (file.size, file.digest):
+            continue
+        if name != MODEL_CONFIG or not has_config_of(
+            storage,
+            version.folder,
+            actor / HUGGINGFACE,
+            version.manifest,
+            is_cast=save.sync_dtype is not None,
+        ):
             raise LinkError(f"{path} differs from that of version {version.manifest.sequence}")

@@ -5,15 +5,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 
 from syncd.checkpoint.description import flaws, wrong_dtypes
+from syncd.daemon.config import DaemonConfig
+from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import TensorEntry
 from tests.commands import invoke
+from tests.hooks import written
 from tests.jobs import SmallJob
+from tests.link_saves import follower, is_link
+from tests.tiny_language import model as language_model
+from trainer_hooks import SaveSettings, TrainerHook
 
 HALF, NAMED = {"dtype": "bfloat16"}, {"architectures": ["X"]}
-
-
 KEPT = "F32 e_score_correction_bias"
 
 
@@ -108,3 +113,21 @@ def test_faults_are_logged_once_a_run_and_told_by_verify(
     result = invoke("verify", job.root)
     assert result.exit_code == 0
     assert result.output.count("has no config.json") == 2
+
+
+def test_links_go_on_though_a_version_has_another_dtype_in_its_config(job: SmallJob) -> None:
+    model = language_model()  # float32, and published in bfloat16
+    settings = SyncSettings(deltas=True, save_timeout=60)
+    saving = SaveSettings(sync_dtype="bf16", final=False)
+    with follower(job, "ahead"), job.daemon(DaemonConfig()) as daemon:
+        daemon.rounds(1, 0.5)
+        with TrainerHook(job.root, model, settings=settings, saving=saving) as hook:
+            for step in (1, 2, 3):
+                with torch.no_grad():
+                    model.model.norm.weight[step] += 1
+                hook.after_step(step)
+                written(hook)
+                daemon.rounds(6, 1.0)
+        assert is_link(job, 2)
+        assert is_link(job, 3)
+    assert json.loads((job.layout.version(1) / "config.json").read_text())["dtype"] == "bfloat16"

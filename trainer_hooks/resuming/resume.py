@@ -202,7 +202,9 @@ def load_checkpoint(
         undo.pop_all()
         ranks.together(lambda: _restore(extra, scheduler, saved, own))
         for name, value in own_buffers(model).items():
-            value.copy_(extra.get(AVERAGES, {}).get(name, value))
+            if name not in (saved_averages := extra.get(AVERAGES, {})):
+                log.warning("%s has no %s, so the average begins anew", saved, name)
+            value.copy_(saved_averages.get(name, value))
     if not is_exact:
         warnings.warn(
             f"{saved} was saved by {chosen.world_size} ranks and is resumed by "

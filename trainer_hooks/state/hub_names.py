@@ -106,7 +106,8 @@ class HubNames:
                         fault = answer
             except Exception as error:  # noqa: BLE001 - any model's own code may run
                 log.info("not proved that %s loads a version: %s", kind.__name__, error)
-            if not fault.is_of_names:
+            # A name of the trainer that stays, as of a head for values, is no fault of the map.
+            if shapes.keys() >= set(fault.unknown):
                 if fault.reason:
                     log.warning("no version will load as it was trained: %s", fault.reason)
                 yield writers

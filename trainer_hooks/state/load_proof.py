@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -30,10 +30,10 @@ _PROGRAM: Final = (
 
 
 class LoadFault(NamedTuple):
-    """The reason why a folder does not load, as a clause: empty if it does."""
+    """The reason why a folder does not load, as a clause, and the names that are not known."""
 
     reason: str = ""
-    is_of_names: bool = False
+    unknown: Sequence[str] = ()
 
 
 def prove(kind: type, config: Any, shapes: Mapping[str, Shape]) -> Iterator[LoadFault | None]:
@@ -95,7 +95,7 @@ def load_fault(kind: Any, config: Any, shapes: Mapping[str, Shape]) -> LoadFault
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             reason = f"{kind.__name__}.from_pretrained {verb} {shown(names[0])}{more}"
-            return LoadFault(reason, key == "unexpected_keys")
+            return LoadFault(reason, names if key == "unexpected_keys" else ())
     return LoadFault()
 
 

@@ -20,6 +20,8 @@ class KnownTies:
     """The ties of a model, which are asked for again only if its tensors change."""
 
     def __init__(self) -> None:
+        #: Pipeline stages have some of the tensors, so only the config can tell.
+        self.is_staged = False
         self._key: object = None
         self._ties: Ties = False
 
@@ -27,11 +29,11 @@ class KnownTies:
         """See :func:`ties_of`."""
         key = tuple(state), len(set(map(id, state.values())))
         if key != self._key:
-            self._key, self._ties = key, ties_of(model, state)
+            self._key, self._ties = key, ties_of(model, state, is_staged=self.is_staged)
         return self._ties
 
 
-def ties_of(model: nn.Module, state: Mapping[str, Any]) -> Ties:
+def ties_of(model: nn.Module, state: Mapping[str, Any], *, is_staged: bool = False) -> Ties:
     """The names that ``save_pretrained`` leaves out → the names of the same tensors.
 
     ``state`` has the model's own parameters (or FSDP1's copies), by the names of the plain model.
@@ -41,22 +43,24 @@ def ties_of(model: nn.Module, state: Mapping[str, Any]) -> Ties:
     outer = unwrapped(model)
     to_json = getattr(getattr(outer, "config", None), "to_json_string", None)
     is_tied = to_json is not None and says_tied(json.loads(to_json()))
-    if not hasattr(outer, "get_expanded_tied_weights_keys"):
+    if is_staged or not hasattr(outer, "get_expanded_tied_weights_keys"):
         return is_tied
     tensors = tensors_of(state)
-    ties = tied_by_fsdp1(model) if is_tied else {}
+    same = tied_by_fsdp1(model)  # name → the first name of the same tensor
     first: dict[int, str] = {}
-    for name, value in tensors.items() if is_tied else ():
-        ties.setdefault(name, first.setdefault(id(value), name))
-    # The model's own code may have tied them, too.
-    ties = {name: other for name, other in ties.items() if is_output_embedding(name)}
+    for name, value in tensors.items():
+        same.setdefault(name, first.setdefault(id(value), name))
+    # The model's own code may have tied heads, too.
+    ties = {name: same[name] for name in tensors if is_tied and is_output_embedding(name)}
     try:
         plain: Any = plain_model(outer, on_meta(tensors))
-        ties |= plain.get_expanded_tied_weights_keys(all_submodels=True)
+        declared = plain.get_expanded_tied_weights_keys(all_submodels=True)
     except Exception:  # noqa: BLE001 - any model's code may run
         return is_tied
-    return {
+    ties |= {
         name: other
-        for name, other in ties.items()
-        if name != other and name in tensors and other in tensors
+        for name, other in declared.items()
+        # The merge refuses a head that differs, because engines believe the config.
+        if name in tensors and (is_output_embedding(name) or same.get(other) == same[name])
     }
+    return {name: other for name, other in ties.items() if name != other and other in tensors}

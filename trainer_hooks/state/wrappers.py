@@ -65,7 +65,7 @@ def own_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers of averages around a model, such as ``n_averaged``: needed only to resume."""
     inner = trained_model(model)
     held = set(inner.buffers())
-    return {name: one for name, one in model.named_buffers() if one not in held}
+    return {name.rpartition(".")[2]: one for name, one in model.named_buffers() if one not in held}
 
 
 def is_pretrained(model: nn.Module) -> bool:
