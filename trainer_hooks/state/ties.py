@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class KnownTies:
-    """The ties of a model, which are asked for again only if its tensors change."""
+    """The ties of a model, which are asked for again only if its tensors or its config change."""
 
     def __init__(self) -> None:
         #: Pipeline stages have some of the tensors, so only the config can tell.
@@ -27,7 +27,9 @@ class KnownTies:
 
     def of(self, model: nn.Module, state: Mapping[str, Any]) -> Ties:
         """See :func:`ties_of`."""
-        key = tuple(state), len(set(map(id, state.values())))
+        config = getattr(unwrapped(model), "config", None)
+        says = id(config), getattr(config, "tie_word_embeddings", None)
+        key = says, tuple(state), len(set(map(id, state.values())))
         if key != self._key:
             self._key, self._ties = key, ties_of(model, state, is_staged=self.is_staged)
         return self._ties

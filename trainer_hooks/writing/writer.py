@@ -89,7 +89,12 @@ class RankWriter:
         """
         files = self._files(save_id)
         files.weights_stay, files.rest_stays = contents.completes, not contents.is_full
-        files.contents = contents
+        files.contents = RankContents(  # no tensors: a failed save must not keep them
+            sync_dtype=contents.sync_dtype,
+            fp32=contents.fp32,
+            base=contents.base,
+            tied=contents.tied,
+        )
         if contents.trained is not None:
             files.trained = files.name(contents.trained_name)
         try:
