@@ -76,6 +76,7 @@ def test_a_running_daemon_takes_over_what_may_change_and_refuses_what_cannot_be_
         for one in both:
             wait_until(lambda one=one: not one.step(1).exists(), "steps are pruned now")
         wait_until(lambda: metric(port, "syncd_config_last_reload_successful") == 1, "it is told")
+        wait_for(daemon, "config_read", file=str(config))
         said = [line["event"] for line in events(daemon)]
         assert said.count("config_read") == 1  # the level was another one at the second
     assert f'syncd_daemon_active{{job_dir="{job}"}} 0.0' in textfile.read_text()
