@@ -119,8 +119,7 @@ def has_config_of(
         )
     except (ValueError, RecursionError):
         return False
-    for part, key, true in wrong_dtypes(told, manifest.tensors, is_cast=is_cast):
-        part[key] = true
+    _set_dtype(told, manifest.tensors, is_cast=is_cast)
     return bool(there == told)
 
 
@@ -153,10 +152,7 @@ def correct_dtype(
     is_cast: bool,
 ) -> tuple[VersionFile, ...]:
     """Write the dtype of the weights into the ``config.json`` of a folder, if it has another."""
-    wrong = wrong_dtypes(config, tensors, is_cast=is_cast)
-    for part, key, true in wrong:
-        part[key] = true
-    if not wrong:
+    if not _set_dtype(config, tensors, is_cast=is_cast):
         return files
     try:
         content = json.dumps(config, indent=2).encode() + b"\n"
@@ -165,6 +161,14 @@ def correct_dtype(
     storage.unlink(folder / MODEL_CONFIG)
     made = write_file(storage, folder, MODEL_CONFIG, content)
     return tuple(made if file.name == MODEL_CONFIG else file for file in files)
+
+
+def _set_dtype(config: object, tensors: Tensors, *, is_cast: bool) -> bool:
+    """Set the dtype of the weights where a config has another; True if it had."""
+    wrong = wrong_dtypes(config, tensors, is_cast=is_cast)
+    for part, key, true in wrong:
+        part[key] = true
+    return bool(wrong)
 
 
 def says_tied(config: object) -> bool:

@@ -201,10 +201,12 @@ def load_checkpoint(
             part.load()
         undo.pop_all()
         ranks.together(lambda: _restore(extra, scheduler, saved, own))
+        averages = extra.get(AVERAGES, {})
         for name, value in own_buffers(model).items():
-            if name not in (saved_averages := extra.get(AVERAGES, {})):
+            if name in averages:
+                value.copy_(averages[name])
+            else:
                 log.warning("%s has no %s, so the average begins anew", saved, name)
-            value.copy_(saved_averages.get(name, value))
     if not is_exact:
         warnings.warn(
             f"{saved} was saved by {chosen.world_size} ranks and is resumed by "
