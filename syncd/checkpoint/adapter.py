@@ -25,12 +25,15 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Final, NamedTuple
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Final, NamedTuple, Self
 
 import pydantic
 
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
+from syncd.protocol.names import LORA_ADAPTER
 from syncd.protocol.records import AdaptedModel, Part
 
 #: All names in a PeftModel and in PEFT's files begin with this.
@@ -113,18 +116,53 @@ class Adapter(NamedTuple):
         modules: the modules that the adapter changes.
         prefix: the text to put before each saved name; empty if the names have :data:`PREFIX`.
         others: the other adapters in the state dict.
+        filed: name in the state dict → name in a file of the adapter; None if there is no file.
     """
 
     name: str | None
-    modules: frozenset[str]
+    modules: frozenset[str] = frozenset()
     prefix: str = ""
     others: frozenset[str] = frozenset()
+    filed: Mapping[str, str] | None = None
+
+    @property
+    def is_lora(self) -> bool:
+        """False for an adapter of another method, which only its file shows."""
+        return self.filed is None or bool(self.modules)
+
+    def with_names_of(self, file: Iterable[str], names: Iterable[str], where: Path) -> Self:
+        """This adapter with the tensors and the names of its file.
+
+        The file leaves out parts of the names in the state dict, for example the adapter's name.
+
+        Raises:
+            CheckpointError: the state dict lacks a tensor of the file, or the file one of its LoRA.
+        """
+        names = [name for name in names if ".original_module." not in name]
+        own = {saved: name for name in names if self.name and (saved := self.saved_name(name))}
+        held = dict(own)
+        for name in names:
+            parts = name.split(".")
+            for at, count in product(range(len(parts)), (0, 1, 2)):
+                held.setdefault(".".join((*parts[:at], *parts[at + count :])), name)
+        for missing, place in (
+            (set(file) - held.keys(), "the file"),
+            (own.keys() - set(file), "the weights"),
+        ):
+            if missing:
+                raise CheckpointError(
+                    f"{where / LORA_ADAPTER} and the weights in {where} hold different adapters: "
+                    f"only {place} has {shown(min(missing))}. Remove what an older save has left"
+                )
+        return self._replace(filed={held[name]: name for name in file})
 
     def saved_name(self, name: str, bias: str = "none") -> str | None:
         """The name of a tensor in the adapter's file; None if the tensor is not in that file.
 
         ``bias`` is the value in ``adapter_config.json``.
         """
+        if self.filed is not None:
+            return self.filed.get(name)
         if self.name is None:
             return name
         for found in (self._lora(name), self._beside_lora(name), self._bias(name, bias)):

@@ -122,7 +122,8 @@ def build_model_folder(
             hub = _names_on_hub(storage, actor, folder, contents, told, options, opened.parser)
             names: Names = options.names if hub else "trainer"
             plan = None
-            if not opened.files or options.cast is not None or names == "hub":
+            is_whole = bool(opened.files) and contents.adapter is None
+            if not is_whole or options.cast is not None or names == "hub":
                 plan = contents.plan(
                     options,
                     cast=casting_of(actor, given, options.cast, told),
@@ -131,7 +132,7 @@ def build_model_folder(
                     hub=hub if names == "hub" else None,
                     cancel=cancel,
                 )
-            if plan is None or (opened.files and not plan.casts and names != "hub"):
+            if plan is None or (is_whole and not plan.casts and names != "hub"):
                 merged = publish_files(
                     storage,
                     opened.files,
@@ -377,7 +378,7 @@ def _adapter_config(
     with Ignoring(NO_RECORD):
         content = storage.read(folder / ADAPTER_CONFIG)
     config = read_config(content, f"the {ADAPTER_CONFIG} of {actor}")
-    if contents.adapter is not None and config.peft_type != "LORA":
+    if contents.adapter and contents.adapter.is_lora and config.peft_type != "LORA":
         raise CheckpointError(
             f"the {ADAPTER_CONFIG} of {actor} is for an adapter of type "
             f"{shown(config.peft_type)}, but the shards hold a LoRA adapter. Save the config and "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,8 +46,11 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.names import ADAPTER_WEIGHTS, DCP_METADATA, LORA_ADAPTER
 from syncd.protocol.records import Kind
+from syncd.protocol.version_events import AdapterIgnored
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
+
+log = logging.getLogger(__name__)
 
 _METADATA_MIB: Final = PICKLE_LIMIT // (1024 * 1024)
 #: Names with these prefixes are not weights, if nothing else shows which names are weights.
@@ -65,6 +69,7 @@ class OpenSave:
         indexes: the indexes of these files, in the same order.
         files: the open safetensors files of whole tensors (a full state dict, named tensors), or
             the single file of an adapter.
+        beside: the open file of an adapter beside weights that hold it too.
         parser: the child process that reads all that may be damaged or hostile.
     """
 
@@ -80,6 +85,7 @@ class OpenSave:
     chunked: list[Source] = field(default_factory=list)
     indexes: Sequence[ShardIndex] = ()
     files: list[SafetensorsFile] = field(default_factory=list)
+    beside: SafetensorsFile | None = None
     _found: int = 0
 
     @property
@@ -118,6 +124,13 @@ class OpenSave:
                 "or use fewer ranks"
             )
 
+    def open_whole(self, name: str) -> SafetensorsFile:
+        """Open a safetensors file; it is closed with the save."""
+        path = self.actor / name
+        file = SafetensorsFile.open(self.storage, path, parse=self.parser.read_fields)
+        self.stack.callback(file.close)
+        return file
+
     def forget_tensors(self) -> None:
         """Drop the index of tensors, to free memory; the files stay open."""
         for shard in self.shards:
@@ -145,12 +158,8 @@ def open_save(
         CheckpointError: a file cannot be read or merged, or the adapter is a pickle.
         OSError: the child process cannot be started.
     """
-    if isinstance(save, LoraAdapter) and save.weights == (PICKLED_ADAPTER,):
-        raise CheckpointError(
-            f"{actor / PICKLED_ADAPTER} is a pickle, which syncd never loads. Remove the pickle, "
-            "and save the adapter with PeftModel.save_pretrained, which writes "
-            "adapter_model.safetensors"
-        )
+    if isinstance(save, LoraAdapter):
+        _refuse_pickle(actor, save.weights)
     vouched = save.vouched()
 
     def check(path: Path, size: int, digest: str) -> None:
@@ -171,8 +180,7 @@ def open_save(
                 case FullStateDict() | LoraAdapter() | HuggingFaceParts():
                     for name in save.weights:
                         cancel()
-                        file = SafetensorsFile.open(storage, actor / name, parse=parser.read_fields)
-                        stack.callback(file.close)
+                        file = opened.open_whole(name)
                         opened.files.append(file)
                         check(file.path, file.size, file.header_digest)
                 case Shards():
@@ -191,6 +199,15 @@ def open_save(
                 raise SaveNotReadyError(f"{error.filename or actor} is gone") from error
             raise
         yield opened
+
+
+def _refuse_pickle(actor: Path, adapters: Sequence[str]) -> None:
+    if PICKLED_ADAPTER in adapters:
+        raise CheckpointError(
+            f"{actor / PICKLED_ADAPTER} is a pickle, which syncd never loads. Remove the pickle, "
+            "and save the adapter with PeftModel.save_pretrained, which writes "
+            "adapter_model.safetensors. If both files are there, one of them is of an older save"
+        )
 
 
 @uncollected()
@@ -341,11 +358,13 @@ class SaveContents(NamedTuple):
         kind: the kind of version that the save becomes.
         indexes: the index of each shard, or of the single file.
         adapter: chooses and names the tensors to publish; None to publish all.
+        beside: the index of an adapter's file with the same tensors.
     """
 
     kind: Kind
     indexes: Sequence[ShardIndex]
     adapter: Adapter | None = None
+    beside: ShardIndex | None = None
 
     def shapes(self) -> dict[str, Shape]:
         """The shape of each whole tensor."""
@@ -388,29 +407,31 @@ class SaveContents(NamedTuple):
             max_file_size=sys.maxsize,
             rename=str if adapter is None else lambda name: adapter.saved_name(name, bias),
             stem=Path(ADAPTER_WEIGHTS).stem,
+            same=self.beside,
             cast=cast,
             cancel=cancel,
         )
 
     def sources(self, opened: OpenSave, *, bias: str) -> Sequence[Source]:
         """The open files for the plan. For an adapter, only its own tensors are in them."""
-        if opened.files:
-            return [SourceFile(file.path, file.fd) for file in opened.files]
-        if self.adapter is None:
-            return opened.sources
-        return [
-            SourceFile(
-                source.path,
-                source.fd,
-                source.has_crc,
-                {
-                    name: source.records[name]
-                    for name in _records(index, self.adapter, bias)
-                    if name in source.records  # safetensors files have none
-                },
-            )
-            for source, index in zip(opened.sources, self.indexes, strict=True)
-        ]
+        whole = [SourceFile(file.path, file.fd) for file in opened.files]
+        beside = () if opened.beside is None else (opened.beside,)
+        sources = whole or opened.sources
+        if self.adapter is not None and not whole:
+            sources = [
+                SourceFile(
+                    source.path,
+                    source.fd,
+                    source.has_crc,
+                    {
+                        name: source.records[name]
+                        for name in _records(index, self.adapter, bias)
+                        if name in source.records  # safetensors files have none
+                    },
+                )
+                for source, index in zip(sources, self.indexes, strict=True)
+            ]
+        return [*sources, *(SourceFile(file.path, file.fd) for file in beside)]
 
 
 def _records(index: ShardIndex, adapter: Adapter, bias: str) -> set[str]:
@@ -428,30 +449,45 @@ def look_inside(opened: OpenSave, cancel: Check) -> SaveContents:
     Raises:
         CheckpointError: the save has too many tensors, or an adapter that no engine can load.
     """
+    actor, adapters = opened.actor, opened.save.adapters
+    is_adapter = isinstance(opened.save, LoraAdapter)
     if opened.files:
-        is_adapter = isinstance(opened.save, LoraAdapter)
-        indexes = [_index(file, is_adapter=is_adapter) for file in opened.files]
-        _check_names(indexes, opened.files[0].path.parent)
-        return SaveContents("adapter" if is_adapter else "full", indexes)
-    indexes = list(opened.indexes)
-    for shard in opened.shards:
-        cancel()
-        indexes.append(ShardIndex(shard.path.name, opened.tensors(shard)))
-    indexes = list(without_wrappers(indexes, ddp=not opened.save.receipts))
+        for file in opened.files:
+            if not adapters:
+                _check_one_file(file, is_adapter=is_adapter)
+        indexes = [_index(file) for file in opened.files]
+        _check_names(indexes, actor)
+        if not adapters:
+            return SaveContents("adapter" if is_adapter else "full", indexes)
+    else:
+        indexes = list(opened.indexes)
+        for shard in opened.shards:
+            cancel()
+            indexes.append(ShardIndex(shard.path.name, opened.tensors(shard)))
+        indexes = list(without_wrappers(indexes, ddp=not opened.save.receipts))
     names = dict.fromkeys(name for index in indexes for name in index.tensors)
     if len(names) > TENSOR_LIMIT:
         raise CheckpointError(
-            f"{opened.sources[0].path.parent} has {len(names)} tensors in all, over the limit of "
-            f"{TENSOR_LIMIT}: save the model's own state dict"
+            f"{actor} has {len(names)} tensors in all, over the limit of {TENSOR_LIMIT}: save the "
+            "model's own state dict"
         )
     adapter = find_adapter(names)
-    if adapter is None and is_peft_model(names):
-        raise _of_another_method(opened.sources[0].path.parent)
-    return SaveContents("full" if adapter is None else "adapter", indexes, adapter)
+    if adapter is None and not is_peft_model(names):
+        if adapters:
+            AdapterIgnored(actor).tell(log)
+        return SaveContents("full", indexes)
+    if adapters:
+        _refuse_pickle(actor, adapters)
+        opened.beside = opened.open_whole(adapters[0])
+        beside = _index(opened.beside)._replace(label=adapters[0])
+        adapter = (adapter or Adapter(None)).with_names_of(beside.tensors, names, actor)
+        return SaveContents("adapter", indexes, adapter, beside)
+    if adapter is None:
+        raise _of_another_method(actor)
+    return SaveContents("adapter", indexes, adapter)
 
 
-def _index(file: SafetensorsFile, *, is_adapter: bool) -> ShardIndex:
-    _check_one_file(file, is_adapter=is_adapter)
+def _index(file: SafetensorsFile) -> ShardIndex:
     tensors = {}
     for name, dtype, shape, begin, end in file.entries:
         local = Local(dtype, shape, begin, end - begin, "", Position(shape, (0,) * len(shape)))

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import errno
 import stat
-from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Final, TypeAlias
 
 import pydantic
 import xxhash
 
+from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import RecordError, SaveNotReadyError
 from syncd.protocol.names import (
     ADAPTER_PICKLE,
@@ -31,6 +31,7 @@ from syncd.protocol.names import (
     HUGGINGFACE,
     LORA_ADAPTER,
     MANIFEST,
+    MEGATRON,
     RECEIPTS,
     TEMPORARY,
     distcp_order,
@@ -57,14 +58,10 @@ RANK_LIMIT: Final = 100_000
 RECEIPTS_LIMIT: Final = 16 * 1024 * 1024
 
 ADAPTER: Final = f"{LORA_ADAPTER}/{ADAPTER_WEIGHTS}"
-_MIXED: Final = (
-    "holds both model_world_size_*.pt shards and files of torch.distributed.checkpoint, "
-    "and syncd cannot know which of them belong to an older save. Remove the older files"
-)
 #: The possible names of the files of weights, for messages.
 LOOKED_FOR: Final = (
     f"model_world_size_N_rank_R.pt, {FULL_STATE_DICT}, model-N-of-M.safetensors, {DCP_METADATA} "
-    f"(torch.distributed.checkpoint) or {LORA_ADAPTER}/"
+    f"(torch.distributed.checkpoint), {LORA_ADAPTER}/, or a model in {HUGGINGFACE}/"
 )
 PICKLED_ADAPTER: Final = f"{LORA_ADAPTER}/{ADAPTER_PICKLE}"
 
@@ -75,20 +72,18 @@ class Unfinished:
 
     Attributes:
         reason: why there is no whole save, for a message.
-        awaits_path: True if the folder has neither weights nor a line with their path.
+        known_as: the daemon's key for files that never make a save as they are, so it gives up if
+            they lie still; None if files are missing.
+        is_certain: True if no file that is possibly still being written could change that.
     """
 
     step: int
     reason: str
-    awaits_path: bool = False
+    known_as: str | None = None
+    is_certain: bool = False
     identity: ClassVar[None] = None
     weights: ClassVar[tuple[str, ...]] = ()
     receipts: ClassVar[tuple[Receipt, ...]] = ()
-
-    @property
-    def known_as(self) -> str | None:
-        """The daemon's key for a folder that lacks a remote path; None for other folders."""
-        return "no-remote-path" if self.awaits_path else None
 
 
 @dataclass(frozen=True)
@@ -99,12 +94,14 @@ class _WholeSave:
         identity: a text that no other save has.
         weights: the files of weights, by name inside ``actor/``, in rank order.
         receipts: the receipts of all ranks, in rank order; empty for a foreign trainer's save.
+        adapters: an adapter's files beside the weights, which count if the weights hold it too.
     """
 
     step: int
     identity: str
     weights: tuple[str, ...] = ()
     receipts: tuple[Receipt, ...] = ()
+    adapters: tuple[str, ...] = ()
     reason: ClassVar[str] = ""
 
     @property
@@ -171,7 +168,7 @@ class FullStateDict(_WholeSave):
 
 
 class LoraAdapter(_WholeSave):
-    """The adapter in ``lora_adapter/``. Other weights may be beside that folder."""
+    """The adapter in ``lora_adapter/``, and no other weights that count."""
 
 
 class Dcp(_WholeSave):
@@ -310,57 +307,99 @@ def _foreign_save(
 ) -> Unfinished | SavedWeights:
     """A save of another trainer.
 
-    An adapter beside shards is published instead of them. The shards must be whole too, because the
-    trainer may still be writing both.
+    An adapter beside other weights counts only if they hold its tensors, which their content shows.
     """
-    ranks: defaultdict[int, set[int]] = defaultdict(set)
+    inside = {
+        folder: [f"{folder}/{name}" for name in storage.names(actor / folder)]
+        for folder in (HUGGINGFACE, LORA_ADAPTER)
+        if folder in names
+    }
+    kinds = [
+        one
+        for one in (
+            *_shard_sets(storage, actor, names),
+            (FULL_STATE_DICT,) if FULL_STATE_DICT in names else (),
+            _dcp_files(names),
+            _parts(names),
+        )
+        if one
+    ]
+    if not kinds:  # beside other weights these are derived from them, for people
+        whole = f"{HUGGINGFACE}/{FULL_STATE_DICT}"
+        models = inside.get(HUGGINGFACE, [])
+        kinds = [one for one in ((whole,) if whole in models else (), _parts(models)) if one]
+    adapters = tuple(
+        one for one in (ADAPTER, PICKLED_ADAPTER) if one in inside.get(LORA_ADAPTER, ())
+    )
+    if len(kinds) > 1:
+        told = " and ".join(one if isinstance(one, str) else f"has {one[0]}" for one in kinds)
+        return _refused(
+            step,
+            names,
+            f"{actor} holds weights of several saves, or in several forms: it {told}. syncd cannot "
+            f"know which of them count (only of shards {FSDP_CONFIG} can tell it). Remove the "
+            "older files",
+        )
+    weights = kinds[0] if kinds else adapters
+    if isinstance(weights, str):
+        return Unfinished(step, f"{actor} {weights}")
+    if not weights:
+        return _without_weights(step, actor, names)
+    identity = fingerprint(storage, actor, tuple(dict.fromkeys((*weights, *adapters))))
+    return _whole(step, identity, weights, adapters=adapters if kinds else ())
+
+
+def _refused(step: int, names: Sequence[str], reason: str) -> Unfinished:
+    told = xxhash.xxh3_128_hexdigest("\0".join(sorted(names)).encode(errors="surrogateescape"))
+    return Unfinished(step, reason, known_as=f"refused-{told}", is_certain=True)
+
+
+def _without_weights(step: int, actor: Path, names: Sequence[str]) -> Unfinished:
+    if MEGATRON in names:
+        return _refused(
+            step,
+            names,
+            f"{actor} holds a distributed checkpoint of Megatron ({MEGATRON}/), which syncd cannot "
+            f"merge, and no model in {HUGGINGFACE}/. Let the trainer save that too (in verl: "
+            "use_mbridge=True, or checkpoint.save_contents with 'hf_model')",
+        )
+    told = ", ".join(shown(name) for name in sorted(names)[:5])
+    reason = f"{actor} holds no weights (only {told}{'…' * (len(names) > 5)}): looked for "
+    return replace(_refused(step, names, reason + LOOKED_FOR), is_certain=False)
+
+
+def _shard_sets(storage: Storage, actor: Path, names: Sequence[str]) -> list[tuple[str, ...] | str]:
+    """The complete sets of shards of all ranks; if there is none, a message about missing shards.
+
+    Of several sets, ``fsdp_config.json`` can say which counts.
+    """
+    ranks: dict[int, set[int]] = {}
     for name in names:
         if parsed := parse_shard_name(name):
-            ranks[parsed[0]].add(parsed[1])
+            ranks.setdefault(parsed[0], set()).add(parsed[1])
     whole = [size for size, found in ranks.items() if _missing_rank(size, found) is None]
-    if len(whole) > 1:
+    if whole and len(ranks) > 1:
         told = None
         with suppress(OSError, pydantic.ValidationError):
             content = storage.read(actor / FSDP_CONFIG)
             told = pydantic.TypeAdapter(dict[str, object]).validate_json(content).get("world_size")
-        sizes = " and ".join(map(str, sorted(whole)[:5]))
-        if type(told) is not int or told not in whole:  # True is no size
-            return Unfinished(
-                step,
-                f"{actor} holds complete shards of world sizes {sizes}, and {FSDP_CONFIG} does not "
-                "say which set counts. Remove the older set",
-            )
-        whole = [told]
-    shards: tuple[str, ...] = ()
-    is_mixed = any(map(is_dcp_file, names))
-    if whole and not is_mixed:
-        shards = tuple(shard_name(whole[0], rank) for rank in range(whole[0]))
-    elif ranks:
-        return Unfinished(step, f"{actor} {_MIXED if is_mixed else _missing_shard(ranks)}")
-    adapter = None
-    if LORA_ADAPTER in names:
-        adapter = _adapter_of([f"{LORA_ADAPTER}/{n}" for n in storage.names(actor / LORA_ADAPTER)])
-    beside: tuple[str, ...] = shards
-    if not shards and FULL_STATE_DICT not in names:
-        chunked = _dcp_files(names) or (() if adapter is not None else _parts(names))
-        if isinstance(chunked, str):
-            return Unfinished(step, f"{actor} {chunked}")
-        beside = chunked
-    if adapter is not None:
-        weights: tuple[str, ...] = (adapter,)
-    elif beside:
-        weights = beside
-    else:
-        weights = (FULL_STATE_DICT,)
-    still = tuple(dict.fromkeys((*weights, *beside)))
-    return _whole(step, fingerprint(storage, actor, still), weights)
+        if type(told) is int and told in ranks:  # True is no size
+            ranks, whole = {told: ranks[told]}, [told] if told in whole else []
+    if ranks and not whole:
+        return [_missing_shard(ranks)]
+    return [tuple(shard_name(size, rank) for rank in range(size)) for size in sorted(whole)]
 
 
 def _whole(
-    step: int, identity: str, weights: tuple[str, ...], receipts: tuple[Receipt, ...] = ()
+    step: int,
+    identity: str,
+    weights: tuple[str, ...],
+    receipts: tuple[Receipt, ...] = (),
+    adapters: tuple[str, ...] = (),
 ) -> SavedWeights:
     kind: type[SavedWeights] = Shards
-    if weights == (FULL_STATE_DICT,):
+    first = weights[0].removeprefix(f"{HUGGINGFACE}/")
+    if first == FULL_STATE_DICT:
         kind = FullStateDict
     elif weights[0] in {ADAPTER, PICKLED_ADAPTER}:
         kind = LoraAdapter
@@ -368,9 +407,9 @@ def _whole(
         kind = Dcp
     elif weights[0] == link_name(len(weights), 0):
         kind = Links
-    elif parse_part_name(weights[0]) is not None:
+    elif parse_part_name(first) is not None:
         kind = HuggingFaceParts
-    return kind(step, identity, weights, receipts)
+    return kind(step, identity, weights, receipts, adapters)
 
 
 def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
@@ -394,15 +433,19 @@ def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
 
 
 def _parts(names: Sequence[str]) -> tuple[str, ...] | str:
-    """The files of a Hugging Face model, named ``…-N-of-M``; or a message about missing files.
+    """The files of a Hugging Face model, named ``…-N-of-M``; empty, or a message if some miss.
 
     The names do not give the number of ranks. If the last ranks are missing, that is not found.
     """
-    found = {name: parsed for name in names if (parsed := parse_part_name(name)) is not None}
+    found = {
+        name: parsed
+        for name in names
+        if (parsed := parse_part_name(name.removeprefix(f"{HUGGINGFACE}/"))) is not None
+    }
     whole = {name: parsed for name, parsed in found.items() if parsed[0] is None}
     used = whole or found  # if there are both, the whole tensors were made from the chunks
     if not used:
-        return f"holds no weights yet: looked for {LOOKED_FOR}"
+        return ()
     counts = {files for _, _, files in used.values()}
     if len(counts) > 1:
         told = " and ".join(map(str, sorted(counts)[:5]))

@@ -13,6 +13,8 @@ from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import Storage
 
 _LONGEST: Final = 4096
+#: The daemon's key for a folder without a remote path.
+_NO_PATH: Final = "no-remote-path"
 
 
 def look_into_step(
@@ -28,7 +30,9 @@ def look_into_step(
             return save
         names = storage.names(folder)
         # If the trainer is writing weights, wait for them, however long it takes.
-        if SAVING in names or (ACTOR in names and storage.names(actor)):
+        if SAVING in names:
+            return Unfinished(step, save.reason)
+        if ACTOR in names and storage.names(actor):
             return save
         return _look_at_path(storage, folder / REMOTE_PATH, step)
     except OSError as error:
@@ -46,14 +50,14 @@ def _look_at_path(storage: Storage, path: Path, step: int) -> Unfinished | Remot
             why = f"{path} is not a file, or is longer than {_LONGEST} bytes"
         else:
             raise
-        return Unfinished(step, why, awaits_path=True)
+        return Unfinished(step, why, _NO_PATH)
     try:
         text = content.decode().strip()
     except UnicodeDecodeError:
-        return Unfinished(step, f"{path} is not UTF-8", awaits_path=True)
+        return Unfinished(step, f"{path} is not UTF-8", _NO_PATH)
     if not text:
-        return Unfinished(step, f"{path} is empty", awaits_path=True)
+        return Unfinished(step, f"{path} is empty", _NO_PATH)
     if not text.isprintable():
-        return Unfinished(step, f"{path} is not one line of text", awaits_path=True)
+        return Unfinished(step, f"{path} is not one line of text", _NO_PATH)
     digest = xxhash.xxh3_128_hexdigest(f"{text}\0{size}\0{mtime}\0{inode}".encode())
     return Remote(step, f"remote-{digest}", path=text)

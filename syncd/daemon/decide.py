@@ -363,7 +363,8 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveU
     ):
         return (), ""
     if isinstance(save, Unfinished):
-        overdue = save.awaits_path and seen.save_still_for >= _PATH_TIME
+        patience = config.tick if save.is_certain else _PATH_TIME
+        overdue = save.known_as is not None and seen.save_still_for >= patience
         return ((GiveUp(save),), "") if overdue else ((), save.reason)
     if not save.receipts and seen.save_still_for < config.tick:
         return (

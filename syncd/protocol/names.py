@@ -32,6 +32,8 @@ DCP_SUFFIX: Final = ".distcp"
 HUGGINGFACE: Final = "huggingface"
 #: The file with the path of the weights, from trainers that keep their weights elsewhere.
 REMOTE_PATH: Final = "remote_sampler_path.txt"
+#: Megatron's distributed checkpoint: a model and an optimizer.
+MEGATRON: Final = "dist_ckpt"
 #: The folder of a PEFT adapter, and PEFT's names for its files.
 LORA_ADAPTER: Final = "lora_adapter"
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -57,7 +59,8 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", re.ASCII)
 #: Files that protect a step folder from pruning, because a trainer could resume from them. A DCP
 #: folder may hold anything, so all its files count, also the metadata of single ranks.
 _RESUMABLE = re.compile(
-    r"(optim|extra_state|master)_.*|(__[0-9]+)?\.metadata|.*\.distcp", re.ASCII | re.DOTALL
+    rf"(optim|extra_state|master)_.*|(__[0-9]+)?\.metadata|.*\.distcp|{MEGATRON}",
+    re.ASCII | re.DOTALL,
 )
 _DISTCP = re.compile(r"__([0-9]{1,9})_([0-9]{1,9})\.distcp", re.ASCII)
 _RANK_METADATA = re.compile(r"__[0-9]{1,9}\.metadata", re.ASCII)

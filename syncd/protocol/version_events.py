@@ -15,6 +15,16 @@ _OF: Final = {"hub": "of the hub", "trainer": "of the trainer's module", None: "
 # -- saves and their merges ----------------------------------------------------------------------
 
 
+class AdapterIgnored(WarningEvent):
+    """An adapter lies beside weights that do not hold it."""
+
+    text = (
+        "{path}: lora_adapter/ does not count, because the weights beside it have no tensors of an "
+        "adapter. Remove what an older save has left there"
+    )
+    path: Path
+
+
 class AdapterWithoutBase(WarningEvent):
     """The adapter does not name its base model."""
 

@@ -208,15 +208,6 @@ def test_what_is_not_published_is_not_read(job: SmallJob) -> None:
     assert job.outcomes[5] == "quarantined"
 
 
-def test_shards_beside_an_adapter_are_not_merged(job: SmallJob) -> None:
-    manifest = published(
-        job, {SHARD: b"of no use", LORA: file_of("x.lora_A.weight"), TOLD: CONFIG, **BASE}
-    )
-    assert manifest.kind == "adapter"
-    assert [entry.name for entry in manifest.tensors] == ["x.lora_A.weight"]
-    assert names_in(manifest) == ADAPTER_FILES
-
-
 with_and_without_receipt = pytest.mark.parametrize("has_receipt", [True, False])
 
 
@@ -400,13 +391,10 @@ def test_room_is_asked_for_what_is_written_and_not_for_the_base_model(job: Small
     put(job, {SHARD: large("model.weight", *PEFT[:2])}, 5)
     look(job)
     assert job.latest.step == 4
-    put(job, {SHARD: large("model.weight"), LORA: file_of("x.lora_A.weight"), TOLD: CONFIG}, 6)
-    look(job)
-    assert job.latest.step == 6
     job.storage = Small(0)
     put(job, {SHARD: large(*PEFT), TOLD: CONFIG}, 7)
     look(job)
-    assert job.latest.step == 6
+    assert job.latest.step == 4
 
 
 class Counted(Small):

@@ -185,6 +185,7 @@ def test_what_is_no_whole_full_checkpoint_is_refused(job: SmallJob, tmp_path: Pa
     adapter.mkdir()
     shutil.rmtree(job.actor(6) / ".receipts")
     (adapter / "adapter_model.safetensors").write_bytes(b"")
+    (job.actor(6) / "model_world_size_1_rank_0.pt").unlink()
     before = everything(job)
     for step in (3, 4, 6):
         assert isinstance(convert(job, step=step).exception, SaveNotReadyError)

@@ -15,7 +15,7 @@ from syncd.checkpoint.build import FreeSpace
 from syncd.checkpoint.dcp.dcp_metadata import SavedName, select_model
 from syncd.checkpoint.merging.options import MergeOptions
 from syncd.checkpoint.open_save import holds_model_only
-from syncd.checkpoint.save import FullStateDict, LoraAdapter, Save, look_at_save
+from syncd.checkpoint.save import Dcp, Save, look_at_save
 from syncd.daemon.steps import look_at_step
 from syncd.protocol.errors import (
     CheckpointError,
@@ -312,17 +312,13 @@ def test_another_save_in_the_same_folder_is_another_identity(tmp_path: Path) -> 
     assert None not in known
 
 
-def test_other_weights_in_the_folder_come_first(tmp_path: Path) -> None:
+def test_an_adapter_beside_it_is_part_of_its_identity(tmp_path: Path) -> None:
     folder = small().write(tmp_path)
-    (folder / "model.safetensors").touch()
-    assert isinstance(look(folder), FullStateDict)
     (folder / "lora_adapter").mkdir()
     (folder / "lora_adapter" / "adapter_model.safetensors").touch()
-    assert isinstance(look(folder), LoraAdapter)
-    (folder / "model.safetensors").unlink()
-    assert isinstance(look(folder), LoraAdapter)
+    assert isinstance(look(folder), Dcp)
     before = look(folder).identity
-    (folder / "__1_0.distcp").write_bytes(b"changed")
+    (folder / "lora_adapter" / "adapter_model.safetensors").write_bytes(b"changed")
     assert look(folder).identity != before
     (folder / ".metadata").unlink()
     assert look(folder).identity is None

@@ -110,11 +110,7 @@ def test_what_never_says_where_is_quarantined_in_time_and_the_daemon_goes_on(
 
 
 def test_weights_that_are_being_written_are_waited_for_as_long_as_it_takes(job: SmallJob) -> None:
-    (job.actor(8) / "huggingface").mkdir(parents=True)
-    job.point(8)
-    rounds(job, pause=60)
-    assert list(job.layout.quarantine.iterdir()) == []
-    job.step(9).mkdir()
+    (job.actor(9) / "huggingface").mkdir(parents=True)
     (job.step(9) / ".saving").touch()
     job.point(9)
     rounds(job, pause=60)
@@ -220,7 +216,7 @@ def test_the_command_that_verifies_says_where_the_weights_are(job: SmallJob) -> 
 
 
 def test_decide_gives_up_only_what_is_overdue() -> None:
-    awaiting = Unfinished(9, "no path", awaits_path=True)
+    awaiting = Unfinished(9, "no path", known_as="no-remote-path")
     early = observed(save=awaiting, save_still_for=59.0, pointer=AT_9)
     assert decide(early, CONFIG).waiting_for == "no path"
     late = replace(early, save_still_for=60.0)

@@ -28,6 +28,7 @@ from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.safetensors_header import PAGE
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.protocol.errors import CoverageError, SyncdError
+from syncd.protocol.names import ADAPTER_WEIGHTS
 from syncd.storage.fsio import Storage
 
 #: Formats of ``memoryview.cast`` by their size in bytes.
@@ -199,6 +200,11 @@ class FileCopy:
                 "the trainer"
             )
         first, other = source_at(tensor.parts, offset), source_at(copy.parts, offset)
+        if self.sources[other].path.name == ADAPTER_WEIGHTS:
+            return CoverageError(
+                f"{name} differs between {self.sources[first].path} and "
+                f"{self.sources[other].path}. Remove what an older save has left"
+            )
         return CoverageError(
             f"{name} differs between ranks {first} and {other}, in "
             f"{self.sources[first].path} and {self.sources[other].path}, but must be the "

@@ -95,6 +95,7 @@ def plan_merge(
     stem: str = "model",
     tied: Ties = False,
     hub: NameMap | None = None,
+    same: ShardIndex | None = None,
     cast: Casting | None = None,
     cancel: Check = lambda: None,
 ) -> MergePlan:
@@ -110,6 +111,7 @@ def plan_merge(
     - ``stem`` is the beginning of the output files' names.
     - ``tied`` leaves out tied tensors.
     - ``hub`` maps the names after ``rename`` to the names in the output.
+    - ``same`` is one more source, whose tensors must be those of the output.
 
     Raises:
         CoverageError: pieces do not fit, names clash, there are no tensors, or ``hub`` is wrong.
@@ -128,6 +130,8 @@ def plan_merge(
         raise CoverageError("the shards hold no tensors: save model.state_dict()")
     labels = [index.label for index in indexes]
     tensors = [_whole(name, renamed, indexes, labels, cancel) for renamed, name in names.items()]
+    if same is not None:
+        tensors = [_compared(tensor, same, len(indexes)) for tensor in tensors]
     kept = _without_tied(tensors, tied, cancel) if tied else tensors
     if cast is not None:  # by the trainer's names
         kept = [_cast(tensor, cast) for tensor in kept]
@@ -145,6 +149,18 @@ def plan_merge(
         for number, group in enumerate(groups, 1)
     )
     return MergePlan(files, sum(file.data_size for file in files))
+
+
+def _compared(tensor: PlannedTensor, file: ShardIndex, source: int) -> PlannedTensor:
+    """The tensor with its bytes in another file as a copy."""
+    value = file.tensors[tensor.name]
+    if not isinstance(value, Chunks) or agreed(value)[:2] != (tensor.dtype, tensor.shape):
+        raise CoverageError(
+            f"{shown(tensor.name)} is {_described(value)} in {file.label}, but {tensor.dtype} of "
+            f"shape {tensor.shape} in the weights beside it. Remove what an older save has left"
+        )
+    parts = tuple(Run(source, local.offset, local.nbytes) for local in value.locals)
+    return tensor._replace(copies=(*tensor.copies, Duplicate(None, parts)))
 
 
 def _cast(tensor: PlannedTensor, cast: Casting) -> PlannedTensor:

@@ -1,0 +1,242 @@
+"""Of several writers' files in a step folder the one counts that belongs to the weights."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from syncd.checkpoint.build import build_model_folder
+from syncd.checkpoint.merging.options import MergeOptions, Work
+from syncd.checkpoint.save import look_at_save
+from syncd.daemon.config import DaemonConfig
+from syncd.protocol.errors import CheckpointError
+from syncd.protocol.names import shard_name
+from syncd.protocol.records import Manifest
+from syncd.storage.fsio import Storage
+from tests.jobs import SmallJob
+from tests.storages import Clock
+from tests.tiny_language import SIZES
+
+STORAGE = Storage()
+#: The configs of adapters; the first one is the plain LoRA of most tests.
+METHODS: Final[dict[str, Any]] = {
+    "LoRA": LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"], init_lora_weights=False),
+    "of all kinds": LoraConfig(
+        r=2,
+        target_modules=["q_proj", "o_proj", "embed_tokens"],
+        modules_to_save=["lm_head"],
+        bias="lora_only",
+        use_dora=True,
+        init_lora_weights=False,
+    ),
+    "with embeddings": LoraConfig(r=2, target_modules=["q_proj", "embed_tokens", "lm_head"]),
+    "IA3": IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),
+}
+
+
+def base() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False))
+
+
+def peft(config: Any, seed: int = 1) -> PeftModel:
+    model = get_peft_model(base(), config)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.requires_grad:
+                value.add_(torch.randn_like(value))
+    return model
+
+
+def shards(state: dict[str, Tensor], actor: Path) -> None:
+    torch.save(state, actor / shard_name(1, 0))
+
+
+def full(state: dict[str, Tensor], actor: Path, name: str = "model.safetensors") -> None:
+    (actor / name).parent.mkdir(exist_ok=True)
+    save_file({key: value.clone() for key, value in state.items()}, actor / name)
+
+
+def parts(state: dict[str, Tensor], actor: Path, folder: str = "") -> None:
+    for at in (0, 1):
+        own = dict(list(state.items())[at::2])
+        full(own, actor, f"{folder}model-0000{at + 1}-of-00002.safetensors")
+
+
+#: The forms in which other trainers leave weights.
+FORMS: Final[dict[str, Callable[[dict[str, Tensor], Path], object]]] = {
+    "shards": shards,
+    "a full state dict": full,
+    "files": parts,
+    "DCP": lambda state, actor: dcp.save({"model": state}, checkpoint_id=str(actor)),
+    "a model for people": lambda state, actor: full(state, actor, "huggingface/model.safetensors"),
+    "its files": lambda state, actor: parts(state, actor, "huggingface/"),
+}
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+def actor_in(root: Path) -> Path:
+    actor = root / "global_step_4" / "actor"
+    (actor / "huggingface").mkdir(parents=True)
+    base().config.save_pretrained(actor / "huggingface")
+    return actor
+
+
+def merged(actor: Path) -> tuple[Manifest, dict[str, Tensor]]:
+    out = actor.parent.parent / "out"
+    out.mkdir()
+    save = look_at_save(STORAGE, actor, 4)
+    options, work = MergeOptions(names="trainer"), Work(lambda: None, lambda _done, _all: None)
+    manifest = build_model_folder(STORAGE, actor, save, out, options=options, work=work)
+    found: dict[str, Tensor] = {}
+    for file in out.glob("*.safetensors"):
+        found |= load_file(file)
+    return manifest, found
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@every_form
+@pytest.mark.parametrize("weights", ["adapter_model.safetensors", "adapter_model.bin", "both"])
+def test_weights_without_an_adapters_tensors_count_and_an_older_adapter_does_not(
+    tmp_path: Path, form: str, weights: str
+) -> None:
+    actor, state = actor_in(tmp_path), base().state_dict()
+    peft(METHODS["LoRA"]).save_pretrained(actor / "lora_adapter")
+    made = actor / "lora_adapter" / "adapter_model.safetensors"
+    if weights != made.name:
+        shutil.copy(made, made.with_suffix(".bin"))
+    if weights == "adapter_model.bin":
+        made.unlink()
+    FORMS[form](state, actor)
+    manifest, found = merged(actor)
+    assert manifest.kind == "full"
+    assert_same(found, state)
+
+
+@every_form
+@pytest.mark.parametrize("method", METHODS)
+def test_an_adapter_counts_beside_weights_that_hold_it(
+    tmp_path: Path, form: str, method: str
+) -> None:
+    actor, model = actor_in(tmp_path), peft(METHODS[method])
+    model.save_pretrained(actor / "lora_adapter")
+    FORMS[form](model.state_dict(), actor)
+    manifest, found = merged(actor)
+    assert manifest.kind == "adapter"
+    assert_same(found, load_file(actor / "lora_adapter" / "adapter_model.safetensors"))
+
+
+OTHERS: Final[dict[str, Callable[[], PeftModel]]] = {
+    "values": lambda: peft(METHODS["LoRA"], seed=2),
+    "a rank": lambda: peft(LoraConfig(r=4, target_modules=["q_proj"])),
+    "more modules": lambda: peft(LoraConfig(r=2, target_modules=["q_proj", "k_proj"])),
+    "other modules": lambda: peft(LoraConfig(r=2, target_modules=["k_proj"])),
+    "a method": lambda: peft(METHODS["IA3"]),
+    "a dtype": lambda: peft(METHODS["LoRA"]).bfloat16(),
+}
+
+
+@every_form
+@pytest.mark.parametrize("other", OTHERS)
+def test_two_different_adapters_are_refused_by_name(tmp_path: Path, form: str, other: str) -> None:
+    actor = actor_in(tmp_path)
+    OTHERS[other]().save_pretrained(actor / "lora_adapter")
+    FORMS[form](peft(METHODS["LoRA"]).state_dict(), actor)
+    with pytest.raises(CheckpointError, match=r"(?s)lora_adapter.*Remove what an older save"):
+        merged(actor)
+
+
+@pytest.mark.parametrize("one", list(FORMS)[:4])
+@pytest.mark.parametrize("other", list(FORMS)[:4])
+def test_weights_in_two_forms_are_refused_by_name_and_the_daemon_goes_on(
+    job: SmallJob, clock: Clock, one: str, other: str
+) -> None:
+    if one >= other:
+        return
+    actor, state = job.actor(4), base().state_dict()
+    actor.mkdir(parents=True)
+    FORMS[one](state, actor)
+    FORMS[other](state, actor)
+    job.point(4)
+    with job.daemon(DaemonConfig(tick=1), clock=clock) as loop:
+        loop.rounds(3, 2)
+        assert job.outcomes == {4: "quarantined"}
+        (record,) = job.layout.quarantine.iterdir()
+        assert "Remove the older files" in record.read_text()
+        job.save(5)
+        loop.rounds(3, 2)
+        assert job.latest.step == 5
+
+
+@pytest.mark.parametrize("form", ["a model for people", "its files"])
+def test_a_whole_model_for_people_is_copied_if_there_are_no_other_weights(
+    job: SmallJob, form: str
+) -> None:
+    actor, state = job.actor(4), base().state_dict()
+    actor.mkdir(parents=True)
+    FORMS[form](state, actor)
+    base().config.save_pretrained(actor / "huggingface")
+    job.point(4)
+    job.run(rounds=3, seconds=5)
+    folder = job.version(1)
+    found = [load_file(file) for file in folder.glob("*.safetensors")]
+    assert_same({name: value for one in found for name, value in one.items()}, state)
+    assert not any(
+        file.samefile(other)
+        for file in folder.glob("*.safetensors")
+        for other in (actor / "huggingface").iterdir()
+    )
+    assert (folder / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "why", "seconds"),
+    [
+        (["dist_ckpt/common.pt", "huggingface/config.json"], "Megatron", 5),
+        (["fsdp_config.json", "huggingface/config.json"], "only fsdp_config.json, huggingface", 60),
+        (["pytorch_model.bin"], "only pytorch_model.bin", 60),
+    ],
+)
+def test_files_that_make_no_version_are_given_up_once_they_lie_still(
+    job: SmallJob, clock: Clock, names: list[str], why: str, seconds: float
+) -> None:
+    for name in names:
+        (job.actor(4) / name).parent.mkdir(parents=True, exist_ok=True)
+        (job.actor(4) / name).touch()
+    job.point(4)
+    with job.daemon(DaemonConfig(tick=5), clock=clock) as loop:
+        assert why in loop.run_once().waiting_for
+        clock.advance(seconds - 1)
+        assert why in loop.run_once().waiting_for
+        assert not job.layout.saves.exists()
+        clock.advance(1)
+        loop.run_once()
+        assert job.outcomes == {4: "quarantined"}
+        FORMS["a model for people"](base().state_dict(), job.actor(4))
+        loop.rounds(3, 5)
+        assert job.latest.step == 4
+    assert not (set(names) - {str(p.relative_to(job.actor(4))) for p in job.actor(4).rglob("*")})
+
+
+def test_shards_of_another_world_size_are_waited_for_if_the_config_names_it(
+    tmp_path: Path,
+) -> None:
+    actor, state = actor_in(tmp_path), base().state_dict()
+    shards(state, actor)
+    torch.save(state, actor / shard_name(2, 0))
+    assert look_at_save(STORAGE, actor, 4).weights == (shard_name(1, 0),)
+    (actor / "fsdp_config.json").write_text('{"world_size": 2}')
+    assert f"no {shard_name(2, 1)} yet" in look_at_save(STORAGE, actor, 4).reason
