@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple, Self
@@ -130,7 +130,7 @@ class Adapter(NamedTuple):
         """False for an adapter of another method, which only its file shows."""
         return self.filed is None or bool(self.modules)
 
-    def with_names_of(self, file: Iterable[str], names: Iterable[str], where: Path) -> Self:
+    def with_names_of(self, file: Collection[str], names: Iterable[str], where: Path) -> Self:
         """This adapter with the tensors and the names of its file.
 
         The file leaves out parts of the names in the state dict, for example the adapter's name.
@@ -144,7 +144,9 @@ class Adapter(NamedTuple):
         for name in names:
             parts = name.split(".")
             for at, count in product(range(len(parts)), (0, 1, 2)):
-                held.setdefault(".".join((*parts[:at], *parts[at + count :])), name)
+                short = ".".join((*parts[:at], *parts[at + count :]))
+                if short in file:
+                    held.setdefault(short, name)
         for missing, place in (
             (set(file) - held.keys(), "the file"),
             (own.keys() - set(file), "the weights"),

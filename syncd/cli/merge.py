@@ -37,7 +37,7 @@ def command(
     """Merge the shards in ACTOR_DIR into OUT_DIR, a complete Hugging Face model folder.
 
     ACTOR_DIR can also be a checkpoint of torch.distributed.checkpoint. If the shards belong to a
-    PEFT model, or lora_adapter/ beside them holds an adapter, OUT_DIR becomes the adapter's folder.
+    PEFT model, or lora_adapter/ is all there is, OUT_DIR becomes the adapter's folder.
 
     OUT_DIR must be missing or empty. It appears complete or not at all.
     """

@@ -15,6 +15,7 @@ from syncd.daemon.steering import LetBe
 from syncd.protocol.names import (
     ACTOR,
     CRITIC,
+    FSDP_CONFIG,
     FULL,
     FULL_STATE_DICT,
     HUGGINGFACE,
@@ -27,6 +28,7 @@ from syncd.protocol.names import (
     TEMPORARY,
     is_dcp_file,
     is_resumable_state,
+    is_weights_name,
 )
 from syncd.protocol.records import SaveOutcome
 from syncd.storage.fsio import Storage
@@ -167,8 +169,9 @@ def look_at_step(
         (is_dcp or REMOTE_PATH in names)
         and not names <= {REMOTE_PATH, RETIRED, PINNED, ACTOR, CRITIC, FULL, SAVING}
     )
-    if is_dcp:  # resuming may need other names, such as an optimizer's folder
-        told = {HUGGINGFACE, LORA_ADAPTER, FULL_STATE_DICT, RECEIPTS}
+    # Resuming may need other names, such as an optimizer's folder.
+    if is_dcp or not any(map(is_weights_name, actor_names)):
+        told = {HUGGINGFACE, LORA_ADAPTER, FULL_STATE_DICT, RECEIPTS, FSDP_CONFIG}
         beside = beside or any(not is_dcp_file(name) and name not in told for name in actor_names)
     # Only a pickle shows whether a DCP save holds only a model. If unread, it counts as resumable.
     unread = is_dcp and not beside and outcome.model_only is None

@@ -16,7 +16,7 @@ _OF: Final = {"hub": "of the hub", "trainer": "of the trainer's module", None: "
 
 
 class AdapterIgnored(WarningEvent):
-    """An adapter lies beside weights that do not hold it."""
+    """``lora_adapter/`` lies beside weights that hold no adapter."""
 
     text = (
         "{path}: lora_adapter/ does not count, because the weights beside it have no tensors of an "

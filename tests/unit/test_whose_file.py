@@ -24,6 +24,7 @@ from syncd.storage.fsio import Storage
 from tests.jobs import SmallJob
 from tests.storages import Clock
 from tests.tiny_language import SIZES
+from trainer_hooks import SaveSettings, TrainerHook, load_checkpoint
 
 STORAGE = Storage()
 #: The configs of adapters; the first one is the plain LoRA of most tests.
@@ -240,3 +241,39 @@ def test_shards_of_another_world_size_are_waited_for_if_the_config_names_it(
     assert look_at_save(STORAGE, actor, 4).weights == (shard_name(1, 0),)
     (actor / "fsdp_config.json").write_text('{"world_size": 2}')
     assert f"no {shard_name(2, 1)} yet" in look_at_save(STORAGE, actor, 4).reason
+
+
+@pytest.mark.parametrize("layout", ["sharded", "full", "adapter"])
+def test_a_copy_without_receipts_resumes_beside_what_an_older_run_has_left(
+    job: SmallJob, tmp_path: Path, layout: str
+) -> None:
+    """A hook's full checkpoint, and files of eight ranks, a critic and an adapter."""
+    is_adapter = layout == "adapter"
+    config = METHODS["LoRA"]
+    model, new = (peft(config, seed) if is_adapter else base() for seed in (1, 2))
+    optimizers = [
+        torch.optim.AdamW([p for p in one.parameters() if p.requires_grad]) for one in (model, new)
+    ]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizers[0].step()
+    saving = SaveSettings(layout="sharded" if is_adapter else layout)
+    with TrainerHook(job.root, model, optimizer=optimizers[0], saving=saving) as hook:
+        hook.save_checkpoint(4, block_until_saved=True)
+    copy = tmp_path / "copy"
+    shutil.copytree(job.root, copy, ignore=shutil.ignore_patterns(".receipts", ".syncd"))
+    actor = copy / "global_step_4" / "actor"
+    (actor.parent / "critic").mkdir()
+    for name in ("optim", "extra_state", "../critic/model", "../critic/optim"):
+        (actor / f"{name}_world_size_8_rank_0.pt").write_bytes(b"of an older run")
+    if not is_adapter:
+        peft(config).save_pretrained(actor / "lora_adapter")
+    resumed = load_checkpoint(copy, new, optimizer=optimizers[1])
+    assert resumed is not None
+    assert_same(new.state_dict(), model.state_dict())
+    (saved, loaded) = (list(one.state.values())[0]["exp_avg"] for one in optimizers)
+    assert torch.equal(saved, loaded)
+    manifest, found = merged(actor)
+    assert manifest.kind == ("adapter" if is_adapter else "full")
+    made = actor / "lora_adapter" / "adapter_model.safetensors"
+    assert_same(found, load_file(made) if is_adapter else model.state_dict())
