@@ -326,7 +326,7 @@ def _copy_small_files(
 ) -> tuple[VersionFile, ...]:
     """Copy config and tokenizer; check the files that a receipt lists."""
     copied: dict[str, tuple[VersionFile, ...]] = {}
-    leave_out: set[str] = set()
+    leave_out = {ADAPTER_CONFIG}  # beside a full model, loaders would look for its base model
     if kind == "adapter":
         # PEFT's files come before the base model's. Skip folders, which hold other adapters.
         leave_out = {MODEL_CONFIG, NAME_MAP}

@@ -477,7 +477,7 @@ def look_inside(opened: OpenSave, cancel: Check) -> SaveContents:
             AdapterIgnored(actor).tell(log)
         return SaveContents("full", indexes)
     if adapters:
-        _refuse_pickle(actor, adapters)
+        _refuse_pickle(actor, adapters[:1])  # else the weights show which counts
         opened.beside = opened.open_whole(adapters[0])
         beside = _index(opened.beside)._replace(label=adapters[0])
         adapter = (adapter or Adapter(None)).with_names_of(beside.tensors, names, actor)

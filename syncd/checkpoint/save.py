@@ -320,14 +320,14 @@ def _foreign_save(
             *_shard_sets(storage, actor, names),
             (FULL_STATE_DICT,) if FULL_STATE_DICT in names else (),
             _dcp_files(names),
-            _parts(names),
+            *_part_sets(names),
         )
         if one
     ]
     if not kinds:  # beside other weights these are derived from them, for people
         whole = f"{HUGGINGFACE}/{FULL_STATE_DICT}"
         models = inside.get(HUGGINGFACE, [])
-        kinds = [one for one in ((whole,) if whole in models else (), _parts(models)) if one]
+        kinds = [*([(whole,)] if whole in models else []), *_part_sets(models)]
     adapters = tuple(
         one for one in (ADAPTER, PICKLED_ADAPTER) if one in inside.get(LORA_ADAPTER, ())
     )
@@ -432,8 +432,8 @@ def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
     return ()
 
 
-def _parts(names: Sequence[str]) -> tuple[str, ...] | str:
-    """The files of a Hugging Face model, named ``…-N-of-M``; empty, or a message if some miss.
+def _part_sets(names: Sequence[str]) -> list[tuple[str, ...] | str]:
+    """The sets of files of a Hugging Face model, named ``…-N-of-M``; a message if some miss.
 
     The names do not give the number of ranks. If the last ranks are missing, that is not found.
     """
@@ -444,23 +444,22 @@ def _parts(names: Sequence[str]) -> tuple[str, ...] | str:
     }
     whole = {name: parsed for name, parsed in found.items() if parsed[0] is None}
     used = whole or found  # if there are both, the whole tensors were made from the chunks
-    if not used:
-        return ()
-    counts = {files for _, _, files in used.values()}
-    if len(counts) > 1:
-        told = " and ".join(map(str, sorted(counts)[:5]))
-        return (
-            f"holds model files from several saves (sets of {told} files): remove the set of "
-            "the older save"
-        )
-    shards = {shard for shard, _, _ in used.values() if shard is not None}
-    numbers = {number for _, number, _ in used.values()}
-    (count,) = counts
+    sets: dict[int, list[tuple[int, int, str]]] = {}
+    for name, (shard, number, count) in used.items():
+        sets.setdefault(count, []).append((shard or 0, number, name))
+    return [
+        _missing_part(count, parts) or tuple(name for *_, name in sorted(parts))
+        for count, parts in sets.items()
+    ]
+
+
+def _missing_part(count: int, parts: Sequence[tuple[int, int, str]]) -> str:
+    shards, numbers = {shard for shard, *_ in parts} - {0}, {number for _, number, _ in parts}
     for wanted, there, what in ((count, numbers, "file"), (max(shards, default=0), shards, "rank")):
         missing = _missing_rank(wanted, {number - 1 for number in there})
         if missing is not None:
             return f"has no data of {what} {missing + 1} of {wanted} yet"
-    return tuple(sorted(used, key=lambda name: (used[name][0] or 0, used[name][1])))
+    return ""
 
 
 def _missing_rank(world_size: int, found: set[int]) -> int | None:

@@ -330,7 +330,7 @@ def test_an_adapter_beside_it_is_part_of_its_identity(tmp_path: Path) -> None:
         (["shard-00002-model-00001-of-00001"], "no data of rank 1 of 2"),
         (["shard-00001-model-00002-of-00002"], "no data of file 1 of 2"),
         (["model-00001-of-00002"], "no data of file 2 of 2"),
-        (["model-00001-of-00001", "model-00001-of-00002"], "model files from several saves"),
+        (["model-00001-of-00001", "model-00001-of-00002"], "Remove the older files"),
         (["model-00000-of-00001"], "holds no weights"),
         (["model-00003-of-00002", "shard-00000-model-00001-of-00001"], "holds no weights"),
     ],

@@ -121,10 +121,12 @@ def test_weights_without_an_adapters_tensors_count_and_an_older_adapter_does_not
         shutil.copy(made, made.with_suffix(".bin"))
     if weights == "adapter_model.bin":
         made.unlink()
+    shutil.copy(actor / "lora_adapter" / "adapter_config.json", actor / "huggingface")
     FORMS[form](state, actor)
     manifest, found = merged(actor)
     assert manifest.kind == "full"
     assert_same(found, state)
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
 
 
 @every_form
@@ -271,7 +273,7 @@ def test_a_copy_without_receipts_resumes_beside_what_an_older_run_has_left(
     resumed = load_checkpoint(copy, new, optimizer=optimizers[1])
     assert resumed is not None
     assert_same(new.state_dict(), model.state_dict())
-    (saved, loaded) = (list(one.state.values())[0]["exp_avg"] for one in optimizers)
+    (saved, loaded) = (next(iter(one.state.values()))["exp_avg"] for one in optimizers)
     assert torch.equal(saved, loaded)
     manifest, found = merged(actor)
     assert manifest.kind == ("adapter" if is_adapter else "full")
