@@ -341,8 +341,8 @@ def _copy_small_files(
         leave_out.update(file.name for file in copied[LORA_ADAPTER])
     if save.receipts and f"{HUGGINGFACE}/{NAME_MAP}" not in save.vouched():
         leave_out.add(NAME_MAP)  # left by another save, perhaps of another model
-    copied[HUGGINGFACE] = copy_model_files(
-        storage, actor / HUGGINGFACE, folder, cancel=cancel, leave_out=leave_out
+    copied[save.model_folder] = copy_model_files(
+        storage, actor / save.model_folder, folder, cancel=cancel, leave_out=leave_out
     )
     found = {
         f"{source}/{file.name}": (file.size, file.digest)

@@ -32,6 +32,7 @@ from syncd.protocol.names import (
     LORA_ADAPTER,
     MANIFEST,
     MEGATRON,
+    MODEL_FOLDERS,
     RECEIPTS,
     TEMPORARY,
     distcp_order,
@@ -131,6 +132,12 @@ class _WholeSave:
         if any(map(parse_master_name, self.weights)):
             return None
         return next((one.sync_dtype for one in self.receipts if one.sync_dtype), None)
+
+    @property
+    def model_folder(self) -> str:
+        """The folder of config and tokenizer inside ``actor/``."""
+        of_weights = self.weights[0].rpartition("/")[0] if self.weights else ""
+        return of_weights if of_weights in MODEL_FOLDERS else HUGGINGFACE
 
     @property
     def tied(self) -> Mapping[str, str] | None:
@@ -311,8 +318,8 @@ def _foreign_save(
     """
     inside = {
         folder: [f"{folder}/{name}" for name in storage.names(actor / folder)]
-        for folder in (HUGGINGFACE, LORA_ADAPTER)
-        if folder in names
+        for folder in (*MODEL_FOLDERS, LORA_ADAPTER)
+        if folder.partition("/")[0] in names
     }
     kinds = [
         one
@@ -325,9 +332,9 @@ def _foreign_save(
         if one
     ]
     if not kinds:  # beside other weights these are derived from them, for people
-        whole = f"{HUGGINGFACE}/{FULL_STATE_DICT}"
-        models = inside.get(HUGGINGFACE, [])
-        kinds = [*([(whole,)] if whole in models else []), *_part_sets(models)]
+        models = [inside[folder] for folder in MODEL_FOLDERS if folder in inside]
+        kinds = [(one,) for own in models for one in own if one.endswith(f"/{FULL_STATE_DICT}")]
+        kinds += [one for own in models for one in _part_sets(own)]
     adapters = tuple(
         one for one in (ADAPTER, PICKLED_ADAPTER) if one in inside.get(LORA_ADAPTER, ())
     )
@@ -344,7 +351,7 @@ def _foreign_save(
     if isinstance(weights, str):
         return Unfinished(step, f"{actor} {weights}")
     if not weights:
-        return _without_weights(step, actor, names)
+        return _without_weights(storage, step, actor, names)
     identity = fingerprint(storage, actor, tuple(dict.fromkeys((*weights, *adapters))))
     return _whole(step, identity, weights, adapters=adapters if kinds else ())
 
@@ -354,14 +361,14 @@ def _refused(step: int, names: Sequence[str], reason: str) -> Unfinished:
     return Unfinished(step, reason, known_as=f"refused-{told}", is_certain=True)
 
 
-def _without_weights(step: int, actor: Path, names: Sequence[str]) -> Unfinished:
-    if MEGATRON in names:
+def _without_weights(storage: Storage, step: int, actor: Path, names: Sequence[str]) -> Unfinished:
+    if MEGATRON in {*names, *storage.names(actor / "model")}:
         return _refused(
             step,
             names,
             f"{actor} holds a distributed checkpoint of Megatron ({MEGATRON}/), which syncd cannot "
-            f"merge, and no model in {HUGGINGFACE}/. Let the trainer save that too (in verl: "
-            "use_mbridge=True, or checkpoint.save_contents with 'hf_model')",
+            f"merge, and no model in {' or '.join(MODEL_FOLDERS)}. Let the trainer save that too "
+            "(in verl: use_mbridge=True, and 'hf_model' in checkpoint.save_contents)",
         )
     told = ", ".join(shown(name) for name in sorted(names)[:5])
     reason = f"{actor} holds no weights (only {told}{'…' * (len(names) > 5)}): looked for "
@@ -398,7 +405,7 @@ def _whole(
     adapters: tuple[str, ...] = (),
 ) -> SavedWeights:
     kind: type[SavedWeights] = Shards
-    first = weights[0].removeprefix(f"{HUGGINGFACE}/")
+    first = weights[0].rpartition("/")[2]
     if first == FULL_STATE_DICT:
         kind = FullStateDict
     elif weights[0] in {ADAPTER, PICKLED_ADAPTER}:
@@ -440,7 +447,7 @@ def _part_sets(names: Sequence[str]) -> list[tuple[str, ...] | str]:
     found = {
         name: parsed
         for name in names
-        if (parsed := parse_part_name(name.removeprefix(f"{HUGGINGFACE}/"))) is not None
+        if (parsed := parse_part_name(name.rpartition("/")[2])) is not None
     }
     whole = {name: parsed for name, parsed in found.items() if parsed[0] is None}
     used = whole or found  # if there are both, the whole tensors were made from the chunks
@@ -506,14 +513,14 @@ def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
 
 
 def _model_files(storage: Storage, actor: Path) -> Iterator[str]:
-    for folder in (HUGGINGFACE, LORA_ADAPTER):
+    for folder in (*MODEL_FOLDERS, LORA_ADAPTER):
         names = storage.names(actor / folder)
         status = None if names else storage.status(actor / folder)
         if status is not None and not stat.S_ISDIR(status.st_mode):
             yield folder  # a save with such a folder is never published
         for name in names:
             # 'syncd convert' may add merged weights at any time: they are not part of the save.
-            merged = folder == HUGGINGFACE and (is_weights_name(name) or name == MANIFEST)
+            merged = folder != LORA_ADAPTER and (is_weights_name(name) or name == MANIFEST)
             if not name.startswith(TEMPORARY) and not merged:
                 yield f"{folder}/{name}"
 

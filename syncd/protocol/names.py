@@ -30,6 +30,8 @@ DCP_METADATA: Final = ".metadata"
 DCP_UNFINISHED: Final = ".metadata.tmp"
 DCP_SUFFIX: Final = ".distcp"
 HUGGINGFACE: Final = "huggingface"
+#: Where a whole model for people can be: by syncd and verl's FSDP; by verl's Megatron.
+MODEL_FOLDERS: Final = (HUGGINGFACE, f"model/{HUGGINGFACE}")
 #: The file with the path of the weights, from trainers that keep their weights elsewhere.
 REMOTE_PATH: Final = "remote_sampler_path.txt"
 #: Megatron's distributed checkpoint: a model and an optimizer.

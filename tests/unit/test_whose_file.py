@@ -63,7 +63,7 @@ def shards(state: dict[str, Tensor], actor: Path) -> None:
 
 
 def full(state: dict[str, Tensor], actor: Path, name: str = "model.safetensors") -> None:
-    (actor / name).parent.mkdir(exist_ok=True)
+    (actor / name).parent.mkdir(parents=True, exist_ok=True)
     save_file({key: value.clone() for key, value in state.items()}, actor / name)
 
 
@@ -81,6 +81,7 @@ FORMS: Final[dict[str, Callable[[dict[str, Tensor], Path], object]]] = {
     "DCP": lambda state, actor: dcp.save({"model": state}, checkpoint_id=str(actor)),
     "a model for people": lambda state, actor: full(state, actor, "huggingface/model.safetensors"),
     "its files": lambda state, actor: parts(state, actor, "huggingface/"),
+    "a model of Megatron's": lambda state, actor: parts(state, actor, "model/huggingface/"),
 }
 every_form = pytest.mark.parametrize("form", FORMS)
 
@@ -184,23 +185,22 @@ def test_weights_in_two_forms_are_refused_by_name_and_the_daemon_goes_on(
         assert job.latest.step == 5
 
 
-@pytest.mark.parametrize("form", ["a model for people", "its files"])
+@pytest.mark.parametrize("form", list(FORMS)[4:])
 def test_a_whole_model_for_people_is_copied_if_there_are_no_other_weights(
     job: SmallJob, form: str
 ) -> None:
     actor, state = job.actor(4), base().state_dict()
     actor.mkdir(parents=True)
     FORMS[form](state, actor)
-    base().config.save_pretrained(actor / "huggingface")
+    (home,) = (path.parent for path in actor.rglob("*.safetensors") if "2-of" not in path.name)
+    base().config.save_pretrained(home)
     job.point(4)
     job.run(rounds=3, seconds=5)
     folder = job.version(1)
     found = [load_file(file) for file in folder.glob("*.safetensors")]
     assert_same({name: value for one in found for name, value in one.items()}, state)
     assert not any(
-        file.samefile(other)
-        for file in folder.glob("*.safetensors")
-        for other in (actor / "huggingface").iterdir()
+        file.samefile(other) for file in folder.glob("*.safetensors") for other in home.iterdir()
     )
     assert (folder / "config.json").exists()
 
@@ -209,6 +209,7 @@ def test_a_whole_model_for_people_is_copied_if_there_are_no_other_weights(
     ("names", "why", "seconds"),
     [
         (["dist_ckpt/common.pt", "huggingface/config.json"], "Megatron", 5),
+        (["model/dist_ckpt/common.pt", "optimizer/dist_ckpt/common.pt"], "Megatron", 5),
         (["fsdp_config.json", "huggingface/config.json"], "only fsdp_config.json, huggingface", 60),
         (["pytorch_model.bin"], "only pytorch_model.bin", 60),
     ],
