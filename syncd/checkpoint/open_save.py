@@ -430,8 +430,9 @@ def look_inside(opened: OpenSave, cancel: Check) -> SaveContents:
     """
     if opened.files:
         is_adapter = isinstance(opened.save, LoraAdapter)
-        indexes = [_index(file, is_adapter=is_adapter) for file in opened.files]
-        _check_names(indexes, opened.files[0].path.parent)
+        indexes, folder = list(map(_index, opened.files)), opened.files[0].path.parent
+        _check_names(indexes, folder)
+        _check_adapter(indexes, folder, is_adapter=is_adapter)
         return SaveContents("adapter" if is_adapter else "full", indexes)
     indexes = list(opened.indexes)
     for shard in opened.shards:
@@ -446,12 +447,11 @@ def look_inside(opened: OpenSave, cancel: Check) -> SaveContents:
         )
     adapter = find_adapter(names)
     if adapter is None and is_peft_model(names):
-        raise _of_another_method(opened.sources[0].path.parent)
+        raise _without_lora(opened.sources[0].path.parent)
     return SaveContents("full" if adapter is None else "adapter", indexes, adapter)
 
 
-def _index(file: SafetensorsFile, *, is_adapter: bool) -> ShardIndex:
-    _check_one_file(file, is_adapter=is_adapter)
+def _index(file: SafetensorsFile) -> ShardIndex:
     tensors = {}
     for name, dtype, shape, begin, end in file.entries:
         local = Local(dtype, shape, begin, end - begin, "", Position(shape, (0,) * len(shape)))
@@ -472,22 +472,24 @@ def _check_names(indexes: Sequence[ShardIndex], actor: Path) -> None:
         )
 
 
-def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:
-    found = find_adapter(entry.name for entry in file.entries)
-    if found is None and not is_adapter and is_peft_model(entry.name for entry in file.entries):
-        raise _of_another_method(file.path)
+def _check_adapter(indexes: Sequence[ShardIndex], actor: Path, *, is_adapter: bool) -> None:
+    names = [name for index in indexes for name in index.tensors]
+    found = find_adapter(names)
+    if found is None and not is_adapter and is_peft_model(names):
+        raise _without_lora(actor)
     if found is None or (is_adapter and found.name is None):
         return
     what = "an adapter with the tensor names of a PEFT model" if is_adapter else "a PEFT model"
     raise CheckpointError(
-        f"{file.path} holds {what}, and no engine loads such a file. Save the adapter into "
+        f"{actor} holds {what}, which no engine loads. Save the adapter into "
         f"{LORA_ADAPTER}/ with PeftModel.save_pretrained"
     )
 
 
-def _of_another_method(path: Path) -> CheckpointError:
+def _without_lora(actor: Path) -> CheckpointError:
     return CheckpointError(
-        f"{path} holds a PEFT model of another method than LoRA, and no engine loads such a file. "
-        "Save the model that merge_and_unload() returns, or save the adapter into "
-        f"{LORA_ADAPTER}/ with PeftModel.save_pretrained"
+        f"{actor} holds the frozen base of a LoRA model without its adapter, or a PEFT model of "
+        "another method than LoRA, and no engine loads either. Save the model that "
+        "merge_and_unload() returns (in verl actor_rollout_ref.model.lora.merge=True), or save the "
+        f"adapter into {LORA_ADAPTER}/ with PeftModel.save_pretrained"
     )
