@@ -30,6 +30,7 @@ from syncd.protocol.names import (
     FULL_STATE_DICT,
     HUGGINGFACE,
     LORA_ADAPTER,
+    LORA_TRAIN_META,
     MANIFEST,
     RECEIPTS,
     TEMPORARY,
@@ -352,7 +353,7 @@ def _foreign_save(
         weights = beside
     else:
         weights = (FULL_STATE_DICT,)
-    still = tuple(dict.fromkeys((*weights, *beside)))
+    still = tuple(dict.fromkeys((*weights, *beside, *{LORA_TRAIN_META}.intersection(names))))
     return _whole(step, fingerprint(storage, actor, still), weights)
 
 
