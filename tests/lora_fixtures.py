@@ -10,9 +10,10 @@
 with these kinds: ``gathered`` (``lora_adapter/`` by save_pretrained, beside the shards of the whole
 model), ``trained`` (shards of what is trained, and its config), ``whole`` (shards of the whole
 model, and the config in ``huggingface/``), ``rich`` (as ``whole``, of an adapter with a name, with
-DoRA, biases, an embedding and a head of its own).
+DoRA, biases, an embedding and a head of its own), ``verl`` (as ``whole``, without the config).
 """
 
+import json
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,12 +25,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from syncd.protocol.names import LORA_TRAIN_META
 from tests.process_groups import fork
 from tests.tiny_language import SIZES
 from tests.wrappings import fsdp2
 
 WORLD_SIZE: Final = 2
-KINDS: Final = ("gathered", "trained", "whole", "rich")
+KINDS: Final = ("gathered", "trained", "whole", "rich", "verl")
 _PLAIN: Final[dict[str, Any]] = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
 _RICH: Final[dict[str, Any]] = {
     "target_modules": ["q_proj", "o_proj", "embed_tokens"],
@@ -74,6 +76,9 @@ def _write_small_files(kind: str, model: PeftModel, actor: Path) -> None:
     (config,) = model.peft_config.values()
     if kind == "gathered":
         model.save_pretrained(home)
+    elif kind == "verl":
+        meta = {"r": config.r, "lora_alpha": config.lora_alpha, "task_type": "CAUSAL_LM"}
+        (actor / LORA_TRAIN_META).write_text(json.dumps(meta))
     else:
         config.save_pretrained(home)
 

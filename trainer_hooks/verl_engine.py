@@ -19,6 +19,8 @@ from torch import Tensor
 from explorer_hooks.reader import LeasedVersion, Reader
 from explorer_hooks.staging import NotStagedError, Staging
 from explorer_hooks.weights import WeightsReader
+from syncd.checkpoint.adapter import is_peft_model
+from syncd.checkpoint.tensor_rules import shown
 from syncd.closing import Closing
 from syncd.coordination.leased_version import read_latest
 from syncd.protocol.errors import (
@@ -250,10 +252,18 @@ def stripe(
     """This rank's tensors: each goes to the rank with the fewest bytes so far.
 
     ``compare`` gets a digest of all names and sizes at the end.
+
+    Raises:
+        InvalidSettingsError: PEFT wraps a tensor's module, so the adapter is not in the weights.
     """
     taken = [0] * world_size
     seen = xxhash.xxh3_64()
     for name, tensor in weights:
+        if is_peft_model([name]):
+            raise InvalidSettingsError(
+                f"verl sends '{shown(name)}', a frozen weight of a LoRA model, without the "
+                "adapter. Set actor_rollout_ref.model.lora.merge=True"
+            )
         owner = taken.index(min(taken))
         taken[owner] += tensor.nbytes
         seen.update(f"{name}\0{tensor.nbytes}\0".encode())

@@ -42,6 +42,8 @@ PREFIX: Final = "base_model.model."
 DEFAULT: Final = "default"
 
 _WRAPPED: Final = ".base_layer."
+#: Matches a tensor of a module that PEFT wraps. Other models' ``base_layer`` has modules inside.
+_BASE: Final = re.compile(r".\.base_layer\.[^.]+\Z", re.DOTALL)
 _HALF: Final = re.compile(
     r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])\.(?P<adapter>[^.]+)"
     r"(?(embedding)|\.weight)",
@@ -204,8 +206,13 @@ class Adapter(NamedTuple):
 
 
 def is_peft_model(names: Iterable[str]) -> bool:
-    """True if there are names, and every name begins with :data:`PREFIX`, as in a PeftModel."""
+    """True if every name begins with :data:`PREFIX`, or without LoRA a module is wrapped by PEFT.
+
+    False without names.
+    """
     names = list(names)
+    if any(map(_BASE.search, names)) and not any(".lora_" in name for name in names):
+        return True
     return bool(names) and all(name.startswith(PREFIX) for name in names)
 
 

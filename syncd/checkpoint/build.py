@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from syncd.checkpoint.model_folder import (
     correct_dtype,
     read_model_config,
     says_tied,
+    write_file,
     write_index,
     write_name_map,
 )
@@ -44,6 +45,7 @@ from syncd.checkpoint.tensor_rules import (
     Cast,
     shown,
 )
+from syncd.checkpoint.verl_lora import make_config
 from syncd.checkpoint.whole_files import publish_files
 from syncd.protocol.errors import CheckpointError, NoRoomError, RecordError, SaveNotReadyError
 from syncd.protocol.names import (
@@ -52,6 +54,7 @@ from syncd.protocol.names import (
     FULL,
     HUGGINGFACE,
     LORA_ADAPTER,
+    LORA_TRAIN_META,
     MANIFEST,
     MODEL_CONFIG,
     NAME_MAP,
@@ -113,7 +116,7 @@ def build_model_folder(
             models = _copy_small_files(storage, actor, save, folder, contents.kind, cancel)
             bias, base_model = "none", None
             if contents.kind == "adapter":
-                config = _adapter_config(storage, actor, folder, models, contents)
+                config, models = _adapter_config(storage, actor, folder, models, contents)
                 bias, base_model = config.bias, config.base_model
                 if base_model is None:
                     AdapterWithoutBase(actor).tell(log)
@@ -365,26 +368,35 @@ def _adapter_config(
     storage: Storage,
     actor: Path,
     folder: Path,
-    copied: Sequence[VersionFile],
+    copied: tuple[VersionFile, ...],
     contents: SaveContents,
-) -> AdapterConfig:
-    if all(file.name != ADAPTER_CONFIG for file in copied):
+) -> tuple[AdapterConfig, tuple[VersionFile, ...]]:
+    """The adapter's config, and the copied files with it: it is made if verl has written none."""
+    adapter, meta = contents.adapter, actor / LORA_TRAIN_META
+    content = b""  # a file that is too long: read_config and make_config refuse it
+    if any(file.name == ADAPTER_CONFIG for file in copied):
+        with Ignoring(NO_RECORD):
+            content = storage.read(folder / ADAPTER_CONFIG)
+    elif adapter is not None and storage.exists(meta):
+        with Ignoring(NO_RECORD):
+            content = storage.read(meta)
+        shapes = {adapter.saved_name(name): shape for name, shape in contents.shapes().items()}
+        content = make_config(content, meta, shapes)
+        copied = (*copied, write_file(storage, folder, ADAPTER_CONFIG, content))
+    else:
         raise CheckpointError(
             f"{actor} holds a LoRA adapter without its {ADAPTER_CONFIG}, the only file with the "
             f"scaling of the adapter's weights. Write this file into {actor / LORA_ADAPTER} with "
             "PeftConfig.save_pretrained"
         )
-    content = b""  # a file that is too long to be a config: read_config refuses it
-    with Ignoring(NO_RECORD):
-        content = storage.read(folder / ADAPTER_CONFIG)
     config = read_config(content, f"the {ADAPTER_CONFIG} of {actor}")
-    if contents.adapter and contents.adapter.is_lora and config.peft_type != "LORA":
+    if adapter is not None and adapter.is_lora and config.peft_type != "LORA":
         raise CheckpointError(
             f"the {ADAPTER_CONFIG} of {actor} is for an adapter of type "
             f"{shown(config.peft_type)}, but the shards hold a LoRA adapter. Save the config and "
             "the shards from the same model"
         )
-    return config
+    return config, copied
 
 
 @dataclass

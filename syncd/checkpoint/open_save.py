@@ -452,12 +452,10 @@ def look_inside(opened: OpenSave, cancel: Check) -> SaveContents:
     actor, adapters = opened.actor, opened.save.adapters
     is_adapter = isinstance(opened.save, LoraAdapter)
     if opened.files:
-        for file in opened.files:
-            if not adapters:
-                _check_one_file(file, is_adapter=is_adapter)
-        indexes = [_index(file) for file in opened.files]
+        indexes = list(map(_index, opened.files))
         _check_names(indexes, actor)
         if not adapters:
+            _check_adapter(indexes, actor, is_adapter=is_adapter)
             return SaveContents("adapter" if is_adapter else "full", indexes)
     else:
         indexes = list(opened.indexes)
@@ -483,7 +481,7 @@ def look_inside(opened: OpenSave, cancel: Check) -> SaveContents:
         adapter = (adapter or Adapter(None)).with_names_of(beside.tensors, names, actor)
         return SaveContents("adapter", indexes, adapter, beside)
     if adapter is None:
-        raise _of_another_method(actor)
+        raise _without_lora(actor)
     return SaveContents("adapter", indexes, adapter)
 
 
@@ -508,22 +506,24 @@ def _check_names(indexes: Sequence[ShardIndex], actor: Path) -> None:
         )
 
 
-def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:
-    found = find_adapter(entry.name for entry in file.entries)
-    if found is None and not is_adapter and is_peft_model(entry.name for entry in file.entries):
-        raise _of_another_method(file.path)
+def _check_adapter(indexes: Sequence[ShardIndex], actor: Path, *, is_adapter: bool) -> None:
+    names = [name for index in indexes for name in index.tensors]
+    found = find_adapter(names)
+    if found is None and not is_adapter and is_peft_model(names):
+        raise _without_lora(actor)
     if found is None or (is_adapter and found.name is None):
         return
     what = "an adapter with the tensor names of a PEFT model" if is_adapter else "a PEFT model"
     raise CheckpointError(
-        f"{file.path} holds {what}, and no engine loads such a file. Save the adapter into "
+        f"{actor} holds {what}, which no engine loads. Save the adapter into "
         f"{LORA_ADAPTER}/ with PeftModel.save_pretrained"
     )
 
 
-def _of_another_method(path: Path) -> CheckpointError:
+def _without_lora(actor: Path) -> CheckpointError:
     return CheckpointError(
-        f"{path} holds a PEFT model of another method than LoRA, and no engine loads such a file. "
-        "Save the model that merge_and_unload() returns, or save the adapter into "
-        f"{LORA_ADAPTER}/ with PeftModel.save_pretrained"
+        f"{actor} holds the frozen base of a LoRA model without its adapter, or a PEFT model of "
+        "another method than LoRA, and no engine loads either. Save the model that "
+        "merge_and_unload() returns (in verl actor_rollout_ref.model.lora.merge=True), or save the "
+        f"adapter into {LORA_ADAPTER}/ with PeftModel.save_pretrained"
     )

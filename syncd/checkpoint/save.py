@@ -30,6 +30,7 @@ from syncd.protocol.names import (
     FULL_STATE_DICT,
     HUGGINGFACE,
     LORA_ADAPTER,
+    LORA_TRAIN_META,
     MANIFEST,
     MEGATRON,
     MODEL_FOLDERS,
@@ -352,7 +353,8 @@ def _foreign_save(
         return Unfinished(step, f"{actor} {weights}")
     if not weights:
         return _without_weights(storage, step, actor, names)
-    identity = fingerprint(storage, actor, tuple(dict.fromkeys((*weights, *adapters))))
+    still = dict.fromkeys((*weights, *adapters, *{LORA_TRAIN_META}.intersection(names)))
+    identity = fingerprint(storage, actor, tuple(still))
     return _whole(step, identity, weights, adapters=adapters if kinds else ())
 
 

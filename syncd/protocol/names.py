@@ -41,6 +41,8 @@ LORA_ADAPTER: Final = "lora_adapter"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 ADAPTER_PICKLE: Final = "adapter_model.bin"
+#: verl's file with the rank and alpha of an adapter, beside shards that hold the adapter.
+LORA_TRAIN_META: Final = "lora_train_meta.json"
 MODEL_CONFIG: Final = "config.json"
 #: Beside config.json: the names of the model's tensors on the hub.
 NAME_MAP: Final = "name_map.json"

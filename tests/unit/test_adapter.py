@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from syncd.checkpoint.adapter import PREFIX, find_adapter, read_config
+from syncd.checkpoint.adapter import PREFIX, find_adapter, is_peft_model, read_config
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.records import AdaptedModel
 
@@ -124,13 +124,24 @@ FULL: dict[str, Sequence[str]] = {
     "PEFT's prefix for a part": [f"{PREFIX}q.weight", *lora(f"{PREFIX}q", "x"), "v_head.weight"],
     "PEFT's wrapping alone": [f"{Q}.base_layer.weight", f"{Q}.ia3_l.default"],
     "what another module wraps": ["m.norm.base_layer.weight", *lora("m.mixer", "key")],
-    "LoRA of its own below PEFT's prefix": [f"{Q}.weight", f"{Q}.lora_A.weight"],
+    "LoRA of its own below PEFT's prefix alone": [f"{Q}.weight", f"{Q}.lora_A.weight"],
+    "LoRA of its own": ["q.base_layer.weight", "q.lora_A.weight", "q.lora_B.weight"],
+    "DLA of timm": ["timm_model.base_layer.0.weight", "base_layer.weight"],
 }
 
 
 @pytest.mark.parametrize("kind", FULL)
 def test_names_like_those_of_lora_make_no_adapter(kind: str) -> None:
     assert find_adapter(FULL[kind]) is None
+    assert is_peft_model(FULL[kind]) is kind.endswith("alone")
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_the_base_of_a_peft_model_without_its_adapter_is_no_model(config: dict[str, Any]) -> None:
+    state = get_peft_model(llama(), LoraConfig(r=2, **config)).base_model.model.state_dict()
+    base = [name for name in state if "lora_" not in name]
+    assert find_adapter(base) is None
+    assert is_peft_model(base)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import EngineMismatchError, SupersededError
-from syncd.protocol.names import shard_name
+from syncd.protocol.names import part_name, shard_name
 from syncd.protocol.records import Manifest, ReceiptFile
 from syncd.storage.calls import Free
 from tests.jobs import SmallJob, receipt_of
@@ -101,6 +101,7 @@ PEFT = [
 ]
 #: What PEFT saves of it: its name, and which record it is.
 SAVED = {f"{Q}.lora_A.weight": 2, f"{Q}.lora_B.weight": 3, "base_model.model.score.weight": 5}
+FROZEN = ("model.norm.weight", "model.q_proj.base_layer.weight")
 SHARD = shard_name(1, 0)
 LORA = "lora_adapter/adapter_model.safetensors"
 TOLD = "lora_adapter/adapter_config.json"
@@ -318,9 +319,20 @@ BROKEN: dict[str, tuple[dict[str, bytes], str]] = {
         {"model.safetensors": file_of("base_model.model.q.weight", "base_model.model.q.ia3_l.x")},
         "a PEFT model of another method than LoRA",
     ),
+    **{
+        f"the base of a LoRA model: {next(iter(files))}": (
+            files,
+            r"actor holds the frozen base of a LoRA model .*lora\.merge=True",
+        )
+        for files in (
+            {SHARD: shard_of(*FROZEN)},
+            {"model.safetensors": file_of(*FROZEN)},
+            {part_name(2, number): file_of(name) for number, name in enumerate(FROZEN)},
+        )
+    },
     "a full state dict of a PEFT model": (
         {"model.safetensors": file_of(*PEFT), TOLD: CONFIG},
-        "holds a PEFT model, and no engine loads",
+        "holds a PEFT model, which no engine loads",
     ),
 }
 

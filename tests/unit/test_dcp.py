@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 from syncd.checkpoint.build import FreeSpace
@@ -215,10 +217,43 @@ def test_the_model_is_found_wherever_it_was_put() -> None:
     assert chosen("step#") == {"step": "step"}
 
 
+STATES = "rng cuda_rng torch_rng_state numpy_random_state/0 step global_step loss# app/rng app/lr#"
+
+
+@given(
+    st.sampled_from(["model", "app/model", "net", "app/net"]),
+    st.sets(st.sampled_from(["w", "a.w", "rng", "step", "scaler.w", "optimus.w"])),
+    st.sets(st.sampled_from(STATES.split())),
+)
+def test_states_beside_a_model_are_ignored_whatever_its_names(
+    parent: str, weights: set[str], states: set[str]
+) -> None:
+    truth = {f"{parent}/{name}".replace("/", "."): name for name in {*weights, "b.w"}}
+    beside = [*states, *(["losses"] if parent.endswith("model") else [])]
+    assert chosen(*(f"{parent}/{name}" for name in truth.values()), *beside) == truth
+    # A model at the top level has such names too, and keeps them beside states in dicts.
+    assert chosen(*truth.values(), "rng_state/0", "app/step").keys() == set(truth.values())
+
+
+def test_a_save_with_a_state_beside_the_model_holds_not_only_a_model(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2)}, "rng": torch.get_rng_state()}
+    folder = save(state, tmp_path / "save")
+    assert not holds_model_only(STORAGE, folder, prefix=None, cancel=nothing)
+    build(folder, tmp_path / "out")
+    assert_equal(loaded(tmp_path / "out"), state["model"])
+
+
 def test_what_is_ambiguous_is_an_error_that_names_the_option() -> None:
-    for paths in (("actor/w", "critic/w"), ("model/w", "other"), ("a/model/w", "b/model/w")):
+    for paths in (
+        "actor/w critic/w",
+        "a/model/w b/model/w",
+        "model/w v_head.w",
+        "ema/model/w step.w",
+        "ema/w optimus.w",
+        "net/w losses",
+    ):
         with pytest.raises(CheckpointError, match=r"Give --prefix \(dcp_prefix\)"):
-            chosen(*paths)
+            chosen(*paths.split())
     with pytest.raises(
         CheckpointError, match=r"holds no tensors of a model; .* 'optim\.state\.w\.'"
     ):

@@ -16,6 +16,7 @@ _BASE: Final = "verl/checkpoint_engine/base.py"
 _WORKERS: Final = "verl/workers/engine_workers.py"
 _REPLICA: Final = "verl/workers/rollout/replica.py"
 _TRAINER: Final = "verl/experimental/separation/ray_trainer.py"
+_SAVES: Final = "verl/utils/checkpoint/fsdp_checkpoint_manager.py"
 _BUCKETS: Final = "verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py"
 #: A function of verl → its arguments, and the code that it must have.
 CONTRACT: Final[dict[tuple[str, str], tuple[str, tuple[str, ...]]]] = {
@@ -74,6 +75,14 @@ CONTRACT: Final[dict[tuple[str, str], tuple[str, tuple[str, ...]]]] = {
             "global_steps=global_steps)",
             "return metrics or {}",
         ),
+    ),
+    (_SAVES, "FSDPCheckpointManager._get_lora_train_meta"): (
+        "self, unwrap_model",
+        ("return {'r': lora_rank, 'lora_alpha': lora_alpha, 'task_type': str(task_type)}",),
+    ),
+    (_SAVES, "FSDPCheckpointManager._save_lora_train_meta"): (
+        "self, local_path: str, unwrap_model",
+        ("os.path.join(local_path, 'lora_train_meta.json')",),
     ),
     (_REPLICA, "RolloutReplica.abort_all_requests"): ("self, reject_request: bool=False", ()),
     (_REPLICA, "RolloutReplica.release_kv_cache"): ("self", ()),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.service import Service
-from syncd.protocol.errors import SaveFailedError, WaitTimeoutError
+from syncd.protocol.errors import InvalidSettingsError, SaveFailedError, WaitTimeoutError
 from syncd.protocol.names import FULL_STATE_DICT
 from syncd.protocol.policy import Version
 from tests.jobs import SmallJob
@@ -112,6 +112,15 @@ def test_a_send_that_fails_says_why_once(job: SmallJob, stack: ExitStack) -> Non
     with pytest.raises(RuntimeError, match="the model is gone"):
         asyncio.run(sender.send_weights(broken(), global_steps=1))
     with serving(served(job)):
+        assert send(sender, 2, 2) == 1
+
+
+def test_the_frozen_base_of_a_lora_job_is_never_sent(job: SmallJob, stack: ExitStack) -> None:
+    base = {"model.q_proj.base_layer.weight": torch.ones(2)}
+    sender = stack.enter_context(engine(job))
+    with serving(served(job)):
+        with pytest.raises(InvalidSettingsError, match=r"LoRA.*model\.lora\.merge=True"):
+            asyncio.run(sender.send_weights(base.items(), global_steps=1))
         assert send(sender, 2, 2) == 1
 
 

@@ -219,10 +219,10 @@ def _stored(
 #: The keys that lead to a value in the saved state.
 Keys = tuple[str, ...]
 
-#: Matches a part of the path of a dict that is not the model's.
+#: Matches a part of the path of a dict, or the name of a tensor, that is not the model's.
 _NO_MODEL: Final = re.compile(
     r"(optim|lr_?sched|sched|data_?loader|train_?state|trainer|rng|random|grad_?scaler|scaler).*"
-    r"|opt|step|meta|metadata|(.*_)?extra_?state",
+    r"|opt|meta|metadata|(.*_)?(steps?|extra_?state|(rng|random)(_state.*)?)",
     re.IGNORECASE | re.DOTALL,
 )
 _TOLD: Final = 5
@@ -255,9 +255,10 @@ def select_model(entries: Mapping[str, SavedName], prefix: str | None, where: st
     - With a prefix: the tensors whose names begin with the prefix, which is cut off.
     - With an empty prefix: the tensors at the top level.
     - With None: the tensors of the only parent that can be a model. Parents with names of
-      optimizers, schedulers, data loaders and the like do not count. If the top level has
-      only scalars, it counts only without other parents. If several parents are left, but not the
-      top level, the parent called ``model`` counts.
+      optimizers, schedulers, data loaders and the like do not count. A parent that has only
+      scalars and states such as ``rng`` counts only without other parents. If several parents are
+      left, the parent called ``model`` counts, but not beside tensors at the top level that have a
+      module's name, as in ``head.weight``.
 
     Raises:
         CheckpointError: the model has no tensors, or several dicts may be the model's.
@@ -301,27 +302,32 @@ def _is_tensor(entry: SavedName) -> bool:
     return entry.dimensions is not None
 
 
-def _parents(entries: Mapping[str, SavedName]) -> dict[Keys, bool]:
-    """All parents of tensors. The value is True if a tensor is not a scalar."""
-    found: dict[Keys, bool] = {}
+def _parents(entries: Mapping[str, SavedName]) -> dict[Keys, int]:
+    """All parents of tensors. The value is 2 if a tensor has a module's name, 0 if all are states.
+
+    A state is a scalar, or has a name like ``rng``.
+    """
+    found: dict[Keys, int] = {}
     for entry in entries.values():
         if entry.dimensions is not None:
-            parent = entry.path[:-1]
-            found[parent] = found.get(parent, False) or entry.dimensions > 0
+            *parent, own = entry.path
+            is_state = not entry.dimensions or _NO_MODEL.fullmatch(own)
+            sign = 2 if "." in own and entry.dimensions else 0 if is_state else 1
+            found[tuple(parent)] = max(found.get(tuple(parent), 0), sign)
     return found
 
 
 def _parent(entries: Mapping[str, SavedName], where: str) -> Keys:
     found = {
-        parent: has_dimensions
-        for parent, has_dimensions in _parents(entries).items()
+        parent: sign
+        for parent, sign in _parents(entries).items()
         if not any(_NO_MODEL.fullmatch(part) for part in parent)
     }
-    if len(found) > 1 and not found.get((), True):
-        del found[()]
-    named = [parent for parent in found if parent and parent[-1] == "model"]
-    if len(found) > 1 and len(named) == 1 and () not in found:
+    named = [parent for parent in found if parent[-1:] == ("model",)]
+    if len(named) == 1 and found.get((), 0) < 2:
         return named[0]
+    if any(found.values()):
+        found = {parent: sign for parent, sign in found.items() if sign}
     if len(found) == 1:
         return next(iter(found))
     if not found:
