@@ -31,6 +31,7 @@ from typing import Annotated, Final, NamedTuple, Self
 
 import pydantic
 
+from syncd.checkpoint.placement import Shape
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import LORA_ADAPTER
@@ -49,6 +50,7 @@ _HALF: Final = re.compile(
     r"(?(embedding)|\.weight)",
     re.DOTALL,
 )
+_A: Final = re.compile(r"\.lora_(embedding_)?A(\.|\Z)")
 #: Matches the tensors of any adapter.
 _ADAPTERS_OWN: Final = re.compile(
     r".\.(lora_[^.]+|modules_to_save|token_adapter\.trainable_tokens_delta)\.", re.DOTALL
@@ -80,12 +82,26 @@ class AdapterConfig(Part):
         peft_type: PEFT's method, e.g. ``LORA``. PEFT loads no adapter without this key.
         bias: the base model's biases that the adapter trains: ``none``, ``all`` or ``lora_only``.
         base_model_name_or_path: None or empty if the base model was made from a config.
+        r, rank_pattern, lora_alpha, target_parameters: of LoRA; of any type otherwise.
     """
 
     peft_type: str
     bias: str = "none"
     base_model_name_or_path: Annotated[str, pydantic.Field(max_length=4096)] | None = None
     revision: Annotated[str, pydantic.Field(max_length=4096)] | None = None
+    r: object = None
+    rank_pattern: object = None
+    lora_alpha: object = None
+    target_parameters: object = None
+
+    def wrong_rank(self, shapes: Mapping[str, Shape]) -> str | None:
+        """A tensor of LoRA whose rank the config does not have; None if there is none."""
+        others = self.rank_pattern if isinstance(self.rank_pattern, dict) else {}
+        ranks = {(rank,) for rank in (self.r, *others.values()) if type(rank) is int}
+        if not ranks or self.target_parameters:  # a tensor of experts has the ranks of all
+            return None
+        halves = ((name, shape) for name, shape in shapes.items() if _A.search(name))
+        return next((name for name, shape in halves if shape[:1] not in ranks), None)
 
     @property
     def base_model(self) -> AdaptedModel | None:

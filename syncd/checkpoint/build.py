@@ -45,7 +45,7 @@ from syncd.checkpoint.tensor_rules import (
     Cast,
     shown,
 )
-from syncd.checkpoint.verl_lora import make_config
+from syncd.checkpoint.verl_lora import alpha_in, make_config
 from syncd.checkpoint.whole_files import publish_files
 from syncd.protocol.errors import CheckpointError, NoRoomError, RecordError, SaveNotReadyError
 from syncd.protocol.names import (
@@ -373,15 +373,20 @@ def _adapter_config(
 ) -> tuple[AdapterConfig, tuple[VersionFile, ...]]:
     """The adapter's config, and the copied files with it: it is made if verl has written none."""
     adapter, meta = contents.adapter, actor / LORA_TRAIN_META
-    content = b""  # a file that is too long: read_config and make_config refuse it
+    shapes = {
+        name if adapter is None else adapter.saved_name(name): shape
+        for name, shape in contents.shapes().items()
+    }
+    content = told = b""  # a file that is too long: read_config and make_config refuse it
+    is_verl = adapter is not None and storage.exists(meta)
+    if is_verl:
+        with Ignoring(NO_RECORD):
+            told = storage.read(meta)
     if any(file.name == ADAPTER_CONFIG for file in copied):
         with Ignoring(NO_RECORD):
             content = storage.read(folder / ADAPTER_CONFIG)
-    elif adapter is not None and storage.exists(meta):
-        with Ignoring(NO_RECORD):
-            content = storage.read(meta)
-        shapes = {adapter.saved_name(name): shape for name, shape in contents.shapes().items()}
-        content = make_config(content, meta, shapes)
+    elif is_verl:
+        content = make_config(told, meta, shapes)
         copied = (*copied, write_file(storage, folder, ADAPTER_CONFIG, content))
     else:
         raise CheckpointError(
@@ -389,12 +394,23 @@ def _adapter_config(
             f"scaling of the adapter's weights. Write this file into {actor / LORA_ADAPTER} with "
             "PeftConfig.save_pretrained"
         )
-    config = read_config(content, f"the {ADAPTER_CONFIG} of {actor}")
+    where = f"the {ADAPTER_CONFIG} of {actor}"
+    config = read_config(content, where)
     if adapter is not None and adapter.is_lora and config.peft_type != "LORA":
         raise CheckpointError(
-            f"the {ADAPTER_CONFIG} of {actor} is for an adapter of type "
-            f"{shown(config.peft_type)}, but the shards hold a LoRA adapter. Save the config and "
-            "the shards from the same model"
+            f"{where} is for an adapter of type {shown(config.peft_type)}, but the shards hold a "
+            "LoRA adapter. Save the config and the shards from the same model"
+        )
+    wrong = config.peft_type == "LORA" and config.wrong_rank({n: s for n, s in shapes.items() if n})
+    if wrong:
+        raise CheckpointError(
+            f"{where} has another rank than {shown(wrong)}: one of them is of an older save. Save "
+            "the config and the weights from the same model"
+        )
+    if told and config.lora_alpha != (alpha_in(told) or config.lora_alpha):
+        raise CheckpointError(
+            f"{where} has another lora_alpha than {meta}: one of them is of an older save. Remove "
+            "that file"
         )
     return config, copied
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final
 
 import pydantic
@@ -32,6 +33,13 @@ class _Trained(Part):
     r: pydantic.PositiveInt
     lora_alpha: pydantic.PositiveInt
     task_type: str
+
+
+def alpha_in(content: bytes) -> int | None:
+    """The ``lora_alpha`` in ``lora_train_meta.json``; None if verl has not written that file."""
+    with suppress(pydantic.ValidationError):
+        return _Trained.model_validate_json(content, strict=True).lora_alpha
+    return None
 
 
 def make_config(content: bytes, where: object, shapes: Mapping[str | None, Shape]) -> bytes:

@@ -1,5 +1,6 @@
 """Of several writers' files in a step folder the one counts that belongs to the weights."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -159,8 +160,30 @@ def test_two_different_adapters_are_refused_by_name(tmp_path: Path, form: str, o
     actor = actor_in(tmp_path)
     OTHERS[other]().save_pretrained(actor / "lora_adapter")
     FORMS[form](peft(METHODS["LoRA"]).state_dict(), actor)
-    with pytest.raises(CheckpointError, match=r"(?s)lora_adapter.*Remove what an older save"):
+    with pytest.raises(CheckpointError, match=r"(?s)adapter.*an older save"):
         merged(actor)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("r", 4), ("r", 1), ("lora_alpha", 7), ("peft_type", "IA3")]
+)
+@pytest.mark.parametrize("home", ["lora_adapter", "huggingface"])
+def test_an_adapters_config_of_another_save_is_refused(
+    tmp_path: Path, home: str, key: str, value: object
+) -> None:
+    """Beside what verl 0.9 has written."""
+    actor, config = actor_in(tmp_path), METHODS["LoRA"]
+    shards(peft(config).state_dict(), actor)
+    told = {"r": 2, "lora_alpha": 6, "task_type": "CAUSAL_LM"}
+    (actor / "lora_train_meta.json").write_text(json.dumps(told))
+    config.save_pretrained(actor / home)
+    path = actor / home / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(CheckpointError, match=r"another (rank|lora_alpha)|of type IA3"):
+        merged(actor)
+    path.unlink()
+    shutil.rmtree(tmp_path / "out")
+    assert merged(actor)[0].kind == "adapter"
 
 
 @pytest.mark.parametrize("one", list(FORMS)[:4])
