@@ -156,9 +156,7 @@ def save(
     """Write a step as the ranks of a mesh do, whose dimensions have these names and sizes."""
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     ranks = math.prod(axes.values())
-
-    def write_config(folder: Path) -> None:
-        (folder / MODEL_CONFIG).write_text(json.dumps(config))
+    files = {MODEL_CONFIG: json.dumps(config).encode()}
 
     for rank in reversed(range(ranks)):  # rank 0 last: it waits for the others' receipts
         dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
@@ -166,8 +164,7 @@ def save(
             mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
             state = {name: _dtensor(name, whole, mesh) for name, whole in tensors()}
             writer = RankWriter(Job(Storage(durable=False), layout), rank, ranks, save_timeout=10)
-            files = (write_config,) if rank == 0 else ()
-            contents = RankContents(state, model_files=files, fsdp_version=2)
+            contents = RankContents(state, model_files=lambda: files, fsdp_version=2)
             writer.save(SaveId("benchmark", step, 0), contents, lambda _: announced())
         finally:
             dist.destroy_process_group()

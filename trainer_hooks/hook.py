@@ -75,8 +75,8 @@ class TrainerHook(ClosingSaver):
         NoRoomError: the disk of the job directory is full.
         SaveFailedError: a rank did not make its hook within the ``save_timeout``.
         NameTakenError: another trainer works in this job. The check may take one lease time.
-        InvalidSettingsError: the method is not supported, settings contradict each other, or an
-            argument is not of its type.
+        InvalidSettingsError: the method is not supported, settings contradict each other, an
+            argument is not of its type, or the config or the tokenizer cannot be written.
     """
 
     def __init__(
@@ -118,7 +118,6 @@ class TrainerHook(ClosingSaver):
             timeout=settings.sync_timeout + saver.patience + broadcast + _TORCH_TIMEOUT,
             save_timeout=settings.save_timeout,
         )
-        saver.open_together(ranks)
         vocabulary = None
         if adapters_of(model):
             vocabulary = ranks.of_first(lambda: base_vocabulary(unwrapped(model)))
@@ -137,6 +136,7 @@ class TrainerHook(ClosingSaver):
             base_vocabulary=vocabulary,
         )
         self._trained.prove(ranks)
+        saver.open_together(ranks)
         # Of all ranks, also without deltas, because the settings of a rank may differ.
         reasons = ranks.gathered(self._trained.why_no_links(settings, saving.layout))
         why = next(filter(None, reasons), None)

@@ -38,7 +38,8 @@ from trainer_hooks.saver import ClosingSaver, Saver
 from trainer_hooks.saves import Save
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.host_part import HostPart
-from trainer_hooks.state.model_files import FileWriters, Pretrained, files_of
+from trainer_hooks.state.model_files import Pretrained, files_of
+from trainer_hooks.state.small_files import SmallFiles
 from trainer_hooks.writing.rank_files import RankContents, RankFiles
 from trainer_hooks.writing.writer import RankWriter
 
@@ -83,7 +84,7 @@ class WeightStream(ClosingSaver):
         JobUnavailableError: the job directory is missing or not writable.
         NoRoomError: the disk of the job directory is full.
         NameTakenError: another trainer works in this job. The check may take one lease time.
-        InvalidSettingsError: an argument is invalid.
+        InvalidSettingsError: an argument is invalid, or ``model_files`` cannot be written.
     """
 
     def __init__(
@@ -104,10 +105,9 @@ class WeightStream(ClosingSaver):
             )
         if not 0 <= rank < world_size:
             raise InvalidSettingsError(f"rank {rank} is not one of {world_size} writers")
-        self._model_files: FileWriters = ()
-        if rank == 0:  # after the model's own: the tensors have the hub's names already
-            own = () if model_files is None else files_of(model_files)
-            self._model_files = (*own, _no_renaming)
+        self._small_files = SmallFiles()
+        self._model_files = files_of(model_files if rank == 0 else None)
+        self._small_files.files(self._model_files)
         self._saver = Saver(
             job_dir,
             rank,
@@ -223,7 +223,14 @@ class WeightStream(ClosingSaver):
                 save.link_to(last)
             self._synced, self._last = save, save.id
             contents = self._as_link(save, contents)._replace(
-                model_files=self._model_files, confirm=partial(self._compare, save)
+                # The tensors have the hub's names already; and they are not others than before.
+                model_files=partial(
+                    self._small_files.files,
+                    self._model_files,
+                    None,
+                    {NAME_MAP: encode(NameMapRecord())},
+                ),
+                confirm=partial(self._compare, save),
             )
             saver.write(save, contents)
             if save.is_announced:
@@ -396,10 +403,6 @@ def _unless_passing(read: Callable[[], T]) -> T | None:
 
 def _not_announced(step: int) -> SaveFailedError:
     return SaveFailedError(f"rank 0 has not announced step {step}. See the log of rank 0")
-
-
-def _no_renaming(folder: Path) -> None:
-    (folder / NAME_MAP).write_bytes(encode(NameMapRecord()))
 
 
 def _described(tensor: tuple[str, tuple[int, ...]]) -> str:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -34,11 +35,12 @@ from trainer_hooks.state.host_buffers import HostBuffers, host_copy
 from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.hub_names import HubNames
 from trainer_hooks.state.lora import PeftState, base_name
-from trainer_hooks.state.model_files import FileWriters
 from trainer_hooks.state.pieces import why_no_pieces
 from trainer_hooks.state.plain_model import on_meta
+from trainer_hooks.state.small_files import Files, SmallFiles, Writer, files_by
 from trainer_hooks.state.state_dict import (
     changes,
+    described,
     fsdp_version,
     refuse_quantized,
     sharded_state_dict,
@@ -59,26 +61,27 @@ log = logging.getLogger(__name__)
 class Trained:
     """The trained objects that a save contains, and the choices how to save them.
 
-    For the fields see ``TrainerHook``, ``SaveSettings`` (``lora``, ``sync_dtype``), ``PeftState``
-    (``base_vocabulary``) and ``RankContents`` (``model_files``). ``averages`` are the buffers of
-    averages around the model, which only resuming needs.
+    For the fields see ``TrainerHook``, ``SaveSettings`` (``lora``, ``sync_dtype``) and
+    ``PeftState`` (``base_vocabulary``). ``model_files`` makes the writer of a save's small files.
+    ``averages`` are the buffers of averages around the model, which only resuming needs.
     """
 
     model: nn.Module
     rank: int
+    model_files: Callable[[], Writer]
     optimizer: Stateful | None = None
     scheduler: Stateful | None = None
     critic: nn.Module | None = None
     critic_optimizer: Stateful | None = None
     user_state: Callable[[], Mapping[str, Any]] | None = None
     averages: Mapping[str, Tensor] | None = None
-    model_files: Callable[[], FileWriters] = tuple
     lora: SaveLora = SaveLora.AUTO
     sync_dtype: SyncDtype | None = None
     base_vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         self._said_merged = False
+        self._small_files = SmallFiles()
         self._hub_names = HubNames(self.model)
         self._tied: Ties = False
         self._ties = KnownTies()
@@ -88,7 +91,14 @@ class Trained:
         self._wholes: deque[HostPart] = deque(maxlen=2)
 
     def prove(self, ranks: Ranks) -> None:
-        """Find names under which the model loads, before the first save if possible. Collective."""
+        """Write the small files once, for their errors, and find names under which the model loads.
+
+        Names are found before the first save if possible. Collective.
+
+        Raises:
+            InvalidSettingsError: the config or the tokenizer cannot be written.
+        """
+        ranks.together(lambda: self.rank or self._small_files.files(self.model_files()))
         own: dict[str, Tensor] = {}
         if fsdp_version(self.model) != 1 and not adapters_of(self.model):
             # On meta or lazy, it is filled before the first save; and any model's code may run.
@@ -109,7 +119,8 @@ class Trained:
         for stage in stages[1:]:
             self._hub_names.of_stages |= {name: stage[name] for name in stage.keys() - own.keys()}
         if own:
-            self._hub_names.writers(own)
+            self._hub_names.files(own)
+            self._small_files.tensors = self._hub_names.key
 
     def close(self) -> None:
         """End a proof that is under way. Safe to call twice."""
@@ -178,19 +189,22 @@ class Trained:
             elif is_link and buffers is not None:
                 trained = buffers.copy(state) if model is None else model
                 rest |= {"trained": trained, "trained_name": master_name}
-        model_files = self.model_files() if self.rank == 0 else ()
+        names: Files = {}
         if self.rank == 0 and not (completes or is_adapter):
-            names = (state,) if peft is None else (peft.merged()[0], peft.base_model)
-            model_files += self._hub_names.writers(*names)
+            named = (state,) if peft is None else (peft.merged()[0], peft.base_model)
+            names = self._hub_names.files(*named)
+        tensors = self._hub_names.key if peft is None else described(state)
         writes_config = is_adapter and self.rank == 0
         return RankContents(
             model=model,
-            model_files=model_files,
+            model_files=partial(self._small_files.files, self.model_files(), tensors, names),
             fsdp_version=fsdp_version(self.model),
             is_full=is_full,
             whole=whole,
             whole_name=whole_name,
-            adapter_files=(peft.config_writer(),) if peft and writes_config else (),
+            adapter_files=partial(files_by, peft.config_writer())
+            if peft and writes_config
+            else dict,
             hugging_face=in_hugging_face,
             links_hugging_face=hugging_face and is_shared and self.rank == 0,
             sync_dtype=None if cast is None else self.sync_dtype,

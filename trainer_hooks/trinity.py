@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +33,8 @@ from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.gather import full_tensor
 from trainer_hooks.state.host_buffers import HostBuffers
 from trainer_hooks.state.hub_names import HubNames
-from trainer_hooks.state.model_files import FileWriters, Pretrained, model_files
+from trainer_hooks.state.model_files import Pretrained, model_files
+from trainer_hooks.state.small_files import Files, SmallFiles
 from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
 from trainer_hooks.writing.rank_files import RankContents
 from trainer_hooks.writing.writer import RankWriter
@@ -87,7 +89,7 @@ def fsdp_save_state_dict(
     checkpoints = getattr(engine, "checkpoint_manager", None)
     tokenizer = getattr(checkpoints, "processing_class", None)
     files = model_files(engine.module, tokenizer)()
-    coordinator.save_model(engine.module, global_step, model_files=files)
+    coordinator.save_model(engine.module, global_step, model_files=(files,))
     logger.info("the state dict of step %d is being written to %s", global_step, local_path)
 
 
@@ -287,12 +289,22 @@ class CheckpointCoordinator(ClosingSaver):
         self._check_open()
         saver = self._saver
 
+        def write_all(folder: Path) -> Iterator[object]:
+            for write in model_files:
+                made = write(folder)
+                if isinstance(made, Iterator):
+                    yield from made
+
         def copied(buffers: HostBuffers | None, _: ExitStack) -> RankContents:
-            files, state = model_files, sharded_state_dict(model)
+            state = sharded_state_dict(model)
+            files: Callable[[], Files] = dict
             if saver.rank == 0:
                 if self._hub_names is None or self._hub_names.model is not model:
-                    self._hub_names = HubNames(model)
-                files += self._hub_names.writers(state)
+                    self._hub_names, self._small_files = HubNames(model), SmallFiles()
+                names = self._hub_names.files(state)
+                files = partial(dict, names)
+                if model_files:
+                    files = partial(self._small_files.files, write_all, self._hub_names.key, names)
             return RankContents(
                 model=None if buffers is None else buffers.copy(state),
                 model_files=files,
@@ -339,6 +351,7 @@ class StateDictWriter:
 
     Raises:
         JobUnavailableError: ``job_dir`` is missing or not writable.
+        InvalidSettingsError: the config or the tokenizer cannot be written.
     """
 
     def __init__(
@@ -353,10 +366,12 @@ class StateDictWriter:
         job = Job.at(Path(job_dir).absolute(), storage)
         job.open()
         self._writer = RankWriter(job, 0, 1, save_timeout=save_timeout)
-        self._files: Callable[[], FileWriters] = tuple
-        if model is not None:
-            self._files = model_files(model, tokenizer)
-        self._hub_names = None if model is None else HubNames(model)
+        if model is None:
+            model, tokenizer = nn.Module(), None
+        self._files = model_files(model, tokenizer)
+        self._small_files = SmallFiles()
+        self._small_files.files(self._files())
+        self._hub_names = HubNames(model)
         self._run_id = secrets.token_hex(6)
         self._counter = 0
 
@@ -371,9 +386,8 @@ class StateDictWriter:
         """
         self._counter += 1
         save_id = SaveId(self._run_id, step, self._counter)
-        files = self._files()
-        if self._hub_names is not None:
-            files += self._hub_names.writers(state_dict)
+        names = self._hub_names.files(state_dict)
+        files = partial(self._small_files.files, self._files(), self._hub_names.key, names)
         self._writer.save(save_id, RankContents(model=dict(state_dict), model_files=files))
 
 

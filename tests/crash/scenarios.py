@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -114,10 +113,10 @@ def ranks_save(
             base=f"{run}-{step - 1}-0" if link else None,
             pieces=partial(_pieces, model, rank) if link else None,
             sync_dtype="bf16" if cast else None,
-            adapter_files=(_adapter_config,) if adapter and rank == 0 else (),
+            adapter_files=_adapter_config if adapter and rank == 0 else dict,
             optimizer={"state": torch.zeros(2)} if full else None,
             extra={"rng": torch.zeros(2)} if full else None,
-            model_files=(lambda folder: (folder / "config.json").write_text("{}"),),
+            model_files=lambda: {"config.json": b"{}"},
             fsdp_version=2,
             is_full=full,
             completes=completes,
@@ -136,8 +135,8 @@ def _adapter(step: int) -> list[tuple[str, torch.Tensor]]:
     return [(half(name), torch.full((2, 2), float(step))) for name in "AB"]
 
 
-def _adapter_config(folder: Path) -> None:
-    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+def _adapter_config() -> dict[str, bytes]:
+    return {"adapter_config.json": b'{"peft_type": "LORA"}'}
 
 
 @cache

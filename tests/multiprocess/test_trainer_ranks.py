@@ -270,6 +270,14 @@ def test_a_hook_on_one_rank_alone_names_the_other_and_gives_up(job: Path) -> Non
         assert ranks.all("open", {}) == [[], []]
 
 
+def test_files_that_rank_0_cannot_write_are_refused_on_all_ranks(job: Path) -> None:
+    with started(Rank, job, 2) as ranks:
+        first, second = ranks.all("open_broken")
+        assert first.startswith("model.config cannot be written: SystemExit")
+        assert second == f"rank 0: {first}"
+        assert ranks.all("open", {}) == [[], []]
+
+
 def test_ranks_with_unlike_job_directories_are_warned_when_the_hook_is_made(
     job: Path, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from syncd.protocol.errors import SaveFailedError
+from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
 from tests.hooks import DEADLINE, over
 from tests.multiprocess.peers import Told
 from tests.process_groups import join
@@ -85,6 +85,15 @@ class Rank(Told):
         ):
             self.open({"save_timeout": 3})
         return [*logged, str(refused.value)]
+
+    def open_broken(self) -> str:
+        """Make a hook whose config ends the process; returns the error."""
+        config = mock.Mock(spec=["save_pretrained"], **{"save_pretrained.side_effect": SystemExit})
+        self._model.config = config
+        with pytest.raises(InvalidSettingsError) as refused:
+            self.open({})
+        del self._model.config
+        return str(refused.value)
 
     def step(self, step: int, spoils: str | None = None) -> dict[str, float]:
         self._become(step, spoils)

@@ -406,7 +406,7 @@ def sender_fails_alone(job: Job) -> None:
     """An error of rank 0 before the model is gathered is told by all ranks."""
     job.engine.engine_kwargs["syncd"]["model_files"] = str(job.folder / "nowhere")
     job.begin()
-    failure(lambda: job.update(1), SaveFailedError, "nowhere is not a folder")
+    failure(lambda: job.update(1), SaveFailedError, "nowhere cannot be written: FileNotFoundError")
 
 
 def main() -> None:

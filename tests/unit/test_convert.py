@@ -52,7 +52,7 @@ def full(
         model=model,
         optimizer={"state": torch.zeros(2)},
         extra={"rng": torch.zeros(2)},
-        model_files=(lambda folder: (folder / "config.json").write_text("{}"),) if config else (),
+        model_files=lambda: {"config.json": b"{}"} if config else {},
         fsdp_version=2,
         is_full=True,
     )

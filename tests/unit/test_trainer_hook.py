@@ -177,22 +177,6 @@ def test_a_refused_write_is_raised_by_the_next_call_with_its_step(
     assert job.pointed == "6\n"
 
 
-@pytest.mark.parametrize("kind", [ValueError, SystemExit])
-def test_an_error_that_is_not_of_storage_is_raised_with_its_step_too(
-    start: Start, kind: type[BaseException]
-) -> None:
-    class Broken:
-        def save_pretrained(self, save_directory: str) -> None:
-            raise kind(f"no tokenizer for {save_directory[:1]}")
-
-    hook = start(tokenizer=Broken())
-    hook.after_step(4)
-    over(hook)
-    with pytest.raises(SaveFailedError, match="step 4 failed: no tokenizer for /"):
-        hook.close()
-    hook.close()
-
-
 def test_a_failure_is_raised_by_a_call_that_is_not_due_as_well(
     start: Start, storage: RuledStorage
 ) -> None:

@@ -65,10 +65,10 @@ def _made_in_fp32(model: Any, dtype: torch.dtype) -> Collection[str]:
     if not hasattr(model, "_get_dtype_plan"):
         return ()  # earlier releases would make the parts of a model in their configs' dtypes
     kind: Any = own_class(model)
-    config = copy.deepcopy(model.config)
-    config._attn_implementation = "eager"  # noqa: SLF001 - others may need a package, or a kernel
     state: dict[str, Any] = {}
     with suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("meta"):
         # Any model's code may run, and fail; then its lists alone are known.
+        config = copy.deepcopy(model.config)
+        config._attn_implementation = "eager"  # noqa: SLF001 - others may need a package, or a kernel
         state = kind._from_config(config, dtype=dtype).state_dict()  # noqa: SLF001 - likewise
     return {name for name, value in state.items() if value.dtype == torch.float32}

@@ -27,9 +27,10 @@ from syncd.protocol.errors import RecordError
 from syncd.protocol.names import NAME_MAP
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 from trainer_hooks.state.load_proof import LoadFault, prove
-from trainer_hooks.state.model_files import FileWriters, published_config
+from trainer_hooks.state.model_files import published_config
 from trainer_hooks.state.plain_model import on_meta, own_class, plain_model
-from trainer_hooks.state.state_dict import shape_of, tensors_of
+from trainer_hooks.state.small_files import Files
+from trainer_hooks.state.state_dict import described, tensors_of
 from trainer_hooks.state.wrappers import is_pretrained, unwrapped
 
 log = logging.getLogger(__name__)
@@ -48,32 +49,31 @@ class HubNames:
         self.model = model
         #: The tensors of pipeline stages on other ranks, on ``meta``.
         self.of_stages: dict[str, Tensor] = {}
-        self._key: object = None
-        self._writers: FileWriters = ()
+        #: The names, shapes and dtypes of the last state.
+        self.key: object = None
+        self._files: Files = {}
         self._choices = self._choose({}, None)
 
-    def writers(self, state: Mapping[str, Any], base: nn.Module | None = None) -> FileWriters:
-        """A function that writes ``name_map.json``, in a tuple; empty if no map is needed.
+    def files(self, state: Mapping[str, Any], base: nn.Module | None = None) -> Files:
+        """``name_map.json``; empty if no map is needed.
 
         If ``state`` is the merged state of a PEFT model, ``base`` is its base model without
         wrappers.
         """
         tensors = tensors_of(state)
-        key = tuple((name, tuple(shape_of(value))) for name, value in tensors.items())
-        if self._key != key:
+        key = described(tensors)
+        if self.key != key:
             self.close()
-            self._key, self._writers = key, ()
+            self.key, self._files = key, {}
             self._choices = self._choose({**self.of_stages, **on_meta(tensors)}, base)
-        self._writers = next(self._choices, self._writers)
-        return self._writers
+        self._files = next(self._choices, self._files)
+        return self._files
 
     def close(self) -> None:
         """End a proof that is under way. Safe to call twice."""
         self._choices.close()
 
-    def _choose(
-        self, tensors: Mapping[str, Tensor], base: nn.Module | None
-    ) -> Generator[FileWriters]:
+    def _choose(self, tensors: Mapping[str, Tensor], base: nn.Module | None) -> Generator[Files]:
         """Yield the map to publish: again and again while a proof is under way."""
         inner = unwrapped(self.model if base is None else base)
         if not is_pretrained(inner):
@@ -96,12 +96,12 @@ class HubNames:
             if names is not None and names.refused is not None:
                 refused = refused or names.refused
                 continue
-            fault, writers = LoadFault(), self._written(names)
+            fault, files = LoadFault(), self._files_of(names)
             try:
                 config = published_config(self.model)
                 for answer in prove(kind, config, hub_shapes(names, shapes)):
                     if answer is None:
-                        yield writers
+                        yield files
                     else:
                         fault = answer
             except Exception as error:  # noqa: BLE001 - any model's own code may run
@@ -110,20 +110,22 @@ class HubNames:
             if shapes.keys() >= set(fault.unknown):
                 if fault.reason:
                     log.warning("no version will load as it was trained: %s", fault.reason)
-                yield writers
+                yield files
                 return
             refused = fault.reason
         log.warning("the model is published with the trainer's tensor names only: %s", refused)
-        yield self._written(_refused(refused))
+        yield self._files_of(_refused(refused))
 
-    def _written(self, names: NameMap | None) -> FileWriters:
+    def _files_of(self, names: NameMap | None) -> Files:
         """Nothing if readers would assume the same names without the file."""
         config = getattr(unwrapped(self.model), "config", None)
-        known = config is not None and name_map.has_table(config.to_dict())
+        try:
+            known = config is not None and name_map.has_table(config.to_dict())
+        except Exception:  # noqa: BLE001 - a config may have been changed to anything; the map is true in any case
+            known = True
         if names is None or not (names or names.refused or known):
-            return ()
-        content = names.encode()
-        return ((lambda folder: (folder / NAME_MAP).write_bytes(content)),)
+            return {}
+        return {NAME_MAP: names.encode()}
 
 
 def hub_shapes(names: NameMap | None, shapes: Mapping[str, Shape]) -> dict[str, Shape]:

@@ -8,8 +8,7 @@ import logging
 import os
 import shutil
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -19,9 +18,9 @@ import torch
 from torch import nn
 
 from syncd.checkpoint.description import code_files, is_quantized
-from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import MANIFEST, is_weights_name
 from trainer_hooks.state.plain_model import own_class
+from trainer_hooks.state.small_files import Writer
 from trainer_hooks.state.state_dict import dtype_name
 from trainer_hooks.state.wrappers import is_pretrained, part_described, unwrapped
 
@@ -29,8 +28,6 @@ log = logging.getLogger(__name__)
 
 #: The dtype of the first floating parameter, and True if tensors are quantized.
 _Held = tuple[torch.dtype | None, bool]
-#: Functions that write small files into a given folder.
-FileWriters = tuple[Callable[[Path], object], ...]
 GENERATION_CONFIG: Final = "generation_config.json"
 
 
@@ -41,28 +38,21 @@ class Pretrained(Protocol):
         """Write its files into a folder."""
 
 
-def model_files(model: nn.Module, tokenizer: Pretrained | None) -> Callable[[], FileWriters]:
+def model_files(model: nn.Module, tokenizer: Pretrained | None) -> Callable[[], Writer]:
     """Makes the writer of a save's configs and tokenizer, with their code.
 
     Call the result for each save in the training's thread, after the state dict was taken: during
     a forward pass FSDP shows other dtypes. The writer may run in any thread.
     """
     owner = config_owner(model)
-    return lambda: (partial(_write_all, owner, _held(owner), tokenizer),)
+    return lambda: partial(_write_all, owner, _held(owner), tokenizer)
 
 
-def files_of(source: str | Path | Pretrained) -> FileWriters:
-    """Functions that write the small files of a folder, a config or a tokenizer into a folder.
-
-    Raises:
-        InvalidSettingsError: the folder does not exist, or has a link that leads nowhere.
-    """
-    if not isinstance(source, str | Path):
-        return partial(_write, source), partial(_add_code, (source,))
-    if not Path(source).is_dir():
-        raise InvalidSettingsError(f"model_files: {source} is not a folder")
-    deque(_small_files(Path(source)), 0)  # for its errors
-    return (partial(_copy_small_files, Path(source)),)
+def files_of(source: str | Path | Pretrained | None) -> Writer:
+    """The writer of the small files of a folder, a config or a tokenizer."""
+    if isinstance(source, str | Path):
+        return partial(_copy_small_files, Path(source))
+    return partial(_write_parts, {"model_files": source}, ())
 
 
 def published_config(model: nn.Module) -> Any | None:
@@ -122,7 +112,8 @@ def config_owner(model: nn.Module) -> nn.Module:
     return next(filter(is_pretrained, alike), outer)
 
 
-def _copy_small_files(source: Path, folder: Path) -> None:
+def _copy_small_files(source: Path, folder: Path) -> Iterator[object]:
+    yield source
     for path in _small_files(source):
         target = folder / path.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -140,24 +131,39 @@ def _small_files(folder: Path, *above: Path) -> Iterator[Path]:
         elif path.is_file():
             yield path
         else:
-            raise InvalidSettingsError(
-                f"model_files: {path} is not a file or folder, or leads nowhere. Remove it, or put "
-                "the file there"
+            raise FileNotFoundError(
+                f"{path} is not a file or folder, or leads nowhere. Remove it, or put the file "
+                "there"
             )
 
 
-def _write_all(owner: nn.Module, held: _Held, tokenizer: Pretrained | None, folder: Path) -> None:
+def _write_all(
+    owner: nn.Module, held: _Held, tokenizer: Pretrained | None, folder: Path
+) -> Iterator[str]:
+    yield "model.config"
     config = _published(owner, held)
+    yield "model.generation_config"
     generation = copy.deepcopy(getattr(owner, "generation_config", None))
     # transformers 5 refuses a config.json with these.
     for name, value in getattr(config, "_get_generation_parameters", dict)().items():
         delattr(config, name)
         if generation is not None and getattr(generation, name, None) is None:
             setattr(generation, name, value)
-    parts = [part for part in (config, generation, tokenizer) if hasattr(part, "save_pretrained")]
-    for part in parts:
-        _write(part, folder)
-    _add_code((owner, *parts), folder)
+    parts = {
+        "model.config": config,
+        "model.generation_config": generation,
+        "tokenizer": tokenizer,
+    }
+    yield from _write_parts(parts, (owner,), folder)
+
+
+def _write_parts(parts: Mapping[str, Any], homes: Iterable[Any], folder: Path) -> Iterator[str]:
+    for name, part in parts.items():
+        yield name
+        if hasattr(part, "save_pretrained"):
+            _write(part, folder)
+    yield "the model's code"
+    _add_code((*homes, *parts.values()), folder)
 
 
 def _write(part: Any, folder: Path) -> None:
@@ -199,9 +205,9 @@ def _add_code(parts: Iterable[Any], folder: Path) -> None:
                     shutil.copyfile(needed, folder / needed.name)
             except FileNotFoundError as error:
                 _warn(
-                    f"each version lacks {error.filename}, which its {config.name} names in "
-                    "auto_map, so it loads only where this file is. Keep the model's code beside "
-                    "the model, and load both from there"
+                    f"{error.filename} is missing, which {config.name} names in auto_map. A "
+                    "version without it loads only where this file is: keep the model's code "
+                    "beside the model, and load both from there"
                 )
 
 

@@ -69,6 +69,11 @@ def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
+def described(state: Mapping[str, Any]) -> object:
+    """The names, whole shapes and dtypes of the weights, to be compared."""
+    return tuple((name, shape_of(one), one.dtype) for name, one in tensors_of(state).items())
+
+
 def shape_of(value: Tensor) -> torch.Size:
     """The shape of the whole tensor."""
     return value.metadata().size if isinstance(value, ShardedTensor) else value.shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from syncd.checkpoint.merging.plan import Ties, is_output_embedding
@@ -31,7 +32,8 @@ class KnownTies:
         says = id(config), getattr(config, "tie_word_embeddings", None)
         key = says, tuple(state), len(set(map(id, state.values())))
         if key != self._key:
-            self._key, self._ties = key, ties_of(model, state, is_staged=self.is_staged)
+            with suppress(Exception):  # a config may have become anything: the ties stay
+                self._key, self._ties = key, ties_of(model, state, is_staged=self.is_staged)
         return self._ties
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -28,7 +27,7 @@ from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Draft, Storage
 from syncd.storage.job import Job
 from trainer_hooks.state.host_part import HostPart
-from trainer_hooks.state.model_files import FileWriters
+from trainer_hooks.state.small_files import Files
 
 #: For tensors this large, padding to pages (half a page on average) adds less than 1 %.
 _LARGE: Final = 256 * 1024
@@ -86,26 +85,21 @@ def write_small(storage: Storage, path: Path, content: bytes) -> None:
         storage.replace(path, content)
 
 
-def write_model_files(storage: Storage, folder: Path, writers: FileWriters) -> list[ReceiptFile]:
-    """Write config and tokenizer, first into a scratch folder, because libraries write in place."""
-    files: list[ReceiptFile] = []
-    with tempfile.TemporaryDirectory(prefix="syncd-") as scratch:
-        for write in writers:
-            write(Path(scratch))
-        for source in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
-            content = source.read_bytes()
-            name = source.relative_to(scratch).as_posix()
-            storage.make_folder((folder / name).parent, below=folder.parent)
-            write_small(storage, folder / name, content)
-            files.append(
-                ReceiptFile(
-                    name=f"{folder.name}/{name}",
-                    size=len(content),
-                    digest=xxhash.xxh3_128_hexdigest(content),
-                    over="content",
-                )
+def write_files(storage: Storage, folder: Path, files: Files) -> list[ReceiptFile]:
+    """Write config, tokenizer and so on; return their receipt entries."""
+    entries: list[ReceiptFile] = []
+    for name, content in sorted(files.items()):
+        storage.make_folder((folder / name).parent, below=folder.parent)
+        write_small(storage, folder / name, content)
+        entries.append(
+            ReceiptFile(
+                name=f"{folder.name}/{name}",
+                size=len(content),
+                digest=xxhash.xxh3_128_hexdigest(content),
+                over="content",
             )
-    return files
+        )
+    return entries
 
 
 def make_mark(storage: Storage, path: Path) -> None:

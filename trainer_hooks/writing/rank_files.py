@@ -43,12 +43,12 @@ from syncd.storage.errnos import GONE, Ignoring
 from syncd.storage.fsio import Draft
 from syncd.storage.job import Job, make_step_folder
 from trainer_hooks.state.host_part import HostPart
-from trainer_hooks.state.model_files import FileWriters
+from trainer_hooks.state.small_files import Files
 from trainer_hooks.writing.parts import (
     link_or_copy,
     make_mark,
     shard_written_by,
-    write_model_files,
+    write_files,
     write_part,
     write_small,
     write_tensors,
@@ -61,7 +61,7 @@ class RankContents(NamedTuple):
     """Everything that one rank writes in one save. Its tensors, on the host, must not change.
 
     Only rank 0 has ``hugging_face`` and ``adapter_files``, and calls ``model_files``: functions
-    that write small files into a given folder.
+    that make small files.
 
     Attributes:
         model: the rank's part of the state dict; None if the rank writes no shard.
@@ -90,13 +90,13 @@ class RankContents(NamedTuple):
     model: Mapping[str, Any] | None = None
     optimizer: Mapping[str, Any] | None = None
     extra: Mapping[str, Any] | None = None
-    model_files: FileWriters = ()
+    model_files: Callable[[], Files] = dict
     fsdp_version: int | None = None
     is_full: bool = False
     whole: HostPart | None = None
     whole_name: str = FULL_STATE_DICT
     confirm: Callable[[], object] = lambda: None
-    adapter_files: FileWriters = ()
+    adapter_files: Callable[[], Files] = dict
     trained: Mapping[str, Any] | None = None
     trained_name: Callable[[int, int], str] = shard_name
     critic: Mapping[str, Any] | None = None
@@ -208,10 +208,7 @@ class RankFiles:
     def write_weights(self, contents: RankContents, nonfinite: NonFinite) -> list[ReceiptFile]:
         """Write this rank's part of the weights."""
         shard = self.actor / self.name(shard_name)
-        files: list[ReceiptFile] = []
-        if contents.adapter_files:
-            adapter = self.actor / LORA_ADAPTER
-            files += write_model_files(self.storage, adapter, contents.adapter_files)
+        files = write_files(self.storage, self.actor / LORA_ADAPTER, contents.adapter_files())
         if contents.pieces is not None:
             found: list[str] = []
             link = self._write_link(contents.pieces(found))
@@ -250,7 +247,7 @@ class RankFiles:
         if contents.fsdp_version is not None:
             config["FSDP_version"] = contents.fsdp_version
         write_small(self.storage, self.actor / FSDP_CONFIG, json.dumps(config).encode())
-        return write_model_files(self.storage, self.actor / HUGGINGFACE, contents.model_files)
+        return write_files(self.storage, self.actor / HUGGINGFACE, contents.model_files())
 
     def vouch(self, name: str, files: list[ReceiptFile]) -> None:
         """Write a receipt of durable files. After an OSError, other ranks may see it."""
