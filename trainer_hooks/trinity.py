@@ -236,7 +236,6 @@ class CheckpointCoordinator(ClosingSaver):
         )
         saver.open_together(LedRanks(timeout=saver.patience, save_timeout=settings.save_timeout))
         self._hub_names: HubNames | None = None
-        self._small_files = SmallFiles()
         self._closed = False
 
     def save_async(
@@ -301,7 +300,7 @@ class CheckpointCoordinator(ClosingSaver):
             files: Callable[[], Files] = dict
             if saver.rank == 0:
                 if self._hub_names is None or self._hub_names.model is not model:
-                    self._hub_names = HubNames(model)
+                    self._hub_names, self._small_files = HubNames(model), SmallFiles()
                 names = self._hub_names.files(state)
                 files = partial(dict, names)
                 if model_files:
