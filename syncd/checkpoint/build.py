@@ -28,7 +28,7 @@ from syncd.checkpoint.model_folder import (
     write_name_map,
 )
 from syncd.checkpoint.name_map import NAME_MAP_LIMIT, NameMap, map_by_type
-from syncd.checkpoint.open_save import SaveContents, look_inside, open_save
+from syncd.checkpoint.open_save import open_save
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.sandbox.isolated import IsolatedParser
 from syncd.checkpoint.save import (
@@ -40,6 +40,7 @@ from syncd.checkpoint.save import (
     WholeSave,
     confirm_unchanged,
 )
+from syncd.checkpoint.save_contents import SaveContents, look_inside
 from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.tensor_rules import (
     Cast,

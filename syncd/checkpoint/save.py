@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import stat
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +19,12 @@ import pydantic
 import xxhash
 
 from syncd.checkpoint.tensor_rules import shown
+from syncd.checkpoint.weight_sets import weight_sets
 from syncd.protocol.errors import RecordError, SaveNotReadyError
 from syncd.protocol.names import (
     ADAPTER_PICKLE,
     ADAPTER_WEIGHTS,
     DCP_METADATA,
-    DCP_SUFFIX,
-    DCP_UNFINISHED,
     FSDP_CONFIG,
     FULL_STATE_DICT,
     HUGGINGFACE,
@@ -36,14 +35,11 @@ from syncd.protocol.names import (
     MODEL_FOLDERS,
     RECEIPTS,
     TEMPORARY,
-    distcp_order,
     is_dcp_file,
-    is_rank_metadata,
     is_weights_name,
     link_name,
     parse_master_name,
     parse_part_name,
-    parse_shard_name,
     part_name,
     receipt_name,
     shard_name,
@@ -65,6 +61,7 @@ LOOKED_FOR: Final = (
     f"model_world_size_N_rank_R.pt, {FULL_STATE_DICT}, model-N-of-M.safetensors, {DCP_METADATA} "
     f"(torch.distributed.checkpoint), {LORA_ADAPTER}/, or a model in {HUGGINGFACE}/"
 )
+_SAFETENSORS: Final = ".safetensors"
 PICKLED_ADAPTER: Final = f"{LORA_ADAPTER}/{ADAPTER_PICKLE}"
 
 
@@ -137,8 +134,7 @@ class _WholeSave:
     @property
     def model_folder(self) -> str:
         """The folder of config and tokenizer inside ``actor/``."""
-        of_weights = self.weights[0].rpartition("/")[0] if self.weights else ""
-        return of_weights if of_weights in MODEL_FOLDERS else HUGGINGFACE
+        return _model_folder(self.weights)
 
     @property
     def tied(self) -> Mapping[str, str] | None:
@@ -192,6 +188,11 @@ class Remote(_WholeSave):
     """A save that has only the path of weights elsewhere (:mod:`.remote`)."""
 
     path: str = ""
+
+
+def _model_folder(weights: tuple[str, ...]) -> str:
+    of_weights = weights[0].rpartition("/")[0] if weights else ""
+    return of_weights if of_weights in MODEL_FOLDERS else HUGGINGFACE
 
 
 #: A whole save that has its weights in ``actor/``.
@@ -317,28 +318,15 @@ def _foreign_save(
 
     An adapter beside other weights counts only if they hold its tensors, which their content shows.
     """
-    inside = {
-        folder: [f"{folder}/{name}" for name in storage.names(actor / folder)]
-        for folder in (*MODEL_FOLDERS, LORA_ADAPTER)
-        if folder.partition("/")[0] in names
-    }
-    kinds = [
-        one
-        for one in (
-            *_shard_sets(storage, actor, names),
-            (FULL_STATE_DICT,) if FULL_STATE_DICT in names else (),
-            _dcp_files(names),
-            *_part_sets(names),
-        )
-        if one
-    ]
+    kinds = weight_sets(names, lambda: _told_size(storage, actor))
     if not kinds:  # beside other weights these are derived from them, for people
-        models = [inside[folder] for folder in MODEL_FOLDERS if folder in inside]
-        kinds = [(one,) for own in models for one in own if one.endswith(f"/{FULL_STATE_DICT}")]
-        kinds += [one for own in models for one in _part_sets(own)]
-    adapters = tuple(
-        one for one in (ADAPTER, PICKLED_ADAPTER) if one in inside.get(LORA_ADAPTER, ())
-    )
+        for folder in MODEL_FOLDERS:
+            models = storage.names(actor / folder) if folder.partition("/")[0] in names else []
+            for one in weight_sets([name for name in models if name.endswith(_SAFETENSORS)], int):
+                told = one if isinstance(one, str) else tuple(f"{folder}/{name}" for name in one)
+                kinds.append(told)
+    inside = storage.names(actor / LORA_ADAPTER) if LORA_ADAPTER in names else []
+    adapters = tuple(one for one in (ADAPTER, PICKLED_ADAPTER) if Path(one).name in inside)
     if len(kinds) > 1:
         told = " and ".join(one if isinstance(one, str) else f"has {one[0]}" for one in kinds)
         return _refused(
@@ -358,6 +346,14 @@ def _foreign_save(
     return _whole(step, identity, weights, adapters=adapters if kinds else ())
 
 
+def _told_size(storage: Storage, actor: Path) -> object:
+    """The world size in ``fsdp_config.json``; None if it has none."""
+    with suppress(OSError, pydantic.ValidationError):
+        content = storage.read(actor / FSDP_CONFIG)
+        return pydantic.TypeAdapter(dict[str, object]).validate_json(content).get("world_size")
+    return None
+
+
 def _refused(step: int, names: Sequence[str], reason: str) -> Unfinished:
     told = xxhash.xxh3_128_hexdigest("\0".join(sorted(names)).encode(errors="surrogateescape"))
     return Unfinished(step, reason, known_as=f"refused-{told}", is_certain=True)
@@ -375,28 +371,6 @@ def _without_weights(storage: Storage, step: int, actor: Path, names: Sequence[s
     told = ", ".join(shown(name) for name in sorted(names)[:5])
     reason = f"{actor} holds no weights (only {told}{'…' * (len(names) > 5)}): looked for "
     return replace(_refused(step, names, reason + LOOKED_FOR), is_certain=False)
-
-
-def _shard_sets(storage: Storage, actor: Path, names: Sequence[str]) -> list[tuple[str, ...] | str]:
-    """The complete sets of shards of all ranks; if there is none, a message about missing shards.
-
-    Of several sets, ``fsdp_config.json`` can say which counts.
-    """
-    ranks: dict[int, set[int]] = {}
-    for name in names:
-        if parsed := parse_shard_name(name):
-            ranks.setdefault(parsed[0], set()).add(parsed[1])
-    whole = [size for size, found in ranks.items() if _missing_rank(size, found) is None]
-    if whole and len(ranks) > 1:
-        told = None
-        with suppress(OSError, pydantic.ValidationError):
-            content = storage.read(actor / FSDP_CONFIG)
-            told = pydantic.TypeAdapter(dict[str, object]).validate_json(content).get("world_size")
-        if type(told) is int and told in ranks:  # True is no size
-            ranks, whole = {told: ranks[told]}, [told] if told in whole else []
-    if ranks and not whole:
-        return [_missing_shard(ranks)]
-    return [tuple(shard_name(size, rank) for rank in range(size)) for size in sorted(whole)]
 
 
 def _whole(
@@ -421,70 +395,6 @@ def _whole(
     return kind(step, identity, weights, receipts, adapters)
 
 
-def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
-    """The files of DCP; empty if there are none; or the reason why the save is incomplete.
-
-    All ``.distcp`` files count, because the metadata, which names the needed files, is not parsed.
-    """
-    files = sorted((name for name in names if name.endswith(DCP_SUFFIX)), key=distcp_order)
-    if DCP_UNFINISHED in names:
-        return f"has a {DCP_UNFINISHED}: torch.distributed.checkpoint has not finished this save"
-    if DCP_METADATA in names:
-        return (DCP_METADATA, *files)
-    if any(map(is_rank_metadata, names)):
-        return (
-            f"has a metadata file for each rank, but no {DCP_METADATA} for all ranks, because "
-            "the trainer saved with use_collectives=False. Save with use_collectives=True"
-        )
-    if files:
-        return f"has no {DCP_METADATA} yet, which torch.distributed.checkpoint writes last"
-    return ()
-
-
-def _part_sets(names: Sequence[str]) -> list[tuple[str, ...] | str]:
-    """The sets of files of a Hugging Face model, named ``…-N-of-M``; a message if some miss.
-
-    The names do not give the number of ranks. If the last ranks are missing, that is not found.
-    """
-    found = {
-        name: parsed
-        for name in names
-        if (parsed := parse_part_name(name.rpartition("/")[2])) is not None
-    }
-    whole = {name: parsed for name, parsed in found.items() if parsed[0] is None}
-    used = whole or found  # if there are both, the whole tensors were made from the chunks
-    sets: dict[int, list[tuple[int, int, str]]] = {}
-    for name, (shard, number, count) in used.items():
-        sets.setdefault(count, []).append((shard or 0, number, name))
-    return [
-        _missing_part(count, parts) or tuple(name for *_, name in sorted(parts))
-        for count, parts in sets.items()
-    ]
-
-
-def _missing_part(count: int, parts: Sequence[tuple[int, int, str]]) -> str:
-    shards, numbers = {shard for shard, *_ in parts} - {0}, {number for _, number, _ in parts}
-    for wanted, there, what in ((count, numbers, "file"), (max(shards, default=0), shards, "rank")):
-        missing = _missing_rank(wanted, {number - 1 for number in there})
-        if missing is not None:
-            return f"has no data of {what} {missing + 1} of {wanted} yet"
-    return ""
-
-
-def _missing_rank(world_size: int, found: set[int]) -> int | None:
-    return next((rank for rank in range(world_size) if rank not in found), None)
-
-
-def _missing_shard(ranks: Mapping[int, set[int]]) -> str:
-    size = max(ranks)
-    missing = _missing_rank(size, ranks[size]) or 0
-    told = f"has no {shard_name(size, missing)} yet"
-    if len(ranks) == 1:
-        return told
-    others = " and ".join(map(str, sorted(ranks)[:-1][:5]))
-    return f"{told}. The shards of world size {others} are incomplete too. Save again"
-
-
 def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
     """The identity of the save in a folder: a digest of its files' names, sizes, inodes and times.
 
@@ -495,7 +405,8 @@ def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
     """
     hasher = xxhash.xxh3_128()
     parts = {True: xxhash.xxh3_64(), False: xxhash.xxh3_64()}  # of .metadata, and of the others
-    for name in dict.fromkeys((*weights, *_model_files(storage, actor))):
+    folders = dict.fromkeys((_model_folder(weights), LORA_ADAPTER))
+    for name in dict.fromkeys((*weights, *_model_files(storage, actor, folders))):
         path = actor / name
         status = storage.status(path)
         if status is not None and name in weights:
@@ -514,8 +425,8 @@ def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
     return f"foreign-{hasher.hexdigest()}"
 
 
-def _model_files(storage: Storage, actor: Path) -> Iterator[str]:
-    for folder in (*MODEL_FOLDERS, LORA_ADAPTER):
+def _model_files(storage: Storage, actor: Path, folders: Iterable[str]) -> Iterator[str]:
+    for folder in folders:
         names = storage.names(actor / folder)
         status = None if names else storage.status(actor / folder)
         if status is not None and not stat.S_ISDIR(status.st_mode):

@@ -170,7 +170,8 @@ def look_at_step(
         and not names <= {REMOTE_PATH, RETIRED, PINNED, ACTOR, CRITIC, FULL, SAVING}
     )
     # Resuming may need other names, such as an optimizer's folder.
-    if is_dcp or not any(map(is_weights_name, actor_names)):
+    in_folders = RECEIPTS not in actor_names and not any(map(is_weights_name, actor_names))
+    if is_dcp or in_folders:
         told = {HUGGINGFACE, LORA_ADAPTER, FULL_STATE_DICT, RECEIPTS, FSDP_CONFIG}
         beside = beside or any(not is_dcp_file(name) and name not in told for name in actor_names)
     # Only a pickle shows whether a DCP save holds only a model. If unread, it counts as resumable.

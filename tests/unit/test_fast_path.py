@@ -119,10 +119,14 @@ def test_a_broadcast_is_cast_and_looked_at_as_it_is_sent(caplog: pytest.LogCaptu
 
 
 class Held:
-    """A tokenizer that is written when it is let go: until then the writer is busy."""
+    """A tokenizer that is written when it is let go: until then the writer is busy.
+
+    The constructor of a hook writes it at once.
+    """
 
     def __init__(self) -> None:
         self.free = threading.Event()
+        self.free.set()
 
     def save_pretrained(self, save_directory: str) -> None:
         del save_directory
@@ -135,6 +139,7 @@ def test_what_could_not_be_broadcast_is_saved_though_the_writer_is_busy(job: Sma
     with ExplorerSynchronizer(root, "busy") as explorer:
         explorer.set_explorer_status(RunningStatus.RUNNING)  # and never waits for a broadcast
         with TrainerHook(root, nn.Linear(2, 2), tokenizer=held, settings=settings) as hook:
+            held.free.clear()
             hook.after_step(1)
             metrics = hook.after_step(2)  # while that of step 1 is written
             held.free.set()

@@ -12,10 +12,7 @@ from threading import Lock
 from typing import Any, Final
 
 import pytest
-<<<<<<< HEAD
-=======
 from torch import nn
->>>>>>> w-small
 
 from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
 from tests import tiny_language
@@ -24,10 +21,7 @@ from tests.jobs import SmallJob
 from tests.storages import RuledStorage
 from trainer_hooks import SaveSettings, TrainerHook, WeightStream
 from trainer_hooks.settings import SaveLayout
-<<<<<<< HEAD
-=======
 from trainer_hooks.trinity import CheckpointCoordinator
->>>>>>> w-small
 
 DOORS: Final = ("sharded", "full", "stream")
 
@@ -154,10 +148,6 @@ def test_what_fails_later_stays_as_it_was(
     assert run.save(2) == run.save(3) == good
     (warning,) = [one for one in caplog.records if one.levelname == "WARNING"]
     assert re.search(words, warning.message)
-<<<<<<< HEAD
-    run.patch.undo()
-=======
->>>>>>> w-small
 
 
 @cases(BROKEN | GONE)
@@ -171,10 +161,6 @@ def test_what_fails_beside_other_tensors_fails_the_save(run: Run, words: str, sp
         run.save(2)
     run.model.float()
     run.save(3)
-<<<<<<< HEAD
-    run.patch.undo()
-=======
->>>>>>> w-small
 
 
 @pytest.mark.parametrize(("door", "spoil"), [(door, fails(ValueError)) for door in DOORS])
@@ -185,13 +171,7 @@ def test_a_good_write_replaces_the_last_one(run: Run, spoil: Any) -> None:
     spoil(run)
     assert run.save(2) == good
     run.patch.undo()
-<<<<<<< HEAD
-    newer = run.save(3)
-    assert newer.keys() == good.keys()
-    assert b"more" in newer["tokenizer.json"]
-=======
     assert b"more" in run.save(3)["tokenizer.json"]
->>>>>>> w-small
 
 
 def test_storage_that_refuses_a_small_file_fails_the_save(
@@ -203,8 +183,6 @@ def test_storage_that_refuses_a_small_file_fails_the_save(
         with pytest.raises(SaveFailedError, match=r"could not write .*huggingface/"):
             written(hook)
         storage.rules.clear()
-<<<<<<< HEAD
-=======
 
 
 def test_a_coordinator_keeps_what_its_functions_wrote(job: SmallJob) -> None:
@@ -217,4 +195,3 @@ def test_a_coordinator_keeps_what_its_functions_wrote(job: SmallJob) -> None:
             trainer.save_model(model, step, model_files=(write,))
             trainer.wait_all()
     assert (job.actor(2) / "huggingface" / "config.json").read_text() == "{}"
->>>>>>> w-small

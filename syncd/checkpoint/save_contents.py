@@ -1,0 +1,206 @@
+"""Contents of a save's open files: a model or an adapter, and by which names."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from syncd.checkpoint.adapter import Adapter, find_adapter, is_peft_model
+from syncd.checkpoint.merging.options import MergeOptions
+from syncd.checkpoint.merging.plan import MergePlan, ShardIndex, Ties, plan_merge
+from syncd.checkpoint.merging.source_reader import Source, SourceFile
+from syncd.checkpoint.name_map import NameMap
+from syncd.checkpoint.open_save import OpenSave, refuse_pickle
+from syncd.checkpoint.parallel import Check
+from syncd.checkpoint.placement import Chunks, Local, Position, Shape, agreed
+from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.save import LoraAdapter
+from syncd.checkpoint.tensor_rules import TENSOR_LIMIT, Casting, shown
+from syncd.checkpoint.wrapper_names import without_wrappers
+from syncd.protocol.errors import CheckpointError, CoverageError
+from syncd.protocol.names import ADAPTER_WEIGHTS, LORA_ADAPTER
+from syncd.protocol.records import Kind
+from syncd.protocol.version_events import AdapterIgnored
+
+log = logging.getLogger(__name__)
+
+
+class SaveContents(NamedTuple):
+    """The content of a save.
+
+    Attributes:
+        kind: the kind of version that the save becomes.
+        indexes: the index of each shard, or of the single file.
+        adapter: chooses and names the tensors to publish; None to publish all.
+        beside: the index of an adapter's file with the same tensors.
+    """
+
+    kind: Kind
+    indexes: Sequence[ShardIndex]
+    adapter: Adapter | None = None
+    beside: ShardIndex | None = None
+
+    def shapes(self) -> dict[str, Shape]:
+        """The shape of each whole tensor."""
+        return {
+            name: agreed(value)[1]
+            for index in self.indexes
+            for name, value in index.tensors.items()
+        }
+
+    def plan(
+        self,
+        options: MergeOptions,
+        *,
+        cast: Casting | None,
+        bias: str,
+        tied: Ties,
+        hub: NameMap | None = None,
+        cancel: Check,
+    ) -> MergePlan:
+        """Plan the merge of the shards. An adapter becomes one file, because PEFT reads only one.
+
+        ``bias`` is the value in ``adapter_config.json``. ``hub`` is None to keep the trainer's
+        names.
+
+        Raises:
+            CoverageError: the parts do not make whole tensors.
+        """
+        adapter = self.adapter
+        if self.kind == "full":
+            return plan_merge(
+                self.indexes,
+                max_file_size=options.max_file_size,
+                tied=tied,
+                hub=hub,
+                cast=cast,
+                cancel=cancel,
+            )
+        return plan_merge(
+            self.indexes,
+            max_file_size=sys.maxsize,
+            rename=str if adapter is None else lambda name: adapter.saved_name(name, bias),
+            stem=Path(ADAPTER_WEIGHTS).stem,
+            same=self.beside,
+            cast=cast,
+            cancel=cancel,
+        )
+
+    def sources(self, opened: OpenSave, *, bias: str) -> Sequence[Source]:
+        """The open files for the plan. For an adapter, only its own tensors are in them."""
+        whole = [SourceFile(file.path, file.fd) for file in opened.files]
+        beside = () if opened.beside is None else (opened.beside,)
+        sources = whole or opened.sources
+        if self.adapter is not None and not whole:
+            sources = [
+                SourceFile(
+                    source.path,
+                    source.fd,
+                    source.has_crc,
+                    {
+                        name: source.records[name]
+                        for name in _records(index, self.adapter, bias)
+                        if name in source.records  # safetensors files have none
+                    },
+                )
+                for source, index in zip(sources, self.indexes, strict=True)
+            ]
+        return [*sources, *(SourceFile(file.path, file.fd) for file in beside)]
+
+
+def _records(index: ShardIndex, adapter: Adapter, bias: str) -> set[str]:
+    return {
+        local.record
+        for name, value in index.tensors.items()
+        if adapter.saved_name(name, bias) is not None
+        for local in (value.locals if isinstance(value, Chunks) else (value,))
+    }
+
+
+def look_inside(opened: OpenSave, cancel: Check) -> SaveContents:
+    """Index the tensors of a save, and find out its kind.
+
+    Raises:
+        CheckpointError: the save has too many tensors, or an adapter that no engine can load.
+    """
+    actor, adapters = opened.actor, opened.save.adapters
+    is_adapter = isinstance(opened.save, LoraAdapter)
+    if opened.files:
+        indexes = list(map(_index, opened.files))
+        _check_names(indexes, actor)
+        if not adapters:
+            _check_adapter(indexes, actor, is_adapter=is_adapter)
+            return SaveContents("adapter" if is_adapter else "full", indexes)
+    else:
+        indexes = list(opened.indexes)
+        for shard in opened.shards:
+            cancel()
+            indexes.append(ShardIndex(shard.path.name, opened.tensors(shard)))
+        indexes = list(without_wrappers(indexes, ddp=not opened.save.receipts))
+    names = dict.fromkeys(name for index in indexes for name in index.tensors)
+    if len(names) > TENSOR_LIMIT:
+        raise CheckpointError(
+            f"{actor} has {len(names)} tensors in all, over the limit of {TENSOR_LIMIT}: save the "
+            "model's own state dict"
+        )
+    adapter = find_adapter(names)
+    if adapter is None and not is_peft_model(names):
+        if adapters:
+            AdapterIgnored(actor).tell(log)
+        return SaveContents("full", indexes)
+    if adapters:
+        refuse_pickle(actor, adapters[:1])  # else the weights show which counts
+        opened.beside = opened.open_whole(adapters[0])
+        beside = _index(opened.beside)._replace(label=adapters[0])
+        adapter = (adapter or Adapter(None)).with_names_of(beside.tensors, names, actor)
+        return SaveContents("adapter", indexes, adapter, beside)
+    if adapter is None:
+        raise _without_lora(actor)
+    return SaveContents("adapter", indexes, adapter)
+
+
+def _index(file: SafetensorsFile) -> ShardIndex:
+    tensors = {}
+    for name, dtype, shape, begin, end in file.entries:
+        local = Local(dtype, shape, begin, end - begin, "", Position(shape, (0,) * len(shape)))
+        tensors[name] = Chunks(dtype, shape, (local,) if end > begin else ())
+    return ShardIndex(file.path.name, tensors)
+
+
+def _check_names(indexes: Sequence[ShardIndex], actor: Path) -> None:
+    seen: dict[str, str] = {}
+    for label, tensors in indexes:
+        for name in tensors:
+            if seen.setdefault(name, label) != label:
+                both = f"both {seen[name]} and {label}"
+                raise CoverageError(f"{actor} holds {shown(name)} in {both}: give it to one rank")
+    if not seen:
+        raise CoverageError(
+            f"{actor} holds no tensors. Perhaps gathering failed: save the step again"
+        )
+
+
+def _check_adapter(indexes: Sequence[ShardIndex], actor: Path, *, is_adapter: bool) -> None:
+    names = [name for index in indexes for name in index.tensors]
+    found = find_adapter(names)
+    if found is None and not is_adapter and is_peft_model(names):
+        raise _without_lora(actor)
+    if found is None or (is_adapter and found.name is None):
+        return
+    what = "an adapter with the tensor names of a PEFT model" if is_adapter else "a PEFT model"
+    raise CheckpointError(
+        f"{actor} holds {what}, which no engine loads. Save the adapter into "
+        f"{LORA_ADAPTER}/ with PeftModel.save_pretrained"
+    )
+
+
+def _without_lora(actor: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{actor} holds the frozen base of a LoRA model without its adapter, or a PEFT model of "
+        "another method than LoRA, and no engine loads either. Save the model that "
+        "merge_and_unload() returns (in verl actor_rollout_ref.model.lora.merge=True), or save the "
+        f"adapter into {LORA_ADAPTER}/ with PeftModel.save_pretrained"
+    )
