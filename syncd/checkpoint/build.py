@@ -13,7 +13,7 @@ from typing import Final, get_args
 
 from syncd.checkpoint.adapter import AdapterConfig, read_config
 from syncd.checkpoint.casting import casting_of
-from syncd.checkpoint.description import floating_dtypes
+from syncd.checkpoint.description import contradiction, floating_dtypes
 from syncd.checkpoint.masters import in_models_dtype
 from syncd.checkpoint.merging.cast import Caster
 from syncd.checkpoint.merging.merge import run_plan
@@ -23,13 +23,13 @@ from syncd.checkpoint.model_folder import (
     correct_dtype,
     read_model_config,
     says_tied,
+    warn_once,
     write_index,
     write_name_map,
 )
 from syncd.checkpoint.name_map import NAME_MAP_LIMIT, NameMap, map_by_type
-from syncd.checkpoint.open_save import SaveContents, look_inside, open_save
+from syncd.checkpoint.open_save import OpenSave, SaveContents, look_inside, open_save
 from syncd.checkpoint.parallel import Check
-from syncd.checkpoint.sandbox.isolated import IsolatedParser
 from syncd.checkpoint.save import (
     Links,
     Remote,
@@ -118,8 +118,9 @@ def build_model_folder(
                 if base_model is None:
                     AdapterWithoutBase(actor).tell(log)
             copied = work.clock()
-            told = read_model_config(storage, folder, models)
-            hub = _names_on_hub(storage, actor, folder, contents, told, options, opened.parser)
+            told, hub = _described(storage, folder, models, contents, options, opened)
+            # Without those of another model.
+            models = tuple(file for file in models if storage.exists(folder / file.name))
             names: Names = options.names if hub else "trainer"
             plan = None
             if not opened.files or options.cast is not None or names == "hub":
@@ -252,23 +253,41 @@ def _write_manifest(storage: Storage, actor: Path, folder: Path, manifest: Manif
     storage.sync_folder(folder)
 
 
-def _names_on_hub(
+def _described(
     storage: Storage,
-    actor: Path,
     folder: Path,
+    models: Sequence[VersionFile],
     contents: SaveContents,
-    config: object,
     options: MergeOptions,
-    parser: IsolatedParser,
-) -> NameMap | None:
-    if contents.kind != "full":
-        return None
+    opened: OpenSave,
+) -> tuple[object, NameMap | None]:
+    """The config and the name map; an adapter has none. Another model's are removed.
+
+    With such a config go the files beside it, except those that receipts list: the tokenizer is
+    most likely of that model too, and unlike a missing one it would be wrong without a word.
+    """
+    config = read_model_config(storage, folder, models)
+    actor, shapes = opened.actor, contents.shapes()
+    listed = {f"{HUGGINGFACE}/{NAME_MAP}", *opened.save.vouched()}
+    reason = contradiction(config, shapes)
+    if reason and f"{HUGGINGFACE}/{MODEL_CONFIG}" not in listed:
+        for file in models:
+            if f"{HUGGINGFACE}/{file.name}" not in listed:
+                storage.unlink(folder / file.name)
+        warn_once(
+            actor,
+            "other_model",
+            f"{reason}, so the version gets no file of its folder. Save the model's own there",
+            "no_config",
+        )
+        config = None
+    found = map_by_type(config, shapes)
     if storage.exists(folder / NAME_MAP):
         where = actor / HUGGINGFACE / NAME_MAP
         try:
             content = storage.read(folder / NAME_MAP, NAME_MAP_LIMIT)
-            fields = parser.read_name_map(content, str(where))
-            found: NameMap | None = NameMap.read(fields, where)
+            fields = opened.parser.read_name_map(content, str(where))
+            given = NameMap.read(fields, where)
         except RecordError as error:
             raise CheckpointError(f"{error}. Remove the file, and save the step again") from error
         except OSError as error:
@@ -278,15 +297,19 @@ def _names_on_hub(
                 f"{where} is longer than {NAME_MAP_LIMIT} bytes, the limit for a name map. Remove "
                 "the file"
             ) from error
-    else:
-        found = map_by_type(config, contents.shapes())
+        fits = given.tensors().items() <= shapes.items() and (given or found is None)
+        if fits or opened.save.receipts:
+            found = given
+        else:
+            storage.unlink(folder / NAME_MAP)
+            warn_once(actor, "name_map", f"{where} is of another model: syncd's tables count")
     wanted = options.names == "hub" and not options.may_keep
     if found is not None and found.refused is not None and wanted:
         raise CheckpointError(
             f"the tensors in {actor} cannot get the hub's names: {found.refused}. Keep the "
             "trainer's names with --names trainer"
         )
-    return found
+    return config, found
 
 
 def _mergeable(
@@ -325,6 +348,7 @@ def _copy_small_files(
 ) -> tuple[VersionFile, ...]:
     """Copy config and tokenizer; check the files that a receipt lists."""
     copied: dict[str, tuple[VersionFile, ...]] = {}
+    vouched = save.vouched()
     leave_out: set[str] = set()
     if kind == "adapter":
         # PEFT's files come before the base model's. Skip folders, which hold other adapters.
@@ -335,20 +359,26 @@ def _copy_small_files(
             folder,
             cancel=cancel,
             leave_out=leave_out,
+            listed=vouched,
             recursive=False,
         )
         leave_out.update(file.name for file in copied[LORA_ADAPTER])
-    if save.receipts and f"{HUGGINGFACE}/{NAME_MAP}" not in save.vouched():
+    if save.receipts and f"{HUGGINGFACE}/{NAME_MAP}" not in vouched:
         leave_out.add(NAME_MAP)  # left by another save, perhaps of another model
     copied[HUGGINGFACE] = copy_model_files(
-        storage, actor / HUGGINGFACE, folder, cancel=cancel, leave_out=leave_out
+        storage,
+        actor / HUGGINGFACE,
+        folder,
+        cancel=cancel,
+        leave_out=leave_out,
+        listed=vouched,
     )
     found = {
         f"{source}/{file.name}": (file.size, file.digest)
         for source, files in copied.items()
         for file in files
     }
-    for name, file in save.vouched().items():
+    for name, file in vouched.items():
         if name.partition("/")[0] not in copied:
             continue
         if name not in found and not storage.exists(actor / name):
