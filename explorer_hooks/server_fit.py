@@ -11,10 +11,9 @@ from typing import Final
 from explorer_hooks.engines.fitting import TensorSpec, differences, named, refuse, tensor_specs
 from explorer_hooks.given_names import SAME_NAMES, GivenNames, names_of
 from explorer_hooks.reader import LeasedVersion
-from syncd.checkpoint.merging.plan import is_output_embedding
 from syncd.checkpoint.model_folder import INDEX, says_tied
 from syncd.checkpoint.safetensors_file import SafetensorsFile
-from syncd.checkpoint.tensor_rules import shown
+from syncd.checkpoint.tensor_rules import is_output_embedding, shown
 from syncd.checkpoint.version import WEIGHTS
 from syncd.protocol.errors import (
     CheckpointError,

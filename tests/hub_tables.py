@@ -35,10 +35,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import configuration_auto, modeling_auto
 
 from syncd.checkpoint import name_map
-from syncd.checkpoint.merging.plan import is_output_embedding
 from syncd.checkpoint.model_folder import says_tied
 from syncd.checkpoint.name_map import HubPart, NameMap
 from syncd.checkpoint.placement import Shape
+from syncd.checkpoint.tensor_rules import is_output_embedding
 from syncd.protocol.tensor_names import HubPiece
 from trainer_hooks.state.hub_names import name_map_of
 

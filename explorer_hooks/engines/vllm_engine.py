@@ -19,7 +19,7 @@ from explorer_hooks.engines.base import InProcessEngine
 from explorer_hooks.engines.fitting import check_kind, named
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.server_fit import Fits, check_names
-from syncd.checkpoint.merging.plan import is_output_embedding
+from syncd.checkpoint.tensor_rules import is_output_embedding
 from syncd.protocol.errors import (
     BroadcastError,
     EngineBrokenError,

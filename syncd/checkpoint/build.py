@@ -11,26 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, get_args
 
-from syncd.checkpoint.adapter import AdapterConfig, read_config
 from syncd.checkpoint.casting import casting_of
+from syncd.checkpoint.config_files import adapter_config, copy_small_files, described
 from syncd.checkpoint.description import floating_dtypes
 from syncd.checkpoint.masters import in_models_dtype
 from syncd.checkpoint.merging.cast import Caster
 from syncd.checkpoint.merging.merge import run_plan
 from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.model_folder import (
-    copy_model_files,
     correct_dtype,
-    read_model_config,
     says_tied,
-    write_file,
     write_index,
     write_name_map,
 )
-from syncd.checkpoint.name_map import NAME_MAP_LIMIT, NameMap, map_by_type
 from syncd.checkpoint.open_save import open_save
 from syncd.checkpoint.parallel import Check
-from syncd.checkpoint.sandbox.isolated import IsolatedParser
 from syncd.checkpoint.save import (
     Links,
     Remote,
@@ -40,32 +35,26 @@ from syncd.checkpoint.save import (
     WholeSave,
     confirm_unchanged,
 )
-from syncd.checkpoint.save_contents import SaveContents, look_inside
+from syncd.checkpoint.save_contents import look_inside
 from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.tensor_rules import (
     Cast,
-    shown,
 )
-from syncd.checkpoint.verl_lora import alpha_in, make_config
 from syncd.checkpoint.whole_files import publish_files
-from syncd.protocol.errors import CheckpointError, NoRoomError, RecordError, SaveNotReadyError
+from syncd.protocol.errors import CheckpointError, NoRoomError, SaveNotReadyError
 from syncd.protocol.names import (
     ACTOR,
-    ADAPTER_CONFIG,
     FULL,
     HUGGINGFACE,
-    LORA_ADAPTER,
-    LORA_TRAIN_META,
     MANIFEST,
-    MODEL_CONFIG,
     NAME_MAP,
     REMOTE_PATH,
     SAVING,
 )
-from syncd.protocol.records import Kind, Manifest, Names, VersionFile, encode
+from syncd.protocol.records import Manifest, Names, encode
 from syncd.protocol.tensor_names import NameMapRecord
 from syncd.protocol.version_events import AdapterWithoutBase
-from syncd.storage.errnos import NO_RECORD, Ignoring, is_gone, is_no_record
+from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 
 log = logging.getLogger(__name__)
@@ -114,16 +103,15 @@ def build_model_folder(
             contents = look_inside(opened, cancel)
             kind = contents.kind
             # Copy the small files first: if one differs from its receipt, no weights are copied.
-            models = _copy_small_files(storage, actor, save, folder, contents.kind, cancel)
+            models = copy_small_files(storage, actor, save, folder, contents.kind, cancel)
             bias, base_model = "none", None
             if contents.kind == "adapter":
-                config, models = _adapter_config(storage, actor, folder, models, contents)
+                config, models = adapter_config(storage, actor, folder, models, contents)
                 bias, base_model = config.bias, config.base_model
                 if base_model is None:
                     AdapterWithoutBase(actor).tell(log)
             copied = work.clock()
-            told = read_model_config(storage, folder, models)
-            hub = _names_on_hub(storage, actor, folder, contents, told, options, opened.parser)
+            told, hub, models = described(storage, folder, models, contents, options, opened)
             names: Names = options.names if hub else "trainer"
             plan = None
             is_whole = bool(opened.files) and contents.adapter is None
@@ -257,43 +245,6 @@ def _write_manifest(storage: Storage, actor: Path, folder: Path, manifest: Manif
     storage.sync_folder(folder)
 
 
-def _names_on_hub(
-    storage: Storage,
-    actor: Path,
-    folder: Path,
-    contents: SaveContents,
-    config: object,
-    options: MergeOptions,
-    parser: IsolatedParser,
-) -> NameMap | None:
-    if contents.kind != "full":
-        return None
-    if storage.exists(folder / NAME_MAP):
-        where = actor / HUGGINGFACE / NAME_MAP
-        try:
-            content = storage.read(folder / NAME_MAP, NAME_MAP_LIMIT)
-            fields = parser.read_name_map(content, str(where))
-            found: NameMap | None = NameMap.read(fields, where)
-        except RecordError as error:
-            raise CheckpointError(f"{error}. Remove the file, and save the step again") from error
-        except OSError as error:
-            if not is_no_record(error):
-                raise
-            raise CheckpointError(
-                f"{where} is longer than {NAME_MAP_LIMIT} bytes, the limit for a name map. Remove "
-                "the file"
-            ) from error
-    else:
-        found = map_by_type(config, contents.shapes())
-    wanted = options.names == "hub" and not options.may_keep
-    if found is not None and found.refused is not None and wanted:
-        raise CheckpointError(
-            f"the tensors in {actor} cannot get the hub's names: {found.refused}. Keep the "
-            "trainer's names with --names trainer"
-        )
-    return found
-
-
 def _mergeable(
     storage: Storage, actor: Path, save: SavedWeights, options: MergeOptions
 ) -> tuple[SavedWeights, MergeOptions]:
@@ -318,102 +269,6 @@ def _judged_at_rest(storage: Storage, actor: Path, save: SavedWeights) -> Iterat
     except CheckpointError:
         confirm_unchanged(storage, actor, save)
         raise
-
-
-def _copy_small_files(
-    storage: Storage,
-    actor: Path,
-    save: SavedWeights,
-    folder: Path,
-    kind: Kind,
-    cancel: Check,
-) -> tuple[VersionFile, ...]:
-    """Copy config and tokenizer; check the files that a receipt lists."""
-    copied: dict[str, tuple[VersionFile, ...]] = {}
-    leave_out = {ADAPTER_CONFIG}  # beside a full model, loaders would look for its base model
-    if kind == "adapter":
-        # PEFT's files come before the base model's. Skip folders, which hold other adapters.
-        leave_out = {MODEL_CONFIG, NAME_MAP}
-        copied[LORA_ADAPTER] = copy_model_files(
-            storage,
-            actor / LORA_ADAPTER,
-            folder,
-            cancel=cancel,
-            leave_out=leave_out,
-            recursive=False,
-        )
-        leave_out.update(file.name for file in copied[LORA_ADAPTER])
-    if save.receipts and f"{HUGGINGFACE}/{NAME_MAP}" not in save.vouched():
-        leave_out.add(NAME_MAP)  # left by another save, perhaps of another model
-    copied[save.model_folder] = copy_model_files(
-        storage, actor / save.model_folder, folder, cancel=cancel, leave_out=leave_out
-    )
-    found = {
-        f"{source}/{file.name}": (file.size, file.digest)
-        for source, files in copied.items()
-        for file in files
-    }
-    for name, file in save.vouched().items():
-        if name.partition("/")[0] not in copied:
-            continue
-        if name not in found and not storage.exists(actor / name):
-            raise SaveNotReadyError(
-                f"{actor / name} is gone, but the receipt of save {save.identity} lists it"
-            )
-        if found.get(name, (file.size, file.digest)) != (file.size, file.digest):
-            raise save.differs(actor / name)
-    return tuple(file for files in copied.values() for file in files)
-
-
-def _adapter_config(
-    storage: Storage,
-    actor: Path,
-    folder: Path,
-    copied: tuple[VersionFile, ...],
-    contents: SaveContents,
-) -> tuple[AdapterConfig, tuple[VersionFile, ...]]:
-    """The adapter's config, and the copied files with it: it is made if verl has written none."""
-    adapter, meta = contents.adapter, actor / LORA_TRAIN_META
-    shapes = {
-        name if adapter is None else adapter.saved_name(name): shape
-        for name, shape in contents.shapes().items()
-    }
-    content = told = b""  # a file that is too long: read_config and make_config refuse it
-    is_verl = adapter is not None and storage.exists(meta)
-    if is_verl:
-        with Ignoring(NO_RECORD):
-            told = storage.read(meta)
-    if any(file.name == ADAPTER_CONFIG for file in copied):
-        with Ignoring(NO_RECORD):
-            content = storage.read(folder / ADAPTER_CONFIG)
-    elif is_verl:
-        content = make_config(told, meta, shapes)
-        copied = (*copied, write_file(storage, folder, ADAPTER_CONFIG, content))
-    else:
-        raise CheckpointError(
-            f"{actor} holds a LoRA adapter without its {ADAPTER_CONFIG}, the only file with the "
-            f"scaling of the adapter's weights. Write this file into {actor / LORA_ADAPTER} with "
-            "PeftConfig.save_pretrained"
-        )
-    where = f"the {ADAPTER_CONFIG} of {actor}"
-    config = read_config(content, where)
-    if adapter is not None and adapter.is_lora and config.peft_type != "LORA":
-        raise CheckpointError(
-            f"{where} is for an adapter of type {shown(config.peft_type)}, but the shards hold a "
-            "LoRA adapter. Save the config and the shards from the same model"
-        )
-    wrong = config.peft_type == "LORA" and config.wrong_rank({n: s for n, s in shapes.items() if n})
-    if wrong:
-        raise CheckpointError(
-            f"{where} has another rank than {shown(wrong)}: one of them is of an older save. Save "
-            "the config and the weights from the same model"
-        )
-    if told and config.lora_alpha != (alpha_in(told) or config.lora_alpha):
-        raise CheckpointError(
-            f"{where} has another lora_alpha than {meta}: one of them is of an older save. Remove "
-            "that file"
-        )
-    return config, copied
 
 
 @dataclass

@@ -5,13 +5,21 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
 from syncd.checkpoint.name_map import kept_by_type
-from syncd.checkpoint.tensor_rules import DTYPES, ITEMSIZE, is_floating, shown
+from syncd.checkpoint.placement import Shape
+from syncd.checkpoint.tensor_rules import (
+    DTYPES,
+    ITEMSIZE,
+    is_floating,
+    is_input_embedding,
+    is_output_embedding,
+    shown,
+)
 from syncd.protocol.names import MODEL_CONFIG
 from syncd.protocol.records import TensorEntry
 
@@ -22,6 +30,8 @@ _NAMES: Final = {short: name for name, (short, _) in DTYPES.items()}
 _PACKED: Final = frozenset({"U8", "I8", "U16", "I16", "U32", "I32"})
 #: A module and its class in ``auto_map``; those of another repository have its name before them.
 _CODE: Final = re.compile(r"'(\w+)\.\w+'")
+#: The list of layers, the number of one, and a tensor in it.
+_LAYER: Final = re.compile(r"((?:.*?\.)?(?:layers?|h|blocks?))\.(\d{1,6})\.(.+)")
 
 #: The tensors of a version.
 Tensors = Sequence[TensorEntry]
@@ -49,6 +59,8 @@ def flaws(
                 "config.json names no class in architectures, so servers cannot choose one: set "
                 "architectures in the model's config",
             )
+        if fault := contradiction(config, {tensor.name: tensor.shape for tensor in tensors}):
+            yield "other_model", f"{fault}. Save the model's own config beside the weights"
         quantized = is_quantized((tensor.dtype, tensor.shape) for tensor in tensors)
         if quantized != (config.get(_QUANTIZATION) is not None):
             yield (
@@ -80,8 +92,52 @@ def flaws(
             yield (
                 "code",
                 f"{name} names {shown(file)} in auto_map, but the version has no such file, so it "
-                "loads only where that code is. Copy the code into actor/huggingface/",
+                "loads only where that code is. Save the code beside the config",
             )
+
+
+def contradiction(config: object, shapes: Mapping[str, Shape]) -> str:
+    """Why a config is certainly of another model than tensors of these shapes; else empty.
+
+    Only the text model is compared, and only if its input embedding is there, because a save may
+    be a part of a model. More rows than ``vocab_size`` can be padding or several codebooks, a few
+    less a resized vocabulary. A layer more can predict further tokens: its tensors are others.
+    """
+    part = config
+    while isinstance(part, dict) and "text_config" in part:
+        part = part["text_config"]
+    inputs = [shapes[name] for name in filter(is_input_embedding, shapes) if len(shapes[name]) == 2]
+    if not (inputs and isinstance(part, dict) and "vocab_size" in part):
+        return ""
+    # Norms have the model's width too, also where an embedding is packed or narrower.
+    widths = {shape[-1] for shape in shapes.values() if len(shape) == 1 or shape in inputs}
+    numbers: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
+    for match in filter(None, map(_LAYER.fullmatch, shapes)):
+        numbers[match[1], match[3]].add(int(match[2]))
+    layers = set().union(*numbers.values())
+    for key, value in part.items():
+        match key:
+            case _ if not isinstance(value, int):
+                continue
+            case "hidden_size" | "d_model" | "n_embd" if value not in widths:
+                pass
+            case "vocab_size" if value > 2 * max(inputs)[0]:
+                pass
+            # A part of a model has its other layers elsewhere, and lists may share a count.
+            case "num_hidden_layers" if (
+                len(dict(numbers.keys())) == 1
+                and any(map(is_output_embedding, shapes))
+                and max(layers) < len(layers) != value
+                and max(map(min, numbers.values())) < value
+            ):
+                pass
+            case _:
+                continue
+        return (
+            f"config.json is of another model: its {key} is {value}, but the weights have "
+            f"{len(layers)} layers, and an input embedding of shape {inputs[0]}"
+        )
+    return ""
 
 
 def wrong_dtypes(

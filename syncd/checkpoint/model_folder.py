@@ -19,7 +19,14 @@ from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.tensor_rules import shown
 from syncd.checkpoint.whole_files import Merged
 from syncd.protocol.errors import CheckpointError
-from syncd.protocol.names import MANIFEST, MODEL_CONFIG, NAME_MAP, TEMPORARY, is_weights_name
+from syncd.protocol.names import (
+    ADAPTER_CONFIG,
+    MANIFEST,
+    MODEL_CONFIG,
+    NAME_MAP,
+    TEMPORARY,
+    is_weights_name,
+)
 from syncd.protocol.records import Manifest, VersionFile
 from syncd.protocol.version_events import ModelFilesWrong
 from syncd.storage.calls import Kind
@@ -56,13 +63,16 @@ def copy_model_files(
     *,
     cancel: Check,
     leave_out: Container[str] = (),
+    listed: Container[str] = (),
     recursive: bool = True,
 ) -> tuple[VersionFile, ...]:
     """Copy and sync all files but weights from ``actor/huggingface/`` into a version's folder.
 
     Only regular files are copied. Links are never followed, because other users may have made
     them. A missing ``source_hf`` counts as empty. ``leave_out`` has the paths to skip, relative to
-    ``source_hf``. The result is sorted.
+    ``source_hf``. If receipts have ``listed`` the folder's config, only what they list counts:
+    other files were left by another save, perhaps of another model. Where the trainer writes no
+    config, a user may have put files there. The result is sorted.
 
     Raises:
         CheckpointError: a file is too large or has an impossible name, or the folder is too deep.
@@ -71,10 +81,12 @@ def copy_model_files(
     copied = []
     folders = {folder}
     left = TOTAL_LIMIT
+    configs = MODEL_CONFIG, ADAPTER_CONFIG
+    is_strict = any(f"{source_hf.name}/{config}" in listed for config in configs)
     found = _regular_files(storage, source_hf, PurePosixPath(), cancel, recursive=recursive)
     for path in sorted(found, key=lambda path: path.parts):
         cancel()
-        if str(path) in leave_out:
+        if str(path) in leave_out or (is_strict and f"{source_hf.name}/{path}" not in listed):
             continue
         target = folder / path
         if target.parent not in folders:
@@ -134,11 +146,11 @@ def flaws_in(storage: Storage, folder: Path, manifest: Manifest) -> Iterator[tup
         yield from flaws(configs, names, manifest.tensors)
 
 
-def warn_once(actor: Path, flaw: str, reason: str) -> None:
-    """Log a flaw of a save's small files, once a run for each kind of flaw."""
+def warn_once(actor: Path, flaw: str, reason: str, included: str = "") -> None:
+    """Log a flaw of a save's small files, once a run for each kind; it says another one too."""
     key = actor.parent.parent, flaw
     if key not in _LOGGED:
-        _LOGGED.add(key)
+        _LOGGED.update({key, (key[0], included)})
         ModelFilesWrong(actor, flaw, reason).tell(log)
 
 

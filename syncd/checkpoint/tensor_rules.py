@@ -63,6 +63,12 @@ DIMENSION_LIMIT: Final = 64
 #: Sizes and offsets must be below this: records, headers and system calls hold 63 bits.
 NUMBER_LIMIT: Final = 2**63
 
+#: Hugging Face models' names for their output and input embeddings.
+_HEADS: Final = frozenset({"lm_head", "embed_out"})
+_EMBEDDINGS: Final = frozenset(
+    {"embed_tokens", "shared", "wte", "word_embeddings", "embed_in", "tok_embeddings"}
+)
+
 
 def general(name: str) -> str:
     """A tensor's name with ``#`` in place of each number, such as that of a layer."""
@@ -154,3 +160,19 @@ def shown(value: object, limit: int = 200) -> str:
     if cut.isprintable():
         return cut
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)
+
+
+def is_output_embedding(name: str) -> bool:
+    """True if this is the name of an output embedding."""
+    return _module(name) in _HEADS
+
+
+def is_input_embedding(name: str) -> bool:
+    """True if this is the name of an input embedding."""
+    return _module(name) in _EMBEDDINGS
+
+
+def _module(name: str) -> str:
+    """The last part of the module's name, if ``name`` is a module's ``weight``; else empty."""
+    module, _, parameter = name.rpartition(".")
+    return module.rpartition(".")[2] if parameter == "weight" else ""

@@ -6,13 +6,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from syncd.checkpoint.merging.plan import PlannedTensor, is_output_embedding, plan_merge
+from syncd.checkpoint.merging.plan import PlannedTensor, plan_merge
 from syncd.checkpoint.merging.tiling import Run
 from syncd.checkpoint.model_folder import read_model_config, says_tied
 from syncd.checkpoint.name_map import NAME_MAP_LIMIT, NameMap
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.placement import Chunks, Local, Position, Shape
-from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
+from syncd.checkpoint.tensor_rules import ITEMSIZE, is_output_embedding, shown
 from syncd.deltas.limits import LinkError
 from syncd.deltas.link_index import LinkPiece
 from syncd.deltas.whole_version import WholeVersion

@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import xxhash
+from safetensors.torch import save
 from torch import nn
 
 from explorer_hooks.engines.torch_module import TorchModule
@@ -17,6 +19,7 @@ from syncd.protocol.errors import EngineMismatchError, SupersededError
 from syncd.protocol.names import part_name, shard_name
 from syncd.protocol.records import Manifest, ReceiptFile
 from syncd.storage.calls import Free
+from tests.commands import invoke
 from tests.jobs import SmallJob, receipt_of
 from tests.shards import shard, tensor
 from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
@@ -212,15 +215,53 @@ def test_what_is_not_published_is_not_read(job: SmallJob) -> None:
 with_and_without_receipt = pytest.mark.parametrize("has_receipt", [True, False])
 
 
+@pytest.mark.parametrize(
+    ("listed", "width", "published"),
+    [
+        (None, 4, {"config.json", "tokenizer.json", "more/vocab.txt"}),
+        (None, 6, set()),
+        ([], 4, {"config.json", "tokenizer.json", "more/vocab.txt"}),
+        (["tokenizer.json"], 4, {"config.json", "tokenizer.json", "more/vocab.txt"}),
+        (["tokenizer.json"], 6, {"tokenizer.json"}),
+        (["config.json"], 4, {"config.json"}),
+        (["config.json"], 6, {"config.json"}),
+    ],
+)
+def test_small_files_of_another_save_do_not_count(
+    job: SmallJob,
+    listed: list[str] | None,
+    width: int,
+    published: set[str],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    content = save({"embed_tokens.weight": torch.zeros(8, 4), "norm.weight": torch.zeros(4)})
+    config = b'{"architectures": ["X"], "vocab_size": 8, "hidden_size": %d}' % width
+    files = {**BASE, "huggingface/config.json": config, "huggingface/more/vocab.txt": b""}
+    actor = put(job, {"model.safetensors": content, **files})
+    if listed is not None:
+        told = (vouched(f"huggingface/{name}", files[f"huggingface/{name}"]) for name in listed)
+        job.receipt(4, "run-4-0", 0, 1, receipt_of(content), *told)
+    manifest = serve(job)
+    assert names_in(manifest) == published | {"model.safetensors"}
+    assert caplog.text.count("its hidden_size is 6, but") == (width == 6)
+    assert "no config.json" not in caplog.text
+    assert invoke("merge", actor, tmp_path / "out").exit_code == 0
+    assert published == names_in(read_manifest(job.storage, tmp_path / "out")) - {
+        "model.safetensors"
+    }
+
+
 @with_and_without_receipt
 def test_an_adapter_is_linked_when_it_has_our_receipt_else_copied(
     job: SmallJob, *, has_receipt: bool
 ) -> None:
     content = file_of("x.lora_A.weight")
-    actor = put(job, {LORA: content, TOLD: CONFIG})
+    actor = put(job, {LORA: content, TOLD: CONFIG, "lora_adapter/tokenizer.json": b""})
     if has_receipt:
         vouch_for_adapter(job, content)
     manifest = serve(job)
+    assert ("tokenizer.json" in names_in(manifest)) is not has_receipt
     assert manifest.checked == ("receipt" if has_receipt else "stillness")
     published = job.version(1) / "adapter_model.safetensors"
     assert published.samefile(actor / LORA) is has_receipt

@@ -2,20 +2,24 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
-from syncd.checkpoint.description import flaws, wrong_dtypes
+from syncd.checkpoint.description import contradiction, flaws, wrong_dtypes
+from syncd.checkpoint.placement import Shape
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import TensorEntry
 from tests.commands import invoke
 from tests.hooks import written
+from tests.hub_tables import classes, default_model, model_types, shapes
 from tests.jobs import SmallJob
 from tests.link_saves import follower, is_link
 from tests.tiny_language import model as language_model
+from tests.tiny_models import tiny_model
 from trainer_hooks import SaveSettings, TrainerHook
 
 HALF, NAMED = {"dtype": "bfloat16"}, {"architectures": ["X"]}
@@ -80,6 +84,58 @@ def test_each_fault_of_a_config_is_found(
 ) -> None:
     found = flaws({"config.json": config}, {"config.json", "n.py"}, tensors(**sizes))
     assert [kind for kind, _ in found] == kinds
+
+
+def shapes_of(layers: int, *more: str, width: int = 8, rows: int = 64) -> dict[str, Shape]:
+    """A model with so many layers, of a vector each."""
+    names = [*(f"model.layers.{layer}.norm.weight" for layer in range(layers)), *more]
+    return dict.fromkeys(names, (width,)) | {"model.embed_tokens.weight": (rows, width)}
+
+
+SIZES = {"hidden_size": 8, "vocab_size": 64, "num_hidden_layers": 2}
+HEAD = "lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "wrong"),
+    [
+        (shapes_of(2, HEAD), ""),
+        (shapes_of(2, HEAD, width=7), "hidden_size"),
+        ({**shapes_of(2, HEAD), "model.embed_tokens.weight": (64, 4)}, ""),  # packed or narrow
+        ({HEAD: (7,)}, ""),  # a value head alone
+        (shapes_of(2, HEAD, rows=300), ""),
+        (shapes_of(2, HEAD, rows=32), ""),
+        (shapes_of(2, HEAD, rows=31), "vocab_size"),
+        (shapes_of(3, HEAD), "num_hidden_layers"),
+        (shapes_of(1, HEAD), "num_hidden_layers"),
+        (shapes_of(1), ""),  # a stage of a pipeline
+        (shapes_of(2, HEAD, "model.layers.2.eh_proj.weight"), ""),  # predicts further tokens
+        (shapes_of(1, HEAD, "encoder.layers.0.norm.weight"), ""),
+        (shapes_of(0, HEAD, "model.layers.5.norm.weight"), ""),
+    ],
+)
+def test_only_a_certain_contradiction_counts(tensors: dict[str, Shape], wrong: str) -> None:
+    for config in (SIZES, {"hidden_size": 7, "text_config": SIZES}):
+        fault = contradiction(config, tensors)
+        assert bool(fault) == bool(wrong)
+        assert f"its {wrong} is {SIZES.get(wrong)}, but" in fault or not wrong
+    for other in (None, {}, {"text_config": [SIZES]}, {"vocab_size": 9, "hidden_size": "7"}):
+        assert contradiction(other, tensors) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+def test_a_config_of_transformers_contradicts_other_models_only(part: int) -> None:
+    models = []
+    for model_type in model_types()[part::8]:
+        for kind in classes(model_type)[:1]:
+            with suppress(Exception), torch.device("meta"):  # any model's own code
+                made = default_model(model_type, kind), tiny_model(model_type, kind)
+                models += [(model.config.to_dict(), shapes(model)) for model in made]
+    assert not any(filter(None, (contradiction(*model) for model in models)))
+    pairs = zip(models, models[9:], strict=False)
+    others = [contradiction(config, tensors) for (config, _), (_, tensors) in pairs]
+    assert sum(map(bool, others)) > 0.5 * len(others) > 30
 
 
 def test_a_version_has_the_true_dtype_and_the_save_keeps_its_own(job: SmallJob) -> None:

@@ -18,7 +18,6 @@ from syncd.checkpoint.save import look_at_save
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import HUGGINGFACE, NAME_MAP
 from syncd.protocol.records import Manifest, Names
-from syncd.protocol.tensor_names import NameMapRecord
 from tests.commands import invoke
 from tests.hub_tables import classes, default_model, on_hub, shapes
 from tests.jobs import nothing
@@ -307,25 +306,47 @@ def test_a_tensor_that_cannot_be_cut_as_its_table_says_is_a_refusal(shape: tuple
     assert "gate_up_proj" in str(names.refused)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"{",
-        b'{"tensors": {"lm_head.weight": {"shape": [1], "pieces": [{"name": "a"}]}}}',
-        b'{"tensors": {"lm_head.weight": {"shape": [64, 32], "pieces": [{"name": "model.norm.'
-        b'weight"}]}}}',
-        NameMapRecord(refused="because").model_dump_json().encode(),
-    ],
-)
-def test_a_wrong_map_is_refused_before_any_weights_are_copied(
-    content: bytes, tmp_path: Path
-) -> None:
+HEAD = '{"tensors": {"%s": {"shape": [%d, 32], "pieces": [{"name": "%s"}]}}}'
+
+
+@pytest.mark.parametrize("content", ["{", HEAD % ("lm_head.weight", 64, "model.norm.weight")])
+def test_a_wrong_map_is_refused_before_any_weights_are_copied(content: str, tmp_path: Path) -> None:
     save_by_hand(tiny_model("qwen3_moe"), tmp_path / "actor")
-    (tmp_path / "actor" / HUGGINGFACE / NAME_MAP).write_bytes(content)
+    (tmp_path / "actor" / HUGGINGFACE / NAME_MAP).write_text(content)
 
     with pytest.raises(CheckpointError):
         merged(tmp_path / "actor", tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "content", "counts"),
+    [
+        ("qwen3", HEAD % ("lm_head.weight", 64, "head"), True),
+        ("qwen3", HEAD % ("lm_head.weight", 65, "head"), False),
+        ("qwen3", HEAD % ("other.weight", 64, "head"), False),
+        ("qwen3", "{}", True),
+        ("qwen3_moe", "{}", False),
+        ("qwen3_moe", '{"refused": "because"}', False),
+    ],
+)
+def test_a_map_of_other_tensors_does_not_count(
+    model_type: str,
+    content: str,
+    counts: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    actor = tmp_path / "global_step_1" / "actor"
+    save_by_hand(tiny_model(model_type), actor)
+    truth = merged(actor, tmp_path / "truth", sequence=1)
+    (actor / HUGGINGFACE / NAME_MAP).write_text(content)
+
+    found = merged(actor, tmp_path / "out", sequence=1)
+
+    assert (found.tensors == truth.tensors) is not (counts and "head" in content)
+    assert ((tmp_path / "out" / NAME_MAP).exists()) is (counts or model_type != "qwen3")
+    assert caplog.text.count(f"{NAME_MAP} is of another model") is int(not counts)
 
 
 def test_a_model_that_is_no_transformers_has_no_map() -> None:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from syncd.checkpoint.boxes import Box, whole
-from syncd.checkpoint.merging.plan import Ties, is_output_embedding
+from syncd.checkpoint.merging.plan import Ties
+from syncd.checkpoint.tensor_rules import is_output_embedding
 from syncd.deltas.link_index import Content, SavedPiece
 from trainer_hooks.state.gather import flat_bytes
 from trainer_hooks.state.host_buffers import memory_of

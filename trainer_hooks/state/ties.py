@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from syncd.checkpoint.merging.plan import Ties, is_output_embedding
+from syncd.checkpoint.merging.plan import Ties
 from syncd.checkpoint.model_folder import says_tied
+from syncd.checkpoint.tensor_rules import is_output_embedding
 from trainer_hooks.state.plain_model import on_meta, plain_model
 from trainer_hooks.state.state_dict import tensors_of, tied_by_fsdp1
 from trainer_hooks.state.wrappers import unwrapped

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, takewhile
-from typing import Final, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from syncd.checkpoint.gc_pause import uncollected
 from syncd.checkpoint.merging.tiling import Block, Part, Run, Tiled, Transposed, cut, ends, tile
@@ -13,7 +13,14 @@ from syncd.checkpoint.name_map import HubPart, NameMap
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.placement import Chunks, Local, Shape, agreed
 from syncd.checkpoint.safetensors_header import HeaderEntry, file_order, header_bytes
-from syncd.checkpoint.tensor_rules import ITEMSIZE, Casting, refuse_cast, shown
+from syncd.checkpoint.tensor_rules import (
+    ITEMSIZE,
+    Casting,
+    is_input_embedding,
+    is_output_embedding,
+    refuse_cast,
+    shown,
+)
 from syncd.protocol.errors import CoverageError
 
 
@@ -202,18 +209,6 @@ def header_entries(
         at += tensor.length
 
 
-#: Hugging Face models' names for their output and input embeddings.
-_HEADS: Final = frozenset({"lm_head", "embed_out"})
-_EMBEDDINGS: Final = frozenset(
-    {"embed_tokens", "shared", "wte", "word_embeddings", "embed_in", "tok_embeddings"}
-)
-
-
-def is_output_embedding(name: str) -> bool:
-    """True if this is the name of an output embedding."""
-    return _module(name) in _HEADS
-
-
 def _without_tied(
     tensors: Iterable[PlannedTensor], ties: Ties, cancel: Check
 ) -> list[PlannedTensor]:
@@ -245,9 +240,7 @@ def _input_embedding(head: PlannedTensor, tensors: Iterable[PlannedTensor]) -> P
     """
     if not is_output_embedding(head.name):
         return None
-    alike = [
-        one for one in tensors if _module(one.name) in _EMBEDDINGS and _kind(one) == _kind(head)
-    ]
+    alike = [one for one in tensors if is_input_embedding(one.name) and _kind(one) == _kind(head)]
     same = max(alike, key=lambda one: _begins_alike(one.name, head.name), default=None)
     return next((one for one in alike if one.parts == head.parts), same)
 
@@ -338,12 +331,6 @@ def _joined(
         parts=tuple(chain(*parts)),
         copies=tuple(copies),
     )
-
-
-def _module(name: str) -> str:
-    """The last part of the module's name, if ``name`` is a module's ``weight``; else empty."""
-    module, _, parameter = name.rpartition(".")
-    return module.rpartition(".")[2] if parameter == "weight" else ""
 
 
 def _whole(
