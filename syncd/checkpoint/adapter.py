@@ -26,7 +26,6 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from itertools import product
-from pathlib import Path
 from typing import Annotated, Final, NamedTuple, Self
 
 import pydantic
@@ -148,7 +147,7 @@ class Adapter(NamedTuple):
         """False for an adapter of another method, which only its file shows."""
         return self.filed is None or bool(self.modules)
 
-    def with_names_of(self, file: Collection[str], names: Iterable[str], where: Path) -> Self:
+    def with_names_of(self, file: Collection[str], names: Iterable[str], where: object) -> Self:
         """This adapter with the tensors and the names of its file.
 
         The file leaves out parts of the names in the state dict, for example the adapter's name.
@@ -171,8 +170,8 @@ class Adapter(NamedTuple):
         ):
             if missing:
                 raise CheckpointError(
-                    f"{where / LORA_ADAPTER} and the weights in {where} hold different adapters: "
-                    f"only {place} has {shown(min(missing))}. Remove what an older save has left"
+                    f"in {where}, {LORA_ADAPTER}/ and the weights hold different adapters: only "
+                    f"{place} has {shown(min(missing))}. Remove what an older save has left"
                 )
         return self._replace(filed={held[name]: name for name in file})
 
