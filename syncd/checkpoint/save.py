@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import errno
 import stat
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final, TypeAlias
 
@@ -61,7 +61,6 @@ LOOKED_FOR: Final = (
     f"model_world_size_N_rank_R.pt, {FULL_STATE_DICT}, model-N-of-M.safetensors, {DCP_METADATA} "
     f"(torch.distributed.checkpoint), {LORA_ADAPTER}/, or a model in {HUGGINGFACE}/"
 )
-_SAFETENSORS: Final = ".safetensors"
 PICKLED_ADAPTER: Final = f"{LORA_ADAPTER}/{ADAPTER_PICKLE}"
 
 
@@ -279,18 +278,9 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | Save
         tuple(name_of(first.world_size, rank) for rank in range(first.world_size))
         for name_of in (shard_name, part_name, link_name)
     )
-    weights: tuple[str, ...]
-    if adapter := _adapter_of(told):
-        weights = (adapter,)
-    elif told.issuperset(shards):
-        weights = shards
-    elif FULL_STATE_DICT in told:
-        weights = (FULL_STATE_DICT,)
-    elif told.issuperset(parts):
-        weights = parts
-    elif told.issuperset(links):
-        weights = links
-    else:
+    kinds = ((ADAPTER,), (PICKLED_ADAPTER,), shards, (FULL_STATE_DICT,), parts, links)
+    weights = next(filter(told.issuperset, kinds), None)
+    if weights is None:
         return Unfinished(step, f"{actor}: the receipts of save {first.save_id} list no weights")
     return _whole(first.step, first.save_id, weights, tuple(receipts))
 
@@ -307,10 +297,6 @@ def read_receipt(storage: Storage, actor: Path, name: str, left: int) -> tuple[R
     return parse(Receipt, content, path), left - len(content)
 
 
-def _adapter_of(names: Container[str]) -> str | None:
-    return next((name for name in (ADAPTER, PICKLED_ADAPTER) if name in names), None)
-
-
 def _foreign_save(
     storage: Storage, actor: Path, step: int, names: list[str]
 ) -> Unfinished | SavedWeights:
@@ -322,9 +308,8 @@ def _foreign_save(
     if not kinds:  # beside other weights these are derived from them, for people
         for folder in MODEL_FOLDERS:
             models = storage.names(actor / folder) if folder.partition("/")[0] in names else []
-            for one in weight_sets([name for name in models if name.endswith(_SAFETENSORS)], int):
-                told = one if isinstance(one, str) else tuple(f"{folder}/{name}" for name in one)
-                kinds.append(told)
+            files = [f"{folder}/{name}" for name in models if name.endswith(".safetensors")]
+            kinds += weight_sets(files, int)
     inside = storage.names(actor / LORA_ADAPTER) if LORA_ADAPTER in names else []
     adapters = tuple(one for one in (ADAPTER, PICKLED_ADAPTER) if Path(one).name in inside)
     if len(kinds) > 1:
@@ -354,9 +339,11 @@ def _told_size(storage: Storage, actor: Path) -> object:
     return None
 
 
-def _refused(step: int, names: Sequence[str], reason: str) -> Unfinished:
+def _refused(
+    step: int, names: Sequence[str], reason: str, *, is_certain: bool = True
+) -> Unfinished:
     told = xxhash.xxh3_128_hexdigest("\0".join(sorted(names)).encode(errors="surrogateescape"))
-    return Unfinished(step, reason, known_as=f"refused-{told}", is_certain=True)
+    return Unfinished(step, reason, f"refused-{told}", is_certain)
 
 
 def _without_weights(storage: Storage, step: int, actor: Path, names: Sequence[str]) -> Unfinished:
@@ -370,7 +357,7 @@ def _without_weights(storage: Storage, step: int, actor: Path, names: Sequence[s
         )
     told = ", ".join(shown(name) for name in sorted(names)[:5])
     reason = f"{actor} holds no weights (only {told}{'…' * (len(names) > 5)}): looked for "
-    return replace(_refused(step, names, reason + LOOKED_FOR), is_certain=False)
+    return _refused(step, names, reason + LOOKED_FOR, is_certain=False)
 
 
 def _whole(
@@ -380,18 +367,15 @@ def _whole(
     receipts: tuple[Receipt, ...] = (),
     adapters: tuple[str, ...] = (),
 ) -> SavedWeights:
-    kind: type[SavedWeights] = Shards
+    kinds: dict[str, type[SavedWeights]] = {
+        FULL_STATE_DICT: FullStateDict,
+        ADAPTER_WEIGHTS: LoraAdapter,
+        ADAPTER_PICKLE: LoraAdapter,
+        DCP_METADATA: Dcp,
+        link_name(len(weights), 0): Links,
+    }
     first = weights[0].rpartition("/")[2]
-    if first == FULL_STATE_DICT:
-        kind = FullStateDict
-    elif weights[0] in {ADAPTER, PICKLED_ADAPTER}:
-        kind = LoraAdapter
-    elif weights[0] == DCP_METADATA:
-        kind = Dcp
-    elif weights[0] == link_name(len(weights), 0):
-        kind = Links
-    elif parse_part_name(first) is not None:
-        kind = HuggingFaceParts
+    kind = kinds.get(first, Shards if parse_part_name(first) is None else HuggingFaceParts)
     return kind(step, identity, weights, receipts, adapters)
 
 

@@ -21,8 +21,11 @@ FileSet = tuple[str, ...] | str
 
 
 def weight_sets(names: Sequence[str], told_size: Callable[[], object]) -> list[FileSet]:
-    """The models in a folder. ``told_size`` is the world size that a config names."""
-    full = (FULL_STATE_DICT,) if FULL_STATE_DICT in names else ()
+    """The models in one folder, whose path the names may have.
+
+    ``told_size`` is the world size that a config names.
+    """
+    full = tuple(name for name in names if name.rpartition("/")[2] == FULL_STATE_DICT)
     found = (*_shard_sets(names, told_size), full, _dcp_files(names), *_part_sets(names))
     return [one for one in found if one]
 
