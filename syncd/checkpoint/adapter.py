@@ -94,13 +94,15 @@ class AdapterConfig(Part):
     target_parameters: object = None
 
     def wrong_rank(self, shapes: Mapping[str, Shape]) -> str | None:
-        """A tensor of LoRA whose rank the config does not have; None if there is none."""
+        """A tensor whose rank a config of LoRA does not have; None if there is none."""
         others = self.rank_pattern if isinstance(self.rank_pattern, dict) else {}
         ranks = {(rank,) for rank in (self.r, *others.values()) if type(rank) is int}
-        if not ranks or self.target_parameters:  # a tensor of experts has the ranks of all
+        if (
+            self.peft_type != "LORA" or not ranks or self.target_parameters
+        ):  # a tensor of experts has the ranks of all
             return None
-        halves = ((name, shape) for name, shape in shapes.items() if _A.search(name))
-        return next((name for name, shape in halves if shape[:1] not in ranks), None)
+        halves = filter(_A.search, shapes)
+        return next((name for name in halves if shapes[name][:1] not in ranks), None)
 
     @property
     def base_model(self) -> AdaptedModel | None:
@@ -134,6 +136,7 @@ class Adapter(NamedTuple):
         prefix: the text to put before each saved name; empty if the names have :data:`PREFIX`.
         others: the other adapters in the state dict.
         filed: name in the state dict → name in a file of the adapter; None if there is no file.
+        bias: the value in ``adapter_config.json``.
     """
 
     name: str | None
@@ -141,6 +144,7 @@ class Adapter(NamedTuple):
     prefix: str = ""
     others: frozenset[str] = frozenset()
     filed: Mapping[str, str] | None = None
+    bias: str = "none"
 
     @property
     def is_lora(self) -> bool:
@@ -175,16 +179,13 @@ class Adapter(NamedTuple):
                 )
         return self._replace(filed={held[name]: name for name in file})
 
-    def saved_name(self, name: str, bias: str = "none") -> str | None:
-        """The name of a tensor in the adapter's file; None if the tensor is not in that file.
-
-        ``bias`` is the value in ``adapter_config.json``.
-        """
+    def saved_name(self, name: str) -> str | None:
+        """The name of a tensor in the adapter's file; None if the tensor is not in that file."""
         if self.filed is not None:
             return self.filed.get(name)
         if self.name is None:
             return name
-        for found in (self._lora(name), self._beside_lora(name), self._bias(name, bias)):
+        for found in (self._lora(name), self._beside_lora(name), self._bias(name)):
             if found is not None:
                 return self.prefix + found
         return None
@@ -212,10 +213,10 @@ class Adapter(NamedTuple):
         tokens = name.removesuffix(f".{self.name}")
         return tokens if tokens.endswith(_TRAINED_TOKENS) and tokens != name else None
 
-    def _bias(self, name: str, bias: str) -> str | None:
-        if bias == "lora_only":
+    def _bias(self, name: str) -> str | None:
+        if self.bias == "lora_only":
             return name if name.removesuffix(".base_layer.bias") in self.modules else None
-        if bias != "all" or not name.endswith(".bias") or _NOT_BASE.search(name):
+        if self.bias != "all" or not name.endswith(".bias") or _NOT_BASE.search(name):
             return None
         return name
 

@@ -37,9 +37,7 @@ from syncd.checkpoint.save import (
 )
 from syncd.checkpoint.save_contents import look_inside
 from syncd.checkpoint.step_save import look_into_step
-from syncd.checkpoint.tensor_rules import (
-    Cast,
-)
+from syncd.checkpoint.tensor_rules import Cast
 from syncd.checkpoint.whole_files import publish_files
 from syncd.protocol.errors import CheckpointError, NoRoomError, SaveNotReadyError
 from syncd.protocol.names import (
@@ -103,15 +101,15 @@ def build_model_folder(
             contents = look_inside(opened, cancel)
             kind = contents.kind
             # Copy the small files first: if one differs from its receipt, no weights are copied.
-            models = copy_small_files(storage, actor, save, folder, contents.kind, cancel)
-            bias, base_model = "none", None
-            if contents.kind == "adapter":
-                config, models = adapter_config(storage, actor, folder, models, contents)
-                bias, base_model = config.bias, config.base_model
+            copies = copy_small_files(opened, folder, kind)
+            base_model = None
+            if kind == "adapter":
+                config = adapter_config(opened, folder, copies, contents)
+                contents, base_model = contents.with_bias(config.bias), config.base_model
                 if base_model is None:
                     AdapterWithoutBase(actor).tell(log)
             copied = work.clock()
-            told, hub, models = described(storage, folder, models, contents, options, opened)
+            told, hub = described(opened, folder, copies, contents, options)
             names: Names = options.names if hub else "trainer"
             plan = None
             is_whole = bool(opened.files) and contents.adapter is None
@@ -119,7 +117,6 @@ def build_model_folder(
                 plan = contents.plan(
                     options,
                     cast=casting_of(actor, given, options.cast, told),
-                    bias=bias,
                     tied=says_tied(told) if save.tied is None else save.tied,
                     hub=hub if names == "hub" else None,
                     cancel=cancel,
@@ -135,7 +132,7 @@ def build_model_folder(
                     progress=work.progress,
                 )
             else:
-                sources = contents.sources(opened, bias=bias)
+                sources = contents.sources(opened)
                 # The plan has the needed part of these indexes, which take much memory.
                 contents = contents._replace(indexes=())
                 opened.forget_tensors()
@@ -162,15 +159,15 @@ def build_model_folder(
             ) from error
         raise
     del opened, contents, plan  # the manifest takes much memory too
-    models = correct_dtype(
+    correct_dtype(
         storage,
         folder,
-        models,
+        copies,
         None if options.keeps_config else told,
         merged.tensors,
         is_cast=options.cast is not None or save.sync_dtype is not None,
     )
-    files = [*merged.files, *models, *write_index(storage, folder, merged)]
+    files = [*merged.files, *copies.values(), *write_index(storage, folder, merged)]
     files += write_name_map(storage, folder, None if sequence is None else hub)
     if not save.receipts:
         confirm_unchanged(storage, actor, save)
@@ -340,10 +337,10 @@ class FreeSpace:
             _judged_at_rest(self.storage, actor, save),
             open_save(self.storage, actor, save, prefix=options.prefix, cancel=cancel) as opened,
         ):
-            contents = look_inside(opened, cancel)
+            contents = look_inside(opened, cancel).with_bias("all")
             one_file = options._replace(max_file_size=sys.maxsize)
             cast = casting_of(actor, save, options.cast)
-            plan = contents.plan(one_file, cast=cast, bias="all", tied=False, cancel=cancel)
+            plan = contents.plan(one_file, cast=cast, tied=False, cancel=cancel)
             names = save.vouched().get(f"{HUGGINGFACE}/{NAME_MAP}")
             renamed = options.names == "hub" and names and names.size > len(encode(NameMapRecord()))
             ours = all(self.storage.fstat(file.fd).st_uid == os.geteuid() for file in opened.files)

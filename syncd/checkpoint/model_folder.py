@@ -7,6 +7,7 @@ import json
 import logging
 import stat
 from collections.abc import Container, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -65,20 +66,20 @@ def copy_model_files(
     leave_out: Container[str] = (),
     listed: Container[str] = (),
     recursive: bool = True,
-) -> tuple[VersionFile, ...]:
+) -> dict[str, VersionFile]:
     """Copy and sync all files but weights from ``actor/huggingface/`` into a version's folder.
 
     Only regular files are copied. Links are never followed, because other users may have made
     them. A missing ``source_hf`` counts as empty. ``leave_out`` has the paths to skip, relative to
     ``source_hf``. If receipts have ``listed`` the folder's config, only what they list counts:
     other files were left by another save, perhaps of another model. Where the trainer writes no
-    config, a user may have put files there. The result is sorted.
+    config, a user may have put files there. The result is sorted, by the paths in ``folder``.
 
     Raises:
         CheckpointError: a file is too large or has an impossible name, or the folder is too deep.
         OSError: storage failed; ``ENOENT`` if a file was deleted meanwhile.
     """
-    copied = []
+    copied = {}
     folders = {folder}
     left = TOTAL_LIMIT
     configs = MODEL_CONFIG, ADAPTER_CONFIG
@@ -95,7 +96,7 @@ def copy_model_files(
         size, digest = _copy(storage, source_hf / path, target, min(FILE_LIMIT, left), cancel)
         left -= size
         try:
-            copied.append(VersionFile(name=str(path), size=size, digest=digest))
+            copied[str(path)] = VersionFile(name=str(path), size=size, digest=digest)
         except pydantic.ValidationError as error:
             raise CheckpointError(
                 f"{source_hf}: {str(path)!r} cannot be the name of a published file. Rename the "
@@ -104,7 +105,7 @@ def copy_model_files(
     for made in folders:
         cancel()
         storage.sync_folder(made)
-    return tuple(copied)
+    return copied
 
 
 def read_model_config(
@@ -157,22 +158,19 @@ def warn_once(actor: Path, flaw: str, reason: str, included: str = "") -> None:
 def correct_dtype(
     storage: Storage,
     folder: Path,
-    files: tuple[VersionFile, ...],
+    files: dict[str, VersionFile],
     config: object,
     tensors: Tensors,
     *,
     is_cast: bool,
-) -> tuple[VersionFile, ...]:
+) -> None:
     """Write the dtype of the weights into the ``config.json`` of a folder, if it has another."""
     if not _set_dtype(config, tensors, is_cast=is_cast):
-        return files
-    try:
+        return
+    with suppress(RecursionError):  # it is published as the trainer left it
         content = json.dumps(config, indent=2).encode() + b"\n"
-    except RecursionError:
-        return files  # it is published as the trainer left it
-    storage.unlink(folder / MODEL_CONFIG)
-    made = write_file(storage, folder, MODEL_CONFIG, content)
-    return tuple(made if file.name == MODEL_CONFIG else file for file in files)
+        storage.unlink(folder / MODEL_CONFIG)
+        files[MODEL_CONFIG] = write_file(storage, folder, MODEL_CONFIG, content)
 
 
 def _set_dtype(config: object, tensors: Tensors, *, is_cast: bool) -> bool:

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from syncd.checkpoint.adapter import Adapter, find_adapter, is_peft_model
 from syncd.checkpoint.merging.options import MergeOptions
@@ -51,45 +51,44 @@ class SaveContents(NamedTuple):
             for name, value in index.tensors.items()
         }
 
+    def saved_name(self, name: str) -> str | None:
+        """The name in the version of a tensor of the save; None if it is left out."""
+        return name if self.adapter is None else self.adapter.saved_name(name)
+
+    def with_bias(self, bias: str) -> Self:
+        """These contents with the biases that an adapter's config names."""
+        return self._replace(adapter=self.adapter and self.adapter._replace(bias=bias))
+
     def plan(
         self,
         options: MergeOptions,
         *,
         cast: Casting | None,
-        bias: str,
         tied: Ties,
         hub: NameMap | None = None,
         cancel: Check,
     ) -> MergePlan:
         """Plan the merge of the shards. An adapter becomes one file, because PEFT reads only one.
 
-        ``bias`` is the value in ``adapter_config.json``. ``hub`` is None to keep the trainer's
-        names.
+        ``hub`` is None to keep the trainer's names.
 
         Raises:
             CoverageError: the parts do not make whole tensors.
         """
-        adapter = self.adapter
-        if self.kind == "full":
-            return plan_merge(
-                self.indexes,
-                max_file_size=options.max_file_size,
-                tied=tied,
-                hub=hub,
-                cast=cast,
-                cancel=cancel,
-            )
+        is_full = self.kind == "full"
         return plan_merge(
             self.indexes,
-            max_file_size=sys.maxsize,
-            rename=str if adapter is None else lambda name: adapter.saved_name(name, bias),
-            stem=Path(ADAPTER_WEIGHTS).stem,
+            max_file_size=options.max_file_size if is_full else sys.maxsize,
+            rename=self.saved_name,
+            stem="model" if is_full else Path(ADAPTER_WEIGHTS).stem,
+            tied=is_full and tied,
+            hub=hub,
             same=self.beside,
             cast=cast,
             cancel=cancel,
         )
 
-    def sources(self, opened: OpenSave, *, bias: str) -> Sequence[Source]:
+    def sources(self, opened: OpenSave) -> Sequence[Source]:
         """The open files for the plan. For an adapter, only its own tensors are in them."""
         whole = [SourceFile(file.path, file.fd) for file in opened.files]
         beside = () if opened.beside is None else (opened.beside,)
@@ -102,7 +101,7 @@ class SaveContents(NamedTuple):
                     source.has_crc,
                     {
                         name: source.records[name]
-                        for name in _records(index, self.adapter, bias)
+                        for name in self._records(index)
                         if name in source.records  # safetensors files have none
                     },
                 )
@@ -110,14 +109,13 @@ class SaveContents(NamedTuple):
             ]
         return [*sources, *(SourceFile(file.path, file.fd) for file in beside)]
 
-
-def _records(index: ShardIndex, adapter: Adapter, bias: str) -> set[str]:
-    return {
-        local.record
-        for name, value in index.tensors.items()
-        if adapter.saved_name(name, bias) is not None
-        for local in (value.locals if isinstance(value, Chunks) else (value,))
-    }
+    def _records(self, index: ShardIndex) -> set[str]:
+        return {
+            local.record
+            for name, value in index.tensors.items()
+            if self.saved_name(name) is not None
+            for local in (value.locals if isinstance(value, Chunks) else (value,))
+        }
 
 
 def look_inside(opened: OpenSave, cancel: Check) -> SaveContents:

@@ -27,7 +27,7 @@ _PLAIN: Final = re.compile(
 _REMEDY: Final = f"Write the adapter's {ADAPTER_CONFIG} into {HUGGINGFACE}/ beside the shards"
 
 
-class _Trained(Part):
+class TrainedLora(Part):
     """The keys of ``lora_train_meta.json``."""
 
     r: pydantic.PositiveInt
@@ -35,33 +35,29 @@ class _Trained(Part):
     task_type: str
 
 
-def alpha_in(content: bytes) -> int | None:
-    """The ``lora_alpha`` in ``lora_train_meta.json``; None if verl has not written that file."""
+def read_trained(content: bytes) -> TrainedLora | None:
+    """The content of ``lora_train_meta.json``; None if verl has not written that file."""
     with suppress(pydantic.ValidationError):
-        return _Trained.model_validate_json(content, strict=True).lora_alpha
+        return TrainedLora.model_validate_json(content, strict=True)
     return None
 
 
-def make_config(content: bytes, where: object, shapes: Mapping[str | None, Shape]) -> bytes:
+def make_config(trained: TrainedLora | None, where: object, shapes: Mapping[str, Shape]) -> bytes:
     """The ``adapter_config.json`` of an adapter.
 
-    ``content`` is that of ``lora_train_meta.json``. ``shapes`` has the adapter's tensors by their
-    names in PEFT's files, and perhaps a tensor of the base model as None.
+    ``trained`` is in the file ``where``. ``shapes`` has the adapter's tensors by their names in
+    PEFT's files.
 
     Raises:
         CheckpointError: the file is not what verl writes, or does not describe these tensors.
     """
-    try:
-        trained = _Trained.model_validate_json(content, strict=True)
-    except pydantic.ValidationError:
+    if trained is None:
         raise CheckpointError(
             f"{where} is not what verl writes, a JSON object with r and lora_alpha, whole numbers "
             f"above 0, and the text task_type. {_REMEDY}"
-        ) from None
+        )
     modules = set()
     for name, shape in shapes.items():
-        if name is None:
-            continue
         match = _PLAIN.fullmatch(name)
         if match is None:
             raise CheckpointError(

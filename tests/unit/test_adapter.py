@@ -22,8 +22,8 @@ def saved(names: Iterable[str], bias: str = "none") -> dict[str, str]:
     names = list(names)
     adapter = find_adapter(names)
     assert adapter is not None
-    found = ((name, adapter.saved_name(name, bias)) for name in names)
-    return {name: published for name, published in found if published is not None}
+    adapter = adapter._replace(bias=bias)
+    return {name: told for name in names if (told := adapter.saved_name(name)) is not None}
 
 
 def lora(module: str, adapter: str = "default") -> list[str]:
@@ -196,10 +196,7 @@ def test_all_biases_are_those_of_the_base_model_and_no_frozen_copies() -> None:
         f"{PREFIX}score.original_module.bias",
         f"{PREFIX}score.modules_to_save.default.bias",
     ]
-    adapter = find_adapter(names)
-    assert adapter is not None
-    found = {adapter.saved_name(name, "all") for name in names}
-    assert {name for name in found if name and name.endswith(".bias")} == {
+    assert {name for name in saved(names, "all").values() if name.endswith(".bias")} == {
         f"{Q}.base_layer.bias",
         f"{PREFIX}norm.bias",
         f"{Q}.lora_B.bias",

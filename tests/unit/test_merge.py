@@ -391,7 +391,7 @@ def test_everything_but_weights_is_copied_and_links_are_not_followed(
     (source / "secret.json").symlink_to("/etc/passwd")
     (source / "loop").symlink_to(source)
     copied = copy_model_files(STORAGE, source, folder, cancel=nothing)
-    assert {file.name: file.digest for file in copied} == {
+    assert {name: file.digest for name, file in copied.items()} == {
         name: xxhash.xxh3_128_hexdigest(content) for name, content in kept.items()
     }
     found = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
@@ -399,7 +399,7 @@ def test_everything_but_weights_is_copied_and_links_are_not_followed(
 
 
 def test_a_plain_model_has_no_folder_to_copy(tmp_path: Path) -> None:
-    assert copy_model_files(STORAGE, tmp_path / "huggingface", tmp_path, cancel=nothing) == ()
+    assert copy_model_files(STORAGE, tmp_path / "huggingface", tmp_path, cancel=nothing) == {}
 
 
 @pytest.mark.parametrize(
