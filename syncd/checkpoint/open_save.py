@@ -16,10 +16,10 @@ from syncd.checkpoint.dcp.dcp_metadata import Chunk, Chunked, StoredModel, whole
 from syncd.checkpoint.gc_pause import uncollected
 from syncd.checkpoint.merging.options import Checked
 from syncd.checkpoint.merging.plan import ShardIndex
-from syncd.checkpoint.merging.source_reader import Source, SourceFile
+from syncd.checkpoint.merging.source_reader import Source
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.placement import Chunks, Local, Position, Shape
-from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.safetensors_file import ReadFields, SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry
 from syncd.checkpoint.sandbox.isolated import IsolatedParser, ParseLimits
 from syncd.checkpoint.save import (
@@ -79,21 +79,20 @@ class OpenSave:
     chunked: list[Source] = field(default_factory=list)
     indexes: Sequence[ShardIndex] = ()
     files: list[SafetensorsFile] = field(default_factory=list)
-    beside: SafetensorsFile | None = None
+    beside: list[SafetensorsFile] = field(default_factory=list)
     _found: int = 0
 
     @property
     def sources(self) -> Sequence[Source]:
-        """The open shards, or the open files of ``torch.distributed.checkpoint``."""
-        return self.shards or self.chunked
+        """The open files of the weights."""
+        return self.shards or self.chunked or self.files
 
     @property
     def checked(self) -> Checked:
         """The evidence that the open files hold the bytes that the trainer wrote."""
         if self.save.receipts:
             return "receipt"
-        has_crc = bool(self.sources) and all(source.has_crc for source in self.sources)
-        return "crc32" if has_crc else "stillness"
+        return "crc32" if all(source.has_crc for source in self.sources) else "stillness"
 
     def tensors(self, shard: ShardFile) -> Mapping[str, Local | Chunks]:
         """The tensors of one of the shards. Call this method only once for each shard.
@@ -118,10 +117,20 @@ class OpenSave:
                 "or use fewer ranks"
             )
 
-    def open_whole(self, name: str) -> SafetensorsFile:
-        """Open a safetensors file; it is closed with the save."""
+    def open_whole(self, name: str, parse: ReadFields | None = None) -> SafetensorsFile:
+        """Open a safetensors file; it is closed with the save.
+
+        Raises:
+            CheckpointError: the file is not a whole safetensors file, or a pickle of an adapter.
+        """
         path = self.actor / name
-        file = SafetensorsFile.open(self.storage, path, parse=self.parser.read_fields)
+        if name == PICKLED_ADAPTER:
+            raise CheckpointError(
+                f"{path} is a pickle, which syncd never loads. Remove the pickle, and save the "
+                "adapter with PeftModel.save_pretrained, which writes adapter_model.safetensors. "
+                "If both files are there, one of them is of an older save"
+            )
+        file = SafetensorsFile.open(self.storage, path, parse=parse or self.parser.read_fields)
         self.stack.callback(file.close)
         return file
 
@@ -152,8 +161,6 @@ def open_save(
         CheckpointError: a file cannot be read or merged, or the adapter is a pickle.
         OSError: the child process cannot be started.
     """
-    if isinstance(save, LoraAdapter):
-        refuse_pickle(actor, save.weights)
     vouched = save.vouched()
 
     def check(path: Path, size: int, digest: str) -> None:
@@ -193,16 +200,6 @@ def open_save(
                 raise SaveNotReadyError(f"{error.filename or actor} is gone") from error
             raise
         yield opened
-
-
-def refuse_pickle(actor: Path, adapters: Sequence[str]) -> None:
-    """Raise CheckpointError if an adapter's file is a pickle."""
-    if PICKLED_ADAPTER in adapters:
-        raise CheckpointError(
-            f"{actor / PICKLED_ADAPTER} is a pickle, which syncd never loads. Remove the pickle, "
-            "and save the adapter with PeftModel.save_pretrained, which writes "
-            "adapter_model.safetensors. If both files are there, one of them is of an older save"
-        )
 
 
 @uncollected()
@@ -292,8 +289,7 @@ def _open_hugging_face(given: OpenSave) -> list[ShardIndex]:
             told.update((entry.name, begin) for entry, begin in chunked)
             return [entry for entry, _ in chunked]
 
-        file = SafetensorsFile.open(given.storage, given.actor / label, parse=parse)
-        given.stack.callback(file.close)
+        file = given.open_whole(label, parse)
         found[label] = [
             (entry._replace(name=entry.name.removeprefix(prefix)), offsets[entry.name])
             for entry in file.entries
@@ -305,7 +301,7 @@ def _open_hugging_face(given: OpenSave) -> list[ShardIndex]:
                     f"{file.path} also holds '{shown(entry.name)}', which is not a weight. Save "
                     "only the model, or give the model's prefix with --prefix (dcp_prefix)"
                 )
-        given.chunked.append(SourceFile(file.path, file.fd))
+        given.chunked.append(file)
         given.check_count(file.path, sum(map(len, found.values())), "chunks")
     whole = whole_shapes(found)
     if prefix and not whole:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import ClassVar, Final, Never, Self
 
 import xxhash
 
@@ -64,6 +64,8 @@ class SafetensorsFile(Closing):
     signature: Signature
     header: bytes
     entries: tuple[HeaderEntry, ...]
+    has_crc: ClassVar = False
+    records: ClassVar[Mapping[str, Never]] = {}
 
     @classmethod
     def open(cls, storage: Storage, path: Path, *, parse: ReadFields = read_fields) -> Self:

@@ -13,7 +13,7 @@ from syncd.checkpoint.merging.options import MergeOptions
 from syncd.checkpoint.merging.plan import MergePlan, ShardIndex, Ties, plan_merge
 from syncd.checkpoint.merging.source_reader import Source, SourceFile
 from syncd.checkpoint.name_map import NameMap
-from syncd.checkpoint.open_save import OpenSave, refuse_pickle
+from syncd.checkpoint.open_save import OpenSave
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.placement import Chunks, Local, Position, Shape, agreed
 from syncd.checkpoint.safetensors_file import SafetensorsFile
@@ -90,10 +90,8 @@ class SaveContents(NamedTuple):
 
     def sources(self, opened: OpenSave) -> Sequence[Source]:
         """The open files for the plan. For an adapter, only its own tensors are in them."""
-        whole = [SourceFile(file.path, file.fd) for file in opened.files]
-        beside = () if opened.beside is None else (opened.beside,)
-        sources = whole or opened.sources
-        if self.adapter is not None and not whole:
+        sources = opened.sources
+        if self.adapter is not None:
             sources = [
                 SourceFile(
                     source.path,
@@ -107,7 +105,7 @@ class SaveContents(NamedTuple):
                 )
                 for source, index in zip(sources, self.indexes, strict=True)
             ]
-        return [*sources, *(SourceFile(file.path, file.fd) for file in beside)]
+        return [*sources, *opened.beside]
 
     def _records(self, index: ShardIndex) -> set[str]:
         return {
@@ -125,13 +123,9 @@ def look_inside(opened: OpenSave, cancel: Check) -> SaveContents:
         CheckpointError: the save has too many tensors, or an adapter that no engine can load.
     """
     actor, adapters = opened.actor, opened.save.adapters
-    is_adapter = isinstance(opened.save, LoraAdapter)
     if opened.files:
         indexes = list(map(_index, opened.files))
         _check_names(indexes, actor)
-        if not adapters:
-            _check_adapter(indexes, actor, is_adapter=is_adapter)
-            return SaveContents("adapter" if is_adapter else "full", indexes)
     else:
         indexes = list(opened.indexes)
         for shard in opened.shards:
@@ -145,18 +139,28 @@ def look_inside(opened: OpenSave, cancel: Check) -> SaveContents:
             "model's own state dict"
         )
     adapter = find_adapter(names)
+    if isinstance(opened.save, LoraAdapter):
+        if adapter is not None and adapter.name is not None:
+            raise _unloadable(actor, "an adapter with the tensor names of a PEFT model")
+        return SaveContents("adapter", indexes)
     if adapter is None and not is_peft_model(names):
         if adapters:
             AdapterIgnored(actor).tell(log)
         return SaveContents("full", indexes)
     if adapters:
-        refuse_pickle(actor, adapters[:1])  # else the weights show which counts
-        opened.beside = opened.open_whole(adapters[0])
-        beside = _index(opened.beside)._replace(label=adapters[0])
+        opened.beside.append(opened.open_whole(adapters[0]))
+        beside = _index(opened.beside[0])._replace(label=adapters[0])
         adapter = (adapter or Adapter(None)).with_names_of(beside.tensors, names, actor)
         return SaveContents("adapter", indexes, adapter, beside)
     if adapter is None:
-        raise _without_lora(actor)
+        raise CheckpointError(
+            f"{actor} holds the frozen base of a LoRA model without its adapter, or a PEFT model "
+            "of another method than LoRA, and no engine loads either. Save the model that "
+            "merge_and_unload() returns (in verl actor_rollout_ref.model.lora.merge=True), or "
+            f"save the adapter into {LORA_ADAPTER}/ with PeftModel.save_pretrained"
+        )
+    if opened.files:
+        raise _unloadable(actor, "a PEFT model")
     return SaveContents("adapter", indexes, adapter)
 
 
@@ -181,24 +185,8 @@ def _check_names(indexes: Sequence[ShardIndex], actor: Path) -> None:
         )
 
 
-def _check_adapter(indexes: Sequence[ShardIndex], actor: Path, *, is_adapter: bool) -> None:
-    names = [name for index in indexes for name in index.tensors]
-    found = find_adapter(names)
-    if found is None and not is_adapter and is_peft_model(names):
-        raise _without_lora(actor)
-    if found is None or (is_adapter and found.name is None):
-        return
-    what = "an adapter with the tensor names of a PEFT model" if is_adapter else "a PEFT model"
-    raise CheckpointError(
+def _unloadable(actor: Path, what: str) -> CheckpointError:
+    return CheckpointError(
         f"{actor} holds {what}, which no engine loads. Save the adapter into "
         f"{LORA_ADAPTER}/ with PeftModel.save_pretrained"
-    )
-
-
-def _without_lora(actor: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{actor} holds the frozen base of a LoRA model without its adapter, or a PEFT model of "
-        "another method than LoRA, and no engine loads either. Save the model that "
-        "merge_and_unload() returns (in verl actor_rollout_ref.model.lora.merge=True), or save the "
-        f"adapter into {LORA_ADAPTER}/ with PeftModel.save_pretrained"
     )

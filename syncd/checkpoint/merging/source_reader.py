@@ -11,6 +11,7 @@ from typing import Final
 from zlib_ng.zlib_ng import crc32
 
 from syncd.checkpoint.dcp.dcp_file import DcpFile
+from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.torch_files.shard_file import ShardFile, ZipRecord
 from syncd.protocol.errors import SaveNotReadyError, ShardFormatError
 from syncd.storage.fsio import Storage
@@ -29,7 +30,7 @@ class SourceFile:
 
 
 #: An open file: its path, its descriptor, and the records whose CRC-32 can be checked.
-Source = SourceFile | ShardFile | DcpFile
+Source = SourceFile | SafetensorsFile | ShardFile | DcpFile
 
 
 @dataclass
