@@ -194,7 +194,6 @@ class Trained:
             named = (state,) if peft is None else (peft.merged()[0], peft.base_model)
             names = self._hub_names.files(*named)
         tensors = self._hub_names.key if peft is None else described(state)
-        writes_config = is_adapter and self.rank == 0
         return RankContents(
             model=model,
             model_files=partial(self._small_files.files, self.model_files(), tensors, names),
@@ -203,7 +202,7 @@ class Trained:
             whole=whole,
             whole_name=whole_name,
             adapter_files=partial(files_by, peft.config_writer())
-            if peft and writes_config
+            if peft and is_adapter and self.rank == 0
             else dict,
             hugging_face=in_hugging_face,
             links_hugging_face=hugging_face and is_shared and self.rank == 0,

@@ -74,15 +74,14 @@ def _part_sets(names: Sequence[str]) -> list[FileSet]:
 
     The names do not give the number of ranks. If the last ranks are missing, that is not found.
     """
-    found = {
-        name: parsed
+    found = [
+        (*parsed, name)
         for name in names
         if (parsed := parse_part_name(name.rpartition("/")[2])) is not None
-    }
-    whole = {name: parsed for name, parsed in found.items() if parsed[0] is None}
-    used = whole or found  # if there are both, the whole tensors were made from the chunks
+    ]
+    whole = [one for one in found if one[0] is None]
     sets: dict[int, list[tuple[int, int, str]]] = {}
-    for name, (shard, number, count) in used.items():
+    for shard, number, count, name in whole or found:  # whole tensors were made from the chunks
         sets.setdefault(count, []).append((shard or 0, number, name))
     return [
         _missing_part(count, parts) or tuple(name for *_, name in sorted(parts))

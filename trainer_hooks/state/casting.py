@@ -7,17 +7,15 @@ import re
 from collections.abc import Collection
 from contextlib import suppress
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
 from syncd.checkpoint.tensor_rules import Cast, Casting
 from trainer_hooks.state.plain_model import own_class
-from trainer_hooks.state.state_dict import joined, plain_paths
+from trainer_hooks.state.state_dict import cast_to, joined, plain_paths
 from trainer_hooks.state.wrappers import adapters_of, is_pretrained
-
-_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def casting_of(model: nn.Module, dtype: Cast | None) -> Casting | None:
@@ -29,14 +27,15 @@ def casting_of(model: nn.Module, dtype: Cast | None) -> Casting | None:
         return None
     # Merged weights have the names of the base model.
     paths = {} if adapters_of(model) else plain_paths(model)
+    wanted = cast_to("", torch.float32, Casting(dtype))
     inner: set[nn.Module] = set()
     kept = []
     for module in model.modules():
         if module not in inner and is_pretrained(module):
             inner.update(module.modules())
-            listed = re.compile("|".join(_listed(module, _DTYPES[dtype])) or "(?!)")
+            listed = re.compile("|".join(_listed(module, wanted)) or "(?!)")
             path = joined(paths.get(module, ""), "")
-            kept.append((path, listed, _made_in_fp32(module, _DTYPES[dtype])))
+            kept.append((path, listed, _made_in_fp32(module, wanted)))
 
     @cache
     def keeps(name: str) -> bool:
