@@ -41,7 +41,6 @@ PREFIX: Final = "base_model.model."
 #: The adapter that PEFT saves into the folder itself; other adapters are in folders below it.
 DEFAULT: Final = "default"
 
-_WRAPPED: Final = ".base_layer."
 #: Matches a tensor of a module that PEFT wraps. Other models' ``base_layer`` has modules inside.
 _BASE: Final = re.compile(r".\.base_layer\.[^.]+\Z", re.DOTALL)
 _HALF: Final = re.compile(
@@ -146,11 +145,6 @@ class Adapter(NamedTuple):
     filed: Mapping[str, str] | None = None
     bias: str = "none"
 
-    @property
-    def is_lora(self) -> bool:
-        """False for an adapter of another method, which only its file shows."""
-        return self.filed is None or bool(self.modules)
-
     def with_names_of(self, file: Collection[str], names: Iterable[str], where: object) -> Self:
         """This adapter with the tensors and the names of its file.
 
@@ -253,7 +247,7 @@ def find_adapter(names: Iterable[str]) -> Adapter | None:
     modules = {match["module"] for match in matches}
     is_wrapped = is_peft_model(names)
     layers = {
-        name[: match.start()] for name in names for match in re.finditer(re.escape(_WRAPPED), name)
+        name[: match.start()] for name in names for match in re.finditer(r"\.base_layer\.", name)
     }
     if not (is_wrapped or modules & layers or all(map(_ADAPTERS_OWN.search, names))):
         return None

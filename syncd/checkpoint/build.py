@@ -341,7 +341,7 @@ class FreeSpace:
             one_file = options._replace(max_file_size=sys.maxsize)
             cast = casting_of(actor, save, options.cast)
             plan = contents.plan(one_file, cast=cast, tied=False, cancel=cancel)
-            names = save.vouched().get(f"{HUGGINGFACE}/{NAME_MAP}")
+            names = opened.vouched.get(f"{HUGGINGFACE}/{NAME_MAP}")
             renamed = options.names == "hub" and names and names.size > len(encode(NameMapRecord()))
             ours = all(self.storage.fstat(file.fd).st_uid == os.geteuid() for file in opened.files)
             linked = opened.files and save.receipts and ours and not (plan.casts or renamed)

@@ -34,14 +34,13 @@ from syncd.storage.errnos import NO_RECORD, Ignoring
 def copy_small_files(opened: OpenSave, folder: Path, kind: Kind) -> dict[str, VersionFile]:
     """Copy config and tokenizer; check the files that a receipt lists."""
     actor, save = opened.actor, opened.save
-    vouched = save.vouched()
     sources = [save.model_folder]
     leave_out = {ADAPTER_CONFIG}  # beside a full model, loaders would look for its base model
     if kind == "adapter":
         # PEFT's files come before the base model's. Skip folders, which hold other adapters.
         sources.insert(0, LORA_ADAPTER)
         leave_out = {MODEL_CONFIG, NAME_MAP}
-    elif save.receipts and f"{HUGGINGFACE}/{NAME_MAP}" not in vouched:
+    elif save.receipts and f"{HUGGINGFACE}/{NAME_MAP}" not in opened.vouched:
         leave_out.add(NAME_MAP)  # left by another save, perhaps of another model
     copied: dict[str, VersionFile] = {}
     for source in sources:
@@ -51,21 +50,19 @@ def copy_small_files(opened: OpenSave, folder: Path, kind: Kind) -> dict[str, Ve
             folder,
             cancel=opened.cancel,
             leave_out=leave_out,
-            listed=vouched,
+            listed=opened.vouched,
             recursive=source != LORA_ADAPTER,
         )
         leave_out.update(found)
         copied |= found
-        for name, file in vouched.items():
-            if name.partition("/")[0] != source:
-                continue
-            copy = found.get(name.removeprefix(f"{source}/"))
-            if copy is None and not opened.storage.exists(actor / name):
-                raise SaveNotReadyError(
-                    f"{actor / name} is gone, but the receipt of save {save.identity} lists it"
-                )
-            if copy is not None and (copy.size, copy.digest) != (file.size, file.digest):
-                raise save.differs(actor / name)
+        for name, file in found.items():
+            opened.check(f"{source}/{name}", file.size, file.digest)
+    for path in opened.vouched:
+        source, _, name = path.partition("/")
+        if source in sources and name not in copied and not opened.storage.exists(actor / path):
+            raise SaveNotReadyError(
+                f"{actor / path} is gone, but the receipt of save {save.identity} lists it"
+            )
     return copied
 
 
@@ -99,7 +96,9 @@ def adapter_config(
         )
     where = f"the {ADAPTER_CONFIG} of {actor}"
     config = read_config(content, where)
-    if adapter is not None and adapter.is_lora and config.peft_type != "LORA":
+    # Only its file shows an adapter of another method.
+    is_lora = adapter is not None and (adapter.modules or adapter.filed is None)
+    if is_lora and config.peft_type != "LORA":
         raise CheckpointError(
             f"{where} is for an adapter of type {shown(config.peft_type)}, but the shards hold a "
             "LoRA adapter. Save the config and the shards from the same model"
@@ -132,7 +131,7 @@ def described(
     storage, actor, save = opened.storage, opened.actor, opened.save
     config = read_model_config(storage, folder, copied.values())
     shapes = contents.shapes()
-    listed = {f"{HUGGINGFACE}/{NAME_MAP}", *save.vouched()}
+    listed = {f"{HUGGINGFACE}/{NAME_MAP}", *opened.vouched}
     reason = contradiction(config, shapes)
     if reason and f"{HUGGINGFACE}/{MODEL_CONFIG}" not in listed:
         for name in [name for name in copied if f"{HUGGINGFACE}/{name}" not in listed]:

@@ -82,6 +82,18 @@ class OpenSave:
     beside: list[SafetensorsFile] = field(default_factory=list)
     _found: int = 0
 
+    def __post_init__(self) -> None:
+        self.vouched = self.save.vouched()
+
+    def check(self, name: str, size: int, digest: str | None) -> None:
+        """Raise SaveNotReadyError for a file that is not the one in a receipt."""
+        listed = self.vouched.get(name)
+        if listed is not None and (listed.size, listed.digest) != (size, digest):
+            raise SaveNotReadyError(
+                f"{self.actor / name} is not the file that the receipt of save "
+                f"{self.save.identity} lists: the file is being replaced, or was damaged"
+            )
+
     @property
     def sources(self) -> Sequence[Source]:
         """The open files of the weights."""
@@ -101,10 +113,7 @@ class OpenSave:
             CheckpointError: the shard cannot be merged, or the shards have too many tensors.
         """
         found = shard.tensors(parse=self.parser.read_pieces)
-        self._found += sum(
-            max(1, len(value.locals)) if isinstance(value, Chunks) else 1
-            for value in found.values()
-        )
+        self._found += sum(max(1, len(value.locals)) for value in found.values())
         self.check_count(shard.path, self._found, "tensors")
         return found
 
@@ -161,13 +170,6 @@ def open_save(
         CheckpointError: a file cannot be read or merged, or the adapter is a pickle.
         OSError: the child process cannot be started.
     """
-    vouched = save.vouched()
-
-    def check(path: Path, size: int, digest: str) -> None:
-        told = vouched.get(path.relative_to(actor).as_posix())
-        if told is not None and (told.size, told.digest) != (size, digest):
-            raise save.differs(path)
-
     job = actor.parent.parent if limits is None else None
     limits = limits or ParseLimits()
     records = 0
@@ -183,7 +185,7 @@ def open_save(
                         cancel()
                         file = opened.open_whole(name)
                         opened.files.append(file)
-                        check(file.path, file.size, file.header_digest)
+                        opened.check(name, file.size, file.header_digest)
                 case Shards():
                     for name in save.weights:
                         cancel()
@@ -194,7 +196,7 @@ def open_save(
                         # Some records of each file belong to no tensor.
                         most = 100 * len(save.weights)
                         opened.check_count(shard.path, records, "records", most)
-                        check(shard.path, shard.size, shard.directory_digest)
+                        opened.check(name, shard.size, shard.directory_digest)
         except OSError as error:
             if is_gone(error):
                 raise SaveNotReadyError(f"{error.filename or actor} is gone") from error

@@ -106,13 +106,6 @@ class _WholeSave:
     def known_as(self) -> str:
         return self.identity
 
-    def differs(self, path: Path) -> SaveNotReadyError:
-        """The error for a file that is not the one in a receipt."""
-        return SaveNotReadyError(
-            f"{path} is not the file that the receipt of save {self.identity} lists: the file is "
-            "being replaced, or was damaged"
-        )
-
     def vouched(self) -> dict[str, ReceiptFile]:
         """The files that the receipts list, by name inside ``actor/``."""
         return {file.name: file for receipt in self.receipts for file in receipt.files}
@@ -326,8 +319,8 @@ def _foreign_save(
         return Unfinished(step, f"{actor} {weights}")
     if not weights:
         return _without_weights(storage, step, actor, names)
-    still = dict.fromkeys((*weights, *adapters, *{LORA_TRAIN_META}.intersection(names)))
-    identity = fingerprint(storage, actor, tuple(still))
+    still = (*weights, *adapters, *{LORA_TRAIN_META}.intersection(names))
+    identity = fingerprint(storage, actor, still)
     return _whole(step, identity, weights, adapters=adapters if kinds else ())
 
 
