@@ -127,6 +127,11 @@ class Local:
     record: str
     position: Position | None
 
+    @property
+    def locals(self) -> tuple[Local]:
+        """The parts that this rank holds, as of :class:`Chunks`."""
+        return (self,)
+
 
 @dataclass(frozen=True, slots=True)
 class Chunks:

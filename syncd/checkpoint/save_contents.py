@@ -112,7 +112,7 @@ class SaveContents(NamedTuple):
             local.record
             for name, value in index.tensors.items()
             if self.saved_name(name) is not None
-            for local in (value.locals if isinstance(value, Chunks) else (value,))
+            for local in value.locals
         }
 
 

@@ -161,7 +161,7 @@ def plan_merge(
 def _compared(tensor: PlannedTensor, file: ShardIndex, source: int) -> PlannedTensor:
     """The tensor with its bytes in another file as a copy."""
     value = file.tensors[tensor.name]
-    if not isinstance(value, Chunks) or agreed(value)[:2] != (tensor.dtype, tensor.shape):
+    if agreed(value)[:2] != (tensor.dtype, tensor.shape):
         raise CoverageError(
             f"{shown(tensor.name)} is {_described(value)} in {file.label}, but {tensor.dtype} of "
             f"shape {tensor.shape} in the weights beside it. Remove what an older save has left"
@@ -359,11 +359,7 @@ def _whole(
     dtype, shape, is_plain = like
     if 0 in shape:
         return PlannedTensor(renamed, dtype, shape, dtype, (), ())
-    blocks = [
-        _block(source, local)
-        for source, value in found
-        for local in (value.locals if isinstance(value, Chunks) else (value,))
-    ]
+    blocks = [_block(source, local) for source, value in found for local in value.locals]
     if is_plain:
         own, *others = ((block.run,) for block in blocks)
         tiled = Tiled(own, tuple(others))
