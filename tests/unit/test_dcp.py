@@ -323,17 +323,6 @@ def look(folder: Path) -> Save:
     return look_at_save(STORAGE, folder, 1)
 
 
-def test_a_save_is_whole_when_its_metadata_is_there(tmp_path: Path) -> None:
-    folder = small().write(tmp_path)
-    assert look(folder).weights == (".metadata", "__0_0.distcp", "__1_0.distcp")
-    (folder / ".metadata").rename(folder / ".metadata.tmp")
-    assert "has not finished this save" in look(folder).reason
-    (folder / ".metadata.tmp").unlink()
-    assert "no .metadata yet" in look(folder).reason
-    (folder / "__0.metadata").touch()
-    assert "use_collectives=False" in look(folder).reason
-
-
 def test_another_save_in_the_same_folder_is_another_identity(tmp_path: Path) -> None:
     folder = small().write(tmp_path)
     known = {look(folder).identity}
@@ -357,36 +346,6 @@ def test_an_adapter_beside_it_is_part_of_its_identity(tmp_path: Path) -> None:
     assert look(folder).identity != before
     (folder / ".metadata").unlink()
     assert look(folder).identity is None
-
-
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        (["shard-00002-model-00001-of-00001"], "no data of rank 1 of 2"),
-        (["shard-00001-model-00002-of-00002"], "no data of file 1 of 2"),
-        (["model-00001-of-00002"], "no data of file 2 of 2"),
-        (["model-00001-of-00001", "model-00001-of-00002"], "Remove the older files"),
-        (["model-00000-of-00001"], "holds no weights"),
-        (["model-00003-of-00002", "shard-00000-model-00001-of-00001"], "holds no weights"),
-    ],
-)
-def test_hugging_face_files_are_waited_for(tmp_path: Path, names: list[str], said: str) -> None:
-    for name in names:
-        (tmp_path / f"{name}.safetensors").touch()
-    assert said in look(tmp_path).reason
-
-
-def test_consolidated_files_stand_for_those_that_they_were_made_of(tmp_path: Path) -> None:
-    for name in (
-        "model-00002-of-00002",
-        "model-00001-of-00002",
-        "shard-00001-model-00001-of-00001",
-    ):
-        (tmp_path / f"{name}.safetensors").touch()
-    assert look(tmp_path).weights == (
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-    )
 
 
 # -- files that were made to do harm --------------------------------------------------------------

@@ -1,5 +1,7 @@
+import itertools
 import json
 import os
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,7 +15,6 @@ from syncd.checkpoint.save import (
     LoraAdapter,
     Remote,
     Save,
-    Shards,
     Unfinished,
     confirm_unchanged,
     look_at_save,
@@ -32,6 +33,8 @@ from tests.shards import tensor
 from tests.storages import RuledStorage, once, open_files
 
 WEIGHTS = receipt_of(weights(1.0))
+ADAPTER = "lora_adapter/adapter_model.safetensors"
+PARTS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 def look(job: SmallJob, step: int = 4, storage: Storage | None = None) -> Save:
@@ -45,11 +48,6 @@ def shard(job: SmallJob, world_size: int, rank: int, content: bytes = b"x") -> P
     return path
 
 
-def two_whole_sets(job: SmallJob) -> None:
-    for size, rank in ((1, 0), (2, 0), (2, 1)):
-        shard(job, size, rank)
-
-
 def opened(job: SmallJob, save: Save | None = None) -> AbstractContextManager[OpenSave]:
     return open_save(job.storage, job.actor(4), save or look(job))
 
@@ -59,15 +57,6 @@ def refuses(
 ) -> None:
     with pytest.raises(error, match=match), opened(job, save):
         pass
-
-
-def test_nothing_there_says_so(job: SmallJob) -> None:
-    save = look(job)
-    assert save.identity is None
-    assert "is not there, or empty" in save.reason
-    job.actor(4).mkdir(parents=True)
-    (job.actor(4) / "optim_world_size_1_rank_0.pt").touch()
-    assert "holds no weights (only" in look(job).reason
 
 
 def test_a_save_with_receipts_is_known_by_its_save_id(job: SmallJob) -> None:
@@ -120,51 +109,103 @@ def test_receipts_that_vouch_for_no_weights_are_no_save(job: SmallJob) -> None:
     assert "list no weights" in look(job).reason
 
 
-def test_a_foreign_save_needs_every_rank_of_its_world_size(job: SmallJob) -> None:
-    shard(job, 3, 0)
-    shard(job, 3, 2)
-    assert "no model_world_size_3_rank_1.pt yet" in look(job).reason
-    shard(job, 3, 1)
+ONE, TWO = shard_name(1, 0), f"{shard_name(2, 0)} {shard_name(2, 1)}"
+CONFIG = "lora_adapter/adapter_config.json"
+#: Names in a folder of another trainer (2/0 is rank 0's shard of two) → what look_at_save finds.
+FOREIGN = {
+    "": "Unfinished:  %s is not there, or empty",
+    "optim_world_size_1_rank_0.pt": "holds no weights (only",
+    "3/0 3/2": "no model_world_size_3_rank_1.pt yet",
+    "2/0 2/1": f"Shards: {TWO} ",
+    "4/0 4/1 4/3 2/1 3/0": "no model_world_size_4_rank_2.pt yet. The shards of world size 2 and 3 "
+    "are incomplete too. Save again",
+    "9999999/0": "no model_world_size_9999999_rank_1.pt yet",
+    "4/0 1/0": f"Shards: {ONE} ",
+    "1/0 2/0 2/1": "it has model_world_size_1_rank_0.pt and has model_world_size_2_rank_0.pt.",
+    "model.safetensors": "FullStateDict: model.safetensors ",
+    "1/0 model.safetensors": "it has model_world_size_1_rank_0.pt and has model.safetensors.",
+    f"{ADAPTER} {CONFIG}": f"LoraAdapter: {ADAPTER} ",
+    f"{ADAPTER} 2/0": "no model_world_size_2_rank_1.pt yet",
+    f"{ADAPTER} 2/0 2/1": f"Shards: {TWO} {ADAPTER}",
+    f"{ADAPTER} model.safetensors": f"FullStateDict: model.safetensors {ADAPTER}",
+    CONFIG: "holds no weights (only lora_adapter)",
+    f"{CONFIG} 1/0": f"Shards: {ONE} ",
+    "shard-00002-model-00001-of-00001.safetensors": "no data of rank 1 of 2 yet",
+    "shard-00001-model-00002-of-00002.safetensors": "no data of file 1 of 2 yet",
+    PARTS[0]: "no data of file 2 of 2 yet",
+    f"{PARTS[0]} model-00001-of-00001.safetensors": "Remove the older files",
+    "model-00000-of-00001.safetensors": "holds no weights (only",
+    "model-00003-of-00002.safetensors shard-00000-model-00001-of-00001.safetensors": "no weights",
+    # Whole files were made of the chunks.
+    f"{PARTS[1]} {PARTS[0]} shard-00001-model-00001-of-00001.safetensors": "HuggingFaceParts: "
+    f"{PARTS[0]} {PARTS[1]} ",
+    "huggingface/model.safetensors": "FullStateDict: huggingface/model.safetensors ",
+    "1/0 huggingface/model.safetensors": f"Shards: {ONE} ",
+    ".metadata __1_0.distcp __0_0.distcp": "Dcp: .metadata __0_0.distcp __1_0.distcp ",
+    ".metadata .metadata.tmp __0_0.distcp": "has not finished this save",
+    "__0_0.distcp": "no .metadata yet",
+    "__0_0.distcp __0.metadata": "use_collectives=False",
+    **{
+        f"model_world_size_{number}_rank_0.pt model_world_size_2_rank_{number}.pt": "no weights"
+        for number in ("9" * 100, "0" * 100, "-1", "1e3", "٣", "1_0", "+1", "\t1")
+    },
+}
+
+
+def put(job: SmallJob, names: str) -> None:
+    for name in filter(None, names.split(" ")):
+        rank = re.fullmatch(r"(\d+)/(\d+)", name)
+        path = job.actor(4) / (shard_name(int(rank[1]), int(rank[2])) if rank else name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+@pytest.mark.parametrize("names", FOREIGN)
+def test_names_show_the_weights_of_a_foreign_save_or_what_is_missing(
+    job: SmallJob, names: str
+) -> None:
+    put(job, names)
     save = look(job)
-    assert save.weights == tuple(shard_name(3, rank) for rank in range(3))
-    assert save.identity is not None
-    assert save.identity.startswith("foreign-")
+    assert not isinstance(save, Remote)
+    adapters = () if isinstance(save, Unfinished) else save.adapters
+    found = f"{type(save).__name__}: {' '.join((*save.weights, *adapters))} {save.reason}"
+    assert FOREIGN[names].replace("%s", str(job.actor(4))) in found
+    assert (save.identity or "foreign-").startswith("foreign-")
 
 
-def test_shards_of_several_world_sizes_of_which_none_is_whole_are_said(job: SmallJob) -> None:
-    for world_size, rank in ((4, 0), (4, 1), (4, 3), (2, 1), (3, 0)):
-        shard(job, world_size, rank)
-    reason = look(job).reason
-    assert "no model_world_size_4_rank_2.pt yet" in reason
-    assert "The shards of world size 2 and 3 are incomplete" in reason
-    assert "Save again" in reason
-
-
-def test_a_huge_world_size_in_a_name_costs_nothing(job: SmallJob) -> None:
-    shard(job, 9_999_999, 0)
-    assert "no model_world_size_9999999_rank_1.pt yet" in look(job).reason
-
-
-def test_older_incomplete_shards_beside_a_whole_set_do_not_count(job: SmallJob) -> None:
-    shard(job, 4, 0)
-    shard(job, 1, 0)
-    assert look(job).weights == (shard_name(1, 0),)
-
-
-@pytest.mark.parametrize("told", [{"world_size": 2}, {"world_size": 2, "FSDP_version": 2}])
-def test_of_two_whole_sets_fsdp_config_decides(job: SmallJob, told: dict[str, int]) -> None:
-    two_whole_sets(job)
-    sets = "has model_world_size_1_rank_0.pt and has model_world_size_2_rank_0.pt"
-    assert sets in look(job).reason
-    (job.actor(4) / "fsdp_config.json").write_text(json.dumps(told))
-    assert look(job).weights == (shard_name(2, 0), shard_name(2, 1))
-
-
-def test_a_full_state_dict_is_a_save_of_its_own(job: SmallJob) -> None:
-    job.save(4, receipts=False)
-    assert isinstance(look(job), FullStateDict)
-    shard(job, 1, 0)
-    assert not isinstance(look(job), FullStateDict)
+@pytest.mark.parametrize(
+    ("names", "content", "told"),
+    [
+        ("1/0 2/0 2/1", '{"world_size": 2, "FSDP_version": 2}', TWO),
+        ("1/0 2/0", '{"world_size": 2}', "no model_world_size_2_rank_1.pt yet"),
+        *(
+            ("1/0 2/0 2/1", content, "Remove the older files")
+            for content in (
+                "",
+                "{",
+                "[]",
+                '{"world_size": "2"}',
+                '{"world_size": 3}',
+                '{"world_size": true}',
+                '{"world_size": 1e999}',
+                '{"world_size": ' + "9" * 4000 + "}",
+                '{"world_size": ' + "9" * 10_000 + "}",
+                '{"x": ' + "[" * 10_000 + "]" * 10_000 + "}",
+                '{"x": ' * 10_000 + "1" + "}" * 10_000,
+                '{"world_size": "\\ud800"}',
+                "\x00",
+                " " * (1024 * 1024 + 1),
+            )
+        ),
+    ],
+    ids=itertools.count(),
+)
+def test_of_several_sets_of_shards_fsdp_config_can_tell_the_newer(
+    job: SmallJob, names: str, content: str, told: str
+) -> None:
+    put(job, names)
+    (job.actor(4) / "fsdp_config.json").write_text(content)
+    assert told in f"{' '.join(look(job).weights)}{look(job).reason}"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "huggingface/config.json"])
@@ -234,8 +275,6 @@ def test_a_newer_save_in_the_same_folder_is_a_change(job: SmallJob) -> None:
 
 # -- an adapter --------------------------------------------------------------------------------
 
-ADAPTER = ("lora_adapter/adapter_model.safetensors",)
-
 
 def adapter(job: SmallJob, name: str = "adapter_model.safetensors", content: bytes = b"") -> Path:
     """A file of PEFT's folder."""
@@ -245,40 +284,7 @@ def adapter(job: SmallJob, name: str = "adapter_model.safetensors", content: byt
     return path
 
 
-@pytest.mark.parametrize("beside", ["nothing", "shards", "a full state dict"])
-def test_an_adapter_is_a_save_of_its_own_only_without_other_weights(
-    job: SmallJob, beside: str
-) -> None:
-    adapter(job)
-    if beside == "shards":
-        shard(job, 1, 0)
-    elif beside == "a full state dict":
-        job.save(4, receipts=False)
-    save = look(job)
-    assert not isinstance(save, Unfinished | Remote)
-    assert isinstance(save, LoraAdapter) is (beside == "nothing")
-    assert ADAPTER in {save.weights, save.adapters}
-
-
-def test_an_adapter_beside_shards_waits_for_all_of_them(job: SmallJob) -> None:
-    adapter(job)
-    shard(job, 2, 0)
-    assert "no model_world_size_2_rank_1.pt yet" in look(job).reason
-    shard(job, 2, 1)
-    assert look(job).weights == (shard_name(2, 0), shard_name(2, 1))
-
-
-def test_a_folder_without_an_adapters_weights_makes_no_adapter(job: SmallJob) -> None:
-    adapter(job, "adapter_config.json")
-    assert "holds no weights (only" in look(job).reason
-    shard(job, 1, 0)
-    save = look(job)
-    assert (save.weights, type(save)) == ((shard_name(1, 0),), Shards)
-
-
-@pytest.mark.parametrize(
-    "name", [*ADAPTER, "lora_adapter/adapter_config.json", shard_name(1, 0), "huggingface/x.json"]
-)
+@pytest.mark.parametrize("name", [ADAPTER, CONFIG, ONE, "huggingface/x.json"])
 def test_any_change_of_an_adapters_save_is_another_identity(job: SmallJob, name: str) -> None:
     shard(job, 1, 0)
     adapter(job)
@@ -312,12 +318,12 @@ def test_with_receipts_an_adapter_counts_where_they_vouch_for_it(job: SmallJob) 
     adapter(job)
     job.save(4)
     assert isinstance(look(job), FullStateDict)
-    told = WEIGHTS.model_copy(update={"name": ADAPTER[0]})
+    told = WEIGHTS.model_copy(update={"name": ADAPTER})
     job.receipt(4, "run-4-1", 0, 2, told, WEIGHTS)
     assert "rank 1 of 2 has not written its receipt" in look(job).reason
     job.receipt(4, "run-4-1", 1, 2)
     save = look(job)
-    assert (save.identity, save.weights) == ("run-4-1", ADAPTER)
+    assert (save.identity, save.weights) == ("run-4-1", (ADAPTER,))
     with opened(job, save) as found:
         assert found.checked == "receipt"
     adapter(job, content=weights(1.0, name="other"))
@@ -383,43 +389,6 @@ def test_receipts_that_are_large_together_are_not_read_to_the_end(job: SmallJob)
     storage = RuledStorage()
     assert "cannot be read now" in look(job, storage=storage).reason
     assert storage.count("open_read", job.root) < 20
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "{",
-        "[]",
-        '{"world_size": "2"}',
-        '{"world_size": 3}',
-        '{"world_size": true}',
-        '{"world_size": 1e999}',
-        '{"world_size": ' + "9" * 4000 + "}",
-        '{"world_size": ' + "9" * 10_000 + "}",
-        '{"x": ' + "[" * 10_000 + "]" * 10_000 + "}",
-        '{"x": ' * 10_000 + "1" + "}" * 10_000,
-        '{"world_size": "\\ud800"}',
-        "\x00",
-        " " * (1024 * 1024 + 1),
-    ],
-    ids=str.__len__,
-)
-def test_an_fsdp_config_that_says_nothing_of_use_decides_nothing(
-    job: SmallJob, content: str
-) -> None:
-    two_whole_sets(job)
-    (job.actor(4) / "fsdp_config.json").write_text(content)
-    assert "Remove the older files" in look(job).reason
-
-
-@pytest.mark.parametrize("number", ["9" * 100, "0" * 100, "-1", "1e3", "٣", "1_0", "+1", " 1"])
-def test_a_shard_of_an_impossible_number_is_no_shard(job: SmallJob, number: str) -> None:
-    for name in (f"model_world_size_{number}_rank_0.pt", f"model_world_size_2_rank_{number}.pt"):
-        path = job.actor(4) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    assert "holds no weights (only" in look(job).reason
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])

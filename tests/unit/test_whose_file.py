@@ -258,17 +258,6 @@ def test_files_that_make_no_version_are_given_up_once_they_lie_still(
     assert not (set(names) - {str(p.relative_to(job.actor(4))) for p in job.actor(4).rglob("*")})
 
 
-def test_shards_of_another_world_size_are_waited_for_if_the_config_names_it(
-    tmp_path: Path,
-) -> None:
-    actor, state = actor_in(tmp_path), base().state_dict()
-    shards(state, actor)
-    torch.save(state, actor / shard_name(2, 0))
-    assert look_at_save(STORAGE, actor, 4).weights == (shard_name(1, 0),)
-    (actor / "fsdp_config.json").write_text('{"world_size": 2}')
-    assert f"no {shard_name(2, 1)} yet" in look_at_save(STORAGE, actor, 4).reason
-
-
 @pytest.mark.parametrize("layout", ["sharded", "full", "adapter"])
 def test_a_copy_without_receipts_resumes_beside_what_an_older_run_has_left(
     job: SmallJob, tmp_path: Path, layout: str
