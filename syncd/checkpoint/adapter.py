@@ -49,6 +49,8 @@ _HALF: Final = re.compile(
     re.DOTALL,
 )
 _A: Final = re.compile(r"\.lora_(embedding_)?A(\.|\Z)")
+#: Parts of a state dict's names that the names in PEFT's files lack.
+_PEFTS_OWN: Final = frozenset({"base_layer", "modules_to_save"})
 #: Matches the tensors of any adapter.
 _ADAPTERS_OWN: Final = re.compile(
     r".\.(lora_[^.]+|modules_to_save|token_adapter\.trainable_tokens_delta)\.", re.DOTALL
@@ -154,22 +156,25 @@ class Adapter(NamedTuple):
             CheckpointError: the state dict lacks a tensor of the file, or the file one of its LoRA.
         """
         names = [name for name in names if ".original_module." not in name]
-        own = {saved: name for name in names if self.name and (saved := self.saved_name(name))}
-        held = dict(own)
+        saved = {self.saved_name(name): name for name in names if self.name}
+        held = {one: name for one, name in saved.items() if one}
+        own = {one for one, name in saved.items() if one and ".lora_" in name}
         for name in names:
             parts = name.split(".")
-            for at, count in product(range(len(parts)), (0, 1, 2)):
+            ends = range(max(0, len(parts) - 2), len(parts))  # the adapter's name is there
+            inner = (at for at, part in enumerate(parts) if part in _PEFTS_OWN)
+            for at, count in product({*ends, *inner}, (0, 1, 2)):
                 short = ".".join((*parts[:at], *parts[at + count :]))
                 if short in file:
                     held.setdefault(short, name)
         for missing, place in (
-            (set(file) - held.keys(), "the file"),
-            (own.keys() - set(file), "the weights"),
+            (set(file) - held.keys(), "the file has"),
+            (own - set(file), "the weights have"),
         ):
             if missing:
                 raise CheckpointError(
                     f"in {where}, {LORA_ADAPTER}/ and the weights hold different adapters: only "
-                    f"{place} has {shown(min(missing))}. Remove what an older save has left"
+                    f"{place} {shown(min(missing))}. Remove what an older save has left"
                 )
         return self._replace(filed={held[name]: name for name in file})
 

@@ -81,6 +81,8 @@ def look_at_step(job: Job, step: int) -> SavedWeights:
         raise SaveNotReadyError(save.reason)
     if isinstance(save, LoraAdapter):
         raise _is_adapter(actor)
+    if save.is_for_people:
+        raise InvalidSettingsError(f"{actor / save.model_folder} is a Hugging Face model already")
     return in_models_dtype(job.storage, actor, save)
 
 

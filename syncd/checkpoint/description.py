@@ -106,7 +106,7 @@ def contradiction(config: object, shapes: Mapping[str, Shape]) -> str:
     part = config
     while isinstance(part, dict) and "text_config" in part:
         part = part["text_config"]
-    inputs = [shapes[name] for name in filter(is_input_embedding, shapes) if len(shapes[name]) == 2]
+    inputs = {shapes[name] for name in filter(is_input_embedding, shapes) if len(shapes[name]) == 2}
     if not (inputs and isinstance(part, dict) and "vocab_size" in part):
         return ""
     # Norms have the model's width too, also where an embedding is packed or narrower.
@@ -123,9 +123,11 @@ def contradiction(config: object, shapes: Mapping[str, Shape]) -> str:
                 pass
             case "vocab_size" if value > 2 * max(inputs)[0]:
                 pass
-            # A part of a model has its other layers elsewhere, and lists may share a count.
+            # A part of a model has its other layers elsewhere; lists may share a count, and an
+            # encoder may have another.
             case "num_hidden_layers" if (
                 len(dict(numbers.keys())) == 1
+                and "decoder_layers" not in part
                 and any(map(is_output_embedding, shapes))
                 and max(layers) < len(layers) != value
                 and max(map(min, numbers.values())) < value
@@ -135,7 +137,7 @@ def contradiction(config: object, shapes: Mapping[str, Shape]) -> str:
                 continue
         return (
             f"config.json is of another model: its {key} is {value}, but the weights have "
-            f"{len(layers)} layers, and an input embedding of shape {inputs[0]}"
+            f"{len(layers)} layers, and an input embedding of shape {max(inputs)}"
         )
     return ""
 

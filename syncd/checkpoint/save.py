@@ -36,6 +36,7 @@ from syncd.protocol.names import (
     RECEIPTS,
     TEMPORARY,
     is_dcp_file,
+    is_other_state,
     is_weights_name,
     link_name,
     parse_master_name,
@@ -81,6 +82,7 @@ class Unfinished:
     is_certain: bool = False
     identity: ClassVar[None] = None
     weights: ClassVar[tuple[str, ...]] = ()
+    is_for_people: ClassVar[bool] = False
     receipts: ClassVar[tuple[Receipt, ...]] = ()
 
 
@@ -127,6 +129,11 @@ class _WholeSave:
     def model_folder(self) -> str:
         """The folder of config and tokenizer inside ``actor/``."""
         return _model_folder(self.weights)
+
+    @property
+    def is_for_people(self) -> bool:
+        """True if the weights are a whole Hugging Face model beside its config."""
+        return any(name.startswith(f"{self.model_folder}/") for name in self.weights[:1])
 
     @property
     def tied(self) -> Mapping[str, str] | None:
@@ -302,25 +309,28 @@ def _foreign_save(
         for folder in MODEL_FOLDERS:
             models = storage.names(actor / folder) if folder.partition("/")[0] in names else []
             files = [f"{folder}/{name}" for name in models if name.endswith(".safetensors")]
-            kinds += weight_sets(files, int)
+            # A manifest shows what 'syncd convert' made, for people to keep.
+            kinds += weight_sets(files, int) if MANIFEST not in models else []
+        unread = [one for one in names if is_weights_name(one) and not is_other_state(one)]
+        kinds += [(one,) for one in unread if kinds]
     inside = storage.names(actor / LORA_ADAPTER) if LORA_ADAPTER in names else []
     adapters = tuple(one for one in (ADAPTER, PICKLED_ADAPTER) if Path(one).name in inside)
     if len(kinds) > 1:
-        told = " and ".join(one if isinstance(one, str) else f"has {one[0]}" for one in kinds)
+        told = " and ".join(one if isinstance(one, str) else f"has {one[0]}" for one in kinds[:5])
         return _refused(
             step,
             names,
-            f"{actor} holds weights of several saves, or in several forms: it {told}. syncd cannot "
-            f"know which of them count (only of shards {FSDP_CONFIG} can tell it). Remove the "
-            "older files",
+            f"{actor} holds weights of several saves, or in several forms: it {shown(told, 400)}. "
+            f"syncd cannot know which of them count (only of shards {FSDP_CONFIG} can tell it). "
+            "Remove the older files, or let the trainer save one form only",
         )
     weights = kinds[0] if kinds else adapters
     if isinstance(weights, str):
         return Unfinished(step, f"{actor} {weights}")
     if not weights:
         return _without_weights(storage, step, actor, names)
-    still = (*weights, *adapters, *{LORA_TRAIN_META}.intersection(names))
-    identity = fingerprint(storage, actor, still)
+    beside = (*adapters[:1], *{LORA_TRAIN_META}.intersection(names))
+    identity = fingerprint(storage, actor, weights, beside)
     return _whole(step, identity, weights, adapters=adapters if kinds else ())
 
 
@@ -372,10 +382,13 @@ def _whole(
     return kind(step, identity, weights, receipts, adapters)
 
 
-def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
+def fingerprint(
+    storage: Storage, actor: Path, weights: tuple[str, ...], beside: tuple[str, ...] = ()
+) -> str:
     """The identity of the save in a folder: a digest of its files' names, sizes, inodes and times.
 
-    ``weights`` are the save's files in ``actor/``, without config and tokenizer.
+    ``weights`` are the save's files in ``actor/``, without config and tokenizer; ``beside`` are
+    others that may count.
 
     Raises:
         FileNotFoundError: a file was deleted meanwhile.
@@ -383,7 +396,7 @@ def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
     hasher = xxhash.xxh3_128()
     parts = {True: xxhash.xxh3_64(), False: xxhash.xxh3_64()}  # of .metadata, and of the others
     folders = dict.fromkeys((_model_folder(weights), LORA_ADAPTER))
-    for name in dict.fromkeys((*weights, *_model_files(storage, actor, folders))):
+    for name in dict.fromkeys((*beside, *weights, *_model_files(storage, actor, folders))):
         path = actor / name
         status = storage.status(path)
         if status is not None and name in weights:

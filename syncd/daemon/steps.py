@@ -15,7 +15,6 @@ from syncd.daemon.steering import LetBe
 from syncd.protocol.names import (
     ACTOR,
     CRITIC,
-    FSDP_CONFIG,
     FULL,
     FULL_STATE_DICT,
     HUGGINGFACE,
@@ -28,7 +27,6 @@ from syncd.protocol.names import (
     TEMPORARY,
     is_dcp_file,
     is_resumable_state,
-    is_weights_name,
 )
 from syncd.protocol.records import SaveOutcome
 from syncd.storage.fsio import Storage
@@ -169,10 +167,8 @@ def look_at_step(
         (is_dcp or REMOTE_PATH in names)
         and not names <= {REMOTE_PATH, RETIRED, PINNED, ACTOR, CRITIC, FULL, SAVING}
     )
-    # Resuming may need other names, such as an optimizer's folder.
-    in_folders = RECEIPTS not in actor_names and not any(map(is_weights_name, actor_names))
-    if is_dcp or in_folders:
-        told = {HUGGINGFACE, LORA_ADAPTER, FULL_STATE_DICT, RECEIPTS, FSDP_CONFIG}
+    if is_dcp:  # resuming may need other names, such as an optimizer's folder
+        told = {HUGGINGFACE, LORA_ADAPTER, FULL_STATE_DICT, RECEIPTS}
         beside = beside or any(not is_dcp_file(name) and name not in told for name in actor_names)
     # Only a pickle shows whether a DCP save holds only a model. If unread, it counts as resumable.
     unread = is_dcp and not beside and outcome.model_only is None
@@ -182,11 +178,13 @@ def look_at_step(
     kept = full or SAVING in names or PINNED in names
     protected = kept or (((resumable and not unread) or critic) and not retired)
     # A protected folder is never pruned, so its files need no look.
-    found = None if protected else look_into_step(storage, folder, step, actor_names).identity
+    save = None if protected else look_into_step(storage, folder, step, actor_names)
+    # A model for people can be the only copy, with an optimizer anywhere beside it.
+    resumable = resumable or (save is not None and save.is_for_people)
     return StepSeen(
         step=step,
         outcome=outcome,
-        found=found,
+        found=None if save is None else save.identity,
         has_receipts=RECEIPTS in actor_names,
         full=full,
         retired=retired,

@@ -75,9 +75,16 @@ _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|index\.json)", re.ASCII | re.DOTALL
 )
 
+_OTHER_STATE = re.compile(r"optim|sched|rng|random|scaler|extra|train|data_?loader", re.IGNORECASE)
+
 _CONTROL = re.compile("[\0-\x1f\x7f-\x9f]")
 #: Invisible characters that are parts of words in Persian and Indic scripts, and of emoji.
 _JOINERS: Final = "\u200c\u200d"
+
+
+def is_other_state(name: str) -> bool:
+    """True if a file with this name most likely holds no weights: an optimizer, random states."""
+    return _OTHER_STATE.match(name) is not None
 
 
 def is_weights_name(name: str) -> bool:

@@ -229,7 +229,7 @@ def test_states_beside_a_model_are_ignored_whatever_its_names(
     parent: str, weights: set[str], states: set[str]
 ) -> None:
     truth = {f"{parent}/{name}".replace("/", "."): name for name in {*weights, "b.w"}}
-    beside = [*states, *(["losses"] if parent.endswith("model") else [])]
+    beside = [*states, *(["losses"] if parent == "model" else [])]
     assert chosen(*(f"{parent}/{name}" for name in truth.values()), *beside) == truth
     # A model at the top level has such names too, and keeps them beside states in dicts.
     assert chosen(*truth.values(), "rng_state/0", "app/step").keys() == set(truth.values())
@@ -246,6 +246,9 @@ def test_a_save_with_a_state_beside_the_model_holds_not_only_a_model(tmp_path: P
 def test_what_is_ambiguous_is_an_error_that_names_the_option() -> None:
     for paths in (
         "actor/w critic/w",
+        "policy/w teacher/model/w",
+        "policy/w teacher/model/w rng",
+        "w critic/model/w",
         "a/model/w b/model/w",
         "model/w v_head.w",
         "ema/model/w step.w",

@@ -1,6 +1,7 @@
 """Of several writers' files in a step folder the one counts that belongs to the weights."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import shard_name
 from syncd.protocol.records import Manifest
 from syncd.storage.fsio import Storage
+from tests.commands import invoke
 from tests.jobs import SmallJob
 from tests.storages import Clock
 from tests.tiny_language import SIZES
@@ -39,18 +41,22 @@ METHODS: Final[dict[str, Any]] = {
         use_dora=True,
         init_lora_weights=False,
     ),
+    "with trained tokens": LoraConfig(
+        r=2, target_modules=["q_proj"], trainable_token_indices=[1, 2], init_lora_weights=False
+    ),
     "with embeddings": LoraConfig(r=2, target_modules=["q_proj", "embed_tokens", "lm_head"]),
     "IA3": IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),
 }
 
 
-def base() -> Qwen3ForCausalLM:
+def base(*, tied: bool = False) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False))
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=tied))
 
 
 def peft(config: Any, seed: int = 1) -> PeftModel:
-    model = get_peft_model(base(), config)
+    tied = getattr(config, "trainable_token_indices", None) is not None
+    model = get_peft_model(base(tied=tied), config)
     torch.manual_seed(seed)
     with torch.no_grad():
         for value in model.parameters():
@@ -254,7 +260,7 @@ def test_files_that_make_no_version_are_given_up_once_they_lie_still(
         assert job.outcomes == {4: "quarantined"}
         FORMS["a model for people"](base().state_dict(), job.actor(4))
         loop.rounds(3, 5)
-        assert job.latest.step == 4
+        assert job.layout.latest.exists() is ("pytorch_model.bin" not in names)
     assert not (set(names) - {str(p.relative_to(job.actor(4))) for p in job.actor(4).rglob("*")})
 
 
@@ -292,3 +298,65 @@ def test_a_copy_without_receipts_resumes_beside_what_an_older_run_has_left(
     assert manifest.kind == ("adapter" if is_adapter else "full")
     made = actor / "lora_adapter" / "adapter_model.safetensors"
     assert_same(found, load_file(made) if is_adapter else model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("other", "is_refused"),
+    [("pytorch_model.bin", True), ("actor.pt", True), ("rng_state.pth", False), ("log.txt", False)],
+)
+def test_a_model_for_people_counts_only_without_weights_that_nobody_reads(
+    tmp_path: Path, other: str, *, is_refused: bool
+) -> None:
+    actor = actor_in(tmp_path)
+    FORMS["a model for people"](base().state_dict(), actor)
+    (actor / other).touch()
+    assert ("Remove the older files" in look_at_save(STORAGE, actor, 4).reason) is is_refused
+
+
+@pytest.mark.parametrize("form", list(FORMS)[4:])
+@pytest.mark.parametrize("foreign", [True, False])
+def test_a_model_for_people_is_neither_pruned_nor_converted(
+    job: SmallJob, form: str, *, foreign: bool
+) -> None:
+    for step in (4, 5, 6):
+        job.actor(step).mkdir(parents=True)
+        FORMS[form](base().state_dict(), job.actor(step))
+        (job.actor(step) / "optim_world_size_1_rank_0.pt").touch()
+        (job.actor(step) / "optim_world_size_1_rank_0.pt").rename(job.step(step) / "optimizer.pt")
+        job.point(step)
+        job.run(DaemonConfig(prune_foreign=foreign), rounds=3, seconds=5)
+    assert job.latest.step == 6
+    assert all((job.step(step) / "optimizer.pt").exists() for step in (4, 5, 6))
+    (job.actor(4) / "optim_world_size_1_rank_0.pt").touch()
+    before = sorted(job.actor(4).rglob("*"))
+    refused = invoke("convert", job.step(4)).exception
+    assert "is a Hugging Face model already" in str(refused)
+    assert sorted(job.actor(4).rglob("*")) == before
+
+
+def test_what_syncd_has_converted_is_no_save(job: SmallJob) -> None:
+    """Also if only this is kept."""
+    actor = job.actor(4)
+    actor.mkdir(parents=True)
+    shards(base().state_dict(), actor)
+    (actor / "optim_world_size_1_rank_0.pt").touch()
+    assert invoke("convert", job.step(4)).exit_code == 0
+    (actor / shard_name(1, 0)).unlink()
+    assert look_at_save(STORAGE, actor, 4).identity is None
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
+@pytest.mark.parametrize("name", ["lora_train_meta.json", "lora_adapter/adapter_model.safetensors"])
+def test_what_is_no_file_beside_weights_that_need_none_does_not_count(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    actor, state = actor_in(tmp_path), base().state_dict()
+    shards(state, actor)
+    (actor / name).parent.mkdir(exist_ok=True)
+    if kind == "folder":
+        (actor / name).mkdir()
+    elif kind == "link":
+        (actor / name).symlink_to("nowhere")
+    else:
+        os.mkfifo(actor / name)
+    assert_same(merged(actor)[1], state)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.names import printable
+from syncd.protocol.names import MODEL_CONFIG, printable
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +46,17 @@ class SmallFiles:
             InvalidSettingsError: the writer fails, and there are no good files of these tensors.
         """
         self._part: object = "model_files"
+        are_same = self.tensors in {None, tensors}
         try:
-            self._last = files_by(partial(self._write, write))
+            self._last = files_by(partial(self._write, write, are_same))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also a SystemExit: other ranks wait for this one
-            reason = f"{self._part} cannot be written: {type(error).__name__}: {printable(error)}"
-            if self._last is None or self.tensors not in {None, tensors}:
+            told = ""
+            with suppress(Exception):  # its text may be broken, too
+                told = printable(error)
+            reason = f"{self._part} cannot be written: {type(error).__name__}: {told}"
+            if self._last is None or not are_same:
                 raise InvalidSettingsError(
                     f"{reason}. Mend this: no earlier files are for tensors of these names, shapes "
                     "and dtypes"
@@ -61,11 +66,12 @@ class SmallFiles:
         self.tensors = tensors
         return {**self._last, **(names or {})}
 
-    def _write(self, write: Writer, folder: Path) -> None:
+    def _write(self, write: Writer, are_same: bool, folder: Path) -> None:
         for self._part in write(folder):
             pass
         for name in self._last or ():
-            if not (folder / name).exists():
+            # Other tensors can have no generation config any more, but always a config.
+            if (are_same or name == MODEL_CONFIG) and not (folder / name).exists():
                 self._part = name
                 raise FileNotFoundError("it is not there any more")
 

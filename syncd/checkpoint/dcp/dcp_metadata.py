@@ -324,7 +324,10 @@ def _parent(entries: Mapping[str, SavedName], where: str) -> Keys:
         if not any(_NO_MODEL.fullmatch(part) for part in parent)
     }
     named = [parent for parent in found if parent[-1:] == ("model",)]
-    if len(named) == 1 and found.get((), 0) < 2:
+    # A deeper one can be a critic's, beside dicts or top-level tensors outside its branch.
+    branch = named[0][:-1] if named else ()
+    inside = all(parent[: len(branch)] == branch for parent in found if parent)
+    if len(named) == 1 and inside and found.get((), 0) < (1 if branch else 2):
         return named[0]
     if any(found.values()):
         found = {parent: sign for parent, sign in found.items() if sign}

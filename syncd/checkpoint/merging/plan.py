@@ -163,8 +163,8 @@ def _compared(tensor: PlannedTensor, file: ShardIndex, source: int) -> PlannedTe
     value = file.tensors[tensor.name]
     if agreed(value)[:2] != (tensor.dtype, tensor.shape):
         raise CoverageError(
-            f"{shown(tensor.name)} is {_described(value)} in {file.label}, but {tensor.dtype} of "
-            f"shape {tensor.shape} in the weights beside it. Remove what an older save has left"
+            f"{shown(tensor.name)} has another dtype or shape in {file.label} than in the weights "
+            "beside it. Remove what an older save has left"
         )
     parts = tuple(Run(source, local.offset, local.nbytes) for local in value.locals)
     return tensor._replace(copies=(*tensor.copies, Duplicate(None, parts)))
