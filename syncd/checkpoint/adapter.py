@@ -154,23 +154,19 @@ class Adapter(NamedTuple):
             CheckpointError: the state dict lacks a tensor of the file, or the file one of its LoRA.
         """
         names = [name for name in names if ".original_module." not in name]
-        own = {saved: name for name in names if self.name and (saved := self.saved_name(name))}
-        held = dict(own)
+        held = {saved: name for name in names if self.name and (saved := self.saved_name(name))}
         for name in names:
             parts = name.split(".")
             for at, count in product(range(len(parts)), (0, 1, 2)):
                 short = ".".join((*parts[:at], *parts[at + count :]))
                 if short in file:
                     held.setdefault(short, name)
-        for missing, place in (
-            (set(file) - held.keys(), "the file"),
-            (own.keys() - set(file), "the weights"),
-        ):
-            if missing:
-                raise CheckpointError(
-                    f"in {where}, {LORA_ADAPTER}/ and the weights hold different adapters: only "
-                    f"{place} has {shown(min(missing))}. Remove what an older save has left"
-                )
+        if wrong := held.keys() ^ set(file):
+            place = "the file" if min(wrong) in file else "the weights"
+            raise CheckpointError(
+                f"in {where}, {LORA_ADAPTER}/ and the weights hold different adapters: only "
+                f"{place} has {shown(min(wrong))}. Remove what an older save has left"
+            )
         return self._replace(filed={held[name]: name for name in file})
 
     def saved_name(self, name: str) -> str | None:
@@ -239,7 +235,7 @@ def find_adapter(names: Iterable[str]) -> Adapter | None:
     matches = [m for name in names if ".lora_" in name and (m := _HALF.fullmatch(name))]
     if not matches:
         saved = bool(names) and all(map(_SAVED.fullmatch, names))
-        return Adapter(None, frozenset()) if saved else None
+        return Adapter(None) if saved else None
     halves: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for match in matches:
         lora = f"{match['module']}.lora_{match['embedding'] or ''}"
