@@ -15,7 +15,7 @@ from syncd.checkpoint.tensor_rules import Cast
 from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.checkpoint.whole_files import Merged
 from syncd.protocol.names import parse_step_folder
-from syncd.protocol.records import Manifest
+from syncd.protocol.records import Manifest, Names
 from syncd.storage.fsio import Storage
 from tests.jobs import SmallJob, nothing, receipt_of
 from tests.places import FIXTURES
@@ -62,6 +62,8 @@ def build(
     max_file_size: int = 10**9,
     cast: Cast | None = None,
     prefix: str | None = None,
+    names: Names = "trainer",
+    sequence: int | None = None,
 ) -> Manifest:
     """Merge a whole save into a new folder, as ``syncd merge`` does."""
     out.mkdir()
@@ -71,8 +73,9 @@ def build(
         actor,
         save,
         out,
-        options=MergeOptions(max_file_size=max_file_size, cast=cast, prefix=prefix),
+        options=MergeOptions(max_file_size=max_file_size, cast=cast, prefix=prefix, names=names),
         work=Work(nothing),
+        sequence=sequence,
     )
 
 

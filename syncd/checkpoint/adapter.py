@@ -156,9 +156,7 @@ class Adapter(NamedTuple):
             CheckpointError: the state dict lacks a tensor of the file, or the file one of its LoRA.
         """
         names = [name for name in names if ".original_module." not in name]
-        saved = {self.saved_name(name): name for name in names if self.name}
-        held = {one: name for one, name in saved.items() if one}
-        own = {one for one, name in saved.items() if one and ".lora_" in name}
+        held = {saved: name for name in names if self.name and (saved := self.saved_name(name))}
         for name in names:
             parts = name.split(".")
             ends = range(max(0, len(parts) - 2), len(parts))  # the adapter's name is there
@@ -167,15 +165,12 @@ class Adapter(NamedTuple):
                 short = ".".join((*parts[:at], *parts[at + count :]))
                 if short in file:
                     held.setdefault(short, name)
-        for missing, place in (
-            (set(file) - held.keys(), "the file has"),
-            (own - set(file), "the weights have"),
-        ):
-            if missing:
-                raise CheckpointError(
-                    f"in {where}, {LORA_ADAPTER}/ and the weights hold different adapters: only "
-                    f"{place} {shown(min(missing))}. Remove what an older save has left"
-                )
+        if wrong := {one for one in held.keys() ^ set(file) if one in file or ".lora_" in one}:
+            place = "the file has" if min(wrong) in file else "the weights have"
+            raise CheckpointError(
+                f"in {where}, {LORA_ADAPTER}/ and the weights hold different adapters: only "
+                f"{place} {shown(min(wrong))}. Remove what an older save has left"
+            )
         return self._replace(filed={held[name]: name for name in file})
 
     def saved_name(self, name: str) -> str | None:
@@ -244,7 +239,7 @@ def find_adapter(names: Iterable[str]) -> Adapter | None:
     matches = [m for name in names if ".lora_" in name and (m := _HALF.fullmatch(name))]
     if not matches:
         saved = bool(names) and all(map(_SAVED.fullmatch, names))
-        return Adapter(None, frozenset()) if saved else None
+        return Adapter(None) if saved else None
     halves: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for match in matches:
         lora = f"{match['module']}.lora_{match['embedding'] or ''}"

@@ -282,7 +282,7 @@ class FreeSpace:
     advice: str
 
     def __post_init__(self) -> None:
-        self._sized: tuple[tuple[str | None, Cast | None, str | None, Names], int] | None = None
+        self._sized: dict[object, int] = {}
 
     def check(
         self,
@@ -315,9 +315,9 @@ class FreeSpace:
         ):
             # A merge may need less: it writes no linked files, and only a PEFT model's adapter.
             asked = (save.identity, options.cast, options.prefix, options.names)
-            if self._sized is None or self._sized[0] != asked:
-                self._sized = asked, self._weights_size(actor, save, options, cancel)
-            needed = _SMALL_FILES + self._sized[1]
+            if asked not in self._sized:
+                self._sized = {asked: self._weights_size(actor, save, options, cancel)}
+            needed = _SMALL_FILES + self._sized[asked]
         if free.bytes is not None and free.bytes < needed:
             raise NoRoomError(
                 f"step {save.step} needs {needed / 1e6:.1f} MB, but only "

@@ -117,9 +117,9 @@ class OpenSave:
         self.check_count(shard.path, self._found, "tensors")
         return found
 
-    def check_count(self, path: Path, count: int, what: str, more: int = 0) -> None:
+    def check_count(self, path: Path, count: int, what: str) -> None:
         """Raise ShardFormatError if the files up to this one have too many tensors or records."""
-        if count > self.limits.tensors + more:
+        if count > self.limits.tensors:
             raise ShardFormatError(
                 f"{path}: the files up to this one have more than {self.limits.tensors} {what}, "
                 "which would take gigabytes of memory to merge. Save the model's own state dict, "
@@ -172,7 +172,7 @@ def open_save(
     """
     job = actor.parent.parent if limits is None else None
     limits = limits or ParseLimits()
-    records = 0
+    records = -100 * len(save.weights)  # some records of each file belong to no tensor
     with IsolatedParser(cancel=cancel, limits=limits, job=job) as parser, ExitStack() as stack:
         opened = OpenSave(storage, actor, save, parser, stack, cancel, limits, prefix)
         try:
@@ -193,9 +193,7 @@ def open_save(
                         stack.callback(shard.close)
                         opened.shards.append(shard)
                         records += len(shard.records)
-                        # Some records of each file belong to no tensor.
-                        most = 100 * len(save.weights)
-                        opened.check_count(shard.path, records, "records", most)
+                        opened.check_count(shard.path, records, "records")
                         opened.check(name, shard.size, shard.directory_digest)
         except OSError as error:
             if is_gone(error):

@@ -410,7 +410,7 @@ def fingerprint(
         if is_dcp_file(name):
             parts[name == DCP_METADATA].update(line.encode(errors="surrogateescape"))
     if DCP_METADATA in weights:
-        told = "-".join(parts[part].hexdigest() for part in (True, False))
+        told = "-".join(part.hexdigest() for part in parts.values())
         return f"{_DCP}{told}-{hasher.hexdigest()}"
     return f"foreign-{hasher.hexdigest()}"
 

@@ -51,13 +51,9 @@ def _look_at_path(storage: Storage, path: Path, step: int) -> Unfinished | Remot
         else:
             raise
         return Unfinished(step, why, _NO_PATH)
-    try:
-        text = content.decode().strip()
-    except UnicodeDecodeError:
-        return Unfinished(step, f"{path} is not UTF-8", _NO_PATH)
-    if not text:
-        return Unfinished(step, f"{path} is empty", _NO_PATH)
-    if not text.isprintable():
-        return Unfinished(step, f"{path} is not one line of text", _NO_PATH)
+    text = content.decode(errors="surrogateescape").strip()
+    if not text.isprintable() or not text:
+        fault = "not one line of text in UTF-8" if text else "empty"
+        return Unfinished(step, f"{path} is {fault}", _NO_PATH)
     digest = xxhash.xxh3_128_hexdigest(f"{text}\0{size}\0{mtime}\0{inode}".encode())
     return Remote(step, f"remote-{digest}", path=text)

@@ -90,8 +90,8 @@ def _part_sets(names: Sequence[str]) -> list[FileSet]:
 
 
 def _missing_part(count: int, parts: Sequence[tuple[int, int, str]]) -> str:
-    shards, numbers = {shard for shard, *_ in parts} - {0}, {number for _, number, _ in parts}
-    for wanted, there, what in ((count, numbers, "file"), (max(shards, default=0), shards, "rank")):
+    shards, numbers, _ = map(set, zip(*parts, strict=True))  # all shards are 0 of whole files
+    for wanted, there, what in ((count, numbers, "file"), (max(shards), shards, "rank")):
         missing = _missing_rank(wanted, {number - 1 for number in there})
         if missing is not None:
             return f"has no data of {what} {missing + 1} of {wanted} yet"

@@ -25,39 +25,6 @@ from tests.shards import shard, tensor
 from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
 
 
-def test_a_vouched_file_that_is_gone_is_waited_for_and_not_left_out(
-    job: SmallJob, clock: Clock
-) -> None:
-    job.save(4)
-    config = job.actor(4) / "huggingface" / "config.json"
-    content = config.read_bytes()
-    config.unlink()
-    with job.daemon(clock=clock) as loop:
-        loop.run_once()
-        assert job.versions == []
-        config.write_bytes(content)
-        clock.advance(1)
-        loop.run_once()
-    assert (job.version(1) / "config.json").read_bytes() == content
-
-
-def test_a_vouched_file_that_was_changed_is_said_by_name_before_any_weights_are_copied(
-    job: SmallJob,
-) -> None:
-    job.save(4)
-    config = job.actor(4) / "huggingface" / "config.json"
-    config.write_bytes(b"changed by hand")
-    storage = RuledStorage()
-    job.storage = storage
-    with job.daemon() as loop:
-        loop.rounds(3, 1)
-        report = job.daemon_says
-    assert report.detail.startswith(f"{config} is not the file that the receipt of save run-4-0")
-    written = [str(given[-1]) for method, given in storage.calls if method in {"link", "create"}]
-    assert not [path for path in written if path.endswith("model.safetensors")]
-    assert job.versions == []
-
-
 def test_a_superseded_daemon_leaves_its_successors_notice(job: SmallJob) -> None:
     def take_over(*_: object) -> None:
         job.take_over().replace_file(job.layout.publish_lock, b"the successor's")
@@ -277,18 +244,35 @@ def vouch_for_adapter(job: SmallJob, content: bytes) -> None:
     job.receipt(4, "run-4-0", 0, 1, receipt_of(content, LORA), vouched(TOLD, CONFIG))
 
 
-def test_an_adapters_config_that_is_not_the_vouched_one_is_looked_at_again(job: SmallJob) -> None:
-    content = file_of("x.lora_A.weight")
-    actor = put(job, {LORA: content, TOLD: CONFIG + b" "})
-    vouch_for_adapter(job, content)
-    with job.daemon() as loop:
-        loop.rounds(3, 5)
+@pytest.mark.parametrize(
+    ("content", "reason"), [(None, "gone, but"), (b"by hand", "not the file that")]
+)
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_a_vouched_file_that_is_wrong_is_waited_for_before_any_weights_are_copied(
+    job: SmallJob, clock: Clock, content: bytes | None, reason: str, *, is_adapter: bool
+) -> None:
+    path = job.actor(4) / (TOLD if is_adapter else "huggingface/config.json")
+    if is_adapter:
+        weights = file_of("x.lora_A.weight")
+        put(job, {LORA: weights, TOLD: CONFIG})
+        vouch_for_adapter(job, weights)
+    else:
+        job.save(4)
+    right = path.read_bytes()
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    job.storage = storage = RuledStorage()
+    with job.daemon(clock=clock) as loop:
+        loop.rounds(3, 1)
+        told = f"{path} is {reason} the receipt of save run-4-0"
+        assert job.daemon_says.detail.startswith(told)
+        written = [str(given[-1]) for how, given in storage.calls if how in {"link", "create"}]
+        assert not [name for name in written if name.endswith("model.safetensors")]
         assert job.versions == []
-        report = job.daemon_says
-        assert report.detail.startswith(f"{actor / TOLD} is not the file that the receipt")
-        (actor / TOLD).write_bytes(CONFIG)
+        path.write_bytes(right)
         loop.rounds(10, 5)
-    assert job.latest.kind == "adapter"
+    assert (job.version(1) / path.name).read_bytes() == right
 
 
 def test_pefts_own_files_come_before_the_base_models(job: SmallJob) -> None:

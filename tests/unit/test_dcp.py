@@ -17,7 +17,7 @@ from syncd.checkpoint.build import FreeSpace
 from syncd.checkpoint.dcp.dcp_metadata import SavedName, select_model
 from syncd.checkpoint.merging.options import MergeOptions
 from syncd.checkpoint.open_save import holds_model_only
-from syncd.checkpoint.save import Dcp, Save, look_at_save
+from syncd.checkpoint.save import Save, look_at_save
 from syncd.daemon.steps import look_at_step
 from syncd.protocol.errors import (
     CheckpointError,
@@ -337,18 +337,6 @@ def test_another_save_in_the_same_folder_is_another_identity(tmp_path: Path) -> 
     known.add(look(folder).identity)
     assert len(known) == 4
     assert None not in known
-
-
-def test_an_adapter_beside_it_is_part_of_its_identity(tmp_path: Path) -> None:
-    folder = small().write(tmp_path)
-    (folder / "lora_adapter").mkdir()
-    (folder / "lora_adapter" / "adapter_model.safetensors").touch()
-    assert isinstance(look(folder), Dcp)
-    before = look(folder).identity
-    (folder / "lora_adapter" / "adapter_model.safetensors").write_bytes(b"changed")
-    assert look(folder).identity != before
-    (folder / ".metadata").unlink()
-    assert look(folder).identity is None
 
 
 # -- files that were made to do harm --------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,17 +12,12 @@ from safetensors.torch import save_file
 from transformers import AutoModel
 
 from syncd.checkpoint import name_map
-from syncd.checkpoint.build import build_model_folder
-from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.name_map import NameMap
-from syncd.checkpoint.save import look_at_save
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import HUGGINGFACE, NAME_MAP
-from syncd.protocol.records import Manifest, Names
 from tests.commands import invoke
 from tests.hub_tables import classes, default_model, on_hub, shapes
-from tests.jobs import nothing
-from tests.merging import STORAGE
+from tests.merging import build
 from tests.tiny_models import (
     logits,
     save_by_hand,
@@ -102,6 +98,9 @@ OUTER: Final = (
 )
 
 
+merged = partial(build, names="hub")
+
+
 def types(names: Any = TYPES) -> list[Any]:
     """All types; most of them only with ``--deep``."""
     return [
@@ -125,19 +124,6 @@ def by_type(model: Any) -> NameMap | None:
         assert name_map.map_by_type(config, again) is None
         assert name_map.map_by_type(config | {"architectures": None}, again) is None
     return names
-
-
-def merged(actor: Path, out: Path, names: Names = "hub", sequence: int | None = None) -> Manifest:
-    out.mkdir()
-    return build_model_folder(
-        STORAGE,
-        actor,
-        look_at_save(STORAGE, actor, 1),
-        out,
-        options=MergeOptions(names=names),
-        work=Work(nothing),
-        sequence=sequence,
-    )
 
 
 @pytest.mark.parametrize("model_type", types(MAPPED.keys() - NOT_TINY.keys()))
@@ -244,7 +230,7 @@ def test_the_trainers_names_stay_if_they_are_asked_for(tmp_path: Path, sequence:
     model = tiny_model("qwen3_moe")
     save_by_hand(model, tmp_path / "actor")
 
-    manifest = merged(tmp_path / "actor", tmp_path / "out", "trainer", sequence=sequence)
+    manifest = build(tmp_path / "actor", tmp_path / "out", names="trainer", sequence=sequence)
 
     assert manifest.names == "trainer"
     found = dict(tensors_in(tmp_path / "out"))
@@ -289,7 +275,7 @@ def test_a_head_of_another_class_is_refused_for_its_names_alone(tmp_path: Path) 
 
     with pytest.raises(CheckpointError, match="names trainer"):
         merged(tmp_path / "actor", tmp_path / "hub")
-    manifest = merged(tmp_path / "actor", tmp_path / "out", "trainer", sequence=1)
+    manifest = build(tmp_path / "actor", tmp_path / "out", names="trainer", sequence=1)
     assert manifest.names == "trainer"
     # Servers that look for the hub's names must refuse the version.
     names = NameMap.read((tmp_path / "out" / NAME_MAP).read_bytes(), "it")

@@ -83,7 +83,7 @@ def test_a_path_must_lie_still_and_a_new_one_is_a_new_version(job: SmallJob, clo
 @pytest.mark.lagging
 @pytest.mark.parametrize(
     ("content", "why"),
-    [(None, "is not there"), (b"", "is empty"), (b" \n", "is empty"), (b"\xff", "is not UTF-8"),
+    [(None, "is not there"), (b"", "is empty"), (b" \n", "is empty"), (b"\xff", "text in UTF-8"),
      (b"a\nb", "is not one line"), (b"x" * 5000, "is not a file, or is longer than")],
 )  # fmt: skip
 def test_what_never_says_where_is_quarantined_in_time_and_the_daemon_goes_on(

@@ -2,7 +2,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -76,39 +76,6 @@ def test_a_copy_under_the_name_of_another_step_is_refused(job: SmallJob) -> None
     assert look_at_save(job.storage, job.actor(5), 0).step == 4
 
 
-def test_without_rank_0s_receipt_nothing_is_whole(job: SmallJob) -> None:
-    job.receipt(4, "run-4-0", 1, 2, WEIGHTS)
-    assert "rank 0 has not written its receipt" in look(job).reason
-
-
-def test_a_missing_receipt_of_one_rank_is_named(job: SmallJob) -> None:
-    job.receipt(4, "run-4-0", 0, 3, WEIGHTS)
-    job.receipt(4, "run-4-0", 2, 3)
-    assert "rank 1 of 3 has not written its receipt of save run-4-0 yet" in look(job).reason
-
-
-@pytest.mark.parametrize(
-    ("save_id", "rank", "world_size"),
-    [("run-4-1", 1, 2), ("run-4-0", 1, 4), ("run-4-0", 0, 2)],
-    ids=["of another save", "of another world size", "of another rank"],
-)
-def test_a_receipt_that_belongs_to_something_else_does_not_count(
-    job: SmallJob, save_id: str, rank: int, world_size: int
-) -> None:
-    job.receipt(4, "run-4-0", 0, 2, WEIGHTS)
-    job.receipt(4, save_id, rank, world_size)
-    path = job.actor(4) / RECEIPTS / receipt_name(rank)
-    if rank == 0:
-        path.rename(path.with_name(receipt_name(1)))
-        job.receipt(4, "run-4-0", 0, 2, WEIGHTS)
-    assert "rank 1 of 2" in look(job).reason
-
-
-def test_receipts_that_vouch_for_no_weights_are_no_save(job: SmallJob) -> None:
-    job.receipt(4, "run-4-0", 0, 1)
-    assert "list no weights" in look(job).reason
-
-
 ONE, TWO = shard_name(1, 0), f"{shard_name(2, 0)} {shard_name(2, 1)}"
 CONFIG = "lora_adapter/adapter_config.json"
 #: Names in a folder of another trainer (2/0 is rank 0's shard of two) → what look_at_save finds.
@@ -143,7 +110,7 @@ FOREIGN = {
     "1/0 huggingface/model.safetensors": f"Shards: {ONE} ",
     ".metadata __1_0.distcp __0_0.distcp": "Dcp: .metadata __0_0.distcp __1_0.distcp ",
     ".metadata .metadata.tmp __0_0.distcp": "has not finished this save",
-    "__0_0.distcp": "no .metadata yet",
+    f"__0_0.distcp {ADAPTER}": "no .metadata yet",
     "__0_0.distcp __0.metadata": "use_collectives=False",
     **{
         f"model_world_size_{number}_rank_0.pt model_world_size_2_rank_{number}.pt": "no weights"
@@ -284,17 +251,17 @@ def adapter(job: SmallJob, name: str = "adapter_model.safetensors", content: byt
     return path
 
 
-@pytest.mark.parametrize("name", [ADAPTER, CONFIG, ONE, "huggingface/x.json"])
-def test_any_change_of_an_adapters_save_is_another_identity(job: SmallJob, name: str) -> None:
-    shard(job, 1, 0)
-    adapter(job)
-    adapter(job, "adapter_config.json")
-    path = job.actor(4) / name
-    path.parent.mkdir(exist_ok=True)
-    path.touch()
+@pytest.mark.parametrize("weights", [ONE, ".metadata __0_0.distcp"])
+@pytest.mark.parametrize(
+    "name", ["", ADAPTER, CONFIG, "lora_train_meta.json", "huggingface/x.json"]
+)
+def test_any_change_of_or_beside_shards_is_another_identity(
+    job: SmallJob, weights: str, name: str
+) -> None:
+    put(job, f"{weights} {ADAPTER} {name}")
     before = look(job).identity
     assert look(job).identity == before
-    job.put(path, path.read_bytes())
+    job.put(job.actor(4) / (name or weights.partition(" ")[0]), b"")
     assert look(job).identity not in {None, before}
 
 
@@ -333,11 +300,11 @@ def test_with_receipts_an_adapter_counts_where_they_vouch_for_it(job: SmallJob) 
 # -- what was made to do harm ------------------------------------------------------------------
 
 
-def receipts(job: SmallJob, *contents: str) -> None:
+def receipts(job: SmallJob, contents: Mapping[int, str]) -> None:
     """Receipts as anyone may write them."""
     folder = job.actor(4) / RECEIPTS
     folder.mkdir(parents=True, exist_ok=True)
-    for rank, content in enumerate(contents):
+    for rank, content in contents.items():
         (folder / receipt_name(rank)).write_text(content)
 
 
@@ -347,6 +314,29 @@ def receipt(**changed: object) -> str:
 
 
 FILE = WEIGHTS.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({1: {"rank": 1}}, "rank 0 has not written its receipt yet"),
+        ({0: {}, 2: {"rank": 1}}, "rank 1 of 2 has not"),
+        ({0: {}, 1: {"rank": 1, "save_id": "run-4-1"}}, "of save run-4-0 yet"),
+        ({0: {}, 1: {"rank": 1, "world_size": 4}}, "rank 1 of 2 has not"),
+        ({0: {}, 1: {}}, "rank 1 of 2 has not"),
+        ({0: {}, 1: {"rank": 1, "files": []}}, None),
+        ({0: {"world_size": 1, "files": []}}, "the receipts of save run-4-0 list no weights"),
+    ],
+)
+def test_a_save_is_whole_if_each_rank_has_its_own_receipt_of_it(
+    job: SmallJob, changes: Mapping[int, dict[str, object]], reason: str | None
+) -> None:
+    two: dict[str, object] = {"world_size": 2, "files": [FILE]}
+    receipts(job, {rank: receipt(**two | change) for rank, change in changes.items()})
+    assert (reason or "") in look(job).reason
+    assert (look(job).identity is None) is (reason is not None)
+
+
 HOSTILE = {
     "torn at once": "",
     "torn": "{",
@@ -373,7 +363,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_hostile_receipt_is_no_save_and_says_so_in_few_words(job: SmallJob, kind: str) -> None:
-    receipts(job, HOSTILE[kind])
+    receipts(job, {0: HOSTILE[kind]})
     storage = RuledStorage()
     save = look(job, storage=storage)
     assert (save.identity, save.weights) == (None, ())
@@ -385,7 +375,7 @@ def test_a_hostile_receipt_is_no_save_and_says_so_in_few_words(job: SmallJob, ki
 
 def test_receipts_that_are_large_together_are_not_read_to_the_end(job: SmallJob) -> None:
     padding = {"padding": "x" * 900_000}
-    receipts(job, *(receipt(rank=rank, world_size=30, **padding) for rank in range(30)))
+    receipts(job, {rank: receipt(rank=rank, world_size=30, **padding) for rank in range(30)})
     storage = RuledStorage()
     assert "cannot be read now" in look(job, storage=storage).reason
     assert storage.count("open_read", job.root) < 20

@@ -9,10 +9,9 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
-from syncd.checkpoint.save import look_at_save
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import ADAPTER_CONFIG, LORA_TRAIN_META, shard_name
-from tests.merging import STORAGE, build
+from tests.merging import build
 from tests.unit.test_adapter import llama
 
 META: Final = '{"r": 2, "lora_alpha": 7, "task_type": "CAUSAL_LM"}'
@@ -82,10 +81,3 @@ def test_what_verl_does_not_tell_is_refused_with_a_remedy_that_works(
     model.peft_config["default"].save_pretrained(actor / "huggingface")
     build(actor, out)
     assert PeftConfig.from_pretrained(str(out)).r == config.get("r", 2)
-
-
-def test_another_alpha_is_another_save(tmp_path: Path) -> None:
-    actor = save(trained(target_modules=["q_proj"]), tmp_path)
-    before = look_at_save(STORAGE, actor, 1).identity
-    (actor / LORA_TRAIN_META).write_text("{}")
-    assert look_at_save(STORAGE, actor, 1).identity not in {None, before}

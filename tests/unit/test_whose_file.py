@@ -15,9 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from syncd.checkpoint.build import build_model_folder
-from syncd.checkpoint.merging.options import MergeOptions, Work
-from syncd.checkpoint.save import look_at_save
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import shard_name
@@ -25,11 +22,11 @@ from syncd.protocol.records import Manifest
 from syncd.storage.fsio import Storage
 from tests.commands import invoke
 from tests.jobs import SmallJob
+from tests.merging import assert_equal, build, loaded
 from tests.storages import Clock
 from tests.tiny_language import SIZES
 from trainer_hooks import SaveSettings, TrainerHook, load_checkpoint
 
-STORAGE = Storage()
 #: The configs of adapters; the first one is the plain LoRA of most tests.
 METHODS: Final[dict[str, Any]] = {
     "LoRA": LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"], init_lora_weights=False),
@@ -102,19 +99,7 @@ def actor_in(root: Path) -> Path:
 
 def merged(actor: Path) -> tuple[Manifest, dict[str, Tensor]]:
     out = actor.parent.parent / "out"
-    out.mkdir()
-    save = look_at_save(STORAGE, actor, 4)
-    options, work = MergeOptions(names="trainer"), Work(lambda: None, lambda _done, _all: None)
-    manifest = build_model_folder(STORAGE, actor, save, out, options=options, work=work)
-    found: dict[str, Tensor] = {}
-    for file in out.glob("*.safetensors"):
-        found |= load_file(file)
-    return manifest, found
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    return build(actor, out), loaded(out)
 
 
 @every_form
@@ -133,7 +118,7 @@ def test_weights_without_an_adapters_tensors_count_and_an_older_adapter_does_not
     FORMS[form](state, actor)
     manifest, found = merged(actor)
     assert manifest.kind == "full"
-    assert_same(found, state)
+    assert_equal(found, state)
     assert not (tmp_path / "out" / "adapter_config.json").exists()
 
 
@@ -147,7 +132,7 @@ def test_an_adapter_counts_beside_weights_that_hold_it(
     FORMS[form](model.state_dict(), actor)
     manifest, found = merged(actor)
     assert manifest.kind == "adapter"
-    assert_same(found, load_file(actor / "lora_adapter" / "adapter_model.safetensors"))
+    assert_equal(found, load_file(actor / "lora_adapter" / "adapter_model.safetensors"))
 
 
 OTHERS: Final[dict[str, Callable[[], PeftModel]]] = {
@@ -226,11 +211,9 @@ def test_a_whole_model_for_people_is_copied_if_there_are_no_other_weights(
     job.point(4)
     job.run(rounds=3, seconds=5)
     folder = job.version(1)
-    found = [load_file(file) for file in folder.glob("*.safetensors")]
-    assert_same({name: value for one in found for name, value in one.items()}, state)
-    assert not any(
-        file.samefile(other) for file in folder.glob("*.safetensors") for other in home.iterdir()
-    )
+    assert_equal(loaded(folder), state)
+    inodes = [{file.stat().st_ino for file in place.iterdir()} for place in (folder, home)]
+    assert inodes[0].isdisjoint(inodes[1])
     assert (folder / "config.json").exists()
 
 
@@ -291,13 +274,13 @@ def test_a_copy_without_receipts_resumes_beside_what_an_older_run_has_left(
         peft(config).save_pretrained(actor / "lora_adapter")
     resumed = load_checkpoint(copy, new, optimizer=optimizers[1])
     assert resumed is not None
-    assert_same(new.state_dict(), model.state_dict())
+    assert_equal(new.state_dict(), model.state_dict())
     (saved, loaded) = (next(iter(one.state.values()))["exp_avg"] for one in optimizers)
     assert torch.equal(saved, loaded)
     manifest, found = merged(actor)
     assert manifest.kind == ("adapter" if is_adapter else "full")
     made = actor / "lora_adapter" / "adapter_model.safetensors"
-    assert_same(found, load_file(made) if is_adapter else model.state_dict())
+    assert_equal(found, load_file(made) if is_adapter else model.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -310,7 +293,7 @@ def test_a_model_for_people_counts_only_without_weights_that_nobody_reads(
     actor = actor_in(tmp_path)
     FORMS["a model for people"](base().state_dict(), actor)
     (actor / other).touch()
-    assert ("Remove the older files" in look_at_save(STORAGE, actor, 4).reason) is is_refused
+    assert ("Remove the older files" in look_at_save(Storage(), actor, 4).reason) is is_refused
 
 
 @pytest.mark.parametrize("form", list(FORMS)[4:])
@@ -342,7 +325,7 @@ def test_what_syncd_has_converted_is_no_save(job: SmallJob) -> None:
     (actor / "optim_world_size_1_rank_0.pt").touch()
     assert invoke("convert", job.step(4)).exit_code == 0
     (actor / shard_name(1, 0)).unlink()
-    assert look_at_save(STORAGE, actor, 4).identity is None
+    assert look_at_save(Storage(), actor, 4).identity is None
 
 
 @pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
@@ -359,4 +342,4 @@ def test_what_is_no_file_beside_weights_that_need_none_does_not_count(
         (actor / name).symlink_to("nowhere")
     else:
         os.mkfifo(actor / name)
-    assert_same(merged(actor)[1], state)
+    assert_equal(merged(actor)[1], state)

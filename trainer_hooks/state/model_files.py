@@ -106,8 +106,6 @@ def config_owner(model: nn.Module) -> nn.Module:
         return nn.Module()
     outer = unwrapped(model)
     config = getattr(outer, "config", None)
-    if config is None:
-        return outer
     alike = (one for one in outer.modules() if getattr(one, "config", None) is config)
     return next(filter(is_pretrained, alike), outer)
 

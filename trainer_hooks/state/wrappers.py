@@ -94,7 +94,7 @@ def part_described(model: nn.Module) -> str | None:
         return None
     config = getattr(inner, "config", None)
     for name, part in inner.named_modules():
-        if is_pretrained(part) and (config is None or config is getattr(part, "config", None)):
+        if is_pretrained(part) and (config is None or config is part.config):
             return str(name)
     return None
 

@@ -116,8 +116,7 @@ def link_or_copy(storage: Storage, source: Path, target: Path) -> None:
     if storage.link_if_possible(source, target):
         storage.sync_folder(target.parent)
         return
-    reading = storage.open_read(source)
-    try:
+    with storage.reading(source) as reading:
         size = storage.fstat(reading).st_size
         with saying_which(storage, target, lambda: size), Draft(storage, target) as draft:
             at = 0
@@ -126,8 +125,6 @@ def link_or_copy(storage: Storage, source: Path, target: Path) -> None:
             if at != size:
                 raise OSError(errno.EIO, "the file became shorter during the copy", str(source))
             draft.commit()
-    finally:
-        storage.release(reading)
 
 
 @contextmanager
