@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from syncd.checkpoint.save import look_at_save
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import shard_name
