@@ -140,8 +140,9 @@ def test_pointers_that_name_nothing_are_logged_once_and_looked_at_again(job: Pat
             ("-1", "is negative"),
             ("7", "global_step_7/actor is not there"),
         ]:
-            if content is not None:
-                pointer.write_text(content)
+            if content is not None:  # at once: a file that is being written is empty, too
+                (job / "draft").write_text(content)
+                (job / "draft").replace(pointer)
             daemon.wait_for_log(said)
         # Before the folder is filled: then the reasons may come back in any order.
         waiting = [line.split("waiting: ")[1] for line in daemon.log if "waiting: " in line]
