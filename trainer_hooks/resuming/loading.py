@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -98,17 +97,15 @@ class ModelLoading(Loading):
 
     def prepare(self) -> None:
         """Find the tensors. With FSDP1: collective, and the tensors are copies."""
-        try:
-            self._state = get_model_state_dict(self.model)
-        except AttributeError as error:
-            self._state = sharded_state_dict(self.model)
-            if not all(computed_names(self.model, self._state).values()):
-                raise CheckpointError(
-                    "torch cannot load the model's state dict, because a name in the state dict is "
-                    f"not a parameter or buffer of the model ({error}). Load the weights from a "
-                    "published version"
-                ) from error
-        self._of_base = self._quantization(self._state)
+        state = sharded_state_dict(self.model)
+        computed = computed_names(self.model, state)
+        if more := [name for name, is_base in computed.items() if not is_base]:
+            raise CheckpointError(
+                "torch cannot load the model's state dict, because names in the state dict are "
+                f"not a parameter or buffer of the model: {told_names(more)}. Load the weights "
+                "from a published version"
+            )
+        self._state = {name: value for name, value in state.items() if name not in computed}
         # A full state dict has only one name of tied tensors.
         for name, first in tied_by_fsdp1(self.model).items():
             self._state[name] = self._state[first]
@@ -120,21 +117,18 @@ class ModelLoading(Loading):
         optional: frozenset[str] = frozenset()
         if adapters_of(self.model):
             optional = PeftState(self.model, self._state).frozen_base
-        wanted = {name: value for name, value in self._state.items() if name not in self._of_base}
-        self._copies = plan(goals_of(wanted), self.files, own=own, optional=optional)
+        self._copies = plan(goals_of(self._state), self.files, own=own, optional=optional)
 
     def taken(self) -> set[str]:
-        """All names of the model, and those of a frozen base's quantization."""
-        return self._state.keys() | self._quantization(names_in(self.files.opened))
+        """All names of the model, and those of a frozen base's quantization, which stays."""
+        computed = computed_names(self.model, names_in(self.files.opened))
+        return self._state.keys() | {name for name, is_base in computed.items() if is_base}
 
     def load(self) -> None:
         """Load the copies of FSDP1. Collective; other tensors were filled in place."""
-        options = StateDictOptions(strict=not self._of_base)
+        options = StateDictOptions(strict=False)  # a module may miss what it has computed
         set_model_state_dict(self.model, self._state, options=options)
         self._state = {}
-
-    def _quantization(self, names: Iterable[str]) -> set[str]:
-        return {name for name, is_base in computed_names(self.model, names).items() if is_base}
 
 
 @dataclass

@@ -141,17 +141,17 @@ def computed_names(model: nn.Module, names: Iterable[str]) -> dict[str, bool]:
     """
     paths, modules = _paths(model), model.named_modules(remove_duplicate=False)
     known = {joined(paths[path][1], name) for path, module in modules for name in module._buffers}  # noqa: SLF001 - named_buffers has no other path
+    known |= tied_by_fsdp1(model).keys()
     frozen: dict[str, bool] = {}
     for parameter, own in parameters_of(model):
         for name in own:
             module = name.rpartition(".")[0]
             frozen[name] = not parameter.requires_grad
             frozen[module] = frozen[name] or frozen.get(module, False)
-        known |= own
     return {
         name: frozen.get(beginning(name, frozen), False)
         for name in names
-        if name not in known and not is_extra_state(name)
+        if not (name in known or name in frozen or is_extra_state(name))
     }
 
 
