@@ -144,11 +144,8 @@ class OptimizerLoading(Loading):
         self._stated: set[str] = set()
         self._names: dict[str, object] = {}
         self._options: dict[str, dict[str, object]] = {}
-        groups = self.optimizer.param_groups
-        held = {id(parameter) for group in groups for parameter in group["params"]}
-        known = parameters_of(self.model)
-        self._updated = [(one, names) for one, names in known if id(one) in held]
-        self._known = {name for _, names in known for name in names}
+        self._known = {name: one for one, names in parameters_of(self.model) for name in names}
+        self._updated = {one for group in self.optimizer.param_groups for one in group["params"]}
 
     @property
     def whose(self) -> str:
@@ -158,19 +155,21 @@ class OptimizerLoading(Loading):
     def open(self, own: int | None, checked: Sequence[int]) -> None:
         """Also read the names and the plain values."""
         super().open(own, checked)
+        missing = set(self._updated)
         for number in dict.fromkeys([*([] if own is None else [own]), *range(len(self.files))]):
-            if own is not None and all(names & self._options.keys() for _, names in self._updated):
+            if own is not None and not missing:
                 break  # the rank's own file is enough
             file = self.files[number]
             for name, value in (*file.tensors.items(), *file.plain.items()):
                 self._names.setdefault(name, value)
-                kind, parameter = name.partition(".")[0], self._parameter(name)
-                if kind == GROUPS:
-                    option = name.removeprefix(f"{kind}.{parameter}.")
-                    self._options.setdefault(parameter, {}).setdefault(option, value)
-                else:
+                parameter = self._parameter(name)
+                if name.startswith(f"{STATE}."):
                     self._stated.add(parameter)
-        if not any(names & self._options.keys() for _, names in self._updated):
+                elif parameter:
+                    option = name.removeprefix(f"{GROUPS}.{parameter}.")
+                    self._options.setdefault(parameter, {}).setdefault(option, value)
+                    missing.discard(self._known[parameter])
+        if missing == self._updated:
             raise CheckpointError(
                 f"{self.files.paths[0]} is not the state of a torch.optim.Optimizer of these "
                 "parameters, saved by trainer_hooks. Load with optimizer=None, or load another save"
@@ -179,17 +178,15 @@ class OptimizerLoading(Loading):
     @contextmanager
     def _only_stated(self) -> Iterator[None]:
         """Let torch make, and load, the state of exactly the parameters that have a saved one."""
-        stated = {one for one, names in self._updated if not names.isdisjoint(self._stated)}
-        before = [(one, one.requires_grad, one.grad) for one, _ in self._updated]
+        stated = {self._known.get(name) for name in self._stated}
+        before = [(one, one.requires_grad) for one in self._updated]
         try:
-            for one, *_ in before:
+            for one in self._updated:
                 one.requires_grad_(one in stated)
-                one.grad = None
             yield
         finally:
-            for one, requires_grad, grad in before:
+            for one, requires_grad in before:
                 one.requires_grad_(requires_grad)
-                one.grad = grad
 
     def prepare(self) -> None:
         """Find the tensors of the state. A new optimizer takes a step with zero gradients first."""
@@ -206,7 +203,7 @@ class OptimizerLoading(Loading):
         for group in self._state[GROUPS]:
             found.update(self._take_options(group))
         self._now = {name for group in self._state[GROUPS] for name in group["params"]}
-        if changed := self._now ^ (self._options.keys() - {""}):
+        if changed := self._now ^ self._options.keys():
             log.warning(
                 "%s does not update the same parameters as the optimizer in %s: %s. State that is "
                 "not needed now is skipped, and state that was not saved begins anew",
@@ -269,16 +266,18 @@ class OptimizerLoading(Loading):
         """
         options = self._options
         known = [name for name in group["params"] if name in options]
-        first = known[0] if known else None
+        if not known:
+            return {}
+        first = known[0]
         for name in known[1:]:
-            if _comparable(options[name]) != _comparable(options[known[0]]):
+            if _comparable(options[name]) != _comparable(options[first]):
                 raise CheckpointError(
                     f"in {self.files.paths[0]}, '{shown(name)}' and '{shown(first)}' have "
                     "different options (such as the learning rate), but this optimizer has both "
                     "parameters in one parameter group. Make the same parameter groups as at the "
                     "save"
                 )
-        saved = {} if first is None else options[first]
+        saved = options[first]
         # A scheduler adds initial_lr or max_momentum, and a later torch adds options.
         more = sorted(saved.keys() - group.keys())
         theirs = [name for name in more if not name.endswith(("_lr", "_momentum"))]
