@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,11 +47,14 @@ from tests.fsdp_models import Config
 from tests.hooks import checkpoint
 from tests.multiprocess.resume_checks import (
     CAST,
+    CHANGED,
+    CHANGES,
     EXPERTS,
     FULL,
     RESUMED,
     SAVED,
     cast,
+    changed,
     exact,
     full,
     is_usual,
@@ -99,6 +103,15 @@ def _on_a_mesh(model: nn.Module, world_size: int, **options: Any) -> nn.Module:
     return unit(model, use_orig_params=True, device_mesh=mesh(fsdp=world_size), **options)
 
 
+def _in_flat_units(model: nn.Module, _: int) -> nn.Module:
+    model.up = unit(model.up)  # type: ignore[arg-type]
+    return unit(model)
+
+
+def _of_up(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for name, parameter in model.named_parameters() if "up." in name]
+
+
 #: How a model is wrapped for a number of ranks.
 KINDS: Final[dict[str, Callable[[nn.Module, int], nn.Module]]] = {
     "plain": lambda model, _: model,
@@ -107,6 +120,7 @@ KINDS: Final[dict[str, Callable[[nn.Module, int], nn.Module]]] = {
     "hsdp": lambda model, size: fully_shard(model, mesh=mesh(ddp=2, fsdp=size // 2)),
     "fsdp2_tp": _tensor_parallel,
     "fsdp1": lambda model, _: unit(model),
+    "fsdp1_units": _in_flat_units,
     "fsdp1_mesh": _on_a_mesh,
     "fsdp1_hybrid": lambda model, size: unit(
         model,
@@ -220,6 +234,54 @@ class Rank:
         assert made[2].state_dict()["last_epoch"] == 2
         check_same(made, truth["saved"])
         self.train(made, 3, 1)
+
+    # -- other parameters frozen, or updated ---------------------------------------------------
+
+    def changing(self, kind: str, seed: int, over: str, *, frozen: bool) -> tuple[Any, Any, Any]:
+        torch.manual_seed(seed)
+        net = Net()
+        net.up.requires_grad_(not frozen)
+        model = KINDS[kind](net, self.world_size)
+        updated = [one for one in model.parameters() if one.requires_grad or over == "all"]
+        optimizer = torch.optim.AdamW(updated, lr=0.1)
+        if over == "added":
+            optimizer.add_param_group({"params": _of_up(model), "lr": 0.3})
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 9)
+
+    def save_changing(self, kind: str, change: str) -> None:
+        frozen, over, _ = CHANGES[change]
+        job = self.new_job(f"{kind}-{change}")
+        made = self.changing(kind, 1, over, frozen=frozen[0])
+        for step in (1, 2):
+            for parameter in _of_up(made[0]):
+                parameter.requires_grad_(not frozen[step - 1])
+            self.train(made, step, 1)
+        write_full(job, 2, *made[:2], rank=self.rank, world_size=2)
+        truth = full_state(*made[:2])
+        if self.rank == 0:
+            torch.save(truth, job / "truth.pt")
+
+    def resume_changed(self, kind: str, change: str) -> None:
+        """What was saved of a parameter is loaded, and nothing else; training goes on."""
+        job = self.root / f"{kind}-{change}"
+        (*_, frozen), _, over = CHANGES[change]
+        made = self.changing(kind if self.world_size > 1 else "plain", 2, over, frozen=frozen)
+        load(job, made[:2])
+        up = _of_up(made[0])
+        assert all(parameter.requires_grad != frozen for parameter in up)
+        for parameter in up:  # FSDP1 gives no state if one is missing
+            parameter.requires_grad_(parameter in made[1].state)
+        found, wanted = full_state(*made[:2]), torch.load(job / "truth.pt")
+        assert same(found["model"], wanted["model"])
+        groups = found["optimizer"]["param_groups"]
+        names = {name for group in groups for name in group["params"]}
+        states = wanted["optimizer"]["state"]
+        assert same(found["optimizer"]["state"], {n: states[n] for n in names & states.keys()})
+        assert [group["lr"] for group in groups] == [0.1, 0.3][: len(groups)]
+        for parameter in up:
+            parameter.requires_grad_(not frozen)
+        self.train(made, 3, 1)
+        self.passed(changed(kind, change, self.world_size))
 
     # -- one full state dict instead of shards -----------------------------------------------------
 
@@ -486,6 +548,8 @@ def save(rank: int, world_size: int, root: Path) -> None:
         for kind in FULL:
             me.save_full(kind)
         me.save_cast()
+        for one in product(CHANGED, CHANGES):
+            me.save_changing(*one)
     if world_size == 4:
         me.save_experts()
 
@@ -507,7 +571,9 @@ def resume(rank: int, world_size: int, root: Path) -> None:
         me.resume_cast()
         me.failing()
         me.failing_user_state()
-    if world_size > 1:
+    for one in product(CHANGED, CHANGES) if world_size <= 3 else ():
+        me.resume_changed(*one)
+    if world_size in {2, 4}:
         me.resume_experts()
 
 

@@ -492,9 +492,20 @@ class Scaled(Net):
         )
 
 
+def test_parameters_that_were_not_updated_at_the_save_are_named_in_one_line(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Net()
+    write_full(root, 1, model, adamw(model.up))
+    load_checkpoint(root, model, optimizer=adamw(model))
+    (told,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "'down.bias', 'down.weight', 'norm.bias'" in told
+    refuses("not the state of a .* of these parameters", root, model, optimizer=adamw(model.down))
+
+
 def test_a_model_with_names_that_torch_cannot_load_is_refused_by_name(root: Path) -> None:
     write_full(root, 1, Net())
-    refuses(r"not a parameter or buffer of the model .*'scale'", root, Scaled())
+    refuses(r"not a parameter or buffer of the model: 'up\.weight\.scale'", root, Scaled())
 
 
 def _with(model: nn.Module, name: str, value: torch.Tensor) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -113,23 +113,58 @@ def trained_names(model: nn.Module, updated: Collection[Tensor] = ()) -> list[fr
     Parameters in ``updated`` count as trained even if they are frozen now.
     """
     also = {id(one) for one in updated}
+    return [names for one, names in parameters_of(model) if one.requires_grad or id(one) in also]
+
+
+def parameters_of(model: nn.Module) -> list[tuple[nn.Parameter, frozenset[str]]]:
+    """Each parameter, and its names in the plain model; the same on all ranks.
+
+    FSDP1's flat parameter is listed once for each parameter in it, with only its first name.
+    """
     paths, plain = _paths(model), plain_paths(model)
     own: defaultdict[nn.Parameter, set[str]] = defaultdict(set)
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if isinstance(parameter, FlatParameter):
-                continue
-            if parameter.requires_grad or id(parameter) in also:
+            if not isinstance(parameter, FlatParameter):
                 own[parameter].add(joined(paths[path][1], name))
-    found = [frozenset(names) for names in own.values()]
+    found = [(parameter, frozenset(names)) for parameter, names in own.items()]
     for handle in _fsdp1_handles(model):
-        flat = handle.flat_param
-        if not handle._use_orig_params and (flat.requires_grad or id(flat) in also):  # noqa: SLF001 - likewise
+        if not handle._use_orig_params:  # noqa: SLF001 - likewise
             found += [
-                frozenset({joined(plain[one.module], one.param_name)})
-                for one in flat._param_infos  # noqa: SLF001 - likewise
+                (handle.flat_param, frozenset({joined(plain[one.module], one.param_name)}))
+                for one in handle.flat_param._param_infos  # noqa: SLF001 - likewise
             ]
     return found
+
+
+def computed_names(model: nn.Module, names: Iterable[str]) -> dict[str, bool]:
+    """The names that modules compute for their state dicts: of no parameter and of no buffer.
+
+    Returns:
+        The name → whether it belongs to a frozen parameter or to a module that has one, such as
+            the state of a base's quantization.
+    """
+    paths, modules = _paths(model), model.named_modules(remove_duplicate=False)
+    known = {joined(paths[path][1], name) for path, module in modules for name in module._buffers}  # noqa: SLF001 - named_buffers has no other path
+    known |= tied_by_fsdp1(model).keys()
+    frozen: dict[str, bool] = {}
+    for parameter, own in parameters_of(model):
+        for name in own:
+            module = name.rpartition(".")[0]
+            frozen[name] = not parameter.requires_grad
+            frozen[module] = frozen[name] or frozen.get(module, False)
+    return {
+        name: frozen.get(beginning(name, frozen), False)
+        for name in names
+        if not (name in known or name in frozen or is_extra_state(name))
+    }
+
+
+def beginning(name: str, known: Container[str]) -> str:
+    """The longest beginning of a name, up to a dot, that is known; empty if there is none."""
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def _fsdp1_handles(model: nn.Module) -> list[Any]:
