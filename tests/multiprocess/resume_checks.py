@@ -68,10 +68,6 @@ def cast(kind: str, work: str) -> str:
     return f"{kind}, cast for explorers, {work}"
 
 
-def changed(kind: str, change: str, world_size: int) -> str:
-    return f"{kind}, {change}, on {world_size}"
-
-
 def checks() -> dict[str, bool]:
     """The names of all checks, and whether each runs without ``--deep``."""
     resumed = {
@@ -84,7 +80,10 @@ def checks() -> dict[str, bool]:
         *(exact(*saved) for saved in SAVED),
         *(full(kind, size) for kind in FULL for size in (1, 2)),
         *(cast(kind, work) for kind in CAST for work in ("published", "resumed")),
-        *(changed(*one, size) for one in product(CHANGED, CHANGES) for size in (1, 2, 3)),
+        *(
+            f"{kind}, {change}, on {size}"
+            for kind, change, size in product(CHANGED, CHANGES, (1, 2, 3))
+        ),
         *FAILING,
         EXPERTS,
     ]
