@@ -20,7 +20,13 @@ from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
 from trainer_hooks.resuming.filling import BoxRead, fill, goals_of, plan
 from trainer_hooks.resuming.saved_files import Held, SavedFiles, names_in, told_names
-from trainer_hooks.state.full_checkpoint import GROUPS, RAW, STATE, torch_optimizer_state
+from trainer_hooks.state.full_checkpoint import (
+    GROUPS,
+    RAW,
+    SEVERAL,
+    STATE,
+    torch_optimizer_state,
+)
 from trainer_hooks.state.lora import PeftState
 from trainer_hooks.state.state_dict import tied_by_fsdp1
 from trainer_hooks.state.wrappers import adapters_of
@@ -57,13 +63,15 @@ class Loading(ABC):
         return set()
 
     def unused(self) -> set[str]:
-        """The names in the files that this rank does not use."""
-        return set(names_in(self.files.opened)) - self.taken()
+        """The names in the files that neither this object nor an earlier one uses."""
+        self.files.taken |= self.taken()
+        return set(names_in(self.files.opened)) - self.files.taken
 
     def fill(self, checked: Sequence[int]) -> None:
-        """Fill the tensors; check all bytes of the files in ``checked``."""
-        there = [number for number in checked if number < len(self.files)]
-        fill(self._copies, self.files, checked=there)
+        """Fill the tensors; check all bytes of the files in ``checked``, once."""
+        there = {number for number in checked if number < len(self.files)} - self.files.checked
+        fill(self._copies, self.files, checked=sorted(there))
+        self.files.checked |= there
 
     @abstractmethod
     def load(self) -> None:
@@ -138,7 +146,7 @@ class OptimizerLoading(Loading):
     def plan(self, own: int | None) -> None:
         """Plan reads for tensors; set all other values now."""
         names, options = self._saved(own)
-        self._is_empty = not any(name.startswith(f"{STATE}.") for name in names)
+        self._is_empty = names.keys().isdisjoint(_names(f"{STATE}.", self._state[STATE]))
         found: dict[str, Any] = {}
         if not self._is_empty:
             for parameter, state in self._state[STATE].items():
@@ -160,7 +168,7 @@ class OptimizerLoading(Loading):
         }
         states = self._state[STATE].items()
         return options.union(
-            *(_names(f"{STATE}.{parameter}.", state) for parameter, state in states)
+            {SEVERAL}, *(_names(f"{STATE}.{parameter}.", state) for parameter, state in states)
         )
 
     def load(self) -> None:
