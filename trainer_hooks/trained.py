@@ -25,7 +25,8 @@ from trainer_hooks.state.casting import casting_of
 from trainer_hooks.state.full_checkpoint import (
     AVERAGES,
     BASE_MODEL,
-    Stateful,
+    Replaceable,
+    each_of,
     extra_state,
     optimizer_state,
 )
@@ -68,12 +69,9 @@ class Trained:
 
     model: nn.Module
     rank: int
+    objects: Replaceable
     model_files: Callable[[], Writer]
-    optimizer: Stateful | None = None
-    scheduler: Stateful | None = None
     critic: nn.Module | None = None
-    critic_optimizer: Stateful | None = None
-    user_state: Callable[[], Mapping[str, Any]] | None = None
     averages: Mapping[str, Tensor] | None = None
     lora: SaveLora = SaveLora.AUTO
     sync_dtype: SyncDtype | None = None
@@ -82,6 +80,9 @@ class Trained:
     def __post_init__(self) -> None:
         self._said_merged = False
         self._small_files = SmallFiles()
+        self._updated: set[Tensor] = set()
+        #: Of each optimizer: the step of the last full checkpoint, its id and its step counts then.
+        self._counted: dict[str, tuple[int, tuple[int, list[str]]]] = {}
         self._hub_names = HubNames(self.model)
         self._tied: Ties = False
         self._ties = KnownTies()
@@ -130,12 +131,13 @@ class Trained:
         self,
         writer: RankWriter,
         plan: Plan,
+        step: int,
         buffers: HostBuffers | None,
         at_end: ExitStack,
         *,
         is_link: bool = False,
     ) -> RankContents:
-        """Copy this rank's part of a save, in the buffers if there are any.
+        """Copy this rank's part of the save of a step, in the buffers if there are any.
 
         ``is_link`` is True if the weights for explorers are written as nothing but a link.
 
@@ -177,7 +179,7 @@ class Trained:
         if hugging_face and not is_shared:
             in_hugging_face = self._gathered(state, peft, at_end, buffers is not None)
         if is_full:
-            rest = self._rest()
+            rest = self._rest(step)
             if peft is not None:
                 rest["trained"] = host_copy(peft.for_resuming())
                 name = base_name(unwrapped(self.model)) if peft.frozen_base else None
@@ -238,12 +240,11 @@ class Trained:
 
     def _peft(self, state: Mapping[str, Any]) -> PeftState:
         # A parameter that was trained earlier and is frozen now still has a state.
-        states = self.optimizer.state if isinstance(self.optimizer, Optimizer) else {}
+        for optimizer in each_of(self.objects.optimizer):
+            if isinstance(optimizer, Optimizer):
+                self._updated |= {one for one, state in optimizer.state.items() if state}
         return PeftState(
-            self.model,
-            state,
-            base_vocabulary=self.base_vocabulary,
-            updated=[one for one, state in states.items() if state],
+            self.model, state, base_vocabulary=self.base_vocabulary, updated=self._updated
         )
 
     def _publishes_adapter(self, peft: PeftState) -> bool:
@@ -254,18 +255,35 @@ class Trained:
             self._said_merged = True
         return published is SaveLora.ADAPTER
 
-    def _rest(self) -> dict[str, Any]:
-        rest: dict[str, Any] = {}
-        if self.optimizer is not None:
-            rest["optimizer"] = host_copy(optimizer_state(self.model, self.optimizer))
+    def _rest(self, step: int) -> dict[str, Any]:
+        objects, rest = self.objects, dict[str, Any]()
         if self.critic is not None:
             rest["critic"] = host_copy(sharded_state_dict(self.critic))
-            if self.critic_optimizer is not None:
-                own = optimizer_state(self.critic, self.critic_optimizer)
-                rest["critic_optimizer"] = host_copy(own)
+        for name, model, optimizer in (
+            ("optimizer", self.model, objects.optimizer),
+            ("critic_optimizer", self.critic, objects.critic_optimizer),
+        ):
+            if model is None or optimizer is None:
+                continue
+            rest[name] = host_copy(optimizer_state(model, optimizer))
+            # A 0-dimensional tensor formats as its value.
+            counts = [f"{value}" for key, value in rest[name].items() if key.endswith(".step")]
+            now = id(optimizer), counts
+            last, before = self._counted.get(name, (step, now))
+            self._counted[name] = step, now
+            if self.rank == 0 and counts and step != last and now == before:
+                log.warning(
+                    "the full checkpoint of step %d has the same step counts of the %s as that of "
+                    "step %d. If another object trains the model now, set hook.%s to it on all "
+                    "ranks",
+                    step,
+                    name,
+                    last,
+                    name,
+                )
         # Last, because user_state() may fail on only one rank, and FSDP1's gathering needs all.
-        user_state = None if self.user_state is None else self.user_state()
-        extra = extra_state(scheduler=self.scheduler, user_state=user_state)
+        user_state = None if objects.user_state is None else objects.user_state()
+        extra = extra_state(scheduler=objects.scheduler, user_state=user_state)
         extra |= {AVERAGES: dict(self.averages)} if self.averages else {}
         return rest | {"extra": host_copy(extra)}
 

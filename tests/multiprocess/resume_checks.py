@@ -39,6 +39,12 @@ FAILING: Final = (
 FULL: Final = ("fsdp2", "fsdp1", "ddp")
 #: Trained in fp32 with mixed precision, and cast for explorers; on two ranks.
 CAST: Final = ("fsdp2_mixed", "fsdp1_mixed", "fsdp1_mesh_mixed")
+#: Several optimizers: saved on two ranks as this kind, and resumed as these on 1, 2 and 3.
+SEVERAL: Final = {
+    ("muon", "fsdp2"): ("plain", "fsdp2", "fsdp2"),
+    ("muon", "ddp"): ("plain", "fsdp2", "ddp"),
+    ("idle", "fsdp1_mesh_units"): ("plain", "fsdp2", "fsdp1_mesh_units"),
+}
 #: On four ranks.
 EXPERTS: Final = "experts by one name, by the same ranks"
 
@@ -68,6 +74,10 @@ def cast(kind: str, work: str) -> str:
     return f"{kind}, cast for explorers, {work}"
 
 
+def several(rule: str, kind: str, world_size: int) -> str:
+    return f"{rule} and AdamW, {kind}, on {world_size}"
+
+
 def checks() -> dict[str, bool]:
     """The names of all checks, and whether each runs without ``--deep``."""
     resumed = {
@@ -84,6 +94,7 @@ def checks() -> dict[str, bool]:
             f"{kind}, {change}, on {size}"
             for kind, change, size in product(CHANGED, CHANGES, (1, 2, 3))
         ),
+        *(several(*saved, size) for saved in SEVERAL for size in (1, 2, 3)),
         *FAILING,
         EXPERTS,
     ]

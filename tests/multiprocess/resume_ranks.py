@@ -53,11 +53,13 @@ from tests.multiprocess.resume_checks import (
     FULL,
     RESUMED,
     SAVED,
+    SEVERAL,
     cast,
     exact,
     full,
     is_usual,
     resharded,
+    several,
 )
 from tests.process_groups import fork
 from tests.wrappings import mesh, unit
@@ -65,6 +67,7 @@ from tests.zoo import experts_apart
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
 from trainer_hooks.resuming.resume import Resumed, latest_checkpoint, load_checkpoint
 from trainer_hooks.settings import SaveLayout
+from trainer_hooks.state.full_checkpoint import each_of
 
 DEEP: Final = "SYNCD_DEEP" in os.environ
 
@@ -107,6 +110,11 @@ def _in_flat_units(model: nn.Module, _: int) -> nn.Module:
     return unit(model)
 
 
+def _in_mesh_units(model: nn.Module, world_size: int) -> nn.Module:
+    model.up = _on_a_mesh(model.up, world_size)  # type: ignore[arg-type]
+    return _on_a_mesh(model, world_size)
+
+
 #: How a model is wrapped for a number of ranks.
 KINDS: Final[dict[str, Callable[[nn.Module, int], nn.Module]]] = {
     "plain": lambda model, _: model,
@@ -117,6 +125,7 @@ KINDS: Final[dict[str, Callable[[nn.Module, int], nn.Module]]] = {
     "fsdp1": lambda model, _: unit(model),
     "fsdp1_units": _in_flat_units,
     "fsdp1_mesh": _on_a_mesh,
+    "fsdp1_mesh_units": _in_mesh_units,
     "fsdp1_hybrid": lambda model, size: unit(
         model,
         use_orig_params=True,
@@ -167,9 +176,11 @@ class Rank:
             loss = (model(values) - 1).square().mean()
             loss.backward()
             losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
+            for one in each_of(optimizer):
+                one.step()
+            model.zero_grad()
+            for one in each_of(scheduler):
+                one.step()
         return losses
 
     def passed(self, name: str) -> None:
@@ -400,6 +411,37 @@ class Rank:
                 load_checkpoint(self.root / "experts", model)
             self.passed("experts by one name, by other ranks")
 
+    # -- several optimizers ------------------------------------------------------------------------
+
+    def made_several(self, rule: str, kind: str, seed: int) -> tuple[nn.Module, Any]:
+        """Muon for the matrices, or an optimizer for one layer that is idle; AdamW for the rest."""
+        model, *_ = self.made(kind, seed)
+        parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in model.named_parameters():
+            is_muons = name.endswith(("up.weight", "down.weight"))
+            parts[is_muons if rule == "muon" else "up" in name].append(parameter)
+        first = torch.optim.Muon if rule == "muon" else torch.optim.AdamW
+        made = first(parts[True], lr=0.1), torch.optim.AdamW(parts[False], lr=0.2)
+        return model, made
+
+    def save_several(self, rule: str, kind: str) -> None:
+        job = self.new_job(f"{rule}-{kind}")
+        model, made = self.made_several(rule, kind, seed=1)
+        self.train((model, made[rule == "idle" :], ()), 1, 2)
+        with TrainerHook(job, model, optimizer=made) as hook:
+            checkpoint(hook, 2)
+        truth = full_state(model, made)
+        if self.rank == 0:
+            torch.save(truth, job / "truth.pt")
+
+    def resume_several(self, rule: str, kind: str, other: str) -> None:
+        job = self.root / f"{rule}-{kind}"
+        made = self.made_several(rule, other, seed=2)
+        load(job, made)
+        assert any(made[1][0].state.values()) == (rule != "idle")
+        check_same(made, torch.load(job / "truth.pt", weights_only=True))
+        self.passed(several(rule, kind, self.world_size))
+
     # -- what fails ------------------------------------------------------------------------------
 
     def failing(self) -> None:
@@ -548,6 +590,8 @@ def save(rank: int, world_size: int, root: Path) -> None:
         me.save_cast()
         for one in product(CHANGED, CHANGES):
             me.save_changing(*one)
+        for saved in SEVERAL:
+            me.save_several(*saved)
     if world_size == 4:
         me.save_experts()
 
@@ -559,7 +603,7 @@ def resume(rank: int, world_size: int, root: Path) -> None:
         if size == world_size:
             me.go_on(kind)
             me.passed(exact(kind, size))
-        ways = RESUMED[world_size]
+        ways = RESUMED.get(world_size, ())
         for other in (one for one in ways if DEEP or is_usual((kind, size), one, world_size)):
             me.reshard(kind, size, other)
             me.passed(resharded(kind, size, other, world_size))
@@ -571,6 +615,9 @@ def resume(rank: int, world_size: int, root: Path) -> None:
         me.failing_user_state()
     for one in product(CHANGED, CHANGES) if world_size <= 3 else ():
         me.resume_changed(*one)
+    if world_size < 4:
+        for saved, kinds in SEVERAL.items():
+            me.resume_several(*saved, kinds[world_size - 1])
     if world_size in {2, 4}:
         me.resume_experts()
 
@@ -579,4 +626,4 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=FutureWarning)  # FSDP1 is one to be
     Path(sys.argv[1], "passed").mkdir()
     fork(save, *RESUMED)
-    fork(resume, *RESUMED)
+    fork(resume, *RESUMED, 3)

@@ -444,7 +444,7 @@ def test_what_was_saved_without_cannot_be_asked_for(root: Path) -> None:
     model, optimizer = trained()
     write_full(root, 1, model)
     refuses(f"{OPTIMIZER}.*not part of the checkpoint", root, model, optimizer=optimizer)
-    refuses("without a scheduler", root, model, scheduler=halved(optimizer))
+    refuses("with 0 schedulers, not 1", root, model, scheduler=halved(optimizer))
     refuses(rf"critic/{SHARD} is not listed", root, model, critic=Net())
 
 
@@ -541,6 +541,30 @@ def test_what_is_of_another_optimizer_is_refused(
         return
     refuses(what, root, again, optimizer=other)
     assert not other.state
+
+
+def both(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """An optimizer for the matrices, and one for the rest."""
+    matrices, rest = (group["params"] for group in grouped(model).param_groups)
+    return [torch.optim.Muon(matrices, lr=0.2), torch.optim.AdamW(rest)]
+
+
+def test_several_optimizers_resume_in_any_order_and_only_together(root: Path) -> None:
+    model, again = Net(), Net()
+    made, other = both(model), both(again)
+    for optimizer in made:
+        train(model, optimizer, 2)
+    write_full(root, 1, model, made, scheduler=list(map(halved, made)))
+    load_checkpoint(root, again, optimizer=other[::-1], scheduler=list(map(halved, other)))
+    for found, expected in zip(other, made, strict=True):
+        alike(found, expected)
+    refuses("which AdamW does not have", root, again, optimizer=other[1])
+    refuses("with 2 schedulers, not 1", root, again, scheduler=halved(other[0]))
+    write_full(root, 2, model, made[1:])
+    assert same(optimizer_state(model, made[1:]), optimizer_state(model, made[1]))
+    refuses("no state of 'up.weight', which Muon", root, again, optimizer=other, step=2)
+    with pytest.raises(InvalidSettingsError, match=r"^2 optimizers update 'norm\.weight'"):
+        load_checkpoint(root, again, optimizer=[other[1], adamw(again)])
 
 
 # -- what can be saved ---------------------------------------------------------------------------

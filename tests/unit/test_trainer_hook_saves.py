@@ -327,7 +327,8 @@ def test_a_critic_and_what_the_user_adds_are_in_a_full_checkpoint(
 ) -> None:
     critic = nn.Linear(2, 1)
     its = torch.optim.SGD(critic.parameters())
-    with start(critic=critic, critic_optimizer=its, user_state=lambda: {"samples": 17}) as hook:
+    with start(critic=critic) as hook:
+        hook.critic_optimizer, hook.user_state = its, lambda: {"samples": 17}
         hook.save_checkpoint(4)
     step = job.step(4)
     saved = torch.load(step / "critic" / SHARD, weights_only=True)
@@ -336,6 +337,26 @@ def test_a_critic_and_what_the_user_adds_are_in_a_full_checkpoint(
     extra = torch.load(step / "actor" / "extra_state_world_size_1_rank_0.pt", weights_only=True)
     assert extra["user_state"] == {"samples": 17}
     assert latest_checkpoint(job.root) == 4
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_optimizer_that_has_made_no_step_is_a_warning(
+    start: Start, model: nn.Module, caplog: pytest.LogCaptureFixture, kind: Any
+) -> None:
+    made = [kind(model.parameters()) for _ in range(2)]
+    model(torch.ones(3)).sum().backward()
+    for one in made:
+        one.step()
+    warnings = []
+    with start(optimizer=made[0]) as hook:
+        for step in range(1, 5):
+            checkpoint(hook, step)
+            warnings.append(caplog.text.count("set hook.optimizer"))
+            if step == 1:
+                made[0].step()
+            elif step == 2:
+                hook.optimizer = made[1]
+    assert warnings == [0, 0, 0, kind is torch.optim.AdamW]  # SGD counts no steps
 
 
 def test_older_full_checkpoints_are_retired_once_the_newer_one_is_pointed_to(

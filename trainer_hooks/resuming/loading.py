@@ -22,7 +22,13 @@ from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
 from trainer_hooks.resuming.filling import BoxRead, fill, goals_of, plan
 from trainer_hooks.resuming.saved_files import Held, SavedFiles, names_in, told_names
-from trainer_hooks.state.full_checkpoint import GROUPS, RAW, STATE, torch_optimizer_state
+from trainer_hooks.state.full_checkpoint import (
+    GROUPS,
+    RAW,
+    SEVERAL,
+    STATE,
+    torch_optimizer_state,
+)
 from trainer_hooks.state.lora import PeftState
 from trainer_hooks.state.state_dict import (
     beginning,
@@ -66,18 +72,23 @@ class Loading(ABC):
     def plan(self, own: int | None) -> None:
         """Find the tensors' data in the files; raise if some data do not fit."""
 
+    def say(self) -> None:  # noqa: B027 - most have nothing to say
+        """Log what is not loaded."""
+
     def taken(self) -> set[str]:
         """The names in the files that this rank uses; none if they are unknown."""
         return set()
 
     def unused(self) -> set[str]:
-        """The names in the files that this rank does not use."""
-        return set(names_in(self.files.opened)) - self.taken()
+        """The names in the files that neither this object nor an earlier one uses."""
+        self.files.taken |= self.taken()
+        return set(names_in(self.files.opened)) - self.files.taken
 
     def fill(self, checked: Sequence[int]) -> None:
-        """Fill the tensors; check all bytes of the files in ``checked``."""
-        there = [number for number in checked if number < len(self.files)]
-        fill(self._copies, self.files, checked=there)
+        """Fill the tensors; check all bytes of the files in ``checked``, once."""
+        there = {number for number in checked if number < len(self.files)} - self.files.checked
+        fill(self._copies, self.files, checked=sorted(there))
+        self.files.checked |= there
 
     @abstractmethod
     def load(self) -> None:
@@ -202,15 +213,7 @@ class OptimizerLoading(Loading):
             found.update(self._take(f"{STATE}.{parameter}.", state))
         for group in self._state[GROUPS]:
             found.update(self._take_options(group))
-        self._now = {name for group in self._state[GROUPS] for name in group["params"]}
-        if changed := self._now ^ self._options.keys():
-            log.warning(
-                "%s does not update the same parameters as the optimizer in %s: %s. State that is "
-                "not needed now is skipped, and state that was not saved begins anew",
-                self.whose,
-                self.files.paths[0],
-                told_names(sorted(changed)),
-            )
+        self.files.updated |= {name for group in self._state[GROUPS] for name in group["params"]}
         self._copies = plan(goals_of(found), self.files, own=own)
 
     def taken(self) -> set[str]:
@@ -218,12 +221,23 @@ class OptimizerLoading(Loading):
         free = {
             name
             for name in names_in(self.files.opened)
-            if name.startswith(GROUPS) or self._parameter(name) not in self._now
+            if name.startswith(GROUPS) or self._parameter(name) not in self.files.updated
         }
         states = self._state[STATE].items()
         return {name for name in free if self._parameter(name)}.union(
-            *(_names(f"{STATE}.{parameter}.", state) for parameter, state in states)
+            {SEVERAL}, *(_names(f"{STATE}.{parameter}.", state) for parameter, state in states)
         )
+
+    def say(self) -> None:
+        """Say what is skipped, and what begins anew. All optimizers must be planned."""
+        if changed := self.files.updated ^ self._options.keys():
+            log.warning(
+                "%s does not update the same parameters as the optimizer in %s: %s. State that is "
+                "not needed now is skipped, and state that was not saved begins anew",
+                self.whose,
+                self.files.paths[0],
+                told_names(sorted(changed)),
+            )
 
     def load(self) -> None:
         """Load the state. Collective for FSDP1."""
