@@ -26,6 +26,7 @@ from trainer_hooks.state.full_checkpoint import (
     BASE_MODEL,
     Stateful,
     extra_state,
+    loadable,
     optimizer_state,
 )
 from trainer_hooks.state.full_file import gather_full
@@ -132,7 +133,8 @@ class Trained:
 
         Raises:
             SaveFailedError: the ranks could not gather the weights.
-            InvalidSettingsError: a value in the state could not be loaded again.
+            InvalidSettingsError: a value in the state, or the optimizer's state, could not be
+                loaded again.
             CheckpointError: the model is quantized, so ``sync_dtype`` cannot cast it.
         """
         completes, is_full = bool(plan & Plan.COMPLETE), bool(plan & Plan.FULL)
@@ -146,7 +148,7 @@ class Trained:
             or (hugging_face and sharded)
             or (is_full and (is_peft or cast or is_link))
         ):
-            state = sharded_state_dict(self.model)
+            state = loadable(sharded_state_dict(self.model))
         if cast is not None and not is_peft:
             refuse_quantized(state)
         if not changes(state, cast):
@@ -245,7 +247,7 @@ class Trained:
         if self.optimizer is not None:
             rest["optimizer"] = host_copy(optimizer_state(self.model, self.optimizer))
         if self.critic is not None:
-            rest["critic"] = host_copy(sharded_state_dict(self.critic))
+            rest["critic"] = host_copy(loadable(sharded_state_dict(self.critic)))
             if self.critic_optimizer is not None:
                 own = optimizer_state(self.critic, self.critic_optimizer)
                 rest["critic_optimizer"] = host_copy(own)

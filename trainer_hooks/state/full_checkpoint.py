@@ -14,12 +14,13 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 
+from syncd.checkpoint.tensor_rules import is_extra_state
 from syncd.checkpoint.torch_files.pieces import is_plain
 from syncd.protocol.errors import InvalidSettingsError
+from trainer_hooks.state.state_dict import lost_by_fsdp1
 
 #: The prefixes of names in an optimizer's file: tensors of parameters, and options of their groups.
 STATE: Final = "state"
@@ -94,23 +95,52 @@ def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
             ranks can resume.
 
     Raises:
-        InvalidSettingsError: a value could not be loaded again, or the optimizer has parameters
-            that the model lacks.
+        InvalidSettingsError: a value, or what FSDP1 makes of the state, could not be loaded again;
+            or the optimizer has parameters that the model lacks.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return {RAW: checked(optimizer.state_dict(), f"{type(optimizer).__name__}.state_dict()")}
     kind = type(optimizer).__name__
     with _uninitialized(optimizer):
         flat = torch_optimizer_state(model, optimizer, flatten=True)
+    if lost := lost_by_fsdp1(model):
+        raise InvalidSettingsError(
+            f"torch could not load the state of {kind} for {lost} again. Use fully_shard; "
+            "or FSDP1 with use_orig_params=True, checkpoint_wrapper inside its units, and "
+            "torch.compile around them"
+        )
     for name, value in flat.items():
         if isinstance(value, np.generic):
             flat[name] = value.item()
-        elif not isinstance(value, Tensor | ShardedTensor) and not is_plain(value):
+        elif not isinstance(value, Tensor) and not is_plain(value):
             raise InvalidSettingsError(
                 f"{kind} has {name} of type {type(value).__name__}, which cannot be saved. Use "
                 "only tensors, numbers, text, and tuples of these"
             )
     return flat
+
+
+def loadable(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict to save, without an ``_extra_state`` that only running code could load.
+
+    Raises:
+        InvalidSettingsError: any other value is no tensor. Neither the merge nor loading takes it.
+    """
+    kept = dict(state)
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            continue
+        if not is_extra_state(name):
+            raise InvalidSettingsError(
+                f"'{name}' in the model's state dict is of type {type(value).__name__}, not a "
+                "tensor, so it could not be loaded again. Make it a buffer, or keep it elsewhere, "
+                "such as in user_state"
+            )
+        try:
+            checked(value, name)
+        except InvalidSettingsError:
+            del kept[name]
+    return kept
 
 
 def torch_optimizer_state(
@@ -124,12 +154,11 @@ def torch_optimizer_state(
             module.reshard()
     try:
         found: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
-    except NotImplementedError as error:
-        raise InvalidSettingsError(f"the state of {kind} cannot be saved: {error}") from error
-    except KeyError as error:
+    except (AssertionError, KeyError, RuntimeError) as error:
         raise InvalidSettingsError(
-            f"{kind} updates a parameter (number {error}) that the model does not have. Pass the "
-            "model whose parameters the optimizer updates"
+            f"torch cannot save the state of {kind}: {error!r}. The model must have all parameters "
+            "that it updates. With FSDP1, freeze all others, and give all units the same "
+            "use_orig_params"
         ) from error
     return found
 
