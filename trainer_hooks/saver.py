@@ -31,6 +31,7 @@ from syncd.storage.job import Job
 from trainer_hooks.explorers import Explorers
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.refusals import Refusals
+from trainer_hooks.resuming.resumable import failed_checkpoint
 from trainer_hooks.saves import Copies, Save
 from trainer_hooks.settings import SaveLayout, SaveSettings
 from trainer_hooks.state.host_buffers import HostBuffers
@@ -338,10 +339,7 @@ class Saver:
         return f"step {steps[0]} is still being written" if steps else ""
 
     def _end(self, timeout: float) -> str:
-        """Wait for the queued work, and end the thread; return the saves that are still written.
-
-        Give up if no save ends for ``timeout`` seconds.
-        """
+        """End the thread after its work; return what is unfinished if no save ends in time."""
         while (count := len(self._queue)) and self.has_ended(most=count - 1, timeout=timeout):
             pass
         with self._changed:
@@ -404,11 +402,13 @@ class Saver:
                 except BaseException as error:
                     writer.say_failed(save_id)
                     if isinstance(error, OSError):
-                        raise writer.refused(save_id, error) from error
+                        raise writer.failure(save_id, error) from error
                     raise
                 size = writer.save(save_id, contents, partial(self._announced, save, writer))
-            except BaseException:
+            except BaseException as error:
                 save.has_failed = True
+                if contents.is_full and isinstance(error, SaveFailedError):
+                    raise failed_checkpoint(error, self.writer.job) from error
                 raise
         with self._changed:
             self._written = size + (self._written or 0)

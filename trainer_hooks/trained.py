@@ -28,6 +28,7 @@ from trainer_hooks.state.full_checkpoint import (
     Replaceable,
     each_of,
     extra_state,
+    loadable,
     optimizer_state,
 )
 from trainer_hooks.state.full_file import gather_full
@@ -145,7 +146,8 @@ class Trained:
 
         Raises:
             SaveFailedError: the ranks could not gather the weights.
-            InvalidSettingsError: a value in the state could not be loaded again.
+            InvalidSettingsError: a value in the state, or the optimizer's state, could not be
+                loaded again.
             CheckpointError: the model is quantized, so ``sync_dtype`` cannot cast it.
         """
         completes, is_full = bool(plan & Plan.COMPLETE), bool(plan & Plan.FULL)
@@ -159,7 +161,7 @@ class Trained:
             or (hugging_face and sharded)
             or (is_full and (is_peft or cast or is_link))
         ):
-            state = sharded_state_dict(self.model)
+            state = loadable(sharded_state_dict(self.model))
         if cast is not None and not is_peft:
             refuse_quantized(state)
         if not changes(state, cast):
@@ -258,7 +260,7 @@ class Trained:
     def _rest(self, step: int) -> dict[str, Any]:
         objects, rest = self.objects, dict[str, Any]()
         if self.critic is not None:
-            rest["critic"] = host_copy(sharded_state_dict(self.critic))
+            rest["critic"] = host_copy(loadable(sharded_state_dict(self.critic)))
         for name, model, optimizer in (
             ("optimizer", self.model, objects.optimizer),
             ("critic_optimizer", self.critic, objects.critic_optimizer),

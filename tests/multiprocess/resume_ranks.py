@@ -4,12 +4,13 @@ Torch is imported once and forked into the ranks of one world size after the oth
 written to ``ROOT/passed/NAME`` by rank 0 when all ranks have passed it.
 """
 
+import errno
 import json
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import (
     MixedPrecision,
@@ -62,12 +64,14 @@ from tests.multiprocess.resume_checks import (
     several,
 )
 from tests.process_groups import fork
+from tests.storages import RuledStorage
 from tests.wrappings import mesh, unit
 from tests.zoo import experts_apart
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
 from trainer_hooks.resuming.resume import Resumed, latest_checkpoint, load_checkpoint
 from trainer_hooks.settings import SaveLayout
 from trainer_hooks.state.full_checkpoint import each_of
+from trainer_hooks.state.full_checkpoint import optimizer_state
 
 DEEP: Final = "SYNCD_DEEP" in os.environ
 
@@ -135,6 +139,19 @@ KINDS: Final[dict[str, Callable[[nn.Module, int], nn.Module]]] = {
     "fsdp2_mixed": partial(_in_two_units, mp_policy=MixedPrecisionPolicy(**MIXED)),
     "fsdp1_mixed": lambda model, _: unit(model, mixed_precision=MixedPrecision(**MIXED)),
     "fsdp1_mesh_mixed": partial(_on_a_mesh, mixed_precision=MixedPrecision(**MIXED)),
+}
+
+
+_orig = partial(unit, use_orig_params=True)
+#: Ways to wrap a layer, and whether torch then saves an optimizer's state that it cannot load.
+FSDP1: Final[dict[Callable[[Any], Any], bool]] = {
+    lambda layer: unit(nn.Sequential(checkpoint_wrapper(layer))): True,
+    lambda layer: _orig(nn.Sequential(checkpoint_wrapper(layer))): False,
+    lambda layer: nn.Sequential(checkpoint_wrapper(_orig(layer))): True,
+    lambda layer: torch.compile(unit(layer)): True,
+    lambda layer: torch.compile(_orig(layer)): False,
+    lambda layer: unit(layer, ignored_states=[*layer.parameters()]): True,
+    lambda layer: _orig(nn.Sequential(unit(layer), nn.Linear(2, 2))): True,
 }
 
 
@@ -503,6 +520,28 @@ class Rank:
         assert latest_checkpoint(job) is None
         self.passed("a user state of one rank cannot be saved")
 
+    def failing_room(self) -> None:
+        storage, (model, optimizer, _) = RuledStorage(), self.made("fsdp2", seed=1)
+        job = self.new_job("room")
+        with TrainerHook(job, model, optimizer=optimizer, storage=storage) as hook:
+            checkpoint(hook, 1)
+            for step, where, left in ((2, "model_", "Explorers keep"), (3, "optim_", "them once")):
+                dist.barrier()
+                if self.rank:
+                    storage.refuse("create", errno.ENOSPC, where=where)
+                with pytest.raises(SaveFailedError, match=f"rank 1 .*{left}.* resume from step 1"):
+                    checkpoint(hook, step)
+                storage.rules.clear()
+        self.passed("one rank has no room")
+
+    def failing_fsdp1(self) -> None:
+        for wrap, is_lost in FSDP1.items():
+            model = wrap(nn.Linear(2, 2))
+            refused = pytest.raises(InvalidSettingsError, match=r"torch .*AdamW.*use_orig_params")
+            with refused if is_lost else nullcontext():
+                optimizer_state(model, torch.optim.AdamW(model.parameters()))
+        self.passed("an optimizer that FSDP1 saves and cannot load")
+
     @contextmanager
     def only_first_changes(self, path: Path, change: Callable[[Path], object]) -> Iterator[None]:
         """Change a file, and put it back."""
@@ -613,6 +652,8 @@ def resume(rank: int, world_size: int, root: Path) -> None:
         me.resume_cast()
         me.failing()
         me.failing_user_state()
+        me.failing_room()
+        me.failing_fsdp1()
     for one in product(CHANGED, CHANGES) if world_size <= 3 else ():
         me.resume_changed(*one)
     if world_size < 4:

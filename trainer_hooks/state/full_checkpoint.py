@@ -15,13 +15,14 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from syncd.checkpoint.tensor_rules import is_extra_state
 from syncd.checkpoint.torch_files.pieces import is_plain
 from syncd.protocol.errors import InvalidSettingsError
+from trainer_hooks.state.state_dict import lost_by_fsdp1
 
 #: The prefixes of names in an optimizer's file: tensors of parameters, and options of their groups.
 STATE: Final = "state"
@@ -171,6 +172,29 @@ def optimizer_state(model: nn.Module, given: Some[Stateful]) -> dict[str, Any]:
     return flat
 
 
+def loadable(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict to save, without an ``_extra_state`` that only running code could load.
+
+    Raises:
+        InvalidSettingsError: any other value is no tensor. Neither the merge nor loading takes it.
+    """
+    kept = dict(state)
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            continue
+        if not is_extra_state(name):
+            raise InvalidSettingsError(
+                f"'{name}' in the model's state dict is of type {type(value).__name__}, not a "
+                "tensor, so it could not be loaded again. Make it a buffer, or keep it elsewhere, "
+                "such as in user_state"
+            )
+        try:
+            checked(value, name)
+        except InvalidSettingsError:
+            del kept[name]
+    return kept
+
+
 def torch_optimizer_state(
     model: nn.Module, optimizer: Optimizer, *, flatten: bool
 ) -> dict[str, Any]:
@@ -182,15 +206,11 @@ def torch_optimizer_state(
             module.reshard()
     try:
         found: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
-    except RuntimeError as error:
+    except (AssertionError, KeyError, RuntimeError) as error:
         raise InvalidSettingsError(
-            f"the state of {kind} cannot be saved: {error}. With FSDP1, an optimizer needs all "
-            "parameters of a unit"
-        ) from error
-    except KeyError as error:
-        raise InvalidSettingsError(
-            f"{kind} updates a parameter (number {error}) that the model does not have. Pass the "
-            "model whose parameters the optimizer updates"
+            f"torch cannot save the state of {kind}: {error!r}. The model must have all parameters "
+            "that it updates. With FSDP1, freeze all others, and give all units the same "
+            "use_orig_params"
         ) from error
     return found
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.fsdp import (
     FlatParameter,
     FSDPModule,
@@ -165,6 +166,21 @@ def beginning(name: str, known: Container[str]) -> str:
     while name and name not in known:
         name = name.rpartition(".")[0]
     return name
+
+
+def lost_by_fsdp1(model: nn.Module) -> str:
+    """A trained parameter whose optimizer state torch saves, but cannot load; empty if it can."""
+    if fsdp_version(model) != 1:
+        return ""
+    if not _fsdp1_handles(model):
+        return "parameters, because FSDP1 ignores all of them"
+    for path, parameter in model.named_parameters():
+        # FSDP1 saves by names without wrappers.
+        loaded = " ".join(_get_fqns(model, path))
+        compiled = loaded + path if "_flat_param" in path else loaded
+        if parameter.requires_grad and ("_wrapped_module." in loaded or "_orig_mod." in compiled):
+            return path
+    return ""
 
 
 def _fsdp1_handles(model: nn.Module) -> list[Any]:
