@@ -299,12 +299,8 @@ class CheckpointCoordinator(ClosingSaver):
                     yield from made
 
         def copied(buffers: HostBuffers | None, _: ExitStack) -> RankContents:
-<<<<<<< HEAD
-            state = sharded_state_dict(model)
+            state = loadable(sharded_state_dict(model))
             files: Callable[[], Files] = dict
-=======
-            files, state = model_files, loadable(sharded_state_dict(model))
->>>>>>> w-say
             if saver.rank == 0:
                 if self._hub_names is None or self._hub_names.model is not model:
                     self._hub_names, self._small_files = HubNames(model), SmallFiles()
@@ -395,16 +391,9 @@ class StateDictWriter:
         state_dict = loadable(state_dict)
         self._counter += 1
         save_id = SaveId(self._run_id, step, self._counter)
-<<<<<<< HEAD
         names = self._hub_names.files(state_dict)
         files = partial(self._small_files.files, self._files(), self._hub_names.key, names)
         self._writer.save(save_id, RankContents(model=dict(state_dict), model_files=files))
-=======
-        files = self._files()
-        if self._hub_names is not None:
-            files += self._hub_names.writers(state_dict)
-        self._writer.save(save_id, RankContents(model=state_dict, model_files=files))
->>>>>>> w-say
 
 
 def _weights(engine: FSDPEngine) -> Iterable[tuple[str, Tensor]]:

@@ -70,8 +70,7 @@ from tests.zoo import experts_apart
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
 from trainer_hooks.resuming.resume import Resumed, latest_checkpoint, load_checkpoint
 from trainer_hooks.settings import SaveLayout
-from trainer_hooks.state.full_checkpoint import each_of
-from trainer_hooks.state.full_checkpoint import optimizer_state
+from trainer_hooks.state.full_checkpoint import each_of, optimizer_state
 
 DEEP: Final = "SYNCD_DEEP" in os.environ
 

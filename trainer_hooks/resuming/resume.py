@@ -189,7 +189,9 @@ def load_checkpoint(
                     for optimizer in optimizers_of(module, its)
                 ]
                 stack.enter_context(states)
-                _each(parts, lambda part: part.files is not states or part.open(own, checked))
+                for one in parts:
+                    if one.files is states:
+                        one.open(own, checked)
             name = extra_state_name(chosen.world_size, own or 0)
             extra = _extra_state(files(ACTOR, [name]))
             _check_base(extra, model, saved)

@@ -160,10 +160,16 @@ def optimizer_state(model: nn.Module, given: Some[Stateful]) -> dict[str, Any]:
             return {RAW: checked(optimizer.state_dict(), f"{kind}.state_dict()")}
         with _uninitialized(optimizer):
             own = torch_optimizer_state(model, optimizer, flatten=True)
+        if lost := lost_by_fsdp1(model):
+            raise InvalidSettingsError(
+                f"torch could not load the state of {kind} for {lost} again. Use fully_shard; "
+                "or FSDP1 with use_orig_params=True, checkpoint_wrapper inside its units, and "
+                "torch.compile around them"
+            )
         for name, value in own.items():
             if isinstance(value, np.generic):
                 own[name] = value.item()
-            elif not isinstance(value, Tensor | ShardedTensor) and not is_plain(value):
+            elif not isinstance(value, Tensor) and not is_plain(value):
                 raise InvalidSettingsError(
                     f"{kind} has {name} of type {type(value).__name__}, which cannot be saved. Use "
                     "only tensors, numbers, text, and tuples of these"
