@@ -8,7 +8,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from syncd.storage.job import Job
 from trainer_hooks.explorers import Explorers
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.refusals import Refusals
+from trainer_hooks.resuming.promise import Promise
 from trainer_hooks.resuming.resumable import failed_checkpoint
 from trainer_hooks.saves import Copies, Save
 from trainer_hooks.settings import SaveLayout, SaveSettings
@@ -101,6 +102,7 @@ class Saver:
         self._closed = False
         self._errors: deque[SaveFailedError] = deque()
         self._written: int | None = None
+        self.promise: Promise | None = None  # of the first full checkpoint, until it is checked
         self._refusals = Refusals(self._job(self.memory_dir or self.job_dir, opens=False))
         # A daemon thread, so that the process can end even if storage never answers.
         self._thread = threading.Thread(target=self._run, name="syncd-writer", daemon=True)
@@ -424,6 +426,7 @@ class Saver:
     def _announced(self, save: Save, writer: RankWriter, is_checkpoint: bool) -> None:
         if is_checkpoint:
             save.is_checkpoint = True
+            self._keep_promise(save.id.step)
             try:
                 retire_old(
                     self.writer.job,
@@ -444,6 +447,14 @@ class Saver:
             # Done last: otherwise explorers that wait for this save could be told that none comes.
             save.is_announced = True
             self.announced = save.id.step
+
+    def _keep_promise(self, step: int) -> None:
+        promise, self.promise = self.promise, None
+        with suppress(OSError):  # the next full checkpoint shows it
+            if promise is not None and (why := promise.broken_by(self.writer.job, step)):
+                log.error(
+                    "training cannot resume from the full checkpoint of step %d: %s", step, why
+                )
 
 
 class ClosingSaver:

@@ -17,9 +17,10 @@ from syncd.checkpoint.merging.plan import Ties
 from syncd.checkpoint.save import ADAPTER
 from syncd.checkpoint.tensor_rules import Casting, general
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.names import FULL_STATE_DICT, master_name
+from syncd.protocol.names import ACTOR, CRITIC, FULL_STATE_DICT, master_name
 from syncd.protocol.policy import SyncMethod, SyncSettings
 from trainer_hooks.ranks import Plan, Ranks
+from trainer_hooks.resuming.promise import Promise, Saved
 from trainer_hooks.settings import SaveLayout, SaveLora, SyncDtype
 from trainer_hooks.state.casting import casting_of
 from trainer_hooks.state.full_checkpoint import (
@@ -230,6 +231,13 @@ class Trained:
             return why_no_pieces(sharded_state_dict(self.model))
         except InvalidSettingsError as error:
             return str(error)
+
+    def promise(self, ranks: Ranks) -> Promise:
+        """Plan how the next full checkpoint will be loaded. Collective."""
+        saved: list[Saved] = [(ACTOR, self.model, self.objects.optimizer)]
+        if self.critic is not None:
+            saved.append((CRITIC, self.critic, self.objects.critic_optimizer))
+        return Promise(ranks, saved)
 
     def full_weights(self, at_end: ExitStack) -> HostPart | None:
         """Gather the full weights for a complete full checkpoint. Collective.

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +21,25 @@ from torch.distributed.checkpoint.state_dict import (
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
 from trainer_hooks.resuming.filling import BoxRead, fill, goals_of, plan
-from trainer_hooks.resuming.saved_files import Held, SavedFiles, names_in, told_names
+from trainer_hooks.resuming.saved_files import NO_FILES, Held, SavedFiles, names_in, told_names
 from trainer_hooks.state.full_checkpoint import (
     GROUPS,
     RAW,
     SEVERAL,
     STATE,
+    Some,
+    Stateful,
+    optimizers_of,
     torch_optimizer_state,
+    uninitialized,
 )
+from trainer_hooks.state.host_buffers import memory_of
 from trainer_hooks.state.lora import PeftState
 from trainer_hooks.state.state_dict import (
     beginning,
     computed_names,
     parameters_of,
+    shape_of,
     sharded_state_dict,
     tied_by_fsdp1,
 )
@@ -51,6 +57,7 @@ class Loading(ABC):
     """
 
     files: SavedFiles
+    is_optimizer: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._copies: list[BoxRead] = []
@@ -67,6 +74,18 @@ class Loading(ABC):
 
     def prepare(self) -> None:  # noqa: B027 - a raw optimizer has none
         """Find the tensors to fill."""
+
+    def prepare_trained(self) -> None:
+        """Find the tensors of an object that trains, which stays as it is."""
+        self.prepare()
+
+    def keep_shadows(self) -> None:
+        """Keep, in place of the tensors, whole ones without content; tied ones stay tied."""
+        self._state = _shadow(self._state, {})
+
+    def names(self) -> set[str]:
+        """The model's tensors, or the parameters that an optimizer updates."""
+        return set(self._state)
 
     @abstractmethod
     def plan(self, own: int | None) -> None:
@@ -105,6 +124,7 @@ class ModelLoading(Loading):
 
     model: nn.Module
     whose = "the model"
+    is_optimizer = False
 
     def prepare(self) -> None:
         """Find the tensors. With FSDP1: collective, and the tensors are copies."""
@@ -120,20 +140,22 @@ class ModelLoading(Loading):
         # A full state dict has only one name of tied tensors.
         for name, first in tied_by_fsdp1(self.model).items():
             self._state[name] = self._state[first]
+        self._left_out = set(computed)
+        if adapters_of(self.model):
+            self._left_out |= PeftState(self.model, self._state).frozen_base
 
     def plan(self, own: int | None) -> None:
         """Plan reads for all tensors; the files may lack the frozen base of adapters."""
         if own is not None and own >= len(self.files):
             own = None  # rank 0 has written the weights of all ranks
-        optional: frozenset[str] = frozenset()
-        if adapters_of(self.model):
-            optional = PeftState(self.model, self._state).frozen_base
-        self._copies = plan(goals_of(self._state), self.files, own=own, optional=optional)
+        self._copies = plan(goals_of(self._state), self.files, own=own, optional=self._left_out)
 
     def taken(self) -> set[str]:
         """All names of the model, and those of a frozen base's quantization, which stays."""
-        computed = computed_names(self.model, names_in(self.files.opened))
-        return self._state.keys() | {name for name, is_base in computed.items() if is_base}
+        known = self._state.keys() | self._left_out
+        more = set(names_in(self.files.opened)) - known
+        computed = computed_names(self.model, more) if more else {}
+        return known | {name for name, is_base in computed.items() if is_base}
 
     def load(self) -> None:
         """Load the copies of FSDP1. Collective; other tensors were filled in place."""
@@ -213,7 +235,7 @@ class OptimizerLoading(Loading):
             found.update(self._take(f"{STATE}.{parameter}.", state))
         for group in self._state[GROUPS]:
             found.update(self._take_options(group))
-        self.files.updated |= {name for group in self._state[GROUPS] for name in group["params"]}
+        self.files.updated |= self.names()
         self._copies = plan(goals_of(found), self.files, own=own)
 
     def taken(self) -> set[str]:
@@ -244,6 +266,15 @@ class OptimizerLoading(Loading):
         with self._only_stated():
             set_optimizer_state_dict(self.model, self.optimizer, self._state)
         self._state = {}
+
+    def prepare_trained(self) -> None:
+        """Find the tensors of the state; no step makes a missing one."""
+        with uninitialized(self.optimizer):
+            self._state = torch_optimizer_state(self.model, self.optimizer, flatten=False)
+
+    def names(self) -> set[str]:
+        """The parameters in the groups."""
+        return {name for group in self._state[GROUPS] for name in group["params"]}
 
     def forget(self) -> None:
         """Drop the state that ``prepare`` made: the optimizer would count it as a step."""
@@ -347,6 +378,36 @@ class RawOptimizerLoading(Loading):
     def load(self) -> None:
         """Load this rank's saved state."""
         self.optimizer.load_state_dict(self._state)
+
+
+def loadings(
+    model: nn.Module,
+    given: Some[Stateful],
+    weights: SavedFiles = NO_FILES,
+    states: SavedFiles = NO_FILES,
+) -> list[Loading]:
+    """For a model and its optimizers, which come first."""
+    return [
+        *(
+            OptimizerLoading(states, model, one)
+            if isinstance(one, torch.optim.Optimizer)
+            else RawOptimizerLoading(states, one)
+            for one in optimizers_of(model, given)
+        ),
+        ModelLoading(weights, model),
+    ]
+
+
+def _shadow(value: Any, known: dict[object, Tensor]) -> Any:
+    match value:
+        case Tensor():
+            made = torch.empty((), dtype=value.dtype, device="cpu").expand(shape_of(value))
+            return known.setdefault(memory_of(value) or made, made)
+        case dict():
+            return {key: _shadow(item, known) for key, item in value.items()}
+        case list():
+            return [_shadow(item, known) for item in value]
+    return value
 
 
 def _names(prefix: str, state: Mapping[str, Any]) -> set[str]:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch.optim import Optimizer
-
 from syncd.checkpoint.adapter import are_two_models
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
@@ -20,12 +18,7 @@ from syncd.protocol.policy import check_step
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.resuming.loading import (
-    Loading,
-    ModelLoading,
-    OptimizerLoading,
-    RawOptimizerLoading,
-)
+from trainer_hooks.resuming.loading import Loading, loadings
 from trainer_hooks.resuming.resumable import (
     FullCheckpoint,
     find_checkpoint,
@@ -43,7 +36,6 @@ from trainer_hooks.state.full_checkpoint import (
     Stateful,
     check_stateful,
     each_of,
-    optimizers_of,
     set_rng_state,
 )
 from trainer_hooks.state.lora import base_name
@@ -175,23 +167,13 @@ def load_checkpoint(
             ):
                 if module is None:
                     continue
-                part = ModelLoading(files(folder, chosen.weights_in(folder)), module)
-                parts.append(part)
-                stack.enter_context(part.files)
-                part.open(own, checked)
-                if its is None:
-                    continue
+                weights = files(folder, chosen.weights_in(folder))
                 states = files(folder, chosen.optimizers, is_optimizer=True)
-                parts[:0] = [
-                    OptimizerLoading(states, module, optimizer)
-                    if isinstance(optimizer, Optimizer)
-                    else RawOptimizerLoading(states, optimizer)
-                    for optimizer in optimizers_of(module, its)
-                ]
-                stack.enter_context(states)
-                for one in parts:
-                    if one.files is states:
-                        one.open(own, checked)
+                for part in loadings(module, its, weights, states):
+                    parts.append(part)
+                    stack.enter_context(part.files)
+                    part.open(own, checked)
+            parts.sort(key=lambda part: part.is_optimizer, reverse=True)
             name = extra_state_name(chosen.world_size, own or 0)
             extra = _extra_state(files(ACTOR, [name]))
             _check_base(extra, model, saved)

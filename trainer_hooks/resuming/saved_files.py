@@ -100,7 +100,7 @@ class SavedFiles:
 
     def __post_init__(self) -> None:
         self.paths = tuple(self.folder / name for name in self.names)
-        self.kind = f"{self.folder.name}/{self.names[0]}"
+        self.kind = f"{self.folder.name}/{self.names[:1]}"
         self.opened: dict[int, OpenFile] = {}
         self.taken: set[str] = set()
         self.updated: set[str] = set()
@@ -224,6 +224,10 @@ class SavedFiles:
             for entry in full.entries
         }
         return OpenFile(path, full.fd, False, {}, tensors)
+
+
+#: Of what is not saved yet.
+NO_FILES: Final = SavedFiles(Storage(), Path(), (), None)
 
 
 def missing(path: Path) -> CheckpointError:

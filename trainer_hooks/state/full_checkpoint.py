@@ -158,7 +158,7 @@ def optimizer_state(model: nn.Module, given: Some[Stateful]) -> dict[str, Any]:
         kind = type(optimizer).__name__
         if not isinstance(optimizer, Optimizer):
             return {RAW: checked(optimizer.state_dict(), f"{kind}.state_dict()")}
-        with _uninitialized(optimizer):
+        with uninitialized(optimizer):
             own = torch_optimizer_state(model, optimizer, flatten=True)
         if lost := lost_by_fsdp1(model):
             raise InvalidSettingsError(
@@ -326,7 +326,7 @@ def _accelerator() -> tuple[str, Any]:
 
 
 @contextmanager
-def _uninitialized(optimizer: Optimizer) -> Iterator[None]:
+def uninitialized(optimizer: Optimizer) -> Iterator[None]:
     """Keep torch from doing a step with zero gradients to create a missing state.
 
     The optimizer's bias correction would count that step. torch takes no such step if some
