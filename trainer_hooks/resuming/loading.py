@@ -55,10 +55,6 @@ class Loading(ABC):
     def whose(self) -> str:
         """The object's name in messages."""
 
-    def open(self, own: int | None, checked: Sequence[int]) -> None:  # noqa: ARG002 - an optimizer's
-        """Check that the files in ``checked`` exist; ``own`` is this rank's own file, if any."""
-        self.files.check_there([number for number in checked if number < len(self.files)])
-
     def prepare(self) -> None:  # noqa: B027 - a raw optimizer has none
         """Find the tensors to fill."""
 
@@ -133,10 +129,15 @@ class ModelLoading(Loading):
 
 @dataclass
 class OptimizerLoading(Loading):
-    """The state and the options of a ``torch.optim.Optimizer``."""
+    """The state and the options of a ``torch.optim.Optimizer``.
+
+    The constructor reads which parameters have a saved state: torch makes it only for these.
+    ``own`` is the number of this rank's own file, as in ``plan``.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    own: int | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,15 +147,14 @@ class OptimizerLoading(Loading):
         self._options: dict[str, dict[str, object]] = {}
         self._known = {name: one for one, names in parameters_of(self.model) for name in names}
         self._updated = {one for group in self.optimizer.param_groups for one in group["params"]}
+        self._read(self.own)
 
     @property
     def whose(self) -> str:
         """The optimizer's class."""
         return type(self.optimizer).__name__
 
-    def open(self, own: int | None, checked: Sequence[int]) -> None:
-        """Also read the names and the plain values."""
-        super().open(own, checked)
+    def _read(self, own: int | None) -> None:
         missing = set(self._updated)
         for number in dict.fromkeys([*([] if own is None else [own]), *range(len(self.files))]):
             if own is not None and not missing:

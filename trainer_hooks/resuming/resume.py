@@ -171,18 +171,18 @@ def load_checkpoint(
                 part = ModelLoading(files(folder, chosen.weights_in(folder)), module)
                 parts.append(part)
                 stack.enter_context(part.files)
-                part.open(own, checked)
+                part.files.check_there([n for n in checked if n < len(part.files)])
                 if its is None:
                     continue
                 states = files(folder, chosen.optimizers, is_optimizer=True)
+                stack.enter_context(states)
+                states.check_there(checked)
                 parts.insert(
                     0,
-                    OptimizerLoading(states, module, its)
+                    OptimizerLoading(states, module, its, own)
                     if isinstance(its, torch.optim.Optimizer)
                     else RawOptimizerLoading(states, its),
                 )
-                stack.enter_context(states)
-                parts[0].open(own, checked)
             name = extra_state_name(chosen.world_size, own or 0)
             extra = _extra_state(files(ACTOR, [name]))
             _check_base(extra, model, saved)
