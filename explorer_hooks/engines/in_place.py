@@ -71,7 +71,7 @@ class HostBuffer:
         ]
         self._read_parts(reader, parts)
 
-    @torch.no_grad()
+    @torch.inference_mode()  # only in it can tensors be filled that were made in it
     def copy(self, targets: Sequence[Target]) -> None:
         """Copy ``views`` into the targets, after earlier work on the devices, such as a forward.
 

@@ -110,7 +110,10 @@ class ModelLoading(Loading):
 
     def load(self) -> None:
         """Load the copies of FSDP1. Collective; other tensors were filled in place."""
-        set_model_state_dict(self.model, self._state)
+        # A model that was made in inference_mode can be changed only in it.
+        is_inference = any(one.is_inference() for one in self.model.parameters())
+        with torch.inference_mode(is_inference):
+            set_model_state_dict(self.model, self._state)
         self._state = {}
 
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.fsdp import FSDPModule
 
 from syncd.checkpoint.torch_files.pieces import is_plain
+from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import InvalidSettingsError
 
 #: The prefixes of names in an optimizer's file: tensors of parameters, and options of their groups.
@@ -81,6 +82,7 @@ def check_stateful(**given: object) -> None:
         )
 
 
+@without_modes()
 def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
     """This rank's part of an optimizer's state. Nothing is copied. Collective for FSDP1.
 
@@ -183,6 +185,7 @@ def checked(value: Any, where: str, depth: int = 0) -> Any:
     )
 
 
+@without_modes()
 def rng_state() -> dict[str, Any]:
     """The states of this process's random number generators.
 
