@@ -27,7 +27,7 @@ def without_modes() -> Iterator[None]:
     modes = [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())]
     try:
         # Leaving inference_mode switches gradients on.
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             yield
     finally:
         for mode in reversed(modes):

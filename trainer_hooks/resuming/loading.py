@@ -209,7 +209,10 @@ class OptimizerLoading(Loading):
             if isinstance(value, dict):
                 found.update(self._take(f"{name}.", value, names))
             elif isinstance(value, Tensor | ShardedTensor):
-                found[name] = value
+                if key == "step" and isinstance(held := names.get(name), Held):
+                    # torch makes it in float64 if that is the default dtype.
+                    state[key] = value.to(held.torch_dtype)
+                found[name] = state[key]
             elif name in names and not isinstance(names[name], Held):
                 state[key] = names[name]
             else:

@@ -211,8 +211,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 def memory_of(tensor: Tensor) -> object | None:
     """A key of the tensor's memory; None if this rank's part is empty."""
-    with without_modes():
-        held = tuple(_memory(part) for part in _parts(tensor) if part.numel())
+    held = tuple(_memory(part) for part in _parts(tensor) if part.numel())
     return held or None
 
 

@@ -20,7 +20,6 @@ from syncd.checkpoint.safetensors_header import HeaderEntry, file_order, header_
 from syncd.checkpoint.tensor_rules import name_fault, shown
 from syncd.coordination.host_memory import HostMemory, wait_for_copies
 from syncd.coordination.tensors import torch_dtype
-from syncd.coordination.torch_modes import without_modes
 from syncd.deltas.link_index import Content, SavedPiece
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.records import NonFinite, ReceiptFile, SaveId
@@ -110,7 +109,6 @@ class HostPart:
         """The bytes of all tensors."""
         return self._end
 
-    @without_modes()
     def _add(self, name: str, value: Any) -> None:
         fault = name_fault(name)
         if fault is None and name in self._entries:
