@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
@@ -170,6 +171,7 @@ class TrainerHook(ClosingSaver, Replaceable):
         """
         return self._saver.explorers.synchronizer
 
+    @_disable_dynamo
     def after_step(self, step: int) -> dict[str, float]:
         """Save the finished step if it is due: as a sync, as a full checkpoint, or as both.
 
@@ -189,6 +191,7 @@ class TrainerHook(ClosingSaver, Replaceable):
             metrics["time/wait_for_explorers"] = time.monotonic() - waited
         return self._told(metrics, begun)
 
+    @_disable_dynamo
     def sync_while_waiting(self) -> dict[str, float]:
         """Sync if a sync is due now. Call this method while the trainer waits for data.
 
@@ -204,6 +207,7 @@ class TrainerHook(ClosingSaver, Replaceable):
         plan = self._planner.by_policy(self._step, waiting=True)
         return self._told(self._carry_out(plan), begun)
 
+    @_disable_dynamo
     def save_state_dict(self, step: int) -> dict[str, float]:
         """Sync now, even if no sync is due; do nothing if the step is already synced.
 
@@ -217,6 +221,7 @@ class TrainerHook(ClosingSaver, Replaceable):
         begun = self._finished(step)
         return self._told(self._carry_out(self._planner.sync(step)), begun)
 
+    @_disable_dynamo
     def save_checkpoint(
         self, step: int, *, block_until_saved: bool = False, save_as_hf: bool | None = None
     ) -> dict[str, float]:
@@ -245,6 +250,7 @@ class TrainerHook(ClosingSaver, Replaceable):
             metrics["time/save_checkpoint"] = time.monotonic() - begun
         return self._told(metrics, begun)
 
+    @_disable_dynamo
     def close(self) -> None:
         """Save the last step, wait for unfinished saves, and report that this trainer has stopped.
 

@@ -160,7 +160,10 @@ class ModelLoading(Loading):
     def load(self) -> None:
         """Load the copies of FSDP1. Collective; other tensors were filled in place."""
         options = StateDictOptions(strict=False)  # a module may miss what it has computed
-        set_model_state_dict(self.model, self._state, options=options)
+        # A model that was made in inference_mode can be changed only in it.
+        is_inference = any(one.is_inference() for one in self.model.parameters())
+        with torch.inference_mode(is_inference):
+            set_model_state_dict(self.model, self._state, options=options)
         self._state = {}
 
 
@@ -294,7 +297,10 @@ class OptimizerLoading(Loading):
             if isinstance(value, dict):
                 found.update(self._take(f"{name}.", value))
             elif isinstance(value, Tensor | ShardedTensor):
-                found[name] = value
+                if key == "step" and isinstance(held := self._names.get(name), Held):
+                    # torch makes it in float64 if that is the default dtype.
+                    state[key] = value.to(held.torch_dtype)
+                found[name] = state[key]
             elif name in self._names and not isinstance(self._names[name], Held):
                 state[key] = self._names[name]
             else:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from syncd.checkpoint.adapter import are_two_models
 from syncd.checkpoint.tensor_rules import shown
+from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import ACTOR, CRITIC, extra_state_name
 from syncd.protocol.policy import check_step
@@ -78,6 +79,7 @@ class Resumed:
     is_exact: bool
 
 
+@without_modes()
 def load_checkpoint(
     job_dir: str | Path,
     model: nn.Module,
@@ -203,7 +205,7 @@ def load_checkpoint(
             f"{saved} was saved by {chosen.world_size} ranks and is resumed by "
             f"{ranks.world_size} ranks. Random number generators are not restored. All ranks get "
             "the user state and the scheduler of rank 0",
-            stacklevel=2,
+            stacklevel=3,
         )
     log.info("resumed from %s", saved)
     return Resumed(chosen.step, extra.get(USER_STATE), chosen.save_id, chosen.world_size, is_exact)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from syncd.checkpoint.tensor_rules import is_extra_state
 from syncd.checkpoint.torch_files.pieces import is_plain
+from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import InvalidSettingsError
 from trainer_hooks.state.state_dict import lost_by_fsdp1
 
@@ -135,6 +136,7 @@ def optimizers_of(model: nn.Module, given: Some[Given]) -> Sequence[Given]:
     return optimizers
 
 
+@without_modes()
 def optimizer_state(model: nn.Module, given: Some[Stateful]) -> dict[str, Any]:
     """This rank's part of the state of one or several optimizers. Collective for FSDP1.
 
@@ -279,6 +281,7 @@ def checked(value: Any, where: str, depth: int = 0) -> Any:
     )
 
 
+@without_modes()
 def rng_state() -> dict[str, Any]:
     """The states of this process's random number generators.
 

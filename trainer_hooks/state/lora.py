@@ -379,7 +379,7 @@ class _Layer(NamedTuple):
             for name, one in wholes.items()
         }
         layer: Any = plain_model(self.module, own)
-        with torch.no_grad(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             # PEFT warns that the model is merged already, which is true here.
             warnings.filterwarnings("ignore", message=".*adapters (are|were) .*merged.*")
             layer.merge()

@@ -23,11 +23,12 @@ from torch.distributed.fsdp import (
 
 from syncd.checkpoint.tensor_rules import DTYPES, Casting, is_extra_state, refuse_cast
 from syncd.coordination.tensors import DTYPES as TORCH_DTYPES
+from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import InvalidSettingsError
 from trainer_hooks.state.wrappers import hides, renames
 
 
-@torch.no_grad()
+@without_modes()
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """The rank's own part of a model's state dict, by the names of the plain model.
 
