@@ -156,7 +156,6 @@ class TrainerHook(ClosingSaver, Replaceable):
         self._planner = Planner(ranks, saver, self._fast_path)
         self._step: int | None = None
         self._last_sync_time: float | None = None
-        self._has_promised = False
         self._pid = os.getpid()
         self._closed = False
 
@@ -329,9 +328,8 @@ class TrainerHook(ClosingSaver, Replaceable):
             metrics["time/sync_weight"] = time.monotonic() - begun
         half, full, writer = time.monotonic(), self._planner.full, self._saver.writer
         if plan & Plan.FULL:
-            if not self._has_promised:
-                self._has_promised = True
-                self._saver.promise = self._trained.promise(self._planner.ranks)
+            if plan & Plan.PROMISE:
+                full.promise = self._trained.promise()
             self._save(full, plan, writer)
         elif plan & Plan.HUGGING_FACE:
             self._saver.add_hugging_face(full, self._trained.full_weights)

@@ -8,7 +8,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,9 +31,8 @@ from syncd.storage.job import Job
 from trainer_hooks.explorers import Explorers
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.refusals import Refusals
-from trainer_hooks.resuming.promise import Promise
 from trainer_hooks.resuming.resumable import failed_checkpoint
-from trainer_hooks.saves import Copies, Save
+from trainer_hooks.saves import Copies, Save, let_go
 from trainer_hooks.settings import SaveLayout, SaveSettings
 from trainer_hooks.state.host_buffers import HostBuffers
 from trainer_hooks.state.host_part import HostPart
@@ -73,6 +72,7 @@ class Saver:
         memory: writes into a memory filesystem, on rank 0 alone.
         explorers: only rank 0 communicates with them.
         announced: on rank 0, the step that was announced last.
+        has_promised: on rank 0, True if a full checkpoint was checked for resuming.
         stopped: ends the waits for other ranks, so that unfinished saves fail.
     """
 
@@ -102,7 +102,7 @@ class Saver:
         self._closed = False
         self._errors: deque[SaveFailedError] = deque()
         self._written: int | None = None
-        self.promise: Promise | None = None  # of the first full checkpoint, until it is checked
+        self.has_promised = False
         self._refusals = Refusals(self._job(self.memory_dir or self.job_dir, opens=False))
         # A daemon thread, so that the process can end even if storage never answers.
         self._thread = threading.Thread(target=self._run, name="syncd-writer", daemon=True)
@@ -375,7 +375,7 @@ class Saver:
                 error = SaveFailedError(f"the save of step {step} failed: {why}")
                 error.__cause__ = raised
             del work  # with the entry of the queue, this frees the data that it wrote
-            _let_go(error)
+            let_go(error)
             with self._changed:
                 del self._queue[0]
                 if error is not None:
@@ -426,7 +426,8 @@ class Saver:
     def _announced(self, save: Save, writer: RankWriter, is_checkpoint: bool) -> None:
         if is_checkpoint:
             save.is_checkpoint = True
-            self._keep_promise(save.id.step)
+            if save.promise is not None and save.promise.check(self.writer.job, save.id.step):
+                self.has_promised = True
             try:
                 retire_old(
                     self.writer.job,
@@ -447,14 +448,6 @@ class Saver:
             # Done last: otherwise explorers that wait for this save could be told that none comes.
             save.is_announced = True
             self.announced = save.id.step
-
-    def _keep_promise(self, step: int) -> None:
-        promise, self.promise = self.promise, None
-        with suppress(OSError):  # the next full checkpoint shows it
-            if promise is not None and (why := promise.broken_by(self.writer.job, step)):
-                log.error(
-                    "training cannot resume from the full checkpoint of step %d: %s", step, why
-                )
 
 
 class ClosingSaver:
@@ -502,10 +495,3 @@ def raise_first(errors: Sequence[SyncdError]) -> None:
         log.error("%s", other)
     if errors:
         raise errors[0]
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Drop an error's stack frames: the next copy needs the memory that they hold."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__

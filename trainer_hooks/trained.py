@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from syncd.checkpoint.merging.plan import Ties
 from syncd.checkpoint.save import ADAPTER
 from syncd.checkpoint.tensor_rules import Casting, general
+from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import ACTOR, CRITIC, FULL_STATE_DICT, master_name
 from syncd.protocol.policy import SyncMethod, SyncSettings
@@ -232,12 +233,15 @@ class Trained:
         except InvalidSettingsError as error:
             return str(error)
 
-    def promise(self, ranks: Ranks) -> Promise:
-        """Plan how the next full checkpoint will be loaded. Collective."""
+    @without_modes()
+    def promise(self) -> Promise | None:
+        """On rank 0, plan how the next full checkpoint will be loaded. Collective with FSDP1."""
         saved: list[Saved] = [(ACTOR, self.model, self.objects.optimizer)]
         if self.critic is not None:
             saved.append((CRITIC, self.critic, self.objects.critic_optimizer))
-        return Promise(ranks, saved)
+        with_all = any(fsdp_version(model) == 1 for _, model, _ in saved)
+        promise = Promise(saved) if with_all or self.rank == 0 else None
+        return promise if self.rank == 0 else None
 
     def full_weights(self, at_end: ExitStack) -> HostPart | None:
         """Gather the full weights for a complete full checkpoint. Collective.

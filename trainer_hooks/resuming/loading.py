@@ -83,10 +83,6 @@ class Loading(ABC):
         """Keep, in place of the tensors, whole ones without content; tied ones stay tied."""
         self._state = _shadow(self._state, {})
 
-    def names(self) -> set[str]:
-        """The model's tensors, or the parameters that an optimizer updates."""
-        return set(self._state)
-
     @abstractmethod
     def plan(self, own: int | None) -> None:
         """Find the tensors' data in the files; raise if some data do not fit."""
@@ -129,12 +125,13 @@ class ModelLoading(Loading):
     def prepare(self) -> None:
         """Find the tensors. With FSDP1: collective, and the tensors are copies."""
         state = sharded_state_dict(self.model)
-        computed = computed_names(self.model, state)
+        self._computed = computed_names(self.model)
+        computed = self._computed(state)
         if more := [name for name, is_base in computed.items() if not is_base]:
             raise CheckpointError(
                 "torch cannot load the model's state dict, because names in the state dict are "
-                f"not a parameter or buffer of the model: {told_names(more)}. Load the weights "
-                "from a published version"
+                f"not a parameter or buffer of the model: {told_names(more)}. Make them buffers, "
+                "or load the weights from a published version"
             )
         self._state = {name: value for name, value in state.items() if name not in computed}
         # A full state dict has only one name of tied tensors.
@@ -153,8 +150,7 @@ class ModelLoading(Loading):
     def taken(self) -> set[str]:
         """All names of the model, and those of a frozen base's quantization, which stays."""
         known = self._state.keys() | self._left_out
-        more = set(names_in(self.files.opened)) - known
-        computed = computed_names(self.model, more) if more else {}
+        computed = self._computed(set(names_in(self.files.opened)) - known)
         return known | {name for name, is_base in computed.items() if is_base}
 
     def load(self) -> None:
@@ -205,24 +201,26 @@ class OptimizerLoading(Loading):
                     option = name.removeprefix(f"{GROUPS}.{parameter}.")
                     self._options.setdefault(parameter, {}).setdefault(option, value)
                     missing.discard(self._known[parameter])
-        if missing == self._updated:
+        if not self._options:
             raise CheckpointError(
-                f"{self.files.paths[0]} is not the state of a torch.optim.Optimizer of these "
-                "parameters, saved by trainer_hooks. Load with optimizer=None, or load another save"
+                f"{self.files.paths[0]} is not the state of a torch.optim.Optimizer of this model, "
+                "saved by trainer_hooks. Load with optimizer=None, or load another save"
             )
 
     @contextmanager
     def _only_stated(self) -> Iterator[None]:
         """Let torch make, and load, the state of exactly the parameters that have a saved one."""
         stated = {self._known.get(name) for name in self._stated}
-        before = [(one, one.requires_grad) for one in self._updated]
+        before = [(one, one.requires_grad, one.grad) for one in self._updated]
         try:
             for one in self._updated:
                 one.requires_grad_(one in stated)
+                one.grad = None  # with one, torch makes no state
             yield
         finally:
-            for one, requires_grad in before:
+            for one, requires_grad, grad in before:
                 one.requires_grad_(requires_grad)
+                one.grad = grad
 
     def prepare(self) -> None:
         """Find the tensors of the state. A new optimizer takes a step with zero gradients first."""
@@ -238,7 +236,7 @@ class OptimizerLoading(Loading):
             found.update(self._take(f"{STATE}.{parameter}.", state))
         for group in self._state[GROUPS]:
             found.update(self._take_options(group))
-        self.files.updated |= self.names()
+            self.files.updated.update(group["params"])
         self._copies = plan(goals_of(found), self.files, own=own)
 
     def taken(self) -> set[str]:
@@ -257,9 +255,8 @@ class OptimizerLoading(Loading):
         """Say what is skipped, and what begins anew. All optimizers must be planned."""
         if changed := self.files.updated ^ self._options.keys():
             log.warning(
-                "%s does not update the same parameters as the optimizer in %s: %s. State that is "
-                "not needed now is skipped, and state that was not saved begins anew",
-                self.whose,
+                "%s is of an optimizer of other parameters: %s. State that is not needed now is "
+                "skipped, and state that was not saved begins anew",
                 self.files.paths[0],
                 told_names(sorted(changed)),
             )
@@ -274,10 +271,6 @@ class OptimizerLoading(Loading):
         """Find the tensors of the state; no step makes a missing one."""
         with uninitialized(self.optimizer):
             self._state = torch_optimizer_state(self.model, self.optimizer, flatten=False)
-
-    def names(self) -> set[str]:
-        """The parameters in the groups."""
-        return {name for group in self._state[GROUPS] for name in group["params"]}
 
     def forget(self) -> None:
         """Drop the state that ``prepare`` made: the optimizer would count it as a step."""

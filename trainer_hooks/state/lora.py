@@ -63,7 +63,7 @@ class PeftState:
     ) -> None:
         self._state = tensors_of(state)
         self._trained = trained_names(model, updated)
-        self._computed = computed_names(model, self._state)
+        self._computed = computed_names(model)(self._state)
         plain: Any = plain_model(model, on_meta(self._state))
         self._plain = plain
         configs: dict[str, Any] = self._plain.peft_config

@@ -139,10 +139,10 @@ def parameters_of(model: nn.Module) -> list[tuple[nn.Parameter, frozenset[str]]]
     return found
 
 
-def computed_names(model: nn.Module, names: Iterable[str]) -> dict[str, bool]:
-    """The names that modules compute for their state dicts: of no parameter and of no buffer.
+def computed_names(model: nn.Module) -> Callable[[Iterable[str]], dict[str, bool]]:
+    """Tell the names that modules compute for their state dicts: of no parameter, of no buffer.
 
-    Returns:
+    The result does not look at the model again. Of some names, it returns:
         The name → whether it belongs to a frozen parameter or to a module that has one, such as
             the state of a base's quantization.
     """
@@ -155,7 +155,7 @@ def computed_names(model: nn.Module, names: Iterable[str]) -> dict[str, bool]:
             module = name.rpartition(".")[0]
             frozen[name] = not parameter.requires_grad
             frozen[module] = frozen[name] or frozen.get(module, False)
-    return {
+    return lambda names: {
         name: frozen.get(beginning(name, frozen), False)
         for name in names
         if not (name in known or name in frozen or is_extra_state(name))
