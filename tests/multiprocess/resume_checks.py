@@ -47,6 +47,8 @@ SEVERAL: Final = {
     ("muon", "ddp"): ("plain", "fsdp2", "ddp"),
     ("idle", "fsdp1_mesh_units"): ("plain", "fsdp2", "fsdp1_mesh_units"),
 }
+#: Saved first, with nothing to say of it, and then with a file of rank 1 removed; on two ranks.
+PROMISED: Final = ("ddp", "fsdp2", "fsdp1", "fsdp1_mesh", "stages")
 #: On four ranks.
 EXPERTS: Final = "experts by one name, by the same ranks"
 
@@ -76,6 +78,10 @@ def cast(kind: str, work: str) -> str:
     return f"{kind}, cast for explorers, {work}"
 
 
+def promised(kind: str) -> str:
+    return f"{kind}, checked at the save"
+
+
 def several(rule: str, kind: str, world_size: int) -> str:
     return f"{rule} and AdamW, {kind}, on {world_size}"
 
@@ -96,6 +102,7 @@ def checks() -> dict[str, bool]:
             f"{kind}, {change}, on {size}"
             for kind, change, size in product(CHANGED, CHANGES, (1, 2, 3))
         ),
+        *(promised(kind) for kind in PROMISED),
         *(several(*saved, size) for saved in SEVERAL for size in (1, 2, 3)),
         *FAILING,
         EXPERTS,

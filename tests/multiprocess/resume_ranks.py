@@ -6,12 +6,13 @@ written to ``ROOT/passed/NAME`` by rank 0 when all ranks have passed it.
 
 import errno
 import json
+import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, partialmethod
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -53,6 +54,7 @@ from tests.multiprocess.resume_checks import (
     CHANGES,
     EXPERTS,
     FULL,
+    PROMISED,
     RESUMED,
     SAVED,
     SEVERAL,
@@ -60,6 +62,7 @@ from tests.multiprocess.resume_checks import (
     exact,
     full,
     is_usual,
+    promised,
     resharded,
     several,
 )
@@ -68,6 +71,7 @@ from tests.storages import RuledStorage
 from tests.wrappings import mesh, unit
 from tests.zoo import experts_apart
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
+from trainer_hooks.resuming.promise import Promise
 from trainer_hooks.resuming.resume import Resumed, latest_checkpoint, load_checkpoint
 from trainer_hooks.settings import SaveLayout
 from trainer_hooks.state.full_checkpoint import each_of, optimizer_state
@@ -458,6 +462,30 @@ class Rank:
         check_same(made, torch.load(job / "truth.pt", weights_only=True))
         self.passed(several(rule, kind, self.world_size))
 
+    # -- what the first save says ------------------------------------------------------------------
+
+    def promise(self, kind: str) -> None:
+        """Rank 0 says in one line what could not be resumed."""
+        for is_broken in (False, True):
+            job = self.new_job(f"promised-{kind}-{is_broken}")
+            shard = JobLayout(job).actor(1) / "model_world_size_2_rank_1.pt"
+            if kind == "stages":
+                model: nn.Module = nn.ModuleDict({f"{self.rank}": nn.Linear(2, 2)})
+                made: Any = torch.optim.AdamW(model.parameters())
+            else:
+                model, made, _ = whole = self.made(kind, seed=1)
+                self.train(whole, 1, 1)
+            said: list[str] = []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(logging.getLogger(Promise.__module__), "error", partial(noted, said))
+                if is_broken:
+                    patch.setattr(Promise, "check", partialmethod(unlinked, Promise.check, shard))
+                with TrainerHook(job, model, optimizer=made) as hook:
+                    checkpoint(hook, 1)
+            assert len(said) == (is_broken and self.rank == 0), said
+            assert all(f"step 1: {shard} is missing" in line for line in said), said
+        self.passed(promised(kind))
+
     # -- what fails ------------------------------------------------------------------------------
 
     def failing(self) -> None:
@@ -565,6 +593,15 @@ class Rank:
         assert not made[1].state
 
 
+def noted(said: list[str], text: str, *given: object) -> None:
+    said.append(text % given)
+
+
+def unlinked(promise: Promise, check: Callable[..., bool], path: Path, *given: Any) -> bool:
+    path.unlink()
+    return check(promise, *given)
+
+
 def flip_a_bit(path: Path) -> None:
     """Change a byte in the middle of the largest tensor."""
     with ShardFile.open(Storage(), path) as shard:
@@ -630,6 +667,8 @@ def save(rank: int, world_size: int, root: Path) -> None:
             me.save_changing(*one)
         for saved in SEVERAL:
             me.save_several(*saved)
+        for kind in PROMISED:
+            me.promise(kind)
     if world_size == 4:
         me.save_experts()
 

@@ -93,7 +93,7 @@ class Promise:
                 own = files[0]
                 for name in sorted({*own.tensors, *own.plain} - files.taken):
                     return (
-                        f"{own.path} has '{shown(name)}', which is not loaded. Let state_dict() "
-                        "return only parameters and buffers, and the same at each call"
+                        f"{own.path} has '{shown(name)}', which is not loaded. state_dict() must "
+                        "have the same names at each call, in a model only parameters and buffers"
                     )
         return ""
