@@ -553,6 +553,8 @@ class Rank:
             refused = pytest.raises(InvalidSettingsError, match=r"torch .*AdamW.*use_orig_params")
             with refused if is_lost else nullcontext():
                 optimizer_state(model, torch.optim.AdamW(model.parameters()))
+        with pytest.raises(CheckpointError, match=r"no state of 'up\..* FSDP1 .*use_orig_params"):
+            load(self.root / "ddp-warmed up without", self.made("fsdp1", 1))
         self.passed("an optimizer that FSDP1 saves and cannot load")
 
     @contextmanager

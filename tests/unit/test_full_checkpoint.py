@@ -492,19 +492,6 @@ class Scaled(Net):
         )
 
 
-def test_parameters_that_were_not_updated_at_the_save_are_named_in_one_line(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = Net()
-    write_full(root, 1, model, adamw(model.up))
-    load_checkpoint(root, model, optimizer=adamw(model))
-    (told,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-    assert "'down.bias', 'down.weight', 'norm.bias'" in told
-    train(model, rest := adamw(model.down), 1)
-    load_checkpoint(root, model, optimizer=rest)
-    assert not rest.state
-
-
 def test_a_model_with_names_that_torch_cannot_load_is_refused_by_name(root: Path) -> None:
     write_full(root, 1, Net())
     refuses(r"not a parameter or buffer of the model: 'up\.weight\.scale'", root, Scaled())
@@ -559,6 +546,8 @@ def test_several_optimizers_resume_in_any_order_and_one_that_is_missing_is_told(
     for optimizer in made:
         train(model, optimizer, 2)
     write_full(root, 1, model, made, scheduler=list(map(halved, made)))
+    for parameter in again.parameters():
+        parameter.grad = torch.ones_like(parameter)  # with one, torch makes no state
     load_checkpoint(root, again, optimizer=other[::-1], scheduler=list(map(halved, other)))
     for found, expected in zip(other, made, strict=True):
         alike(found, expected)

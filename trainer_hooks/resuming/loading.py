@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FlatParameter
 
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
@@ -206,6 +207,14 @@ class OptimizerLoading(Loading):
                 f"{self.files.paths[0]} is not the state of a torch.optim.Optimizer of this model, "
                 "saved by trainer_hooks. Load with optimizer=None, or load another save"
             )
+        lacking = {one: name for name, one in self._known.items() if name not in self._stated}
+        for name in self._known.keys() & self._stated:
+            one = self._known[name]
+            if isinstance(one, FlatParameter) and one in lacking:
+                raise CheckpointError(
+                    f"{self.files.paths[0]} has no state of '{shown(lacking[one])}', which FSDP1 "
+                    f"holds in one parameter with '{shown(name)}'. Use use_orig_params=True"
+                )
 
     @contextmanager
     def _only_stated(self) -> Iterator[None]:

@@ -217,8 +217,8 @@ def torch_optimizer_state(
     except (AssertionError, KeyError, RuntimeError) as error:
         raise InvalidSettingsError(
             f"torch cannot save the state of {kind}: {error!r}. The model must have all parameters "
-            "that it updates. With FSDP1, freeze all others, and give all units the same "
-            "use_orig_params"
+            "that it updates. With FSDP1, freeze all others, make a step before a save after you "
+            "unfreeze some, and give all units the same use_orig_params"
         ) from error
     return found
 
