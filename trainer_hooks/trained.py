@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import xxhash
-from torch.optim import Optimizer
 
 from syncd.checkpoint.merging.plan import Ties
 from syncd.checkpoint.save import ADAPTER
@@ -28,7 +27,6 @@ from trainer_hooks.state.full_checkpoint import (
     AVERAGES,
     BASE_MODEL,
     Replaceable,
-    each_of,
     extra_state,
     loadable,
     optimizer_state,
@@ -83,7 +81,6 @@ class Trained:
     def __post_init__(self) -> None:
         self._said_merged = False
         self._small_files = SmallFiles()
-        self._updated: set[Tensor] = set()
         #: Of each optimizer: the step of the last full checkpoint, its id and its step counts then.
         self._counted: dict[str, tuple[int, tuple[int, list[str]]]] = {}
         self._hub_names = HubNames(self.model)
@@ -253,13 +250,9 @@ class Trained:
         return self._gathered(state, self._peft(state) if adapters_of(self.model) else None, at_end)
 
     def _peft(self, state: Mapping[str, Any]) -> PeftState:
-        # A parameter that was trained earlier and is frozen now still has a state.
-        for optimizer in each_of(self.objects.optimizer):
-            if isinstance(optimizer, Optimizer):
-                self._updated |= {one for one, state in optimizer.state.items() if state}
-        return PeftState(
-            self.model, state, base_vocabulary=self.base_vocabulary, updated=self._updated
-        )
+        # A parameter that was trained earlier and is frozen now is in the checkpoint, too.
+        updated = self.objects._ever_updated()  # noqa: SLF001 - not for the users of the hook
+        return PeftState(self.model, state, base_vocabulary=self.base_vocabulary, updated=updated)
 
     def _publishes_adapter(self, peft: PeftState) -> bool:
         published = peft.published_as(self.lora)

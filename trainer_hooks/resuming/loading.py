@@ -394,15 +394,15 @@ def loadings(
     weights: SavedFiles = NO_FILES,
     states: SavedFiles = NO_FILES,
 ) -> list[Loading]:
-    """For a model and its optimizers, which come first."""
+    """For a model and its optimizers."""
     return [
+        ModelLoading(weights, model),
         *(
             OptimizerLoading(states, model, one)
             if isinstance(one, torch.optim.Optimizer)
             else RawOptimizerLoading(states, one)
             for one in optimizers_of(model, given)
         ),
-        ModelLoading(weights, model),
     ]
 
 

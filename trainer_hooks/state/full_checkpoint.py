@@ -113,8 +113,18 @@ class Replaceable:
     scheduler: Some[Stateful] = None
     critic_optimizer: Some[Stateful] = None
     user_state: Callable[[], Mapping[str, Any]] | None = None
+    _updated: frozenset[Tensor] = frozenset()
+
+    def _ever_updated(self) -> frozenset[Tensor]:
+        """The parameters that have, or had in a replaced optimizer, a state."""
+        for one in each_of(self.optimizer):
+            if isinstance(one, Optimizer):
+                self._updated |= {parameter for parameter, state in one.state.items() if state}
+        return self._updated
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "optimizer":
+            self._ever_updated()
         if name in {"optimizer", "scheduler", "critic_optimizer"}:
             check_stateful(**{name: value})
         super().__setattr__(name, value)
