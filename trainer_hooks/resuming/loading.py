@@ -194,13 +194,15 @@ class OptimizerLoading(Loading):
                 break  # the rank's own file is enough
             file = self.files[number]
             for name, value in (*file.tensors.items(), *file.plain.items()):
-                self._names.setdefault(name, value)
+                if name in self._names:
+                    continue
+                self._names[name] = value
                 parameter = self._parameter(name)
                 if name.startswith(f"{STATE}."):
                     self._stated.add(parameter)
                 elif parameter:
                     option = name.removeprefix(f"{GROUPS}.{parameter}.")
-                    self._options.setdefault(parameter, {}).setdefault(option, value)
+                    self._options.setdefault(parameter, {})[option] = value
                     missing.discard(self._known[parameter])
         if not self._options:
             raise CheckpointError(
@@ -252,7 +254,7 @@ class OptimizerLoading(Loading):
         """The names of this rank's state, of all options, and of parameters not updated now."""
         free = {
             name
-            for name in names_in(self.files.opened)
+            for name in set(names_in(self.files.opened))
             if name.startswith(GROUPS) or self._parameter(name) not in self.files.updated
         }
         states = self._state[STATE].items()
