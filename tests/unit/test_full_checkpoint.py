@@ -492,11 +492,6 @@ class Scaled(Net):
         )
 
 
-def test_a_model_with_names_that_torch_cannot_load_is_refused_by_name(root: Path) -> None:
-    write_full(root, 1, Net())
-    refuses(r"not a parameter or buffer of the model: 'up\.weight\.scale'", root, Scaled())
-
-
 def _with(model: nn.Module, name: str, value: torch.Tensor) -> nn.Module:
     model.register_buffer(name, value)
     return model
