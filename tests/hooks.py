@@ -1,5 +1,6 @@
 """Waiting for what a trainer's hook does behind the training."""
 
+import logging
 import threading
 
 from tests.storages import RuledStorage, once
@@ -7,6 +8,15 @@ from trainer_hooks import TrainerHook
 
 #: A guard against hanging, for what takes a second or two.
 DEADLINE = 60.0
+
+
+def _unbroken(record: logging.LogRecord) -> bool:
+    raise AssertionError(record.getMessage())
+
+
+#: The first full checkpoint of every test's run can be resumed, or its save fails.
+PROMISE = logging.getLogger("trainer_hooks.resuming.promise")
+PROMISE.addFilter(_unbroken)
 
 
 def over(hook: TrainerHook) -> None:
