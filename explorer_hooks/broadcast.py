@@ -268,7 +268,7 @@ class WeightReceiver:
         self.meta = arriving.meta
 
 
-@torch.no_grad()
+@torch.inference_mode()  # as HostBuffer.copy
 def _receive_parts(arriving: Arriving, found: Fit, views: Sequence[Tensor]) -> None:
     """Fill each target's view with its part of a tensor, and wait until all devices have it."""
     parts: dict[str, list[tuple[Target, Tensor]]] = {}

@@ -17,7 +17,8 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.closing import Closing
-from syncd.coordination.tensors import bytes_of, check_header, fill, torch_dtype
+from syncd.coordination.tensors import bytes_of, check_header, fill, new_tensor, torch_dtype
+from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import InvalidSettingsError, VerificationError
 from syncd.protocol.records import Names
 
@@ -114,6 +115,7 @@ class WeightsReader(Closing):
             return self._join(pieces)
         return self._whole(name)
 
+    @without_modes()
     def _whole(self, name: str) -> Tensor:
         opened, entry = self._find(name)
         if opened.memory is not None and entry.end > entry.begin:
@@ -123,6 +125,7 @@ class WeightsReader(Closing):
             return flat.view(entry.shape)
         return self._read(entry, whole(entry.shape))
 
+    @without_modes()
     def get_slice(self, name: str, box: Box) -> Tensor:
         """Read a part of a tensor. Only the bytes of that part are read.
 
@@ -176,7 +179,7 @@ class WeightsReader(Closing):
             at = end
 
     def _read(self, entry: HeaderEntry, box: Box) -> Tensor:
-        tensor = torch.empty(box.shape, dtype=torch_dtype(entry.dtype))
+        tensor = new_tensor(box.shape, entry.dtype)
         for span in self.spans(entry.name, box, bytes_of(tensor)):
             span.read()
         return tensor
@@ -196,7 +199,7 @@ class WeightsReader(Closing):
 
     def _join(self, pieces: Sequence[NamedPiece]) -> Tensor:
         shape = around(piece.other_box.ends for piece in pieces)
-        joined = torch.empty(shape, dtype=torch_dtype(self._told[pieces[0].own].dtype))
+        joined = new_tensor(shape, self._told[pieces[0].own].dtype)
         for piece in pieces:
             place = piece.seen_from_own(joined[slices(piece.other_box)])
             place.copy_(self.get_slice(piece.own, piece.own_box))

@@ -14,7 +14,7 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
-from trainer_hooks.state.full_checkpoint import Stateful, extra_state, optimizer_state
+from trainer_hooks.state.full_checkpoint import Some, Stateful, extra_state, optimizer_state
 from trainer_hooks.state.host_buffers import host_copy
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
@@ -55,9 +55,9 @@ def write_full(
     job: Path,
     step: int,
     model: nn.Module,
-    optimizer: Stateful | None = None,
+    optimizer: Some[Stateful] = None,
     *,
-    scheduler: Stateful | None = None,
+    scheduler: Some[Stateful] = None,
     user_state: Mapping[str, Any] | None = None,
     critic: nn.Module | None = None,
     critic_optimizer: Stateful | None = None,
@@ -87,7 +87,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return dict(host_copy(get_model_state_dict(model)))
 
 
-def _optimizer_of(model: nn.Module, optimizer: Stateful | None) -> dict[str, Any] | None:
+def _optimizer_of(model: nn.Module, optimizer: Some[Stateful]) -> dict[str, Any] | None:
     return None if optimizer is None else dict(host_copy(optimizer_state(model, optimizer)))
 
 

@@ -13,6 +13,7 @@ from syncd.checkpoint.tensor_rules import Casting
 from syncd.coordination.broadcast.group import WeightGroup
 from syncd.coordination.broadcast.weight_meta import BUCKET
 from syncd.coordination.tensors import DTYPES as TORCH_DTYPES
+from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import BroadcastError, OutOfStepError, SaveFailedError, SyncdError
 from syncd.protocol.policy import SyncMethod, SyncSettings
 from syncd.protocol.records import NonFinite, SaveId
@@ -213,7 +214,7 @@ class WeightSender:
         self._buffers = Buffers()
         self._ties = KnownTies()
 
-    @torch.no_grad()
+    @without_modes()
     def send(self, group: WeightGroup | None) -> Sent:
         """Send the model. Collective; only rank 0 has the group. After any error, leave the group.
 

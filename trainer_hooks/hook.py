@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
@@ -22,7 +23,7 @@ from trainer_hooks.ranks import LedRanks, Plan, Ranks
 from trainer_hooks.saver import ClosingSaver, Saver, raise_first
 from trainer_hooks.saves import Save
 from trainer_hooks.settings import SaveSettings
-from trainer_hooks.state.full_checkpoint import Stateful, check_stateful
+from trainer_hooks.state.full_checkpoint import Replaceable, Some, Stateful
 from trainer_hooks.state.lora import base_vocabulary, check_methods
 from trainer_hooks.state.model_files import Pretrained, model_files
 from trainer_hooks.state.pieces import plain_names
@@ -39,7 +40,7 @@ _BROADCAST_WAITS: Final = 3
 _TORCH_TIMEOUT: Final = 1800.0
 
 
-class TrainerHook(ClosingSaver):
+class TrainerHook(ClosingSaver, Replaceable):
     """Saves a model after the steps that are due, on every rank, while training continues.
 
     ``after_step`` copies this rank's tensors to host memory; a thread writes the copies. Promised:
@@ -60,7 +61,8 @@ class TrainerHook(ClosingSaver):
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
         model: a plain module, or one under DDP, FSDP1, FSDP2 or tensor parallelism. PEFT adapters
             are saved without the base model, or merged into the weights (``SaveSettings.lora``).
-        optimizer, scheduler: saved in full checkpoints.
+        optimizer, scheduler: saved in full checkpoints. Each is one object, or a sequence of
+            several, such as Muon and AdamW. Several optimizers must be ``torch.optim.Optimizer``.
         tokenizer: its files become part of each version, and so does ``model.config``.
         settings, saving: when to sync and save, and how; the same on all ranks.
         memory_dir: a second job directory for syncs, on a memory filesystem of rank 0's host; only
@@ -69,6 +71,10 @@ class TrainerHook(ClosingSaver):
         user_state: called on each rank at each full checkpoint. It returns any other state that
             resuming needs: tensors, numbers, text, or lists and dicts of these.
         name: the name of the trainer; a job has one trainer.
+
+    Attributes:
+        optimizer, scheduler, critic_optimizer, user_state: the arguments. If training goes on with
+            another object, set it between steps, on all ranks: full checkpoints have the new one.
 
     Raises:
         JobUnavailableError: the job directory is missing or not writable on some rank.
@@ -84,14 +90,14 @@ class TrainerHook(ClosingSaver):
         job_dir: str | Path,
         model: nn.Module,
         *,
-        optimizer: Stateful | None = None,
-        scheduler: Stateful | None = None,
+        optimizer: Some[Stateful] = None,
+        scheduler: Some[Stateful] = None,
         tokenizer: Pretrained | None = None,
         settings: SyncSettings | None = None,
         saving: SaveSettings | None = None,
         memory_dir: str | Path | None = None,
         critic: nn.Module | None = None,
-        critic_optimizer: Stateful | None = None,
+        critic_optimizer: Some[Stateful] = None,
         user_state: Callable[[], Mapping[str, Any]] | None = None,
         name: str = "trainer",
         storage: Storage | None = None,
@@ -100,7 +106,8 @@ class TrainerHook(ClosingSaver):
             given_or_default("settings", SyncSettings, settings), model, memory_dir
         )
         saving = given_or_default("saving", SaveSettings, saving)
-        check_stateful(optimizer=optimizer, scheduler=scheduler, critic_optimizer=critic_optimizer)
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.critic_optimizer, self.user_state = critic_optimizer, user_state
         alone = Ranks()
         averages, model = own_buffers(model), trained_model(model)
         self._saver = saver = Saver(
@@ -124,11 +131,8 @@ class TrainerHook(ClosingSaver):
         self._trained = Trained(
             model=model,
             rank=ranks.rank,
-            optimizer=optimizer,
-            scheduler=scheduler,
+            objects=self,
             critic=critic and trained_model(critic),
-            critic_optimizer=critic_optimizer,
-            user_state=user_state,
             averages=averages,
             model_files=model_files(model, tokenizer),
             lora=saving.lora,
@@ -166,6 +170,7 @@ class TrainerHook(ClosingSaver):
         """
         return self._saver.explorers.synchronizer
 
+    @_disable_dynamo
     def after_step(self, step: int) -> dict[str, float]:
         """Save the finished step if it is due: as a sync, as a full checkpoint, or as both.
 
@@ -185,6 +190,7 @@ class TrainerHook(ClosingSaver):
             metrics["time/wait_for_explorers"] = time.monotonic() - waited
         return self._told(metrics, begun)
 
+    @_disable_dynamo
     def sync_while_waiting(self) -> dict[str, float]:
         """Sync if a sync is due now. Call this method while the trainer waits for data.
 
@@ -200,6 +206,7 @@ class TrainerHook(ClosingSaver):
         plan = self._planner.by_policy(self._step, waiting=True)
         return self._told(self._carry_out(plan), begun)
 
+    @_disable_dynamo
     def save_state_dict(self, step: int) -> dict[str, float]:
         """Sync now, even if no sync is due; do nothing if the step is already synced.
 
@@ -213,6 +220,7 @@ class TrainerHook(ClosingSaver):
         begun = self._finished(step)
         return self._told(self._carry_out(self._planner.sync(step)), begun)
 
+    @_disable_dynamo
     def save_checkpoint(
         self, step: int, *, block_until_saved: bool = False, save_as_hf: bool | None = None
     ) -> dict[str, float]:
@@ -241,6 +249,7 @@ class TrainerHook(ClosingSaver):
             metrics["time/save_checkpoint"] = time.monotonic() - begun
         return self._told(metrics, begun)
 
+    @_disable_dynamo
     def close(self) -> None:
         """Save the last step, wait for unfinished saves, and report that this trainer has stopped.
 
@@ -319,6 +328,8 @@ class TrainerHook(ClosingSaver):
             metrics["time/sync_weight"] = time.monotonic() - begun
         half, full, writer = time.monotonic(), self._planner.full, self._saver.writer
         if plan & Plan.FULL:
+            if plan & Plan.PROMISE:
+                full.promise = self._trained.promise()
             self._save(full, plan, writer)
         elif plan & Plan.HUGGING_FACE:
             self._saver.add_hugging_face(full, self._trained.full_weights)
@@ -331,7 +342,8 @@ class TrainerHook(ClosingSaver):
         return metrics
 
     def _save(self, save: Save, plan: Plan, writer: RankWriter) -> None:
-        make = partial(self._trained.part, writer, plan, is_link=save.base is not None)
+        is_link = save.base is not None
+        make = partial(self._trained.part, writer, plan, save.id.step, is_link=is_link)
         self._saver.save(save, make, writer)
 
     def _told(self, metrics: dict[str, float], begun: float) -> dict[str, float]:

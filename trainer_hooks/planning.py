@@ -283,6 +283,8 @@ class Planner:
             if full.is_checkpoint:
                 return hugging_face
         plan = Plan.FULL | hugging_face
+        if not saver.has_promised:
+            plan |= Plan.PROMISE
         if self._one_save and _is_begun(synced, step):
             saver.has_ended()
             if synced.is_announced and not synced.has_failed:

@@ -63,6 +63,7 @@ class Plan(IntFlag):
       weights have arrived.
     - ``UNDECIDED``: rank 0 could not decide.
     - ``LINK``: write only what changed since the newest save for explorers.
+    - ``PROMISE``: with ``FULL``, plan how it will be loaded.
     """
 
     NOTHING = 0
@@ -76,6 +77,7 @@ class Plan(IntFlag):
     UNDECIDED = 128
     BROADCAST = 256
     LINK = 512
+    PROMISE = 1024
 
 
 class Ranks:

@@ -31,7 +31,8 @@ from syncd.storage.job import Job
 from trainer_hooks.explorers import Explorers
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.refusals import Refusals
-from trainer_hooks.saves import Copies, Save
+from trainer_hooks.resuming.resumable import failed_checkpoint
+from trainer_hooks.saves import Copies, Save, let_go
 from trainer_hooks.settings import SaveLayout, SaveSettings
 from trainer_hooks.state.host_buffers import HostBuffers
 from trainer_hooks.state.host_part import HostPart
@@ -71,6 +72,7 @@ class Saver:
         memory: writes into a memory filesystem, on rank 0 alone.
         explorers: only rank 0 communicates with them.
         announced: on rank 0, the step that was announced last.
+        has_promised: on rank 0, True if a full checkpoint was checked for resuming.
         stopped: ends the waits for other ranks, so that unfinished saves fail.
     """
 
@@ -100,6 +102,7 @@ class Saver:
         self._closed = False
         self._errors: deque[SaveFailedError] = deque()
         self._written: int | None = None
+        self.has_promised = False
         self._refusals = Refusals(self._job(self.memory_dir or self.job_dir, opens=False))
         # A daemon thread, so that the process can end even if storage never answers.
         self._thread = threading.Thread(target=self._run, name="syncd-writer", daemon=True)
@@ -338,10 +341,7 @@ class Saver:
         return f"step {steps[0]} is still being written" if steps else ""
 
     def _end(self, timeout: float) -> str:
-        """Wait for the queued work, and end the thread; return the saves that are still written.
-
-        Give up if no save ends for ``timeout`` seconds.
-        """
+        """End the thread after its work; return what is unfinished if no save ends in time."""
         while (count := len(self._queue)) and self.has_ended(most=count - 1, timeout=timeout):
             pass
         with self._changed:
@@ -375,7 +375,7 @@ class Saver:
                 error = SaveFailedError(f"the save of step {step} failed: {why}")
                 error.__cause__ = raised
             del work  # with the entry of the queue, this frees the data that it wrote
-            _let_go(error)
+            let_go(error)
             with self._changed:
                 del self._queue[0]
                 if error is not None:
@@ -404,11 +404,13 @@ class Saver:
                 except BaseException as error:
                     writer.say_failed(save_id)
                     if isinstance(error, OSError):
-                        raise writer.refused(save_id, error) from error
+                        raise writer.failure(save_id, error) from error
                     raise
                 size = writer.save(save_id, contents, partial(self._announced, save, writer))
-            except BaseException:
+            except BaseException as error:
                 save.has_failed = True
+                if contents.is_full and isinstance(error, SaveFailedError):
+                    raise failed_checkpoint(error, self.writer.job) from error
                 raise
         with self._changed:
             self._written = size + (self._written or 0)
@@ -424,6 +426,8 @@ class Saver:
     def _announced(self, save: Save, writer: RankWriter, is_checkpoint: bool) -> None:
         if is_checkpoint:
             save.is_checkpoint = True
+            if save.promise is not None and save.promise.check(self.writer.job, save.id.step):
+                self.has_promised = True
             try:
                 retire_old(
                     self.writer.job,
@@ -491,10 +495,3 @@ def raise_first(errors: Sequence[SyncdError]) -> None:
         log.error("%s", other)
     if errors:
         raise errors[0]
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Drop an error's stack frames: the next copy needs the memory that they hold."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__

@@ -11,6 +11,7 @@ from typing import Any
 
 from syncd.protocol.records import SaveId
 from trainer_hooks.explorers import Explorers
+from trainer_hooks.resuming.promise import Promise
 from trainer_hooks.state.host_buffers import HostBuffers
 
 
@@ -27,6 +28,7 @@ class Save:
         has_failed: True if this rank's part was not written.
         has_hugging_face: True if the full weights for users were, or will be, written.
         base: the save that this one is relative to; None for a full save.
+        promise: on rank 0, that training can resume from the save, to be checked.
     """
 
     id: SaveId
@@ -35,6 +37,7 @@ class Save:
     has_failed: bool = False
     has_hugging_face: bool = False
     base: SaveId | None = None
+    promise: Promise | None = None
 
     def __post_init__(self) -> None:
         self._root = self.id  # the full save that links lead from
@@ -99,3 +102,10 @@ class Copies:
         with self._changed:
             self._free.append(buffers)
             self._changed.notify_all()
+
+
+def let_go(error: BaseException | None) -> None:
+    """Drop an error's stack frames: the next copy needs the memory that they hold."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from torch._compile import _disable_dynamo
+
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.tensor_rules import shown
 from syncd.coordination.leased_version import read_latest
@@ -138,6 +140,7 @@ class WeightStream(ClosingSaver):
         """On rank 0, the synchronizer of this stream, as :attr:`TrainerHook.synchronizer`."""
         return self._saver.explorers.synchronizer
 
+    @_disable_dynamo
     def save(
         self, step: int, tensors: Iterable[tuple[str, Any]] | Mapping[str, Any]
     ) -> dict[str, float]:

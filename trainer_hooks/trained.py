@@ -16,17 +16,21 @@ from torch.optim import Optimizer
 from syncd.checkpoint.merging.plan import Ties
 from syncd.checkpoint.save import ADAPTER
 from syncd.checkpoint.tensor_rules import Casting, general
+from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.names import FULL_STATE_DICT, master_name
+from syncd.protocol.names import ACTOR, CRITIC, FULL_STATE_DICT, master_name
 from syncd.protocol.policy import SyncMethod, SyncSettings
 from trainer_hooks.ranks import Plan, Ranks
+from trainer_hooks.resuming.promise import Promise, Saved
 from trainer_hooks.settings import SaveLayout, SaveLora, SyncDtype
 from trainer_hooks.state.casting import casting_of
 from trainer_hooks.state.full_checkpoint import (
     AVERAGES,
     BASE_MODEL,
-    Stateful,
+    Replaceable,
+    each_of,
     extra_state,
+    loadable,
     optimizer_state,
 )
 from trainer_hooks.state.full_file import gather_full
@@ -68,12 +72,9 @@ class Trained:
 
     model: nn.Module
     rank: int
+    objects: Replaceable
     model_files: Callable[[], Writer]
-    optimizer: Stateful | None = None
-    scheduler: Stateful | None = None
     critic: nn.Module | None = None
-    critic_optimizer: Stateful | None = None
-    user_state: Callable[[], Mapping[str, Any]] | None = None
     averages: Mapping[str, Tensor] | None = None
     lora: SaveLora = SaveLora.AUTO
     sync_dtype: SyncDtype | None = None
@@ -82,6 +83,9 @@ class Trained:
     def __post_init__(self) -> None:
         self._said_merged = False
         self._small_files = SmallFiles()
+        self._updated: set[Tensor] = set()
+        #: Of each optimizer: the step of the last full checkpoint, its id and its step counts then.
+        self._counted: dict[str, tuple[int, tuple[int, list[str]]]] = {}
         self._hub_names = HubNames(self.model)
         self._tied: Ties = False
         self._ties = KnownTies()
@@ -130,12 +134,13 @@ class Trained:
         self,
         writer: RankWriter,
         plan: Plan,
+        step: int,
         buffers: HostBuffers | None,
         at_end: ExitStack,
         *,
         is_link: bool = False,
     ) -> RankContents:
-        """Copy this rank's part of a save, in the buffers if there are any.
+        """Copy this rank's part of the save of a step, in the buffers if there are any.
 
         ``is_link`` is True if the weights for explorers are written as nothing but a link.
 
@@ -143,7 +148,8 @@ class Trained:
 
         Raises:
             SaveFailedError: the ranks could not gather the weights.
-            InvalidSettingsError: a value in the state could not be loaded again.
+            InvalidSettingsError: a value in the state, or the optimizer's state, could not be
+                loaded again.
             CheckpointError: the model is quantized, so ``sync_dtype`` cannot cast it.
         """
         completes, is_full = bool(plan & Plan.COMPLETE), bool(plan & Plan.FULL)
@@ -157,7 +163,7 @@ class Trained:
             or (hugging_face and sharded)
             or (is_full and (is_peft or cast or is_link))
         ):
-            state = sharded_state_dict(self.model)
+            state = loadable(sharded_state_dict(self.model))
         if cast is not None and not is_peft:
             refuse_quantized(state)
         if not changes(state, cast):
@@ -177,7 +183,7 @@ class Trained:
         if hugging_face and not is_shared:
             in_hugging_face = self._gathered(state, peft, at_end, buffers is not None)
         if is_full:
-            rest = self._rest()
+            rest = self._rest(step)
             if peft is not None:
                 rest["trained"] = host_copy(peft.for_resuming())
                 name = base_name(unwrapped(self.model)) if peft.frozen_base else None
@@ -226,6 +232,16 @@ class Trained:
         except InvalidSettingsError as error:
             return str(error)
 
+    @without_modes()
+    def promise(self) -> Promise | None:
+        """On rank 0, plan how the next full checkpoint will be loaded. Collective with FSDP1."""
+        saved: list[Saved] = [(ACTOR, self.model, self.objects.optimizer)]
+        if self.critic is not None:
+            saved.append((CRITIC, self.critic, self.objects.critic_optimizer))
+        with_all = any(fsdp_version(model) == 1 for _, model, _ in saved)
+        promise = Promise(saved) if with_all or self.rank == 0 else None
+        return promise if self.rank == 0 else None
+
     def full_weights(self, at_end: ExitStack) -> HostPart | None:
         """Gather the full weights for a complete full checkpoint. Collective.
 
@@ -237,12 +253,11 @@ class Trained:
 
     def _peft(self, state: Mapping[str, Any]) -> PeftState:
         # A parameter that was trained earlier and is frozen now still has a state.
-        states = self.optimizer.state if isinstance(self.optimizer, Optimizer) else {}
+        for optimizer in each_of(self.objects.optimizer):
+            if isinstance(optimizer, Optimizer):
+                self._updated |= {one for one, state in optimizer.state.items() if state}
         return PeftState(
-            self.model,
-            state,
-            base_vocabulary=self.base_vocabulary,
-            updated=[one for one, state in states.items() if state],
+            self.model, state, base_vocabulary=self.base_vocabulary, updated=self._updated
         )
 
     def _publishes_adapter(self, peft: PeftState) -> bool:
@@ -253,18 +268,35 @@ class Trained:
             self._said_merged = True
         return published is SaveLora.ADAPTER
 
-    def _rest(self) -> dict[str, Any]:
-        rest: dict[str, Any] = {}
-        if self.optimizer is not None:
-            rest["optimizer"] = host_copy(optimizer_state(self.model, self.optimizer))
+    def _rest(self, step: int) -> dict[str, Any]:
+        objects, rest = self.objects, dict[str, Any]()
         if self.critic is not None:
-            rest["critic"] = host_copy(sharded_state_dict(self.critic))
-            if self.critic_optimizer is not None:
-                own = optimizer_state(self.critic, self.critic_optimizer)
-                rest["critic_optimizer"] = host_copy(own)
+            rest["critic"] = host_copy(loadable(sharded_state_dict(self.critic)))
+        for name, model, optimizer in (
+            ("optimizer", self.model, objects.optimizer),
+            ("critic_optimizer", self.critic, objects.critic_optimizer),
+        ):
+            if model is None or optimizer is None:
+                continue
+            rest[name] = host_copy(optimizer_state(model, optimizer))
+            # A 0-dimensional tensor formats as its value.
+            counts = [f"{value}" for key, value in rest[name].items() if key.endswith(".step")]
+            now = id(optimizer), counts
+            last, before = self._counted.get(name, (step, now))
+            self._counted[name] = step, now
+            if self.rank == 0 and counts and step != last and now == before:
+                log.warning(
+                    "the full checkpoint of step %d has the same step counts of the %s as that of "
+                    "step %d. If another object trains the model now, set hook.%s to it on all "
+                    "ranks",
+                    step,
+                    name,
+                    last,
+                    name,
+                )
         # Last, because user_state() may fail on only one rank, and FSDP1's gathering needs all.
-        user_state = None if self.user_state is None else self.user_state()
-        extra = extra_state(scheduler=self.scheduler, user_state=user_state)
+        user_state = None if objects.user_state is None else objects.user_state()
+        extra = extra_state(scheduler=objects.scheduler, user_state=user_state)
         extra |= {AVERAGES: dict(self.averages)} if self.averages else {}
         return rest | {"extra": host_copy(extra)}
 

@@ -30,6 +30,7 @@ from syncd.storage.job import Job
 from trainer_hooks.ranks import LedRanks, Ranks
 from trainer_hooks.saver import ClosingSaver, Saver
 from trainer_hooks.settings import SaveSettings
+from trainer_hooks.state.full_checkpoint import loadable
 from trainer_hooks.state.gather import full_tensor
 from trainer_hooks.state.host_buffers import HostBuffers
 from trainer_hooks.state.hub_names import HubNames
@@ -80,7 +81,8 @@ def fsdp_save_state_dict(
     when the save has begun.
 
     Raises:
-        InvalidSettingsError: the daemon would not find the save in ``local_path``.
+        InvalidSettingsError: the daemon would not find the save in ``local_path``, or a value in
+            the state dict is no tensor.
         SaveFailedError: an earlier save failed.
     """
     if local_path is None:
@@ -284,6 +286,7 @@ class CheckpointCoordinator(ClosingSaver):
         into a given folder; only rank 0 calls them.
 
         Raises:
+            InvalidSettingsError: a value in the state dict is no tensor.
             SaveFailedError: an earlier save failed, or this save waited too long for earlier saves.
         """
         self._check_open()
@@ -296,7 +299,7 @@ class CheckpointCoordinator(ClosingSaver):
                     yield from made
 
         def copied(buffers: HostBuffers | None, _: ExitStack) -> RankContents:
-            state = sharded_state_dict(model)
+            state = loadable(sharded_state_dict(model))
             files: Callable[[], Files] = dict
             if saver.rank == 0:
                 if self._hub_names is None or self._hub_names.model is not model:
@@ -381,9 +384,11 @@ class StateDictWriter:
         ``state_dict`` must have whole tensors on the CPU, by the names of the plain model.
 
         Raises:
+            InvalidSettingsError: a value is no tensor.
             SaveFailedError: the state dict could not be written; the previous version stays
                 published.
         """
+        state_dict = loadable(state_dict)
         self._counter += 1
         save_id = SaveId(self._run_id, step, self._counter)
         names = self._hub_names.files(state_dict)

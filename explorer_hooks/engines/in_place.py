@@ -24,7 +24,7 @@ _BATCH: Final = 16 * 1024 * 1024
 #: The most temporary host memory, except for a single larger tensor.
 _BOUND: Final = 256 * 1024 * 1024
 
-_CPU: Final = torch.device("cpu")
+CPU: Final = torch.device("cpu")
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class HostBuffer:
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self._memory: HostMemory | None = None
-        self._device = _CPU
+        self._device = CPU
         self.views: list[Tensor] = []
 
     def lay_out(self, targets: Sequence[Target]) -> Tensor:
@@ -48,8 +48,8 @@ class HostBuffer:
         Each view begins at a multiple of 64 bytes.
         """
         size = _size(targets)
-        devices = {target.tensor.device for target in targets} - {_CPU}
-        device = min(devices, key=str, default=_CPU)
+        devices = {target.tensor.device for target in targets} - {CPU}
+        device = min(devices, key=str, default=CPU)
         memory = self._memory
         if memory is None or memory.content.nbytes < size or device.type != self._device.type:
             self.close()  # the old block must not be held beside the new one
@@ -71,7 +71,7 @@ class HostBuffer:
         ]
         self._read_parts(reader, parts)
 
-    @torch.no_grad()
+    @torch.inference_mode()  # only in it can tensors be filled that were made in it
     def copy(self, targets: Sequence[Target]) -> None:
         """Copy ``views`` into the targets, after earlier work on the devices, such as a forward.
 
@@ -181,7 +181,7 @@ def _move(batch: Sequence[tuple[memoryview, memoryview]], check: Check) -> None:
 def _is_plain(target: Target) -> bool:
     """True if the target is contiguous host memory with the version's dtype."""
     tensor = target.tensor
-    return tensor.device == _CPU and tensor.is_contiguous() and tensor.dtype == target.dtype
+    return tensor.device == CPU and tensor.is_contiguous() and tensor.dtype == target.dtype
 
 
 def _size(targets: Iterable[Target]) -> int:
@@ -190,5 +190,5 @@ def _size(targets: Iterable[Target]) -> int:
 
 def synchronize(tensors: Iterable[Tensor]) -> None:
     """Wait for all work on the tensors' devices."""
-    for device in {tensor.device for tensor in tensors} - {_CPU}:
+    for device in {tensor.device for tensor in tensors} - {CPU}:
         torch.accelerator.synchronize(device)

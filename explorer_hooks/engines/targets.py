@@ -307,8 +307,6 @@ def _fault(tensor: Tensor) -> str:
         return "is on the meta device, so the module has no weights to replace"
     if not _has_memory(tensor):
         return f"is a {type(tensor).__name__}, whose elements are not stored as plain memory"
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return "is an inference tensor, which cannot be changed in place"
     if any(
         size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     ):

@@ -11,7 +11,7 @@ import torch
 from explorer_hooks.broadcast import WeightReceiver
 from explorer_hooks.engines.base import InProcessEngine
 from explorer_hooks.engines.fitting import check_kind, named
-from explorer_hooks.engines.in_place import HostBuffer
+from explorer_hooks.engines.in_place import CPU, HostBuffer
 from explorer_hooks.engines.targets import (
     DescribedTensor,
     Fit,
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 InPlace = Literal["staged", "direct"]
 
 _WAYS: Final = ("staged", "direct")
-_CPU: Final = torch.device("cpu")
 
 
 class TorchModule(InProcessEngine):
@@ -204,7 +203,7 @@ class TorchModule(InProcessEngine):
         self._prepared = None
         devices = (value.device for value in self._module.parameters())
         cuda = (device for device in devices if device.type == "cuda")
-        device = next(cuda, _CPU) if rendezvous.backend == "nccl" else _CPU
+        device = next(cuda, CPU) if rendezvous.backend == "nccl" else CPU
         try:
             group = self._group.open(rendezvous, rank_offset, deadline=deadline, device=device)
             receiver = WeightReceiver(group, self._known)

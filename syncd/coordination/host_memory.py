@@ -13,6 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from syncd.coordination.torch_modes import without_modes
+
 log = logging.getLogger(__name__)
 
 #: Blocks of at least this size are mapped directly, because torch's allocator of pinned memory
@@ -32,6 +34,7 @@ class HostMemory:
         content: the whole block, uint8, of shape ``(size,)``.
     """
 
+    @without_modes()
     def __init__(self, size: int, device: torch.device) -> None:
         if device.type == "cuda" and size >= _LARGE:
             self.content = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)

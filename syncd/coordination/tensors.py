@@ -5,7 +5,7 @@ This module imports torch: import it inside functions only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -16,6 +16,7 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.tensor_rules import DTYPES as _NAMES
 from syncd.checkpoint.tensor_rules import shown
 from syncd.coordination.leased_version import LeasedVersion
+from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import EngineMismatchError, VerificationError
 from syncd.protocol.records import TensorEntry
 
@@ -33,7 +34,7 @@ def stream(version: LeasedVersion) -> Iterator[tuple[str, Tensor]]:
     for file in version.open_weights():
         check_header(version, file, told)
         for entry in file.entries:
-            tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+            tensor = new_tensor(entry.shape, entry.dtype)
             buffer = bytes_of(tensor)
             fill(file, buffer, entry.begin)
             expected, digest = told[entry.name].digest, xxhash.xxh3_128_hexdigest(buffer)
@@ -43,6 +44,12 @@ def stream(version: LeasedVersion) -> Iterator[tuple[str, Tensor]]:
                     sequence=version.sequence,
                 )
             yield entry.name, tensor
+
+
+@without_modes()
+def new_tensor(shape: Sequence[int], dtype: str) -> Tensor:
+    """Host memory for a tensor; ``dtype`` is safetensors' name."""
+    return torch.empty(shape, dtype=torch_dtype(dtype))
 
 
 def check_header(

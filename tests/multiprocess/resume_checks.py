@@ -1,5 +1,6 @@
 """What ``tests/multiprocess/resume_ranks.py`` checks, without its imports."""
 
+from itertools import product
 from typing import Final
 
 #: What is saved, and on how many ranks.
@@ -8,7 +9,22 @@ SAVED: Final = (
     ("fsdp2_tp", 4), ("hsdp", 4), ("fsdp1_hybrid", 4),
 )  # fmt: skip
 #: What each of these is resumed as, besides as itself.
-RESUMED: Final = {1: ("plain",), 2: ("fsdp2", "fsdp1"), 4: ("fsdp2_tp", "hsdp", "fsdp1_mesh")}
+RESUMED: Final = {
+    1: ("plain",), 2: ("fsdp2", "fsdp1"), 3: ("fsdp2",), 4: ("fsdp2_tp", "hsdp", "fsdp1_mesh"),
+}  # fmt: skip
+#: What changes between a save on two ranks and its resumption on one, two and three: whether ``up``
+#: is frozen in each step and when resumed, and the optimizer's parameters, at the save and then.
+CHANGES: Final = {
+    "frozen later": ((False, True, True), "all", "all"),
+    "frozen and removed later": ((False, True, True), "all", "trained"),
+    "frozen at the save, trained later": ((False, True, False), "all", "all"),
+    "warmed up without": ((True, True, False), "all", "all"),
+    "updated later": ((True, True, False), "trained", "all"),
+    "a group added later": ((True, True, True), "trained", "added"),
+    "frozen, removed later": ((True, True, True), "all", "trained"),
+}
+#: How the models that change are wrapped.
+CHANGED: Final = ("ddp", "fsdp2", "fsdp1_units", "fsdp1_mesh")
 #: The checks of what fails; on two ranks.
 FAILING: Final = (
     "a file of one rank is missing",
@@ -18,11 +34,21 @@ FAILING: Final = (
     "one rank did not write its part",
     "experts by one name, by other ranks",
     "a user state of one rank cannot be saved",
+    "one rank has no room",
+    "an optimizer that FSDP1 saves and cannot load",
 )
 #: Saved by two ranks as one full state dict, and resumed by two, and by one.
 FULL: Final = ("fsdp2", "fsdp1", "ddp")
 #: Trained in fp32 with mixed precision, and cast for explorers; on two ranks.
 CAST: Final = ("fsdp2_mixed", "fsdp1_mixed", "fsdp1_mesh_mixed")
+#: Several optimizers: saved on two ranks as this kind, and resumed as these on 1, 2 and 3.
+SEVERAL: Final = {
+    ("muon", "fsdp2"): ("plain", "fsdp2", "fsdp2"),
+    ("muon", "ddp"): ("plain", "fsdp2", "ddp"),
+    ("idle", "fsdp1_mesh_units"): ("plain", "fsdp2", "fsdp1_mesh_units"),
+}
+#: Saved first, with nothing to say of it, and then with a file of rank 1 removed; on two ranks.
+PROMISED: Final = ("ddp", "fsdp2", "fsdp1", "fsdp1_mesh", "stages")
 #: On four ranks.
 EXPERTS: Final = "experts by one name, by the same ranks"
 
@@ -52,6 +78,14 @@ def cast(kind: str, work: str) -> str:
     return f"{kind}, cast for explorers, {work}"
 
 
+def promised(kind: str) -> str:
+    return f"{kind}, checked at the save"
+
+
+def several(rule: str, kind: str, world_size: int) -> str:
+    return f"{rule} and AdamW, {kind}, on {world_size}"
+
+
 def checks() -> dict[str, bool]:
     """The names of all checks, and whether each runs without ``--deep``."""
     resumed = {
@@ -64,6 +98,12 @@ def checks() -> dict[str, bool]:
         *(exact(*saved) for saved in SAVED),
         *(full(kind, size) for kind in FULL for size in (1, 2)),
         *(cast(kind, work) for kind in CAST for work in ("published", "resumed")),
+        *(
+            f"{kind}, {change}, on {size}"
+            for kind, change, size in product(CHANGED, CHANGES, (1, 2, 3))
+        ),
+        *(promised(kind) for kind in PROMISED),
+        *(several(*saved, size) for saved in SEVERAL for size in (1, 2, 3)),
         *FAILING,
         EXPERTS,
     ]

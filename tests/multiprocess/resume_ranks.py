@@ -4,13 +4,16 @@ Torch is imported once and forked into the ranks of one world size after the oth
 written to ``ROOT/passed/NAME`` by rank 0 when all ranks have passed it.
 """
 
+import errno
 import json
+import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
+from functools import partial, partialmethod
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +22,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import (
     MixedPrecision,
@@ -46,22 +50,31 @@ from tests.fsdp_models import Config
 from tests.hooks import checkpoint
 from tests.multiprocess.resume_checks import (
     CAST,
+    CHANGED,
+    CHANGES,
     EXPERTS,
     FULL,
+    PROMISED,
     RESUMED,
     SAVED,
+    SEVERAL,
     cast,
     exact,
     full,
     is_usual,
+    promised,
     resharded,
+    several,
 )
 from tests.process_groups import fork
+from tests.storages import RuledStorage
 from tests.wrappings import mesh, unit
 from tests.zoo import experts_apart
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
+from trainer_hooks.resuming.promise import Promise
 from trainer_hooks.resuming.resume import Resumed, latest_checkpoint, load_checkpoint
 from trainer_hooks.settings import SaveLayout
+from trainer_hooks.state.full_checkpoint import each_of, optimizer_state
 
 DEEP: Final = "SYNCD_DEEP" in os.environ
 
@@ -99,6 +112,16 @@ def _on_a_mesh(model: nn.Module, world_size: int, **options: Any) -> nn.Module:
     return unit(model, use_orig_params=True, device_mesh=mesh(fsdp=world_size), **options)
 
 
+def _in_flat_units(model: nn.Module, _: int) -> nn.Module:
+    model.up = unit(model.up)  # type: ignore[arg-type]
+    return unit(model)
+
+
+def _in_mesh_units(model: nn.Module, world_size: int) -> nn.Module:
+    model.up = _on_a_mesh(model.up, world_size)  # type: ignore[arg-type]
+    return _on_a_mesh(model, world_size)
+
+
 #: How a model is wrapped for a number of ranks.
 KINDS: Final[dict[str, Callable[[nn.Module, int], nn.Module]]] = {
     "plain": lambda model, _: model,
@@ -107,7 +130,9 @@ KINDS: Final[dict[str, Callable[[nn.Module, int], nn.Module]]] = {
     "hsdp": lambda model, size: fully_shard(model, mesh=mesh(ddp=2, fsdp=size // 2)),
     "fsdp2_tp": _tensor_parallel,
     "fsdp1": lambda model, _: unit(model),
+    "fsdp1_units": _in_flat_units,
     "fsdp1_mesh": _on_a_mesh,
+    "fsdp1_mesh_units": _in_mesh_units,
     "fsdp1_hybrid": lambda model, size: unit(
         model,
         use_orig_params=True,
@@ -117,6 +142,19 @@ KINDS: Final[dict[str, Callable[[nn.Module, int], nn.Module]]] = {
     "fsdp2_mixed": partial(_in_two_units, mp_policy=MixedPrecisionPolicy(**MIXED)),
     "fsdp1_mixed": lambda model, _: unit(model, mixed_precision=MixedPrecision(**MIXED)),
     "fsdp1_mesh_mixed": partial(_on_a_mesh, mixed_precision=MixedPrecision(**MIXED)),
+}
+
+
+_orig = partial(unit, use_orig_params=True)
+#: Ways to wrap a layer, and whether torch then saves an optimizer's state that it cannot load.
+FSDP1: Final[dict[Callable[[Any], Any], bool]] = {
+    lambda layer: unit(nn.Sequential(checkpoint_wrapper(layer))): True,
+    lambda layer: _orig(nn.Sequential(checkpoint_wrapper(layer))): False,
+    lambda layer: nn.Sequential(checkpoint_wrapper(_orig(layer))): True,
+    lambda layer: torch.compile(unit(layer)): True,
+    lambda layer: torch.compile(_orig(layer)): False,
+    lambda layer: unit(layer, ignored_states=[*layer.parameters()]): True,
+    lambda layer: _orig(nn.Sequential(unit(layer), nn.Linear(2, 2))): True,
 }
 
 
@@ -158,9 +196,11 @@ class Rank:
             loss = (model(values) - 1).square().mean()
             loss.backward()
             losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
+            for one in each_of(optimizer):
+                one.step()
+            model.zero_grad()
+            for one in each_of(scheduler):
+                one.step()
         return losses
 
     def passed(self, name: str) -> None:
@@ -220,6 +260,53 @@ class Rank:
         assert made[2].state_dict()["last_epoch"] == 2
         check_same(made, truth["saved"])
         self.train(made, 3, 1)
+
+    # -- other parameters frozen, or updated ---------------------------------------------------
+
+    def changing(self, kind: str, over: str, *, frozen: bool) -> tuple[Any, Any, Any]:
+        net = Net()
+        net.up.requires_grad_(not frozen)
+        model = KINDS[kind](net, self.world_size)
+        updated = [one for one in model.parameters() if one.requires_grad or over == "all"]
+        optimizer = torch.optim.AdamW(updated, lr=0.1)
+        if over == "added":
+            optimizer.add_param_group({"params": [*of_up(model)], "lr": 0.3})
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 9)
+
+    def save_changing(self, kind: str, change: str) -> None:
+        frozen, over, _ = CHANGES[change]
+        job = self.new_job(f"{kind}-{change}")
+        torch.manual_seed(1)
+        made = self.changing(kind, over, frozen=frozen[0])
+        for step in (1, 2):
+            for parameter in of_up(made[0]):
+                parameter.requires_grad_(not frozen[step - 1])
+            self.train(made, step, 1)
+        write_full(job, 2, *made[:2], rank=self.rank, world_size=2)
+        truth = full_state(*made[:2])
+        if self.rank == 0:
+            torch.save(truth, job / "truth.pt")
+
+    def resume_changed(self, kind: str, change: str) -> None:
+        """What was saved of a parameter is loaded, and nothing else; training goes on."""
+        job = self.root / f"{kind}-{change}"
+        (*_, frozen), _, over = CHANGES[change]
+        made = self.changing(kind if self.world_size > 1 else "plain", over, frozen=frozen)
+        load(job, made[:2])
+        for parameter in of_up(made[0]):
+            assert parameter.requires_grad != frozen
+            # FSDP1 gives no state if one is missing.
+            parameter.requires_grad_(parameter in made[1].state)
+        found, wanted = full_state(*made[:2]), torch.load(job / "truth.pt")
+        assert same(found["model"], wanted["model"])
+        groups, states = found["optimizer"]["param_groups"], wanted["optimizer"]["state"]
+        names = {name for group in groups for name in group["params"]} & states.keys()
+        assert same(found["optimizer"]["state"], {name: states[name] for name in names})
+        assert groups[-1]["lr"] == (0.3 if over == "added" else 0.1)
+        for parameter in of_up(made[0]):
+            parameter.requires_grad_(not frozen)
+        self.train(made, 3, 1)
+        self.passed(f"{kind}, {change}, on {self.world_size}")
 
     # -- one full state dict instead of shards -----------------------------------------------------
 
@@ -344,6 +431,61 @@ class Rank:
                 load_checkpoint(self.root / "experts", model)
             self.passed("experts by one name, by other ranks")
 
+    # -- several optimizers ------------------------------------------------------------------------
+
+    def made_several(self, rule: str, kind: str, seed: int) -> tuple[nn.Module, Any]:
+        """Muon for the matrices, or an optimizer for one layer that is idle; AdamW for the rest."""
+        model, *_ = self.made(kind, seed)
+        parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in model.named_parameters():
+            is_muons = name.endswith(("up.weight", "down.weight"))
+            parts[is_muons if rule == "muon" else "up" in name].append(parameter)
+        first = torch.optim.Muon if rule == "muon" else torch.optim.AdamW
+        made = first(parts[True], lr=0.1), torch.optim.AdamW(parts[False], lr=0.2)
+        return model, made
+
+    def save_several(self, rule: str, kind: str) -> None:
+        job = self.new_job(f"{rule}-{kind}")
+        model, made = self.made_several(rule, kind, seed=1)
+        self.train((model, made[rule == "idle" :], ()), 1, 2)
+        with TrainerHook(job, model, optimizer=made) as hook:
+            checkpoint(hook, 2)
+        truth = full_state(model, made)
+        if self.rank == 0:
+            torch.save(truth, job / "truth.pt")
+
+    def resume_several(self, rule: str, kind: str, other: str) -> None:
+        job = self.root / f"{rule}-{kind}"
+        made = self.made_several(rule, other, seed=2)
+        load(job, made)
+        assert any(made[1][0].state.values()) == (rule != "idle")
+        check_same(made, torch.load(job / "truth.pt", weights_only=True))
+        self.passed(several(rule, kind, self.world_size))
+
+    # -- what the first save says ------------------------------------------------------------------
+
+    def promise(self, kind: str) -> None:
+        """Rank 0 says in one line what could not be resumed."""
+        for is_broken in (False, True):
+            job = self.new_job(f"promised-{kind}-{is_broken}")
+            shard = JobLayout(job).actor(1) / "model_world_size_2_rank_1.pt"
+            if kind == "stages":
+                model: nn.Module = nn.ModuleDict({f"{self.rank}": nn.Linear(2, 2)})
+                made: Any = torch.optim.AdamW(model.parameters())
+            else:
+                model, made, _ = whole = self.made(kind, seed=1)
+                self.train(whole, 1, 1)
+            said: list[str] = []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(logging.getLogger(Promise.__module__), "error", partial(noted, said))
+                if is_broken:
+                    patch.setattr(Promise, "check", partialmethod(unlinked, Promise.check, shard))
+                with TrainerHook(job, model, optimizer=made) as hook:
+                    checkpoint(hook, 1)
+            assert len(said) == (is_broken and self.rank == 0), said
+            assert all(f"step 1: {shard} is missing" in line for line in said), said
+        self.passed(promised(kind))
+
     # -- what fails ------------------------------------------------------------------------------
 
     def failing(self) -> None:
@@ -405,6 +547,28 @@ class Rank:
         assert latest_checkpoint(job) is None
         self.passed("a user state of one rank cannot be saved")
 
+    def failing_room(self) -> None:
+        storage, (model, optimizer, _) = RuledStorage(), self.made("fsdp2", seed=1)
+        job = self.new_job("room")
+        with TrainerHook(job, model, optimizer=optimizer, storage=storage) as hook:
+            checkpoint(hook, 1)
+            for step, where, left in ((2, "model_", "Explorers keep"), (3, "optim_", "them once")):
+                dist.barrier()
+                if self.rank:
+                    storage.refuse("create", errno.ENOSPC, where=where)
+                with pytest.raises(SaveFailedError, match=f"rank 1 .*{left}.* resume from step 1"):
+                    checkpoint(hook, step)
+                storage.rules.clear()
+        self.passed("one rank has no room")
+
+    def failing_fsdp1(self) -> None:
+        for wrap, is_lost in FSDP1.items():
+            model = wrap(nn.Linear(2, 2))
+            refused = pytest.raises(InvalidSettingsError, match=r"torch .*AdamW.*use_orig_params")
+            with refused if is_lost else nullcontext():
+                optimizer_state(model, torch.optim.AdamW(model.parameters()))
+        self.passed("an optimizer that FSDP1 saves and cannot load")
+
     @contextmanager
     def only_first_changes(self, path: Path, change: Callable[[Path], object]) -> Iterator[None]:
         """Change a file, and put it back."""
@@ -427,6 +591,15 @@ class Rank:
         said = f"rank 1: {raised.value}" if self.rank else str(raised.value)
         assert all(word in said for word in words), said
         assert not made[1].state
+
+
+def noted(said: list[str], text: str, *given: object) -> None:
+    said.append(text % given)
+
+
+def unlinked(promise: Promise, check: Callable[..., bool], path: Path, *given: Any) -> bool:
+    path.unlink()
+    return check(promise, *given)
 
 
 def flip_a_bit(path: Path) -> None:
@@ -455,6 +628,10 @@ def cloned(state: Any) -> Any:
         # FSDP1 sorts the parameters of a group.
         return sorted(state) if state and isinstance(state[0], str) else list(map(cloned, state))
     return state
+
+
+def of_up(model: nn.Module) -> Iterator[nn.Parameter]:
+    return (parameter for name, parameter in model.named_parameters() if "up." in name)
 
 
 def load(job: Path, made: tuple[Any, ...], **options: Any) -> Resumed | None:
@@ -486,6 +663,12 @@ def save(rank: int, world_size: int, root: Path) -> None:
         for kind in FULL:
             me.save_full(kind)
         me.save_cast()
+        for one in product(CHANGED, CHANGES):
+            me.save_changing(*one)
+        for saved in SEVERAL:
+            me.save_several(*saved)
+        for kind in PROMISED:
+            me.promise(kind)
     if world_size == 4:
         me.save_experts()
 
@@ -497,7 +680,7 @@ def resume(rank: int, world_size: int, root: Path) -> None:
         if size == world_size:
             me.go_on(kind)
             me.passed(exact(kind, size))
-        ways = RESUMED[world_size]
+        ways = RESUMED.get(world_size, ())
         for other in (one for one in ways if DEEP or is_usual((kind, size), one, world_size)):
             me.reshard(kind, size, other)
             me.passed(resharded(kind, size, other, world_size))
@@ -507,7 +690,14 @@ def resume(rank: int, world_size: int, root: Path) -> None:
         me.resume_cast()
         me.failing()
         me.failing_user_state()
-    if world_size > 1:
+        me.failing_room()
+        me.failing_fsdp1()
+    for one in product(CHANGED, CHANGES) if world_size <= 3 else ():
+        me.resume_changed(*one)
+    if world_size < 4:
+        for saved, kinds in SEVERAL.items():
+            me.resume_several(*saved, kinds[world_size - 1])
+    if world_size in {2, 4}:
         me.resume_experts()
 
 
@@ -515,4 +705,4 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=FutureWarning)  # FSDP1 is one to be
     Path(sys.argv[1], "passed").mkdir()
     fork(save, *RESUMED)
-    fork(resume, *RESUMED)
+    fork(resume, *RESUMED, 3)

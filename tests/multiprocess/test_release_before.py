@@ -166,10 +166,13 @@ def said(*arguments: object) -> str:
     return done.stdout.strip()
 
 
-def save(job: Path, step: int, sync_dtype: SyncDtype | None = None) -> None:
+def save(
+    job: Path, step: int, sync_dtype: SyncDtype | None = None, *, several: bool = False
+) -> None:
     """A trainer of this release resumes, saves one full checkpoint, keeps no older and ends."""
     model = Model(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts = model.children() if several else [model]
+    optimizer = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
     resumed = load_checkpoint(job, model, optimizer=optimizer)
     assert resumed is not None
     assert model.embed_tokens.weight[0, 0] == resumed.step == step - 1
@@ -301,6 +304,12 @@ def test_the_release_before_serves_on_a_job_of_this_one(job: Path, before: Path)
     after = json.loads(layout.saves.read_bytes())["steps"]
     assert {step: after[step] for step in "1234567"} == json.loads(outcomes)["steps"]
     assert journal(job)[: len(lines)] == lines
+
+    save(job, 9, several=True)
+    again = completed(
+        [*PYTHON, "-c", RELEASE_BEFORE, job], env=environment(before), timeout=DEADLINE
+    )
+    assert "'(several optimizers)', which SGD does not have" in again.stderr
 
 
 def test_weights_that_are_cast_go_on_where_the_release_before_kept_the_models_dtype(

@@ -444,7 +444,7 @@ def test_what_was_saved_without_cannot_be_asked_for(root: Path) -> None:
     model, optimizer = trained()
     write_full(root, 1, model)
     refuses(f"{OPTIMIZER}.*not part of the checkpoint", root, model, optimizer=optimizer)
-    refuses("without a scheduler", root, model, scheduler=halved(optimizer))
+    refuses("with 0 schedulers, not 1", root, model, scheduler=halved(optimizer))
     refuses(rf"critic/{SHARD} is not listed", root, model, critic=Net())
 
 
@@ -492,9 +492,22 @@ class Scaled(Net):
         )
 
 
+def test_parameters_that_were_not_updated_at_the_save_are_named_in_one_line(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Net()
+    write_full(root, 1, model, adamw(model.up))
+    load_checkpoint(root, model, optimizer=adamw(model))
+    (told,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "'down.bias', 'down.weight', 'norm.bias'" in told
+    train(model, rest := adamw(model.down), 1)
+    load_checkpoint(root, model, optimizer=rest)
+    assert not rest.state
+
+
 def test_a_model_with_names_that_torch_cannot_load_is_refused_by_name(root: Path) -> None:
     write_full(root, 1, Net())
-    refuses(r"not a parameter or buffer of the model .*'scale'", root, Scaled())
+    refuses(r"not a parameter or buffer of the model: 'up\.weight\.scale'", root, Scaled())
 
 
 def _with(model: nn.Module, name: str, value: torch.Tensor) -> nn.Module:
@@ -530,6 +543,40 @@ def test_what_is_of_another_optimizer_is_refused(
         return
     refuses(what, root, again, optimizer=other)
     assert not other.state
+
+
+def both(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """An optimizer for the matrices, and one for the rest."""
+    matrices, rest = (group["params"] for group in grouped(model).param_groups)
+    return [torch.optim.Muon(matrices, lr=0.2), torch.optim.AdamW(rest)]
+
+
+def test_several_optimizers_resume_in_any_order_and_one_that_is_missing_is_told(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, again = Net(), Net()
+    made, other = both(model), both(again)
+    for optimizer in made:
+        train(model, optimizer, 2)
+    write_full(root, 1, model, made, scheduler=list(map(halved, made)))
+    load_checkpoint(root, again, optimizer=other[::-1], scheduler=list(map(halved, other)))
+    for found, expected in zip(other, made, strict=True):
+        alike(found, expected)
+    assert not caplog.records
+    load_checkpoint(root, again, optimizer=both(again)[1])
+    (told,) = caplog.messages
+    assert "optimizer of other parameters: 'down.weight', 'up.weight'. State that" in told
+    refuses("with 2 schedulers, not 1", root, again, scheduler=halved(other[0]))
+    write_full(root, 2, model, made[1:])
+    assert same(optimizer_state(model, made[1:]), optimizer_state(model, made[1]))
+    caplog.clear()
+    other = both(again)
+    load_checkpoint(root, again, optimizer=other, step=2)
+    assert caplog.messages == [told.replace("step_1", "step_2")]
+    assert not other[0].state
+    alike(other[1], made[1])
+    with pytest.raises(InvalidSettingsError, match=r"^2 optimizers update 'norm\.weight'"):
+        load_checkpoint(root, again, optimizer=[other[1], adamw(again)])
 
 
 # -- what can be saved ---------------------------------------------------------------------------
@@ -598,7 +645,7 @@ def test_options_that_could_not_be_read_are_refused_when_they_are_saved() -> Non
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     _, optimizer = trained()
-    with pytest.raises(InvalidSettingsError, match="the model does not have"):
+    with pytest.raises(InvalidSettingsError, match=r"AdamW.*must have all parameters"):
         optimizer_state(nn.Linear(1, 1), optimizer)
 
 

@@ -324,13 +324,19 @@ def test_what_was_left_half_written_is_swept_by_the_next_save_of_the_step(
         ({"optimizer": torch.optim.Adam}, r"^optimizer is the class Adam: .*with state_dict\(\)"),
         ({"scheduler": 3}, r"^scheduler is of type int: it must be an object with state_dict\(\)"),
         ({"critic_optimizer": torch.optim.Adam}, "^critic_optimizer is the class Adam: it must be"),
+        ({"optimizer": []}, "^optimizer is of type list: it must be an object with"),
+        ({"optimizer": [nn.Linear(1, 1)] * 2}, r"^optimizer is .* Linear.* several torch\.optim"),
     ],
 )
 def test_an_argument_of_another_type_is_refused_by_name(
-    job: SmallJob, model: nn.Module, wrong: dict[str, Any], said: str
+    job: SmallJob, model: nn.Module, start: Start, wrong: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(InvalidSettingsError, match=said):
         TrainerHook(job.root, **{"model": model, **wrong})
+    name, value = next(iter(wrong.items()))
+    if name not in {"settings", "saving", "model"}:
+        with start() as hook, pytest.raises(InvalidSettingsError, match=said):
+            setattr(hook, name, value)
 
 
 def test_a_step_that_is_no_whole_number_is_refused_by_every_method(hook: TrainerHook) -> None:
@@ -428,7 +434,7 @@ def test_what_is_announced_stays_whole_though_the_part_for_resuming_fails(
     contents = CONTENTS._replace(optimizer={"state": torch.zeros(2)}, is_full=True)
     storage.refuse("create", errno.EIO, where="optim_")
     writer = RankWriter(Job(storage, job.layout), 1, 2, save_timeout=5, pauses=(0.0, 0.0))
-    with pytest.raises(SaveFailedError, match="could not write"):
+    with pytest.raises(SaveFailedError, match=r"could not write.*explorers get them once rank 0"):
         writer.save(SaveId("run", 4, 0), contents)
     assert (job.actor(4) / ".receipts" / "rank_1.json").exists()
     assert not (job.actor(4) / ".receipts" / "full_rank_1.json").exists()

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import io
 import os
 import threading
 import weakref
@@ -12,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
@@ -29,6 +31,7 @@ from tests.jobs import SmallJob
 from tests.storages import RuledStorage, once, os_error
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, latest_checkpoint
 from trainer_hooks.settings import SaveAsHf, SaveLayout, WhenBusy
+from trainer_hooks.trinity import CheckpointCoordinator, StateDictWriter
 from trainer_hooks.writing.parts import save_state_dict
 
 SHARD = "model_world_size_1_rank_0.pt"
@@ -284,7 +287,9 @@ def test_a_failed_save_may_be_made_again_of_the_same_step(
     job: SmallJob, hook: TrainerHook, storage: RuledStorage
 ) -> None:
     storage.refuse("create", errno.ENOSPC, where=SHARD)
-    with pytest.raises(SaveFailedError):
+    with pytest.raises(
+        SaveFailedError, match=r"No space.*Explorers keep.* from no step yet\. Mend"
+    ):
         checkpoint(hook, 4)
     storage.rules.clear()
     checkpoint(hook, 4)
@@ -327,7 +332,8 @@ def test_a_critic_and_what_the_user_adds_are_in_a_full_checkpoint(
 ) -> None:
     critic = nn.Linear(2, 1)
     its = torch.optim.SGD(critic.parameters())
-    with start(critic=critic, critic_optimizer=its, user_state=lambda: {"samples": 17}) as hook:
+    with start(critic=critic) as hook:
+        hook.critic_optimizer, hook.user_state = its, lambda: {"samples": 17}
         hook.save_checkpoint(4)
     step = job.step(4)
     saved = torch.load(step / "critic" / SHARD, weights_only=True)
@@ -336,6 +342,26 @@ def test_a_critic_and_what_the_user_adds_are_in_a_full_checkpoint(
     extra = torch.load(step / "actor" / "extra_state_world_size_1_rank_0.pt", weights_only=True)
     assert extra["user_state"] == {"samples": 17}
     assert latest_checkpoint(job.root) == 4
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_optimizer_that_has_made_no_step_is_a_warning(
+    start: Start, model: nn.Module, caplog: pytest.LogCaptureFixture, kind: Any
+) -> None:
+    made = [kind(model.parameters()) for _ in range(2)]
+    model(torch.ones(3)).sum().backward()
+    for one in made:
+        one.step()
+    warnings = []
+    with start(optimizer=made[0]) as hook:
+        for step in range(1, 5):
+            checkpoint(hook, step)
+            warnings.append(caplog.text.count("set hook.optimizer"))
+            if step == 1:
+                made[0].step()
+            elif step == 2:
+                hook.optimizer = made[1]
+    assert warnings == [0, 0, 0, kind is torch.optim.AdamW]  # SGD counts no steps
 
 
 def test_older_full_checkpoints_are_retired_once_the_newer_one_is_pointed_to(
@@ -407,6 +433,63 @@ def test_settings_that_do_not_go_together_are_refused(start: Start, tmp_path: Pa
     assert SaveSettings(layout="Full").layout is SaveLayout.FULL  # type: ignore[arg-type] # a name will do
 
 
+# -- what could not be loaded ------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Has another value in its state dict."""
+
+    def __init__(self, name: str, value: object) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_state_dict_post_hook(lambda *given: given[1].update({name: value}))
+
+
+def saved(root: Path, model: Any, **options: Any) -> None:
+    with TrainerHook(root, model, **options) as hook:
+        hook.save_checkpoint(1)
+
+
+def saved_by_coordinator(root: Path, model: nn.Module) -> None:
+    with CheckpointCoordinator(root) as coordinator:
+        coordinator.save_model(model, 1)
+
+
+DOORS: list[Callable[[Path, Any], object]] = [
+    saved,
+    lambda root, odd: saved(root, nn.Linear(3, 2), critic=odd),
+    lambda root, odd: saved(root, get_peft_model(odd, LoraConfig(target_modules=["layer"]))),
+    saved_by_coordinator,
+    lambda root, odd: StateDictWriter(root)(odd.state_dict(), 1),
+]
+
+
+@pytest.mark.parametrize("save", DOORS)
+@pytest.mark.parametrize("value", [3, "text", None])
+def test_a_value_that_is_no_tensor_is_refused_at_the_save(
+    job: SmallJob, save: Callable[..., None], value: object
+) -> None:
+    with pytest.raises(
+        InvalidSettingsError, match=rf"odd' .* type {type(value).__name__}, .*buffer"
+    ):
+        save(job.root, Odd("odd", value))
+    assert not job.state_pointer.exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "is_kept"),
+    [({"a": [1, b"2"]}, True), ({3, 2j}, True), (io.BytesIO(), False), (object(), False)],
+)
+def test_extra_state_that_only_code_could_load_is_left_out(
+    job: SmallJob, value: object, is_kept: bool
+) -> None:
+    saved(job.root, Odd("_extra_state", value))
+    job.run()
+    assert job.latest.step == 1
+    found = torch.load(job.actor(1) / SHARD, weights_only=True)
+    assert ("_extra_state" in found) == is_kept
+
+
 # -- what fails --------------------------------------------------------------------------------
 
 
@@ -433,7 +516,9 @@ def test_announced_weights_stay_and_the_rest_goes_when_the_rest_cannot_be_writte
     job: SmallJob, hook: TrainerHook, storage: RuledStorage
 ) -> None:
     storage.refuse("create", errno.ENOSPC, where="extra_state")
-    with pytest.raises(SaveFailedError, match="step 4"):
+    with pytest.raises(
+        SaveFailedError, match=r"step 4.*No space.*explorers get.* from no step yet"
+    ):
         checkpoint(hook, 4)
     storage.rules.clear()
     assert job.pointed == "4\n"

@@ -413,6 +413,40 @@ def test_a_checkpoint_with_the_base_is_resumed_with_it(job: SmallJob) -> None:
     assert_equal(again.state_dict(), model.state_dict())
 
 
+class Packed(nn.Linear):
+    """Computes names for its state dict, as Linear4bit and Linear8bitLt of bitsandbytes do."""
+
+    scales = torch.ones(4)
+
+    def _save_to_state_dict(self, state: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        for name in ("weight.absmax", "weight.quant_state.bitsandbytes__nf4", "SCB"):
+            state[prefix + name] = self.scales
+
+
+def packed(bias: str) -> Any:
+    base = qwen()
+    for layer in base.model.layers:
+        layer.self_attn.q_proj.__class__ = Packed
+    return lora(base, bias=bias)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("bias", ["none", "all"])
+def test_the_quantization_of_a_frozen_base_is_neither_saved_nor_resumed(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch, bias: str, is_whole: bool
+) -> None:
+    model, again = packed(bias), trained(packed(bias), seed=5)
+    if is_whole:  # as an earlier release has saved it
+        monkeypatch.setattr(PeftState, "for_resuming", lambda state: state._state)
+    state = state_of(model).for_resuming()
+    assert any("absmax" in name or "SCB" in name for name in state) == is_whole
+    saved(job, model, 3)
+    monkeypatch.setattr(Packed, "scales", torch.zeros(1, 4))  # a forward may change its shape
+    load_checkpoint(job.root, again)
+    assert_equal(again.state_dict(), model.state_dict())
+
+
 def test_a_choice_that_there_is_not_is_refused() -> None:
     with pytest.raises(InvalidSettingsError, match="it must be auto or adapter or merged"):
         SaveSettings(lora="both")  # type: ignore[arg-type] # as users write it

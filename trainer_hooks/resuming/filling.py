@@ -197,7 +197,7 @@ def _kind(dtype: torch.dtype) -> str:
     return str(dtype) if dtype is torch.bool or dtype.is_complex else "integer"
 
 
-@torch.no_grad()
+@torch.inference_mode()  # only in it can tensors be filled that were made in it
 def fill(copies: Sequence[BoxRead], files: SavedFiles, *, checked: Sequence[int]) -> int:
     """Fill the goals, and check the files in ``checked``; return the number of bytes read.
 

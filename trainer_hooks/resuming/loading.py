@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
+    StateDictOptions,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -19,11 +21,31 @@ from torch.distributed.checkpoint.state_dict import (
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
 from trainer_hooks.resuming.filling import BoxRead, fill, goals_of, plan
-from trainer_hooks.resuming.saved_files import Held, SavedFiles, names_in, told_names
-from trainer_hooks.state.full_checkpoint import GROUPS, RAW, STATE, torch_optimizer_state
+from trainer_hooks.resuming.saved_files import NO_FILES, Held, SavedFiles, names_in, told_names
+from trainer_hooks.state.full_checkpoint import (
+    GROUPS,
+    RAW,
+    SEVERAL,
+    STATE,
+    Some,
+    Stateful,
+    optimizers_of,
+    torch_optimizer_state,
+    uninitialized,
+)
+from trainer_hooks.state.host_buffers import memory_of
 from trainer_hooks.state.lora import PeftState
-from trainer_hooks.state.state_dict import tied_by_fsdp1
+from trainer_hooks.state.state_dict import (
+    beginning,
+    computed_names,
+    parameters_of,
+    shape_of,
+    sharded_state_dict,
+    tied_by_fsdp1,
+)
 from trainer_hooks.state.wrappers import adapters_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -35,6 +57,7 @@ class Loading(ABC):
     """
 
     files: SavedFiles
+    is_optimizer: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._copies: list[BoxRead] = []
@@ -45,25 +68,42 @@ class Loading(ABC):
     def whose(self) -> str:
         """The object's name in messages."""
 
+    def open(self, own: int | None, checked: Sequence[int]) -> None:  # noqa: ARG002 - an optimizer's
+        """Check that the files in ``checked`` exist; ``own`` is this rank's own file, if any."""
+        self.files.check_there([number for number in checked if number < len(self.files)])
+
     def prepare(self) -> None:  # noqa: B027 - a raw optimizer has none
         """Find the tensors to fill."""
+
+    def prepare_trained(self) -> None:
+        """Find the tensors of an object that trains, which stays as it is."""
+        self.prepare()
+
+    def keep_shadows(self) -> None:
+        """Keep, in place of the tensors, whole ones without content; tied ones stay tied."""
+        self._state = _shadow(self._state, {})
 
     @abstractmethod
     def plan(self, own: int | None) -> None:
         """Find the tensors' data in the files; raise if some data do not fit."""
+
+    def say(self) -> None:  # noqa: B027 - most have nothing to say
+        """Log what is not loaded."""
 
     def taken(self) -> set[str]:
         """The names in the files that this rank uses; none if they are unknown."""
         return set()
 
     def unused(self) -> set[str]:
-        """The names in the files that this rank does not use."""
-        return set(names_in(self.files.opened)) - self.taken()
+        """The names in the files that neither this object nor an earlier one uses."""
+        self.files.taken |= self.taken()
+        return set(names_in(self.files.opened)) - self.files.taken
 
     def fill(self, checked: Sequence[int]) -> None:
-        """Fill the tensors; check all bytes of the files in ``checked``."""
-        there = [number for number in checked if number < len(self.files)]
-        fill(self._copies, self.files, checked=there)
+        """Fill the tensors; check all bytes of the files in ``checked``, once."""
+        there = {number for number in checked if number < len(self.files)} - self.files.checked
+        fill(self._copies, self.files, checked=sorted(there))
+        self.files.checked |= there
 
     @abstractmethod
     def load(self) -> None:
@@ -80,37 +120,46 @@ class ModelLoading(Loading):
 
     model: nn.Module
     whose = "the model"
+    is_optimizer = False
 
     def prepare(self) -> None:
         """Find the tensors. With FSDP1: collective, and the tensors are copies."""
-        try:
-            self._state = get_model_state_dict(self.model)
-        except AttributeError as error:
+        state = sharded_state_dict(self.model)
+        self._computed = computed_names(self.model)
+        computed = self._computed(state)
+        if more := [name for name, is_base in computed.items() if not is_base]:
             raise CheckpointError(
-                "torch cannot load the model's state dict, because a name in the state dict is not "
-                f"a parameter or buffer of the model ({error}). Load the weights from a published "
-                "version"
-            ) from error
+                "torch cannot load the model's state dict, because names in the state dict are "
+                f"not a parameter or buffer of the model: {told_names(more)}. Make them buffers, "
+                "or load the weights from a published version"
+            )
+        self._state = {name: value for name, value in state.items() if name not in computed}
         # A full state dict has only one name of tied tensors.
         for name, first in tied_by_fsdp1(self.model).items():
             self._state[name] = self._state[first]
+        self._left_out = set(computed)
+        if adapters_of(self.model):
+            self._left_out |= PeftState(self.model, self._state).frozen_base
 
     def plan(self, own: int | None) -> None:
         """Plan reads for all tensors; the files may lack the frozen base of adapters."""
         if own is not None and own >= len(self.files):
             own = None  # rank 0 has written the weights of all ranks
-        optional: frozenset[str] = frozenset()
-        if adapters_of(self.model):
-            optional = PeftState(self.model, self._state).frozen_base
-        self._copies = plan(goals_of(self._state), self.files, own=own, optional=optional)
+        self._copies = plan(goals_of(self._state), self.files, own=own, optional=self._left_out)
 
     def taken(self) -> set[str]:
-        """All names of the model."""
-        return set(self._state)
+        """All names of the model, and those of a frozen base's quantization, which stays."""
+        known = self._state.keys() | self._left_out
+        computed = self._computed(set(names_in(self.files.opened)) - known)
+        return known | {name for name, is_base in computed.items() if is_base}
 
     def load(self) -> None:
         """Load the copies of FSDP1. Collective; other tensors were filled in place."""
-        set_model_state_dict(self.model, self._state)
+        options = StateDictOptions(strict=False)  # a module may miss what it has computed
+        # A model that was made in inference_mode can be changed only in it.
+        is_inference = any(one.is_inference() for one in self.model.parameters())
+        with torch.inference_mode(is_inference):
+            set_model_state_dict(self.model, self._state, options=options)
         self._state = {}
 
 
@@ -124,51 +173,104 @@ class OptimizerLoading(Loading):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._was_empty = not self.optimizer.state
-        self._is_empty = False
+        self._stated: set[str] = set()
+        self._names: dict[str, object] = {}
+        self._options: dict[str, dict[str, object]] = {}
+        self._known = {name: one for one, names in parameters_of(self.model) for name in names}
+        self._updated = {one for group in self.optimizer.param_groups for one in group["params"]}
 
     @property
     def whose(self) -> str:
         """The optimizer's class."""
         return type(self.optimizer).__name__
 
+    def open(self, own: int | None, checked: Sequence[int]) -> None:
+        """Also read the names and the plain values."""
+        super().open(own, checked)
+        missing = set(self._updated)
+        for number in dict.fromkeys([*([] if own is None else [own]), *range(len(self.files))]):
+            if own is not None and not missing:
+                break  # the rank's own file is enough
+            file = self.files[number]
+            for name, value in (*file.tensors.items(), *file.plain.items()):
+                self._names.setdefault(name, value)
+                parameter = self._parameter(name)
+                if name.startswith(f"{STATE}."):
+                    self._stated.add(parameter)
+                elif parameter:
+                    option = name.removeprefix(f"{GROUPS}.{parameter}.")
+                    self._options.setdefault(parameter, {}).setdefault(option, value)
+                    missing.discard(self._known[parameter])
+        if not self._options:
+            raise CheckpointError(
+                f"{self.files.paths[0]} is not the state of a torch.optim.Optimizer of this model, "
+                "saved by trainer_hooks. Load with optimizer=None, or load another save"
+            )
+
+    @contextmanager
+    def _only_stated(self) -> Iterator[None]:
+        """Let torch make, and load, the state of exactly the parameters that have a saved one."""
+        stated = {self._known.get(name) for name in self._stated}
+        before = [(one, one.requires_grad, one.grad) for one in self._updated]
+        try:
+            for one in self._updated:
+                one.requires_grad_(one in stated)
+                one.grad = None  # with one, torch makes no state
+            yield
+        finally:
+            for one, requires_grad, grad in before:
+                one.requires_grad_(requires_grad)
+                one.grad = grad
+
     def prepare(self) -> None:
         """Find the tensors of the state. A new optimizer takes a step with zero gradients first."""
-        self._state = torch_optimizer_state(self.model, self.optimizer, flatten=False)
+        with self._only_stated():
+            self._state = torch_optimizer_state(self.model, self.optimizer, flatten=False)
 
     def plan(self, own: int | None) -> None:
         """Plan reads for tensors; set all other values now."""
-        names, options = self._saved(own)
-        self._is_empty = not any(name.startswith(f"{STATE}.") for name in names)
         found: dict[str, Any] = {}
-        if not self._is_empty:
-            for parameter, state in self._state[STATE].items():
-                prefix = f"{STATE}.{parameter}."
-                if not any(name in names for name in _names(prefix, state)):
-                    state.clear()  # without any gradient it has no state yet
-                found.update(self._take(prefix, state, names))
+        for parameter in self._state[STATE].keys() - self._stated:
+            del self._state[STATE][parameter]  # without any gradient it had no state at the save
+        for parameter, state in self._state[STATE].items():
+            found.update(self._take(f"{STATE}.{parameter}.", state))
         for group in self._state[GROUPS]:
-            found.update(self._take_options(group, options))
+            found.update(self._take_options(group))
+            self.files.updated.update(group["params"])
         self._copies = plan(goals_of(found), self.files, own=own)
 
     def taken(self) -> set[str]:
-        """The names of the state and the options of this rank's parameters."""
-        parameters = {name for group in self._state[GROUPS] for name in group["params"]}
-        options = {
+        """The names of this rank's state, of all options, and of parameters not updated now."""
+        free = {
             name
             for name in names_in(self.files.opened)
-            if (option := _option(name)) is not None and option[0] in parameters
+            if name.startswith(GROUPS) or self._parameter(name) not in self.files.updated
         }
         states = self._state[STATE].items()
-        return options.union(
-            *(_names(f"{STATE}.{parameter}.", state) for parameter, state in states)
+        return {name for name in free if self._parameter(name)}.union(
+            {SEVERAL}, *(_names(f"{STATE}.{parameter}.", state) for parameter, state in states)
         )
+
+    def say(self) -> None:
+        """Say what is skipped, and what begins anew. All optimizers must be planned."""
+        if changed := self.files.updated ^ self._options.keys():
+            log.warning(
+                "%s is of an optimizer of other parameters: %s. State that is not needed now is "
+                "skipped, and state that was not saved begins anew",
+                self.files.paths[0],
+                told_names(sorted(changed)),
+            )
 
     def load(self) -> None:
         """Load the state. Collective for FSDP1."""
-        set_optimizer_state_dict(self.model, self.optimizer, self._state)
-        if self._is_empty:
-            self.optimizer.state.clear()  # saved before the first step
+        with self._only_stated():
+            set_optimizer_state_dict(self.model, self.optimizer, self._state)
         self._state = {}
+
+    def prepare_trained(self) -> None:
+        """Find the tensors of the state; no step makes a missing one."""
+        with uninitialized(self.optimizer):
+            self._state = torch_optimizer_state(self.model, self.optimizer, flatten=False)
 
     def forget(self) -> None:
         """Drop the state that ``prepare`` made: the optimizer would count it as a step."""
@@ -176,39 +278,24 @@ class OptimizerLoading(Loading):
             self.optimizer.state.clear()
         super().forget()
 
-    def _saved(self, own: int | None) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
-        wanted = {name for group in self._state[GROUPS] for name in group["params"]}
-        names: dict[str, object] = {}
-        options: dict[str, dict[str, object]] = {}
-        for number in dict.fromkeys([*([] if own is None else [own]), *range(len(self.files))]):
-            if own is not None and wanted <= options.keys():
-                break  # the rank's own file is enough
-            file = self.files[number]
-            for name, value in (*file.tensors.items(), *file.plain.items()):
-                names.setdefault(name, value)
-                option = _option(name)
-                if option is not None:
-                    options.setdefault(option[0], {}).setdefault(option[1], value)
-        if not options:
-            raise CheckpointError(
-                f"{self.files.paths[0]} is not the state of a torch.optim.Optimizer that "
-                "trainer_hooks saved. Load with optimizer=None, or load another save"
-            )
-        return names, options
+    def _parameter(self, name: str) -> str:
+        """The parameter of the model that a name in the files is about; empty if there is none."""
+        return beginning(name.partition(".")[2], self._known)
 
-    def _take(
-        self, prefix: str, state: dict[str, Any], names: Mapping[str, object]
-    ) -> dict[str, Any]:
+    def _take(self, prefix: str, state: dict[str, Any]) -> dict[str, Any]:
         """Set the plain values of ``state``; return its tensors, to be filled later."""
         found: dict[str, Any] = {}
         for key, value in state.items():
             name = f"{prefix}{key}"
             if isinstance(value, dict):
-                found.update(self._take(f"{name}.", value, names))
+                found.update(self._take(f"{name}.", value))
             elif isinstance(value, Tensor | ShardedTensor):
-                found[name] = value
-            elif name in names and not isinstance(names[name], Held):
-                state[key] = names[name]
+                if key == "step" and isinstance(held := self._names.get(name), Held):
+                    # torch makes it in float64 if that is the default dtype.
+                    state[key] = value.to(held.torch_dtype)
+                found[name] = state[key]
+            elif name in self._names and not isinstance(self._names[name], Held):
+                state[key] = self._names[name]
             else:
                 raise CheckpointError(
                     f"{self.files.paths[0]} lacks the value '{shown(name)}', which {self.whose} "
@@ -216,28 +303,25 @@ class OptimizerLoading(Loading):
                 )
         return found
 
-    def _take_options(
-        self, group: dict[str, Any], options: Mapping[str, Mapping[str, object]]
-    ) -> dict[str, Tensor]:
-        """Set a group's plain options; return its tensors, to be filled later."""
-        first: str | None = None
-        for name in group["params"]:
-            if name not in options:
-                raise CheckpointError(
-                    f"{self.files.paths[0]} and the files beside it have no state of "
-                    f"'{shown(name)}', which {self.whose} updates. The files belong to another "
-                    "optimizer or model"
-                )
-            if first is None:
-                first = name
-            elif _comparable(options[name]) != _comparable(options[first]):
+    def _take_options(self, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Set a group's plain options; return its tensors, to be filled later.
+
+        Parameters that were in no group at the save get the options of the others.
+        """
+        options = self._options
+        known = [name for name in group["params"] if name in options]
+        if not known:
+            return {}
+        first = known[0]
+        for name in known[1:]:
+            if _comparable(options[name]) != _comparable(options[first]):
                 raise CheckpointError(
                     f"in {self.files.paths[0]}, '{shown(name)}' and '{shown(first)}' have "
                     "different options (such as the learning rate), but this optimizer has both "
                     "parameters in one parameter group. Make the same parameter groups as at the "
                     "save"
                 )
-        saved = {} if first is None else options[first]
+        saved = options[first]
         # A scheduler adds initial_lr or max_momentum, and a later torch adds options.
         more = sorted(saved.keys() - group.keys())
         theirs = [name for name in more if not name.endswith(("_lr", "_momentum"))]
@@ -295,6 +379,36 @@ class RawOptimizerLoading(Loading):
         self.optimizer.load_state_dict(self._state)
 
 
+def loadings(
+    model: nn.Module,
+    given: Some[Stateful],
+    weights: SavedFiles = NO_FILES,
+    states: SavedFiles = NO_FILES,
+) -> list[Loading]:
+    """For a model and its optimizers, which come first."""
+    return [
+        *(
+            OptimizerLoading(states, model, one)
+            if isinstance(one, torch.optim.Optimizer)
+            else RawOptimizerLoading(states, one)
+            for one in optimizers_of(model, given)
+        ),
+        ModelLoading(weights, model),
+    ]
+
+
+def _shadow(value: Any, known: dict[object, Tensor]) -> Any:
+    match value:
+        case Tensor():
+            made = torch.empty((), dtype=value.dtype, device="cpu").expand(shape_of(value))
+            return known.setdefault(memory_of(value) or made, made)
+        case dict():
+            return {key: _shadow(item, known) for key, item in value.items()}
+        case list():
+            return [_shadow(item, known) for item in value]
+    return value
+
+
 def _names(prefix: str, state: Mapping[str, Any]) -> set[str]:
     found: set[str] = set()
     for key, value in state.items():
@@ -303,13 +417,6 @@ def _names(prefix: str, state: Mapping[str, Any]) -> set[str]:
         else:
             found.add(f"{prefix}{key}")
     return found
-
-
-def _option(name: str) -> tuple[str, str] | None:
-    """Split an option's name into parameter and option; None for any other name."""
-    kind, _, rest = name.partition(".")
-    parameter, dot, option = rest.rpartition(".")
-    return (parameter, option) if kind == GROUPS and dot else None
 
 
 def _comparable(options: Mapping[str, object]) -> dict[str, object]:

@@ -27,13 +27,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from syncd.checkpoint.masters import foreign_masters, resumed_weights
 from syncd.checkpoint.save import RANK_LIMIT, look_at_save
-from syncd.protocol.errors import RecordError, SaveNotReadyError
+from syncd.protocol.errors import (
+    JobUnavailableError,
+    RecordError,
+    SaveFailedError,
+    SaveNotReadyError,
+)
 from syncd.protocol.names import (
     ACTOR,
     CRITIC,
@@ -109,6 +115,17 @@ def latest_checkpoint(job_dir: str | Path, *, storage: Storage | None = None) ->
     return None if found.checkpoint is None else found.checkpoint.step
 
 
+def failed_checkpoint(error: SaveFailedError, job: Job) -> SaveFailedError:
+    """The error of a failed full checkpoint, with what training can resume from, and what to do."""
+    last = "the step that latest_checkpoint() returns"  # storage may fail now
+    with suppress(OSError, JobUnavailableError):
+        found = find_checkpoint(job).checkpoint
+        last = "no step yet" if found is None else f"step {found.step}"
+    return SaveFailedError(
+        f"{error}. Training can resume from {last}. Mend this, then call save_checkpoint again"
+    )
+
+
 def find_checkpoint(job: Job) -> FoundSteps:
     """Find the checkpoint to resume from; raises the errors of :func:`latest_checkpoint`."""
     if not job.storage.exists(job.layout.root):
@@ -121,7 +138,7 @@ def find_checkpoint(job: Job) -> FoundSteps:
         if isinstance(checkpoint, FullCheckpoint):
             if reasons:
                 log.warning(
-                    "resuming from step %d, because other checkpoints cannot be used: %s",
+                    "step %d is the one to resume from, because others cannot be used: %s",
                     step,
                     "; ".join(reasons),
                 )

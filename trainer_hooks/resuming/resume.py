@@ -8,25 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, Protocol
 
 from syncd.checkpoint.adapter import are_two_models
 from syncd.checkpoint.tensor_rules import shown
+from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import ACTOR, CRITIC, extra_state_name
 from syncd.protocol.policy import check_step
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.resuming.loading import (
-    Loading,
-    ModelLoading,
-    OptimizerLoading,
-    RawOptimizerLoading,
-)
+from trainer_hooks.resuming.loading import Loading, loadings
 from trainer_hooks.resuming.resumable import (
     FullCheckpoint,
     find_checkpoint,
@@ -40,13 +33,18 @@ from trainer_hooks.state.full_checkpoint import (
     RNG,
     SCHEDULER,
     USER_STATE,
+    Some,
     Stateful,
     check_stateful,
+    each_of,
     set_rng_state,
 )
 from trainer_hooks.state.lora import base_name
 from trainer_hooks.state.wrappers import adapters_of, own_buffers, trained_model, unwrapped
 from trainer_hooks.writing.retire import pointed_step
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["Resumed", "latest_checkpoint", "load_checkpoint"]
 
@@ -81,14 +79,15 @@ class Resumed:
     is_exact: bool
 
 
+@without_modes()
 def load_checkpoint(
     job_dir: str | Path,
     model: nn.Module,
     *,
-    optimizer: Resumable | None = None,
-    scheduler: Resumable | None = None,
+    optimizer: Some[Resumable] = None,
+    scheduler: Some[Resumable] = None,
     critic: nn.Module | None = None,
-    critic_optimizer: Resumable | None = None,
+    critic_optimizer: Some[Resumable] = None,
     step: int | None = None,
     storage: Storage | None = None,
 ) -> Resumed | None:
@@ -122,12 +121,13 @@ def load_checkpoint(
     Args:
         job_dir: the job directory; nothing in it is changed.
         model: gets the actor's weights, in place.
-        optimizer: gets the saved state. It is a ``torch.optim.Optimizer`` of this model, or any
-            other object with ``load_state_dict``, which can resume only on the same number of
-            ranks. If None, the saved state is ignored.
-        scheduler: the learning rate's scheduler. If None, its saved state is ignored.
+        optimizer: gets the saved state. It is a ``torch.optim.Optimizer`` of this model; a sequence
+            of several, in any order; or any other object with ``load_state_dict``, which can resume
+            only on the same number of ranks. If None, the saved state is ignored.
+        scheduler: the learning rate's scheduler, or a sequence of several, in the same order as at
+            the save. If None, the saved state is ignored.
         critic: another model, which gets the weights in ``critic/``.
-        critic_optimizer: the critic's optimizer.
+        critic_optimizer: the critic's optimizer, or a sequence of several.
         step: the step to load; by default the result of :func:`latest_checkpoint`.
         storage: set only by tests.
 
@@ -137,8 +137,9 @@ def load_checkpoint(
     Raises:
         CheckpointError: a file of the step is missing or damaged, or belongs to another model or
             optimizer; or there are full checkpoints, but none is complete.
-        InvalidSettingsError: the step is not a whole number; or an optimizer or a scheduler has no
-            ``state_dict``, for example because it is a class.
+        InvalidSettingsError: the step is not a whole number; an optimizer or a scheduler has no
+            ``state_dict``, for example because it is a class; or, of several optimizers, one is not
+            torch's, or two update the same parameter.
         JobUnavailableError: the job directory does not exist.
         OSError: the job directory cannot be read now.
     """
@@ -168,21 +169,13 @@ def load_checkpoint(
             ):
                 if module is None:
                     continue
-                part = ModelLoading(files(folder, chosen.weights_in(folder)), module)
-                parts.append(part)
-                stack.enter_context(part.files)
-                part.files.check_there([n for n in checked if n < len(part.files)])
-                if its is None:
-                    continue
+                weights = files(folder, chosen.weights_in(folder))
                 states = files(folder, chosen.optimizers, is_optimizer=True)
-                parts.insert(
-                    0,
-                    OptimizerLoading(states, module, its)
-                    if isinstance(its, torch.optim.Optimizer)
-                    else RawOptimizerLoading(states, its),
-                )
-                stack.enter_context(states)
-                states.check_there(checked)
+                for part in loadings(module, its, weights, states):
+                    parts.append(part)
+                    stack.enter_context(part.files)
+                    part.open(own, checked)
+            parts.sort(key=lambda part: part.is_optimizer, reverse=True)
             name = extra_state_name(chosen.world_size, own or 0)
             extra = _extra_state(files(ACTOR, [name]))
             _check_base(extra, model, saved)
@@ -212,7 +205,7 @@ def load_checkpoint(
             f"{saved} was saved by {chosen.world_size} ranks and is resumed by "
             f"{ranks.world_size} ranks. Random number generators are not restored. All ranks get "
             "the user state and the scheduler of rank 0",
-            stacklevel=2,
+            stacklevel=3,
         )
     log.info("resumed from %s", saved)
     return Resumed(chosen.step, extra.get(USER_STATE), chosen.save_id, chosen.world_size, is_exact)
@@ -242,13 +235,15 @@ def _chosen(job: Job, step: int | None) -> FullCheckpoint | None:
 
 def _all_is_used(ranks: Ranks, parts: list[Loading]) -> None:
     """Raise if no rank uses some saved value, e.g. because the model has fewer layers."""
-    unused = ranks.gathered([part.unused() for part in parts])
-    if not any(any(names) for names in unused):
+    _each({part.files.kind: part for part in parts}.values(), lambda part: part.say())
+    # A rank may lack an optimizer of other ranks. Several optimizers have the same files.
+    unused = ranks.gathered({part.files.kind: part.unused() for part in parts})
+    if not any(any(names.values()) for names in unused):
         return
-    taken = ranks.gathered([part.taken() for part in parts])
-    for number, part in enumerate(parts):
-        left = set().union(*(names[number] for names in unused))
-        left -= set().union(*(names[number] for names in taken))
+    taken = ranks.gathered({part.files.kind: part.files.taken for part in parts})
+    for part in parts:
+        left = set().union(*(names.get(part.files.kind, ()) for names in unused))
+        left -= set().union(*(names.get(part.files.kind, ()) for names in taken))
         if left:
             raise CheckpointError(
                 f"{part.files.paths[0]} and the files beside it have {told_names(sorted(left))}, "
@@ -291,13 +286,18 @@ def _check_base(extra: Mapping[str, Any], model: nn.Module, folder: Path) -> Non
 
 
 def _restore(
-    extra: Mapping[str, Any], scheduler: Resumable | None, folder: Path, own: int | None
+    extra: Mapping[str, Any],
+    scheduler: Some[Resumable],
+    folder: Path,
+    own: int | None,
 ) -> None:
-    if scheduler is not None:
-        if SCHEDULER not in extra:
-            raise CheckpointError(
-                f"{folder} was saved without a scheduler. Load it with scheduler=None"
-            )
-        scheduler.load_state_dict(extra[SCHEDULER])
+    schedulers, states = each_of(scheduler), each_of(extra.get(SCHEDULER))
+    if len(schedulers) not in {0, len(states)}:
+        raise CheckpointError(
+            f"{folder} was saved with {len(states)} schedulers, not {len(schedulers)}. Give those "
+            "of the save, in the same order, or scheduler=None"
+        )
+    for one, state in zip(schedulers, states, strict=False):
+        one.load_state_dict(state)
     if own is not None:
         set_rng_state(extra[RNG])

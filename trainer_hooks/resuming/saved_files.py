@@ -85,7 +85,11 @@ class SavedFiles:
         is_optimizer: whether the files also hold values that are not tensors.
 
     Attributes:
+        kind: the same on all ranks, whose paths may differ.
         opened: the open files, by rank.
+        taken: the names that this rank uses.
+        updated: the parameters that this rank's optimizers update.
+        checked: the numbers of the files of which this rank has checked all bytes.
     """
 
     storage: Storage
@@ -96,7 +100,11 @@ class SavedFiles:
 
     def __post_init__(self) -> None:
         self.paths = tuple(self.folder / name for name in self.names)
+        self.kind = f"{self.folder.name}/{self.names[:1]}"
         self.opened: dict[int, OpenFile] = {}
+        self.taken: set[str] = set()
+        self.updated: set[str] = set()
+        self.checked: set[int] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -216,6 +224,10 @@ class SavedFiles:
             for entry in full.entries
         }
         return OpenFile(path, full.fd, False, {}, tensors)
+
+
+#: Of what is not saved yet.
+NO_FILES: Final = SavedFiles(Storage(), Path(), (), None)
 
 
 def missing(path: Path) -> CheckpointError:

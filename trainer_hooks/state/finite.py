@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from syncd.coordination.host_memory import HostMemory
+from syncd.coordination.torch_modes import without_modes
 
 #: The dtypes that torch.aminmax can check: if any value is NaN, both its results are NaN.
 _BY_VALUE: Final = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
@@ -23,7 +24,7 @@ _BY_SIGN: Final = frozenset({torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 _BLOCK: Final = 4 * 1024 * 1024
 
 
-@torch.no_grad()
+@without_modes()
 def is_finite(tensor: Tensor) -> bool:
     """True if a CPU tensor has no NaN or Inf; checks only fp64, fp32, fp16, bf16 and fp8."""
     looked = Looked()
@@ -44,7 +45,6 @@ class Looked:
         ] = defaultdict(list)
         self._fetched: list[tuple[list[Hashable], HostMemory, torch.dtype]] = []
 
-    @torch.no_grad()
     def add(self, key: Hashable, tensor: Tensor) -> None:
         """Check a strided tensor, in the device's current stream."""
         dtype = tensor.dtype

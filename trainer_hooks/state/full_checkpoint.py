@@ -7,25 +7,32 @@ a file, so a save refuses values that they cannot load.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
+from syncd.checkpoint.tensor_rules import is_extra_state
 from syncd.checkpoint.torch_files.pieces import is_plain
+from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import InvalidSettingsError
+from trainer_hooks.state.state_dict import lost_by_fsdp1
 
 #: The prefixes of names in an optimizer's file: tensors of parameters, and options of their groups.
 STATE: Final = "state"
 GROUPS: Final = "param_groups"
 #: The only key in the file of an optimizer that is not a ``torch.optim.Optimizer``.
 RAW: Final = "state_dict"
+#: One more key if there are several optimizers: release 0.3 refuses to load a key that it does not
+#: know. It sorts before all other keys, so a message shows it.
+SEVERAL: Final = "(several optimizers)"
 #: The keys of the extra state; the first two are verl's.
 SCHEDULER: Final = "lr_scheduler"
 RNG: Final = "rng"
@@ -54,6 +61,10 @@ _VALUES: Final = frozenset(
 )
 _NESTED: Final = 50
 
+Given = TypeVar("Given")
+#: One object, a sequence of several, or None.
+Some: TypeAlias = Given | Sequence[Given] | None
+
 
 class Stateful(Protocol):
     """The part of an optimizer or a scheduler that is needed here."""
@@ -62,59 +73,138 @@ class Stateful(Protocol):
         """The state needed to resume."""
 
 
-def check_stateful(**given: object) -> None:
-    """Check that each argument is None, or an optimizer or scheduler.
+def each_of(given: Some[Given]) -> Sequence[Given]:
+    """The given objects; none for None."""
+    if isinstance(given, Sequence) and not hasattr(given, "state_dict"):
+        return given
+    return () if given is None else [given]  # type: ignore[list-item]  # one that is no sequence
+
+
+def check_stateful(**given: Some[Stateful]) -> None:
+    """Check that each argument is None, or one or several optimizers or schedulers.
 
     Raises:
-        InvalidSettingsError: an argument is a class, or has no ``state_dict``.
+        InvalidSettingsError: an object is a class, or has no ``state_dict``; or one of several
+            optimizers is not torch's.
     """
     for name, value in given.items():
-        if isinstance(value, type):
-            what = f"the class {value.__name__}"
-        elif value is None or callable(getattr(value, "state_dict", None)):
-            continue
-        else:
-            what = f"of type {type(value).__name__}"
-        raise InvalidSettingsError(
-            f"{name} is {what}: it must be an object with state_dict(), such as "
-            "torch.optim.AdamW(model.parameters())"
-        )
+        several: Sequence[object] = each_of(value)
+        base: type = Optimizer if len(several) > 1 and "optimizer" in name else object
+        for one in several or [value]:
+            if isinstance(one, type):
+                what = f"the class {one.__name__}"
+            elif value is None or (isinstance(one, base) and hasattr(one, "state_dict")):
+                continue
+            else:
+                what = f"of type {type(one).__name__}"
+            raise InvalidSettingsError(
+                f"{name} is {what}: it must be an object with state_dict(), such as "
+                "torch.optim.AdamW(model.parameters()), or several torch.optim.Optimizer"
+            )
 
 
-def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
-    """This rank's part of an optimizer's state. Nothing is copied. Collective for FSDP1.
+class Replaceable:
+    """The objects of full checkpoints that may be replaced between steps.
 
-    The optimizer and the gradients are unchanged afterwards, even before the first step.
+    Setting an optimizer or a scheduler raises :class:`InvalidSettingsError` if it is none.
+    """
 
-    Returns:
-        For a ``torch.optim.Optimizer``, a flat dict: for each parameter P of the plain model the
-            state (``state.P.exp_avg``) and the options of its group (``param_groups.P.lr``). Each
-            value is a tensor, perhaps sharded, or a value that is_plain() accepts. For any other
-            object, ``{"state_dict": optimizer.state_dict()}``, from which only the same number of
-            ranks can resume.
+    optimizer: Some[Stateful] = None
+    scheduler: Some[Stateful] = None
+    critic_optimizer: Some[Stateful] = None
+    user_state: Callable[[], Mapping[str, Any]] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in {"optimizer", "scheduler", "critic_optimizer"}:
+            check_stateful(**{name: value})
+        super().__setattr__(name, value)
+
+
+def optimizers_of(model: nn.Module, given: Some[Given]) -> Sequence[Given]:
+    """The given optimizers.
 
     Raises:
-        InvalidSettingsError: a value could not be loaded again, or the optimizer has parameters
-            that the model lacks.
+        InvalidSettingsError: two of them update the same parameter, so it has two states.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return {RAW: checked(optimizer.state_dict(), f"{type(optimizer).__name__}.state_dict()")}
-    kind = type(optimizer).__name__
-    with _uninitialized(optimizer):
-        flat = torch_optimizer_state(model, optimizer, flatten=True)
-    for name, value in flat.items():
-        if isinstance(value, np.generic):
-            flat[name] = value.item()
-        elif not isinstance(value, Tensor | ShardedTensor) and not is_plain(value):
+    optimizers = each_of(given)
+    owners = Counter(p for optimizer in optimizers for p in {*_parameters(optimizer)})
+    for name, parameter in model.named_parameters():
+        if owners[parameter] > 1:
             raise InvalidSettingsError(
-                f"{kind} has {name} of type {type(value).__name__}, which cannot be saved. Use "
-                "only tensors, numbers, text, and tuples of these"
+                f"{owners[parameter]} optimizers update '{name}'. Give it to only one of them"
             )
+    return optimizers
+
+
+@without_modes()
+def optimizer_state(model: nn.Module, given: Some[Stateful]) -> dict[str, Any]:
+    """This rank's part of the state of one or several optimizers. Collective for FSDP1.
+
+    Nothing is copied. The optimizers and the gradients are unchanged afterwards, even before the
+    first step.
+
+    Returns:
+        For each ``torch.optim.Optimizer``, in one flat dict: for each parameter P of the plain
+            model the state (``state.P.exp_avg``) and the options of its group
+            (``param_groups.P.lr``). Each value is a tensor, perhaps sharded, or a value that
+            is_plain() accepts. For any other object, ``{"state_dict": optimizer.state_dict()}``,
+            from which only the same number of ranks can resume.
+
+    Raises:
+        InvalidSettingsError: a value could not be loaded again, an optimizer has parameters that
+            the model lacks, or two optimizers have the same parameter.
+    """
+    optimizers = optimizers_of(model, given)
+    flat: dict[str, Any] = {SEVERAL: True} if len(optimizers) > 1 else {}
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if not isinstance(optimizer, Optimizer):
+            return {RAW: checked(optimizer.state_dict(), f"{kind}.state_dict()")}
+        with uninitialized(optimizer):
+            own = torch_optimizer_state(model, optimizer, flatten=True)
+        if lost := lost_by_fsdp1(model):
+            raise InvalidSettingsError(
+                f"torch could not load the state of {kind} for {lost} again. Use fully_shard; "
+                "or FSDP1 with use_orig_params=True, checkpoint_wrapper inside its units, and "
+                "torch.compile around them"
+            )
+        for name, value in own.items():
+            if isinstance(value, np.generic):
+                own[name] = value.item()
+            elif not isinstance(value, Tensor) and not is_plain(value):
+                raise InvalidSettingsError(
+                    f"{kind} has {name} of type {type(value).__name__}, which cannot be saved. Use "
+                    "only tensors, numbers, text, and tuples of these"
+                )
+        flat |= own
     return flat
 
 
+def loadable(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict to save, without an ``_extra_state`` that only running code could load.
+
+    Raises:
+        InvalidSettingsError: any other value is no tensor. Neither the merge nor loading takes it.
+    """
+    kept = dict(state)
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            continue
+        if not is_extra_state(name):
+            raise InvalidSettingsError(
+                f"'{name}' in the model's state dict is of type {type(value).__name__}, not a "
+                "tensor, so it could not be loaded again. Make it a buffer, or keep it elsewhere, "
+                "such as in user_state"
+            )
+        try:
+            checked(value, name)
+        except InvalidSettingsError:
+            del kept[name]
+    return kept
+
+
 def torch_optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, flatten: bool
+    model: nn.Module, optimizer: Optimizer, *, flatten: bool
 ) -> dict[str, Any]:
     """``get_optimizer_state_dict``, with errors that name the remedy."""
     kind = type(optimizer).__name__
@@ -124,18 +214,23 @@ def torch_optimizer_state(
             module.reshard()
     try:
         found: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
-    except NotImplementedError as error:
-        raise InvalidSettingsError(f"the state of {kind} cannot be saved: {error}") from error
-    except KeyError as error:
+    except (AssertionError, KeyError, RuntimeError) as error:
         raise InvalidSettingsError(
-            f"{kind} updates a parameter (number {error}) that the model does not have. Pass the "
-            "model whose parameters the optimizer updates"
+            f"torch cannot save the state of {kind}: {error!r}. The model must have all parameters "
+            "that it updates. With FSDP1, freeze all others, and give all units the same "
+            "use_orig_params"
         ) from error
     return found
 
 
+def _parameters(optimizer: object) -> Iterator[Tensor]:
+    if isinstance(optimizer, Optimizer):
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
 def extra_state(
-    *, scheduler: Stateful | None, user_state: Mapping[str, Any] | None
+    *, scheduler: Some[Stateful], user_state: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """The state for resuming except model and optimizer. Tensors are not copied.
 
@@ -144,8 +239,11 @@ def extra_state(
     """
     extra: dict[str, Any] = {RNG: rng_state()}
     if scheduler is not None:
-        where = f"{type(scheduler).__name__}.state_dict()"
-        extra[SCHEDULER] = checked(scheduler.state_dict(), where)
+        states = [
+            checked(one.state_dict(), f"{type(one).__name__}.state_dict()")
+            for one in each_of(scheduler)
+        ]
+        extra[SCHEDULER] = states[0] if len(states) == 1 else states
     if user_state is not None:
         extra[USER_STATE] = checked(user_state, USER_STATE)
     return extra
@@ -183,6 +281,7 @@ def checked(value: Any, where: str, depth: int = 0) -> Any:
     )
 
 
+@without_modes()
 def rng_state() -> dict[str, Any]:
     """The states of this process's random number generators.
 
@@ -230,18 +329,13 @@ def _accelerator() -> tuple[str, Any]:
 
 
 @contextmanager
-def _uninitialized(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def uninitialized(optimizer: Optimizer) -> Iterator[None]:
     """Keep torch from doing a step with zero gradients to create a missing state.
 
     The optimizer's bias correction would count that step. torch takes no such step if some
     parameter has a gradient, so the smallest parameter gets a zero gradient for a moment.
     """
-    parameters = [
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.requires_grad
-    ]
+    parameters = [parameter for parameter in _parameters(optimizer) if parameter.requires_grad]
     if optimizer.state or not parameters or any(p.grad is not None for p in parameters):
         yield
         return

@@ -18,6 +18,7 @@ from syncd.checkpoint.merging.plan import PlannedTensor, Ties, plan_merge
 from syncd.checkpoint.placement import Local
 from syncd.checkpoint.tensor_rules import ITEMSIZE, Casting, name_fault, shown
 from syncd.coordination.tensors import DTYPES as TORCH_DTYPES
+from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import SaveFailedError, SyncdError
 from syncd.protocol.names import FULL_STATE_DICT
 from trainer_hooks.ranks import Ranks
@@ -27,7 +28,7 @@ from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.state_dict import dtype_name, shape_of, tensors_of
 
 
-@torch.no_grad()
+@without_modes()
 def gather_full(
     state: Mapping[str, Any],
     rank: int,

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from syncd.coordination.torch_modes import without_modes
 from trainer_hooks.state.host_buffers import with_local
 
 #: Dtypes that gloo cannot move → the dtype of the same size that it moves instead, bit for bit.
@@ -43,7 +44,7 @@ class Derived(NamedTuple):
         return self.make(held).to(dtype) if len(held) == len(wholes) else None
 
 
-@torch.no_grad()
+@without_modes()
 def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -> Tensor | None:
     """Gather one tensor of a state dict on rank 0. Collective, except for a plain tensor.
 

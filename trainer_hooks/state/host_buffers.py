@@ -20,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from syncd.checkpoint.tensor_rules import Casting
 from syncd.coordination.host_memory import HostMemory, wait_for_copies
+from syncd.coordination.torch_modes import without_modes
 from trainer_hooks.state.finite import Looked, is_finite
 from trainer_hooks.state.state_dict import cast_to, tensors_of
 
@@ -33,7 +34,7 @@ def host_copy(value: Any) -> Any:
     def copied(_: Place, tensor: Tensor) -> Tensor:
         return _with_parts(tensor, [_moved(part) for part in _parts(tensor)], tensor.dtype)
 
-    with torch.no_grad():
+    with without_modes():
         return _mapped(value, copied, ())
 
 
@@ -76,7 +77,7 @@ class HostBuffers:
     def __init__(self) -> None:
         self._kept: dict[Place, _Kept] = {}
 
-    @torch.no_grad()
+    @without_modes()
     def copy(self, state: Mapping[str, Any], cast: Casting | None = None) -> HostCopy:
         """Copy each tensor of a state to contiguous host memory; return when all copies are done.
 
@@ -210,8 +211,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 def memory_of(tensor: Tensor) -> object | None:
     """A key of the tensor's memory; None if this rank's part is empty."""
-    with torch.no_grad():
-        held = tuple(_memory(part) for part in _parts(tensor) if part.numel())
+    held = tuple(_memory(part) for part in _parts(tensor) if part.numel())
     return held or None
 
 

@@ -109,7 +109,6 @@ class HostPart:
         """The bytes of all tensors."""
         return self._end
 
-    @torch.no_grad()
     def _add(self, name: str, value: Any) -> None:
         fault = name_fault(name)
         if fault is None and name in self._entries:

@@ -168,7 +168,7 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
     if not getattr(asked, "_weight_conversions", None):
         asked._weight_conversions = None  # noqa: SLF001 - as if the model was not loaded
     try:
-        with torch.no_grad(), _Views() as views:
+        with _Views() as views:
             found = revert_weight_conversion(asked, dict(sources))
     except Exception as error:  # noqa: BLE001 - any model's code may run; the map records its error
         return _refused(

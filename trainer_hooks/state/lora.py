@@ -26,7 +26,13 @@ from syncd.protocol.names import MODEL_CONFIG
 from trainer_hooks.settings import SaveLora
 from trainer_hooks.state.gather import Derived
 from trainer_hooks.state.plain_model import on_meta, own_class, plain_model
-from trainer_hooks.state.state_dict import joined, shape_of, tensors_of, trained_names
+from trainer_hooks.state.state_dict import (
+    computed_names,
+    joined,
+    shape_of,
+    tensors_of,
+    trained_names,
+)
 
 #: LoRA initializations that change the base model's weights: the adapter then belongs to these
 #: changed weights, which cannot be reproduced bit for bit from ``base_model_name_or_path``.
@@ -57,6 +63,7 @@ class PeftState:
     ) -> None:
         self._state = tensors_of(state)
         self._trained = trained_names(model, updated)
+        self._computed = computed_names(model)(self._state)
         plain: Any = plain_model(model, on_meta(self._state))
         self._plain = plain
         configs: dict[str, Any] = self._plain.peft_config
@@ -166,7 +173,9 @@ class PeftState:
 
     @cached_property
     def frozen_base(self) -> frozenset[str]:
-        """The names of the base model's parameters that training leaves unchanged.
+        """The names of the base model's tensors that training leaves unchanged.
+
+        These are frozen parameters and, if they are quantized, the state of their quantization.
 
         Empty if the base model was changed at the beginning (e.g. by PiSSA), or if PEFT cannot tell
         which tensors belong to an adapter.
@@ -180,7 +189,7 @@ class PeftState:
         except InvalidSettingsError:
             return frozenset()
         parameters = {name for name, _ in self._plain.named_parameters(remove_duplicate=False)}
-        return frozenset(parameters - kept)
+        return frozenset((parameters | self._computed.keys()) - kept)
 
     def for_resuming(self) -> dict[str, Tensor]:
         """This rank's state without the frozen base."""
@@ -370,7 +379,7 @@ class _Layer(NamedTuple):
             for name, one in wholes.items()
         }
         layer: Any = plain_model(self.module, own)
-        with torch.no_grad(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             # PEFT warns that the model is merged already, which is true here.
             warnings.filterwarnings("ignore", message=".*adapters (are|were) .*merged.*")
             layer.merge()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.fsdp import (
     FlatParameter,
     FSDPModule,
@@ -22,11 +23,12 @@ from torch.distributed.fsdp import (
 
 from syncd.checkpoint.tensor_rules import DTYPES, Casting, is_extra_state, refuse_cast
 from syncd.coordination.tensors import DTYPES as TORCH_DTYPES
+from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import InvalidSettingsError
 from trainer_hooks.state.wrappers import hides, renames
 
 
-@torch.no_grad()
+@without_modes()
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """The rank's own part of a model's state dict, by the names of the plain model.
 
@@ -113,23 +115,73 @@ def trained_names(model: nn.Module, updated: Collection[Tensor] = ()) -> list[fr
     Parameters in ``updated`` count as trained even if they are frozen now.
     """
     also = {id(one) for one in updated}
+    return [names for one, names in parameters_of(model) if one.requires_grad or id(one) in also]
+
+
+def parameters_of(model: nn.Module) -> list[tuple[nn.Parameter, frozenset[str]]]:
+    """Each parameter, and its names in the plain model; the same on all ranks.
+
+    FSDP1's flat parameter is listed once for each parameter in it, with only its first name.
+    """
     paths, plain = _paths(model), plain_paths(model)
     own: defaultdict[nn.Parameter, set[str]] = defaultdict(set)
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if isinstance(parameter, FlatParameter):
-                continue
-            if parameter.requires_grad or id(parameter) in also:
+            if not isinstance(parameter, FlatParameter):
                 own[parameter].add(joined(paths[path][1], name))
-    found = [frozenset(names) for names in own.values()]
+    found = [(parameter, frozenset(names)) for parameter, names in own.items()]
     for handle in _fsdp1_handles(model):
-        flat = handle.flat_param
-        if not handle._use_orig_params and (flat.requires_grad or id(flat) in also):  # noqa: SLF001 - likewise
+        if not handle._use_orig_params:  # noqa: SLF001 - likewise
             found += [
-                frozenset({joined(plain[one.module], one.param_name)})
-                for one in flat._param_infos  # noqa: SLF001 - likewise
+                (handle.flat_param, frozenset({joined(plain[one.module], one.param_name)}))
+                for one in handle.flat_param._param_infos  # noqa: SLF001 - likewise
             ]
     return found
+
+
+def computed_names(model: nn.Module) -> Callable[[Iterable[str]], dict[str, bool]]:
+    """Tell the names that modules compute for their state dicts: of no parameter, of no buffer.
+
+    The result does not look at the model again. Of some names, it returns:
+        The name → whether it belongs to a frozen parameter or to a module that has one, such as
+            the state of a base's quantization.
+    """
+    paths, modules = _paths(model), model.named_modules(remove_duplicate=False)
+    known = {joined(paths[path][1], name) for path, module in modules for name in module._buffers}  # noqa: SLF001 - named_buffers has no other path
+    known |= tied_by_fsdp1(model).keys()
+    frozen: dict[str, bool] = {}
+    for parameter, own in parameters_of(model):
+        for name in own:
+            module = name.rpartition(".")[0]
+            frozen[name] = not parameter.requires_grad
+            frozen[module] = frozen[name] or frozen.get(module, False)
+    return lambda names: {
+        name: frozen.get(beginning(name, frozen), False)
+        for name in names
+        if not (name in known or name in frozen or is_extra_state(name))
+    }
+
+
+def beginning(name: str, known: Container[str]) -> str:
+    """The longest beginning of a name, up to a dot, that is known; empty if there is none."""
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def lost_by_fsdp1(model: nn.Module) -> str:
+    """A trained parameter whose optimizer state torch saves, but cannot load; empty if it can."""
+    if fsdp_version(model) != 1:
+        return ""
+    if not _fsdp1_handles(model):
+        return "parameters, because FSDP1 ignores all of them"
+    for path, parameter in model.named_parameters():
+        # FSDP1 saves by names without wrappers.
+        loaded = " ".join(_get_fqns(model, path))
+        compiled = loaded + path if "_flat_param" in path else loaded
+        if parameter.requires_grad and ("_wrapped_module." in loaded or "_orig_mod." in compiled):
+            return path
+    return ""
 
 
 def _fsdp1_handles(model: nn.Module) -> list[Any]:

@@ -100,19 +100,27 @@ class RankWriter:
         try:
             self._remove_given_up(files)
             return self._save(files, contents, announced)
-        except OSError as error:
+        except BaseException as error:
             self._after_failure(files)
-            raise self.refused(save_id, error) from error
-        except BaseException:
-            self._after_failure(files)  # e.g. a tokenizer cannot be saved
-            raise
+            if isinstance(error, OSError | SaveFailedError):
+                raise self.failure(save_id, error, files.weights_stay) from error
+            raise  # e.g. a tokenizer cannot be saved
 
-    def refused(self, save_id: SaveId, error: OSError) -> SaveFailedError:
-        """The error of a save that storage refuses."""
+    def failure(
+        self, save_id: SaveId, error: OSError | SaveFailedError, weights_stay: bool = False
+    ) -> SaveFailedError:
+        """The error of a failed save; ``weights_stay`` as in ``RankFiles``."""
+        text = (
+            "Its weights are saved: explorers get them once rank 0 has announced them"
+            if weights_stay
+            else "Explorers keep the version that they have"
+        )
+        if isinstance(error, SaveFailedError):
+            return SaveFailedError(f"{error}. {text}")
         hint = f"; {self.job.daemon_hint()}" if error.errno in NO_ROOM | GONE else ""
         return SaveFailedError(
             f"rank {self.rank} could not write the save of step {save_id.step}: {error}. "
-            f"Explorers never get this save. The previous version stays published{hint}"
+            f"{text}{hint}"
         )
 
     def add_hugging_face(self, save_id: SaveId, weights: HostPart) -> None:
@@ -300,10 +308,9 @@ class RankWriter:
                     )
                 if time.monotonic() >= until:
                     raise SaveFailedError(
-                        f"{missing} of step {save_id.step} within {self.save_timeout:g} s, so the "
-                        f"save was not announced. See the log of rank {rank}. If it has no error, "
-                        "check that all ranks make the same calls, with the same steps and the "
-                        "same job directory"
+                        f"{missing} of step {save_id.step} within {self.save_timeout:g} s. See the "
+                        f"log of rank {rank}. If it has no error, check that all ranks make the "
+                        "same calls, with the same steps and the same job directory"
                     )
                 if self.stopped.wait(_POLL):
                     raise SaveFailedError(f"{missing} of step {save_id.step} before training ended")

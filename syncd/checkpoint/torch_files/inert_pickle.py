@@ -238,6 +238,7 @@ _OPAQUE: Final = {
     "torch": "device Tensor",
     "torch._tensor": "Tensor",
     "torch.nn.parameter": "Parameter Buffer",
+    "__builtin__": "set complex",  # in an _extra_state
     "_io": "BytesIO",  # in an _extra_state of TransformerEngine, which is left out
     "torch.distributed.checkpoint.metadata": (
         "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
