@@ -63,7 +63,7 @@ class PeftState:
     ) -> None:
         self._state = tensors_of(state)
         self._trained = trained_names(model, updated)
-        self._computed = computed_names(model)(self._state)
+        self._model = model
         plain: Any = plain_model(model, on_meta(self._state))
         self._plain = plain
         configs: dict[str, Any] = self._plain.peft_config
@@ -189,7 +189,8 @@ class PeftState:
         except InvalidSettingsError:
             return frozenset()
         parameters = {name for name, _ in self._plain.named_parameters(remove_duplicate=False)}
-        return frozenset((parameters | self._computed.keys()) - kept)
+        computed = computed_names(self._model)(self._state)
+        return frozenset((parameters | computed.keys()) - kept)
 
     def for_resuming(self) -> dict[str, Tensor]:
         """This rank's state without the frozen base."""
