@@ -428,6 +428,7 @@ class Saver:
             save.is_checkpoint = True
             if save.promise is not None and save.promise.check(self.writer.job, save.id.step):
                 self.has_promised = True
+            save.promise = None  # it refers to the optimizer, which may be replaced
             try:
                 retire_old(
                     self.writer.job,

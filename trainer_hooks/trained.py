@@ -26,9 +26,12 @@ from trainer_hooks.state.casting import casting_of
 from trainer_hooks.state.full_checkpoint import (
     AVERAGES,
     BASE_MODEL,
+    STATE,
     Replaceable,
+    each_of,
     extra_state,
     loadable,
+    names_updated,
     optimizer_state,
 )
 from trainer_hooks.state.full_file import gather_full
@@ -82,7 +85,7 @@ class Trained:
         self._said_merged = False
         self._small_files = SmallFiles()
         #: Of each optimizer: the step of the last full checkpoint, its id and its step counts then.
-        self._counted: dict[str, tuple[int, tuple[int, list[str]]]] = {}
+        self._counted: dict[tuple[str, int], tuple[int, tuple[int, list[str]]]] = {}
         self._hub_names = HubNames(self.model)
         self._tied: Ties = False
         self._ties = KnownTies()
@@ -160,7 +163,9 @@ class Trained:
             or (hugging_face and sharded)
             or (is_full and (is_peft or cast or is_link))
         ):
-            state = loadable(sharded_state_dict(self.model))
+            state = sharded_state_dict(self.model)
+            if sharded or is_full:  # a gathered file has only tensors
+                state = loadable(state)
         if cast is not None and not is_peft:
             refuse_quantized(state)
         if not changes(state, cast):
@@ -231,12 +236,14 @@ class Trained:
 
     @without_modes()
     def promise(self) -> Promise | None:
-        """On rank 0, plan how the next full checkpoint will be loaded. Collective with FSDP1."""
+        """On rank 0, plan how the next full checkpoint will be loaded.
+
+        Collective, as any model's ``state_dict`` may be.
+        """
         saved: list[Saved] = [(ACTOR, self.model, self.objects.optimizer)]
         if self.critic is not None:
             saved.append((CRITIC, self.critic, self.objects.critic_optimizer))
-        with_all = any(fsdp_version(model) == 1 for _, model, _ in saved)
-        promise = Promise(saved) if with_all or self.rank == 0 else None
+        promise = Promise(saved)
         return promise if self.rank == 0 else None
 
     def full_weights(self, at_end: ExitStack) -> HostPart | None:
@@ -272,21 +279,23 @@ class Trained:
             if model is None or optimizer is None:
                 continue
             rest[name] = host_copy(optimizer_state(model, optimizer))
-            # A 0-dimensional tensor formats as its value.
-            counts = [f"{value}" for key, value in rest[name].items() if key.endswith(".step")]
-            now = id(optimizer), counts
-            last, before = self._counted.get(name, (step, now))
-            self._counted[name] = step, now
-            if self.rank == 0 and counts and step != last and now == before:
-                log.warning(
-                    "the full checkpoint of step %d has the same step counts of the %s as that of "
-                    "step %d. If another object trains the model now, set hook.%s to it on all "
-                    "ranks",
-                    step,
-                    name,
-                    last,
-                    name,
-                )
+            for number, one in enumerate(each_of(optimizer)):
+                # A 0-dimensional tensor formats as its value.
+                keys = {f"{STATE}.{parameter}.step" for parameter in names_updated(model, one)}
+                now = id(one), [f"{v}" for key, v in rest[name].items() if key in keys]
+                last, before = self._counted.get((name, number), (step, now))
+                self._counted[name, number] = step, now
+                if self.rank == 0 and now[1] and step != last and now == before:
+                    log.warning(
+                        "the full checkpoint of step %d has the same step counts of the %s %s as "
+                        "that of step %d. If another object trains the model now, set hook.%s to "
+                        "it on all ranks",
+                        step,
+                        name,
+                        type(one).__name__,
+                        last,
+                        name,
+                    )
         # Last, because user_state() may fail on only one rank, and FSDP1's gathering needs all.
         user_state = None if objects.user_state is None else objects.user_state()
         extra = extra_state(scheduler=objects.scheduler, user_state=user_state)

@@ -2,6 +2,7 @@
 
 import enum
 import io
+import logging
 import random
 from collections import OrderedDict
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from syncd.storage.fsio import Storage
 from tests.checkpoints import Net, same, state_of, train, write_full
 from tests.crash.power import Killed
 from tests.fsdp_models import Laden
+from tests.hooks import TrainerHook
 from tests.jobs import SmallJob, read, receipt_of
 from tests.multiprocess.resume_ranks import flip_a_bit
 from tests.storages import RuledStorage
@@ -47,6 +49,7 @@ from trainer_hooks.state.full_checkpoint import (
     rng_state,
     set_rng_state,
 )
+from trainer_hooks.state.state_dict import computed_names
 
 SHARD = "model_world_size_1_rank_0.pt"
 OPTIMIZER = "optim_world_size_1_rank_0.pt"
@@ -536,6 +539,7 @@ def both(model: nn.Module) -> list[torch.optim.Optimizer]:
 def test_several_optimizers_resume_in_any_order_and_one_that_is_missing_is_told(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING, "trainer_hooks")
     model, again = Net(), Net()
     made, other = both(model), both(again)
     for optimizer in made:
@@ -654,3 +658,66 @@ def test_arguments_of_another_type_are_refused_before_anything_is_loaded(root: P
         load_checkpoint(root, model, step="5")  # type: ignore[arg-type]
     with pytest.raises(InvalidSettingsError, match=r"^optimizer is the class Adam: it must be"):
         load_checkpoint(root, model, optimizer=torch.optim.Adam)  # type: ignore[arg-type]
+
+
+class Scaling(nn.Module):
+    """Saves and loads an attribute by torch's own doors."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.scale = torch.ones(1)
+        self.weight = nn.Parameter(torch.ones(4), requires_grad=not frozen)
+
+    def _save_to_state_dict(self, state: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        state[f"{prefix}scale"] = self.scale
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
+        self.scale = state.pop(f"{prefix}scale").clone()
+        super()._load_from_state_dict(state, prefix, *more)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_a_module_saves_and_loads_itself_is_resumed(root: Path, *, frozen: bool) -> None:
+    model, again = (nn.Sequential(Scaling(frozen=frozen), nn.Linear(4, 4)) for _ in range(2))
+    model[0].scale.fill_(7)
+    write_full(root, 1, model, adamw(model))
+    load_checkpoint(root, again, optimizer=adamw(again))
+    assert again[0].scale == 7
+
+
+def test_only_a_frozen_parameters_quantization_is_a_bases() -> None:
+    model = nn.Sequential(Scaling(frozen=True), Scaling(frozen=False))
+    for one in model:
+        one.packed = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+    names = ["0.SCB", "0.weight.absmax", "1.weight.absmax", "scale"]
+    assert computed_names(model)(names) == {
+        "0.SCB": True,
+        "0.weight.absmax": True,
+        "1.weight.absmax": False,
+        "scale": False,
+    }
+
+
+class Extra(nn.Linear):
+    """With extra state of any kind."""
+
+    state: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        """Keep nothing."""
+
+
+@pytest.mark.parametrize("state", [torch.ones(3), np.float64(2), {"a": np.float32(1)}, {"b": {1}}])
+def test_extra_state_of_any_kind_hinders_no_resuming(
+    root: Path, monkeypatch: pytest.MonkeyPatch, state: Any
+) -> None:
+    monkeypatch.setattr(Extra, "state", state)
+    model, again = Extra(2, 2), Extra(2, 2)
+    with TrainerHook(root, model) as hook:
+        hook.save_checkpoint(1, block_until_saved=True)
+    load_checkpoint(root, again)
+    assert torch.equal(again.weight, model.weight)

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FlatParameter
 
-from syncd.checkpoint.tensor_rules import shown
+from syncd.checkpoint.tensor_rules import is_extra_state, shown
 from syncd.protocol.errors import CheckpointError
 from trainer_hooks.resuming.filling import BoxRead, fill, goals_of, plan
 from trainer_hooks.resuming.saved_files import NO_FILES, Held, SavedFiles, names_in, told_names
@@ -39,6 +40,7 @@ from trainer_hooks.state.lora import PeftState
 from trainer_hooks.state.state_dict import (
     beginning,
     computed_names,
+    mark_trained,
     parameters_of,
     shape_of,
     sharded_state_dict,
@@ -129,18 +131,23 @@ class ModelLoading(Loading):
         self._computed = computed_names(self.model)
         computed = self._computed(state)
         if more := [name for name, is_base in computed.items() if not is_base]:
-            raise CheckpointError(
-                "torch cannot load the model's state dict, because names in the state dict are "
-                f"not a parameter or buffer of the model: {told_names(more)}. Make them buffers, "
-                "or load the weights from a published version"
-            )
-        self._state = {name: value for name, value in state.items() if name not in computed}
+            try:  # a module may load attributes of its own
+                get_model_state_dict(self.model)
+            except AttributeError as error:
+                raise CheckpointError(
+                    "torch cannot load the model's state dict, because names in the state dict are "
+                    f"not a parameter or buffer of the model: {told_names(more)}. Make them "
+                    "buffers, or load the weights from a published version"
+                ) from error
+        self._left_out = {name for name in state if computed.get(name) or is_extra_state(name)}
+        self._state = {name: value for name, value in state.items() if name not in self._left_out}
         # A full state dict has only one name of tied tensors.
         for name, first in tied_by_fsdp1(self.model).items():
             self._state[name] = self._state[first]
-        self._left_out = set(computed)
+        self._base: frozenset[str] = frozenset()
         if adapters_of(self.model):
-            self._left_out |= PeftState(self.model, self._state).frozen_base
+            self._base = PeftState(self.model, self._state).frozen_base
+            self._left_out |= self._base
 
     def plan(self, own: int | None) -> None:
         """Plan reads for all tensors; the files may lack the frozen base of adapters."""
@@ -161,6 +168,8 @@ class ModelLoading(Loading):
         is_inference = any(one.is_inference() for one in self.model.parameters())
         with torch.inference_mode(is_inference):
             set_model_state_dict(self.model, self._state, options=options)
+        if saved := self._base.intersection(self._state, names_in(self.files.opened)):
+            mark_trained(self.model, saved)
         self._state = {}
 
 
@@ -345,6 +354,8 @@ class OptimizerLoading(Loading):
             )
         found: dict[str, Tensor] = {}
         for key, value in saved.items():
+            if key == "param_names":
+                continue  # this optimizer's own
             if not isinstance(value, Held):
                 group[key] = value
                 continue

@@ -85,8 +85,10 @@ class Promise:
                     files = SavedFiles(job.storage, place, names, told, part.is_optimizer)
                     opened[key] = stack.enter_context(files)
                 part.files = opened[key]
-                part.open(None, range(len(part.files)))
-                part.plan(None)
+                # As rank 0: what is not sharded can differ from rank to rank.
+                part.open(0, range(len(part.files)))
+                part.plan(0)
+            for _, part in self._parts:
                 part.unused()
             for files in opened.values():
                 # Other ranks may have other parts of the model.

@@ -23,7 +23,7 @@ from syncd.checkpoint.tensor_rules import is_extra_state
 from syncd.checkpoint.torch_files.pieces import is_plain
 from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import InvalidSettingsError
-from trainer_hooks.state.state_dict import lost_by_fsdp1
+from trainer_hooks.state.state_dict import lost_by_fsdp1, parameters_of
 
 #: The prefixes of names in an optimizer's file: tensors of parameters, and options of their groups.
 STATE: Final = "state"
@@ -130,6 +130,12 @@ class Replaceable:
         super().__setattr__(name, value)
 
 
+def names_updated(model: nn.Module, optimizer: object) -> set[str]:
+    """The names of the parameters in an optimizer's groups; none if it is not torch's."""
+    held = set(map(id, _parameters(optimizer)))
+    return {name for one, names in parameters_of(model) if id(one) in held for name in names}
+
+
 def optimizers_of(model: nn.Module, given: Some[Given]) -> Sequence[Given]:
     """The given optimizers.
 
@@ -172,7 +178,8 @@ def optimizer_state(model: nn.Module, given: Some[Stateful]) -> dict[str, Any]:
             return {RAW: checked(optimizer.state_dict(), f"{kind}.state_dict()")}
         with uninitialized(optimizer):
             own = torch_optimizer_state(model, optimizer, flatten=True)
-        if lost := lost_by_fsdp1(model):
+        has_state = any(name.startswith(f"{STATE}.") for name in own)
+        if has_state and (lost := lost_by_fsdp1(model)):
             raise InvalidSettingsError(
                 f"torch could not load the state of {kind} for {lost} again. Use fully_shard; "
                 "or FSDP1 with use_orig_params=True, checkpoint_wrapper inside its units, and "
@@ -207,7 +214,7 @@ def loadable(state: Mapping[str, Any]) -> dict[str, Any]:
                 "such as in user_state"
             )
         try:
-            checked(value, name)
+            kept[name] = checked(value, name)
         except InvalidSettingsError:
             del kept[name]
     return kept

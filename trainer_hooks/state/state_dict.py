@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from syncd.coordination.tensors import DTYPES as TORCH_DTYPES
 from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import InvalidSettingsError
 from trainer_hooks.state.wrappers import hides, renames
+
+#: The attribute of a model with the names of :func:`mark_trained`.
+_TRAINED: Final = "_syncd_trained"
 
 
 @without_modes()
@@ -115,7 +118,13 @@ def trained_names(model: nn.Module, updated: Collection[Tensor] = ()) -> list[fr
     Parameters in ``updated`` count as trained even if they are frozen now.
     """
     also = {id(one) for one in updated}
-    return [names for one, names in parameters_of(model) if one.requires_grad or id(one) in also]
+    found = [names for one, names in parameters_of(model) if one.requires_grad or id(one) in also]
+    return found + [frozenset({name}) for name in getattr(model, _TRAINED, ())]
+
+
+def mark_trained(model: nn.Module, names: Collection[str]) -> None:
+    """Count frozen parameters as trained for good, because an earlier run has trained them."""
+    setattr(model, _TRAINED, frozenset(names))
 
 
 def parameters_of(model: nn.Module) -> list[tuple[nn.Parameter, frozenset[str]]]:
@@ -143,8 +152,8 @@ def computed_names(model: nn.Module) -> Callable[[Iterable[str]], dict[str, bool
     """Tell the names that modules compute for their state dicts: of no parameter, of no buffer.
 
     The result does not look at the model again. Of some names, it returns:
-        The name → whether it belongs to a frozen parameter or to a module that has one, such as
-            the state of a base's quantization.
+        The name → whether it is the state of a frozen parameter's quantization: below the
+            parameter's name, or beside a parameter of integers.
     """
     paths, modules = _paths(model), model.named_modules(remove_duplicate=False)
     known = {joined(paths[path][1], name) for path, module in modules for name in module._buffers}  # noqa: SLF001 - named_buffers has no other path
@@ -152,9 +161,9 @@ def computed_names(model: nn.Module) -> Callable[[Iterable[str]], dict[str, bool
     frozen: dict[str, bool] = {}
     for parameter, own in parameters_of(model):
         for name in own:
-            module = name.rpartition(".")[0]
             frozen[name] = not parameter.requires_grad
-            frozen[module] = frozen[name] or frozen.get(module, False)
+            if frozen[name] and not parameter.is_floating_point():
+                frozen[name.rpartition(".")[0]] = True
     return lambda names: {
         name: frozen.get(beginning(name, frozen), False)
         for name in names
