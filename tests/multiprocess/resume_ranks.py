@@ -551,8 +551,12 @@ class Rank:
         for wrap, is_lost in FSDP1.items():
             model = wrap(nn.Linear(2, 2))
             refused = pytest.raises(InvalidSettingsError, match=r"torch .*AdamW.*use_orig_params")
+            optimizer = torch.optim.AdamW(model.parameters())
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
             with refused if is_lost else nullcontext():
-                optimizer_state(model, torch.optim.AdamW(model.parameters()))
+                optimizer_state(model, optimizer)
         with pytest.raises(CheckpointError, match=r"no state of 'up\..* FSDP1 .*use_orig_params"):
             load(self.root / "ddp-warmed up without", self.made("fsdp1", 1))
         self.passed("an optimizer that FSDP1 saves and cannot load")
