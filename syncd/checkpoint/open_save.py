@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -43,8 +42,6 @@ from syncd.protocol.errors import (
 from syncd.protocol.names import DCP_METADATA
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
-
-log = logging.getLogger(__name__)
 
 _METADATA_MIB: Final = PICKLE_LIMIT // (1024 * 1024)
 #: Names with these prefixes are not weights, if nothing else shows which names are weights.
