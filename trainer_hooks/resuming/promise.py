@@ -25,8 +25,9 @@ Saved = tuple[str, nn.Module, Some[Stateful]]
 class Promise:
     """The loading of a run's first full checkpoint into the objects that made it.
 
-    Make it in the training's thread, right before the save; with FSDP1 that is collective. It keeps
-    names, shapes and dtypes, and no data, so that :meth:`check` does not look at the model.
+    Make it on all ranks in the training's thread, right before the save: any ``state_dict`` may be
+    collective. It keeps names, shapes and dtypes, and no data, so that :meth:`check` does not look
+    at the model.
     """
 
     def __init__(self, saved: Iterable[Saved]) -> None:
