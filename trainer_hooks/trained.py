@@ -279,13 +279,13 @@ class Trained:
             if model is None or optimizer is None:
                 continue
             rest[name] = host_copy(optimizer_state(model, optimizer))
-            for number, one in enumerate(each_of(optimizer)):
+            for number, one in enumerate(each_of(optimizer) if self.rank == 0 else ()):
                 # A 0-dimensional tensor formats as its value.
                 keys = {f"{STATE}.{parameter}.step" for parameter in names_updated(model, one)}
                 now = id(one), [f"{v}" for key, v in rest[name].items() if key in keys]
                 last, before = self._counted.get((name, number), (step, now))
                 self._counted[name, number] = step, now
-                if self.rank == 0 and now[1] and step != last and now == before:
+                if now[1] and step != last and now == before:
                     log.warning(
                         "the full checkpoint of step %d has the same step counts of the %s %s as "
                         "that of step %d. If another object trains the model now, set hook.%s to "
