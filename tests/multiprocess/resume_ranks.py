@@ -110,12 +110,12 @@ def _on_a_mesh(model: nn.Module, world_size: int, **options: Any) -> nn.Module:
 
 
 def _in_flat_units(model: nn.Module, _: int) -> nn.Module:
-    model.up = unit(model.up)  # type: ignore[arg-type]
+    model.up = unit(model.up)  # type: ignore[arg-type] # mypy sees Tensor | Module
     return unit(model)
 
 
 def _in_mesh_units(model: nn.Module, world_size: int) -> nn.Module:
-    model.up = _on_a_mesh(model.up, world_size)  # type: ignore[arg-type]
+    model.up = _on_a_mesh(model.up, world_size)  # type: ignore[arg-type] # mypy sees Tensor | Module
     return _on_a_mesh(model, world_size)
 
 
