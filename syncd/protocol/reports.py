@@ -383,10 +383,46 @@ class BuildSettings(Part):
     tick: Seconds
 
 
+class Blocked(Part):
+    """Work of the daemon that cannot go on until somebody acts.
+
+    Attributes:
+        reason: its kind, for metrics and alerts.
+        what: what happened, and to which file.
+        remedy: what to do.
+        level: 0 at first, then 1 (a warning), then 2 (critical), by the daemon's clock.
+        failures: how often this work has failed.
+        seconds: since the first failure, some seconds old.
+    """
+
+    reason: Literal["room", "rights", "storage", "filesystem", "pointer", "save", "prune", "record"]
+    what: Text
+    remedy: Text
+    level: Annotated[int, Field(ge=0, le=2)] = 0
+    failures: Size = 1
+    seconds: Seconds = 0.0
+
+
+class Unpublished(Part):
+    """The announced save, which is neither served nor overtaken by a served one of its run.
+
+    Attributes:
+        level: 0 as long as that is to be expected, then 1, then 2.
+        seconds: since it was announced, some seconds old.
+    """
+
+    step: Step
+    level: Annotated[int, Field(ge=0, le=2)] = 0
+    seconds: Seconds = 0.0
+
+
 class DaemonReport(Record):
     """``.syncd/daemon.json``: state of the active daemon, for people and ``syncd status``.
 
     Attributes:
+        process: as in a :class:`Claim`; empty if it is not known.
+        blocked: what cannot go on until somebody acts, the worst first.
+        unpublished: the save that waits to be served, if any.
         paused: the id of the pause that is in force, if any.
         memory_dir: the memory directory that the same process serves.
         merge: the progress in state ``merging``, possibly some seconds old.
@@ -416,4 +452,7 @@ class DaemonReport(Record):
     no_links: Text | None = None
     fold: MergeProgress | None = None
     pointer: PointerName = STATE_POINTER
+    process: Text = ""
+    blocked: tuple[Blocked, ...] = ()
+    unpublished: Unpublished | None = None
     time: float
