@@ -63,10 +63,27 @@ def has_ended(process: str) -> bool:
         return False  # another user's, and perhaps hidden
 
 
+def seems_ended(session: str) -> bool:
+    """True if a session's name is of a process of this host that is not there.
+
+    That is a reason to ask :func:`has_ended` of its claim, which costs a read.
+    """
+    host, _, pid = session.rpartition("-")[0].rpartition("-")
+    if host != _host() or not pid.isdecimal():
+        return False
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:24].strip("-") or "host"
+
+
 def new_session_id(prefix: str = "") -> str:
     """A unique name for this process's session."""
-    host = re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:24].strip("-") or "host"
-    return f"{prefix}{host}-{os.getpid()}-{secrets.token_hex(4)}"
+    return f"{prefix}{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def process_of(session: str) -> str:

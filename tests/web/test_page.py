@@ -16,7 +16,9 @@ pytest.importorskip("selenium", reason="pip install 'syncd[test]' brings it")
 
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.telling.journal import Journal
-from syncd.operate.job_state import look_anyway
+from syncd.operate.job_state import look_at_all
+from syncd.operate.liveness import Watch
+from syncd.operate.models import JobState, UnseenJob
 from syncd.protocol.records import Format, Pause
 from syncd.protocol.reports import MergeProgress, Reload, TrainerReport
 from syncd.storage.job import Job
@@ -380,12 +382,12 @@ def test_a_job_whose_storage_hangs_is_said_beside_those_that_are_well(
     well, hung = a_job(tmp_path / "well"), SmallJob(tmp_path / "hung")
     ended = threading.Event()
 
-    def look(folder: Path) -> dict[str, Any]:
-        if folder == hung.root:
+    def look(folders: list[Path], watch: Watch, *, waits: bool) -> list[JobState | UnseenJob]:
+        if folders == [hung.root]:
             ended.wait(DEADLINE)
-        return look_anyway(folder)
+        return look_at_all(folders, watch, waits=waits)
 
-    monkeypatch.setattr(jobs, "look_anyway", look)
+    monkeypatch.setattr(jobs, "look_at_all", look)
     # As if it had been waited for since long.
     past = SimpleNamespace(monotonic=time.monotonic, time=lambda: time.time() - 100)
     monkeypatch.setattr(jobs, "time", past)

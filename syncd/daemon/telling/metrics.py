@@ -316,7 +316,7 @@ class _JobMeter(Meter):
         )
 
     def _explorer(self, report: ExplorerReport, latest: Latest | None, lease_time: float) -> None:
-        reload, (lag, steps), delta = report.reload, report.behind(latest), None
+        reload, (lag, steps), delta = report.reload, report.lag(latest), None
         if reload is not None and reload.full_bytes is not None:
             delta = reload.delta_bytes or 0
         self._set(

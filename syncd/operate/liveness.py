@@ -1,0 +1,104 @@
+"""One judgement for all views: which processes are alive.
+
+A view believes a heartbeat whose age is between 0 and a lease time. It compares its clock with no
+other stamp: any other heartbeat is watched until it beats, or has stood still for too long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+from syncd.storage.fsio import Signature, Storage, signature
+from syncd.storage.judge import LOOKS_PER_LEASE, Clock
+
+#: ``unknown``: no look has seen the heartbeat beat, or stand still for long enough.
+Liveness: TypeAlias = Literal["alive", "lost", "ended", "unknown"]
+#: A process writes its heartbeat each third of a lease time. After this part one is missed.
+_STILL: Final = 0.6
+#: The longest wait for heartbeats: a part of a lease time, and seconds.
+_WAIT: Final = 2 / 3
+_LONGEST_WAIT: Final = 20.0
+#: The most seconds between two looks in a wait.
+_PAUSE: Final = 0.5
+#: Seconds by which another clock may be ahead without a wait.
+_AHEAD: Final = 1.0
+
+
+@dataclass
+class _Watched:
+    key: Signature | None
+    looked: float
+    has_beaten: bool = False
+    still: float = 0.0
+
+
+@dataclass
+class Watch:
+    """The heartbeats that successive looks have seen; it knows a hung process by nothing else."""
+
+    wall: Clock = time.time
+    clock: Clock = time.monotonic
+    pause: Callable[[float], None] = time.sleep
+    _begun: float = 0.0
+    _watched: dict[Path, _Watched] = field(default_factory=dict)
+    _undecided: dict[Path, tuple[Storage, float]] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Begin a look at all processes."""
+        self._watched = {at: one for at, one in self._watched.items() if one.looked >= self._begun}
+        self._begun, self._undecided = self.clock(), {}
+
+    def look(
+        self, storage: Storage, heartbeat: Path, lease_time: float, *, has_ended: bool = False
+    ) -> tuple[Liveness, float | None]:
+        """Judge a heartbeat, of a process that perhaps is known to have ended; also its time.
+
+        Raises:
+            OSError: storage does not show the heartbeat.
+        """
+        liveness, time = self._look(storage, heartbeat, lease_time)
+        if has_ended:
+            return "lost", time
+        if liveness == "unknown":
+            self._undecided[heartbeat] = storage, lease_time
+        return liveness, time
+
+    def wait(self) -> bool:
+        """Watch the heartbeats that the last look left unknown; False if it left none."""
+        if not self._undecided:
+            return False
+        longest = max(lease_time for _, lease_time in self._undecided.values())
+        end = self.clock() + min(_LONGEST_WAIT, _WAIT * longest)
+        while self._undecided and self.clock() < end:
+            self.pause(min(_PAUSE, longest / 20))
+            for heartbeat, (storage, lease_time) in list(self._undecided.items()):
+                with suppress(OSError):  # the next look says so
+                    if self._look(storage, heartbeat, lease_time)[0] != "unknown":
+                        del self._undecided[heartbeat]
+        return True
+
+    def _look(
+        self, storage: Storage, heartbeat: Path, lease_time: float
+    ) -> tuple[Liveness, float | None]:
+        status, known, now = storage.status(heartbeat), self._watched.get(heartbeat), self.clock()
+        key = None if status is None else signature(status)
+        time = None if status is None else status.st_mtime
+        is_new = time is not None and -_AHEAD <= self.wall() - time <= lease_time
+        longest = _STILL * lease_time
+        if key is not None and not (is_new and (known is None or known.still < longest)):
+            # Of an open file, a client of NFS asks the server.
+            key = signature(storage.look_into(heartbeat, storage.fstat))
+        if known is None or key != known.key:
+            has_beaten = known is not None and key is not None
+            known = self._watched[heartbeat] = _Watched(key, now, has_beaten)
+        known.has_beaten |= is_new
+        known.still += min(now - known.looked, lease_time / LOOKS_PER_LEASE)
+        known.looked = now
+        if known.still > (longest if key else 0.0):
+            return "lost", time
+        return "alive" if known.has_beaten else "unknown", time
