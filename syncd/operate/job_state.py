@@ -256,15 +256,17 @@ class _Look:
         return DaemonState.model_construct(**fields)
 
     def _check_is_written(self, heard: float) -> None:
-        """Compare two stamps of the daemon: its report is never much older than its heartbeat."""
+        """Compare two files of the daemon: it writes its report as often as its heartbeat."""
         path = self._layout.daemon_report
         status = self._try(path, lambda: self._storage.status(path))
         late = heard - status.st_mtime if status else 0.0
         if late > self._lease_time:
-            level = 1 if late < 2 * self._lease_time else 2
-            what = f"the daemon lives, but has not written {path} for {span(late)}"
-            remedy = "Read its log: it hangs, the disk is full, or it lacks rights"
-            self.problems.append(Problem(level=level, what=what, remedy=remedy))
+            look = partial(self._watch.look, self._storage, path, self._lease_time, believes=False)
+            if (self._try(path, look) or ("", None))[0] == "lost":
+                what = f"the daemon lives, but has not written {path} for {span(late)}"
+                remedy = "Read its log: it hangs, the disk is full, or it lacks rights"
+                level = 1 if late < 2 * self._lease_time else 2
+                self.problems.append(Problem(level=level, what=what, remedy=remedy))
 
     def _trainer(self, report: TrainerReport) -> TrainerState:
         claim = partial(self._claimed, "trainer", "", report.session)

@@ -54,18 +54,26 @@ class Watch:
         self._begun, self._undecided = self.clock(), {}
 
     def look(
-        self, storage: Storage, heartbeat: Path, lease_time: float, *, has_ended: bool = False
+        self,
+        storage: Storage,
+        path: Path,
+        lease_time: float,
+        *,
+        believes: bool = True,
+        has_ended: bool = False,
     ) -> tuple[Liveness, float | None]:
-        """Judge a heartbeat, of a process that perhaps is known to have ended; also its time.
+        """Judge a process by a file that it writes three times in a lease time; also its time.
+
+        Unless it ``believes`` ages, only a change tells. If the process ``has_ended``, it is lost.
 
         Raises:
-            OSError: storage does not show the heartbeat.
+            OSError: storage does not show the file.
         """
-        liveness, time = self._look(storage, heartbeat, lease_time)
+        liveness, time = self._look(storage, path, lease_time, believes=believes)
         if has_ended:
             return "lost", time
         if liveness == "unknown":
-            self._undecided[heartbeat] = storage, lease_time
+            self._undecided[path] = storage, lease_time
         return liveness, time
 
     def wait(self) -> bool:
@@ -76,29 +84,29 @@ class Watch:
         end = self.clock() + min(_LONGEST_WAIT, _WAIT * longest)
         while self._undecided and self.clock() < end:
             self.pause(min(_PAUSE, longest / 20))
-            for heartbeat, (storage, lease_time) in list(self._undecided.items()):
+            for path, (storage, lease_time) in list(self._undecided.items()):
                 with suppress(OSError):  # the next look says so
-                    if self._look(storage, heartbeat, lease_time)[0] != "unknown":
-                        del self._undecided[heartbeat]
+                    if self._look(storage, path, lease_time)[0] != "unknown":
+                        del self._undecided[path]
         return True
 
     def _look(
-        self, storage: Storage, heartbeat: Path, lease_time: float
+        self, storage: Storage, path: Path, lease_time: float, *, believes: bool = False
     ) -> tuple[Liveness, float | None]:
-        status, known, now = storage.status(heartbeat), self._watched.get(heartbeat), self.clock()
+        status, known, clock = storage.status(path), self._watched.get(path), self.clock()
         key = None if status is None else signature(status)
         time = None if status is None else status.st_mtime
-        is_new = time is not None and -_AHEAD <= self.wall() - time <= lease_time
+        is_new = believes and time is not None and -_AHEAD <= self.wall() - time <= lease_time
         longest = _STILL * lease_time
         if key is not None and not (is_new and (known is None or known.still < longest)):
             # Of an open file, a client of NFS asks the server.
-            key = signature(storage.look_into(heartbeat, storage.fstat))
+            key = signature(storage.look_into(path, storage.fstat))
         if known is None or key != known.key:
             has_beaten = known is not None and key is not None
-            known = self._watched[heartbeat] = _Watched(key, now, has_beaten)
+            known = self._watched[path] = _Watched(key, clock, has_beaten)
         known.has_beaten |= is_new
-        known.still += min(now - known.looked, lease_time / LOOKS_PER_LEASE)
-        known.looked = now
+        known.still += min(clock - known.looked, lease_time / LOOKS_PER_LEASE)
+        known.looked = clock
         if known.still > (longest if key else 0.0):
             return "lost", time
         return "alive" if known.has_beaten else "unknown", time
