@@ -203,8 +203,8 @@ def test_every_state_fits_the_page_and_can_be_read(
             assert faint == []
             ground = page.run("return getComputedStyle(document.body).backgroundColor")
             assert (sum(map(int, ground[4:-1].split(","))) < 200) == dark
-            said = {"busy": "Paused by me@login", "empty": "syncd run ", "well": "v3",
-                    f"dead-{'long-' * 12}": "lost (no heartbeat for 3 h)"}[job]  # fmt: skip
+            said = {"busy": "paused by me@login", "empty": "syncd run ", "well": "v3",
+                    f"dead-{'long-' * 12}": "daemon lost"}[job]  # fmt: skip
             page.sees(said, "main")
 
 
@@ -508,7 +508,9 @@ def test_who_is_lost_or_refuses_the_newest_version_is_said_on_top_and_in_the_tit
         explorer(job, "node-1", 3, time=1.0, refused="version 107: no such tensor")
         old = time.time() - 3600
         os.utime(job.session("s-node-2"), (old, old))
-        page.sees("degraded: trainer, node-2 lost; node-1 refuses v107", ".note.bad")
+        page.sees("trainer lost. Restart it", ".note.bad")
+        page.sees("node-1 refuses v107", "main")
+        page.sees("node-2 lost", "main")
         page.wait("return document.title === 'degraded · v3 · job · syncd'", "the title")
         page.sees("lost (no heartbeat for", ".tiles")
         page.sees("lost (no heartbeat for 60 min)", "[data-key=explorers]")
