@@ -33,7 +33,7 @@ _AHEAD: Final = 1.0
 class _Watched:
     key: Signature | None
     looked: float
-    has_beaten: bool = False
+    liveness: Liveness
     still: float = 0.0
 
 
@@ -97,16 +97,16 @@ class Watch:
         key = None if status is None else signature(status)
         time = None if status is None else status.st_mtime
         is_new = believes and time is not None and -_AHEAD <= self.wall() - time <= lease_time
-        longest = _STILL * lease_time
-        if key is not None and not (is_new and (known is None or known.still < longest)):
+        if key is not None and not is_new:
             # Of an open file, a client of NFS asks the server.
             key = signature(storage.look_into(path, storage.fstat))
         if known is None or key != known.key:
-            has_beaten = known is not None and key is not None
-            known = self._watched[path] = _Watched(key, clock, has_beaten)
-        known.has_beaten |= is_new
+            beats = known is not None and key is not None
+            known = self._watched[path] = _Watched(key, clock, "alive" if beats else "unknown")
         known.still += min(clock - known.looked, lease_time / LOOKS_PER_LEASE)
         known.looked = clock
-        if known.still > (longest if key else 0.0):
-            return "lost", time
-        return "alive" if known.has_beaten else "unknown", time
+        if is_new and known.liveness == "unknown":
+            known.liveness = "alive"
+        elif not is_new and known.still > (_STILL * lease_time if key else 0.0):
+            known.liveness = "lost"  # until it beats, even if a wrong clock makes it new later
+        return known.liveness, time
