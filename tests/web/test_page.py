@@ -506,14 +506,13 @@ def test_who_is_lost_or_refuses_the_newest_version_is_said_on_top_and_in_the_tit
         )
         job.put_record(job.layout.trainer_report, trainer)
         explorer(job, "node-1", 3, time=1.0, refused="version 107: no such tensor")
-        old = time.time() - 3600
-        os.utime(job.session("s-node-2"), (old, old))
+        job.session("s-node-2").unlink()
         page.sees("trainer lost. Restart it", ".note.bad")
         page.sees("node-1 refuses v107", "main")
         page.sees("node-2 lost", "main")
         page.wait("return document.title === 'degraded · v3 · job · syncd'", "the title")
         page.sees("lost (no heartbeat for", ".tiles")
-        page.sees("lost (no heartbeat for 60 min)", "[data-key=explorers]")
+        page.sees("lost (no heartbeat", "[data-key=explorers]")
         page.sees("refuses v107", "[data-key=explorers]")
         order = "return [...document.querySelectorAll('main > section')].map((x) => x.dataset.key)"
         assert page.run(order)[:2] == ["explorers", "versions"]
