@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from syncd.daemon.steering import Steering
 from syncd.daemon.telling.journal import read_journal
 from syncd.daemon.ways import LinkSeen, chains_from, look_at_link
 from syncd.operate.health import health_of, problems_of, problems_of_work
-from syncd.operate.liveness import Watch
+from syncd.operate.liveness import Liveness, Watch
 from syncd.operate.models import (
     DaemonState,
     Directory,
     ExplorerState,
     JobState,
     Problem,
-    Process,
     TrainerState,
     Unseen,
     UnseenJob,
@@ -31,6 +32,7 @@ from syncd.protocol.errors import JobUnavailableError, SyncdError
 from syncd.protocol.journal_lines import AuditLine, JournalLine
 from syncd.protocol.names import (
     PINNED,
+    TEMPORARY,
     parse_lease_marker,
     parse_link_folder,
     parse_step_folder,
@@ -50,7 +52,6 @@ from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT, Storage
 from syncd.storage.job import Job, ReadPolicy, readable_lines
 from syncd.storage.sessions import has_ended, seems_ended
 
-T = TypeVar("T")
 #: The most loads by explorers to show, and the most other events. The two are counted separately,
 #: because the loads of a large fleet would fill the list.
 _EVENTS: Final = 50
@@ -152,25 +153,36 @@ class _Look:
     def __init__(self, job: Job, watch: Watch) -> None:
         check_is_job(job)
         self._job, self._storage, self._layout = job, job.storage, job.layout
-        self._watch = watch
+        self._watch, self._seems_ended = watch, cache(seems_ended)
+        self._policy = ReadPolicy(damaged=lambda _: True, say=self._note)
         self.problems: list[Problem] = []
+        self._heartbeats: dict[str, os.stat_result] | None = None
         form = self._read(Format, job.layout.format, newer=False)
         self._lease_time = form.lease_time if form else DEFAULT_LEASE_TIME
         self.directory = self._directory(form)
 
     def _directory(self, form: Format | None) -> Directory:
         job, storage, layout = self._job, self._storage, self._layout
-        report = self._read(DaemonReport, layout.daemon_report, newer=False)
+        report = self._read(DaemonState, layout.daemon_report, newer=False)
         latest = self._read(Latest, layout.latest, newer=False)
-        trainer = self._read(TrainerReport, layout.trainer_report)
+        trainer = self._read(TrainerState, layout.trainer_report)
         self._read(SaveOutcomes, layout.saves, limit=LONG_RECORD_LIMIT)
+        explorers = [
+            explorer
+            for name in self._names(layout.explorers)
+            if not name.startswith(TEMPORARY)
+            and (explorer := self._read(ExplorerState, layout.explorers / name)) is not None
+        ]
+        with self._noting(layout.sessions):  # after the reports, which are younger
+            self._heartbeats = storage.statuses(layout.sessions)
         daemon = self._daemon(report) if report else None
         free: dict[str, int | None] | None = None
         with suppress(OSError):
             free = storage.free(layout.root)._asdict()
             self._check_may_write(daemon)
-        steering = Steering(job)
-        explorers = job.explorer_reports(self._names(layout.explorers), self._policy())
+        steering, rollbacks = Steering(job), []
+        with self._noting(layout.requests):
+            rollbacks += steering.asked()
         return Directory(
             job=str(layout.root),
             lease_time=form.lease_time if form else None,
@@ -178,7 +190,7 @@ class _Look:
             daemon_lock_held=storage.exists(layout.daemon_lock),
             publishing=storage.exists(layout.publish_lock),
             paused=steering.pause(),
-            rollbacks=self._try(layout.requests, steering.asked) or [],
+            rollbacks=rollbacks,
             latest=latest,
             trainer=self._trainer(trainer) if trainer else None,
             versions=[
@@ -201,13 +213,11 @@ class _Look:
             events=self._events(),
         )
 
-    def _policy(self, *, newer: bool = True) -> ReadPolicy:
-        return ReadPolicy(damaged=lambda _: True, newer=newer, say=self._note)
-
     def _read(
         self, model: type[R], path: Path, *, newer: bool = True, limit: int = RECORD_LIMIT
     ) -> R | None:
-        return self._job.read(model, path, self._policy(newer=newer), limit=limit)
+        policy = self._policy if newer else replace(self._policy, newer=False)
+        return self._job.read(model, path, policy, limit=limit)
 
     def _note(self, path: Path, error: Exception) -> None:
         """Add a file or folder that cannot be read to the problems."""
@@ -224,17 +234,20 @@ class _Look:
         vital = {layout.format, layout.latest, layout.daemon_report}
         self.problems.append(Problem(level=2 if path in vital else 1, what=what, remedy=remedy))
 
-    def _try(self, path: Path, work: Callable[[], T]) -> T | None:
-        """The result of ``work``; None after an OSError, and then ``path`` is a problem."""
+    @contextmanager
+    def _noting(self, path: Path) -> Iterator[None]:
+        """End the block at an OSError, which is a problem unless ``path`` does not exist."""
         try:
-            return work()
+            yield
         except OSError as error:
             if not is_gone(error):
                 self._note(path, error)
-        return None
 
     def _names(self, folder: Path) -> list[str]:
-        return self._try(folder, lambda: self._storage.names(folder)) or []
+        names = []
+        with self._noting(folder):
+            names += self._storage.names(folder)
+        return names
 
     def _check_may_write(self, daemon: DaemonState | None) -> None:
         root = self._layout.root
@@ -245,78 +258,83 @@ class _Look:
             remedy = f"{hint}; `findmnt -T {root}` shows the options"
             self.problems.append(Problem(level=1 + is_here, what=what, remedy=remedy))
 
-    def _daemon(self, report: DaemonReport) -> DaemonState:
-        process = self._process(report, report.state == "stopped", lambda: report.process)
-        fields = {**dict(report), **dict(process)}
-        if process.liveness == "lost":  # what it did is over
-            idle = {"detail": "", "merge": None, "fold": None, "blocked": (), "unpublished": None}
-            fields |= {"state": "lost", **idle}
-        elif process.liveness == "alive":
-            self._check_is_written(process.heard)
-        return DaemonState.model_construct(**fields)
+    def _daemon(self, report: DaemonState) -> DaemonState:
+        seen = self._process(report, report.state == "stopped", lambda: report.process)
+        if seen["liveness"] == "lost":  # what it did is over
+            seen |= {"state": "lost", "detail": "", "merge": None, "fold": None}
+            seen |= {"blocked": (), "unpublished": None}
+        report = report.model_copy(update=seen)
+        if report.liveness == "alive":
+            self._check_is_written(report.heard)
+        return report
 
     def _check_is_written(self, heard: float) -> None:
         """Compare two files of the daemon: it writes its report as often as its heartbeat."""
         path = self._layout.daemon_report
-        status = self._try(path, lambda: self._storage.status(path))
-        late = heard - status.st_mtime if status else 0.0
-        if late > self._lease_time:
-            look = partial(self._watch.look, self._storage, path, self._lease_time, believes=False)
-            if (self._try(path, look) or ("", None))[0] == "lost":
+        with self._noting(path):
+            status = self._storage.status(path)
+            late = heard - status.st_mtime if status else 0.0
+            if late <= self._lease_time:
+                return
+            look = self._watch.look
+            if look(self._storage, path, status, self._lease_time, believes=False) == "lost":
                 what = f"the daemon lives, but has not written {path} for {span(late)}"
                 remedy = "Read its log: it hangs, the disk is full, or it lacks rights"
                 level = 1 if late < 2 * self._lease_time else 2
                 self.problems.append(Problem(level=level, what=what, remedy=remedy))
 
-    def _trainer(self, report: TrainerReport) -> TrainerState:
+    def _trainer(self, report: TrainerState) -> TrainerState:
         claim = partial(self._claimed, "trainer", "", report.session)
-        process = self._process(report, report.status == "stopped", claim)
-        status = "lost" if process.liveness == "lost" else report.status
-        return TrainerState.model_construct(**{**dict(report), **dict(process), "status": status})
+        seen = self._process(report, report.status == "stopped", claim)
+        if seen["liveness"] == "lost":
+            seen["status"] = "lost"
+        return report.model_copy(update=seen)
 
-    def _explorer(self, report: ExplorerReport, latest: Latest | None) -> ExplorerState:
+    def _explorer(self, report: ExplorerState, latest: Latest | None) -> ExplorerState:
         is_stopped = report.status == "stopped" and report.starting is None
         claim = partial(self._claimed, "explorer", report.name, report.session)
-        process = self._process(report, is_stopped, claim)
-        fields = {**dict(report), **dict(process)}
-        if process.liveness == "lost":
-            fields["status"] = "lost"
+        seen = self._process(report, is_stopped, claim)
+        if seen["liveness"] == "lost":
+            seen["status"] = "lost"
         elif report.starting is not None:
-            fields["status"] = "starting"
-        if process.is_live and report.fault:
-            fields["trouble"] = "faulty"
-        elif process.is_live and report.refused:
-            reason = report.refused.partition(": ")[0].replace("version ", "v")
-            fields["trouble"] = f"refuses {reason}"
+            seen["status"] = "starting"
+        if seen["liveness"] in {"alive", "unknown"}:
+            if report.fault:
+                seen["trouble"] = "faulty"
+            elif report.refused:
+                reason = report.refused.partition(": ")[0].replace("version ", "v")
+                seen["trouble"] = f"refuses {reason}"
         behind, steps = report.lag(latest)
-        return ExplorerState.model_construct(**fields, behind=behind or 0, behind_steps=steps)
+        return report.model_copy(update=seen | {"behind": behind or 0, "behind_steps": steps})
 
     def _process(
         self,
         report: DaemonReport | TrainerReport | ExplorerReport,
         is_stopped: bool,
         claim: Callable[[], str],
-    ) -> Process:
-        """``claim`` returns the process that :func:`has_ended` can know, if any."""
+    ) -> dict[str, object]:
+        """The fields of :class:`Process`; ``claim`` returns what :func:`has_ended` can know."""
         if is_stopped or report.session is None:
-            return Process(heard=report.time, liveness="ended" if is_stopped else None)
+            return {"heard": report.time, "liveness": "ended" if is_stopped else None}
         path, claimed = self._layout.session(report.session), claim()
-        is_over = bool(claimed) and has_ended(claimed)
-        look = partial(self._watch.look, self._storage, path, self._lease_time, has_ended=is_over)
-        liveness, beat = self._try(path, look) or ("unknown", None)
-        heard = report.time if beat is None else beat
-        trouble, still = None, self._watch.wall() - heard
-        if liveness == "unknown":
-            trouble = "unknown (its heartbeat was not seen to beat)"
-        elif is_over:
-            trouble = "lost (its process has ended)"
-        elif liveness == "lost":
+        status = (self._heartbeats or {}).get(path.name)
+        heard, trouble = status.st_mtime if status else report.time, None
+        liveness: Liveness | None = None
+        if claimed and has_ended(claimed):
+            liveness, trouble = "lost", "lost (its process has ended)"
+        elif self._heartbeats is not None:
+            with self._noting(path):
+                liveness = self._watch.look(self._storage, path, status, self._lease_time)
+        if liveness is None or liveness == "unknown":
+            liveness, trouble = "unknown", "unknown (its heartbeat was not seen to beat)"
+        elif liveness == "lost" and trouble is None:
+            still = self._watch.wall() - heard
             lasting = f" for {span(still)}" if still > self._lease_time else ""
             trouble = f"lost (no heartbeat{lasting})"
-        return Process(heard=heard, liveness=liveness, trouble=trouble)
+        return {"heard": heard, "liveness": liveness, "trouble": trouble}
 
     def _claimed(self, role: str, name: str, session: str | None) -> str:
-        if session is not None and seems_ended(session):
+        if session is not None and self._seems_ended(session.rpartition("-")[0]):
             with suppress(OSError):  # the claim is gone or unreadable: the heartbeat tells
                 content = self._storage.read(self._layout.claim(role, name))
                 if session_of(content) == session:
@@ -335,9 +353,11 @@ class _Look:
     def _events(self) -> list[JournalLine | AuditLine]:
         journal, audit = self._layout.journal, self._layout.audit
         lines: list[JournalLine | AuditLine] = []
-        lines += self._try(journal, lambda: [*read_journal(self._job, _TAIL)]) or []
-        deletions = self._try(audit, lambda: last_lines(self._storage, audit, _TAIL)) or []
-        lines += readable_lines(AuditLine, deletions, audit)
+        with self._noting(journal):
+            lines += read_journal(self._job, _TAIL)
+        with self._noting(audit):
+            deletions = last_lines(self._storage, audit, _TAIL)
+            lines += readable_lines(AuditLine, deletions, audit)
         # Events of the same moment keep the order of their file.
         lines.sort(key=lambda line: line.time)
         left = {True: _EVENTS, False: _EVENTS}

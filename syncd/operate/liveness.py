@@ -6,6 +6,7 @@ other stamp: any other heartbeat is watched until it beats, or has stood still f
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -57,24 +58,22 @@ class Watch:
         self,
         storage: Storage,
         path: Path,
+        status: os.stat_result | None,
         lease_time: float,
         *,
         believes: bool = True,
-        has_ended: bool = False,
-    ) -> tuple[Liveness, float | None]:
-        """Judge a process by a file that it writes three times in a lease time; also its time.
+    ) -> Liveness:
+        """Judge a process by a file that it writes three times in a lease time, and its status.
 
-        Unless it ``believes`` ages, only a change tells. If the process ``has_ended``, it is lost.
+        Unless it ``believes`` ages, only a change tells.
 
         Raises:
             OSError: storage does not show the file.
         """
-        liveness, time = self._look(storage, path, lease_time, believes=believes)
-        if has_ended:
-            return "lost", time
+        liveness = self._look(storage, path, status, lease_time, believes=believes)
         if liveness == "unknown":
             self._undecided[path] = storage, lease_time
-        return liveness, time
+        return liveness
 
     def wait(self) -> bool:
         """Watch the heartbeats that the last look left unknown; False if it left none."""
@@ -86,20 +85,28 @@ class Watch:
             self.pause(min(_PAUSE, longest / 20))
             for path, (storage, lease_time) in list(self._undecided.items()):
                 with suppress(OSError):  # the next look says so
-                    if self._look(storage, path, lease_time)[0] != "unknown":
+                    status = storage.status(path)
+                    if self._look(storage, path, status, lease_time, believes=False) != "unknown":
                         del self._undecided[path]
         return True
 
     def _look(
-        self, storage: Storage, path: Path, lease_time: float, *, believes: bool = False
-    ) -> tuple[Liveness, float | None]:
-        status, known, clock = storage.status(path), self._watched.get(path), self.clock()
-        key = None if status is None else signature(status)
-        time = None if status is None else status.st_mtime
-        is_new = believes and time is not None and -_AHEAD <= self.wall() - time <= lease_time
-        if key is not None and not is_new:
+        self,
+        storage: Storage,
+        path: Path,
+        status: os.stat_result | None,
+        lease_time: float,
+        *,
+        believes: bool,
+    ) -> Liveness:
+        known, clock = self._watched.get(path), self.clock()
+        is_new = False
+        if status is not None and believes:
+            is_new = -_AHEAD <= self.wall() - status.st_mtime <= lease_time
+        if status is not None and not is_new:
             # Of an open file, a client of NFS asks the server.
-            key = signature(storage.look_into(path, storage.fstat))
+            status = storage.look_into(path, storage.fstat)
+        key = None if status is None else signature(status)
         if known is None or key != known.key:
             beats = known is not None and key is not None
             known = self._watched[path] = _Watched(key, clock, "alive" if beats else "unknown")
@@ -109,4 +116,4 @@ class Watch:
             known.liveness = "alive"
         elif not is_new and known.still > (_STILL * lease_time if key else 0.0):
             known.liveness = "lost"  # until it beats, even if a wrong clock makes it new later
-        return known.liveness, time
+        return known.liveness

@@ -16,7 +16,7 @@ _OF_DELETIONS: Final = {"time", "what", "name", "why"}
 
 
 class Process(Part):
-    """What a view knows of a process beside its report.
+    """What a view adds to a process's report.
 
     Attributes:
         heard: the time of its last heartbeat, by the clock of its storage.
@@ -24,8 +24,8 @@ class Process(Part):
         trouble: why nobody should rely on it, for example ``lost (no heartbeat for 81 s)``.
     """
 
-    heard: float
-    liveness: Liveness | None
+    heard: float = 0.0
+    liveness: Liveness | None = None
     trouble: str | None = None
 
     @property
@@ -50,8 +50,8 @@ class ExplorerState(Process, ExplorerReport):
     """An explorer's report, and by how many versions and steps the newest is newer than its own."""
 
     status: Literal["running", "require_sync", "stopped", "starting", "lost"]  # type: ignore[assignment] # too
-    behind: int
-    behind_steps: int | None
+    behind: int = 0
+    behind_steps: int | None = None
 
 
 class VersionState(Part):

@@ -63,18 +63,22 @@ def has_ended(process: str) -> bool:
         return False  # another user's, and perhaps hidden
 
 
-def seems_ended(session: str) -> bool:
-    """True if a session's name is of a process of this host that is not there.
+def seems_ended(owner: str) -> bool:
+    """True if the process may have ended that begins the names of its sessions with ``owner``.
 
-    That is a reason to ask :func:`has_ended` of its claim, which costs a read.
+    Only :func:`has_ended` knows, by its claim, which costs a read.
     """
-    host, _, pid = session.rpartition("-")[0].rpartition("-")
+    host, _, pid = owner.rpartition("-")
     if host != _host() or not pid.isdecimal():
         return False
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
+        os.kill(int(pid), 0)
+        os.readlink(f"/proc/{pid}/exe")
+    except PermissionError:
+        return False
+    except (OSError, OverflowError):  # a zombie has no program
         return True
+    return False
 
 
 def _host() -> str:

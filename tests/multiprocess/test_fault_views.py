@@ -183,7 +183,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_every_view_shows_a_fault_and_its_remedy_while_it_lasts(world: World, name: str) -> None:
+def test_every_view_shows_a_fault_while_it_lasts(world: World, name: str) -> None:
     fault, last = FAULTS[name], {}
 
     def all_show(*, is_over: bool) -> bool:

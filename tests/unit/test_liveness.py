@@ -37,6 +37,9 @@ class Beating:
             os.utime(self.path, (at, at))
             self._beaten = at
 
+    def seen_by(self, watch: Watch) -> Liveness:
+        return watch.look(STORAGE, self.path, STORAGE.status(self.path), LEASE_TIME)
+
     def advance(self, seconds: float) -> None:
         self.clock.advance(seconds)
         self.beat()
@@ -47,10 +50,9 @@ def in_one_look(process: Beating) -> tuple[Liveness, float]:
     clock = process.clock
     watch, begun = Watch(clock, clock, process.advance), clock.now
     watch.begin()
-    liveness, _ = watch.look(STORAGE, process.path, LEASE_TIME)
+    process.seen_by(watch)
     watch.wait()
-    liveness, _ = watch.look(STORAGE, process.path, LEASE_TIME)
-    return liveness, clock.now - begun
+    return process.seen_by(watch), clock.now - begun
 
 
 @given(ahead=st.floats(-300, 300), dead_for=st.floats(0, 200), now=st.floats(0, 10))
@@ -87,7 +89,7 @@ def test_a_process_that_dies_is_lost_once_and_for_good(
             if number == dies:
                 process.until = clock.now
             watch.begin()
-            seen.append(watch.look(STORAGE, process.path, LEASE_TIME)[0])
+            seen.append(process.seen_by(watch))
             process.advance(pace)
         assert "lost" not in seen[:dies]
         changes = [after for before, after in pairwise(seen) if after != before]
