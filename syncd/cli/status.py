@@ -38,8 +38,8 @@ _EXPLORERS: Final = 20
 _EVENTS: Final = 8
 #: Explorers that are shown even on a low terminal.
 _LEAST: Final = 4
-#: The most reasons of faults, and the most queued rollbacks, that the page shows.
-_FAULTS: Final = 4
+#: The most problems, and the most queued rollbacks, that the page shows.
+_PROBLEMS: Final = 6
 _ROLLBACKS: Final = 3
 #: Lines around the explorers: the health, two empty lines, the header, the rest, and the prompt.
 _AROUND: Final = 6
@@ -144,9 +144,11 @@ def page(
     health = seen.health
     parts: list[RenderableType] = [_text(health.text, _STYLES[health.level])]
     parts += _lines("job", seen.job, width)
-    for problem in health.problems:
+    for problem in health.problems[:_PROBLEMS]:
         text = f"{problem.what}. {problem.remedy}" if problem.remedy else problem.what
         parts += _lines("problem", text, width, style=_STYLES[problem.level])
+    if (rest := len(health.problems) - _PROBLEMS) > 0:
+        parts += _lines("", f"and {rest} more (--json)", width)
     if isinstance(seen, UnseenJob):
         return Group(*parts)
     parts += _directory(seen, now, width, height and height - len(parts) + 1)
@@ -191,7 +193,6 @@ def _directory(seen: Directory, now: float, width: int, height: int | None) -> l
     for label, text in _facts(seen, now):
         parts += _lines(label, text, width, style=_BAD if text.startswith("lost (") else "")
     explorers = sorted(seen.explorers, key=lambda explorer: not explorer.is_live)
-    parts += _faults(explorers, width)
     left = _EXPLORERS if height is None else height - len(parts) - _AROUND
     most = max(_LEAST, min(_EXPLORERS, left))
     if explorers:
@@ -295,20 +296,6 @@ def _done(counters: DaemonCounters) -> str:
         if count
     ]
     return ", ".join(done) or "nothing yet"
-
-
-def _faults(reports: list[ExplorerState], width: int) -> list[RenderableType]:
-    names: dict[str, list[str]] = {}
-    for report in reports:
-        for reason in (report.fault, report.refused, report.starting):
-            if reason and report.is_live:
-                names.setdefault(reason, []).append(report.name)
-    lines: list[RenderableType] = []
-    for reason, who in list(names.items())[:_FAULTS]:
-        lines += _lines("explorer", f"{few(who)}: {reason}", width)
-    if len(names) > _FAULTS:
-        lines += _lines("", f"and {len(names) - _FAULTS} more reasons (--json)", width)
-    return lines
 
 
 def _explorers(reports: list[ExplorerState], now: float, most: int) -> list[RenderableType]:

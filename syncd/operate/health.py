@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 from syncd.operate.models import Directory, ExplorerState, Health, Problem
 from syncd.protocol.amounts import few, span
 from syncd.protocol.journal_lines import JournalLine
 from syncd.storage.sessions import process_of
 
+#: The most problems in the line of a job's health.
+_MOST: Final = 5
+
 
 def health_of(problems: Iterable[Problem]) -> Health:
     """The health of a job that has these problems."""
     worst = sorted(problems, key=lambda problem: -problem.level)
     level = max((problem.level for problem in worst), default=0)
-    text = "; ".join(problem.what for problem in worst if problem.level)
+    whats = [problem.what for problem in worst if problem.level]
+    more = [f"{len(whats) - _MOST} more"] if len(whats) > _MOST else []
+    text = "; ".join(whats[:_MOST] + more)
     return Health(level=level, text=f"degraded: {text}" if level else "healthy", problems=worst)
 
 
@@ -60,16 +66,20 @@ def problems_of_work(directory: Directory) -> Iterator[Problem]:
             what = f"step {save.step} is not served {span(save.seconds)} after its save"
             remedy = f"The daemon's log says why. {daemon.detail}"
             yield Problem(level=save.level, what=what, remedy=remedy)
-    mend = "Mend it, or serve an older version: syncd rollback"
-    groups: dict[str, list[ExplorerState]] = {}
+    groups: dict[tuple[str, str], list[ExplorerState]] = {}
     for explorer in directory.explorers:
-        if explorer.trouble:
-            groups.setdefault(_word(explorer.trouble), []).append(explorer)
-    for trouble, (first, *more) in groups.items():
+        if explorer.is_live and (reason := explorer.fault or explorer.refused or explorer.starting):
+            groups.setdefault((explorer.trouble or explorer.status, reason), []).append(explorer)
+        elif explorer.trouble:
+            groups.setdefault((_word(explorer.trouble), ""), []).append(explorer)
+    for (trouble, reason), explorers in groups.items():
+        remedy = _again(explorers[0].session)
+        if trouble.startswith("refuses"):
+            remedy = "Mend it, or serve an older version: syncd rollback"
         yield Problem(
-            level=2 if trouble == "faulty" else 1,
-            what=f"{few([explorer.name for explorer in (first, *more)])} {trouble}",
-            remedy=mend if trouble.startswith("refuses") else _again(first.session),
+            level=2 if trouble == "faulty" else int(trouble != "starting"),
+            what=f"{few([explorer.name for explorer in explorers])} {trouble}",
+            remedy=f"{reason}. {remedy}" if reason else remedy,
         )
 
 

@@ -114,7 +114,7 @@ def test_a_page_fits_80_columns_and_says_how_far_the_merge_is(served: SmallJob) 
     # Of many explorers those that are behind are shown.
     assert told["node-007"].split()[1:5] == ["running", "-", "1", "1"]
     assert "and 10 more, at most 0 behind (--json)" in lines
-    (at,) = (i for i, line in enumerate(lines) if "node-000: version 1: no such" in line)
+    (at,) = (i for i, line in enumerate(lines) if "refuses v1. version 1: no such" in line)
     assert lines[at + 1].startswith(" " * 9 + "tensor") or lines[at + 1].startswith(" " * 9)
 
 
@@ -128,7 +128,9 @@ def test_a_low_terminal_shows_faults_and_explorers_before_events(served: SmallJo
     reports(served, 30)
     lines = shown(served, height=24).splitlines()
     assert len(lines) < 30  # so many for the explorers, however much else there is
-    (fault,) = (i for i, line in enumerate(lines) if line.startswith("explorer node-000: version"))
+    (fault,) = (
+        i for i, line in enumerate(lines) if line.startswith("problem  node-000 refuses v1.")
+    )
     (event,) = (i for i, line in enumerate(lines) if "published step 1 as v1" in line)
     (head,) = (i for i, line in enumerate(lines) if line.startswith("explorer  status"))
     assert fault < head < event
@@ -142,9 +144,10 @@ def test_a_reason_that_explorers_share_is_told_once(served: SmallJob) -> None:
         fault = None if number else "its engine died"
         explorer(served, f"node-{number}", refused="version 1: no room", fault=fault)
     lines = shown(served).splitlines()
-    assert "explorer node-0: its engine died" in lines
-    assert "explorer node-0, node-1, node-2, node-3 and 5 more: version 1: no room" in lines
-    assert sum("no room" in line for line in lines) == 1
+    assert "problem  node-0 faulty. its engine died. Restart it" in lines
+    shared = "problem  node-1, node-2, node-3, node-4 and 4 more refuses v1. version 1: no"
+    assert shared in lines
+    assert sum("version 1:" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize("height", [None, 10])
