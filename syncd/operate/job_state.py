@@ -222,7 +222,6 @@ class _Look:
     def _note(self, path: Path, error: Exception) -> None:
         """Add a file or folder that cannot be read to the problems."""
         layout = self._layout
-        what = str(error)
         if isinstance(error, PermissionError):
             remedy = "Give this user the right to read it, or be another user"
         elif isinstance(error, OSError):
@@ -232,7 +231,9 @@ class _Look:
         else:
             remedy = "Restart the process that writes it"
         vital = {layout.format, layout.latest, layout.daemon_report}
-        self.problems.append(Problem(level=2 if path in vital else 1, what=what, remedy=remedy))
+        self.problems.append(
+            Problem(level=2 if path in vital else 1, what=str(error), remedy=remedy)
+        )
 
     @contextmanager
     def _noting(self, path: Path) -> Iterator[None]:
@@ -315,7 +316,8 @@ class _Look:
     ) -> dict[str, object]:
         """The fields of :class:`Process`; ``claim`` returns what :func:`has_ended` can know."""
         if is_stopped or report.session is None:
-            return {"heard": report.time, "liveness": "ended" if is_stopped else None}
+            ended = "ended" if is_stopped else None
+            return {"heard": report.time, "liveness": ended, "trouble": None}
         path, claimed = self._layout.session(report.session), claim()
         status = (self._heartbeats or {}).get(path.name)
         heard, trouble = status.st_mtime if status else report.time, None

@@ -241,6 +241,51 @@ def test_the_dead_and_refusing_are_named_on_top_and_checked(
     assert "trainer  stopped" in shown(served, 800)
 
 
+@pytest.mark.parametrize(
+    ("record", "level"),
+    [("latest", 2), ("format", 2), ("daemon_report", 2), ("trainer_report", 1), ("saves", 1)],
+)
+def test_a_record_that_a_view_cannot_read_is_a_problem(
+    served: SmallJob, record: str, level: int
+) -> None:
+    reports(served, 0)
+    path: Path = getattr(served.layout, record)
+    before = path.read_bytes()
+    served.put(path, b"garbage")
+    health = seen(served).health
+    assert health.level == level
+    assert f"{path} is not a valid" in health.text
+    path.unlink()
+    path.mkdir()
+    (problem,) = (one for one in seen(served).health.problems if str(path) in one.what)
+    assert problem.remedy == "Check its storage"
+    path.rmdir()
+    served.put(path, before)
+    assert seen(served).health.level == 0
+
+
+def test_a_daemon_that_lives_but_writes_no_report_is_critical(served: SmallJob) -> None:
+    reports(served, 0)
+    written = NOW - 100
+    os.utime(served.layout.daemon_report, (written, written))
+    health = seen(served).health
+    assert health.level == 2
+    assert f"has not written {served.layout.daemon_report} for 99 s" in health.text
+    os.utime(served.layout.daemon_report, (NOW - 20, NOW - 20))
+    assert seen(served).health.level == 0
+
+
+def test_storage_that_is_mounted_read_only_is_a_problem(
+    served: SmallJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FastStorage, "is_read_only", lambda *_: True)
+    reports(served, 0)
+    assert seen(served).health.level == 1  # this host may only view the job
+    reports(served, 0, host=socket.gethostname())
+    health = seen(served).health
+    assert (health.level, health.problems[0].remedy[:11]) == (2, "Mount it rw")
+
+
 def test_a_check_of_several_jobs_has_the_worst_of_them(served: SmallJob, tmp_path: Path) -> None:
     other = SmallJob(tmp_path / "other")
     reports(served, 0, time=time.time())
