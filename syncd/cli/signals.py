@@ -6,6 +6,10 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Final
+
+#: Seconds that a command gets to clean up.
+_PATIENCE: Final = 30
 
 
 @contextmanager
@@ -35,10 +39,12 @@ def stopped_by_signals(
 def cleaned_up() -> Iterator[None]:
     """During the block, SIGTERM and SIGHUP raise SystemExit, so that ``finally`` blocks run.
 
-    The exit status is 128 plus the signal's number, as in a shell.
+    The exit status is 128 plus the signal's number, as in a shell. A process that still runs 30 s
+    later, because storage or the reader of its output blocks it, is ended by SIGALRM.
     """
 
     def leave(number: int, _frame: FrameType | None) -> None:
+        signal.alarm(_PATIENCE)
         raise SystemExit(128 + number)
 
     before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
