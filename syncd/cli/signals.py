@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Final
 
 #: Seconds that a command gets to clean up.
-_PATIENCE: Final = 30
+_PATIENCE: Final = 15
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def stopped_by_signals(
 def cleaned_up() -> Iterator[None]:
     """During the block, SIGTERM and SIGHUP raise SystemExit, so that ``finally`` blocks run.
 
-    The exit status is 128 plus the signal's number, as in a shell. A process that still runs 30 s
+    The exit status is 128 plus the signal's number, as in a shell. A process that still runs 15 s
     later, because storage or the reader of its output blocks it, is ended by SIGALRM.
     """
 

@@ -247,8 +247,8 @@ class HangGuard:
             self._changing.release()
 
     def _arm(self, seconds: float) -> None:
+        self._deadline = self.clock() + seconds
         if self._armed:
-            self._deadline = self.clock() + seconds
             faulthandler.dump_traceback_later(seconds + _GRACE, exit=True, file=_STDERR)
 
     def _end(self) -> None:

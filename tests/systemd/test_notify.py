@@ -288,7 +288,7 @@ def test_a_loop_or_a_copy_that_hangs_ends_its_process_and_another_takes_over(
         finally:
             process.kill()
     assert process.returncode == 1
-    assert "Timeout (0:00:0" in said
+    assert "Timeout (6 s)!" in said
     assert "in call\n" in said, "where it hung is said"
     # Its heartbeat ended with it: nobody waits for a lease.
     marker.unlink()
