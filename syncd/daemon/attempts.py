@@ -9,6 +9,7 @@ from typing import Final
 from syncd.checkpoint.merging.options import Progress
 from syncd.checkpoint.model_folder import changed_settings
 from syncd.checkpoint.save import Save, SavedWeights, WholeSave
+from syncd.daemon.blocks import Obstacle
 from syncd.daemon.collect import Tidying
 from syncd.daemon.decide import Fold
 from syncd.daemon.folds import Folds
@@ -16,6 +17,7 @@ from syncd.daemon.linking import link_save
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
 from syncd.daemon.steering import Steering
+from syncd.daemon.telling.journal import lasting
 from syncd.daemon.tenure import Tenure
 from syncd.daemon.turns import LateError
 from syncd.deltas.limits import LinkError
@@ -45,7 +47,6 @@ from syncd.protocol.version_events import (
     VersionPublished,
     VersionRolledBack,
 )
-from syncd.storage.errnos import NO_ROOM
 
 #: The most seconds between two attempts at a merge that storage refuses.
 _LONGEST_WAIT: Final = 30.0
@@ -55,11 +56,7 @@ _ROLLBACK_ATTEMPTS: Final = 6
 
 @dataclass
 class Attempts:
-    """Publishes saves and carries out rollbacks; tries again after some failures.
-
-    Attributes:
-        no_room: True if the last attempt to publish a save failed because the disk was too full.
-    """
+    """Publishes saves and carries out rollbacks; tries again after some failures."""
 
     tenure: Tenure
     publisher: Publisher
@@ -71,7 +68,7 @@ class Attempts:
         self._job, self._clock = self.tenure.job, self.tenure.clock
         self._journal = self.tenure.journal
         self._steering = Steering(self._job)
-        self.no_room = False
+        self._obstacle: Obstacle | None = None  # of the last attempt
         self._tried: str | None = None
         self._again_at = 0.0
         self._wait = 0.0
@@ -123,6 +120,7 @@ class Attempts:
             return ""
         self._wait = 0.0
         self._say_published(manifest, begun, whole_since)
+        self.reporter.arrival.pace = self._clock() - whole_since
         self._say_names()
         if before is not None:
             folders = [self._job.layout.version(one.sequence) for one in (before, manifest)]
@@ -142,11 +140,10 @@ class Attempts:
         if save.identity != self._tried:
             self._tried, self._wait, self._again_at = save.identity, 0.0, 0.0
         if self._clock() < self._again_at:
+            if self._obstacle is not None:
+                self.tenure.blocks.meet("save", self._obstacle)
             return self._journal.waiting_for
-        if self._steering.is_paused():
-            return "paused"
-        self.no_room = False
-        return ""
+        return "paused" if self._steering.is_paused() else ""
 
     def link(self, saves: Sequence[SavedWeights], sequence: int) -> str:
         """Link saves, the oldest first, unless the last one is linked as ``sequence``.
@@ -313,8 +310,10 @@ class Attempts:
     def _try_later(self, why: str, error: Exception) -> str:
         self._journal.meter.failed(error)
         self.tidying.after(error)
-        code = error.errno if isinstance(error, OSError) else None
-        self.no_room = isinstance(error, NoRoomError) or code in NO_ROOM
+        self._obstacle = None
+        if not isinstance(error, SaveNotReadyError):  # its trainer goes on with it
+            self._obstacle = Obstacle.of(lasting(why), error)
+            self.tenure.blocks.meet("save", self._obstacle)
         self._wait = min(_LONGEST_WAIT, 2 * self._wait or self.publisher.config.tick)
         self._again_at = self._clock() + self._wait
         return f"{why}; trying again in {self._wait:g} s"
