@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Final
 
@@ -13,30 +13,31 @@ _PATIENCE: Final = 15
 
 
 @contextmanager
-def stopped_by_signals(
-    stop: Callable[[], None], *, reload: Callable[[], None] | None = None
+def handled_by(
+    handler: Callable[[int, FrameType | None], None], numbers: Iterable[int]
 ) -> Iterator[None]:
-    """During the block, SIGTERM and SIGINT call ``stop``, and SIGHUP calls ``reload`` if given."""
-
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGHUP and reload is not None:
-            reload()
-        else:
-            stop()
-
-    heard = [signal.SIGTERM, signal.SIGINT]
-    if reload is not None:
-        heard.append(signal.SIGHUP)
-    before = {number: signal.signal(number, on_signal) for number in heard}
+    """During the block, ``handler`` handles these signals."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
-@contextmanager
-def cleaned_up() -> Iterator[None]:
+def stopped_by_signals(
+    stop: Callable[[], None], *, reload: Callable[[], None] | None = None
+) -> AbstractContextManager[None]:
+    """During the block, SIGTERM and SIGINT call ``stop``, and SIGHUP calls ``reload`` if given."""
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        (reload if reload is not None and number == signal.SIGHUP else stop)()
+
+    hears_hup = [signal.SIGHUP] * (reload is not None)
+    return handled_by(on_signal, [signal.SIGTERM, signal.SIGINT, *hears_hup])
+
+
+def cleaned_up() -> AbstractContextManager[None]:
     """During the block, SIGTERM and SIGHUP raise SystemExit, so that ``finally`` blocks run.
 
     The exit status is 128 plus the signal's number, as in a shell. A process that still runs 15 s
@@ -47,9 +48,4 @@ def cleaned_up() -> Iterator[None]:
         signal.alarm(_PATIENCE)
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handled_by(leave, (signal.SIGTERM, signal.SIGHUP))
