@@ -145,7 +145,7 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; report an error without a traceback, and exit with its code."""
-    if sys.argv[1:2] and sys.argv[1] in _SERVING:
+    if _SERVING.intersection(sys.argv[1:2]):
         sinks.start()
     log_lines.set_up()
     log_lines.name_faults()

@@ -79,30 +79,35 @@ def _copy(source: int, sink: int) -> None:
     dropped, ended = 0, False
 
     def write() -> None:
-        said, is_within_line = 0, False
+        said, has_begun = 0, False
         while True:
             with changed:
-                changed.wait_for(lambda: waiting or ended)
+                changed.wait_for(lambda: b"\n" in waiting or ended)
                 if not waiting:
                     return
-                lines = bytes(waiting)
-                waiting.clear()
-                if dropped > said and not is_within_line:
+                # Whole lines: a note would stand within another one.
+                count = len(waiting) if ended else waiting.rfind(b"\n") + 1
+                lines = bytes(waiting[:count])
+                del waiting[:count]
+                if dropped > said and not has_begun:
                     said = dropped
                     lines = _note(said, lines) + lines
-            is_within_line = not lines.endswith(b"\n")
             try:
                 while lines:
                     lines = lines[os.write(sink, lines) :]
             except OSError:
-                is_within_line = True
                 with changed:
                     waiting[:0] = lines
                     changed.wait(_AGAIN)
+            has_begun = bool(lines)
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
-    while part := os.read(source, _MOST):
+    watched = select.poll()
+    watched.register(source, select.POLLIN)
+    if sink == 1:  # whose closed end is an error for who prints, as without the child
+        watched.register(sink, 0)
+    while all(ready == source for ready, _ in watched.poll()) and (part := os.read(source, _MOST)):
         with changed:
             waiting += part
             if (over := len(waiting) - _MOST) > 0:
@@ -110,6 +115,7 @@ def _copy(source: int, sink: int) -> None:
                 dropped += waiting.count(b"\n", 0, over)
                 del waiting[:over]
             changed.notify()
+    os.close(source)
     with changed:
         ended = True
         changed.notify()
