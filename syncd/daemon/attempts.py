@@ -8,11 +8,12 @@ from typing import Final
 
 from syncd.checkpoint.merging.options import Progress
 from syncd.checkpoint.model_folder import changed_settings
-from syncd.checkpoint.save import Save, SavedWeights, WholeSave
+from syncd.checkpoint.save import Links, Save, SavedWeights, WholeSave
 from syncd.daemon.collect import Tidying
 from syncd.daemon.decide import Fold
 from syncd.daemon.folds import Folds
 from syncd.daemon.linking import link_save
+from syncd.daemon.patience import Patience
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
 from syncd.daemon.steering import Steering
@@ -45,7 +46,7 @@ from syncd.protocol.version_events import (
     VersionPublished,
     VersionRolledBack,
 )
-from syncd.storage.errnos import NO_ROOM
+from syncd.storage.errnos import GONE, NO_ROOM, REFUSED_HERE, Ignoring, cannot_heal
 
 #: The most seconds between two attempts at a merge that storage refuses.
 _LONGEST_WAIT: Final = 30.0
@@ -59,6 +60,7 @@ class Attempts:
 
     Attributes:
         no_room: True if the last attempt to publish a save failed because the disk was too full.
+        late: why LATEST is closed, although the daemon still tries to make links.
     """
 
     tenure: Tenure
@@ -78,6 +80,9 @@ class Attempts:
         self._asked: str | None = None
         self._refusals = 0
         self._unsure: str | None = None  # the save that seemed to have no base before a refresh
+        self.late = ""
+        lease_time = self.tenure.judge.lease_time
+        self._patience, self._folds_patience = (Patience(lease_time, self._clock) for _ in "12")
 
     def publish(  # noqa: PLR0911 - one return for each way it ends
         self, save: WholeSave, whole_since: float, heard: Progress
@@ -162,7 +167,8 @@ class Attempts:
             try:
                 sequence = link_save(self.tenure, self.publisher, save, latest)
             except (LinkError, RecordError, MemoryError) as error:
-                self._close(save.step, str(error) or "the daemon has no memory left")
+                why = str(error) or "the daemon has no memory left"
+                self._close(save.step, save.identity, why)
                 return ""
             except (SaveNotReadyError, OSError) as error:
                 self._job.check_is_there()
@@ -186,37 +192,59 @@ class Attempts:
         """Record that a save cannot be linked, once the server has been asked."""
         if self._unsure != save.identity:
             self._unsure = save.identity
-            for folder in (self._job.layout.root, self._job.layout.step(save.step)):
-                self._job.storage.refresh(folder)
-            return
-        self._close(save.step, "its base is neither linked nor published")
-        self.publisher.outcomes.skip(save.step, save.identity)
+            self._ask_server(save.step)
+        else:
+            self._close(save.step, save.identity, "its base is neither linked nor published")
 
-    def _close(self, step: int, reason: str) -> None:
+    def _ask_server(self, step: int) -> None:
+        layout = self._job.layout
+        for folder in (layout.root, layout.step(step), layout.actor(step)):
+            with Ignoring(GONE | REFUSED_HERE):
+                self._job.storage.refresh(folder)
+
+    def _close(self, step: int, save_id: str, reason: str, *, late: bool = False) -> None:
+        """Let the trainer save whole weights; unless it is only late, never try this save again."""
         latest = self.publisher.latest
         if latest is None or latest.closed is None:
+            reason = printable(reason)
+            self.late = reason if late else ""
             self.publisher.advance(latest.ahead if latest else None, reason)
             self._journal.tell(LinksClosed(step, reason))
+        if latest is None or not late:
+            self.publisher.outcomes.skip(step, save_id)
+
+    def _wait_no_more(self, save: WholeSave, why: str, error: Exception) -> None:
+        """Close the links if later ones would wait for a save that fails."""
+        is_link = isinstance(save, Links)
+        if not (is_link or self.reporter.no_links is None):
+            return
+        if self._patience.is_over(save.identity, error):
+            late = not (is_link and cannot_heal(error))
+            self._close(save.step, save.identity, why, late=late)
+        else:
+            self._ask_server(save.step)
 
     def fold(self, fold: Fold) -> None:
         """Begin or continue a fold, and publish it once it is ready."""
-        latest, folds = self.publisher.latest, self.folds
-        if latest is None or (ahead := latest.ahead) is None:
+        latest, folds, ahead = self.publisher.latest, self.folds, fold.ahead
+        if latest is None:
             return
         try:
-            manifest = folds.poll(latest, ahead, fold)
+            manifest = folds.poll(latest, fold)
             if manifest is None or folds.folder is None or self._steering.is_paused():
                 return
             self.publisher.publish_fold(manifest, folds.folder)
-        except LinkError as error:
-            folds.end()
+        except (LinkError, RecordError, NoRoomError, OSError) as error:
+            damaged = isinstance(error, LinkError | RecordError)
+            folds.end(failed=not damaged)
             self._job.check_is_there()
-            folds.damaged = ahead.sequence
-            self._close(ahead.step, str(error))
-            self.publisher.outcomes.skip(ahead.step, ahead.save_id)
-        except (NoRoomError, OSError) as error:
-            folds.end(failed=True)
-            self._job.check_is_there()
+            is_over = damaged or self._folds_patience.is_over(latest.sequence, error)
+            if damaged or (is_over and cannot_heal(error)):
+                folds.damaged = ahead.sequence
+                self._close(ahead.step, ahead.save_id, str(error))
+                return
+            if is_over:
+                self._close(ahead.step, ahead.save_id, str(error), late=True)
             self.tidying.after(error)
             self._journal.tell(FoldDelayed(ahead.step, error))
         else:

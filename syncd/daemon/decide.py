@@ -192,6 +192,7 @@ class Fold:
 
     chain: Sequence[LinkSeen]
     size: int
+    ahead: Ahead
 
 
 @dataclass(frozen=True)
@@ -400,7 +401,7 @@ def _fold(seen: Observation, config: DaemonConfig) -> tuple[Fold, ...]:
         sum(link.bytes for link in chain) > size / 4,
         seen.save_still_for >= quiet,
     )
-    return (Fold(chain, size),) if chain and any(needed) else ()
+    return (Fold(chain, size, seen.ahead),) if chain and any(needed) else ()
 
 
 def _leases(seen: Observation, config: DaemonConfig) -> Iterable[DropLease]:

@@ -12,7 +12,7 @@ from syncd.daemon.tenure import Tenure
 from syncd.deltas.fold_process import FoldChild, why_not_here
 from syncd.protocol.errors import NoRoomError
 from syncd.protocol.names import version_folder
-from syncd.protocol.records import Ahead, Latest, Manifest
+from syncd.protocol.records import Latest, Manifest
 from syncd.protocol.reports import MergeProgress
 from syncd.storage.job import Job
 
@@ -24,7 +24,7 @@ _LONGEST_WAIT: Final = 30.0
 class FoldWork:
     """Begins a fold, and gives the reason if this host cannot; tests replace both."""
 
-    fold: Callable[[Job, int, Sequence[int], Path], FoldChild] = FoldChild
+    fold: Callable[[Job, Latest, Sequence[int], Path], FoldChild] = FoldChild
     why_not_here: Callable[[], str | None] = why_not_here
 
 
@@ -58,7 +58,7 @@ class Folds:
         seconds = self._clock() - self.begun
         return MergeProgress(step=self._step, done=child.done, total=child.total, seconds=seconds)
 
-    def poll(self, latest: Latest, ahead: Ahead, fold: Fold) -> Manifest | None:
+    def poll(self, latest: Latest, fold: Fold) -> Manifest | None:
         """Begin a fold; return the new version once it has ended.
 
         Call :meth:`end` when it is published, or after an error.
@@ -71,7 +71,7 @@ class Folds:
             if self._clock() < self._again_at:
                 return None
             free = self.tenure.job.storage.free(self._epoch.building).bytes
-            self.begun, self._step = self._clock(), ahead.step
+            self.begun, self._step = self._clock(), fold.ahead.step
             if free is not None and free < fold.size:
                 need = f"a fold needs {fold.size / 1e6:.1f} MB, {free / 1e6:.1f} are free"
                 raise NoRoomError(need)
@@ -79,7 +79,8 @@ class Folds:
             name = f"fold-{version_folder(chain[-1])}"
             self.folder = self._epoch.start_build(name)
             self._epoch.in_background.add(name)
-            self._child = self.work.fold(self.tenure.job, latest.sequence, chain, self.folder)
+            latest = latest.model_copy(update={"ahead": fold.ahead})
+            self._child = self.work.fold(self.tenure.job, latest, chain, self.folder)
         return self._child.poll()
 
     def end(self, *, failed: bool = False) -> None:

@@ -68,7 +68,7 @@ class Scanner:
         self._living: frozenset[str] = frozenset()
         self._benches: list[str] = []
         self.dead_benches: list[str] = []
-        self._links_seen: dict[int, LinkSeen] = {}  # a link never changes
+        self._links_seen: dict[int, LinkSeen] = {}  # a link that can be read never changes
         self._steps = Steps(self.job, self.clock)
         self._let_be = LetBe(clock=self.clock)
         self._steering = Steering(self.job)
@@ -235,12 +235,12 @@ class Scanner:
         self._settled_at = self.clock()
 
     def _links(self) -> tuple[LinkSeen, ...]:
-        before, folder, seen = self._links_seen, self._layout.deltas, {}
-        with self._let_be.ignoring(folder):
-            for n in link_folders(self.job):
-                seen[n] = before[n] if n in before else look_at_link(self.job, n)
-            self._links_seen = seen
-        return tuple(seen.values())
+        before, numbers = self._links_seen, list[int]()
+        with self._let_be.ignoring(self._layout.deltas):
+            numbers = link_folders(self.job)
+        links = tuple(before.get(n) or look_at_link(self.job, n) for n in numbers)
+        self._links_seen = {link.sequence: link for link in links if link.base is not None}
+        return links
 
     def _way(self, known: Known, linked: Iterable[str]) -> Way:
         def look(step: int) -> Save:
