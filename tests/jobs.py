@@ -11,6 +11,7 @@ from typing import Any
 import xxhash
 
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
+from syncd.daemon.blocks import Blocks
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Decision
 from syncd.daemon.folds import FoldWork
@@ -289,7 +290,14 @@ class SmallJob(Job):
             stack.callback(lock.release)
             epoch = Epoch.take_over(self)
             tenure = Tenure(
-                self, session, epoch, judge, meter=meter or Meter(), clock=clock, wall=lambda: 0.0
+                self,
+                session,
+                epoch,
+                judge,
+                blocks=Blocks(LEASE_TIME, clock),
+                meter=meter or Meter(),
+                clock=clock,
+                wall=lambda: 0.0,
             )
             loop = Rounds(tenure, config or DaemonConfig(), work=deltas or FoldWork())
             loop.job, loop.clock = self, clock

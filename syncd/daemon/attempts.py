@@ -9,6 +9,7 @@ from typing import Final
 from syncd.checkpoint.merging.options import Progress
 from syncd.checkpoint.model_folder import changed_settings
 from syncd.checkpoint.save import Links, Save, SavedWeights, WholeSave
+from syncd.daemon.blocks import Obstacle
 from syncd.daemon.collect import Tidying
 from syncd.daemon.decide import Fold
 from syncd.daemon.folds import Folds
@@ -17,6 +18,7 @@ from syncd.daemon.patience import Patience
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
 from syncd.daemon.steering import Steering
+from syncd.daemon.telling.journal import lasting
 from syncd.daemon.tenure import Tenure
 from syncd.daemon.turns import LateError
 from syncd.deltas.limits import LinkError
@@ -46,7 +48,7 @@ from syncd.protocol.version_events import (
     VersionPublished,
     VersionRolledBack,
 )
-from syncd.storage.errnos import GONE, NO_ROOM, REFUSED_HERE, Ignoring, cannot_heal
+from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring, cannot_heal
 
 #: The most seconds between two attempts at a merge that storage refuses.
 _LONGEST_WAIT: Final = 30.0
@@ -59,7 +61,6 @@ class Attempts:
     """Publishes saves and carries out rollbacks; tries again after some failures.
 
     Attributes:
-        no_room: True if the last attempt to publish a save failed because the disk was too full.
         late: why LATEST is closed, although the daemon still tries to make links.
     """
 
@@ -73,8 +74,8 @@ class Attempts:
         self._job, self._clock = self.tenure.job, self.tenure.clock
         self._journal = self.tenure.journal
         self._steering = Steering(self._job)
-        self.no_room = False
-        self._tried: str | None = None
+        self._obstacle: Obstacle | None = None  # of the last attempt
+        self._tried: WholeSave | None = None
         self._again_at = 0.0
         self._wait = 0.0
         self._asked: str | None = None
@@ -128,6 +129,7 @@ class Attempts:
             return ""
         self._wait = 0.0
         self._say_published(manifest, begun, whole_since)
+        self.reporter.arrival.pace = self._clock() - whole_since
         self._say_names()
         if before is not None:
             folders = [self._job.layout.version(one.sequence) for one in (before, manifest)]
@@ -144,14 +146,13 @@ class Attempts:
         return ""
 
     def _not_now(self, save: WholeSave) -> str:
-        if save.identity != self._tried:
-            self._tried, self._wait, self._again_at = save.identity, 0.0, 0.0
+        if self._tried is None or save.identity != self._tried.identity:
+            self._tried, self._wait, self._again_at = save, 0.0, 0.0
         if self._clock() < self._again_at:
+            if self._obstacle is not None:
+                self.tenure.blocks.meet("save", self._obstacle)
             return self._journal.waiting_for
-        if self._steering.is_paused():
-            return "paused"
-        self.no_room = False
-        return ""
+        return "paused" if self._steering.is_paused() else ""
 
     def link(self, saves: Sequence[SavedWeights], sequence: int) -> str:
         """Link saves, the oldest first, unless the last one is linked as ``sequence``.
@@ -213,13 +214,13 @@ class Attempts:
         if latest is None or not late:
             self.publisher.outcomes.skip(step, save_id)
 
-    def _wait_no_more(self, save: WholeSave, why: str, error: Exception) -> None:
-        """Close the links if later ones would wait for a save that fails."""
-        is_link = isinstance(save, Links)
-        if not (is_link or self.reporter.no_links is None):
+    def _wait_no_more(self, why: str, error: Exception) -> None:
+        """Close the links if later ones would wait for the save that fails."""
+        save = self._tried
+        if save is None or not (isinstance(save, Links) or self.reporter.no_links is None):
             return
         if self._patience.is_over(save.identity, error):
-            late = not (is_link and cannot_heal(error))
+            late = not (isinstance(save, Links) and cannot_heal(error))
             self._close(save.step, save.identity, why, late=late)
         else:
             self._ask_server(save.step)
@@ -229,6 +230,8 @@ class Attempts:
         latest, folds, ahead = self.publisher.latest, self.folds, fold.ahead
         if latest is None:
             return
+        if folds.obstacle is not None:
+            self.tenure.blocks.meet("fold", folds.obstacle, is_told=True)
         try:
             manifest = folds.poll(latest, fold)
             if manifest is None or folds.folder is None or self._steering.is_paused():
@@ -236,7 +239,8 @@ class Attempts:
             self.publisher.publish_fold(manifest, folds.folder)
         except (LinkError, RecordError, NoRoomError, OSError) as error:
             damaged = isinstance(error, LinkError | RecordError)
-            folds.end(failed=not damaged)
+            event = FoldDelayed(ahead.step, error)
+            folds.end(None if damaged else Obstacle.of(str(event), error))
             self._job.check_is_there()
             is_over = damaged or self._folds_patience.is_over(latest.sequence, error)
             if damaged or (is_over and cannot_heal(error)):
@@ -246,7 +250,7 @@ class Attempts:
             if is_over:
                 self._close(ahead.step, ahead.save_id, str(error), late=True)
             self.tidying.after(error)
-            self._journal.tell(FoldDelayed(ahead.step, error))
+            self._journal.tell(event)
         else:
             folds.end()
             self._say_published(manifest, folds.begun, folds.begun, VersionFolded)
@@ -341,8 +345,11 @@ class Attempts:
     def _try_later(self, why: str, error: Exception) -> str:
         self._journal.meter.failed(error)
         self.tidying.after(error)
-        code = error.errno if isinstance(error, OSError) else None
-        self.no_room = isinstance(error, NoRoomError) or code in NO_ROOM
+        self._wait_no_more(why, error)
+        self._obstacle = None
+        if not isinstance(error, SaveNotReadyError):  # its trainer goes on with it
+            self._obstacle = Obstacle.of(lasting(why), error)
+            self.tenure.blocks.meet("save", self._obstacle)
         self._wait = min(_LONGEST_WAIT, 2 * self._wait or self.publisher.config.tick)
         self._again_at = self._clock() + self._wait
         return f"{why}; trying again in {self._wait:g} s"

@@ -160,6 +160,12 @@ class Observation(Known):
     chains: Mapping[str, Sequence[LinkSeen]] = field(default_factory=dict)
     outcome: str = ""
 
+    @property
+    def no_step(self) -> str:
+        """Why the pointer names no step."""
+        why = self.pointer.why and f": {self.pointer.why}"
+        return self.pointer.state.value + why + (self.instead and f", but {self.instead}")
+
 
 @dataclass(frozen=True)
 class Publish:
@@ -272,6 +278,11 @@ class PruneStep:
     seen: StepSeen
     why: str
 
+    @property
+    def is_unserved(self) -> bool:
+        """True for a save that was never served, because a newer one was announced."""
+        return self.seen.outcome.outcome == "skipped"
+
 
 @dataclass(frozen=True)
 class Learn:
@@ -350,12 +361,7 @@ def _rollback(request: RollbackRequest, seen: Observation) -> Republish | Answer
 
 def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveUp, ...], str]:
     if seen.pointer.step is None:
-        why = f"{config.pointer} {seen.pointer.state.value}"
-        if seen.pointer.why:
-            why += f": {seen.pointer.why}"
-        if seen.instead:
-            why += f", but {seen.instead}"
-        return (), why
+        return (), f"{config.pointer} {seen.no_step}"
     save = seen.save
     if save is None:
         return (), f"step {seen.pointer.step} has not been examined yet"
@@ -491,11 +497,14 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
         step.step >= announced,
         step.saving or step.full or step.pinned,
         not step.has_receipts and config.pointer != STATE_POINTER and not config.prune_foreign,
+        # It may be the newest complete save.
+        ended == "skipped" and not isinstance(seen.save, WholeSave),
     )
     if any(doubts):
         return ""
+    why = "published" if ended == "published" else f"overtaken by step {seen.pointer.step}"
     if step.retired:
         # The pointer must name a newer full checkpoint, from which the trainer can resume.
         newer = seen.checkpoint.step is not None and seen.checkpoint.step > step.step
-        return f"{ended}, and retired by its trainer" if newer else ""
-    return "" if step.resumable or step.critic else f"{ended}, and not a full checkpoint"
+        return f"{why}, and retired by its trainer" if newer else ""
+    return "" if step.resumable or step.critic else f"{why}, and not a full checkpoint"

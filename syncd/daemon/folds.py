@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from syncd.daemon.blocks import Obstacle
 from syncd.daemon.decide import Fold
 from syncd.daemon.tenure import Tenure
 from syncd.deltas.fold_process import FoldChild, why_not_here
@@ -36,6 +37,7 @@ class Folds:
         folder: the new version, in the daemon's room; None if nothing is folded.
         begun: when the last fold was begun.
         damaged: the number of the last link to which a damaged one leads, if any.
+        obstacle: of the last fold, if it failed.
     """
 
     tenure: Tenure
@@ -49,6 +51,7 @@ class Folds:
         self.begun = 0.0
         self.folder: Path | None = None
         self.damaged: int | None = None
+        self.obstacle: Obstacle | None = None
 
     @property
     def progress(self) -> MergeProgress | None:
@@ -83,14 +86,15 @@ class Folds:
             self._child = self.work.fold(self.tenure.job, latest, chain, self.folder)
         return self._child.poll()
 
-    def end(self, *, failed: bool = False) -> None:
+    def end(self, obstacle: Obstacle | None = None) -> None:
         """End the fold, if any, and delete its files.
 
-        The next one waits as long as this one took; after an error also for longer each time.
+        The next one waits as long as this one took; if it met an ``obstacle``, longer each time.
         """
+        self.obstacle = obstacle
         now, child, self._child = self._clock(), self._child, None
         folder, self.folder = self.folder, None
-        self._wait = min(_LONGEST_WAIT, 2 * self._wait or 1.0) if failed else 0.0
+        self._wait = min(_LONGEST_WAIT, 2 * self._wait or 1.0) if obstacle else 0.0
         self._again_at = max(self._again_at, now + self._wait)
         if child is not None:
             self._again_at = max(self._again_at, 2 * now - self.begun)

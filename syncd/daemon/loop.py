@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from syncd.daemon.attempts import Attempts
+from syncd.daemon.blocks import Obstacle
 from syncd.daemon.collect import Tidying
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
@@ -23,6 +25,7 @@ from syncd.daemon.decide import (
     MakeLinks,
     New,
     Observation,
+    PointerState,
     PruneLink,
     PruneStep,
     Pruning,
@@ -33,6 +36,7 @@ from syncd.daemon.decide import (
     decide,
 )
 from syncd.daemon.folds import Folds, FoldWork
+from syncd.daemon.own_records import OwnRecords
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
@@ -43,9 +47,14 @@ from syncd.daemon.tenure import Tenure
 from syncd.daemon.turns import OTHERS_FIRST, Turn
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.events import DaemonActive
+from syncd.protocol.reports import Reason
 from syncd.protocol.version_events import MergeLate, SaveSkipped, VersionAdopted
 
 log = logging.getLogger(__name__)
+
+#: Remedies.
+_POINTER: Final = "Correct the file, or start the daemon with the pointer that the trainer writes"
+_NEXT_SAVE: Final = "Remove the cause, and save again: the next save is served"
 
 
 @dataclass
@@ -70,7 +79,6 @@ class Loop:
         self._job, self._clock, self._journal = job, tenure.clock, tenure.journal
         self.pruned: list[Pruning] = []
         self._refused_turn = False
-        self._no_room = False  # the disk is too full for the save that the pointer names
         self._merging: int | None = None  # the step of the save that is merged now
         self._scanner = Scanner(job, self.config.pointer, tenure.judge, clock=tenure.clock)
         self._pruner = Pruner(
@@ -80,6 +88,7 @@ class Loop:
         self._outcomes = self._publisher.outcomes
         self._going_live = GoingLive(job)
         self._reporter = Reporter(tenure, self._publisher, self.notice)
+        self._records = OwnRecords(job, tenure.epoch, tenure.blocks, tenure.clock)
         self._tidying = Tidying(tenure, self._pruner)
         self._folds = Folds(tenure, self.work)
         self._attempts = Attempts(
@@ -106,8 +115,7 @@ class Loop:
             CancelledError: ``cancel`` stopped a merge.
         """
         self.pruned.clear()
-        started = self._clock()
-        config = self.config
+        started, config, blocks = self._clock(), self.config, self.tenure.blocks
         self._publisher.config = config
         seen = self._scanner.scan(self._known(), config)
         decision = decide(seen, config)
@@ -116,13 +124,13 @@ class Loop:
         begun = self._clock()
         whole_since = begun - seen.save_still_for
         self.tenure.meter.scanned(seen)
-        refused: dict[str, str] = {}
+        self._look_at_waits(seen)
         # New weights first. After a merge the observation is too old to prune by, so the next round
         # prunes first; otherwise merges that follow each other would starve the pruning.
         actions = sorted(decision.actions, key=_is_pruning, reverse=self._prunings_left)
         if not any(isinstance(action, Publish | Learn) for action in actions):
             self.turn.leave()
-        self._prunings_left = self._refused_turn = self._no_room = False
+        self._prunings_left = self._refused_turn = False
         for action in actions:
             self.tenure.cancel()
             if _is_pruning(action) and self._clock() - begun > config.tick:
@@ -131,15 +139,18 @@ class Loop:
             try:
                 waiting_for = self._act(action, whole_since) or waiting_for
             except OSError as error:
-                self._note(refused, action, error)
+                self._note(type(action).__name__, error)
         if self._prunings_left:
             self._scanner.look_again()
         self._look_who_is_live(seen)
-        self._publisher.look_at_latest()
+        self._look_at_records()
         self._journal.write()
-        self._tidy(refused, seen)
-        waiting_for = lasting(waiting_for or next(iter(refused.values()), ""))
-        self._journal.waiting(waiting_for, no_room=self._no_room)
+        self._tidy(seen)
+        self._look_at_waits(seen)
+        blocks.end_round()
+        told = [it.what for it in blocks.current]
+        waiting_for = lasting(waiting_for or next(iter(told), ""))
+        self._journal.waiting(waiting_for, is_told=any(what in waiting_for for what in told))
         self._reporter.pause = seen.pause.id if seen.pause else None
         self._reporter.no_links, self._reporter.fold = self._no_links(), self._folds.progress
         self._reporter.report("watching", waiting_for)
@@ -150,6 +161,10 @@ class Loop:
     def has_more(self) -> bool:
         """True if step folders or deletions remain for the next round."""
         return self._scanner.has_more or (self._prunings_left and bool(self.pruned))
+
+    def cannot_scan(self, error: OSError) -> None:
+        """Report that storage refuses the round."""
+        self._reporter.report("watching", f"paused: {error}")
 
     def leave(self) -> None:
         """End the background work; call this even if the loop ends with an error."""
@@ -209,6 +224,8 @@ class Loop:
                 what, gone = "version", self._pruner.retire_version(action)
             case PruneLink():
                 what, gone = "delta", self._pruner.prune_link(action)
+            case PruneStep() if action.is_unserved and self.tenure.blocks.needs_all_saves:
+                return False
             case PruneStep():
                 what, gone = "step", self._pruner.prune_step(action)
                 if gone:
@@ -217,14 +234,43 @@ class Loop:
             self._journal.pruned(what)
         return gone
 
-    def _note(self, refused: dict[str, str], action: Action, error: OSError) -> None:
+    def _note(self, action: str, error: OSError) -> None:
         self._job.check_is_there()
         self.tenure.meter.failed(error)
         self._tidying.after(error)
-        what = type(action).__name__
-        refused.setdefault(what, f"storage refuses the action {what}: {error}. Trying again")
+        what = lasting(f"storage refuses the action {action}: {error}")
+        reason: Reason | None = "prune" if action == PruneStep.__name__ else None
+        self.tenure.blocks.meet(action, Obstacle.of(what, error, reason))
 
-    def _tidy(self, refused: dict[str, str], seen: Observation) -> None:
+    def _look_at_records(self) -> None:
+        """Write again what others have damaged."""
+        at, publisher = self._job.layout, self._publisher
+        try:
+            self._records.look(
+                (
+                    (at.latest, lambda: publisher.latest),
+                    (at.saves, lambda: self._outcomes.written),
+                )
+            )
+        except OSError as error:
+            self._note("to write a record again", error)
+
+    def _look_at_waits(self, seen: Observation) -> None:
+        """What the pointer and its save say about the daemon's wait."""
+        pointer, save, latest = seen.pointer, seen.save, self._publisher.latest
+        ahead = latest.ahead.save_id if latest and latest.ahead else None
+        arrival = self._reporter.arrival
+        arrival.is_normal = seen.pause is not None or self._refused_turn
+        arrival.look(seen, frozenset({self._publisher.known.published_save, ahead}))
+        meet, path = self.tenure.blocks.meet, self._job.layout.root / self.config.pointer
+        if pointer.state in {PointerState.TORN, PointerState.UNREADABLE} or seen.instead:
+            meet("pointer", Obstacle("pointer", f"{path} {seen.no_step}", _POINTER))
+        if save and seen.outcome == "quarantined":
+            record = self._job.layout.quarantined(save.step, save.known_as or "")
+            what = f"step {save.step} can never be published: {record} has the reason"
+            meet("quarantine", Obstacle("save", what, _NEXT_SAVE))
+
+    def _tidy(self, seen: Observation) -> None:
         try:
             self._outcomes.write_again()
             self._tidying.run_once(lease.session for lease in seen.leases)
@@ -232,7 +278,8 @@ class Loop:
         except OSError as error:
             self._job.check_is_there()
             self._tidying.leftovers()
-            refused.setdefault("tidy", f"cannot remove leftovers now: {error}")
+            what = lasting(f"cannot remove leftovers now: {error}")
+            self.tenure.blocks.meet("tidy", Obstacle.of(what, error))
 
     def _look_who_is_live(self, seen: Observation) -> None:
         latest = self._publisher.latest  # published in this round: explorers may have it already
@@ -282,7 +329,6 @@ class Loop:
         try:
             return self._attempts.publish(save, whole_since, self.turn.progress)
         finally:
-            self._no_room = self._attempts.no_room
             self._merging = None
             self.turn.leave()
 

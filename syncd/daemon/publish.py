@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -29,7 +29,7 @@ from syncd.protocol.errors import (
     NonFiniteError,
     VersionGoneError,
 )
-from syncd.protocol.events import CleanupDelayed, LatestDamaged, RecordUnwritten
+from syncd.protocol.events import CleanupDelayed, RecordUnwritten
 from syncd.protocol.names import parse_version_folder, version_folder
 from syncd.protocol.records import (
     Ahead,
@@ -46,7 +46,7 @@ from syncd.protocol.records import (
 from syncd.protocol.version_events import LinkDiscarded, VersionDiscarded
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import GONE, Ignoring, is_gone
-from syncd.storage.job import IF_ANY, Job
+from syncd.storage.job import Job
 from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)
@@ -74,8 +74,6 @@ class Publisher:
         self._job, self._clock = job, self.tenure.clock
         self.naming = Naming(job, self.tenure.judge.lease_time, self._clock)
         self._floor = 0
-        self._looked_at = self._clock()
-        self._damaged: Latest | None = None  # LATEST as it was before the damage that was logged
         advice = "make room there, or lower --keep"
         self._free_space = FreeSpace(job.storage, job.layout.epochs, job.layout.root, advice=advice)
         self.latest: Latest | None = None
@@ -128,17 +126,6 @@ class Publisher:
         except OSError as error:
             if not is_gone(error):
                 CleanupDelayed(error).tell(log)
-
-    def look_at_latest(self) -> None:
-        """Read LATEST about once a minute, and warn once if the file is damaged."""
-        if self.latest is not None and self._clock() - self._looked_at >= _LOOK_AGAIN:
-            self._looked_at = self._clock()
-            self._job.read(Latest, self._job.layout.latest, replace(IF_ANY, say=self._say_damaged))
-
-    def _say_damaged(self, path: Path, error: Exception) -> None:
-        if self._damaged != self.latest:
-            self._damaged = self.latest
-            LatestDamaged(path, error).tell(log)
 
     def check_room(self, save: WholeSave) -> None:
         """Raise NoRoomError if the disk lacks space; also raises the errors of :meth:`publish`."""
@@ -445,6 +432,11 @@ class Outcomes:
         """Remove the outcome of a step."""
         if self.of_step.pop(step, None) is not None:
             self._write()
+
+    @property
+    def written(self) -> SaveOutcomes | None:
+        """The content of ``saves.json``; None if it has none yet, or could not be written."""
+        return None if self.unwritten or not self.of_step else SaveOutcomes(steps=self.of_step)
 
     def write_again(self) -> None:
         """Write ``saves.json`` if the last write failed."""

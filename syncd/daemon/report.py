@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from dataclasses import dataclass
 from typing import Final
 
+from syncd.daemon.arrival import Arrival
+from syncd.daemon.blocks import Obstacle
 from syncd.daemon.publish import Publisher
 from syncd.daemon.signs import JobNotice
 from syncd.daemon.tenure import Tenure
-from syncd.protocol.events import StateUnwritten
 from syncd.protocol.records import encode
 from syncd.protocol.reports import DaemonReport, MergeProgress
 from syncd.storage.judge import LOOKS_PER_LEASE
-from syncd.storage.repeats import Repeats
 from syncd.storage.reserve import Reserve
-
-log = logging.getLogger(__name__)
+from syncd.storage.sessions import this_process
 
 #: The least seconds between two reports of progress.
 _OFTEN: Final = 2.0
@@ -31,6 +29,7 @@ class Reporter:
     If the disk has no space for a report, the reserve is deleted.
 
     Attributes:
+        arrival: of the announced save.
         pause: the id of the pause in force, if any.
         no_links: why the trainer may not save links; None if it may.
         fold: the progress of the fold, if any.
@@ -42,19 +41,22 @@ class Reporter:
 
     def __post_init__(self) -> None:
         self._clock = self.tenure.clock
+        self.arrival = Arrival(self.tenure.session.lease_time, self._clock)
         self.pause: str | None = None
         self.no_links: str | None = "the daemon has just begun"
         self.fold: MergeProgress | None = None
         self._reported: DaemonReport | None = None
         self._reported_at = 0.0
         self._took = 0.0
-        self._repeats = Repeats(clock=self._clock)
 
     def report(self, state: str, detail: str = "", merge: MergeProgress | None = None) -> None:
-        """Write the report; if storage refuses it, log the error."""
+        """Write the report, unless storage refuses it."""
         tenure, config, latest = self.tenure, self.publisher.config, self.publisher.latest
         served = f"version {latest.sequence} of step {latest.step}" if latest else "no version yet"
         self.notice.status(f"{served}; {state}{detail and f': {detail}'}")
+        blocked = tenure.blocks.current
+        unpublished = self.arrival.waits(merges=merge is not None)
+        tenure.meter.waits(blocked, unpublished)
         report = DaemonReport.model_validate(
             {
                 "session": tenure.session.id,
@@ -75,6 +77,9 @@ class Reporter:
                 "no_links": self.no_links,
                 "fold": self.fold,
                 "pointer": config.pointer,
+                "process": this_process(),
+                "blocked": blocked,
+                "unpublished": unpublished,
                 "time": 0.0,
             }
         )
@@ -87,12 +92,9 @@ class Reporter:
         try:
             tenure.epoch.replace_file(path, encode(stamped))
         except OSError as error:
-            if self._repeats.due("report"):  # a full disk, for example, fails at each round
-                StateUnwritten(path, error).tell(log)
+            tenure.blocks.meet("report", Obstacle.of(f"cannot write {path}: {error}", error))
             self._reported = None
             Reserve(tenure.job).relieve(error)
-        else:
-            self._repeats.forget("report")
         finally:
             self._took = self._clock() - now
 

@@ -29,7 +29,7 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
-from syncd.storage.errnos import is_gone
+from syncd.storage.errnos import UNREADABLE, is_gone
 from syncd.storage.fsio import Signature
 from syncd.storage.job import Job, has_marks, link_folders, numbers_in, version_folders
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout
@@ -235,8 +235,9 @@ class Scanner:
         self._settled_at = self.clock()
 
     def _links(self) -> tuple[LinkSeen, ...]:
-        before, numbers = self._links_seen, list[int]()
-        with self._let_be.ignoring(self._layout.deltas):
+        before = self._links_seen
+        numbers = sorted(before)
+        with self._let_be.ignoring(self._layout.deltas, UNREADABLE):
             numbers = link_folders(self.job)
         links = tuple(before.get(n) or look_at_link(self.job, n) for n in numbers)
         self._links_seen = {link.sequence: link for link in links if link.base is not None}

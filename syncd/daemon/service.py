@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from syncd.daemon.blocks import Blocks, Obstacle
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.loop import Loop
 from syncd.daemon.signs import JobNotice
@@ -29,7 +30,6 @@ from syncd.protocol.events import (
     DaemonPaused,
     DaemonStandsBy,
     DaemonStopped,
-    RightsMissing,
 )
 from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER
 from syncd.storage.epoch import Epoch
@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 _QUIET: Final = 2
 #: The suffix of heartbeats; filelock briefly makes files with other suffixes beside them.
 _HEARTBEAT: Final = ".lock"
+#: Seconds between two looks at the rights to delete steps.
+_RIGHTS_AGAIN: Final = 10.0
 
 
 @dataclass
@@ -99,7 +101,9 @@ class Service:
         self._meter.active(yes=False)
         self._quiet_rounds = 0
         self._said = ""
-        self._rights_seen = not self.config.prune_steps
+        self._blocks = Blocks()
+        self._unprunable: str | None = None
+        self._rights_at = -math.inf
         self._repeats = Repeats()
         self._open_job()
         self._device: int | None = None
@@ -209,7 +213,7 @@ class Service:
 
     def _agree(self, lease_time: float) -> None:
         """Watch the participants of a job from now on, by its lease time."""
-        self._lease_time = lease_time
+        self._lease_time = self._blocks.lease_time = lease_time
         self._participants = Participants(self._job, lease_time)
 
     def _check_there(self) -> None:
@@ -265,6 +269,7 @@ class Service:
             # explorers. The grace of their leases is longer than any error of this judge.
             Judge(self._job.storage, self._lease_time, counts_pauses=True),
             self._check_stopping,
+            self._blocks,
             self._meter,
         )
         loop = Loop(tenure, self.config, turn=self.turn, notice=self.notice)
@@ -301,6 +306,7 @@ class Service:
             if not self._job.is_there():
                 raise
             self._say(DaemonPaused(self.root, error))
+            loop.cannot_scan(error)
         else:
             self._repeats.forget(self._said)
             self._said = ""
@@ -310,13 +316,13 @@ class Service:
             self._participants.look(self._tick)
 
     def _look_at_rights(self) -> None:
-        """Warn once if this user may not prune the step folders."""
-        if self._rights_seen:
+        """Warn if this user may not prune the step folders."""
+        if not self.config.prune_steps:
             return
-        found = unprunable(self._job)
-        self._rights_seen = found is not None
-        if found:
-            RightsMissing(self.root, f"{found}: {TO_DELETE}").tell(log)
+        if time.monotonic() >= self._rights_at + _RIGHTS_AGAIN:
+            self._rights_at, self._unprunable = time.monotonic(), unprunable(self._job)
+        if found := self._unprunable:
+            self._blocks.meet("rights", Obstacle("prune", found, TO_DELETE))
 
     def _gave_up_reserve(self) -> bool:
         """Delete the reserve on a full disk, so that the daemon can take over."""
@@ -338,6 +344,11 @@ class Service:
         self.notice.status(str(event))
         if isinstance(event.reason, Exception):
             self._meter.failed(event.reason)
+        if isinstance(event, DaemonPaused):
+            obstacle = Obstacle.of(str(event), event.reason)
+            self._blocks.meet("serve", obstacle, is_told=True)
+            self._blocks.end_round()
+            self._meter.waits(self._blocks.current, None)
         state = change or str(event)
         if state != self._said:
             self._repeats.forget(self._said)

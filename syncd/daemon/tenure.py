@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from syncd.daemon.blocks import Blocks
 from syncd.daemon.telling.journal import Journal, Meter
 from syncd.storage.epoch import Epoch
 from syncd.storage.job import Job
@@ -28,6 +29,7 @@ class Tenure:
     epoch: Epoch
     judge: Judge
     cancel: Callable[[], None] = lambda: None
+    blocks: Blocks = field(default_factory=Blocks)
     meter: Meter = field(default_factory=Meter)
     clock: Clock = time.monotonic
     wall: Clock = time.time

@@ -280,12 +280,13 @@ class MetricsUnwritten(WarningEvent):
     reason: OSError
 
 
-class RightsMissing(WarningEvent):
-    """Old steps cannot be deleted, so the disk will fill up."""
+class WorkBlocked(WarningEvent):
+    """The daemon cannot go on with some work until somebody acts."""
 
-    text = "{reason}"
-    job: Path
+    text = "{what}. {remedy}"
     reason: str
+    what: str
+    remedy: str
 
 
 # -- storage -------------------------------------------------------------------------------------
@@ -340,15 +341,6 @@ class RecordMissed(RecordLost):
 
     level = logging.ERROR
     text = "{reason}; continuing without this record"
-
-
-class LatestDamaged(RecordLost):
-    """LATEST cannot be read while this daemon serves."""
-
-    text = (
-        "{reason}. Explorers find no new version until the daemon publishes the next version or is "
-        "restarted, because it then replaces this file"
-    )
 
 
 class RecordUnwritten(ErrorEvent):

@@ -102,9 +102,8 @@ def parse(model: type[R], content: bytes | dict[str, object], where: object) -> 
         ProtocolMismatchError: the record is of a newer protocol.
         RecordError: the content is not a record of this class, or not what was written.
     """
-    if isinstance(content, bytes) and (at := content.rfind(_SEAL)) >= 0:
-        if not content.startswith(_digest(memoryview(content)[:at]), at + len(_SEAL)):
-            raise RecordError(f"{printable(where)} is damaged: its digest is another")
+    if isinstance(content, bytes) and not _is_whole(content):
+        raise RecordError(f"{printable(where)} is damaged: it does not have the digest at its end")
     try:
         record = _read(model, content)
     except pydantic.ValidationError as error:
@@ -140,6 +139,11 @@ def encode(record: Record) -> bytes:
     """The bytes of a record: one JSON object, whose last key is a digest of it, and a newline."""
     body = record.model_dump_json(exclude_none=True).encode()[:-1]
     return b'%b%b%b"}\n' % (body, _SEAL, _digest(body))
+
+
+def _is_whole(content: bytes) -> bool:
+    at = content.rfind(_SEAL)
+    return at < 0 or content.startswith(_digest(memoryview(content)[:at]), at + len(_SEAL))
 
 
 def _digest(content: bytes | memoryview) -> bytes:

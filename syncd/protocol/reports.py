@@ -383,6 +383,11 @@ class BuildSettings(Part):
     tick: Seconds
 
 
+Reason = Literal[
+    "room", "memory", "rights", "storage", "filesystem", "pointer", "save", "prune", "record"
+]
+
+
 class Blocked(Part):
     """Work of the daemon that cannot go on until somebody acts.
 
@@ -391,15 +396,13 @@ class Blocked(Part):
         what: what happened, and to which file.
         remedy: what to do.
         level: 0 at first, then 1 (a warning), then 2 (critical), by the daemon's clock.
-        failures: how often this work has failed.
-        seconds: since the first failure, some seconds old.
+        seconds: since the first failure, up to ten seconds less.
     """
 
-    reason: Literal["room", "rights", "storage", "filesystem", "pointer", "save", "prune", "record"]
+    reason: Reason
     what: Text
     remedy: Text
     level: Annotated[int, Field(ge=0, le=2)] = 0
-    failures: Size = 1
     seconds: Seconds = 0.0
 
 
@@ -408,7 +411,7 @@ class Unpublished(Part):
 
     Attributes:
         level: 0 as long as that is to be expected, then 1, then 2.
-        seconds: since it was announced, some seconds old.
+        seconds: since it was announced, up to ten seconds less.
     """
 
     step: Step

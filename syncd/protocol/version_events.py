@@ -130,16 +130,10 @@ class SaveSkipped(InfoEvent):
 
 
 class Waiting(InfoEvent):
-    """The next save is not published yet; ``warning``: the disk is full."""
+    """The next save is not published yet."""
 
     text = "waiting: {reason}"
     reason: str
-
-
-class DiskFull(Waiting):
-    """The disk has no room for the save."""
-
-    level = logging.WARNING
 
 
 # -- versions ------------------------------------------------------------------------------------

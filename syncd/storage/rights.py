@@ -24,7 +24,7 @@ _SHARED: Final = stat.S_ISGID | stat.S_IRWXG
 _FEW: Final = 4
 #: The remedy if steps cannot be deleted.
 TO_DELETE: Final = (
-    "run the daemon as the trainers' user. Or run the trainers with umask 002, in a group that "
+    "Run the daemon as the trainers' user. Or run the trainers with umask 002, in a group that "
     "both users are in (shared_group). Or set --no-prune-steps"
 )
 

@@ -81,8 +81,8 @@ def test_a_full_disk_is_a_warning_that_is_repeated_ever_more_seldom(
         for second in range(1000):
             caplog.clear()
             loop.run_once()
-            said = [one for one in caplog.records if getattr(one, "event", "") == "waiting"]
-            if any(one.levelname == "WARNING" for one in said):
+            said = [one for one in caplog.records if getattr(one, "event", "") == "work_blocked"]
+            if said:
                 assert "No space left" in said[0].getMessage()
                 warned.append(second)
             clock.advance(1)
@@ -95,26 +95,52 @@ def test_a_full_disk_is_a_warning_that_is_repeated_ever_more_seldom(
     assert job.latest.step == 4
 
 
-@pytest.mark.parametrize("remedy", ["the next version", "a restart"])
-def test_a_damaged_latest_is_one_warning_that_names_what_replaces_it(
-    job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture, remedy: str
+@pytest.mark.parametrize("name", ["LATEST", "saves.json"])
+@pytest.mark.parametrize("content", [b"{x", b"", None])
+def test_a_record_of_the_daemon_s_own_that_others_damage_is_written_again(
+    job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture, name: str, content: bytes | None
 ) -> None:
+    path = job.layout.state / name
     job.save(4)
     with job.daemon(clock=clock) as loop:
         loop.run_once()
-        job.layout.latest.write_bytes(b"{x")
-        for _ in range(10):
-            clock.advance(30)
+        loop.run_once()
+        assert not job.daemon_says.blocked
+        before = path.read_bytes()
+        path.unlink()
+        if content is not None:
+            path.write_bytes(content)
+        for _ in range(3):
             loop.run_once()
-        [line] = [text for text in caplog.messages if "LATEST" in text]
-        assert line.startswith(f"{job.layout.latest} is not a valid Latest record: ")
-        assert "until the daemon publishes the next version or is restarted" in line
-        if remedy == "the next version":
-            loop.publish(5)
-            assert job.latest.step == 5
-    if remedy == "a restart":
-        with job.daemon(clock=clock):
-            assert job.latest.step == 4
+            assert path.read_bytes() == before
+        (blocked,) = job.daemon_says.blocked
+        assert (blocked.reason, blocked.level) == ("record", 1)
+        assert blocked.what.startswith(f"{path} was not what the daemon had written")
+        assert [text for text in caplog.messages if str(path) in text] == [
+            f"{blocked.what}. {blocked.remedy}"
+        ]
+        clock.advance(LEASE_TIME)
+        loop.run_once()
+        assert not job.daemon_says.blocked
+
+
+def test_a_format_that_is_changed_while_a_daemon_serves_is_told_until_it_is_restored(
+    job: SmallJob, clock: Clock
+) -> None:
+    with job.daemon(clock=clock) as loop:
+        loop.run_once()
+        before = job.layout.format.read_bytes()
+        job.layout.format.write_bytes(b"garbage")
+        for level in (0, 1, 2):
+            loop.run_once()
+            (blocked,) = job.daemon_says.blocked
+            assert (blocked.reason, blocked.level) == ("record", level)
+            assert str(job.layout.format) in blocked.what
+            clock.advance(LEASE_TIME / 2)
+        assert job.layout.format.read_bytes() == b"garbage"
+        job.layout.format.write_bytes(before)
+        loop.run_once()
+        assert not job.daemon_says.blocked
 
 
 class Days(Clock):

@@ -17,7 +17,7 @@ from syncd.daemon.telling.metrics import HOST, Exporter, Metrics, _JobMeter
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.reports import ExplorerReport, Load, Reload, TrainerReport
 from tests.doc_lists import page
-from tests.jobs import SmallJob
+from tests.jobs import LEASE_TIME, SmallJob
 from tests.places import DOCS
 from tests.ports import free_port
 from tests.storages import Clock, RuledStorage
@@ -159,27 +159,26 @@ def test_each_load_is_measured_and_of_an_explorers_first_one_the_pause_alone(
 def test_who_is_dead_and_when_anything_was_published_is_measured(
     job: SmallJob, clock: Clock, said: Measured
 ) -> None:
-    def beat(session: str, ago: float) -> None:
-        job.session(session).touch()
-        os.utime(job.session(session), (time.time() - ago,) * 2)
-        clock.advance(11)
-        loop.run_once()
-        loop.run_once()
+    def rounds(*beating: str) -> None:
+        for _ in range(12):
+            for session in beating:
+                clock.advance(1)
+                job.session(session).touch()
+            clock.advance(LEASE_TIME / 3 - len(beating))
+            loop.run_once()
 
     with said.daemon() as loop:
         loop.publish(1)
         report(job, "a", 1)
         announce(job, "running")
-        beat("t", 0)
-        beat("s-a", 0)
+        rounds("t", "s-a")
         assert (said("trainer_up"), said("trainer_step")) == (1, 7)
         assert said("explorer_up", explorer="a") == 1
         assert said("last_publish_timestamp_seconds") == job.layout.latest.stat().st_mtime
-        beat("t", 61)
-        beat("s-a", 61)
+        rounds()
         assert (said("trainer_up"), said("explorer_up", explorer="a")) == (0, 0)
         announce(job, "stopped")
-        beat("t", 61)
+        rounds()
         assert said("trainer_up") is None
 
 
@@ -465,7 +464,8 @@ def test_every_metric_that_the_dashboard_names_is_there_and_none_is_missing() ->
     ids = [panel["id"] for panel in board["panels"]]
     assert len(ids) == len(set(ids))
     assert "syncd_latest_version" in board["templating"]["list"][1]["query"]["query"]
-    elsewhere = {"build_info", "config_last_reload_successful", "last_scan_timestamp_seconds",
+    elsewhere = {"blocked", "unpublished_seconds", "build_info",
+                 "config_last_reload_successful", "last_scan_timestamp_seconds",
                  "rollbacks_total", "paused", "last_publish_timestamp_seconds",
                  "trainer_up", "trainer_step", "explorer_up"}  # fmt: skip
     bases = {re.sub(r"_bucket$", "", name) for name in shown}

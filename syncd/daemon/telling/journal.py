@@ -21,9 +21,15 @@ from syncd.protocol.events import Event, StateUnwritten
 from syncd.protocol.journal_lines import JournalLine
 from syncd.protocol.names import TEMPORARY
 from syncd.protocol.records import SessionId, encode
-from syncd.protocol.reports import LOADS_KEPT, DaemonCounters, ExplorerReport, TrainerReport
+from syncd.protocol.reports import (
+    LOADS_KEPT,
+    Blocked,
+    DaemonCounters,
+    ExplorerReport,
+    TrainerReport,
+    Unpublished,
+)
 from syncd.protocol.version_events import (
-    DiskFull,
     SaveLinked,
     VersionAdopted,
     VersionLive,
@@ -80,6 +86,9 @@ class Meter:
     def pruned(self, what: str) -> None:
         """A ``version``, ``delta``, ``step`` or ``lease`` was deleted."""
 
+    def waits(self, blocked: Collection[Blocked], unpublished: Unpublished | None) -> None:
+        """What is blocked now, and the save that waits to be served."""
+
     def failed(self, error: BaseException) -> None:
         """Some work has failed, or storage has refused it."""
 
@@ -128,7 +137,6 @@ class Journal:
                 self.meter.failed(it)
         if isinstance(event, VersionPublished):
             self._count("merged_bytes", event.bytes)
-            self._repeats.forget("no room")
         if isinstance(event, SaveLinked | VersionAdopted | VersionPublished | VersionRolledBack):
             self._named_at[event.version] = self.clock()
             if len(self._named_at) > _REMEMBERED:
@@ -152,12 +160,11 @@ class Journal:
             event = replace(event, ago_=ago, seconds=round(since - ago, 3))
         self.tell(event)
 
-    def waiting(self, why: str, *, no_room: bool = False) -> None:
-        """Log a new reason why the daemon waits; repeat the warning of a full disk now and then."""
+    def waiting(self, why: str, *, is_told: bool = False) -> None:
+        """Log a new reason why the daemon waits, unless a warning has told it."""
         changed, self.waiting_for = why != self.waiting_for, why
-        is_full = no_room and self._repeats.due("no room")
-        if why and (changed or is_full):
-            (DiskFull if is_full else Waiting)(why).tell(log)
+        if why and changed and not is_told:
+            Waiting(why).tell(log)
 
     def pruned(self, what: str) -> None:
         """Count a deletion that is already logged."""

@@ -12,10 +12,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, TypeVar, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -34,8 +34,8 @@ from syncd.daemon.telling.journal import Meter
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.events import Event, MetricsServed, MetricsUnwritten
 from syncd.protocol.names import TEMPORARY, printable
-from syncd.protocol.records import DEFAULT_LEASE_TIME, Format, Latest
-from syncd.protocol.reports import ExplorerReport, TrainerReport
+from syncd.protocol.records import Latest
+from syncd.protocol.reports import Blocked, ExplorerReport, Reason, TrainerReport, Unpublished
 from syncd.protocol.version_events import (
     FoldDelayed,
     LinksClosed,
@@ -69,7 +69,7 @@ _ROUNDS: Final = 10
 _SHORT: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _LONG: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 #: The gauges that a daemon in standby has.
-_STANDBY: Final = ("daemon_active", "last_scan_timestamp_seconds")
+_STANDBY: Final = ("daemon_active", "last_scan_timestamp_seconds", "blocked")
 _GAUGES: Final = {
     "daemon_active": "1 while this daemon serves the job, 0 in standby or without storage.",
     "paused": "1 while publishing is paused by a user.",
@@ -81,6 +81,8 @@ _GAUGES: Final = {
     "last_publish_timestamp_seconds": "Time of the last change of LATEST, by the storage's clock.",
     "trainer_up": "1 while the trainer's heartbeat goes on, 0 if lost; absent after a stop.",
     "trainer_step": "The step that the trainer announced last.",
+    "blocked": "1 while work of this kind cannot go on until somebody acts.",
+    "unpublished_seconds": "Time since the save was announced that is not served; 0 if none waits.",
     "versions": "Number of version folders.",
     "leases": "Number of leases on versions.",
     "free_bytes": "Free space on the job's filesystem; a quota may leave less.",
@@ -115,6 +117,7 @@ _OUTCOMES: Final = {
 _LABELS: Final = {
     **{name: ["outcome"] for name in _OUTCOMES},
     **{name: ["explorer"] for name in _GAUGES if name.startswith("explorer_")},
+    "blocked": ["reason"],
     "pruned": ["what"],
     "errors": ["error"],
 }
@@ -201,6 +204,8 @@ class _JobMeter(Meter):
 
     def __post_init__(self) -> None:
         self._label = printable(self.job.layout.root)  # a name that is not UTF-8 can be no label
+        self._watched: Collection[str] = ()
+        self._living: Collection[str] = ()
         self._survey_at = -math.inf
         self._survey: Iterator[None] = iter(())
         self._fresh: set[tuple[str, ...]] = set()  # the gauges that the survey has set
@@ -219,6 +224,7 @@ class _JobMeter(Meter):
             self.metrics.forget(self._label, lambda key: key[0] in state)
 
     def scanned(self, seen: Observation) -> None:
+        self._watched, self._living = seen.sessions, seen.living
         self._set(
             last_scan_timestamp_seconds=self.wall(),
             versions=len(seen.versions),
@@ -269,6 +275,12 @@ class _JobMeter(Meter):
     def pruned(self, what: str) -> None:
         self._count("pruned", what)
 
+    def waits(self, blocked: Collection[Blocked], unpublished: Unpublished | None) -> None:
+        reasons = {one.reason for one in blocked if one.level}
+        for reason in get_args(Reason):
+            self._set(reason, blocked=reason in reasons)
+        self._set(unpublished_seconds=unpublished.seconds if unpublished else 0)
+
     def failed(self, error: BaseException) -> None:
         self._count("errors", type(error).__name__)
 
@@ -293,12 +305,9 @@ class _JobMeter(Meter):
         named = self.job.storage.status(layout.latest)
         if named is not None:
             self._set(last_publish_timestamp_seconds=named.st_mtime)
-        form = self.job.read(Format, layout.format, OF_OTHERS)
-        lease_time = form.lease_time if form else DEFAULT_LEASE_TIME
         trainer = self.job.read(TrainerReport, layout.trainer_report, OF_OTHERS)
         if trainer is not None:
-            up = self.job.heard(trainer, lease_time)[1]
-            self._set(trainer_up=up, trainer_step=trainer.step)
+            self._set(trainer_up=self._up(trainer), trainer_step=trainer.step)
         names = self.job.storage.names(layout.explorers)
         names = [name for name in names if not name.startswith(TEMPORARY)][:_MOST]
         share = max(_AT_A_TIME, math.ceil(len(names) / _ROUNDS))
@@ -308,20 +317,25 @@ class _JobMeter(Meter):
             latest = self.job.read(Latest, layout.latest, OF_OTHERS)
             for report in self.job.explorer_reports(names[begin : begin + share], OF_OTHERS):
                 if report.status != "stopped":
-                    self._explorer(report, latest, lease_time)
+                    self._explorer(report, latest)
         fresh = self._fresh
         self.metrics.forget(
             self._label,
             lambda key: key[0].startswith(("explorer_", "trainer_up")) and key not in fresh,
         )
 
-    def _explorer(self, report: ExplorerReport, latest: Latest | None, lease_time: float) -> None:
+    def _up(self, report: TrainerReport | ExplorerReport) -> bool | None:
+        """Whether the daemon sees the heartbeat go on; None if it does not watch it."""
+        watched = report.session in self._watched and report.status != "stopped"
+        return report.session in self._living if watched else None
+
+    def _explorer(self, report: ExplorerReport, latest: Latest | None) -> None:
         reload, (lag, steps), delta = report.reload, report.behind(latest), None
         if reload is not None and reload.full_bytes is not None:
             delta = reload.delta_bytes or 0
         self._set(
             printable(report.name),
-            explorer_up=self.job.heard(report, lease_time)[1],
+            explorer_up=self._up(report),
             explorer_lag_versions=lag,
             explorer_lag_steps=steps,
             explorer_pause_seconds=reload.pause if reload else None,

@@ -1,0 +1,57 @@
+"""The rule of the outcome: an announced save is soon served, or overtaken by one that is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from syncd.daemon.decide import Observation
+from syncd.protocol.records import DEFAULT_LEASE_TIME
+from syncd.protocol.reports import Unpublished
+from syncd.storage.judge import Clock
+
+#: Seconds for which a save may always wait, beside a lease time: for its files to be complete.
+_PATIENCE: Final = 60.0
+#: How many times as long as the last one a save may wait.
+_TIMES: Final = 3
+_STEP: Final = 10.0
+
+
+@dataclass
+class Arrival:
+    """How long the pointer's save has waited to be served.
+
+    Attributes:
+        pace: the seconds that the last save took from complete to served.
+        is_normal: True while the wait says nothing: a person paused, or other jobs merge first.
+    """
+
+    lease_time: float = DEFAULT_LEASE_TIME
+    clock: Clock = time.monotonic
+    pace: float = 0.0
+    is_normal: bool = False
+
+    def __post_init__(self) -> None:
+        self._step: int | None = None
+        self._since = 0.0
+        self._served: frozenset[str | None] = frozenset()
+
+    def look(self, seen: Observation, served: frozenset[str | None]) -> None:
+        """See what the pointer names; ``served`` are the saves of LATEST, and of its ahead."""
+        save = seen.save
+        waits = seen.pointer.step is not None and (save is None or save.known_as not in served)
+        if waits and (self._step is None or served != self._served):
+            # Earlier saves were overtaken by the one that was served since.
+            self._since = self.clock() - seen.save_still_for
+        self._step, self._served = seen.pointer.step if waits else None, served
+
+    def waits(self, *, merges: bool = False) -> Unpublished | None:
+        """The save that waits, if any; while it ``merges``, that is normal."""
+        if self._step is None:
+            return None
+        seconds = self.clock() - self._since
+        late = seconds - (_PATIENCE + self.lease_time + _TIMES * self.pace)
+        level = 0 if merges or self.is_normal or late < 0 else 1 + (late >= self.lease_time)
+        # In steps of ten seconds, because each change of the report is written.
+        return Unpublished(step=self._step, level=level, seconds=seconds // _STEP * _STEP)

@@ -1,0 +1,146 @@
+"""What the daemon cannot do until somebody acts, and for how long that has lasted."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from syncd.protocol.errors import NoRoomError
+from syncd.protocol.events import WorkBlocked
+from syncd.protocol.records import DEFAULT_LEASE_TIME
+from syncd.protocol.reports import Blocked, Reason
+from syncd.storage.errnos import NO_ROOM
+from syncd.storage.judge import Clock
+from syncd.storage.repeats import Repeats
+
+log = logging.getLogger(__name__)
+
+#: Seconds after which even work that has failed only once is a warning.
+_SOON: Final = 10.0
+_ROOM: Final = (
+    "Make room, or raise the quota: `df -h` shows the free bytes, and `df -i` the free inodes"
+)
+_MEMORY: Final = "Give the daemon more memory, or let fewer jobs merge at a time"
+_RIGHTS: Final = (
+    "Run the daemon as the trainers' user, or share the job with a group that both users are in "
+    "(shared_group)"
+)
+_REMEDIES: Final[dict[int | None, tuple[Reason, str]]] = {
+    **dict.fromkeys(NO_ROOM, ("room", _ROOM)),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), ("rights", _RIGHTS)),
+    errno.ENOMEM: ("memory", _MEMORY),
+    errno.EXDEV: (
+        "filesystem",
+        "All folders of a job must be on one filesystem: `findmnt -R -T` shows the mount that "
+        "divides them. Remove it, or let the job begin below it",
+    ),
+    errno.EROFS: ("storage", "Mount the storage rw: `findmnt -T` shows its options"),
+    errno.EFBIG: (
+        "storage",
+        "Raise the limit on files' sizes (`ulimit -f`, LimitFSIZE=), or lower --max-shard-size",
+    ),
+    errno.EAGAIN: (
+        "storage",
+        "Raise the limit on processes (`ulimit -u`, TasksMax=), unless the storage itself is busy",
+    ),
+    **dict.fromkeys(
+        (errno.EMFILE, errno.ENFILE),
+        ("storage", "Raise the limit on open files (`ulimit -n`, LimitNOFILE=)"),
+    ),
+}
+_ELSE: Final[tuple[Reason, str]] = (
+    "storage",
+    "Look at the storage's server, and at this host's kernel log (`dmesg`)",
+)
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why some work cannot be done; the same ``cause`` is the same failure, seen again."""
+
+    reason: Reason
+    what: str
+    remedy: str
+    cause: object = None
+
+    @classmethod
+    def of(cls, what: str, error: Exception, reason: Reason | None = None) -> Obstacle:
+        """The obstacle behind an error; ``reason`` overrules what the error says."""
+        if isinstance(error, NoRoomError):
+            kind, remedy = _REMEDIES[errno.ENOSPC]
+        elif isinstance(error, MemoryError):
+            kind, remedy = _REMEDIES[errno.ENOMEM]
+        else:
+            code = error.errno if isinstance(error, OSError) else None
+            kind, remedy = _REMEDIES.get(code, _ELSE)
+        return cls(reason or kind, what, remedy, error)
+
+
+@dataclass
+class _Entry:
+    obstacle: Obstacle
+    since: float
+    failures: int = 1
+
+
+@dataclass
+class Blocks:
+    """All work of a job that is blocked. Each round says anew what it meets.
+
+    A warning is logged at once, and then less and less often. The level is 1 from the second
+    failure, or after 10 s, and 2 after a lease time.
+    """
+
+    lease_time: float = DEFAULT_LEASE_TIME
+    clock: Clock = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+        self._met: set[str] = set()
+        self._repeats = Repeats(clock=self.clock)
+
+    def meet(self, work: str, obstacle: Obstacle, *, is_told: bool = False) -> None:
+        """Record that ``work`` is blocked, and warn, unless the caller has told it.
+
+        Call this in each round.
+        """
+        self._met.add(work)
+        entry = self._entries.get(work)
+        if entry is None:
+            self._entries[work] = _Entry(obstacle, self.clock())
+        else:
+            entry.failures += entry.obstacle.cause is not obstacle.cause
+            entry.obstacle = obstacle
+        if not is_told and self._repeats.due((work, obstacle.reason)):
+            WorkBlocked(obstacle.reason, obstacle.what, obstacle.remedy).tell(log)
+
+    def end_round(self) -> None:
+        """Forget the work that this round did not meet."""
+        for work in self._entries.keys() - self._met:
+            self._repeats.forget((work, self._entries.pop(work).obstacle.reason))
+        self._met.clear()
+
+    @property
+    def current(self) -> tuple[Blocked, ...]:
+        """What is blocked now, the worst first."""
+        now = self.clock()
+        found = []
+        for entry in self._entries.values():
+            seconds, it = now - entry.since, entry.obstacle
+            lasts = entry.failures > 1 or seconds >= min(_SOON, self.lease_time)
+            level = lasts + (lasts and seconds >= self.lease_time)
+            # In steps of ten seconds, because each change of the report is written.
+            since = seconds // _SOON * _SOON
+            blocked = Blocked(
+                reason=it.reason, what=it.what, remedy=it.remedy, level=level, seconds=since
+            )
+            found.append(blocked)
+        return tuple(sorted(found, key=lambda one: (-one.level, -one.seconds)))
+
+    @property
+    def needs_all_saves(self) -> bool:
+        """True if no save may be deleted that was not served: more than room is missing."""
+        return any(entry.obstacle.reason != "room" for entry in self._entries.values())
