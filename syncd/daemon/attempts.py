@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -75,12 +76,11 @@ class Attempts:
         self._journal = self.tenure.journal
         self._steering = Steering(self._job)
         self._obstacle: Obstacle | None = None  # of the last attempt
-        self._tried: WholeSave | None = None
+        self._tried: str | None = None
         self._again_at = 0.0
         self._wait = 0.0
         self._asked: str | None = None
         self._refusals = 0
-        self._unsure: str | None = None  # the save that seemed to have no base before a refresh
         self.late = ""
         lease_time = self.tenure.judge.lease_time
         self._patience, self._folds_patience = (Patience(lease_time, self._clock) for _ in "12")
@@ -106,13 +106,13 @@ class Attempts:
             self.reporter.report("merging", f"step {save.step}")
             manifest = self.publisher.publish(save, progress=self._progress(save, begun, heard))
         except (SaveNotReadyError, NoRoomError) as error:
-            return self._try_later(str(error), error)
+            return self._try_later(save, str(error), error)
         except CheckpointError as error:
             self.give_up(save, error)
             return ""
         except OSError as error:
             self._job.check_is_there()
-            return self._try_later(f"step {save.step} could not be merged: {error}", error)
+            return self._try_later(save, f"step {save.step} could not be merged: {error}", error)
         except SyncdError:
             raise
         except LateError as error:
@@ -121,7 +121,7 @@ class Attempts:
             return f"step {save.step}: {error}"
         except MemoryError as error:
             why = f"step {save.step}: not enough memory to merge it now"
-            return self._try_later(why, error)
+            return self._try_later(save, why, error)
         except Exception as error:  # noqa: BLE001 - a bug in syncd is logged with its traceback
             path = self.publisher.outcomes.quarantine(save, error)
             why = f"a bug in syncd: {type(error).__name__}: {error}"
@@ -146,8 +146,8 @@ class Attempts:
         return ""
 
     def _not_now(self, save: WholeSave) -> str:
-        if self._tried is None or save.identity != self._tried.identity:
-            self._tried, self._wait, self._again_at = save, 0.0, 0.0
+        if save.identity != self._tried:
+            self._tried, self._wait, self._again_at = save.identity, 0.0, 0.0
         if self._clock() < self._again_at:
             if self._obstacle is not None:
                 self.tenure.blocks.meet("save", self._obstacle)
@@ -173,7 +173,9 @@ class Attempts:
                 return ""
             except (SaveNotReadyError, OSError) as error:
                 self._job.check_is_there()
-                return self._try_later(f"step {save.step} could not be linked: {error}", error)
+                return self._try_later(
+                    save, f"step {save.step} could not be linked: {error}", error
+                )
             self._wait = 0.0
             size = sum(file.size for file in save.vouched().values() if file.over == "index")
             seconds = round(self._clock() - begun, 3)
@@ -191,39 +193,33 @@ class Attempts:
 
     def close_links(self, save: WholeSave) -> None:
         """Record that a save cannot be linked, once the server has been asked."""
-        if self._unsure != save.identity:
-            self._unsure = save.identity
-            self._ask_server(save.step)
-        else:
-            self._close(save.step, save.identity, "its base is neither linked nor published")
+        why = "its base is neither linked nor published"
+        self._lose_patience(save, why, OSError(errno.ENOENT, why))
 
-    def _ask_server(self, step: int) -> None:
-        layout = self._job.layout
-        for folder in (layout.root, layout.step(step), layout.actor(step)):
+    def _lose_patience(self, save: WholeSave, why: str, error: Exception) -> None:
+        """Close the links if later saves would wait for one that fails."""
+        is_link, layout = isinstance(save, Links), self._job.layout
+        if not (is_link or self.reporter.no_links is None):
+            return
+        if self._patience.is_over(save.identity, error):
+            late = not (is_link and cannot_heal(error))
+            self._close(save.step, save.identity, why, late=late)
+            return
+        for folder in (layout.root, layout.step(save.step), layout.actor(save.step)):
             with Ignoring(GONE | REFUSED_HERE):
                 self._job.storage.refresh(folder)
 
     def _close(self, step: int, save_id: str, reason: str, *, late: bool = False) -> None:
         """Let the trainer save whole weights; unless it is only late, never try this save again."""
-        latest = self.publisher.latest
-        if latest is None or latest.closed is None:
-            reason = printable(reason)
-            self.late = reason if late else ""
+        latest, reason = self.publisher.latest, printable(reason)
+        is_new = latest is None or latest.closed is None
+        if is_new:
             self.publisher.advance(latest.ahead if latest else None, reason)
             self._journal.tell(LinksClosed(step, reason))
+        if is_new or not late:
+            self.late = reason if late else ""
         if latest is None or not late:
             self.publisher.outcomes.skip(step, save_id)
-
-    def _wait_no_more(self, why: str, error: Exception) -> None:
-        """Close the links if later ones would wait for the save that fails."""
-        save = self._tried
-        if save is None or not (isinstance(save, Links) or self.reporter.no_links is None):
-            return
-        if self._patience.is_over(save.identity, error):
-            late = not (isinstance(save, Links) and cannot_heal(error))
-            self._close(save.step, save.identity, why, late=late)
-        else:
-            self._ask_server(save.step)
 
     def fold(self, fold: Fold) -> None:
         """Begin or continue a fold, and publish it once it is ready."""
@@ -342,10 +338,10 @@ class Attempts:
                 raise
             self.publisher.check_room(save)
 
-    def _try_later(self, why: str, error: Exception) -> str:
+    def _try_later(self, save: WholeSave, why: str, error: Exception) -> str:
         self._journal.meter.failed(error)
         self.tidying.after(error)
-        self._wait_no_more(why, error)
+        self._lose_patience(save, why, error)
         self._obstacle = None
         if not isinstance(error, SaveNotReadyError):  # its trainer goes on with it
             self._obstacle = Obstacle.of(lasting(why), error)

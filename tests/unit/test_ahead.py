@@ -183,8 +183,8 @@ def test_a_link_that_does_not_fit_closes_the_links(
             monkeypatch.setattr(linking, "_MOST", 1)
         if fault == "no version":
             STORAGE.remove_tree(job.version(1))
-        missing = fault in {"no link", "symlink", "folder"}
-        if missing:
+        missing = fault in {"no version", "no link", "symlink", "folder"}
+        if missing and fault != "no version":
             path.unlink()
         if fault == "symlink":
             path.symlink_to("elsewhere")
