@@ -15,7 +15,7 @@ from syncd.daemon.collect import Tidying
 from syncd.daemon.decide import Fold
 from syncd.daemon.folds import Folds
 from syncd.daemon.linking import link_save
-from syncd.daemon.patience import Patience
+from syncd.daemon.patience import Patience, cannot_heal
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
 from syncd.daemon.steering import Steering
@@ -49,7 +49,7 @@ from syncd.protocol.version_events import (
     VersionPublished,
     VersionRolledBack,
 )
-from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring, cannot_heal
+from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring
 
 #: The most seconds between two attempts at a merge that storage refuses.
 _LONGEST_WAIT: Final = 30.0
@@ -212,11 +212,12 @@ class Attempts:
     def _close(self, step: int, save_id: str, reason: str, *, late: bool = False) -> None:
         """Let the trainer save whole weights; unless it is only late, never try this save again."""
         latest, reason = self.publisher.latest, printable(reason)
-        is_new = latest is None or latest.closed is None
-        if is_new:
+        outcome = self.publisher.outcomes.of_step.get(step)
+        is_told = latest.closed if latest else outcome and outcome.identity == save_id
+        if not is_told:
             self.publisher.advance(latest.ahead if latest else None, reason)
             self._journal.tell(LinksClosed(step, reason))
-        if is_new or not late:
+        if not (is_told and late):
             self.late = reason if late else ""
         if latest is None or not late:
             self.publisher.outcomes.skip(step, save_id)
@@ -234,19 +235,17 @@ class Attempts:
                 return
             self.publisher.publish_fold(manifest, folds.folder)
         except (LinkError, RecordError, NoRoomError, OSError) as error:
-            damaged = isinstance(error, LinkError | RecordError)
-            event = FoldDelayed(ahead.step, error)
+            is_over = self._folds_patience.is_over(latest.sequence, error)
+            damaged, event = is_over and cannot_heal(error), FoldDelayed(ahead.step, error)
             folds.end(None if damaged else Obstacle.of(str(event), error))
             self._job.check_is_there()
-            is_over = damaged or self._folds_patience.is_over(latest.sequence, error)
-            if damaged or (is_over and cannot_heal(error)):
-                folds.damaged = ahead.sequence
-                self._close(ahead.step, ahead.save_id, str(error))
-                return
             if is_over:
-                self._close(ahead.step, ahead.save_id, str(error), late=True)
-            self.tidying.after(error)
-            self._journal.tell(event)
+                self._close(ahead.step, ahead.save_id, str(error), late=not damaged)
+            if damaged:
+                folds.damaged = ahead.sequence
+            else:
+                self.tidying.after(error)
+                self._journal.tell(event)
         else:
             folds.end()
             self._say_published(manifest, folds.begun, folds.begun, VersionFolded)
@@ -341,11 +340,11 @@ class Attempts:
     def _try_later(self, save: WholeSave, why: str, error: Exception) -> str:
         self._journal.meter.failed(error)
         self.tidying.after(error)
-        self._lose_patience(save, why, error)
         self._obstacle = None
         if not isinstance(error, SaveNotReadyError):  # its trainer goes on with it
             self._obstacle = Obstacle.of(lasting(why), error)
             self.tenure.blocks.meet("save", self._obstacle)
         self._wait = min(_LONGEST_WAIT, 2 * self._wait or self.publisher.config.tick)
         self._again_at = self._clock() + self._wait
+        self._lose_patience(save, why, error)
         return f"{why}; trying again in {self._wait:g} s"

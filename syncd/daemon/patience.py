@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from syncd.protocol.errors import NoRoomError
-from syncd.storage.errnos import NO_ROOM, cannot_heal
+from syncd.deltas.limits import LinkError
+from syncd.protocol.errors import NoRoomError, RecordError
+from syncd.storage.errnos import NO_ROOM, is_gone, is_no_record
 from syncd.storage.judge import Clock
+
+
+def cannot_heal(error: Exception) -> bool:
+    """True if a file is damaged, missing, or no regular file, so that waiting does not help."""
+    if isinstance(error, OSError):
+        return is_gone(error) or is_no_record(error)
+    return isinstance(error, LinkError | RecordError)
 
 
 @dataclass
 class Patience:
-    """How long the same work may fail: ``seconds``.
+    """How long the same work may fail: ``seconds``, but not after damage.
 
     A missing file is looked for once more, because this client's cache can be outdated.
     """
@@ -25,16 +32,14 @@ class Patience:
         self._ends = 0.0
 
     def is_over(self, work: object, error: Exception) -> bool:
-        """Note a failure; True, once for each work, if nothing later should wait for it."""
-        if isinstance(error, NoRoomError) or (
-            isinstance(error, OSError) and error.errno in NO_ROOM
-        ):
+        """Note a failure; True if nothing later should wait for this work."""
+        code = error.errno if isinstance(error, OSError) else None
+        if isinstance(error, NoRoomError) or code in NO_ROOM:
             return False  # whole weights would need more room
+        if isinstance(error, LinkError | RecordError):
+            return True
         now = self.clock()
         if work != self._work:
             self._work, self._ends = work, now + self.seconds * (not cannot_heal(error))
             return False
-        is_over = now >= self._ends
-        if is_over:
-            self._ends = math.inf
-        return is_over
+        return now >= self._ends

@@ -100,11 +100,6 @@ def is_refused_here(error: OSError) -> bool:
     return error.errno in REFUSED_HERE
 
 
-def cannot_heal(error: Exception) -> bool:
-    """True if a file is missing, or the name has no regular file, so that waiting does not help."""
-    return isinstance(error, OSError) and (is_gone(error) or is_no_record(error))
-
-
 def is_unreadable(error: OSError) -> bool:
     """True for the errors of :func:`is_no_record` and of :func:`is_refused_here`."""
     return is_no_record(error) or is_refused_here(error)

@@ -1,6 +1,7 @@
 """The daemon links the trainer's changes at once, and folds them into full versions."""
 
 import errno
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -300,8 +301,8 @@ def test_a_take_over_keeps_ahead_and_discards_links_that_do_not_lead_from_latest
         pass
     stray = job.link(9)
     stray.mkdir()
-    text = (job.link(3) / "delta.json").read_bytes().replace(b"run-2-2", b"run-7-7")
-    (stray / "delta.json").write_bytes(text)
+    shutil.copy(job.link(3) / "delta.json", stray)
+    edit(stray / "delta.json", "run-2-2", "run-7-7")
     with daemon(job):
         assert job.latest.ahead == ahead(3)
         assert links(job) == ["d000002", "d000003"]
