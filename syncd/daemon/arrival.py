@@ -39,8 +39,8 @@ class Arrival:
 
     def look(self, seen: Observation, served: frozenset[str | None]) -> None:
         """See what the pointer names; ``served`` are the saves of LATEST, and of its ahead."""
-        save = seen.save
-        waits = seen.pointer.step is not None and (save is None or save.known_as not in served)
+        known = seen.save.known_as if seen.save else None
+        waits = seen.pointer.step is not None and (known is None or known not in served)
         if waits and (self._step is None or served != self._served):
             # Earlier saves were overtaken by the one that was served since.
             self._since = self.clock() - seen.save_still_for

@@ -150,7 +150,8 @@ class Loop:
         blocks.end_round()
         told = [it.what for it in blocks.current]
         waiting_for = lasting(waiting_for or next(iter(told), ""))
-        self._journal.waiting(waiting_for, is_told=any(what in waiting_for for what in told))
+        is_told = any(what in waiting_for or waiting_for in what for what in told)
+        self._journal.waiting(waiting_for, is_told=is_told)
         self._reporter.pause = seen.pause.id if seen.pause else None
         self._reporter.no_links, self._reporter.fold = self._no_links(), self._folds.progress
         self._reporter.report("watching", waiting_for)
@@ -265,6 +266,9 @@ class Loop:
         meet, path = self.tenure.blocks.meet, self._job.layout.root / self.config.pointer
         if pointer.state in {PointerState.TORN, PointerState.UNREADABLE} or seen.instead:
             meet("pointer", Obstacle("pointer", f"{path} {seen.no_step}", _POINTER))
+        if error := self._outcomes.unwritten:
+            what = f"cannot write {self._job.layout.saves}: {error}"
+            meet("saves", Obstacle.of(lasting(what), error))
         if save and seen.outcome == "quarantined":
             record = self._job.layout.quarantined(save.step, save.known_as or "")
             what = f"step {save.step} can never be published: {record} has the reason"

@@ -357,7 +357,7 @@ class Outcomes:
     """The outcomes of saves, as the active daemon records them.
 
     An outcome counts even if storage refuses to write it; :meth:`write_again` writes it later.
-    ``of_step`` maps each step to the outcome of its last save; ``unwritten`` is True meanwhile.
+    ``of_step`` maps each step to the outcome of its last save; ``unwritten`` is storage's error.
     """
 
     job: Job
@@ -365,7 +365,7 @@ class Outcomes:
     wall: Clock
 
     def __post_init__(self) -> None:
-        self.unwritten = False
+        self.unwritten: OSError | None = None
         self.of_step: dict[int, SaveOutcome] = {}
 
     def published(self, step: int, identity: str, sequence: int) -> None:
@@ -452,8 +452,6 @@ class Outcomes:
         try:
             self.epoch.replace_file(self.job.layout.saves, encode(SaveOutcomes(steps=self.of_step)))
         except OSError as error:
-            if not self.unwritten:
-                RecordUnwritten(self.job.layout.saves, error).tell(log)
-            self.unwritten = True
+            self.unwritten = error
         else:
-            self.unwritten = False
+            self.unwritten = None

@@ -55,7 +55,7 @@ class Reporter:
         served = f"version {latest.sequence} of step {latest.step}" if latest else "no version yet"
         self.notice.status(f"{served}; {state}{detail and f': {detail}'}")
         blocked = tenure.blocks.current
-        unpublished = self.arrival.waits(merges=merge is not None)
+        unpublished = self.arrival.waits(merges=state == "merging")
         tenure.meter.waits(blocked, unpublished)
         report = DaemonReport.model_validate(
             {

@@ -1,0 +1,159 @@
+"""What blocks the daemon, how long an announced save waits, and what is told of both."""
+
+import errno
+import logging
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from syncd.daemon.blocks import Blocks, Obstacle
+from syncd.protocol.names import CHECKPOINT_POINTER
+from syncd.storage.job import step_folders
+from tests.jobs import LEASE_TIME, SmallJob
+from tests.storages import Clock, refuse
+
+REASONS = {
+    errno.ENOSPC: ("room", "df -h"),
+    errno.EDQUOT: ("room", "quota"),
+    errno.EACCES: ("rights", "shared_group"),
+    errno.EXDEV: ("filesystem", "findmnt"),
+    errno.EFBIG: ("storage", "ulimit -f"),
+    errno.EROFS: ("storage", "rw"),
+    errno.EAGAIN: ("storage", "ulimit -u"),
+    errno.EMFILE: ("storage", "ulimit -n"),
+    errno.EIO: ("storage", "dmesg"),
+}
+
+
+@pytest.mark.parametrize("code", REASONS, ids=errno.errorcode.get)
+def test_a_failure_that_lasts_is_told_with_file_and_remedy_and_no_longer_than_it_lasts(
+    job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    reason, remedy = REASONS[code]
+    job.storage = storage = job.hosts.ruled(refuse("create", code, where="building/v"))
+    job.save(4)
+    levels = []
+    with job.daemon(clock=clock) as loop:
+        for _ in range(int(1.2 * LEASE_TIME)):
+            loop.run_once()
+            (blocked,) = job.daemon_says.blocked
+            assert (blocked.reason, remedy in blocked.remedy) == (reason, True)
+            assert "building/v000001" in blocked.what
+            levels.append(blocked.level)
+            clock.advance(1)
+        assert levels[0] == 0  # the first failure
+        assert levels == sorted(levels)
+        assert {1, 2} <= set(levels)
+        (line,) = (one for one in caplog.records if getattr(one, "event", "") == "work_blocked")
+        assert line.levelno == logging.WARNING
+        assert (blocked.what in line.message, blocked.remedy in line.message) == (True, True)
+        storage.rules.clear()
+        clock.advance(30)
+        loop.run_once()
+        assert job.latest.step == 4
+        assert not job.daemon_says.blocked
+
+
+def test_while_more_than_room_is_missing_no_unserved_save_is_deleted(
+    job: SmallJob, clock: Clock
+) -> None:
+    steps = [4, 5, 6]
+    rules = {code: [refuse("create", code, where="building/v")] for code in REASONS}
+    job.storage = storage = job.hosts.ruled()
+    with job.daemon(clock=clock) as loop:
+        for code, refusals in rules.items():
+            storage.rules[:] = refusals
+            for step in steps:
+                job.save(step)
+                for _ in range(3):
+                    loop.run_once()
+                    clock.advance(1)
+            newest = [steps[-1]]
+            assert step_folders(job) == (newest if REASONS[code][0] == "room" else steps)
+            storage.rules.clear()
+            clock.advance(30)
+            for _ in range(3):
+                loop.run_once()
+            assert job.latest.step == steps[-1]
+            assert step_folders(job) == newest
+            steps = [step + 10 for step in steps]
+
+
+def test_a_pointer_that_the_daemon_does_not_read_is_told_until_it_is_right(
+    job: SmallJob, clock: Clock
+) -> None:
+    with job.daemon(clock=clock) as loop:
+        (job.root / CHECKPOINT_POINTER).write_text("4")
+        for level in (0, 1, 2):
+            loop.run_once()
+            (blocked,) = job.daemon_says.blocked
+            assert (blocked.reason, blocked.level) == ("pointer", level)
+            assert f"give --pointer {CHECKPOINT_POINTER}" in blocked.what
+            clock.advance(LEASE_TIME / 2)
+        job.save(4)
+        loop.run_once()
+        assert not job.daemon_says.blocked
+
+
+def test_a_save_that_is_neither_served_nor_overtaken_is_told_when_it_should_have_come(
+    job: SmallJob, clock: Clock
+) -> None:
+    with job.daemon(clock=clock) as loop:
+        loop.publish(1)
+        assert job.daemon_says.unpublished is None
+        job.layout.state_pointer.write_text("2")  # and no such step
+        seen = []
+        for _ in range(20):
+            loop.run_once()
+            assert job.daemon_says.unpublished is not None
+            seen.append(job.daemon_says.unpublished)
+            clock.advance(10)
+        assert [one.seconds for one in seen] == [10.0 * count for count in range(20)]
+        assert [one.level for one in seen] == [0] * 9 + [1] * 3 + [2] * 8
+        loop.publish(3)
+        assert job.daemon_says.unpublished is None
+
+
+@dataclass
+class _Met:
+    since: float
+    causes: list[object] = field(default_factory=list)
+
+
+class Rounds(RuleBasedStateMachine):
+    """Rounds that meet obstacles, against what a person would write down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.blocks = Blocks(LEASE_TIME, self.clock)
+        self.noted: dict[str, _Met] = {}
+
+    @rule(works=st.dictionaries(st.sampled_from("abc"), st.booleans()), pause=st.integers(0, 20))
+    def a_round(self, works: dict[str, bool], pause: int) -> None:
+        self.clock.advance(pause)
+        for work, is_new in works.items():
+            met = self.noted.setdefault(work, _Met(self.clock()))
+            if is_new or not met.causes:
+                met.causes.append(object())
+            self.blocks.meet(work, Obstacle("storage", work, "", met.causes[-1]))
+        self.noted = {work: self.noted[work] for work in works}
+        self.blocks.end_round()
+
+    @invariant()
+    def levels_follow_failures_and_time(self) -> None:
+        found = {one.what: one.level for one in self.blocks.current}
+        assert found.keys() == self.noted.keys()
+        for work, met in self.noted.items():
+            lasted = self.clock() - met.since
+            if lasted >= LEASE_TIME:
+                assert found[work] == 2
+            else:
+                assert found[work] == int(len(met.causes) > 1 or lasted >= 10)
+
+
+TestRounds = Rounds.TestCase
+TestRounds.settings = settings(max_examples=50, deadline=None)
