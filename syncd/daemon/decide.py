@@ -194,7 +194,7 @@ class CloseLinks:
 
 @dataclass(frozen=True)
 class Fold:
-    """Make a full version of LATEST's, of ``size`` bytes, and these links, or publish it."""
+    """Make a full version of LATEST's, of ``size`` bytes, and links to ``ahead``, or publish it."""
 
     chain: Sequence[LinkSeen]
     size: int
