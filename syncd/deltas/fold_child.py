@@ -46,7 +46,8 @@ def run() -> None:
             _tell(0, why=str(error))
         except (OSError, ImportError, MemoryError) as error:
             code = error.errno if isinstance(error, OSError) else None
-            _tell(code or errno.ENOMEM, why=str(error) or type(error).__name__)
+            why = str(error).removeprefix(f"[Errno {code}] ") or type(error).__name__
+            _tell(code or errno.ENOMEM, why=why)
 
 
 def _tell(code: int, done: int = 0, total: int = 0, why: str = "") -> None:
