@@ -98,13 +98,12 @@ class Pruner:
     def prune_links(self, why: str) -> bool:
         """Delete all links up to LATEST; returns whether any is gone."""
         latest = self.job.read(Latest, self._layout.latest)
-        gone, refused = False, None
-        for sequence in link_folders(self.job) if latest else ():
-            if latest and sequence <= latest.sequence:
-                try:
-                    gone |= self.prune_link(PruneLink(sequence, why))
-                except OSError as error:
-                    refused = refused or error  # raised last, so that the others go
+        gone, refused, last = False, None, latest.sequence if latest else 0
+        for sequence in (number for number in link_folders(self.job) if number <= last):
+            try:
+                gone |= self.prune_link(PruneLink(sequence, why))
+            except OSError as error:
+                refused = refused or error  # raised last, so that the others go
         if refused is not None and not gone:
             raise refused
         return gone

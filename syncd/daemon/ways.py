@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from syncd.checkpoint.save import Links, Remote, Save, SavedWeights, Unfinished
@@ -12,8 +12,6 @@ from syncd.deltas.link_index import LinkRecord
 from syncd.protocol.names import DELTA
 from syncd.protocol.records import SaveId
 from syncd.storage.job import OF_OTHERS, Job
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,13 +46,11 @@ class Way:
 def look_at_link(job: Job, sequence: int) -> LinkSeen:
     """A link on disk. No content of its folder causes an exception."""
     folder, seen = job.layout.link(sequence), LinkSeen(sequence, 0)
-    try:
+    with suppress(OSError):  # a fold says why
         files = [job.storage.status(folder / name) for name in job.storage.names(folder)]
         seen = replace(seen, bytes=sum(file.st_size for file in files if file is not None))
         if link := job.read(LinkRecord, folder / DELTA, OF_OTHERS):
             seen = replace(seen, base=link.base, target=link.target)
-    except OSError as error:  # a fold tells it
-        log.debug("%s cannot be read now: %s", folder, error)
     return seen
 
 

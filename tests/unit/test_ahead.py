@@ -596,11 +596,3 @@ def test_a_step_that_is_saved_again_while_it_is_linked_does_not_close_the_links(
         storage.once("link", again, where="rank_0")
         loop.run_once()
         assert job.latest.closed is None
-
-
-def test_a_take_over_discards_a_delta_that_holds_no_record(job: SmallJob) -> None:
-    with daemon(job, 1):
-        pass
-    (job.link(9) / "delta.json").mkdir(parents=True)
-    with daemon(job):
-        assert not job.link(9).exists()

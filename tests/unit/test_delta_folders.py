@@ -49,6 +49,8 @@ def test_a_delta_above_latest_is_discarded_on_record_and_its_number_not_used_aga
 ) -> None:
     published(job, 2)
     add_deltas(job, 2, 3, 7)
+    (job.link(7) / "delta.json").unlink()
+    (job.link(7) / "delta.json").mkdir()
     with job.daemon() as loop:
         assert deltas(job) == ["d000002"]
         assert {("delta", "d000003"), ("delta", "d000007")} <= set(job.audit)
