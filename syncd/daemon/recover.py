@@ -16,7 +16,14 @@ from syncd.protocol.names import MANIFEST, parse_version_folder
 from syncd.protocol.records import Latest, Manifest, R, SaveOutcome, SaveOutcomes
 from syncd.protocol.reports import DaemonReport, ExplorerReport
 from syncd.protocol.version_events import LatestUnusable, VersionDamaged
-from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring, is_no_record, is_refused_here
+from syncd.storage.errnos import (
+    GONE,
+    REFUSED_HERE,
+    UNREADABLE,
+    Ignoring,
+    is_no_record,
+    is_refused_here,
+)
 from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT
 from syncd.storage.job import OF_OTHERS, Job, ReadPolicy, link_folders, version_folders
 
@@ -203,8 +210,8 @@ class _Look:
         return max(number for number in numbers if number <= known + _BELIEVED)
 
     def has_content(self, folder: Path) -> bool:
-        """True if a folder has content, or if this user may not read it."""
-        with Ignoring(REFUSED_HERE):
+        """True if a folder has content, or if it cannot be read."""
+        with Ignoring(UNREADABLE):
             return bool(self._storage.names(folder))
         return True
 

@@ -29,7 +29,7 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
-from syncd.storage.errnos import UNREADABLE, is_gone
+from syncd.storage.errnos import REFUSED_HERE, UNREADABLE, is_gone
 from syncd.storage.fsio import Signature
 from syncd.storage.job import Job, has_marks, link_folders, numbers_in, version_folders
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout
@@ -255,7 +255,7 @@ class Scanner:
         held = [
             (sequence, marker, (parse_lease_marker(marker) or ("", ""))[1])
             for sequence in sequences
-            for marker in self._markers(self._layout.lease_folder(sequence))
+            for marker in self._markers(self._layout.lease_folder(sequence), UNREADABLE)
         ]
         sessions = {session for *_, session in held if session}
         liveness = self._lookout.look(sessions.union(others, filter(is_name, self._benches)))
@@ -286,10 +286,10 @@ class Scanner:
         steps = (parse_step_folder(name.partition("-")[0]) for name in builds)
         return frozenset(step for step in steps if step is not None)
 
-    def _markers(self, folder: Path) -> list[str]:
+    def _markers(self, folder: Path, errnos: Collection[int] = REFUSED_HERE) -> list[str]:
         """The names of leases or builds; an unreadable folder counts as one unnamed lease."""
         names = [""]
-        with self._let_be.ignoring(folder):
+        with self._let_be.ignoring(folder, errnos):
             names[:] = self._storage.names(folder)
         return names
 

@@ -153,13 +153,14 @@ def test_old_deltas_go_by_number_and_by_bytes_each_with_an_audit_line(job: Small
     ]  # fmt: skip
 
 
-def test_a_delta_that_cannot_be_read_keeps_no_other_from_being_pruned(job: SmallJob) -> None:
-    job.storage = job.hosts.ruled(
-        refuse("names", errno.EACCES, where="deltas/d000006"),
-        refuse("open_read", errno.EIO, where="deltas/d000005"),
-    )
+def test_a_folder_that_cannot_be_read_keeps_no_delta_from_being_pruned(job: SmallJob) -> None:
+    storage = job.storage = job.hosts.ruled()
     published(job, 6)
     add_deltas(job, *range(1, 7))
+    storage.refuse("names", errno.EACCES, where="deltas/d000006")
+    storage.refuse("open_read", errno.EIO, where="deltas/d000005")
+    storage.refuse("names", errno.EIO, where="leases/v000004")
+    storage.refuse("names", errno.EIO, where="global_step_3")
     one_round(job, keep_deltas=4)
     assert deltas(job) == ["d000003", "d000004", "d000005", "d000006"]
 
