@@ -25,6 +25,8 @@ PASSING: Final = GONE | {errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT}
 NO_RECORD: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.EFBIG})
 #: Errors that concern one name, not the storage. They would come again at the next attempt.
 REFUSED_HERE: Final = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
+#: Errors of reading one file or folder, which must not keep the daemon from the others.
+UNREADABLE: Final = REFUSED_HERE | {errno.EIO}
 
 #: The most attempts at a small piece of work, with which other processes may interfere.
 ATTEMPTS: Final = 5
