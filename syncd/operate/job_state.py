@@ -18,7 +18,7 @@ from syncd.operate.health import health_of, problems_of, problems_of_work
 from syncd.operate.liveness import Liveness, Watch
 from syncd.operate.models import (
     DaemonState,
-    Directory,
+    DirectoryState,
     ExplorerState,
     JobState,
     Problem,
@@ -72,7 +72,7 @@ def look(job: Job, watch: Watch | None = None) -> JobState:
     seen = _Look(job, watch)
     state = seen.directory
     problems = [*problems_of(state), *seen.problems]
-    memory: Directory | Unseen | None = None
+    memory: DirectoryState | Unseen | None = None
     if state.daemon is not None and state.daemon.memory_dir is not None:
         folder, host = state.daemon.memory_dir, state.daemon.host
         try:
@@ -161,7 +161,7 @@ class _Look:
         self._lease_time = form.lease_time if form else DEFAULT_LEASE_TIME
         self.directory = self._directory(form)
 
-    def _directory(self, form: Format | None) -> Directory:
+    def _directory(self, form: Format | None) -> DirectoryState:
         job, storage, layout = self._job, self._storage, self._layout
         report = self._read(DaemonState, layout.daemon_report, newer=False)
         latest = self._read(Latest, layout.latest, newer=False)
@@ -183,7 +183,7 @@ class _Look:
         steering, rollbacks = Steering(job), []
         with self._noting(layout.requests):
             rollbacks += steering.asked()
-        return Directory(
+        return DirectoryState(
             job=str(layout.root),
             lease_time=form.lease_time if form else None,
             daemon=daemon,
