@@ -56,7 +56,12 @@ _ROLLBACK_ATTEMPTS: Final = 6
 
 @dataclass
 class Attempts:
-    """Publishes saves and carries out rollbacks; tries again after some failures."""
+    """Publishes saves and carries out rollbacks; tries again after some failures.
+
+    Attributes:
+        has_tried: True once a save was published, or could not be.
+        obstacle: of the last attempt, until one succeeds.
+    """
 
     tenure: Tenure
     publisher: Publisher
@@ -68,7 +73,9 @@ class Attempts:
         self._job, self._clock = self.tenure.job, self.tenure.clock
         self._journal = self.tenure.journal
         self._steering = Steering(self._job)
-        self._obstacle: Obstacle | None = None  # of the last attempt
+        self.has_tried = False
+        self.obstacle: Obstacle | None = None
+        self._fold_obstacle: Obstacle | None = None
         self._tried: str | None = None
         self._again_at = 0.0
         self._wait = 0.0
@@ -117,8 +124,9 @@ class Attempts:
             path = self.publisher.outcomes.quarantine(save, error)
             why = f"a bug in syncd: {type(error).__name__}: {error}"
             self._journal.tell(SaveFault(save.step, path, why, error))
+            self._ended()
             return ""
-        self._wait = 0.0
+        self._ended()
         self._say_published(manifest, begun, whole_since)
         self.reporter.arrival.pace = self._clock() - whole_since
         self._say_names()
@@ -140,8 +148,6 @@ class Attempts:
         if save.identity != self._tried:
             self._tried, self._wait, self._again_at = save.identity, 0.0, 0.0
         if self._clock() < self._again_at:
-            if self._obstacle is not None:
-                self.tenure.blocks.meet("save", self._obstacle)
             return self._journal.waiting_for
         return "paused" if self._steering.is_paused() else ""
 
@@ -164,7 +170,7 @@ class Attempts:
             except (SaveNotReadyError, OSError) as error:
                 self._job.check_is_there()
                 return self._try_later(f"step {save.step} could not be linked: {error}", error)
-            self._wait = 0.0
+            self._ended()
             size = sum(file.size for file in save.vouched().values() if file.over == "index")
             seconds = round(self._clock() - begun, 3)
             self._journal.tell(SaveLinked(sequence, save.step, size, seconds))
@@ -200,6 +206,8 @@ class Attempts:
         latest, folds = self.publisher.latest, self.folds
         if latest is None or (ahead := latest.ahead) is None:
             return
+        if self._fold_obstacle is not None:
+            self.tenure.blocks.meet("fold", self._fold_obstacle, is_told=True)
         try:
             manifest = folds.poll(latest, ahead, fold)
             if manifest is None or folds.folder is None or self._steering.is_paused():
@@ -215,15 +223,19 @@ class Attempts:
             folds.end(failed=True)
             self._job.check_is_there()
             self.tidying.after(error)
-            self._journal.tell(FoldDelayed(ahead.step, error))
+            event = FoldDelayed(ahead.step, error)
+            self._journal.tell(event)
+            self._fold_obstacle = Obstacle.of(lasting(str(event)), error)
         else:
             folds.end()
+            self._fold_obstacle = None
             self._say_published(manifest, folds.begun, folds.begun, VersionFolded)
 
     def give_up(self, save: Save, error: CheckpointError) -> None:
         """Quarantine a save."""
         path = self.publisher.outcomes.quarantine(save, error)
         self._journal.tell(SaveQuarantined(save.step, error, path))
+        self._ended()
 
     def roll_back(self, request: RollbackRequest) -> None:
         """Make an old version LATEST again, and answer the request.
@@ -287,6 +299,9 @@ class Attempts:
         if (change := self.publisher.naming.change) is not None:
             self._journal.tell(change)
 
+    def _ended(self) -> None:
+        self.has_tried, self.obstacle, self._wait = True, None, 0.0
+
     def _progress(self, save: WholeSave, begun: float, heard: Progress) -> Progress:
         """A callback that reports the progress of a merge now and then."""
 
@@ -310,10 +325,9 @@ class Attempts:
     def _try_later(self, why: str, error: Exception) -> str:
         self._journal.meter.failed(error)
         self.tidying.after(error)
-        self._obstacle = None
-        if not isinstance(error, SaveNotReadyError):  # its trainer goes on with it
-            self._obstacle = Obstacle.of(lasting(why), error)
-            self.tenure.blocks.meet("save", self._obstacle)
+        is_ours = not isinstance(error, SaveNotReadyError)  # else its trainer goes on with it
+        self.obstacle = Obstacle.of(lasting(why), error) if is_ours else None
+        self.has_tried = True
         self._wait = min(_LONGEST_WAIT, 2 * self._wait or self.publisher.config.tick)
         self._again_at = self._clock() + self._wait
         return f"{why}; trying again in {self._wait:g} s"

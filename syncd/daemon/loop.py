@@ -147,6 +147,9 @@ class Loop:
         self._journal.write()
         self._tidy(seen)
         self._look_at_waits(seen)
+        # Also while the next save is not complete yet.
+        if (obstacle := self._attempts.obstacle) and self._reporter.arrival.waits():
+            blocks.meet("save", obstacle)
         blocks.end_round()
         told = [it.what for it in blocks.current]
         waiting_for = lasting(waiting_for or next(iter(told), ""))
@@ -225,7 +228,7 @@ class Loop:
                 what, gone = "version", self._pruner.retire_version(action)
             case PruneLink():
                 what, gone = "delta", self._pruner.prune_link(action)
-            case PruneStep() if action.is_unserved and self.tenure.blocks.needs_all_saves:
+            case PruneStep() if action.is_unserved and self._must_keep_unserved:
                 return False
             case PruneStep():
                 what, gone = "step", self._pruner.prune_step(action)
@@ -234,6 +237,13 @@ class Loop:
         if gone:
             self._journal.pruned(what)
         return gone
+
+    @property
+    def _must_keep_unserved(self) -> bool:
+        """True if more than room keeps this daemon from serving saves, or if it cannot know yet."""
+        waits = self._reporter.arrival.waits() is not None
+        unsure = waits and not self._attempts.has_tried
+        return self.publishes and (unsure or self.tenure.blocks.needs_all_saves)
 
     def _note(self, action: str, error: OSError) -> None:
         self._job.check_is_there()

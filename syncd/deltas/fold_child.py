@@ -13,6 +13,7 @@ from typing import Final
 from syncd.checkpoint.merging.options import Work
 from syncd.deltas.limits import LinkError
 from syncd.protocol.errors import SyncdError
+from syncd.storage.fsio import named
 from syncd.storage.job import Job
 
 #: Seconds between two signs of life.
@@ -36,16 +37,18 @@ def run() -> None:
         try:
             from syncd.deltas.folding import fold_version  # noqa: PLC0415 - NumPy may be missing
 
-            fold_version(Job.at(root), base, chain, folder, Work(lambda: None, progress))
+            with named(folder):
+                fold_version(Job.at(root), base, chain, folder, Work(lambda: None, progress))
             _tell(0, size, size)
         except BrokenPipeError:
             raise
         except (LinkError, SyncdError) as error:
             _tell(0, why=str(error))
-        except (OSError, ImportError, MemoryError) as error:
-            code = error.errno if isinstance(error, OSError) else None
-            _tell(code or errno.ENOMEM, why=str(error) or type(error).__name__)
+        except OSError as error:
+            _tell(error.errno or errno.EIO, 0, 0, error.strerror or str(error), error.filename)
+        except (ImportError, MemoryError) as error:
+            _tell(errno.ENOMEM, why=str(error) or type(error).__name__)
 
 
-def _tell(code: int, done: int = 0, total: int = 0, why: str = "") -> None:
-    print(json.dumps([code, done, total, why]), flush=True)
+def _tell(code: int, done: int = 0, total: int = 0, why: str = "", where: object = None) -> None:
+    print(json.dumps([code, done, total, why, where and str(where)]), flush=True)

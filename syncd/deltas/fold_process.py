@@ -66,9 +66,9 @@ class FoldChild(Closing):
             why = f"the process that folds links ended with {described(self._child.end())}"
             raise OSError(errno.ECHILD, why) from None
         for line in lines:
-            code, self.done, self.total, why = json.loads(line)
+            code, self.done, self.total, why, where = json.loads(line)
             if why:
-                raise OSError(code, why) if code else LinkError(why)
+                raise OSError(code, why, where) if code else LinkError(why)
         whole = lines and self.done == self.total
         return read_manifest(self._storage, self._folder) if whole else None
 

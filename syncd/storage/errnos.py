@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, TypeVar
 
 from syncd.protocol.errors import JobUnavailableError, NoRoomError, SyncdError
@@ -61,9 +64,11 @@ def unwritable_storage(error: OSError, path: object) -> SyncdError | None:
     """
     where = error.filename or path
     if isinstance(error, PermissionError):
+        remedy = masked(where) or (
+            "Run as the trainers' user, or give the folder a group that both users are in"
+        )
         return JobUnavailableError(
-            f"{where} cannot be used by user {os.geteuid()}: {error.strerror}. Run as the "
-            "trainers' user, or give the folder a group that both users are in"
+            f"{where} cannot be used by user {os.geteuid()}: {error.strerror}. {remedy}"
         )
     if error.errno == errno.EROFS:
         return JobUnavailableError(read_only(where))
@@ -73,6 +78,19 @@ def unwritable_storage(error: OSError, path: object) -> SyncdError | None:
             "quota, and start again. `df -h` shows the free bytes, and `df -i` the free inodes"
         )
     return None
+
+
+def masked(path: object) -> str:
+    """The remedy if the mask of an ACL forbids the group to write to a path or its folder."""
+    for each in (Path(str(path)), Path(str(path)).parent):
+        with suppress(OSError):  # no ACL
+            os.getxattr(each, "system.posix_acl_access", follow_symlinks=False)
+            if not each.lstat().st_mode & stat.S_IWGRP:  # with an ACL, this bit is the mask's
+                return (
+                    f"The mask of the ACL of {each} lacks group write: run `setfacl -R -m "
+                    "m::rwX,d:m::rwx` on the job as its owner"
+                )
+    return ""
 
 
 def read_only(path: object) -> str:
