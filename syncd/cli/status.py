@@ -384,7 +384,7 @@ def _event(event: dict[str, Any]) -> str:  # noqa: PLR0911 - one return for each
         case "linked":
             return f"linked step {step} as {version}: {size(event.get('delta_bytes', 0))}"
         case "skipped":
-            return f"skipped step {step}: a newer one was announced first"
+            return f"skipped step {step}: a newer one was announced"
         case "quarantined" | "closed":
             what = "refused" if event["event"] == "quarantined" else "cannot link"
             return f"{what} step {step}: {event.get('why')}"

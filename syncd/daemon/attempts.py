@@ -325,9 +325,10 @@ class Attempts:
     def _try_later(self, why: str, error: Exception) -> str:
         self._journal.meter.failed(error)
         self.tidying.after(error)
-        is_ours = not isinstance(error, SaveNotReadyError)  # else its trainer goes on with it
-        self.obstacle = Obstacle.of(lasting(why), error) if is_ours else None
-        self.has_tried = True
+        self.has_tried, self.obstacle = True, None
+        if not isinstance(error, SaveNotReadyError):  # its trainer goes on with it
+            self.obstacle = Obstacle.of(lasting(why), error)
+            self.tenure.blocks.meet("save", self.obstacle)
         self._wait = min(_LONGEST_WAIT, 2 * self._wait or self.publisher.config.tick)
         self._again_at = self._clock() + self._wait
         return f"{why}; trying again in {self._wait:g} s"

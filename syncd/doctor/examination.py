@@ -366,7 +366,8 @@ def judge_rights(job: Job, new: Path) -> Finding:
 def judge_border(job: Job, room: Path, *, is_sound: bool) -> Finding:
     """Judge whether all folders are on one mount; if storage ``is_sound``, try also its content."""
     full, at = room / "full", job.layout
-    job.storage.make_folder(full / "inside", below=room)
+    for folder in (full, full / "inside"):
+        job.storage.mkdir(folder)
     folders = (*map(at.step, step_folders(job)), *map(at.version, version_folders(job)))
     found = border(job, room) or (is_sound and immovable(job, full, folders))
     words = "files and folders can be moved between all folders of the job"

@@ -2,7 +2,10 @@
 
 import errno
 import logging
+import os
+import struct
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -11,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from syncd.daemon.blocks import Blocks, Obstacle
 from syncd.protocol.names import CHECKPOINT_POINTER
+from syncd.storage.errnos import unwritable_storage
 from syncd.storage.job import step_folders
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import Clock, refuse
@@ -57,29 +61,47 @@ def test_a_failure_that_lasts_is_told_with_file_and_remedy_and_no_longer_than_it
         assert not job.daemon_says.blocked
 
 
+@pytest.mark.parametrize("receipts", [True, False])
+@pytest.mark.parametrize("code", REASONS, ids=errno.errorcode.get)
 def test_while_more_than_room_is_missing_no_unserved_save_is_deleted(
-    job: SmallJob, clock: Clock
+    job: SmallJob, clock: Clock, code: int, *, receipts: bool
 ) -> None:
-    steps = [4, 5, 6]
-    rules = {code: [refuse("create", code, where="building/v")] for code in REASONS}
     job.storage = storage = job.hosts.ruled()
     with job.daemon(clock=clock) as loop:
-        for code, refusals in rules.items():
-            storage.rules[:] = refusals
-            for step in steps:
-                job.save(step)
-                for _ in range(3):
-                    loop.run_once()
-                    clock.advance(1)
-            newest = [steps[-1]]
-            assert step_folders(job) == (newest if REASONS[code][0] == "room" else steps)
-            storage.rules.clear()
-            clock.advance(30)
-            for _ in range(3):
-                loop.run_once()
-            assert job.latest.step == steps[-1]
-            assert step_folders(job) == newest
-            steps = [step + 10 for step in steps]
+        loop.publish(3)
+        storage.rules.append(refuse("create", code, where="building/v"))
+        for step in (4, 5, 6):
+            job.save(step, receipts=receipts)
+            loop.rounds(4, 1)
+    with job.daemon(clock=clock) as loop:  # it knows of no failure yet
+        loop.run_once()
+        job.save(7, receipts=receipts)
+        loop.rounds(4, 1)
+        assert step_folders(job) == ([7] if REASONS[code][0] == "room" else [4, 5, 6, 7])
+        storage.rules.clear()
+        loop.rounds(40, 3)
+        assert job.latest.step == 7
+        assert step_folders(job) == [7]
+        overtaken = b"overtaken by step 7, and not a full checkpoint"
+        assert overtaken in job.layout.audit.read_bytes()
+
+
+def test_a_mask_of_an_acl_that_forbids_writing_is_named(tmp_path: Path) -> None:
+    def acl(mask: int) -> bytes:
+        """Its owner, a group, the mask, and others: a tag, the rights, and an id of each."""
+        entries = ((1, 7, -1), (4, 7, -1), (8, 7, 1234), (16, mask, -1), (32, 0, -1))
+        return struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+
+    error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "new"))
+    assert "setfacl" not in Obstacle.of("", error).remedy
+    for mask in (5, 7):
+        try:
+            os.setxattr(tmp_path, "system.posix_acl_access", acl(mask))
+        except OSError as refused:
+            pytest.skip(f"no ACLs here: {refused}")
+        named = f"The mask of the ACL of {tmp_path} lacks group write: run `setfacl"
+        said = Obstacle.of("", error).remedy, str(unwritable_storage(error, tmp_path))
+        assert [named in text for text in said] == [mask == 5] * 2
 
 
 def test_a_pointer_that_the_daemon_does_not_read_is_told_until_it_is_right(
