@@ -352,7 +352,8 @@ class Service:
             self._meter.failed(event.reason)
         if isinstance(event, DaemonPaused):
             obstacle = Obstacle.of(str(event), event.reason)
-            self._blocks.meet("serve", obstacle, is_told=True)
+            has_remedy = isinstance(event.reason, SyncdError)
+            self._blocks.meet("serve", obstacle, is_told=has_remedy)
             self._blocks.end_round()
             self._meter.waits(self._blocks.current, None)
         state = change or str(event)
