@@ -33,6 +33,7 @@ from syncd.daemon.decide import (
     Republish,
     RetireVersion,
     Skip,
+    StepSeen,
     decide,
 )
 from syncd.daemon.folds import Folds, FoldWork
@@ -228,7 +229,7 @@ class Loop:
                 what, gone = "version", self._pruner.retire_version(action)
             case PruneLink():
                 what, gone = "delta", self._pruner.prune_link(action)
-            case PruneStep() if action.is_unserved and self._must_keep_unserved:
+            case PruneStep(seen) if self._must_keep(seen):
                 return False
             case PruneStep():
                 what, gone = "step", self._pruner.prune_step(action)
@@ -238,12 +239,11 @@ class Loop:
             self._journal.pruned(what)
         return gone
 
-    @property
-    def _must_keep_unserved(self) -> bool:
-        """True if more than room keeps this daemon from serving saves, or if it cannot know yet."""
-        waits = self._reporter.arrival.waits() is not None
-        unsure = waits and not self._attempts.has_tried
-        return self.publishes and (unsure or self.tenure.blocks.needs_all_saves)
+    def _must_keep(self, step: StepSeen) -> bool:
+        """True for an unserved save while more than room is missing, or if that is not known yet."""
+        unsure = not self._attempts.has_tried and self._reporter.arrival.waits() is not None
+        is_blocked = unsure or self.tenure.blocks.needs_all_saves
+        return self.publishes and is_blocked and step.outcome.outcome == "skipped"
 
     def _note(self, action: str, error: OSError) -> None:
         self._job.check_is_there()

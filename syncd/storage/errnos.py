@@ -29,6 +29,15 @@ NO_RECORD: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENX
 #: Errors that concern one name, not the storage. They would come again at the next attempt.
 REFUSED_HERE: Final = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
 
+#: Remedies: more room, the right to write, storage that is mounted read-only.
+ROOM: Final = (
+    "Make room, or raise the quota: `df -h` shows the free bytes, and `df -i` the free inodes"
+)
+SHARE: Final = (
+    "Run as the trainers' user, or share the job with a group that both users are in (shared_group)"
+)
+WRITABLE: Final = "Mount the storage rw: `findmnt -T` shows its options"
+
 #: The most attempts at a small piece of work, with which other processes may interfere.
 ATTEMPTS: Final = 5
 
@@ -64,19 +73,12 @@ def unwritable_storage(error: OSError, path: object) -> SyncdError | None:
     """
     where = error.filename or path
     if isinstance(error, PermissionError):
-        remedy = masked(where) or (
-            "Run as the trainers' user, or give the folder a group that both users are in"
-        )
-        return JobUnavailableError(
-            f"{where} cannot be used by user {os.geteuid()}: {error.strerror}. {remedy}"
-        )
+        who = f"user {os.geteuid()}: {error.strerror}"
+        return JobUnavailableError(f"{where} cannot be used by {who}. {masked(where) or SHARE}")
     if error.errno == errno.EROFS:
         return JobUnavailableError(read_only(where))
     if error.errno in NO_ROOM:
-        return NoRoomError(
-            f"{where} cannot be written: {os.strerror(error.errno or 0)}. Make room, or raise the "
-            "quota, and start again. `df -h` shows the free bytes, and `df -i` the free inodes"
-        )
+        return NoRoomError(f"{where} cannot be written: {os.strerror(error.errno or 0)}. {ROOM}")
     return None
 
 
@@ -95,10 +97,7 @@ def masked(path: object) -> str:
 
 def read_only(path: object) -> str:
     """The error message for storage that is mounted read-only."""
-    return (
-        f"{path} cannot be written: its storage is mounted read-only. Mount the storage rw, and "
-        "start again. `findmnt -T` shows the mount options"
-    )
+    return f"{path} cannot be written: its storage is mounted read-only. {WRITABLE}"
 
 
 def is_gone(error: OSError) -> bool:

@@ -14,7 +14,7 @@ from typing import Final
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.names import step_folder
 from syncd.storage.calls import Kind
-from syncd.storage.errnos import is_refused_here, masked, read_only
+from syncd.storage.errnos import SHARE, is_refused_here, masked, read_only
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job, step_folders
 
@@ -22,11 +22,6 @@ from syncd.storage.job import Job, step_folders
 _SHARED: Final = stat.S_ISGID | stat.S_IRWXG
 #: The number of step folders to check: all folders of one trainer have the same rights.
 _FEW: Final = 4
-#: The remedy if a folder cannot be written.
-SHARE: Final = (
-    "Run the daemon as the trainers' user, or share the job with a group that both users are in "
-    "(shared_group)"
-)
 #: The remedy if steps cannot be deleted.
 TO_DELETE: Final = (
     "Run the daemon as the trainers' user. Or run the trainers with umask 002, in a group that "
@@ -77,8 +72,8 @@ def check_rights(job: Job) -> None:
     if folder is not None and job.storage.is_read_only(folder):
         raise JobUnavailableError(read_only(folder))
     if folder is not None:
-        remedy = masked(folder) or SHARE
-        raise JobUnavailableError(f"{folder} cannot be written by user {os.geteuid()}. {remedy}")
+        who = f"user {os.geteuid()}"
+        raise JobUnavailableError(f"{folder} cannot be written by {who}. {masked(folder) or SHARE}")
 
 
 def unwritable(job: Job) -> Path | None:
