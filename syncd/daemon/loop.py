@@ -240,7 +240,7 @@ class Loop:
         return gone
 
     def _must_keep(self, step: StepSeen) -> bool:
-        """True for an unserved save while more than room is missing, or if that is not known yet."""
+        """True for an unserved save while more than room is missing, or that is not known yet."""
         unsure = not self._attempts.has_tried and self._reporter.arrival.waits() is not None
         is_blocked = unsure or self.tenure.blocks.needs_all_saves
         return self.publishes and is_blocked and step.outcome.outcome == "skipped"
