@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Final
 
 from syncd.daemon.attempts import Attempts
@@ -97,6 +98,7 @@ class Loop:
         )
         self._follow_ahead: list[bool] = []  # for each live explorer
         self._prunings_left = False
+        self._stuck: dict[int, Obstacle] = {}  # the steps that cannot be pruned
 
     def begin(self) -> None:
         """Recover the previous daemon's state; call this after the take-over."""
@@ -140,7 +142,12 @@ class Loop:
             try:
                 waiting_for = self._act(action, whole_since) or waiting_for
             except OSError as error:
-                self._note(type(action).__name__, error)
+                failure = self._note(type(action).__name__, error)
+                if isinstance(action, PruneStep):
+                    self._stuck[action.seen.step] = failure
+        due = {action.seen.step for action in actions if isinstance(action, PruneStep)}
+        for step in {one.step for one in seen.steps}.difference(due).union(seen.vanished):
+            self._stuck.pop(step, None)
         if self._prunings_left:
             self._scanner.look_again()
         self._look_who_is_live(seen)
@@ -151,6 +158,8 @@ class Loop:
         # Also while the next save is not complete yet.
         if (obstacle := self._attempts.obstacle) and self._reporter.arrival.waits():
             blocks.meet("save", obstacle)
+        for failure in islice(self._stuck.values(), 1):  # not tried again in each round
+            blocks.meet(PruneStep.__name__, failure)
         blocks.end_round()
         told = [it.what for it in blocks.current]
         waiting_for = lasting(waiting_for or next(iter(told), ""))
@@ -234,6 +243,7 @@ class Loop:
             case PruneStep():
                 what, gone = "step", self._pruner.prune_step(action)
                 if gone:
+                    self._stuck.pop(action.seen.step, None)
                     self._outcomes.forget(action.seen.step)
         if gone:
             self._journal.pruned(what)
@@ -245,13 +255,15 @@ class Loop:
         is_blocked = unsure or self.tenure.blocks.needs_all_saves
         return self.publishes and is_blocked and step.outcome.outcome == "skipped"
 
-    def _note(self, action: str, error: OSError) -> None:
+    def _note(self, action: str, error: OSError) -> Obstacle:
         self._job.check_is_there()
         self.tenure.meter.failed(error)
         self._tidying.after(error)
         what = lasting(f"storage refuses the action {action}: {error}")
         reason: Reason | None = "prune" if action == PruneStep.__name__ else None
-        self.tenure.blocks.meet(action, Obstacle.of(what, error, reason))
+        obstacle = Obstacle.of(what, error, reason)
+        self.tenure.blocks.meet(action, obstacle)
+        return obstacle
 
     def _look_at_records(self) -> None:
         """Write again what others have damaged."""

@@ -86,6 +86,27 @@ def test_while_more_than_room_is_missing_no_unserved_save_is_deleted(
         assert overtaken in job.layout.audit.read_bytes()
 
 
+def test_a_step_that_cannot_be_pruned_is_told_once_until_it_can(
+    job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.storage = storage = job.hosts.ruled(refuse("rename", errno.EBUSY, where="global_step_1"))
+    levels = []
+    with job.daemon(clock=clock) as loop:
+        loop.publish(1, 2)
+        for _ in range(50):
+            loop.rounds(1, 1)
+            levels += [(one.reason, one.level) for one in job.daemon_says.blocked]
+        assert len(levels) == 50
+        assert levels == sorted(levels)
+        assert set(levels) == {("prune", 1), ("prune", 2)}
+        (line,) = (one for one in caplog.messages if "Device or resource busy" in one)
+        assert "must be on one mount" in line
+        storage.rules.clear()
+        loop.rounds(70, 1)
+        assert step_folders(job) == [2]
+        assert not job.daemon_says.blocked
+
+
 def test_a_mask_of_an_acl_that_forbids_writing_is_named(tmp_path: Path) -> None:
     def acl(mask: int) -> bytes:
         """Its owner, a group, the mask, and others: a tag, the rights, and an id of each."""
