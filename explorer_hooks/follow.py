@@ -34,6 +34,7 @@ from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.server_fit import Fits
 from explorer_hooks.staging import Staging
 from syncd.cli import options
+from syncd.cli.signals import handled_by
 from syncd.daemon.config import Bytes, Count, Seconds
 from syncd.protocol.errors import CommandFailedError, InvalidSettingsError
 from syncd.protocol.names import TEMPORARY
@@ -248,12 +249,8 @@ def _ends() -> Iterator[Callable[[Callable[[], None]], None]]:
             raise SystemExit
         cancels[-1]()
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with handled_by(end, (signal.SIGTERM, signal.SIGINT)):
         yield cancels.append
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _FolderEngine(InProcessEngine):

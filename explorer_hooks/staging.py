@@ -322,7 +322,7 @@ class Staging:
             links = [self._fetch(storage, link, folder, cancel) for link in chain]
             fetched = self._clock()
             merged = fold(to, whole, links, draft, to=to, work=Work(cancel))
-            manifest = manifest_of(whole, merged, links[-1].link, target.sequence)
+            manifest = manifest_of(whole, merged, target, links[-1].link.nonfinite)
             to.write_new(draft / MANIFEST, encode(manifest))
         self.fetched = replace(
             self.fetched,

@@ -14,6 +14,7 @@ from syncd.deltas.folding import fold_version
 from syncd.deltas.link_index import Content, LinkFolder, LinkRecord, SavedPiece
 from syncd.protocol.names import DELTA, RECEIPTS, link_name, receipt_name
 from syncd.protocol.records import (
+    Latest,
     Manifest,
     NonFinite,
     Receipt,
@@ -35,10 +36,10 @@ Values = Sequence[float]
 class InThisProcess:
     """A fold that is made at the first poll."""
 
-    def __init__(self, job: Job, base: int, chain: Sequence[int], folder: Path) -> None:
+    def __init__(self, job: Job, latest: Latest, chain: Sequence[int], folder: Path) -> None:
         self.done = self.total = 0
         self.closed = False
-        self._work = (job, base, chain, folder)
+        self._work = (job, latest, chain, folder)
 
     def poll(self) -> Manifest | None:
         return fold_version(*self._work, Work(nothing))

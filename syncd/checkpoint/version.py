@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import stat
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -298,9 +299,9 @@ def republish(
             made.add(target.parent)
         link_or_copy(storage, source / file.name, target, cancel)
         status = storage.status(target)
-        if status is None or status.st_size != file.size:
+        if status is None or status.st_size != file.size or not stat.S_ISREG(status.st_mode):
             raise VerificationError(
-                f"{source / file.name} does not have {file.size} bytes: the file is damaged"
+                f"{source / file.name} is no file of {file.size} bytes: it is damaged"
             )
     storage.write_new(folder / MANIFEST, encode(manifest))
     for path in sorted(made, reverse=True):

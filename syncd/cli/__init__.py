@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from syncd import __version__
-from syncd.cli import log_lines
+from syncd.cli import log_lines, sinks
 from syncd.protocol.errors import InvalidSettingsError, SyncdError
 from syncd.protocol.gone import GONE
 from syncd.storage.errnos import unwritable_storage
@@ -55,6 +55,8 @@ _COMMANDS: Final = {name: said for group in _GROUPS.values() for name, said in g
 _ADDED: Final = "syncd.commands"
 #: The hooks' commands: the help lists them without importing them, which would take half a second.
 _OF_HOOKS: Final = frozenset({"follow"})
+#: The commands that serve until they are stopped: what they say must not block them.
+_SERVING: Final = frozenset({"run", "follow", "web"})
 _OTHERS: Final = "From other packages"
 #: The exit status of a command that Ctrl-C ended, as shells report it.
 _INTERRUPTED: Final = 128 + signal.SIGINT
@@ -143,6 +145,8 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; report an error without a traceback, and exit with its code."""
+    if _SERVING.intersection(sys.argv[1:2]):
+        sinks.start()
     log_lines.set_up()
     log_lines.name_faults()
     # A save of a thousand ranks needs a thousand open files.

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import click
 
-from syncd.cli import log_lines, options
+from syncd.cli import log_lines, options, sinks
 from syncd.cli.signals import stopped_by_signals
 from syncd.daemon.config import KEYS, RunConfig
 from syncd.daemon.configuration import (
@@ -69,7 +69,7 @@ def command(
         ended = services.run()
     if not ended:
         # A thread that waits for storage would keep the interpreter from ending, forever.
-        logging.shutdown()
+        sinks.end()
         os._exit(0)
 
 
@@ -87,7 +87,8 @@ def _load(file: Path | None, said: dict[str, GivenValue]) -> Configuration:
 def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | RootServices:
     """Make the daemons; their hang guard and metrics run until the stack is closed."""
     config, root = configuration.current.config, configuration.current.root
-    guard = HangGuard(config.hang_time, ServiceManager.of_environment(), together=root is None)
+    manager = ServiceManager.of_environment()
+    guard = HangGuard(config.hang_time, manager, together=root is None, last_words=sinks.end)
     stack.enter_context(guard)
     read_again = configuration.again
     each_tick: Callable[[], None] = _nothing

@@ -197,9 +197,9 @@ class TrainerSynchronizer(Member[TrainerReport]):
         if daemon is None or not daemon.links or not self._roster.is_alive(daemon.session):
             return False
         latest = read_latest(self._job)
-        if latest is None or latest.closed is not None:
-            return latest is None
-        published = SaveId.parse(latest.save_id)
+        if latest is not None and latest.closed is not None:
+            return False
+        published = SaveId.parse(latest.save_id) if latest else None
         if published is not None and published.run == root.run:
             return True
         outcome = self._job.outcome(root.step)  # the root may still be merged

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from syncd.checkpoint.merging.options import Progress
 from syncd.checkpoint.model_folder import changed_settings
-from syncd.checkpoint.save import Save, SavedWeights, WholeSave
+from syncd.checkpoint.save import Links, Save, SavedWeights, WholeSave
 from syncd.daemon.blocks import Obstacle
 from syncd.daemon.collect import Tidying
 from syncd.daemon.decide import Fold
 from syncd.daemon.folds import Folds
 from syncd.daemon.linking import link_save
+from syncd.daemon.patience import Patience, cannot_heal
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
 from syncd.daemon.steering import Steering
@@ -47,6 +49,7 @@ from syncd.protocol.version_events import (
     VersionPublished,
     VersionRolledBack,
 )
+from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring
 
 #: The most seconds between two attempts at a merge that storage refuses.
 _LONGEST_WAIT: Final = 30.0
@@ -61,6 +64,7 @@ class Attempts:
     Attributes:
         has_tried: True once a save was published, or could not be.
         obstacle: of the last attempt, until one succeeds.
+        late: why LATEST is closed, although the daemon still tries to make links.
     """
 
     tenure: Tenure
@@ -75,13 +79,14 @@ class Attempts:
         self._steering = Steering(self._job)
         self.has_tried = False
         self.obstacle: Obstacle | None = None
-        self._fold_obstacle: Obstacle | None = None
         self._tried: str | None = None
         self._again_at = 0.0
         self._wait = 0.0
         self._asked: str | None = None
         self._refusals = 0
-        self._unsure: str | None = None  # the save that seemed to have no base before a refresh
+        self.late = ""
+        lease_time = self.tenure.judge.lease_time
+        self._patience, self._folds_patience = (Patience(lease_time, self._clock) for _ in "12")
 
     def publish(  # noqa: PLR0911 - one return for each way it ends
         self, save: WholeSave, whole_since: float, heard: Progress
@@ -104,13 +109,13 @@ class Attempts:
             self.reporter.report("merging", f"step {save.step}")
             manifest = self.publisher.publish(save, progress=self._progress(save, begun, heard))
         except (SaveNotReadyError, NoRoomError) as error:
-            return self._try_later(str(error), error)
+            return self._try_later(save, str(error), error)
         except CheckpointError as error:
             self.give_up(save, error)
             return ""
         except OSError as error:
             self._job.check_is_there()
-            return self._try_later(f"step {save.step} could not be merged: {error}", error)
+            return self._try_later(save, f"step {save.step} could not be merged: {error}", error)
         except SyncdError:
             raise
         except LateError as error:
@@ -119,7 +124,7 @@ class Attempts:
             return f"step {save.step}: {error}"
         except MemoryError as error:
             why = f"step {save.step}: not enough memory to merge it now"
-            return self._try_later(why, error)
+            return self._try_later(save, why, error)
         except Exception as error:  # noqa: BLE001 - a bug in syncd is logged with its traceback
             path = self.publisher.outcomes.quarantine(save, error)
             why = f"a bug in syncd: {type(error).__name__}: {error}"
@@ -165,11 +170,14 @@ class Attempts:
             try:
                 sequence = link_save(self.tenure, self.publisher, save, latest)
             except (LinkError, RecordError, MemoryError) as error:
-                self._close(save.step, str(error) or "the daemon has no memory left")
+                why = str(error) or "the daemon has no memory left"
+                self._close(save.step, save.identity, why)
                 return ""
             except (SaveNotReadyError, OSError) as error:
                 self._job.check_is_there()
-                return self._try_later(f"step {save.step} could not be linked: {error}", error)
+                return self._try_later(
+                    save, f"step {save.step} could not be linked: {error}", error
+                )
             self._ended()
             size = sum(file.size for file in save.vouched().values() if file.over == "index")
             seconds = round(self._clock() - begun, 3)
@@ -187,48 +195,61 @@ class Attempts:
 
     def close_links(self, save: WholeSave) -> None:
         """Record that a save cannot be linked, once the server has been asked."""
-        if self._unsure != save.identity:
-            self._unsure = save.identity
-            for folder in (self._job.layout.root, self._job.layout.step(save.step)):
-                self._job.storage.refresh(folder)
-            return
-        self._close(save.step, "its base is neither linked nor published")
-        self.publisher.outcomes.skip(save.step, save.identity)
+        why = "its base is neither linked nor published"
+        self._lose_patience(save, why, OSError(errno.ENOENT, why))
 
-    def _close(self, step: int, reason: str) -> None:
-        latest = self.publisher.latest
-        if latest is None or latest.closed is None:
+    def _lose_patience(self, save: WholeSave, why: str, error: Exception) -> None:
+        """Close the links if later saves would wait for one that fails."""
+        is_link, layout = isinstance(save, Links), self._job.layout
+        if not (is_link or self.reporter.no_links is None):
+            return
+        if self._patience.is_over(save.identity, error):
+            late = not (is_link and cannot_heal(error))
+            self._close(save.step, save.identity, why, late=late)
+            return
+        for folder in (layout.root, layout.step(save.step), layout.actor(save.step)):
+            with Ignoring(GONE | REFUSED_HERE):
+                self._job.storage.refresh(folder)
+
+    def _close(self, step: int, save_id: str, reason: str, *, late: bool = False) -> None:
+        """Let the trainer save whole weights; unless it is only late, never try this save again."""
+        latest, reason = self.publisher.latest, printable(reason)
+        outcome = self.publisher.outcomes.of_step.get(step)
+        is_told = latest.closed if latest else outcome and outcome.identity == save_id
+        if not is_told:
             self.publisher.advance(latest.ahead if latest else None, reason)
             self._journal.tell(LinksClosed(step, reason))
+        if not (is_told and late):
+            self.late = reason if late else ""
+        if latest is None or not late:
+            self.publisher.outcomes.skip(step, save_id)
 
     def fold(self, fold: Fold) -> None:
         """Begin or continue a fold, and publish it once it is ready."""
-        latest, folds = self.publisher.latest, self.folds
-        if latest is None or (ahead := latest.ahead) is None:
+        latest, folds, ahead = self.publisher.latest, self.folds, fold.ahead
+        if latest is None:
             return
-        if self._fold_obstacle is not None:
-            self.tenure.blocks.meet("fold", self._fold_obstacle, is_told=True)
+        if folds.obstacle is not None:
+            self.tenure.blocks.meet("fold", folds.obstacle, is_told=True)
         try:
-            manifest = folds.poll(latest, ahead, fold)
+            manifest = folds.poll(latest, fold)
             if manifest is None or folds.folder is None or self._steering.is_paused():
                 return
             self.publisher.publish_fold(manifest, folds.folder)
-        except LinkError as error:
-            folds.end()
+        except (LinkError, RecordError, NoRoomError, OSError) as error:
+            is_over = self._folds_patience.is_over(latest.sequence, error)
+            damaged, event = is_over and cannot_heal(error), FoldDelayed(ahead.step, error)
+            folds.end(None if damaged else Obstacle.of(str(event), error))
             self._job.check_is_there()
-            folds.damaged = ahead.sequence
-            self._close(ahead.step, str(error))
-            self.publisher.outcomes.skip(ahead.step, ahead.save_id)
-        except (NoRoomError, OSError) as error:
-            folds.end(failed=True)
-            self._job.check_is_there()
-            self.tidying.after(error)
-            event = FoldDelayed(ahead.step, error)
-            self._journal.tell(event)
-            self._fold_obstacle = Obstacle.of(lasting(str(event)), error)
+            if is_over:
+                self._close(ahead.step, ahead.save_id, str(error), late=not damaged)
+            if damaged:
+                folds.damaged = ahead.sequence
+            else:
+                self.tidying.after(error)
+                self._journal.tell(event)
         else:
             folds.end()
-            self._fold_obstacle = None
             self._say_published(manifest, folds.begun, folds.begun, VersionFolded)
 
     def give_up(self, save: Save, error: CheckpointError) -> None:
@@ -322,7 +343,7 @@ class Attempts:
                 raise
             self.publisher.check_room(save)
 
-    def _try_later(self, why: str, error: Exception) -> str:
+    def _try_later(self, save: WholeSave, why: str, error: Exception) -> str:
         self._journal.meter.failed(error)
         self.tidying.after(error)
         self.has_tried, self.obstacle = True, None
@@ -331,4 +352,5 @@ class Attempts:
             self.tenure.blocks.meet("save", self.obstacle)
         self._wait = min(_LONGEST_WAIT, 2 * self._wait or self.publisher.config.tick)
         self._again_at = self._clock() + self._wait
+        self._lose_patience(save, why, error)
         return f"{why}; trying again in {self._wait:g} s"

@@ -194,10 +194,11 @@ class CloseLinks:
 
 @dataclass(frozen=True)
 class Fold:
-    """Make a full version of LATEST's, of ``size`` bytes, and these links, or publish it."""
+    """Make a full version of LATEST's, of ``size`` bytes, and links to ``ahead``, or publish it."""
 
     chain: Sequence[LinkSeen]
     size: int
+    ahead: Ahead
 
 
 @dataclass(frozen=True)
@@ -398,7 +399,7 @@ def _fold(seen: Observation, config: DaemonConfig) -> tuple[Fold, ...]:
         sum(link.bytes for link in chain) > size / 4,
         seen.save_still_for >= quiet,
     )
-    return (Fold(chain, size),) if chain and any(needed) else ()
+    return (Fold(chain, size, seen.ahead),) if chain and any(needed) else ()
 
 
 def _leases(seen: Observation, config: DaemonConfig) -> Iterable[DropLease]:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from syncd.daemon.blocks import Obstacle
 from syncd.daemon.decide import Fold
 from syncd.daemon.tenure import Tenure
 from syncd.deltas.fold_process import FoldChild, why_not_here
 from syncd.protocol.errors import NoRoomError
 from syncd.protocol.names import version_folder
-from syncd.protocol.records import Ahead, Latest, Manifest
+from syncd.protocol.records import Latest, Manifest
 from syncd.protocol.reports import MergeProgress
 from syncd.storage.job import Job
 
@@ -24,7 +25,7 @@ _LONGEST_WAIT: Final = 30.0
 class FoldWork:
     """Begins a fold, and gives the reason if this host cannot; tests replace both."""
 
-    fold: Callable[[Job, int, Sequence[int], Path], FoldChild] = FoldChild
+    fold: Callable[[Job, Latest, Sequence[int], Path], FoldChild] = FoldChild
     why_not_here: Callable[[], str | None] = why_not_here
 
 
@@ -36,6 +37,7 @@ class Folds:
         folder: the new version, in the daemon's room; None if nothing is folded.
         begun: when the last fold was begun.
         damaged: the number of the last link to which a damaged one leads, if any.
+        obstacle: of the last fold, if it failed.
     """
 
     tenure: Tenure
@@ -49,6 +51,7 @@ class Folds:
         self.begun = 0.0
         self.folder: Path | None = None
         self.damaged: int | None = None
+        self.obstacle: Obstacle | None = None
 
     @property
     def progress(self) -> MergeProgress | None:
@@ -58,7 +61,7 @@ class Folds:
         seconds = self._clock() - self.begun
         return MergeProgress(step=self._step, done=child.done, total=child.total, seconds=seconds)
 
-    def poll(self, latest: Latest, ahead: Ahead, fold: Fold) -> Manifest | None:
+    def poll(self, latest: Latest, fold: Fold) -> Manifest | None:
         """Begin a fold; return the new version once it has ended.
 
         Call :meth:`end` when it is published, or after an error.
@@ -71,7 +74,7 @@ class Folds:
             if self._clock() < self._again_at:
                 return None
             free = self.tenure.job.storage.free(self._epoch.building).bytes
-            self.begun, self._step = self._clock(), ahead.step
+            self.begun, self._step = self._clock(), fold.ahead.step
             if free is not None and free < fold.size:
                 need = f"a fold needs {fold.size / 1e6:.1f} MB, {free / 1e6:.1f} are free"
                 raise NoRoomError(need)
@@ -79,17 +82,19 @@ class Folds:
             name = f"fold-{version_folder(chain[-1])}"
             self.folder = self._epoch.start_build(name)
             self._epoch.in_background.add(name)
-            self._child = self.work.fold(self.tenure.job, latest.sequence, chain, self.folder)
+            latest = latest.model_copy(update={"ahead": fold.ahead})
+            self._child = self.work.fold(self.tenure.job, latest, chain, self.folder)
         return self._child.poll()
 
-    def end(self, *, failed: bool = False) -> None:
+    def end(self, obstacle: Obstacle | None = None) -> None:
         """End the fold, if any, and delete its files.
 
-        The next one waits as long as this one took; after an error also for longer each time.
+        The next one waits as long as this one took; if it met an ``obstacle``, longer each time.
         """
+        self.obstacle = obstacle
         now, child, self._child = self._clock(), self._child, None
         folder, self.folder = self.folder, None
-        self._wait = min(_LONGEST_WAIT, 2 * self._wait or 1.0) if failed else 0.0
+        self._wait = min(_LONGEST_WAIT, 2 * self._wait or 1.0) if obstacle else 0.0
         self._again_at = max(self._again_at, now + self._wait)
         if child is not None:
             self._again_at = max(self._again_at, 2 * now - self.begun)

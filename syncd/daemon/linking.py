@@ -34,11 +34,7 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
     job, epoch, sequence = tenure.job, tenure.epoch, publisher.reserve()
     actor, vouched = job.layout.actor(save.step), save.vouched()
     published = job.layout.version(latest.sequence)
-    try:
-        version = WholeVersion(published, read_manifest(job.storage, published))
-    except FileNotFoundError as error:  # someone deleted it
-        job.check_is_there()
-        raise LinkError(f"LATEST's version is gone: {error}") from error
+    version = WholeVersion(published, read_manifest(job.storage, published))
     with epoch.build(link_folder(sequence)) as folder:  # mkdir building/d000017
         files = []
         for rank in range(len(save.receipts)):

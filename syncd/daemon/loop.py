@@ -328,7 +328,7 @@ class Loop:
             outcomes=self._outcomes.of_step,
             sessions=self._going_live.sessions,
             ahead=ahead,
-            closed=bool(latest and latest.closed),
+            closed=bool(latest and latest.closed not in {None, self._attempts.late}),
             must_fold=not all(self._follow_ahead) or folds.folder is not None,
             may_fold=folds.damaged != (ahead and ahead.sequence),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -97,13 +96,17 @@ class Pruner:
         return True
 
     def prune_links(self, why: str) -> bool:
-        """Delete all links up to LATEST; returns whether there were any."""
+        """Delete all links up to LATEST; returns whether any is gone."""
         latest = self.job.read(Latest, self._layout.latest)
-        last = latest.sequence if latest else math.inf
-        links = [number for number in link_folders(self.job) if number <= last]
-        for sequence in links:
-            self.prune_link(PruneLink(sequence, why))
-        return bool(links)
+        gone, refused, last = False, None, latest.sequence if latest else 0
+        for sequence in (number for number in link_folders(self.job) if number <= last):
+            try:
+                gone |= self.prune_link(PruneLink(sequence, why))
+            except OSError as error:
+                refused = refused or error  # raised last, so that the others go
+        if refused is not None and not gone:
+            raise refused
+        return gone
 
     def drop_lease(self, action: DropLease) -> bool:
         """Remove a dead explorer's lease; returns False if the lease was already gone."""

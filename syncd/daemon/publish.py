@@ -223,6 +223,8 @@ class Publisher:
             old = read_manifest(self._job.storage, source)
         except FileNotFoundError as error:
             raise VersionGoneError(f"{source} is gone, or damaged: it has no manifest") from error
+        if old.sequence != request.sequence:
+            raise VersionGoneError(f"{source} is damaged: its manifest is of another version")
 
         def build(folder: Path, sequence: int) -> Manifest:
             ahead = self.latest.ahead if self.latest else None

@@ -12,11 +12,18 @@ from syncd.checkpoint.version import read_manifest
 from syncd.daemon.ways import LinkSeen, chains_from, look_at_link
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
 from syncd.protocol.events import LeftAlone, RecordMissed
-from syncd.protocol.names import parse_version_folder
+from syncd.protocol.names import MANIFEST, parse_version_folder
 from syncd.protocol.records import Latest, Manifest, R, SaveOutcome, SaveOutcomes
 from syncd.protocol.reports import DaemonReport, ExplorerReport
 from syncd.protocol.version_events import LatestUnusable, VersionDamaged
-from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring, is_no_record, is_refused_here
+from syncd.storage.errnos import (
+    GONE,
+    REFUSED_HERE,
+    UNREADABLE,
+    Ignoring,
+    is_no_record,
+    is_refused_here,
+)
 from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT
 from syncd.storage.job import OF_OTHERS, Job, ReadPolicy, link_folders, version_folders
 
@@ -85,7 +92,7 @@ def look_back(job: Job) -> FoundVersions:
             LeftAlone(version, "no daemon made it").tell(log)
             continue
         try:
-            found.adopted = look.finished(sequence)
+            found.adopted = look.finished(sequence, found.latest)
         except ProtocolMismatchError as error:
             LeftAlone(version, error).tell(log)
             continue
@@ -97,7 +104,7 @@ def look_back(job: Job) -> FoundVersions:
             found.unfinished.append(sequence)
     if found.latest is not None:
         try:
-            found.served = look.finished(known)
+            found.served = look.finished(known, found.latest)
         except ProtocolMismatchError as error:
             LatestUnusable(layout.version(known), error).tell(log)
     newest = found.adopted or found.served
@@ -147,8 +154,11 @@ class _Look:
             LeftAlone(self._layout.deltas, error).tell(log)
             return []
 
-    def finished(self, sequence: int) -> Manifest | None:
-        """The manifest of a published version; None if a file is missing or has a wrong size."""
+    def finished(self, sequence: int, latest: Latest | None) -> Manifest | None:
+        """The manifest of a published version.
+
+        None if a file is missing or has a wrong size, or if the version is not what LATEST says.
+        """
         folder = self._layout.version(sequence)
         try:
             manifest = read_manifest(self._storage, folder)
@@ -169,7 +179,12 @@ class _Look:
             if size != file.size:
                 VersionDamaged(path, f"its size is not {file.size} bytes").tell(log)
                 return None
-        return manifest if manifest.sequence == sequence else None
+        told = (manifest, latest, latest.ahead if latest else None)
+        saves = {(one.step, one.save_id) for one in told if one and one.sequence == sequence}
+        if manifest.sequence != sequence or len(saves) > 1:
+            VersionDamaged(folder, f"{MANIFEST} is of another version").tell(log)
+            return None
+        return manifest
 
     def highest_sequence(self, found: FoundVersions, known: int, named: list[int]) -> int:
         """The highest believable sequence in the job's files; new sequences must be higher.
@@ -195,8 +210,8 @@ class _Look:
         return max(number for number in numbers if number <= known + _BELIEVED)
 
     def has_content(self, folder: Path) -> bool:
-        """True if a folder has content, or if this user may not read it."""
-        with Ignoring(REFUSED_HERE):
+        """True if a folder has content, or if it cannot be read."""
+        with Ignoring(UNREADABLE):
             return bool(self._storage.names(folder))
         return True
 

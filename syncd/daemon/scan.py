@@ -29,7 +29,7 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
-from syncd.storage.errnos import is_gone
+from syncd.storage.errnos import REFUSED_HERE, UNREADABLE, is_gone
 from syncd.storage.fsio import Signature
 from syncd.storage.job import Job, has_marks, link_folders, numbers_in, version_folders
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout
@@ -68,7 +68,7 @@ class Scanner:
         self._living: frozenset[str] = frozenset()
         self._benches: list[str] = []
         self.dead_benches: list[str] = []
-        self._links_seen: dict[int, LinkSeen] = {}  # a link never changes
+        self._links_seen: dict[int, LinkSeen] = {}  # a link that can be read never changes
         self._steps = Steps(self.job, self.clock)
         self._let_be = LetBe(clock=self.clock)
         self._steering = Steering(self.job)
@@ -235,12 +235,13 @@ class Scanner:
         self._settled_at = self.clock()
 
     def _links(self) -> tuple[LinkSeen, ...]:
-        before, folder, seen = self._links_seen, self._layout.deltas, {}
-        with self._let_be.ignoring(folder):
-            for n in link_folders(self.job):
-                seen[n] = before[n] if n in before else look_at_link(self.job, n)
-            self._links_seen = seen
-        return tuple(seen.values())
+        before = self._links_seen
+        numbers = sorted(before)
+        with self._let_be.ignoring(self._layout.deltas, UNREADABLE):
+            numbers = link_folders(self.job)
+        links = tuple(before.get(n) or look_at_link(self.job, n) for n in numbers)
+        self._links_seen = {link.sequence: link for link in links if link.base is not None}
+        return links
 
     def _way(self, known: Known, linked: Iterable[str]) -> Way:
         def look(step: int) -> Save:
@@ -254,7 +255,7 @@ class Scanner:
         held = [
             (sequence, marker, (parse_lease_marker(marker) or ("", ""))[1])
             for sequence in sequences
-            for marker in self._markers(self._layout.lease_folder(sequence))
+            for marker in self._markers(self._layout.lease_folder(sequence), UNREADABLE)
         ]
         sessions = {session for *_, session in held if session}
         liveness = self._lookout.look(sessions.union(others, filter(is_name, self._benches)))
@@ -285,10 +286,10 @@ class Scanner:
         steps = (parse_step_folder(name.partition("-")[0]) for name in builds)
         return frozenset(step for step in steps if step is not None)
 
-    def _markers(self, folder: Path) -> list[str]:
+    def _markers(self, folder: Path, errnos: Collection[int] = REFUSED_HERE) -> list[str]:
         """The names of leases or builds; an unreadable folder counts as one unnamed lease."""
         names = [""]
-        with self._let_be.ignoring(folder):
+        with self._let_be.ignoring(folder, errnos):
             names[:] = self._storage.names(folder)
         return names
 

@@ -37,6 +37,8 @@ _EXTENSION: Final = 60
 _LONGEST_SILENCE: Final = 10.0
 #: How many signs of life are sent in ``hang_time``.
 _SIGNS: Final = 10
+#: Seconds from the end of ``hang_time`` to the end of a process in which Python hangs, too.
+_GRACE: Final = 5
 #: The file descriptor for messages while Python itself may hang.
 _STDERR: Final = 2
 
@@ -170,9 +172,9 @@ class JobNotice:
 class HangGuard:
     """Ends this process if one of its jobs makes no progress for ``hang_time`` seconds.
 
-    :func:`faulthandler.dump_traceback_later` ends the process, because its C thread works even if
-    Python hangs. It writes all threads' stacks to standard error and exits with status 1. Until
-    then the guard sends signs of life to the service manager.
+    A thread writes all threads' stacks to standard error and exits with status 1. If Python itself
+    hangs, the C thread of :func:`faulthandler.dump_traceback_later` does so 5 s later. Until then
+    the guard sends signs of life to the service manager.
 
     If ``together`` is False, the signs of life and the process end only if no job makes progress.
 
@@ -184,6 +186,8 @@ class HangGuard:
     manager: ServiceManager = field(default_factory=ServiceManager)
     together: bool = True
     clock: Clock = time.monotonic
+    last_words: Callable[[], None] = lambda: None
+    """Waits, not for long, until the stacks are written."""
 
     def __post_init__(self) -> None:
         self._which = min if self.together else max
@@ -199,6 +203,7 @@ class HangGuard:
         faulthandler.enable(file=_STDERR)
         self._armed = True
         self._arm(self.hang_time)
+        threading.Thread(target=self._end, name="syncd-guard", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -242,8 +247,18 @@ class HangGuard:
             self._changing.release()
 
     def _arm(self, seconds: float) -> None:
+        self._deadline = self.clock() + seconds
         if self._armed:
-            faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
+            faulthandler.dump_traceback_later(seconds + _GRACE, exit=True, file=_STDERR)
+
+    def _end(self) -> None:
+        while (left := self._deadline - self.clock()) > 0:
+            time.sleep(left)
+        if self._armed:
+            os.write(_STDERR, f"Timeout ({self.hang_time:g} s)!\n".encode())
+            faulthandler.dump_traceback(_STDERR)
+            self.last_words()
+            os._exit(1)
 
 
 def _counted(

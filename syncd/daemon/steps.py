@@ -29,6 +29,7 @@ from syncd.protocol.names import (
     is_resumable_state,
 )
 from syncd.protocol.records import SaveOutcome
+from syncd.storage.errnos import UNREADABLE
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job, step_folders
 from syncd.storage.judge import Clock
@@ -82,7 +83,7 @@ class Steps:
             step = self._due.popleft()
             outcome = outcomes.get(step)
             folder = self.job.layout.step(step)
-            with self._let_be.ignoring(folder):
+            with self._let_be.ignoring(folder, UNREADABLE):
                 if outcome is not None:
                     look = look_at_step(self.job.storage, folder, step, outcome)
                     if look is None:

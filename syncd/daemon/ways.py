@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from syncd.checkpoint.save import Links, Remote, Save, SavedWeights, Unfinished
@@ -43,12 +44,14 @@ class Way:
 
 
 def look_at_link(job: Job, sequence: int) -> LinkSeen:
-    """A link on disk."""
-    folder = job.layout.link(sequence)
-    files = [job.storage.status(folder / name) for name in job.storage.names(folder)]
-    seen = LinkSeen(sequence, sum(file.st_size for file in files if file is not None))
-    link = job.read(LinkRecord, folder / DELTA, OF_OTHERS)
-    return seen if link is None else replace(seen, base=link.base, target=link.target)
+    """A link on disk. No content of its folder causes an exception."""
+    folder, seen = job.layout.link(sequence), LinkSeen(sequence, 0)
+    with suppress(OSError):  # a fold says why
+        files = [job.storage.status(folder / name) for name in job.storage.names(folder)]
+        seen = replace(seen, bytes=sum(file.st_size for file in files if file is not None))
+        if link := job.read(LinkRecord, folder / DELTA, OF_OTHERS):
+            seen = replace(seen, base=link.base, target=link.target)
+    return seen
 
 
 def chains_from(

@@ -13,6 +13,7 @@ from typing import Final
 from syncd.checkpoint.merging.options import Work
 from syncd.deltas.limits import LinkError
 from syncd.protocol.errors import SyncdError
+from syncd.protocol.records import Latest, parse
 from syncd.storage.fsio import named
 from syncd.storage.job import Job
 
@@ -22,8 +23,9 @@ _SIGN: Final = 0.5
 
 def run() -> None:
     """Fold as standard input and the arguments say, and tell the progress."""
-    root, folder = map(Path, json.loads(sys.stdin.readline()))
-    base, *chain = map(int, sys.argv[2:])
+    root, folder, told = json.loads(sys.stdin.readline())
+    job, latest = Job.at(root), parse(Latest, told, "LATEST")
+    chain = list(map(int, sys.argv[2:]))
     said, size = 0.0, 0
 
     def progress(done: int, total: int) -> None:
@@ -38,17 +40,17 @@ def run() -> None:
             from syncd.deltas.folding import fold_version  # noqa: PLC0415 - NumPy may be missing
 
             with named(folder):
-                fold_version(Job.at(root), base, chain, folder, Work(lambda: None, progress))
+                fold_version(job, latest, chain, Path(folder), Work(lambda: None, progress))
             _tell(0, size, size)
         except BrokenPipeError:
             raise
         except (LinkError, SyncdError) as error:
             _tell(0, why=str(error))
-        except OSError as error:
-            _tell(error.errno or errno.EIO, 0, 0, error.strerror or str(error), error.filename)
-        except (ImportError, MemoryError) as error:
-            _tell(errno.ENOMEM, why=str(error) or type(error).__name__)
+        except (OSError, ImportError, MemoryError) as error:
+            code = error.errno if isinstance(error, OSError) else None
+            why = str(error).removeprefix(f"[Errno {code}] ") or type(error).__name__
+            _tell(code or errno.ENOMEM, why=why)
 
 
-def _tell(code: int, done: int = 0, total: int = 0, why: str = "", where: object = None) -> None:
-    print(json.dumps([code, done, total, why, where and str(where)]), flush=True)
+def _tell(code: int, done: int = 0, total: int = 0, why: str = "") -> None:
+    print(json.dumps([code, done, total, why]), flush=True)

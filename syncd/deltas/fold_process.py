@@ -14,7 +14,7 @@ from syncd.checkpoint.sandbox.child_process import SAME_MODULES, ChildProcess, E
 from syncd.checkpoint.version import read_manifest
 from syncd.closing import Closing
 from syncd.deltas.limits import LinkError
-from syncd.protocol.records import Manifest
+from syncd.protocol.records import Latest, Manifest
 from syncd.storage.job import Job
 
 #: Seconds to wait for one block; long, because the machine or the storage may be blocked.
@@ -44,14 +44,15 @@ class FoldChild(Closing):
         done, total: the bytes of tensors that are written, and of all tensors.
     """
 
-    def __init__(self, job: Job, base: int, chain: Sequence[int], folder: Path) -> None:
+    def __init__(self, job: Job, latest: Latest, chain: Sequence[int], folder: Path) -> None:
         self.done = self.total = 0
         self._storage, self._folder, self._line = job.storage, folder, b""
         self._child = ChildProcess(
-            "deltas.fold_child", (base, *chain), str(folder), task="fold links for",
+            "deltas.fold_child", chain, str(folder), task="fold links for",
             flags=SAME_MODULES, cancel=lambda: None, wall_seconds=_WALL_SECONDS,
         )  # fmt: skip
-        self._child.write(f"{json.dumps([str(job.layout.root), str(folder)])}\n".encode())
+        told = [str(job.layout.root), str(folder), latest.model_dump()]
+        self._child.write(f"{json.dumps(told)}\n".encode())
 
     def poll(self) -> Manifest | None:
         """The new version, once it is there.
@@ -66,9 +67,9 @@ class FoldChild(Closing):
             why = f"the process that folds links ended with {described(self._child.end())}"
             raise OSError(errno.ECHILD, why) from None
         for line in lines:
-            code, self.done, self.total, why, where = json.loads(line)
+            code, self.done, self.total, why = json.loads(line)
             if why:
-                raise OSError(code, why, where) if code else LinkError(why)
+                raise OSError(code, why) if code else LinkError(why)
         whole = lines and self.done == self.total
         return read_manifest(self._storage, self._folder) if whole else None
 

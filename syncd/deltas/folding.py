@@ -24,7 +24,7 @@ from syncd.deltas.link_index import LinkFolder, LinkRecord, read_index
 from syncd.deltas.link_plan import LinkPlan, PieceKey, Place, key_of, plan_links
 from syncd.deltas.whole_version import Places, WholeVersion, open_weights
 from syncd.protocol.names import DELTA, MANIFEST
-from syncd.protocol.records import Manifest, SaveId, encode, parse
+from syncd.protocol.records import Ahead, Latest, Manifest, NonFinite, encode, parse
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 
@@ -55,9 +55,9 @@ def fold(
         work: its callbacks are called in this thread.
 
     Raises:
-        LinkError: a link is missing or damaged, or the base is, or they do not fit.
+        LinkError: a link is damaged, or the base is, or they do not fit.
         VerificationError: a small file of the base is damaged.
-        OSError: a storage failed.
+        OSError: a file is missing, or a storage failed.
     """
     with ExitStack() as stack:
         stay_open = sum(len(each.link.files) for each in chain) <= _MOST_OPEN
@@ -101,36 +101,45 @@ def fold(
     return merged._replace(files=listed)
 
 
-def fold_version(job: Job, base: int, chain: Sequence[int], folder: Path, work: Work) -> Manifest:
-    """Fold links into a published version; the new one has the number of the last link.
+def fold_version(
+    job: Job, latest: Latest, chain: Sequence[int], folder: Path, work: Work
+) -> Manifest:
+    """Fold links into LATEST's version; the new one is what LATEST names as ahead.
 
     The folder must be empty; the caller must sync its parent. For the errors see :func:`fold`.
     """
-    storage, layout = job.storage, job.layout
-    version = WholeVersion(layout.version(base), read_manifest(storage, layout.version(base)))
+    storage, source, ahead = job.storage, job.layout.version(latest.sequence), latest.ahead
+    version = WholeVersion(source, read_manifest(storage, source))
     links = []
-    for path in map(layout.link, chain):
+    for path in map(job.layout.link, chain):
         record = parse(LinkRecord, storage.read(path / DELTA), path / DELTA)
         links.append(LinkFolder(path, record))
+    # From the version to ahead each save is told twice.
+    bases, targets = zip(*((link.base, link.target) for _, link in links), strict=True)
+    if ahead is None or (version.manifest.save_id, *bases, ahead.save_id) != (
+        latest.save_id,
+        latest.save_id,
+        *targets,
+    ):
+        raise LinkError(f"{source} and the links above are of other saves than LATEST says")
     merged = fold(storage, version, links, folder, to=storage, work=work)
-    manifest = manifest_of(version, merged, links[-1].link, chain[-1])
+    manifest = manifest_of(version, merged, ahead, links[-1].link.nonfinite)
     storage.write_new(folder / MANIFEST, encode(manifest))
     storage.sync_folder(folder)
     return manifest
 
 
-def manifest_of(base: WholeVersion, merged: Merged, last: LinkRecord, sequence: int) -> Manifest:
-    """The manifest of the version that links make of ``base``; ``last`` is the last of them."""
-    saved = SaveId.parse(last.target)
+def manifest_of(
+    base: WholeVersion, merged: Merged, target: Ahead, nonfinite: NonFinite | None
+) -> Manifest:
+    """The manifest of the version ``target``, which links make of ``base``."""
     return base.manifest.model_copy(
         update={
-            "sequence": sequence,
-            "step": saved.step if saved else base.manifest.step,
-            "save_id": last.target,
+            **dict(target),
             "files": merged.files,
             "tensors": merged.tensors,
             "rolled_back": None,
-            "nonfinite": last.nonfinite,
+            "nonfinite": nonfinite,
             "timings": {},
         }
     )
@@ -140,15 +149,10 @@ def _open(
     storage: Storage, at: LinkFolder, stack: ExitStack, *, stay_open: bool
 ) -> list[LinkReader]:
     readers = []
-    try:
-        for file in at.link.files:
-            path = at.folder / file.name
-            pieces = read_index(storage, path, file.size, file.digest or "")
-            readers.append(
-                stack.enter_context(LinkReader(storage, path, pieces, stays_open=stay_open))
-            )
-    except FileNotFoundError as error:
-        raise LinkError(f"{error.filename} is gone") from error
+    for file in at.link.files:
+        path = at.folder / file.name
+        pieces = read_index(storage, path, file.size, file.digest or "")
+        readers.append(stack.enter_context(LinkReader(storage, path, pieces, stays_open=stay_open)))
     return readers
 
 

@@ -30,7 +30,7 @@ from syncd.protocol.names import DELTA
 from syncd.protocol.records import Digest, NonFinite, Record, Size, VersionFile, parse
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
-from syncd.storage.job import OF_OTHERS, Job, link_folders
+from syncd.storage.job import IF_ANY, Job, link_folders
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +187,8 @@ def find_links(
     # A link comes after the link to its base, so this ends even if links lead in a circle.
     for number in (one for one in reversed(link_folders(job)) if one <= sequence):
         folder = job.layout.link(number)
-        link = job.read(LinkRecord, folder / DELTA, OF_OTHERS)  # the daemon can delete it any time
+        # The daemon can delete it any time, and one that cannot be read may be of no use here.
+        link = job.read(LinkRecord, folder / DELTA, IF_ANY)
         if link is not None and link.target == wanted:
             chain.append(LinkFolder(folder, link))
             wanted = link.base

@@ -92,6 +92,13 @@ class CommandFailed(ErrorEvent):
     reason_: Exception
 
 
+class LinesDropped(WarningEvent):
+    """Since the start, nobody took so many lines before newer ones needed their place."""
+
+    text = "{lines} lines were dropped since the start, because nobody took them in time"
+    lines: int
+
+
 class ConfigChanged(InfoEvent):
     """A reload changed this key."""
 

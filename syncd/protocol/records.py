@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal, Self, TypeVar
 
 import pydantic
+import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from syncd.protocol.errors import InvalidSettingsError, ProtocolMismatchError, RecordError
@@ -86,6 +87,8 @@ class Record(Part):
 R = TypeVar("R", bound=Record)
 #: The most characters of a file's text that go into a message.
 _SHOWN: Final = 200
+#: Before the digest at the end of a record. In a JSON text no value can contain these bytes.
+_SEAL: Final = b',"xxh3-64":"'
 #: The most tensors that a record of NaN and Inf names.
 _NAMED: Final = 4
 
@@ -97,8 +100,10 @@ def parse(model: type[R], content: bytes | dict[str, object], where: object) -> 
 
     Raises:
         ProtocolMismatchError: the record is of a newer protocol.
-        RecordError: the content is not a record of this class.
+        RecordError: the content is not a record of this class, or not what was written.
     """
+    if isinstance(content, bytes) and not _is_whole(content):
+        raise RecordError(f"{printable(where)} is damaged: it does not have the digest at its end")
     try:
         record = _read(model, content)
     except pydantic.ValidationError as error:
@@ -131,8 +136,18 @@ def _refuse_newer(record: Record, where: object) -> None:
 
 
 def encode(record: Record) -> bytes:
-    """The bytes of a record: one JSON object and a newline."""
-    return record.model_dump_json(exclude_none=True).encode() + b"\n"
+    """The bytes of a record: one JSON object, whose last key is a digest of it, and a newline."""
+    body = record.model_dump_json(exclude_none=True).encode()[:-1]
+    return b'%b%b%b"}\n' % (body, _SEAL, _digest(body))
+
+
+def _is_whole(content: bytes) -> bool:
+    at = content.rfind(_SEAL)
+    return at < 0 or content.startswith(_digest(memoryview(content)[:at]), at + len(_SEAL))
+
+
+def _digest(content: bytes | memoryview) -> bytes:
+    return xxhash.xxh3_64_hexdigest(content).encode()
 
 
 class Format(Record):

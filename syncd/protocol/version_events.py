@@ -107,7 +107,7 @@ class SaveLinked(InfoEvent):
 class LinksClosed(WarningEvent):
     """No save is linked until the next full version."""
 
-    text = "step {step} cannot be linked: {reason}. The trainer saves whole weights next"
+    text = "no links after step {step}: {reason}. The trainer saves whole weights next"
     line = "closed"
     step: int
     reason: str

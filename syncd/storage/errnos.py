@@ -28,6 +28,8 @@ PASSING: Final = GONE | {errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT}
 NO_RECORD: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.EFBIG})
 #: Errors that concern one name, not the storage. They would come again at the next attempt.
 REFUSED_HERE: Final = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
+#: Errors of reading one file or folder, which must not keep the daemon from the others.
+UNREADABLE: Final = REFUSED_HERE | {errno.EIO}
 
 #: Remedies: more room, the right to write, storage that is mounted read-only.
 ROOM: Final = (

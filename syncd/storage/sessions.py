@@ -11,6 +11,7 @@ import re
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,19 +35,35 @@ DAEMON_SESSION: Final = "daemon_"
 
 
 def boot_id() -> str:
-    """An id of this host, new with each boot; the same in all containers of the host."""
+    """An id of this host, new with each boot; the same in all containers of the host.
+
+    Without ``/proc/sys`` it is the minute of the boot, so other hosts can have the same.
+    """
+    try:
+        return _boot_id()
+    except OSError:
+        return f"{(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)) / 60:.0f}"
+
+
+def _boot_id() -> str:
     return xxhash.xxh3_64_hexdigest(Path("/proc/sys/kernel/random/boot_id").read_bytes())
 
 
 def this_process() -> str:
-    """This process, for :func:`has_ended`: the host's boot, PID namespace, PID and start."""
-    return _process(os.getpid())
+    """This process, for :func:`has_ended`: the host's boot, PID namespace, PID and start.
+
+    Empty if ``/proc`` lacks one of these.
+    """
+    try:
+        return _process(os.getpid())
+    except OSError:
+        return ""
 
 
 def _process(pid: int) -> str:
     state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     start = "ended" if state in "ZX" else fields[18]
-    return f"{boot_id()} {os.readlink('/proc/self/ns/pid')} {pid} {start}"
+    return f"{_boot_id()} {os.readlink('/proc/self/ns/pid')} {pid} {start}"
 
 
 def has_ended(process: str) -> bool:

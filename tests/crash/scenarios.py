@@ -37,7 +37,7 @@ from tests.crash.invariants import (
     pass_time,
     restart,
 )
-from tests.jobs import LEASE_TIME, SmallJob, nothing
+from tests.jobs import LEASE_TIME, SmallJob, edit, nothing
 from tests.made_deltas import work
 from tests.saved_links import save_full, save_link
 from tests.storages import Clock, FastStorage
@@ -291,8 +291,7 @@ def _strays(job: SmallJob) -> None:
     save_link(job, 4, 3, world_size=2)
     stray = job.link(9)
     shutil.copytree(job.link(3), stray)
-    content = (stray / DELTA).read_bytes().replace(b"run-2-2", b"run-7-7")
-    (stray / DELTA).write_bytes(content)
+    edit(stray / DELTA, "run-2-2", "run-7-7")
 
 
 def dirty(job: SmallJob) -> None:

@@ -1,10 +1,10 @@
 """What the service manager hears, and what ends a process that hangs."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from tests.multiprocess.processes import (
     wait_until,
 )
 from tests.multiprocess.saves import Constant, save
+from tests.multiprocess.test_sinks import full_pipe
 from tests.storages import Clock
 
 
@@ -245,17 +246,17 @@ def test_ready_comes_with_the_first_look_and_before_what_is_merged_then(
     assert said[0].startswith("STATUS=version 1 of step 1; ")
 
 
-#: A daemon whose storage stops to answer one call, in whichever thread, once a file is there.
+#: A daemon of which one call of storage hangs, in whichever thread, once a file is there.
 HANGING = """
-import sys, threading
+import ctypes, os, sys, threading
 from pathlib import Path
 from syncd.storage.calls import Calls
 from syncd.storage.fsio import Storage
-method, marker = sys.argv.pop(1), Path(sys.argv.pop(1))
+method, hang, marker = sys.argv.pop(1), sys.argv.pop(1), Path(sys.argv.pop(1))
 real = getattr(Calls, method)
 def call(self, *args):
     if marker.exists():
-        threading.Event().wait()
+        eval(hang)
     return real(self, *args)
 setattr(Calls, method, call)
 from syncd.cli import main
@@ -263,18 +264,34 @@ main()
 """
 
 
-@pytest.mark.parametrize("method", ["names", "pwrite"])
-def test_a_loop_or_a_copy_that_hangs_ends_its_process_and_another_takes_over(
-    tmp_path: Path, method: str
+_STORAGE = "threading.Event().wait()"
+_PYTHON = "ctypes.PyDLL(None).pause()"  # holds the interpreter's lock
+
+
+@pytest.mark.parametrize(
+    ("method", "hang", "said"),
+    [
+        ("names", _STORAGE, "Timeout (6 s)!"),
+        ("pwrite", _STORAGE, "Timeout (6 s)!"),
+        ("names", _PYTHON, "Timeout (0:00:"),
+        ("names", "os.abort()", "Fatal Python error: Aborted"),
+        ("names", _STORAGE, None),
+        ("names", _PYTHON, None),
+    ],
+    ids=str,
+)
+def test_a_daemon_that_hangs_ends_itself_whoever_reads_its_log(
+    tmp_path: Path, method: str, hang: str, said: str | None
 ) -> None:
     root, marker = tmp_path / "job", tmp_path / "hang"
+    out, end = full_pipe()
     SmallJob(root)
     save(root, Constant(), 1)
-    manager = Manager(address := f"@syncd-{os.getpid()}-{method}")
+    manager = Manager(address := f"@syncd-{os.getpid()}")
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(HANGING), method, str(marker),
+        [sys.executable, "-c", HANGING, method, hang, str(marker),
          "run", str(root), "--tick", "0.1", "--hang-time", "6", "--max-shard-size", "30000"],
-        stderr=subprocess.PIPE,
+        stderr=subprocess.PIPE if said else end,
         text=True,
         env={**ENVIRONMENT, "NOTIFY_SOCKET": address},
     ) as process:  # fmt: skip
@@ -284,12 +301,15 @@ def test_a_loop_or_a_copy_that_hangs_ends_its_process_and_another_takes_over(
             marker.touch()
             # Of four files, by several threads, for which the loop's own waits and looks.
             save(root, Constant(), 2)
-            _, said = process.communicate(timeout=DEADLINE)
+            _, log = process.communicate(timeout=DEADLINE)
         finally:
             process.kill()
-    assert process.returncode == 1
-    assert "Timeout (0:00:0" in said
-    assert "in call\n" in said, "where it hung is said"
+            os.close(out)
+            os.close(end)
+    assert process.returncode == (-signal.SIGABRT if "abort" in hang else 1)
+    if said:
+        assert said in log
+        assert "in call\n" in log, "where it hung is said"
     # Its heartbeat ended with it: nobody waits for a lease.
     marker.unlink()
     with Daemon(root):

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.sessions import Session, _process, boot_id, has_ended, this_process
 from tests.jobs import LEASE_TIME, SmallJob
+from tests.programs import completed
 from tests.storages import CHANGES, AnswerLost, Clock, RuledStorage, once
 
 pytestmark = pytest.mark.lagging
@@ -136,6 +138,20 @@ def test_the_name_of_a_process_of_this_host_that_was_killed_is_taken_at_once(
         take(Heartbeat(job, "second"))
         assert seconds <= clock.now - begun <= 2 * seconds
         begun = clock.now
+
+
+@pytest.mark.parametrize(("hidden", "known"), [("hidepid=2", 4), ("subset=pid", 0)])
+def test_a_host_has_an_id_where_proc_hides_much(hidden: str, known: int) -> None:
+    program = (
+        "from syncd.storage.sessions import boot_id, has_ended, this_process;"
+        "print(boot_id(), len(this_process().split()), has_ended(this_process()))"
+    )
+    mounted = f'mount -t proc -o {hidden} proc /proc && exec "$@"'
+    done = completed(
+        ["unshare", "--map-root-user", "--mount", "--pid", "--fork", "sh", "-c", mounted, "sh",
+         sys.executable, "-c", program]
+    )  # fmt: skip
+    assert re.fullmatch(rf"[0-9a-f]+ {known} False\n", done.stdout), done.stderr
 
 
 @pytest.mark.parametrize("process", ["", "1", "x y ../1 2", "a b 1 2 3", "ours"])

@@ -27,7 +27,7 @@ from syncd.storage.judge import Judge
 from syncd.storage.sessions import DaemonLock
 from tests.commands import Result, invoke
 from tests.explorers import publish
-from tests.jobs import LEASE_TIME, SmallJob
+from tests.jobs import LEASE_TIME, SmallJob, edit
 from tests.multiprocess.processes import wait_until
 from tests.storages import FastStorage
 
@@ -222,8 +222,7 @@ def test_weights_that_nobody_listed_are_named_in_a_version_and_let_be_in_a_merge
 
 
 def test_a_file_name_in_a_manifest_is_shown_as_text_on_its_own_line(served: SmallJob) -> None:
-    path = served.version(2) / MANIFEST
-    path.write_bytes(path.read_bytes().replace(b"config.json", "\u202egnp\u2028v9: whole".encode()))
+    edit(served.version(2) / MANIFEST, "config.json", "\u202egnp\u2028v9: whole")
     result = failed(errors.VerificationError, "verify", served)
     assert r"\u202egnp\u2028v9: whole is missing or not a file" in result.output
     assert [line.split(":")[0] for line in result.output.splitlines()] == served.versions

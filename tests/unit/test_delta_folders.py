@@ -49,6 +49,8 @@ def test_a_delta_above_latest_is_discarded_on_record_and_its_number_not_used_aga
 ) -> None:
     published(job, 2)
     add_deltas(job, 2, 3, 7)
+    (job.link(7) / "delta.json").unlink()
+    (job.link(7) / "delta.json").mkdir()
     with job.daemon() as loop:
         assert deltas(job) == ["d000002"]
         assert {("delta", "d000003"), ("delta", "d000007")} <= set(job.audit)
@@ -151,6 +153,18 @@ def test_old_deltas_go_by_number_and_by_bytes_each_with_an_audit_line(job: Small
     ]  # fmt: skip
 
 
+def test_a_folder_that_cannot_be_read_keeps_no_delta_from_being_pruned(job: SmallJob) -> None:
+    storage = job.storage = job.hosts.ruled()
+    published(job, 6)
+    add_deltas(job, *range(1, 7))
+    storage.refuse("names", errno.EACCES, where="deltas/d000006")
+    storage.refuse("open_read", errno.EIO, where="deltas/d000005")
+    storage.refuse("names", errno.EIO, where="leases/v000004")
+    storage.refuse("names", errno.EIO, where="global_step_3")
+    one_round(job, keep_deltas=4)
+    assert deltas(job) == ["d000003", "d000004", "d000005", "d000006"]
+
+
 def test_off_deletes_deltas(job: SmallJob) -> None:
     published(job, 2)
     add_deltas(job, 2)
@@ -161,8 +175,9 @@ def test_off_deletes_deltas(job: SmallJob) -> None:
 def test_deltas_give_way_to_a_version_that_finds_no_room(
     job: SmallJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    job.storage = job.hosts.ruled(refuse("rename", errno.EIO, where="deltas/d000001"))
     published(job, 2)
-    add_deltas(job, 2)
+    add_deltas(job, 1, 2)
     real = job.storage.free
 
     def free(path: Path) -> Any:
@@ -173,7 +188,7 @@ def test_deltas_give_way_to_a_version_that_finds_no_room(
         job.save(3)
         loop.run_once()
     assert job.latest.step == 3
-    assert deltas(job) == []
+    assert deltas(job) == ["d000001"]
     assert ("delta", "d000002") in job.audit
 
 

@@ -170,7 +170,8 @@ def test_damage_and_misfits_are_found(tmp_path: Path, damage: str) -> None:
         flip(base.folder / "config.json", 1)
     if damage == "missing link":
         (chain[0].folder / "rank-1").unlink()
-    with pytest.raises(VerificationError if damage == "small file" else LinkError):
+    errors = {"small file": VerificationError, "missing link": FileNotFoundError}
+    with pytest.raises(errors.get(damage, LinkError)):
         folded(base, chain, tmp_path / "made")
 
 
@@ -199,7 +200,7 @@ def test_a_child_process_folds_and_tells_what_is_damaged(tmp_path: Path) -> None
         folder = tmp_path / f"made-{number}"
         folder.mkdir()
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft if number else 100, hard))
-        child = FoldChild(job, 1, [2], folder)
+        child = FoldChild(job, job.latest, [2], folder)
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         deadline = time.monotonic() + 60
         made = None
@@ -208,8 +209,8 @@ def test_a_child_process_folds_and_tells_what_is_damaged(tmp_path: Path) -> None
                 made = child.poll()
                 time.sleep(0.01)
         except OSError as error:
-            found = number, error.errno, error.filename
-            assert found == (0, errno.EFBIG, str(folder))
+            found = number, error.errno, str(folder) in str(error)
+            assert found == (0, errno.EFBIG, True)
         except LinkError as error:
             assert number == 2
             assert "rank-1" in str(error)  # noqa: PT017 - the first round must not raise

@@ -31,7 +31,7 @@ from syncd.storage.append import LIMIT, append
 from syncd.storage.job import Job
 from tests.commands import invoke
 from tests.explorers import LONG, report
-from tests.jobs import Rounds, SmallJob
+from tests.jobs import Rounds, SmallJob, edit
 from tests.storages import Clock, FastStorage, RuledStorage, refuse
 
 KEEP = DaemonConfig(keep=9)
@@ -416,8 +416,7 @@ def test_refusals_and_rollbacks_are_events_in_the_status(job: SmallJob) -> None:
         loop.publish(1, 2)
         job.save(3)
         job.put(job.actor(3) / "model.safetensors", b"x" * 100)
-        receipt = job.actor(3) / ".receipts" / "rank_0.json"
-        receipt.write_text(receipt.read_text().replace('"size":', '"size":1'))
+        edit(job.actor(3) / ".receipts" / "rank_0.json", '"size":', '"size":1')
         loop.run_once()
         job.ask_rollback(1, by="me\n@x")
         loop.run_once()
@@ -563,8 +562,8 @@ def test_a_merge_says_how_far_it_is_and_not_more_often_than_it_costs(
 
 
 def test_a_line_holds_what_belongs_to_its_event_alone() -> None:
-    line = encode(JournalLine(time=1.0, event="skipped", step=3))
-    assert json.loads(line) == {"protocol": 1, "time": 1.0, "event": "skipped", "step": 3}
+    line = json.loads(encode(JournalLine(time=1.0, event="skipped", step=3)))
+    assert line.keys() == {"protocol", "time", "event", "step", "xxh3-64"}
 
 
 def test_times_that_nobody_can_mean_leave_valid_json(job: SmallJob) -> None:

@@ -2,6 +2,7 @@ import errno
 
 import pytest
 
+from syncd.checkpoint.save import Shards
 from syncd.daemon.config import DaemonConfig
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import Clock, RuledStorage, refuse
@@ -162,7 +163,7 @@ def test_a_disk_that_is_full_for_days_does_not_end_the_daemon(job: SmallJob, rou
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop._tidying, "after", lambda _: None)
             for _ in range(1100 - rounds):
-                loop._attempts._try_later("full", OSError(errno.ENOSPC, "full"))
+                loop._attempts._try_later(Shards(4, "it"), "full", OSError(errno.ENOSPC, "full"))
         loop.run_once()
         assert "No space left" in job.daemon_says.detail
         storage.rules.clear()

@@ -22,7 +22,7 @@ from syncd.protocol.records import Receipt, encode
 from syncd.protocol.reports import ExplorerReport
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 from syncd.storage.sessions import Session
-from tests.jobs import LEASE_TIME, Rounds, SmallJob, read
+from tests.jobs import LEASE_TIME, Rounds, SmallJob, edit, read
 from tests.storages import Clock
 
 MAP = NameMapRecord(
@@ -48,10 +48,9 @@ def explorer(job: SmallJob, name: str, *, hub_names: bool) -> Iterator[None]:
         report = ExplorerReport(
             name=name, session=session.id, status="running", hub_names=hub_names, time=0.0
         )
-        content = encode(report)
+        job.put_record(job.explorer(name), report)
         if not hub_names:  # as a release before there were any
-            content = content.replace(b',"hub_names":false', b"")
-        job.put(job.explorer(name), content)
+            edit(job.explorer(name), ',"hub_names":false', "")
         yield
 
 

@@ -14,7 +14,7 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.records import PublishNotice, encode
 from tests.explorers import publish
-from tests.jobs import SmallJob, read, weights
+from tests.jobs import SmallJob, edit, read, weights
 from tests.lagging import Hosts
 from tests.storages import Clock, RuledStorage, fails, once
 
@@ -167,6 +167,14 @@ def test_storage_that_does_not_answer_is_no_reason_to_discard_a_version(
     assert ruled.versions == ["v000001"]
     ruled.run()
     assert ruled.latest.sequence == 1
+
+
+def test_a_version_of_another_save_than_latest_says_is_made_anew(job: SmallJob) -> None:
+    publish(job, 4)
+    edit(job.version(1) / "manifest.json", "run-4-0", "run-4-2")
+    job.hosts.settle()
+    job.run()
+    assert (job.serves, job.latest.save_id) == ((2, 4), "run-4-0")
 
 
 @pytest.mark.parametrize("content", [None, b"", b'{"sequence": 2', b"\x00" * 80])

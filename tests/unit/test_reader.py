@@ -27,7 +27,7 @@ from syncd.protocol.records import Latest, encode
 from syncd.protocol.reports import ExplorerReport
 from syncd.storage.fsio import Storage
 from tests.explorers import LONG, publish
-from tests.jobs import SmallJob, flip, read
+from tests.jobs import SmallJob, edit, flip, read
 from tests.lagging import Hosts
 from tests.storages import Clock, fails, once, refuse
 
@@ -267,8 +267,7 @@ def test_a_manifest_of_another_version_is_refused_and_its_lease_let_go(
     job: SmallJob, reader: Reader
 ) -> None:
     publish(job, 3, 4)
-    manifest = job.version(2) / "manifest.json"
-    manifest.write_bytes(manifest.read_bytes().replace(b'"sequence":2', b'"sequence":1'))
+    edit(job.version(2) / "manifest.json", '"sequence":2', '"sequence":1')
     with pytest.raises(VerificationError, match="found that of version 1"):
         reader.next_version(1, 0)
     assert markers(job, 2) == []

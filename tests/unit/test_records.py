@@ -26,7 +26,7 @@ def test_a_record_is_one_line() -> None:
 
 
 def test_keys_of_a_later_minor_change_are_passed_over() -> None:
-    content = encode(LATEST).replace(b"{", b'{"added_later": [1], ', 1)
+    content = encode(LATEST).replace(b"}", b', "added_later": [1]}', 1)
     assert parse(Latest, content, "LATEST") == LATEST
 
 

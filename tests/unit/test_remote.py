@@ -189,7 +189,7 @@ def test_an_engine_that_loads_from_storage_refuses_it_by_its_path(job: SmallJob)
 def test_only_a_remote_version_has_a_path_and_it_has_one(job: SmallJob) -> None:
     point_to(job)
     rounds(job)
-    content = (job.version(1) / "manifest.json").read_bytes()
+    content = (job.version(1) / "manifest.json").read_bytes().partition(b',"xxh3-64"')[0] + b"}"
     for broken in (
         content.replace(b'"kind":"remote"', b'"kind":"full"'),
         content.replace(b'"remote":"', b'"other":"'),

@@ -15,7 +15,7 @@ from syncd.coordination.leased_version import LeasedVersion
 from syncd.deltas.link_index import LinkRecord
 from syncd.protocol.errors import CancelledError, VersionGoneError
 from syncd.protocol.names import DELTA, MANIFEST
-from syncd.protocol.records import encode
+from syncd.protocol.records import Ahead, encode
 from tests.jobs import SmallJob, flip
 from tests.staged_links import SMALL, LinkedJob, copies, state
 from tests.storages import RuledStorage, os_error
@@ -121,6 +121,19 @@ def test_links_from_a_copy_here_are_read_rather_than_a_version(
     linked.follow(staging)
     assert (linked.holds, staging.fetched.full_bytes) == (0, 0)
     assert staging.fetched.delta_bytes == bytes_of(linked, 2, 3)
+
+
+@beside_the_first
+def test_a_link_of_no_use_that_cannot_be_read_is_passed_over(
+    linked: LinkedJob, staging: Staging
+) -> None:
+    folder, link = linked.links[1]
+    shutil.move(folder, linked.job.link(4))
+    folder.mkdir()
+    (folder / DELTA).touch()
+    linked.storage.refuse("open_read", errno.EIO, where=f"{folder.name}/{DELTA}")
+    linked.put(ahead=Ahead(sequence=4, step=3, save_id=link.target))
+    assert follow(linked, staging).sequence == 4
 
 
 @beside_the_first

@@ -13,7 +13,7 @@ from syncd.operate.control import Control
 from syncd.protocol.errors import JobUnavailableError, VersionGoneError
 from syncd.protocol.records import Manifest, Pause, RollbackRequest, encode
 from syncd.storage.job import Job
-from tests.jobs import SmallJob, published, read
+from tests.jobs import SmallJob, edit, published, read
 from tests.lagging import Hosts
 from tests.storages import STORAGE, Clock, RuledStorage, once, refuse
 
@@ -139,14 +139,19 @@ def test_what_cannot_be_served_again_is_refused_and_says_why(
 
 
 def test_a_damaged_version_is_refused(job: SmallJob) -> None:
-    published(job, 3)
+    published(job, 5)
     (job.version(1) / "model.safetensors").unlink()
     (job.version(2) / "manifest.json").write_bytes(b"{}")
-    ask(job, 1, "a")
-    ask(job, 2, "b")
-    run(job, rounds=2)
-    assert answer(job, "a").outcome == answer(job, "b").outcome == "refused"
-    assert job.latest.sequence == 3
+    edit(job.version(3) / "manifest.json", '"sequence":3', '"sequence":2')
+    linked = job.version(4) / "config.json"
+    size = linked.stat().st_size
+    linked.unlink()
+    linked.symlink_to("x" * size)  # a link is as long as its target
+    for sequence in range(1, 5):
+        ask(job, sequence, f"a{sequence}")
+    run(job, rounds=4)
+    assert {answer(job, f"a{sequence}").outcome for sequence in range(1, 5)} == {"refused"}
+    assert job.latest.sequence == 5
     assert job.leftovers() == []
 
 
