@@ -44,7 +44,8 @@ CHANGES = (
 SEEN = tuple(call for call in CHANGES if call not in {"fsync", "close", "sync_folder"})
 #: What only looks at it.
 READS = (
-    "open_read", "fstat", "read_part", "pread", "pread_into", "names", "kinds", "status", "free",
+    "open_read", "fstat", "read_part", "pread", "pread_into", "names", "kinds", "statuses",
+    "status", "free",
 )  # fmt: skip
 SEAM = CHANGES + READS
 #: What changes a file's content → the number of the argument that is its descriptor.

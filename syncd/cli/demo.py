@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import click
 from annotated_types import Ge, Le
@@ -23,6 +23,7 @@ from syncd.cli import options
 from syncd.cli.signals import cleaned_up
 from syncd.daemon.config import Count
 from syncd.operate.job_state import look
+from syncd.operate.models import JobState
 from syncd.protocol.errors import JobUnavailableError, VerificationError
 from syncd.storage.job import Job
 from syncd.torch_extra import require_torch
@@ -185,25 +186,25 @@ class _Demo:
         return self.room / f"{name}.log"
 
 
-def _phase(seen: dict[str, Any], steps: int) -> str:
-    if seen["trainer"] is None:
+def _phase(seen: JobState, steps: int) -> str:
+    if seen.trainer is None:
         return f"importing torch in {_WORLD_SIZE + len(_EXPLORERS)} processes"
-    step = seen["trainer"]["step"] or 0
+    step = seen.trainer.step or 0
     if step < steps:
         return f"training step {step + 1} of {steps}"
-    if (seen["latest"] or {"step": 0})["step"] < steps:
+    if seen.latest is None or seen.latest.step < steps:
         return f"merging step {steps}"
-    if any(report["step"] != steps for report in seen["explorers"]):
+    if any(report.step != steps for report in seen.explorers):
         return f"loading step {steps} into the explorers"
     return "ending the trainer and explorers"
 
 
-def _served(seen: dict[str, Any]) -> list[str]:
+def _served(seen: JobState) -> list[str]:
     """The published version, and the version that each explorer serves."""
-    if seen["latest"] is None:
+    if seen.latest is None:
         return []
     explorers = [
-        f"{report['name']} {'v' + str(report['sequence']) if report['sequence'] else '-'}"
-        for report in seen["explorers"]
+        f"{report.name} {f'v{report.sequence}' if report.sequence else '-'}"
+        for report in seen.explorers
     ]
-    return [f"v{seen['latest']['sequence']} published", ", ".join(explorers)]
+    return [f"v{seen.latest.sequence} published", ", ".join(explorers)]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import click
 from annotated_types import Gt
@@ -20,12 +20,17 @@ from rich.table import Table
 from rich.text import Text
 
 from syncd.cli import options
+from syncd.cli.bars import at_work
 from syncd.cli.signals import cleaned_up
 from syncd.daemon.config import Seconds
-from syncd.operate.job_state import jobs_at, look, look_anyway
+from syncd.operate.job_state import jobs_at, look, look_at_all
+from syncd.operate.liveness import Watch
+from syncd.operate.models import Directory, ExplorerState, JobState, Unseen, UnseenJob
 from syncd.protocol.amounts import ago, few, moment, size, span
 from syncd.protocol.errors import JobUnavailableError
+from syncd.protocol.journal_lines import AuditLine, JournalLine
 from syncd.protocol.names import printable
+from syncd.protocol.reports import DaemonCounters, MergeProgress, Reload
 from syncd.storage.job import Job
 
 #: The most explorers and the most events that the page shows; JSON has more.
@@ -33,8 +38,8 @@ _EXPLORERS: Final = 20
 _EVENTS: Final = 8
 #: Explorers that are shown even on a low terminal.
 _LEAST: Final = 4
-#: The most reasons of faults, and the most queued rollbacks, that the page shows.
-_FAULTS: Final = 4
+#: The most problems, and the most queued rollbacks, that the page shows.
+_PROBLEMS: Final = 6
 _ROLLBACKS: Final = 3
 #: Lines around the explorers: the health, two empty lines, the header, the rest, and the prompt.
 _AROUND: Final = 6
@@ -60,24 +65,31 @@ def command(
     table has at most 20 explorers, fewer on a small terminal: those furthest behind come first.
 
     If stdout is not a terminal, --watch prints each status below the previous one, and with --json
-    each as one line. Ages are wrong by the difference between the clocks of this host and of the
+    each as one line. Without --watch it waits, at most 20 s, for a heartbeat that seems older than
+    a lease time. Ages are wrong by the difference between the clocks of this host and of the
     storage.
     """
     found, is_one = _found(jobs)
     every = interval if watch else None
-    seen: list[dict[str, Any]] = []
+    heartbeats = Watch()
+    seen: list[JobState | UnseenJob] = []
     # A folder that is no job is an error; a watched or checked job that goes away is a line.
     if is_one and not check:
         look(Job.at(found[0]))
     console = Console(highlight=False)
 
+    def look_again() -> None:
+        with nullcontext() if watch else at_work("looking"):
+            seen[:] = look_at_all(found, heartbeats, waits=not watch)
+
     def print_json() -> None:
-        seen[:] = map(look_anyway, found)
-        shown = seen[0] if is_one else {"jobs": seen}
+        look_again()
+        states = [job.model_dump() for job in seen]
+        shown = states[0] if is_one else {"jobs": states}
         click.echo(json.dumps(shown, indent=None if watch else 2))
 
     def shown() -> RenderableType:
-        seen[:] = map(look_anyway, found)
+        look_again()
         now = time.time()
         if not is_one:
             return table(seen, now)
@@ -91,7 +103,7 @@ def command(
     else:
         _repeat(lambda: console.print(shown(), soft_wrap=True), every)
     if check:
-        sys.exit(max((job["health"]["level"] for job in seen), default=0))
+        sys.exit(max((job.health.level for job in seen), default=0))
 
 
 def _found(given: Sequence[Path]) -> tuple[list[Path], bool]:
@@ -122,275 +134,255 @@ def _repeat(show: Callable[[], None], every: float | None) -> None:
             raise
 
 
-def page(seen: dict[str, Any], now: float, width: int, height: int | None = None) -> RenderableType:
+def page(
+    seen: JobState | UnseenJob, now: float, width: int, height: int | None = None
+) -> RenderableType:
     """The page of one job and its memory directory.
 
-    ``seen`` is the result of :func:`syncd.operate.job_state.look_anyway`. ``now`` is in seconds
-    since the epoch. ``height`` is None if the output is not a terminal.
+    ``now`` is in seconds since the epoch. ``height`` is None if the output is not a terminal.
     """
-    health = seen["health"]
-    parts = [_text(health["text"], _STYLES[health["level"]]), *_job(seen, now, width, height)]
-    memory = seen.get("memory")
+    health = seen.health
+    parts: list[RenderableType] = [_text(health.text, _STYLES[health.level])]
+    parts += _lines("job", seen.job, width)
+    for problem in health.problems[:_PROBLEMS]:
+        text = f"{problem.what}. {problem.remedy}" if problem.remedy else problem.what
+        parts += _lines("problem", text, width, style=_STYLES[problem.level])
+    if (rest := len(health.problems) - _PROBLEMS) > 0:
+        parts += _lines("", f"and {rest} more (--json)", width)
+    if isinstance(seen, UnseenJob):
+        return Group(*parts)
+    parts += _directory(seen, now, width, height and height - len(parts) + 1)
+    memory = seen.memory
     if memory is not None:
-        parts.append(Text())
-        if "unseen" in memory:
-            parts += _lines("memory", memory["unseen"], width)
+        parts += [Text(), *_lines("memory", memory.job, width)]
+        if isinstance(memory, Unseen):
+            parts += _lines("", memory.unseen, width)
         else:
-            parts += _job(memory, now, width, height)
+            parts += _directory(memory, now, width, height)
     return Group(*parts)
 
 
-def table(seen: list[dict[str, Any]], now: float) -> RenderableType:
+def table(seen: Sequence[JobState | UnseenJob], now: float) -> RenderableType:
     """A table of several jobs, one row each, below a line for each degraded job."""
-    found = columns("job", "daemon", "latest", "step", "explorers", "behind", "heard")
+    rows = columns("job", "daemon", "latest", "step", "explorers", "behind", "heard")
     notes: list[Text] = []
     for job in seen:
-        if job["health"]["level"]:
-            notes.append(_text(f"{job['job']} is {job['health']['text']}"))
-        if "unseen" in job:
-            found.add_row(*cells(job["job"], "-", "-", "-", "-", "-", "-"))
+        if job.health.level:
+            notes.append(_text(f"{job.job} is {job.health.text}"))
+        if isinstance(job, UnseenJob):
+            rows.add_row(*cells(job.job, "-", "-", "-", "-", "-", "-"))
             continue
-        daemon, latest = job["daemon"], job["latest"]
-        live = [one for one in job["explorers"] if one["status"] != "stopped"]
-        found.add_row(
+        daemon, latest = job.daemon, job.latest
+        live = [explorer for explorer in job.explorers if explorer.is_live]
+        rows.add_row(
             *cells(
-                job["job"],
+                job.job,
                 _state(job) if daemon else "none yet",
-                f"v{latest['sequence']}" if latest else "-",
-                latest["step"] if latest else "-",
+                f"v{latest.sequence}" if latest else "-",
+                latest.step if latest else "-",
                 len(live),
-                max((one["behind"] for one in live), default="-"),
-                ago(now, daemon["heard"]) if daemon else "-",
+                max((explorer.behind for explorer in live), default="-"),
+                ago(now, daemon.heard) if daemon else "-",
             )
         )
-    return Group(*(notes or [_text("healthy")]), found)
+    return Group(*(notes or [_text("healthy")]), rows)
 
 
-def _job(seen: dict[str, Any], now: float, width: int, height: int | None) -> list[RenderableType]:
-    if "unseen" in seen:
-        return [*_lines("job", seen["job"], width), *_lines("unseen", seen["unseen"], width)]
+def _directory(seen: Directory, now: float, width: int, height: int | None) -> list[RenderableType]:
     parts: list[RenderableType] = []
     for label, text in _facts(seen, now):
         parts += _lines(label, text, width, style=_BAD if text.startswith("lost (") else "")
-    explorers = sorted(seen["explorers"], key=lambda one: bool(one["status"] == "stopped"))
-    parts += _faults(explorers, width)
+    explorers = sorted(seen.explorers, key=lambda explorer: not explorer.is_live)
     left = _EXPLORERS if height is None else height - len(parts) - _AROUND
     most = max(_LEAST, min(_EXPLORERS, left))
     if explorers:
         parts += [Text(), *_explorers(explorers, now, most)]
-    if seen["events"]:
+    if seen.events:
         left = _EVENTS if height is None else left - min(len(explorers), most)
-        parts += [Text(), *_events(seen["events"], width)[-max(1, left) :]]
+        parts += [Text(), *_events(seen.events, width)[-max(1, left) :]]
     return parts
 
 
-def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
-    daemon, latest, trainer = seen["daemon"], seen["latest"], seen["trainer"]
-    facts = [("job", seen["job"])]
+def _facts(seen: Directory, now: float) -> list[tuple[str, str]]:
+    daemon, latest, trainer = seen.daemon, seen.latest, seen.trainer
+    facts = []
     if daemon is None:
         facts.append(("daemon", "no daemon has served this job yet"))
     else:
-        detail = f": {daemon['detail']}" if daemon["detail"] else ""
-        who = f"{daemon['host']} pid {daemon['pid']}, epoch {daemon['epoch']}"
-        heard = ago(now, daemon["heard"])
+        detail = f": {daemon.detail}" if daemon.detail else ""
+        who = f"{daemon.host} pid {daemon.pid}, epoch {daemon.epoch}"
         facts += [
-            ("daemon", f"{_state(seen)}{detail} ({who}, heard {heard})"),
-            *((label, _merge(daemon[label])) for label in ("merge", "fold") if daemon[label]),
-            ("done", _done(daemon["counters"])),
+            ("daemon", f"{_state(seen)}{detail} ({who}, heard {ago(now, daemon.heard)})"),
+            ("merge", _merge(daemon.merge)),
+            ("fold", _merge(daemon.fold)),
+            ("done", _done(daemon.counters)),
         ]
     served = "nothing is published yet"
     if latest:
-        said = [one for one in (latest["kind"], latest["dtype"]) if one not in {"full", None}]
-        more = f" ({', '.join(said)})" if said else ""
-        if ahead := latest["ahead"]:
-            links = seen["links"]
-            more += f"; ahead: step {ahead['step']}, by {len(links)} link{'s'[: len(links) != 1]}"
-            more += f" ({size(sum(one['bytes'] for one in links))})"
-        served = f"version {latest['sequence']}, step {latest['step']}{more}"
-    facts += [("start", _how_to_start(seen)), ("latest", served), ("names", _names(seen))]
+        kinds = [kind for kind in (latest.kind, latest.dtype) if kind not in {"full", None}]
+        more = f" ({', '.join(kinds)})" if kinds else ""
+        if ahead := latest.ahead:
+            links = seen.links
+            more += f"; ahead: step {ahead.step}, by {len(links)} link{'s'[: len(links) != 1]}"
+            more += f" ({size(sum(link.bytes for link in links))})"
+        served = f"version {latest.sequence}, step {latest.step}{more}"
+    facts += [("latest", served), ("names", _names(seen))]
     facts += [
-        ("rollback", f"to v{one['sequence']} is queued: {one['by']} asked {ago(now, one['time'])}")
-        for one in seen["rollbacks"][:_ROLLBACKS]
+        ("rollback", f"to v{ask.sequence} is queued: {ask.by} asked {ago(now, ask.time)}")
+        for ask in seen.rollbacks[:_ROLLBACKS]
     ]
-    if more := seen["rollbacks"][_ROLLBACKS:]:
-        facts.append(("", f"and {len(more)} more (--json)"))
+    if (rest := len(seen.rollbacks) - _ROLLBACKS) > 0:
+        facts.append(("", f"and {rest} more (--json)"))
     if trainer is not None:
-        step = "" if trainer["step"] is None else f", announced step {trainer['step']}"
-        ranks = f"{trainer['world_size']} rank{'' if trainer['world_size'] == 1 else 's'}"
-        heard = ago(now, trainer["heard"])
-        state = trainer["trouble"] or trainer["status"]
+        step = "" if trainer.step is None else f", announced step {trainer.step}"
+        ranks = f"{trainer.world_size} rank{'' if trainer.world_size == 1 else 's'}"
+        heard = ago(now, trainer.heard)
+        state = trainer.trouble or trainer.status
         facts.append(("trainer", f"{state}{step} ({ranks}, heard {heard})"))
-    facts.append(("no links", seen["no_links"] or ""))
-    if seen["paused"]:
-        by = seen["paused"]["by"]
-        facts.append(("paused", f"by {by}: nothing is published or pruned until 'syncd resume'"))
     leased = [
-        f"{version['sequence']}"
-        + (" pinned" if version["pinned"] else "")
-        + (f" ({few(version['leases'])})" if version["leases"] else "")
-        for version in seen["versions"]
+        f"{version.sequence}"
+        + (" pinned" if version.pinned else "")
+        + (f" ({few(version.leases)})" if version.leases else "")
+        for version in seen.versions
     ]
-    pinned = ", ".join(map(str, seen["pinned_steps"]))
-    free = seen["free"] and seen["free"]["bytes"]
+    pinned = ", ".join(map(str, seen.pinned_steps))
+    free = seen.free["bytes"] if seen.free else None
     facts += [
+        ("no links", seen.no_links or ""),
         ("on disk", ", ".join(leased) or "no version"),
         ("pinned", f"steps {pinned}" if pinned else ""),
-        ("refused", ", ".join(seen["quarantined"])),
+        ("refused", ", ".join(seen.quarantined)),
         ("free", "" if free is None else f"{size(free)} on the job's filesystem"),
     ]
     return [(label, text) for label, text in facts if text]
 
 
-def _names(seen: dict[str, Any]) -> str:
+def _names(seen: Directory) -> str:
     """The kind of tensor names; empty if the daemon does not report it."""
-    names = (seen["daemon"] or {}).get("names")
-    if names is None:
+    if seen.daemon is None or seen.daemon.names is None:
         return ""
-    without = [
-        one["name"]
-        for one in seen["explorers"]
-        if one["status"] != "stopped" and not one["hub_names"]
-    ]
-    told = "of the hub" if names == "hub" else "of the trainer's module"
-    return told + (
+    without = [one.name for one in seen.explorers if one.is_live and not one.hub_names]
+    names = "of the hub" if seen.daemon.names == "hub" else "of the trainer's module"
+    return names + (
         f"; {few(without)} did not report support for the hub's names" if without else ""
     )
 
 
-def _how_to_start(seen: dict[str, Any]) -> str:
-    """Advice to start a daemon; empty if a daemon seems to run."""
-    daemon = seen["daemon"]
-    if "memory" not in seen:
-        return ""  # a memory directory: the daemon of the main job serves it
-    if not seen["daemon_lock_held"]:
-        why = "no daemon serves this job; start a daemon"
-    elif daemon is not None and daemon["trouble"]:
-        why = "if this daemon has ended, start another daemon"
-    else:
+def _state(seen: Directory) -> str:
+    if seen.daemon is None:
+        return "none yet"
+    state = seen.daemon.trouble or seen.daemon.state
+    return "paused" if seen.paused and state == "watching" else state
+
+
+def _merge(merge: MergeProgress | None) -> str:
+    if merge is None:
         return ""
-    memory = daemon["memory_dir"] if daemon else None
-    more = ["--memory-dir", memory] if memory else []
-    return f"{why}: {shlex.join(['syncd', 'run', seen['job'], *more])}"
-
-
-def _state(seen: dict[str, Any]) -> str:
-    state = seen["daemon"]["trouble"] or seen["daemon"]["state"]
-    return "paused" if seen["paused"] and state == "watching" else str(state)
-
-
-def _merge(merge: dict[str, Any]) -> str:
-    done, total, seconds = merge["done"], merge["total"], merge["seconds"]
+    done, total, seconds = merge.done, merge.total, merge.seconds
     if not total:
         return f"begun {span(seconds)} ago"
     left = f", {span(seconds * (total - done) / done)} left" if done else ""
     return f"{size(done)} of {size(total)} ({done / total:.0%}) in {span(seconds)}{left}"
 
 
-def _done(counters: dict[str, int]) -> str:
+def _done(counters: DaemonCounters) -> str:
     # Retired versions are called "pruned", as in the log.
-    words = {name: name.replace("_", " ") for name in counters}
-    words |= {"versions_retired": "versions pruned"}
-    told = [
-        f"{size(count)} merged" if name == "merged_bytes" else f"{count} {words[name]}"
-        for name, count in counters.items()
+    words = {"versions_retired": "versions pruned"}
+    done = [
+        f"{size(count)} merged"
+        if name == "merged_bytes"
+        else f"{count} {words.get(name, name.replace('_', ' '))}"
+        for name, count in counters
         if count
     ]
-    return ", ".join(told) or "nothing yet"
+    return ", ".join(done) or "nothing yet"
 
 
-def _faults(reports: list[dict[str, Any]], width: int) -> list[RenderableType]:
-    names: dict[str, list[str]] = {}
-    for report in reports:
-        for why in (report["fault"], report["refused"], report["starting"]):
-            if why:
-                names.setdefault(why, []).append(report["name"])
-    found: list[RenderableType] = []
-    for why, who in list(names.items())[:_FAULTS]:
-        found += _lines("explorer", f"{few(who)}: {why}", width)
-    if len(names) > _FAULTS:
-        found += _lines("", f"and {len(names) - _FAULTS} more reasons (--json)", width)
-    return found
-
-
-def _explorers(reports: list[dict[str, Any]], now: float, most: int) -> list[RenderableType]:
-    """The table of explorers. If not all fit, stopped ones come last."""
+def _explorers(reports: list[ExplorerState], now: float, most: int) -> list[RenderableType]:
+    """The table of explorers. If not all fit, those that do not live come last."""
     if len(reports) > most:
-        reports = sorted(reports, key=lambda one: (one["status"] == "stopped", -one["behind"]))
-    found = columns("explorer", "status", "version", "step", "behind", "pause", "heard")
+        reports = sorted(reports, key=lambda report: (not report.is_live, -report.behind))
+    rows = columns("explorer", "status", "version", "step", "behind", "pause", "heard")
     for report in reports[:most]:
-        trouble = report["trouble"]
-        found.add_row(
-            _text(report["name"]),
-            _text(trouble or report["status"], _BAD if trouble else ""),
+        trouble = report.trouble
+        rows.add_row(
+            _text(report.name),
+            _text(trouble or report.status, _BAD if trouble else ""),
             *cells(
-                report["sequence"] or ("-" if report["bench"] is None else "bench"),
-                next((n for n in (report["step"], report["bench"]) if n is not None), "-"),
-                report["behind"],
-                _pause(report["reload"]),
-                ago(now, report["heard"]),
+                report.sequence or ("-" if report.bench is None else "bench"),
+                next((n for n in (report.step, report.bench) if n is not None), "-"),
+                report.behind if report.is_live else "-",
+                _pause(report.reload),
+                ago(now, report.heard),
             ),
         )
     rest = reports[most:]
     if not rest:
-        return [found]
-    behind = [one["behind"] for one in rest if one["status"] != "stopped"]
-    which = f"at most {max(behind)} behind" if behind else "all stopped"
-    return [found, _text(f"and {len(rest)} more, {which} (--json)")]
+        return [rows]
+    behind = [report.behind for report in rest if report.is_live]
+    which = f"at most {max(behind)} behind" if behind else "none live"
+    return [rows, _text(f"and {len(rest)} more, {which} (--json)")]
 
 
-def _pause(reload: dict[str, Any] | None) -> str:
+def _pause(reload: Reload | None) -> str:
     if reload is None:
         return "-"
-    staged = {None: "", True: ", staged", False: ", not staged"}[reload["staged"]]
-    by_delta = "" if reload["delta_bytes"] is None else " by delta"
-    return f"{span(reload['pause'])}{staged}{by_delta}"
+    staged = {None: "", True: ", staged", False: ", not staged"}[reload.staged]
+    by_delta = "" if reload.delta_bytes is None else " by delta"
+    return f"{span(reload.pause)}{staged}{by_delta}"
 
 
-def _events(events: list[dict[str, Any]], width: int) -> list[RenderableType]:
-    told: list[tuple[float, str]] = []
+def _events(events: list[JournalLine | AuditLine], width: int) -> list[RenderableType]:
+    texts: list[tuple[float, str]] = []
     # Consecutive "live" events of one version share a line.
-    for (what, version), group in groupby(events, lambda one: (one["event"], one.get("version"))):
+    for live, group in groupby(events, _live_version):
         same = list(group)
-        if what == "live":
-            names = [str(event.get("explorer")) for event in same]
-            told.append((same[-1]["time"], f"v{version} is live on {few(names)}"))
+        if live is not None:
+            names = [event.explorer or "?" for event in same if isinstance(event, JournalLine)]
+            texts.append((same[-1].time, f"v{live} is live on {few(names)}"))
         else:
-            told += [(event["time"], _event(event)) for event in same]
-    found: list[RenderableType] = []
-    for at, text in told[-_EVENTS:]:
-        found += _lines(moment(at), text, width, indent=16)
-    return found
+            texts += [(event.time, _event(event)) for event in same]
+    lines: list[RenderableType] = []
+    for at, text in texts[-_EVENTS:]:
+        lines += _lines(moment(at), text, width, indent=16)
+    return lines
 
 
-def _event(event: dict[str, Any]) -> str:  # noqa: PLR0911 - one return for each event
-    version, step = f"v{event.get('version')}", event.get("step")
-    by = event.get("by", "someone")
-    match event["event"]:
+def _live_version(event: JournalLine | AuditLine) -> int | None:
+    return event.version if isinstance(event, JournalLine) and event.event == "live" else None
+
+
+def _event(event: JournalLine | AuditLine) -> str:  # noqa: PLR0911 - one return for each event
+    if isinstance(event, AuditLine):
+        what = "the lease of a dead explorer, " if event.what == "lease" else ""
+        return f"pruned {what}{event.name}: {event.why}"
+    version, step = f"v{event.version}", event.step
+    by = event.by or "someone"
+    match event.event:
         case "active":
             return "a daemon took over"
         case "published":
-            took = f"{size(event.get('bytes', 0))} in {span(event.get('seconds', 0.0))}"
-            but = f", with {event['why']}" if event.get("why") else ""
+            took = f"{size(event.bytes or 0)} in {span(event.seconds or 0.0)}"
+            but = f", with {event.why}" if event.why else ""
             return f"published step {step} as {version}: {took}{but}"
         case "names":
-            because = f", because {event['why']}" if event.get("why") else ""
-            return f"{version}: tensors have the names of the {event.get('names')}{because}"
+            because = f", because {event.why}" if event.why else ""
+            return f"{version}: tensors have the names of the {event.names}{because}"
         case "adopted":
             return f"adopted {version} of step {step}, which an earlier daemon had finished"
         case "rolled_back":
-            return f"v{event.get('of')} is served again, as {version}: asked for by {by}"
+            return f"v{event.of} is served again, as {version}: asked for by {by}"
         case "refused":
-            return f"no rollback to v{event.get('of')} for {by}: {event.get('why')}"
+            return f"no rollback to v{event.of} for {by}: {event.why}"
         case "linked":
-            return f"linked step {step} as {version}: {size(event.get('delta_bytes', 0))}"
+            return f"linked step {step} as {version}: {size(event.delta_bytes or 0)}"
         case "skipped":
             return f"skipped step {step}: a newer one was announced"
         case "quarantined" | "closed":
-            what = "refused" if event["event"] == "quarantined" else "cannot link"
-            return f"{what} step {step}: {event.get('why')}"
-        case _:
-            what = "the lease of a dead explorer, " if event.get("what") == "lease" else ""
-            return f"pruned {what}{event.get('name')}: {event.get('why')}"
+            what = "refused" if event.event == "quarantined" else "cannot link"
+            return f"{what} step {step}: {event.why}"
+        case "live":
+            return f"{version} is live on {event.explorer}"
 
 
 def columns(*heads: str) -> Table:

@@ -1,64 +1,108 @@
-"""The current state of a job, read without its daemon: the JSON of ``syncd status``."""
+"""The current state of a job, read without its daemon."""
 
 from __future__ import annotations
 
+import os
 import socket
-import time
-from contextlib import suppress
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from syncd.daemon.steering import Steering
 from syncd.daemon.telling.journal import read_journal
 from syncd.daemon.ways import LinkSeen, chains_from, look_at_link
-from syncd.protocol.amounts import few, span
+from syncd.operate.health import health_of, problems_of, problems_of_work
+from syncd.operate.liveness import Liveness, Watch
+from syncd.operate.models import (
+    DaemonState,
+    Directory,
+    ExplorerState,
+    JobState,
+    Problem,
+    TrainerState,
+    Unseen,
+    UnseenJob,
+    VersionState,
+)
+from syncd.protocol.amounts import span
 from syncd.protocol.errors import JobUnavailableError, SyncdError
-from syncd.protocol.journal_lines import AuditLine
+from syncd.protocol.journal_lines import AuditLine, JournalLine
 from syncd.protocol.names import (
     PINNED,
+    TEMPORARY,
     parse_lease_marker,
     parse_link_folder,
     parse_step_folder,
     parse_version_folder,
 )
-from syncd.protocol.records import DEFAULT_LEASE_TIME, Format, Latest
-from syncd.protocol.reports import DaemonReport, ExplorerReport, TrainerReport
+from syncd.protocol.records import DEFAULT_LEASE_TIME, Format, Latest, R, SaveOutcomes
+from syncd.protocol.reports import (
+    DaemonReport,
+    ExplorerReport,
+    Holder,
+    TrainerReport,
+    session_of,
+)
 from syncd.storage.append import last_lines
-from syncd.storage.errnos import is_refused_here
-from syncd.storage.fsio import Storage
-from syncd.storage.job import IF_ANY, Job, readable_lines
+from syncd.storage.errnos import is_gone, is_refused_here
+from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT, Storage
+from syncd.storage.job import Job, ReadPolicy, readable_lines
+from syncd.storage.sessions import has_ended, seems_ended
 
 #: The most loads by explorers to show, and the most other events. The two are counted separately,
 #: because the loads of a large fleet would fill the list.
 _EVENTS: Final = 50
 #: The most bytes to read of each file of events.
 _TAIL: Final = 128 * 1024
-_NOT_NEWER: Final = replace(IF_ANY, newer=False)
 
 
-def look(job: Job) -> dict[str, Any]:
-    """The state of a job; ``docs/cli.md`` lists the keys.
+def look(job: Job, watch: Watch | None = None) -> JobState:
+    """The state of a job, by one look at its heartbeats, or by all looks of ``watch``.
 
-    An unreadable record is None, or is left out of a list.
+    What cannot be read is None, or left out of a list, and a problem.
 
     Raises:
         JobUnavailableError: syncd has served no job here.
         ProtocolMismatchError: a newer syncd serves the job.
     """
-    seen = _look(job)
-    seen["memory"] = _memory(seen["daemon"])
-    seen["health"] = _health(seen)
-    return seen
+    watch = watch or Watch()
+    seen = _Look(job, watch)
+    state = seen.directory
+    problems = [*problems_of(state), *seen.problems]
+    memory: Directory | Unseen | None = None
+    if state.daemon is not None and state.daemon.memory_dir is not None:
+        folder, host = state.daemon.memory_dir, state.daemon.host
+        try:
+            if host != socket.gethostname():
+                raise JobUnavailableError(f"{folder} of host {host}")
+            second = _Look(Job.at(folder), watch)
+        except (SyncdError, ValueError) as error:  # ValueError: a path with a null character
+            memory = Unseen(job=folder, unseen=str(error))
+        else:
+            memory = second.directory
+            problems += [*problems_of_work(memory), *second.problems]
+    return JobState(**dict(state), memory=memory, health=health_of(problems))
 
 
-def look_anyway(folder: Path) -> dict[str, Any]:
+def look_at_all(
+    folders: Sequence[Path], watch: Watch, *, waits: bool
+) -> list[JobState | UnseenJob]:
+    """The states of some jobs. If ``waits``, wait once for all heartbeats that need it."""
+    watch.begin()
+    seen = [look_anyway(folder, watch) for folder in folders]
+    return [look_anyway(folder, watch) for folder in folders] if waits and watch.wait() else seen
+
+
+def look_anyway(folder: Path, watch: Watch | None = None) -> JobState | UnseenJob:
     """The result of :func:`look`; if the job cannot be read, the reason under ``unseen``."""
     try:
-        return look(Job.at(folder))
+        return look(Job.at(folder), watch)
     except (SyncdError, OSError) as error:
-        health = {"level": 2, "text": f"degraded: {error}"}
-        return {"job": str(folder), "unseen": str(error), "health": health}
+        health = health_of([Problem(level=2, what=str(error), remedy="")])
+        return UnseenJob(job=str(folder), unseen=str(error), health=health)
 
 
 def jobs_at(folder: Path) -> list[Path]:
@@ -98,120 +142,234 @@ def check_is_job(job: Job) -> None:
         raise job.unserved()
 
 
-def _look(job: Job) -> dict[str, Any]:
-    check_is_job(job)
-    storage, layout = job.storage, job.layout
-    daemon = job.read(DaemonReport, layout.daemon_report, _NOT_NEWER)
-    latest = job.read(Latest, layout.latest, _NOT_NEWER)
-    trainer = job.read(TrainerReport, layout.trainer_report, IF_ANY)
-    pause = Steering(job).pause()
-    form = job.read(Format, layout.format, _NOT_NEWER)
-    lease_time = form.lease_time if form else DEFAULT_LEASE_TIME
-    return {
-        "job": str(layout.root),
-        "lease_time": form.lease_time if form else None,
-        "daemon": _process(job, daemon, lease_time),
-        "daemon_lock_held": storage.exists(layout.daemon_lock),
-        "publishing": storage.exists(layout.publish_lock),
-        "paused": pause.model_dump() if pause else None,
-        "rollbacks": _rollbacks(job),
-        "latest": latest.model_dump() if latest else None,
-        "trainer": _process(job, trainer, lease_time),
-        "versions": [
-            {"sequence": sequence, "leases": _leases(markers), "pinned": PINNED in markers}
-            for name in _names(storage, layout.published)
-            if (sequence := parse_version_folder(name)) is not None
-            for markers in [_names(storage, layout.lease_folder(sequence))]
-        ],
-        "links": [asdict(link) for link in _links(job, latest)],
-        "no_links": _no_links(daemon, latest, trainer),
-        "pinned_steps": [
-            step
-            for name in _names(storage, layout.root)
-            if (step := parse_step_folder(name)) is not None
-            and PINNED in _names(storage, layout.step(step))
-        ],
-        "explorers": [
-            _explorer(report, latest, _process(job, report, lease_time) or {})
-            for report in job.explorer_reports(_names(storage, layout.explorers), IF_ANY)
-        ],
-        "quarantined": _names(storage, layout.quarantine),
-        "free": _free(storage, layout.root),
-        "events": _events(job),
-    }
+class _Look:
+    """One look at a job's directory, or a memory directory.
 
+    Attributes:
+        directory: its state.
+        problems: what this host cannot read, or use.
+    """
 
-def _process(
-    job: Job, report: DaemonReport | TrainerReport | ExplorerReport | None, lease_time: float
-) -> dict[str, Any] | None:
-    """A report, the time of its process's last heartbeat, and the trouble if it has stopped."""
-    if report is None:
-        return None
-    heard, works = job.heard(report, lease_time)
-    still = span(time.time() - heard)
-    trouble = f"lost (no heartbeat for {still})" if works is False else None
-    return {**report.model_dump(), "heard": heard, "trouble": trouble}
+    def __init__(self, job: Job, watch: Watch) -> None:
+        check_is_job(job)
+        self._job, self._storage, self._layout = job, job.storage, job.layout
+        self._watch, self._seems_ended = watch, cache(seems_ended)
+        self._policy = ReadPolicy(damaged=lambda _: True, say=self._note)
+        self.problems: list[Problem] = []
+        self._heartbeats: dict[str, os.stat_result] | None = None
+        form = self._read(Format, job.layout.format, newer=False)
+        self._lease_time = form.lease_time if form else DEFAULT_LEASE_TIME
+        self.directory = self._directory(form)
 
-
-def _health(seen: dict[str, Any]) -> dict[str, Any]:
-    """The state of the job in a line; its level is 0, 1 (a warning) or 2 (critical)."""
-    daemon, trainer, memory = seen["daemon"], seen["trainer"], seen["memory"] or {}
-    problems = []
-    if daemon is None or daemon["state"] == "stopped":
-        problems.append("no daemon")
-    if seen["paused"]:
-        problems.append("paused")
-    ends = {"published", "linked", "quarantined"}
-    saves = [one for one in seen["events"] if one["event"] in ends]
-    if saves and saves[-1]["event"] == "quarantined":
-        problems.append(f"step {saves[-1]['step']} cannot be published")
-    level = int(bool(problems))
-    names: dict[str, list[str]] = {}
-    explorers = [(one["name"], one) for one in seen["explorers"] + memory.get("explorers", [])]
-    for name, process in (("daemon", daemon), ("trainer", trainer), *explorers):
-        if process and process["trouble"]:
-            trouble = process["trouble"].partition(" (")[0]
-            names.setdefault(trouble, []).append(name)
-            level = max(level, 2 if trouble == "faulty" or process in (daemon, trainer) else 1)
-    problems += (f"{few(who)} {trouble}" for trouble, who in names.items())
-    return {"level": level, "text": f"degraded: {'; '.join(problems)}" if level else "healthy"}
-
-
-def _explorer(
-    report: ExplorerReport, latest: Latest | None, told: dict[str, Any]
-) -> dict[str, Any]:
-    """An explorer's report ``told``, its trouble, and its lag behind the newest version."""
-    if report.refused and told["trouble"] is None:
-        told["trouble"] = "refuses " + report.refused.partition(": ")[0].replace("version ", "v")
-    if report.fault and told["status"] != "stopped":
-        told["trouble"] = "faulty"
-    if report.starting is not None:
-        told["status"] = "starting"
-    behind, steps = report.behind(latest)
-    return {**told, "behind": behind or 0, "behind_steps": steps}
-
-
-def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The state of the daemon's memory directory, or why it is unreadable; None without it."""
-    if daemon is None or daemon["memory_dir"] is None:
-        return None
-    folder = Path(daemon["memory_dir"])
-    if daemon["host"] != socket.gethostname():
-        return {"unseen": f"{folder} of host {daemon['host']}"}
-    try:
-        return _look(Job.at(folder))
-    except (SyncdError, ValueError) as error:  # ValueError: a path with a null character
-        return {"unseen": str(error)}
-
-
-def _links(job: Job, latest: Latest | None) -> list[LinkSeen]:
-    """The links that lead from LATEST's version, oldest first."""
-    seen: list[LinkSeen] = []
-    for sequence in filter(None, map(parse_link_folder, _names(job.storage, job.layout.deltas))):
+    def _directory(self, form: Format | None) -> Directory:
+        job, storage, layout = self._job, self._storage, self._layout
+        report = self._read(DaemonState, layout.daemon_report, newer=False)
+        latest = self._read(Latest, layout.latest, newer=False)
+        trainer = self._read(TrainerState, layout.trainer_report)
+        self._read(SaveOutcomes, layout.saves, limit=LONG_RECORD_LIMIT)
+        explorers = [
+            explorer
+            for name in self._names(layout.explorers)
+            if not name.startswith(TEMPORARY)
+            and (explorer := self._read(ExplorerState, layout.explorers / name)) is not None
+        ]
+        with self._noting(layout.sessions):  # after the reports, which are younger
+            self._heartbeats = storage.statuses(layout.sessions)
+        daemon = self._daemon(report) if report else None
+        free: dict[str, int | None] | None = None
         with suppress(OSError):
-            seen.append(look_at_link(job, sequence))
-    chains = chains_from(latest.sequence, latest.save_id, seen) if latest else {}
-    return [chain[-1] for chain in chains.values()]
+            free = storage.free(layout.root)._asdict()
+            self._check_may_write(daemon)
+        steering, rollbacks = Steering(job), []
+        with self._noting(layout.requests):
+            rollbacks += steering.asked()
+        return Directory(
+            job=str(layout.root),
+            lease_time=form.lease_time if form else None,
+            daemon=daemon,
+            daemon_lock_held=storage.exists(layout.daemon_lock),
+            publishing=storage.exists(layout.publish_lock),
+            paused=steering.pause(),
+            rollbacks=rollbacks,
+            latest=latest,
+            trainer=self._trainer(trainer) if trainer else None,
+            versions=[
+                VersionState(sequence=sequence, leases=_leases(markers), pinned=PINNED in markers)
+                for name in self._names(layout.published)
+                if (sequence := parse_version_folder(name)) is not None
+                for markers in [self._names(layout.lease_folder(sequence))]
+            ],
+            links=self._links(latest),
+            no_links=_no_links(report, latest, trainer),
+            pinned_steps=[
+                step
+                for name in self._names(layout.root)
+                if (step := parse_step_folder(name)) is not None
+                and PINNED in self._names(layout.step(step))
+            ],
+            explorers=[self._explorer(explorer, latest) for explorer in explorers],
+            quarantined=self._names(layout.quarantine),
+            free=free,
+            events=self._events(),
+        )
+
+    def _read(
+        self, model: type[R], path: Path, *, newer: bool = True, limit: int = RECORD_LIMIT
+    ) -> R | None:
+        policy = self._policy if newer else replace(self._policy, newer=False)
+        return self._job.read(model, path, policy, limit=limit)
+
+    def _note(self, path: Path, error: Exception) -> None:
+        """Add a file or folder that cannot be read to the problems."""
+        layout = self._layout
+        if isinstance(error, PermissionError):
+            remedy = "Give this user the right to read it, or be another user"
+        elif isinstance(error, OSError):
+            remedy = "Check its storage"
+        elif path == layout.format:
+            remedy = "Copy this file from another job with the same lease time"
+        else:
+            remedy = "Restart the process that writes it"
+        vital = {layout.format, layout.latest, layout.daemon_report}
+        self.problems.append(
+            Problem(level=2 if path in vital else 1, what=str(error), remedy=remedy)
+        )
+
+    @contextmanager
+    def _noting(self, path: Path) -> Iterator[None]:
+        """End the block at an OSError, which is a problem unless ``path`` does not exist."""
+        try:
+            yield
+        except OSError as error:
+            if not is_gone(error):
+                self._note(path, error)
+
+    def _names(self, folder: Path) -> list[str]:
+        names = []
+        with self._noting(folder):
+            names += self._storage.names(folder)
+        return names
+
+    def _check_may_write(self, daemon: DaemonState | None) -> None:
+        root = self._layout.root
+        if self._storage.is_read_only(root):
+            is_here = daemon is not None and daemon.is_live and daemon.host == socket.gethostname()
+            hint = "Mount it rw" if is_here else "Unless this host only views jobs, mount it rw"
+            what = f"{root} is mounted read-only on this host"
+            remedy = f"{hint}; `findmnt -T {root}` shows the options"
+            self.problems.append(Problem(level=1 + is_here, what=what, remedy=remedy))
+
+    def _daemon(self, report: DaemonState) -> DaemonState:
+        seen = self._process(report, report.state == "stopped", lambda: report.process)
+        if seen["liveness"] == "lost":  # what it did is over
+            seen |= {"state": "lost", "detail": "", "merge": None, "fold": None}
+            seen |= {"blocked": (), "unpublished": None}
+        report = report.model_copy(update=seen)
+        if report.liveness == "alive":
+            self._check_is_written(report.heard)
+        return report
+
+    def _check_is_written(self, heard: float) -> None:
+        """Compare two files of the daemon: it writes its report as often as its heartbeat."""
+        path = self._layout.daemon_report
+        with self._noting(path):
+            status = self._storage.status(path)
+            late = heard - status.st_mtime if status else 0.0
+            if late <= self._lease_time:
+                return
+            look = self._watch.look
+            if look(self._storage, path, status, self._lease_time, believes=False) == "lost":
+                what = f"the daemon lives, but has not written {path} for {span(late)}"
+                remedy = "Read its log: it hangs, the disk is full, or it lacks rights"
+                level = 1 if late < 2 * self._lease_time else 2
+                self.problems.append(Problem(level=level, what=what, remedy=remedy))
+
+    def _trainer(self, report: TrainerState) -> TrainerState:
+        claim = partial(self._claimed, "trainer", "", report.session)
+        seen = self._process(report, report.status == "stopped", claim)
+        if seen["liveness"] == "lost":
+            seen["status"] = "lost"
+        return report.model_copy(update=seen)
+
+    def _explorer(self, report: ExplorerState, latest: Latest | None) -> ExplorerState:
+        is_stopped = report.status == "stopped" and report.starting is None
+        claim = partial(self._claimed, "explorer", report.name, report.session)
+        seen = self._process(report, is_stopped, claim)
+        if seen["liveness"] == "lost":
+            seen["status"] = "lost"
+        elif report.starting is not None:
+            seen["status"] = "starting"
+        if seen["liveness"] in {"alive", "unknown"}:
+            if report.fault:
+                seen["trouble"] = "faulty"
+            elif report.refused:
+                reason = report.refused.partition(": ")[0].replace("version ", "v")
+                seen["trouble"] = f"refuses {reason}"
+        behind, steps = report.lag(latest)
+        return report.model_copy(update=seen | {"behind": behind or 0, "behind_steps": steps})
+
+    def _process(
+        self,
+        report: DaemonReport | TrainerReport | ExplorerReport,
+        is_stopped: bool,
+        claim: Callable[[], str],
+    ) -> dict[str, object]:
+        """The fields of :class:`Process`; ``claim`` returns what :func:`has_ended` can know."""
+        if is_stopped or report.session is None:
+            ended = "ended" if is_stopped else None
+            return {"heard": report.time, "liveness": ended, "trouble": None}
+        path, claimed = self._layout.session(report.session), claim()
+        status = (self._heartbeats or {}).get(path.name)
+        heard, trouble = status.st_mtime if status else report.time, None
+        liveness: Liveness | None = None
+        if claimed and has_ended(claimed):
+            liveness, trouble = "lost", "lost (its process has ended)"
+        elif self._heartbeats is not None:
+            with self._noting(path):
+                liveness = self._watch.look(self._storage, path, status, self._lease_time)
+        if liveness is None or liveness == "unknown":
+            liveness, trouble = "unknown", "unknown (its heartbeat was not seen to beat)"
+        elif liveness == "lost" and trouble is None:
+            still = self._watch.wall() - heard
+            lasting = f" for {span(still)}" if still > self._lease_time else ""
+            trouble = f"lost (no heartbeat{lasting})"
+        return {"heard": heard, "liveness": liveness, "trouble": trouble}
+
+    def _claimed(self, role: str, name: str, session: str | None) -> str:
+        if session is not None and self._seems_ended(session.rpartition("-")[0]):
+            with suppress(OSError):  # the claim is gone or unreadable: the heartbeat tells
+                content = self._storage.read(self._layout.claim(role, name))
+                if session_of(content) == session:
+                    return Holder.of(content).process
+        return ""
+
+    def _links(self, latest: Latest | None) -> list[LinkSeen]:
+        """The links that lead from LATEST's version, oldest first."""
+        seen: list[LinkSeen] = []
+        for sequence in filter(None, map(parse_link_folder, self._names(self._layout.deltas))):
+            with suppress(OSError):
+                seen.append(look_at_link(self._job, sequence))
+        chains = chains_from(latest.sequence, latest.save_id, seen) if latest else {}
+        return [chain[-1] for chain in chains.values()]
+
+    def _events(self) -> list[JournalLine | AuditLine]:
+        journal, audit = self._layout.journal, self._layout.audit
+        lines: list[JournalLine | AuditLine] = []
+        with self._noting(journal):
+            lines += read_journal(self._job, _TAIL)
+        with self._noting(audit):
+            deletions = last_lines(self._storage, audit, _TAIL)
+            lines += readable_lines(AuditLine, deletions, audit)
+        # Events of the same moment keep the order of their file.
+        lines.sort(key=lambda line: line.time)
+        left = {True: _EVENTS, False: _EVENTS}
+        shown = []
+        for line in reversed(lines):
+            is_live = isinstance(line, JournalLine) and line.event == "live"
+            if left[is_live] > 0:
+                left[is_live] -= 1
+                shown.append(line)
+        return shown[::-1]
 
 
 def _no_links(
@@ -224,47 +382,6 @@ def _no_links(
     return trainer.no_links or closed or (daemon.no_links if daemon else None)
 
 
-def _names(storage: Storage, folder: Path) -> list[str]:
-    with suppress(OSError):
-        return storage.names(folder)
-    return []
-
-
-def _rollbacks(job: Job) -> list[dict[str, Any]]:
-    with suppress(OSError):
-        asked = Steering(job).asked()
-        return [request.model_dump(include={"id", "sequence", "by", "time"}) for request in asked]
-    return []
-
-
 def _leases(markers: list[str]) -> list[str]:
     leases = (marker for marker in markers if marker != PINNED)
     return sorted((parse_lease_marker(marker) or (marker, ""))[0] for marker in leases)
-
-
-def _free(storage: Storage, folder: Path) -> dict[str, int | None] | None:
-    with suppress(OSError):
-        return storage.free(folder)._asdict()
-    return None
-
-
-def _events(job: Job) -> list[dict[str, Any]]:
-    try:
-        journal = read_journal(job, _TAIL)
-        audit = last_lines(job.storage, job.layout.audit, _TAIL)
-    except OSError:
-        return []  # the rest is still worth showing
-    found = [line.model_dump(exclude_none=True, exclude={"protocol"}) for line in journal]
-    for line in readable_lines(AuditLine, audit, job.layout.audit):
-        kept = line.model_dump(include={"time", "what", "name", "why"})
-        found.append({**kept, "event": "pruned"})
-    # Events of the same moment keep the order of their file.
-    found.sort(key=lambda event: float(event["time"]))
-    left = {True: _EVENTS, False: _EVENTS}
-    shown = []
-    for event in reversed(found):
-        is_live = event["event"] == "live"
-        if left[is_live] > 0:
-            left[is_live] -= 1
-            shown.append(event)
-    return shown[::-1]

@@ -306,7 +306,7 @@ class ExplorerReport(Record):
     follows_ahead: bool = False
     time: float
 
-    def behind(self, latest: Latest | None) -> tuple[int | None, int | None]:
+    def lag(self, latest: Latest | None) -> tuple[int | None, int | None]:
         """By how many versions and steps the newest is newer than what is served, if known."""
         if latest is None or self.bench is not None:
             return None, None

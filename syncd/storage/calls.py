@@ -223,6 +223,15 @@ class Calls:
         with self._beneath.opened(path) as fd, os.scandir(fd) as found:
             return {entry.name: kind_of(entry) for entry in found}
 
+    def statuses(self, path: Path) -> dict[str, os.stat_result]:
+        """The entries of a folder: name → status. Links are not followed."""
+        found = {}
+        with self._beneath.opened(path) as fd, os.scandir(fd) as entries:
+            for entry in entries:
+                with Ignoring(GONE):
+                    found[entry.name] = entry.stat(follow_symlinks=False)
+        return found
+
     def status(self, path: Path) -> os.stat_result | None:
         """The status of a name; None if it does not exist. Links are not followed."""
         with Ignoring(GONE), self._beneath.at(path) as (name, folder):

@@ -7,7 +7,6 @@ import os
 import secrets
 import shlex
 import stat
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from syncd.protocol.records import (
     encode,
     parse,
 )
-from syncd.protocol.reports import LOADS_KEPT, DaemonReport, ExplorerReport, Load, TrainerReport
+from syncd.protocol.reports import LOADS_KEPT, ExplorerReport, Load
 from syncd.storage.errnos import (
     GONE,
     NOT_EMPTY,
@@ -104,11 +103,6 @@ def move_away(storage: Storage, path: Path) -> None:
     away = path.with_name(f"{path.name}.moved-{secrets.token_hex(6)}")
     storage.rename(path, away)
     LeftAlone(away, f"it was {path.name}, but no file of syncd; you may remove it").tell(log)
-
-
-#: After this many lease times without a heartbeat, a process counts as lost. A judge needs one; the
-#: second is for clocks that differ.
-_STILL: Final = 2.0
 
 
 @dataclass(eq=False)
@@ -322,25 +316,6 @@ class Job:
             report = self.read(ExplorerReport, self.layout.explorers / name, policy)
             if report is not None:
                 yield report
-
-    def heard(
-        self, report: DaemonReport | TrainerReport | ExplorerReport, lease_time: float
-    ) -> tuple[float, bool | None]:
-        """The time of the last heartbeat of a report's process, and False if the process is lost.
-
-        Instead, None stands for a process that has ended, or whose heartbeat is not known.
-
-        This trusts clocks, which a :class:`.Judge` does not, so it is only for people.
-        """
-        state = report.state if isinstance(report, DaemonReport) else report.status
-        session = report.session
-        try:
-            heartbeat = self.storage.status(self.layout.session(session)) if session else None
-        except OSError:
-            return report.time, None  # the rest is still worth showing
-        heard = heartbeat.st_mtime if heartbeat else report.time
-        works = time.time() - heard <= _STILL * lease_time
-        return heard, works if session and state != "stopped" else None
 
 
 def no_folder(path: object) -> JobUnavailableError:

@@ -80,10 +80,31 @@ def has_ended(process: str) -> bool:
         return False  # another user's, and perhaps hidden
 
 
+def seems_ended(owner: str) -> bool:
+    """True if the process may have ended that begins the names of its sessions with ``owner``.
+
+    Only :func:`has_ended` knows, by its claim, which costs a read.
+    """
+    host, _, pid = owner.rpartition("-")
+    if host != _host() or not pid.isdecimal():
+        return False
+    try:
+        os.kill(int(pid), 0)
+        os.readlink(f"/proc/{pid}/exe")
+    except PermissionError:
+        return False
+    except (OSError, OverflowError):  # a zombie has no program
+        return True
+    return False
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:24].strip("-") or "host"
+
+
 def new_session_id(prefix: str = "") -> str:
     """A unique name for this process's session."""
-    host = re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:24].strip("-") or "host"
-    return f"{prefix}{host}-{os.getpid()}-{secrets.token_hex(4)}"
+    return f"{prefix}{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def process_of(session: str) -> str:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
 from syncd.operate.history import told
-from syncd.operate.job_state import jobs_at, look_anyway
+from syncd.operate.job_state import jobs_at, look_at_all
+from syncd.operate.liveness import Watch
 from syncd.protocol.errors import JobUnavailableError
 from syncd.storage.job import Job
 
@@ -116,7 +117,7 @@ class Jobs:
             self._known[folder] = _Job(
                 folder,
                 next(self._numbers),
-                SharedLook(partial(look_anyway, folder), *self._pace),
+                SharedLook(partial(_status, folder, Watch()), *self._pace),
                 SharedLook(partial(_history, folder, self._limit), *self._pace),
             )
         return self._known[folder]
@@ -145,6 +146,11 @@ class _Job:
     number: int
     status: SharedLook[dict[str, Any]]
     history: SharedLook[dict[str, Any]]
+
+
+def _status(folder: Path, watch: Watch) -> dict[str, Any]:
+    (state,) = look_at_all([folder], watch, waits=False)
+    return state.model_dump()
 
 
 def _history(folder: Path, limit: int) -> dict[str, Any]:

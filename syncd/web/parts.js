@@ -38,6 +38,11 @@ export function isSilent(answer, now) {
   return answer.silent_since !== null && now - answer.silent_since > SILENCE;
 }
 
+/** Neither lost nor ended. */
+export function isLive({ status }) {
+  return status !== "lost" && status !== "stopped";
+}
+
 /** That it has. */
 export function silence(answer, now, ...more) {
   return note("bad", "The job's storage has not answered since ", moment(answer.silent_since, now), ` (${

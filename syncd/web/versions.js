@@ -2,7 +2,7 @@
 
 import { Axis, chart, head, row } from "./charts.js";
 import { h } from "./dom.js";
-import { extent, isSilent, median, silence, sorted, table } from "./parts.js";
+import { extent, isLive, isSilent, median, silence, sorted, table } from "./parts.js";
 import { many, moment, printable, said, span } from "./words.js";
 
 const NARROW = matchMedia("(max-width: 640px)");
@@ -142,7 +142,7 @@ export function charts(status, versions, chosen, now) {
         h("span", { class: "key range" }, "from the quickest explorer to the slowest")) : null),
       all.length ? chart(points, axis, `${title}. ${told}`) : null);
   };
-  const live = status.explorers.filter((each) => each.status !== "stopped");
+  const live = status.explorers.filter(isLive);
   const older = status.latest ? live.filter((each) => each.behind > 0) : [];
   return h("div", { class: "charts", "data-key": "charts" },
     one("Lag", "From LATEST to live", (version) => later.get(version), ({ seconds }) => seconds,

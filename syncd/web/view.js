@@ -2,7 +2,7 @@
 
 import { h } from "./dom.js";
 import { events } from "./events.js";
-import { command, isSilent, median, note, silence, sorted, table, words } from "./parts.js";
+import { command, isLive, isSilent, median, note, silence, sorted, table, words } from "./parts.js";
 import { charts, timeline } from "./versions.js";
 import { ago, clock, link, many, moment, printable, said, size, span } from "./words.js";
 
@@ -95,8 +95,8 @@ export function page(job, history, chosen, now) {
   return [
     title,
     notes,
-    warnings(job, status, now),
-    tiles(job, status, versions, now),
+    warnings(status),
+    tiles(status, versions, now),
     explorers(status, chosen, now),
     timeline(status, history, versions, chosen, now),
     charts(status, versions, chosen, now),
@@ -111,7 +111,7 @@ function second(memory, chosen, now) {
     ? note("", "This directory cannot be read from this host: ", said(memory.unseen))
     : [
         h("p", { class: "path" }, said(memory.job)),
-        tiles(null, memory, null, now),
+        tiles(memory, null, now),
         explorers(memory, chosen, now),
         events(memory.events, now),
       ];
@@ -119,34 +119,23 @@ function second(memory, chosen, now) {
     h("h2", null, "Memory directory"), parts);
 }
 
-function warnings(job, status, now) {
-  const { daemon, health, paused } = status;
-  const found = [note(KINDS[health.level], h("b", null, said(health.text)))];
-  if (daemon === null) {
-    found.push(note("warn", "No daemon has worked here yet: nothing is merged or published. Start a daemon: ",
-      command(`syncd run ${job.job}`)));
-  } else if (daemon.state === "stopped") {
-    found.push(note("warn", "The daemon stopped ", ago(daemon.heard, now),
-      ", so saves wait. Start a daemon: ", command(`syncd run ${job.job}`)));
-  } else if (daemon.trouble) {
-    found.push(note("bad", `The daemon is ${daemon.trouble}. If no standby daemon takes over, start a daemon: `,
-      command(`syncd run ${job.job}`)));
+function warnings({ health, quarantined }) {
+  const notes = health.problems.map(({ level, what, remedy }) =>
+    note(level ? KINDS[level] : "", h("b", null, said(what)), ". ", said(remedy)));
+  if (!health.level) {
+    notes.unshift(note("good", h("b", null, "healthy")));
   }
-  if (paused) {
-    found.push(note("warn", "Paused by ", said(paused.by), ", ", ago(paused.time, now),
-      ": nothing is published or pruned until ", command(`syncd resume ${job.job}`)));
+  if (quarantined.length) {
+    notes.push(note("warn", `${many(quarantined.length, "save")} could not be published (`,
+      said(quarantined.join(", ")), "). The reasons are in .syncd/quarantine."));
   }
-  if (status.quarantined.length) {
-    found.push(note("warn", `${many(status.quarantined.length, "save")} could not be published (`,
-      said(status.quarantined.join(", ")), "). The reasons are in .syncd/quarantine."));
-  }
-  return found;
+  return notes;
 }
 
-function tiles(job, status, versions, now) {
+function tiles(status, versions, now) {
   const { daemon, latest, trainer } = status;
   const slowest = slowestOf(status.explorers);
-  const live = status.explorers.filter((one) => one.status !== "stopped");
+  const live = status.explorers.filter(isLive);
   const pauses = sorted(live.map((one) => one.reload?.pause));
   const found = [
     tile("Latest version", latest ? `v${latest.sequence}` : "none yet",
@@ -157,7 +146,7 @@ function tiles(job, status, versions, now) {
         : "It appears after the first complete save."),
     tile("Slowest explorer", slowest ? (slowest.behind > 0 ? `${slowest.behind} behind` : "up to date") : "none yet",
       slowest ? [slowest.behind > 0 ? [slowest.behind_steps ? `or ${many(slowest.behind_steps, "step")}: ` : "",
-        said(slowest.name), ", of "] : "of ", many(live.length, "explorer")] : "No explorer serves this job."),
+        said(slowest.name), ", of "] : "of ", many(live.length, "explorer")] : "No live explorer serves this job."),
     tile("Pause of the last load", pauses.length ? span(pauses.at(-1)) : "–",
       pauses.length ? `longest of ${pauses.length}; median ${span(median(pauses))}` : "No load was reported."),
     tile("Trainer", trainer ? stateWord(trainer) : "not known", trainer
@@ -208,27 +197,26 @@ function diskNote(status, versions) {
 
 function explorers(status, chosen, now) {
   const key = "explorers";
-  const hasStopped = (one) => Number(one.status === "stopped"); // behind for good
-  const all = [...status.explorers]
-    .sort((one, other) => hasStopped(one) - hasStopped(other) || other.behind - one.behind);
+  const all = [...status.explorers] // who does not live is behind for good
+    .sort((one, other) => isLive(other) - isLive(one) || other.behind - one.behind);
   const shown = chosen.allExplorers ? all : all.slice(0, FEW);
-  const saying = shown.some((one) => one.fault || one.refused || one.starting);
+  const saying = shown.some((one) => isLive(one) && (one.fault || one.refused || one.starting));
   const rows = shown.map((one) => [one.name, [
     said(one.name),
     stateWord(one),
     one.sequence ? `v${one.sequence}` : one.bench == null ? "–" : "bench",
     one.step ?? one.bench ?? "–",
-    one.behind > 0 ? h("b", null, behindOf(one)) : "–",
+    isLive(one) && one.behind > 0 ? h("b", null, behindOf(one)) : "–",
     pauseOf(one.reload),
     ago(one.heard, now),
-    ...(!saying ? [] : [one.fault || one.refused
+    ...(!saying ? [] : !isLive(one) ? [""] : [one.fault || one.refused
       ? h("span", { class: "bad" }, said(one.fault ?? one.refused))
       : said(one.starting ?? "")]),
   ]]);
   return h("section", { class: "panel", "data-key": key },
     h("h2", null, "Explorers"),
     rows.length
-      ? table("Explorers: furthest behind first, stopped last",
+      ? table("Explorers: furthest behind first, stopped and lost last",
           ["explorer", "status", "version", "step", "behind", "pause", "heard", ...(saying ? ["says"] : [])], rows, "stack")
       : h("p", { class: "empty" }, "No explorer has reported yet. Start one with ExplorerHook or Reader, or beside a "
           + "server with ", command(`syncd follow ${status.job} --name server-0 --engine vllm --url URL`)),
@@ -261,16 +249,17 @@ function stateOf(job, now) {
   if (status.daemon === null) {
     return { word: "none yet", kind: "warn" };
   }
-  if (status.daemon.state === "stopped") {
-    return { word: "stopped", kind: "warn" };
+  const { state, liveness } = status.daemon;
+  if (state === "lost" || liveness === "unknown") {
+    return { word: liveness, kind: "bad" };
   }
-  if (status.daemon.trouble) {
-    return { word: "lost", kind: "bad" };
+  if (state === "stopped") {
+    return { word: state, kind: "warn" };
   }
-  if (status.paused && status.daemon.state === "watching") {
+  if (status.paused && state === "watching") {
     return { word: "paused", kind: "warn" };
   }
-  return { word: status.daemon.state, kind: "good" };
+  return { word: state, kind: "good" };
 }
 
 /** What a trainer or an explorer does, or its trouble. */
@@ -283,8 +272,7 @@ function badge({ word, kind }) {
 }
 
 function slowestOf(all) {
-  const live = all.filter((one) => one.status !== "stopped");
-  return live.reduce((most, one) => (most === null || one.behind > most.behind ? one : most), null);
+  return all.filter(isLive).reduce((most, one) => (most === null || one.behind > most.behind ? one : most), null);
 }
 
 function behindOf({ behind, behind_steps: steps }) {

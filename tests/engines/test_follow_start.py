@@ -87,7 +87,7 @@ def test_it_says_at_once_that_it_waits_and_a_signal_ends_it(
                 assert url in told.starting
                 shown = status_of(job)
                 assert "starting" in shown
-                assert f"server-0: {told.starting}" in " ".join(shown.split())
+                assert f"server-0 starting. {told.starting}" in " ".join(shown.split())
                 process.send_signal(ends)
                 assert process.wait(DEADLINE) == 0
             finally:

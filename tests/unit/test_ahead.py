@@ -254,7 +254,7 @@ def test_a_refused_save_with_nan_is_linked_but_never_ahead(job: SmallJob) -> Non
         link(loop, 4)
         assert job.latest.ahead == ahead(4)
     assert links(job) == ["d000002", "d000003", "d000004"]
-    assert "cannot be" not in look(job)["health"]["text"]
+    assert "cannot be" not in look(job).health.text
 
 
 def test_links_above_latest_stay_and_those_below_go_as_deltas_do(job: SmallJob) -> None:
@@ -458,8 +458,10 @@ def test_status_history_and_verify_tell_of_links(job: SmallJob) -> None:
         save_link(job, 4, 3)
         loop.rounds(2, 0)
     seen = look(job)
-    assert [link["sequence"] for link in seen["links"]] == [2]
-    assert seen["latest"]["ahead"]["step"] == 2
+    assert [link.sequence for link in seen.links] == [2]
+    assert seen.latest is not None
+    assert seen.latest.ahead is not None
+    assert seen.latest.ahead.step == 2
     text = invoke("status", job.root).output
     assert "ahead: step 2, by 1 link (" in text
     assert "no links its base is neither linked nor published" in text

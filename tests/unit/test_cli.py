@@ -547,7 +547,7 @@ def test_what_is_not_there_is_an_error_of_its_own(served: SmallJob, tmp_path: Pa
 
 def test_a_paused_job_says_so_and_is_not_pruned_by_hand(served: SmallJob) -> None:
     assert "no daemon runs on this job now" in syncd("pause", served).output
-    assert "paused   by" in syncd("status", served).output
+    assert "paused by" in syncd("status", served).output
     refused = syncd("prune", served, "--keep", 1)
     assert "is paused" in str(refused.exception)
     assert syncd("prune", served, "--dry-run").output == "nothing to delete\n"

@@ -94,7 +94,7 @@ def test_a_new_job_gets_the_hubs_names_if_all_live_explorers_take_them(
     assert ("names    of the hub" in shown) == (names == HUB)
     why = "old did not report support for the hub's names" if names == TRAINER else None
     assert said(job) == [(1, names[0], why)]  # type: ignore[index] # one of the two above
-    assert seen["daemon"]["names"] == names[0]  # type: ignore[index]
+    assert seen.daemon.names == names[0]  # type: ignore[union-attr, index]
 
 
 def test_an_explorer_that_is_gone_is_not_asked(job: SmallJob) -> None:
@@ -204,7 +204,8 @@ def test_a_model_whose_names_are_the_same_is_nothing_to_be_said(job: SmallJob) -
         loop.publish(1)
         seen = look(job)
     assert said(job) == []
-    assert seen["daemon"]["names"] is None
+    assert seen.daemon is not None
+    assert seen.daemon.names is None
 
 
 def test_a_memory_folder_keeps_the_trainers_own_file_unless_told_otherwise(tmp_path: Path) -> None:

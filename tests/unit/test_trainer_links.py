@@ -264,7 +264,7 @@ def test_what_links_do_not_cover_is_saved_whole_after_one_warning(
             save(hook, 1)
             save(hook, 2)
             assert not is_link(job, 2)
-            assert "only method" in look(job)["no_links"]
+            assert "only method" in look(job).no_links
         told = [one for one in caplog.messages if "every save is full: only method" in one]
         assert len(told) == 1
 

@@ -16,7 +16,9 @@ import pytest
 
 import syncd.web
 from syncd.daemon.config import DaemonConfig
-from syncd.operate.job_state import look_anyway
+from syncd.operate.job_state import look_at_all
+from syncd.operate.liveness import Watch
+from syncd.operate.models import JobState, UnseenJob
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.web import jobs as web_jobs
 from syncd.web.jobs import Jobs, SharedLook
@@ -146,13 +148,13 @@ def test_a_job_whose_storage_hangs_keeps_nobody_waiting_twice(
     begun: list[float] = []
     answers = threading.Event()
 
-    def look(folder: Path) -> dict[str, Any]:
-        if folder == hung and not answers.is_set():
+    def look(folders: list[Path], watch: Watch, *, waits: bool) -> list[JobState | UnseenJob]:
+        if folders == [hung] and not answers.is_set():
             begun.append(0.0)
             answers.wait(DEADLINE)
-        return look_anyway(folder)
+        return look_at_all(folders, watch, waits=waits)
 
-    monkeypatch.setattr(web_jobs, "look_anyway", look)
+    monkeypatch.setattr(web_jobs, "look_at_all", look)
     try:
         # The patience of one look is that of all of them: once it is over nobody waits any more.
         with served(shown.root, hung, patience=0.5) as server:

@@ -330,7 +330,7 @@ class _JobMeter(Meter):
         return report.session in self._living if watched else None
 
     def _explorer(self, report: ExplorerReport, latest: Latest | None) -> None:
-        reload, (lag, steps), delta = report.reload, report.behind(latest), None
+        reload, (lag, steps), delta = report.reload, report.lag(latest), None
         if reload is not None and reload.full_bytes is not None:
             delta = reload.delta_bytes or 0
         self._set(

@@ -1,0 +1,129 @@
+"""The state of a job, as all views show it. ``docs/cli.md`` lists the keys of its JSON."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from pydantic import Field, JsonValue, field_serializer
+
+from syncd.daemon.ways import LinkSeen
+from syncd.operate.liveness import Liveness
+from syncd.protocol.journal_lines import AuditLine, JournalLine
+from syncd.protocol.records import Latest, Part, Pause, RollbackRequest
+from syncd.protocol.reports import DaemonReport, ExplorerReport, TrainerReport
+
+_OF_DELETIONS: Final = {"time", "what", "name", "why"}
+
+
+class Process(Part):
+    """What a view adds to a process's report.
+
+    Attributes:
+        heard: the time of its last heartbeat, by the clock of its storage.
+        liveness: None for a process without a heartbeat.
+        trouble: why nobody should rely on it, for example ``lost (no heartbeat for 81 s)``.
+    """
+
+    heard: float = 0.0
+    liveness: Liveness | None = None
+    trouble: str | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """False for a process that is lost, or has ended."""
+        return self.liveness not in {"lost", "ended"}
+
+
+class DaemonState(Process, DaemonReport):
+    """The daemon's report. What a lost one was doing is left out."""
+
+    state: Literal["watching", "merging", "stopped", "lost"]  # type: ignore[assignment] # one more
+
+
+class TrainerState(Process, TrainerReport):
+    """The trainer's report."""
+
+    status: Literal["running", "require_sync", "stopped", "lost"]  # type: ignore[assignment] # too
+
+
+class ExplorerState(Process, ExplorerReport):
+    """An explorer's report, and by how many versions and steps the newest is newer than its own."""
+
+    status: Literal["running", "require_sync", "stopped", "starting", "lost"]  # type: ignore[assignment] # too
+    behind: int = 0
+    behind_steps: int | None = None
+
+
+class VersionState(Part):
+    """A version on disk, and the explorers that have a lease of it."""
+
+    sequence: int
+    leases: list[str]
+    pinned: bool
+
+
+class Problem(Part):
+    """Something that somebody should know; ``level`` is 0, 1 (a warning) or 2 (critical)."""
+
+    level: Annotated[int, Field(ge=0, le=2)]
+    what: str
+    remedy: str
+
+
+class Health(Part):
+    """A job's problems, the worst first; ``text`` is a line, and ``level`` that of the worst."""
+
+    level: int
+    text: str
+    problems: list[Problem]
+
+
+class Unseen(Part):
+    """A directory that cannot be read, and why."""
+
+    job: str
+    unseen: str
+
+
+class UnseenJob(Unseen):
+    """A job that cannot be read."""
+
+    health: Health
+
+
+class Directory(Part):
+    """The state of a job directory, or of a memory directory."""
+
+    job: str
+    lease_time: float | None
+    daemon: DaemonState | None
+    daemon_lock_held: bool
+    publishing: bool
+    paused: Pause | None
+    rollbacks: list[RollbackRequest]
+    latest: Latest | None
+    trainer: TrainerState | None
+    versions: list[VersionState]
+    links: list[LinkSeen]
+    no_links: str | None
+    pinned_steps: list[int]
+    explorers: list[ExplorerState]
+    quarantined: list[str]
+    free: dict[str, int | None] | None
+    events: list[JournalLine | AuditLine]
+
+    @field_serializer("events")
+    def _events(self, events: list[JournalLine | AuditLine]) -> list[dict[str, JsonValue]]:
+        return [
+            event.model_dump(exclude_none=True, exclude={"protocol"})
+            if isinstance(event, JournalLine)
+            else {**event.model_dump(include=_OF_DELETIONS), "event": "pruned"}
+            for event in events
+        ]
+
+
+class JobState(Directory):
+    """The state of a job, with its memory directory."""
+
+    memory: Directory | Unseen | None
+    health: Health
