@@ -306,7 +306,7 @@ def _copy(
 ) -> tuple[int, str]:
     hasher = xxhash.xxh3_128()
     size = 0
-    with storage.reading(source) as reading, storage.closing(storage.create(target)) as writing:
+    with storage.reading(source) as reading, storage.creating(target) as writing:
         while data := storage.read_part(reading, _BUFFER):
             cancel()
             size += len(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -33,7 +34,7 @@ def run_side_by_side(
     Each task gets a check function that it must call often. ``look`` is called in the calling
     thread, at least every 50 ms, and raises an error to stop all tasks. With one thread or one
     task, the tasks run in the calling thread, and ``look`` is the check function. The first error
-    is raised after all tasks have ended.
+    is raised after all tasks have ended; OSError (``EAGAIN``) if no thread can be started.
     """
     if min(threads, len(tasks)) <= 1:
         return [task(look) for task in tasks]
@@ -46,7 +47,10 @@ def run_side_by_side(
     with ThreadPoolExecutor(min(threads, len(tasks)), "syncd-copy") as pool:
         futures: list[Future[T]] = []
         try:
-            futures.extend(pool.submit(task, check) for task in tasks)
+            try:
+                futures.extend(pool.submit(task, check) for task in tasks)
+            except RuntimeError as error:  # a limit on processes, which count threads
+                raise OSError(errno.EAGAIN, str(error)) from error
             pending = set(futures)
             while pending:
                 done, pending = wait(pending, timeout=_LOOK)

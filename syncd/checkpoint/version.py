@@ -167,8 +167,7 @@ class _Copy(NamedTuple):
 
     def shares(self, fd: int, size: int) -> bool:
         """Share all blocks of an open file with the copy; False if that is not possible."""
-        made = self.storage.create(self.path)
-        with self.storage.closing(made):
+        with self.storage.creating(self.path) as made:
             if self.storage.share_range(fd, made, size, 0, 0):
                 self.storage.fsync(made)
                 return True
@@ -265,7 +264,7 @@ def link_or_copy(storage: Storage, source: Path, target: Path, cancel: Check) ->
     """Give a file a second name, or copy and sync it; the caller must sync the folder."""
     if storage.link_if_possible(source, target):
         return
-    with storage.reading(source) as reading, storage.closing(storage.create(target)) as writing:
+    with storage.reading(source) as reading, storage.creating(target) as writing:
         at = 0
         while done := storage.copy_range(reading, writing, _CHUNK, at, at):
             cancel()

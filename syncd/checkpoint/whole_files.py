@@ -146,8 +146,7 @@ def digest_file(
     if copy_to is None:
         found = _stream(storage, source, None, cancel, progress) if digests else []
     else:
-        target = storage.create(copy_to)
-        with storage.closing(target):
+        with storage.creating(copy_to) as target:
             storage.pwrite_all(target, source.header, 0)
             found = _stream(storage, source, target, cancel, progress)
             storage.fsync(target)

@@ -379,7 +379,7 @@ def _event(event: JournalLine | AuditLine) -> str:  # noqa: PLR0911 - one return
         case "linked":
             return f"linked step {step} as {version}: {size(event.delta_bytes or 0)}"
         case "skipped":
-            return f"skipped step {step}: a newer step was published"
+            return f"skipped step {step}: a newer one was announced"
         case "quarantined" | "closed":
             what = "refused" if event.event == "quarantined" else "cannot link"
             return f"{what} step {step}: {event.why}"

@@ -62,6 +62,8 @@ class Attempts:
     """Publishes saves and carries out rollbacks; tries again after some failures.
 
     Attributes:
+        has_tried: True once a save was published, or could not be.
+        obstacle: of the last attempt, until one succeeds.
         late: why LATEST is closed, although the daemon still tries to make links.
     """
 
@@ -75,7 +77,8 @@ class Attempts:
         self._job, self._clock = self.tenure.job, self.tenure.clock
         self._journal = self.tenure.journal
         self._steering = Steering(self._job)
-        self._obstacle: Obstacle | None = None  # of the last attempt
+        self.has_tried = False
+        self.obstacle: Obstacle | None = None
         self._tried: str | None = None
         self._again_at = 0.0
         self._wait = 0.0
@@ -126,8 +129,9 @@ class Attempts:
             path = self.publisher.outcomes.quarantine(save, error)
             why = f"a bug in syncd: {type(error).__name__}: {error}"
             self._journal.tell(SaveFault(save.step, path, why, error))
+            self._ended()
             return ""
-        self._wait = 0.0
+        self._ended()
         self._say_published(manifest, begun, whole_since)
         self.reporter.arrival.pace = self._clock() - whole_since
         self._say_names()
@@ -149,8 +153,6 @@ class Attempts:
         if save.identity != self._tried:
             self._tried, self._wait, self._again_at = save.identity, 0.0, 0.0
         if self._clock() < self._again_at:
-            if self._obstacle is not None:
-                self.tenure.blocks.meet("save", self._obstacle)
             return self._journal.waiting_for
         return "paused" if self._steering.is_paused() else ""
 
@@ -176,7 +178,7 @@ class Attempts:
                 return self._try_later(
                     save, f"step {save.step} could not be linked: {error}", error
                 )
-            self._wait = 0.0
+            self._ended()
             size = sum(file.size for file in save.vouched().values() if file.over == "index")
             seconds = round(self._clock() - begun, 3)
             self._journal.tell(SaveLinked(sequence, save.step, size, seconds))
@@ -254,6 +256,7 @@ class Attempts:
         """Quarantine a save."""
         path = self.publisher.outcomes.quarantine(save, error)
         self._journal.tell(SaveQuarantined(save.step, error, path))
+        self._ended()
 
     def roll_back(self, request: RollbackRequest) -> None:
         """Make an old version LATEST again, and answer the request.
@@ -317,6 +320,9 @@ class Attempts:
         if (change := self.publisher.naming.change) is not None:
             self._journal.tell(change)
 
+    def _ended(self) -> None:
+        self.has_tried, self.obstacle, self._wait = True, None, 0.0
+
     def _progress(self, save: WholeSave, begun: float, heard: Progress) -> Progress:
         """A callback that reports the progress of a merge now and then."""
 
@@ -340,10 +346,10 @@ class Attempts:
     def _try_later(self, save: WholeSave, why: str, error: Exception) -> str:
         self._journal.meter.failed(error)
         self.tidying.after(error)
-        self._obstacle = None
+        self.has_tried, self.obstacle = True, None
         if not isinstance(error, SaveNotReadyError):  # its trainer goes on with it
-            self._obstacle = Obstacle.of(lasting(why), error)
-            self.tenure.blocks.meet("save", self._obstacle)
+            self.obstacle = Obstacle.of(lasting(why), error)
+            self.tenure.blocks.meet("save", self.obstacle)
         self._wait = min(_LONGEST_WAIT, 2 * self._wait or self.publisher.config.tick)
         self._again_at = self._clock() + self._wait
         self._lose_patience(save, why, error)

@@ -12,32 +12,22 @@ from syncd.protocol.errors import NoRoomError
 from syncd.protocol.events import WorkBlocked
 from syncd.protocol.records import DEFAULT_LEASE_TIME
 from syncd.protocol.reports import Blocked, Reason
-from syncd.storage.errnos import NO_ROOM
+from syncd.storage.errnos import NO_ROOM, ROOM, SHARE, WRITABLE, masked
 from syncd.storage.judge import Clock
+from syncd.storage.mounts import ONE_MOUNT
 from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)
 
 #: Seconds after which even work that has failed only once is a warning.
 _SOON: Final = 10.0
-_ROOM: Final = (
-    "Make room, or raise the quota: `df -h` shows the free bytes, and `df -i` the free inodes"
-)
 _MEMORY: Final = "Give the daemon more memory, or let fewer jobs merge at a time"
-_RIGHTS: Final = (
-    "Run the daemon as the trainers' user, or share the job with a group that both users are in "
-    "(shared_group)"
-)
 _REMEDIES: Final[dict[int | None, tuple[Reason, str]]] = {
-    **dict.fromkeys(NO_ROOM, ("room", _ROOM)),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), ("rights", _RIGHTS)),
+    **dict.fromkeys(NO_ROOM, ("room", ROOM)),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), ("rights", SHARE)),
     errno.ENOMEM: ("memory", _MEMORY),
-    errno.EXDEV: (
-        "filesystem",
-        "All folders of a job must be on one filesystem: `findmnt -R -T` shows the mount that "
-        "divides them. Remove it, or let the job begin below it",
-    ),
-    errno.EROFS: ("storage", "Mount the storage rw: `findmnt -T` shows its options"),
+    **dict.fromkeys((errno.EXDEV, errno.EBUSY), ("filesystem", ONE_MOUNT)),
+    errno.EROFS: ("storage", WRITABLE),
     errno.EFBIG: (
         "storage",
         "Raise the limit on files' sizes (`ulimit -f`, LimitFSIZE=), or lower --max-shard-size",
@@ -69,13 +59,11 @@ class Obstacle:
     @classmethod
     def of(cls, what: str, error: Exception, reason: Reason | None = None) -> Obstacle:
         """The obstacle behind an error; ``reason`` overrules what the error says."""
-        if isinstance(error, NoRoomError):
-            kind, remedy = _REMEDIES[errno.ENOSPC]
-        elif isinstance(error, MemoryError):
-            kind, remedy = _REMEDIES[errno.ENOMEM]
-        else:
-            code = error.errno if isinstance(error, OSError) else None
-            kind, remedy = _REMEDIES.get(code, _ELSE)
+        codes = {NoRoomError: errno.ENOSPC, MemoryError: errno.ENOMEM}
+        code = error.errno if isinstance(error, OSError) else codes.get(type(error))
+        kind, remedy = _REMEDIES.get(code, _ELSE)
+        if isinstance(error, PermissionError):
+            remedy = masked(error.filename) or remedy
         return cls(reason or kind, what, remedy, error)
 
 

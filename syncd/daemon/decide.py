@@ -278,11 +278,6 @@ class PruneStep:
     seen: StepSeen
     why: str
 
-    @property
-    def is_unserved(self) -> bool:
-        """True for a save that was never served, because a newer one was announced."""
-        return self.seen.outcome.outcome == "skipped"
-
 
 @dataclass(frozen=True)
 class Learn:
@@ -374,11 +369,8 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveU
         overdue = save.known_as is not None and seen.save_still_for >= patience
         return ((GiveUp(save),), "") if overdue else ((), save.reason)
     if not save.receipts and seen.save_still_for < config.tick:
-        return (
-            (),
-            f"step {save.step} has no receipts, so the daemon waits until the step's files "
-            f"have not changed for {config.tick:g} s",
-        )
+        why = f"step {save.step} has no receipts, so the daemon waits until the step's files"
+        return (), f"{why} have not changed for {config.tick:g} s"
     return (_link(save, seen) if isinstance(save, Links) else (Publish(save),)), ""
 
 
@@ -413,11 +405,8 @@ def _fold(seen: Observation, config: DaemonConfig) -> tuple[Fold, ...]:
 def _leases(seen: Observation, config: DaemonConfig) -> Iterable[DropLease]:
     for lease in seen.leases:
         if lease.dead_for is not None and lease.dead_for >= config.dead_reader_grace:
-            yield DropLease(
-                lease.sequence,
-                lease.marker,
-                f"its explorer has been dead for {lease.dead_for:.0f} s",
-            )
+            why = f"its explorer has been dead for {lease.dead_for:.0f} s"
+            yield DropLease(lease.sequence, lease.marker, why)
 
 
 def _versions(

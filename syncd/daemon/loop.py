@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Final
 
 from syncd.daemon.attempts import Attempts
@@ -33,6 +34,7 @@ from syncd.daemon.decide import (
     Republish,
     RetireVersion,
     Skip,
+    StepSeen,
     decide,
 )
 from syncd.daemon.folds import Folds, FoldWork
@@ -96,6 +98,7 @@ class Loop:
         )
         self._follow_ahead: list[bool] = []  # for each live explorer
         self._prunings_left = False
+        self._stuck: dict[int, Obstacle] = {}  # the steps that cannot be pruned
 
     def begin(self) -> None:
         """Recover the previous daemon's state; call this after the take-over."""
@@ -139,7 +142,12 @@ class Loop:
             try:
                 waiting_for = self._act(action, whole_since) or waiting_for
             except OSError as error:
-                self._note(type(action).__name__, error)
+                failure = self._note(type(action).__name__, error)
+                if isinstance(action, PruneStep):
+                    self._stuck[action.seen.step] = failure
+        due = {action.seen.step for action in actions if isinstance(action, PruneStep)}
+        for step in {one.step for one in seen.steps}.difference(due).union(seen.vanished):
+            self._stuck.pop(step, None)
         if self._prunings_left:
             self._scanner.look_again()
         self._look_who_is_live(seen)
@@ -147,6 +155,11 @@ class Loop:
         self._journal.write()
         self._tidy(seen)
         self._look_at_waits(seen)
+        # Also while the next save is not complete yet.
+        if (obstacle := self._attempts.obstacle) and self._reporter.arrival.waits():
+            blocks.meet("save", obstacle)
+        for failure in islice(self._stuck.values(), 1):  # not tried again in each round
+            blocks.meet(PruneStep.__name__, failure)
         blocks.end_round()
         told = [it.what for it in blocks.current]
         waiting_for = lasting(waiting_for or next(iter(told), ""))
@@ -225,23 +238,32 @@ class Loop:
                 what, gone = "version", self._pruner.retire_version(action)
             case PruneLink():
                 what, gone = "delta", self._pruner.prune_link(action)
-            case PruneStep() if action.is_unserved and self.tenure.blocks.needs_all_saves:
+            case PruneStep(seen) if self._must_keep(seen):
                 return False
             case PruneStep():
                 what, gone = "step", self._pruner.prune_step(action)
                 if gone:
+                    self._stuck.pop(action.seen.step, None)
                     self._outcomes.forget(action.seen.step)
         if gone:
             self._journal.pruned(what)
         return gone
 
-    def _note(self, action: str, error: OSError) -> None:
+    def _must_keep(self, step: StepSeen) -> bool:
+        """True for an unserved save while more than room is missing, or that is not known yet."""
+        unsure = not self._attempts.has_tried and self._reporter.arrival.waits() is not None
+        is_blocked = unsure or self.tenure.blocks.needs_all_saves
+        return self.publishes and is_blocked and step.outcome.outcome == "skipped"
+
+    def _note(self, action: str, error: OSError) -> Obstacle:
         self._job.check_is_there()
         self.tenure.meter.failed(error)
         self._tidying.after(error)
         what = lasting(f"storage refuses the action {action}: {error}")
         reason: Reason | None = "prune" if action == PruneStep.__name__ else None
-        self.tenure.blocks.meet(action, Obstacle.of(what, error, reason))
+        obstacle = Obstacle.of(what, error, reason)
+        self.tenure.blocks.meet(action, obstacle)
+        return obstacle
 
     def _look_at_records(self) -> None:
         """Write again what others have damaged."""
@@ -270,9 +292,9 @@ class Loop:
             what = f"cannot write {self._job.layout.saves}: {error}"
             meet("saves", Obstacle.of(lasting(what), error))
         if save and seen.outcome == "quarantined":
-            record = self._job.layout.quarantined(save.step, save.known_as or "")
-            what = f"step {save.step} can never be published: {record} has the reason"
-            meet("quarantine", Obstacle("save", what, _NEXT_SAVE))
+            why = self._job.refusal(save.step, save.known_as)
+            what = f"step {save.step} cannot be published: {why}"
+            meet("quarantine", Obstacle("save", what, _NEXT_SAVE), is_told=True)
 
     def _tidy(self, seen: Observation) -> None:
         try:

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -37,6 +38,7 @@ from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout, sweep_broken
+from syncd.storage.mounts import ONE_MOUNT, border
 from syncd.storage.repeats import Repeats
 from syncd.storage.reserve import Reserve
 from syncd.storage.rights import TO_DELETE, check_rights, share_with_group, unprunable
@@ -51,8 +53,8 @@ log = logging.getLogger(__name__)
 _QUIET: Final = 2
 #: The suffix of heartbeats; filelock briefly makes files with other suffixes beside them.
 _HEARTBEAT: Final = ".lock"
-#: Seconds between two looks at the rights to delete steps.
-_RIGHTS_AGAIN: Final = 10.0
+#: Seconds between two looks at the rights to delete steps, and at a mount that divides the job.
+_LOOK_AGAIN: Final = 10.0
 
 
 @dataclass
@@ -103,7 +105,6 @@ class Service:
         self._said = ""
         self._blocks = Blocks()
         self._unprunable: str | None = None
-        self._rights_at = -math.inf
         self._repeats = Repeats()
         self._open_job()
         self._device: int | None = None
@@ -274,7 +275,8 @@ class Service:
         )
         loop = Loop(tenure, self.config, turn=self.turn, notice=self.notice)
         loop.begin()
-        self._quiet_rounds = 0
+        self._quiet_rounds, self._look_at = 0, -math.inf
+        self._border: str | None = None
         self._meter.active(yes=True)
         try:
             while not self._stopping:
@@ -298,7 +300,7 @@ class Service:
             # Look for participants first, because participants that are gone now have written
             # everything. A participant that is alive may write again after the round.
             self._look_for_participants()
-            self._look_at_rights()
+            self._look_at_job()
             loop.config = self.config  # any thread may replace self.config meanwhile
             if not loop.run_once().pending and not self._participants.alive:
                 self._quiet_rounds = quiet + 1
@@ -315,12 +317,16 @@ class Service:
         if self.config.exit_when_idle:
             self._participants.look(self._tick)
 
-    def _look_at_rights(self) -> None:
-        """Warn if this user may not prune the step folders."""
-        if not self.config.prune_steps:
-            return
-        if time.monotonic() >= self._rights_at + _RIGHTS_AGAIN:
-            self._rights_at, self._unprunable = time.monotonic(), unprunable(self._job)
+    def _look_at_job(self) -> None:
+        """Find what would make work fail: a mount within the job, or steps of other users."""
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _LOOK_AGAIN
+            self._unprunable = unprunable(self._job) if self.config.prune_steps else None
+            if self._border != "":  # of a mount that appears later, the first failure tells
+                with suppress(OSError):
+                    self._border = border(self._job, self._job.layout.drafts)
+        if found := self._border:
+            self._blocks.meet("one_mount", Obstacle("filesystem", found, ONE_MOUNT))
         if found := self._unprunable:
             self._blocks.meet("rights", Obstacle("prune", found, TO_DELETE))
 
@@ -346,7 +352,8 @@ class Service:
             self._meter.failed(event.reason)
         if isinstance(event, DaemonPaused):
             obstacle = Obstacle.of(str(event), event.reason)
-            self._blocks.meet("serve", obstacle, is_told=True)
+            has_remedy = isinstance(event.reason, SyncdError)
+            self._blocks.meet("serve", obstacle, is_told=has_remedy)
             self._blocks.end_round()
             self._meter.waits(self._blocks.current, None)
         state = change or str(event)

@@ -14,6 +14,7 @@ from syncd.checkpoint.merging.options import Work
 from syncd.deltas.limits import LinkError
 from syncd.protocol.errors import SyncdError
 from syncd.protocol.records import Latest, parse
+from syncd.storage.fsio import named
 from syncd.storage.job import Job
 
 #: Seconds between two signs of life.
@@ -38,7 +39,8 @@ def run() -> None:
         try:
             from syncd.deltas.folding import fold_version  # noqa: PLC0415 - NumPy may be missing
 
-            fold_version(job, latest, chain, Path(folder), Work(lambda: None, progress))
+            with named(folder):
+                fold_version(job, latest, chain, Path(folder), Work(lambda: None, progress))
             _tell(0, size, size)
         except BrokenPipeError:
             raise

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -31,7 +30,8 @@ from syncd.protocol.errors import JobUnavailableError, RecordError
 from syncd.protocol.names import printable
 from syncd.protocol.records import DEFAULT_LEASE_TIME, Record
 from syncd.storage.errnos import GONE, Ignoring
-from syncd.storage.job import Job, no_folder, version_folders
+from syncd.storage.job import Job, no_folder, step_folders, version_folders
+from syncd.storage.mounts import ONE_MOUNT, border, immovable, mount_of
 from syncd.storage.probe_room import ProbeRoom, rooms
 from syncd.storage.rights import TO_DELETE, unprunable, unwritable
 from syncd.storage.sessions import boot_id, new_session_id
@@ -40,8 +40,6 @@ T = TypeVar("T")
 
 #: The beginning of the names of rooms that wait for another host.
 PEER: Final = "peer-"
-#: An octal escape in the table of mounts, such as ``040`` for a blank.
-_ESCAPE: Final = re.compile(r"\\([0-7]{3})")
 _PAUSE: Final = 0.1
 _ENDING: Final = 10.0
 _FREE: Final = (
@@ -96,25 +94,21 @@ class Facts(Record):
 
 
 def facts_of(job: Job, look: float = 0) -> Facts:
-    """The facts about this process. The mount is the newest at the nearest mount point.
+    """The facts about this process.
 
     Raises:
         JobUnavailableError: the job directory is missing.
     """
     if job.storage.status(job.layout.root) is None:
         raise no_folder(job.layout.root)
-    path, mount = job.layout.root.resolve(), ["nowhere", "", "unknown", ""]
-    for line in Path("/proc/self/mounts").read_text(errors="surrogateescape").splitlines():
-        this = [_ESCAPE.sub(lambda match: chr(int(match[1], 8)), text) for text in line.split()]
-        if path.is_relative_to(this[1]) and len(this[1]) >= len(mount[1]):
-            mount = this
+    mount = mount_of(job.layout.root)
     return Facts(
         host=socket.gethostname(),
         boot=boot_id(),
         syncd=__version__,
-        source=mount[0],
-        filesystem=mount[2],
-        options=mount[3],
+        source=mount.source,
+        filesystem=mount.filesystem,
+        options=mount.options,
         look=look,
     )
 
@@ -210,6 +204,9 @@ class Examination:
             channel.lease_time = self._lease_time
             for name in PROBES if worst(self._findings).verdict != "fail" else ():
                 self._note(name, partial(measure, name, channel))
+            if room is not None:
+                is_sound = worst(self._findings).verdict != "fail"
+                self._note("one_mount", partial(judge_border, job, room.path, is_sound=is_sound))
             visitor = Actor(channel, self.peer == 1, channel.room.path)
             with suppress(OSError):  # the run keeps the room until the visitor has all results
                 self._bounded("hosts", partial(visitor.look, "names"))
@@ -364,6 +361,17 @@ def judge_rights(job: Job, new: Path) -> Finding:
         ),
         (kept, "warn", kept, TO_DELETE),
     )
+
+
+def judge_border(job: Job, room: Path, *, is_sound: bool) -> Finding:
+    """Judge whether all folders are on one mount; if storage ``is_sound``, try also its content."""
+    full, at = room / "full", job.layout
+    for folder in (full, full / "inside"):
+        job.storage.mkdir(folder)
+    folders = (*map(at.step, step_folders(job)), *map(at.version, version_folders(job)))
+    found = border(job, room) or (is_sound and immovable(job, full, folders))
+    words = "files and folders can be moved between all folders of the job"
+    return judge("one_mount", words, (found, "fail", str(found), ONE_MOUNT))
 
 
 def judge_hosts(ours: Facts, theirs: Facts) -> Finding:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, TypeVar
 
 from syncd.protocol.errors import JobUnavailableError, NoRoomError, SyncdError
@@ -27,6 +30,15 @@ NO_RECORD: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENX
 REFUSED_HERE: Final = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
 #: Errors of reading one file or folder, which must not keep the daemon from the others.
 UNREADABLE: Final = REFUSED_HERE | {errno.EIO}
+
+#: Remedies: more room, the right to write, storage that is mounted read-only.
+ROOM: Final = (
+    "Make room, or raise the quota: `df -h` shows the free bytes, and `df -i` the free inodes"
+)
+SHARE: Final = (
+    "Run as the trainers' user, or share the job with a group that both users are in (shared_group)"
+)
+WRITABLE: Final = "Mount the storage rw: `findmnt -T` shows its options"
 
 #: The most attempts at a small piece of work, with which other processes may interfere.
 ATTEMPTS: Final = 5
@@ -63,26 +75,31 @@ def unwritable_storage(error: OSError, path: object) -> SyncdError | None:
     """
     where = error.filename or path
     if isinstance(error, PermissionError):
-        return JobUnavailableError(
-            f"{where} cannot be used by user {os.geteuid()}: {error.strerror}. Run as the "
-            "trainers' user, or give the folder a group that both users are in"
-        )
+        who = f"user {os.geteuid()}: {error.strerror}"
+        return JobUnavailableError(f"{where} cannot be used by {who}. {masked(where) or SHARE}")
     if error.errno == errno.EROFS:
         return JobUnavailableError(read_only(where))
     if error.errno in NO_ROOM:
-        return NoRoomError(
-            f"{where} cannot be written: {os.strerror(error.errno or 0)}. Make room, or raise the "
-            "quota, and start again. `df -h` shows the free bytes, and `df -i` the free inodes"
-        )
+        return NoRoomError(f"{where} cannot be written: {os.strerror(error.errno or 0)}. {ROOM}")
     return None
+
+
+def masked(path: object) -> str:
+    """The remedy if the mask of an ACL forbids the group to write to a path or its folder."""
+    for each in (Path(str(path)), Path(str(path)).parent):
+        with suppress(OSError):  # no ACL
+            os.getxattr(each, "system.posix_acl_access", follow_symlinks=False)
+            if not each.lstat().st_mode & stat.S_IWGRP:  # with an ACL, this bit is the mask's
+                return (
+                    f"The mask of the ACL of {each} lacks group write: run `setfacl -R -m "
+                    "m::rwX,d:m::rwx` on the job as its owner"
+                )
+    return ""
 
 
 def read_only(path: object) -> str:
     """The error message for storage that is mounted read-only."""
-    return (
-        f"{path} cannot be written: its storage is mounted read-only. Mount the storage rw, and "
-        "start again. `findmnt -T` shows the mount options"
-    )
+    return f"{path} cannot be written: its storage is mounted read-only. {WRITABLE}"
 
 
 def is_gone(error: OSError) -> bool:

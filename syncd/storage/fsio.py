@@ -95,8 +95,7 @@ class Storage(Calls):
 
     def write_new(self, path: Path, data: bytes) -> None:
         """Write a new file with durable content. The caller has to sync the folder."""
-        fd = self.create(path)
-        with named(path), self.closing(fd):
+        with self.creating(path) as fd:
             self.write_all(fd, data)
             self.fsync(fd)
 
@@ -111,6 +110,12 @@ class Storage(Calls):
             self.unlink_if_there(draft)
         self.sync_folder(path.parent)
         return True
+
+    @contextmanager
+    def creating(self, path: Path) -> Iterator[int]:
+        """Make a new file, and close it after the block; its errors name the file."""
+        with named(path), self.closing(self.create(path)) as fd:
+            yield fd
 
     @contextmanager
     def closing(self, fd: int) -> Iterator[int]:

@@ -57,7 +57,7 @@ class ProbeRoom:
             with suppress(FileExistsError):
                 storage.mkdir(folder)
                 self._made_state |= folder == layout.state
-        with storage.closing(storage.create(self._mark)) as fd:
+        with storage.creating(self._mark) as fd:
             storage.write_all(fd, this_process().encode())
         storage.mkdir(self.path)
 

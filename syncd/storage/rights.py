@@ -14,7 +14,7 @@ from typing import Final
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.names import step_folder
 from syncd.storage.calls import Kind
-from syncd.storage.errnos import is_refused_here, read_only
+from syncd.storage.errnos import SHARE, is_refused_here, masked, read_only
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job, step_folders
 
@@ -72,10 +72,8 @@ def check_rights(job: Job) -> None:
     if folder is not None and job.storage.is_read_only(folder):
         raise JobUnavailableError(read_only(folder))
     if folder is not None:
-        raise JobUnavailableError(
-            f"{folder} cannot be written by user {os.geteuid()}. Run as the trainers' user, or "
-            "share the job with a group that both users are in (shared_group)"
-        )
+        who = f"user {os.geteuid()}"
+        raise JobUnavailableError(f"{folder} cannot be written by {who}. {masked(folder) or SHARE}")
 
 
 def unwritable(job: Job) -> Path | None:
@@ -114,9 +112,10 @@ def unprunable(job: Job) -> str | None:
 
 
 def _sentence(folder: Path, why: str) -> str:
+    mask = masked(folder)
     return (
         f"old steps cannot be deleted, and the disk will fill up: {folder} {why} (the "
-        f"process runs as user {os.geteuid()})"
+        f"process runs as user {os.geteuid()}){mask and f'. {mask}'}"
     )
 
 

@@ -66,7 +66,7 @@ function words(event) {
     case "closed":
       return [`cannot link step ${step}: `, said(event.why)];
     case "skipped":
-      return `skipped step ${step}: a newer step was published`;
+      return `skipped step ${step}: a newer one was announced`;
     case "quarantined":
       return [`refused step ${step}: `, said(event.why)];
     default:

@@ -44,6 +44,29 @@ def tmpfs(path: Path, *, megabytes: int, inodes: int = 0) -> Iterator[Path]:
 
 
 @contextmanager
+def inner(path: Path, *, kind: str = "tmpfs") -> Iterator[None]:
+    """A mount within a folder: ``tmpfs``, ``bind`` (the same filesystem), ``overlay``."""
+    other = path.with_name(f"{path.name}.other")
+    for folder in (path, *(other / name for name in ("lower", "upper", "work"))):
+        folder.mkdir(parents=True, exist_ok=True)
+    lower, upper, work = other / "lower", other / "upper", other / "work"
+    arguments: dict[str, list[object]] = {
+        "tmpfs": ["-t", "tmpfs", "tmpfs"],
+        "bind": ["--bind", lower],
+        "overlay": [
+            "-t", "overlay", "overlay",
+            "-o", f"lowerdir={lower},upperdir={upper},workdir={work},redirect_dir=off",
+        ],
+    }  # fmt: skip
+    _mount(*arguments[kind], path)
+    try:
+        yield
+    finally:
+        if path.is_mount() or kind == "bind":
+            unmount(path)
+
+
+@contextmanager
 def read_only(path: Path) -> Iterator[None]:
     """A folder that nobody may change, root neither."""
     _mount("--bind", path, path)

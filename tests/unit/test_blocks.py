@@ -1,8 +1,13 @@
 """What blocks the daemon, how long an announced save waits, and what is told of both."""
 
 import errno
+import json
 import logging
+import os
+import re
+import struct
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -10,8 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from syncd.daemon.blocks import Blocks, Obstacle
+from syncd.daemon.telling.metrics import Metrics
 from syncd.protocol.names import CHECKPOINT_POINTER
+from syncd.storage.errnos import unwritable_storage
 from syncd.storage.job import step_folders
+from syncd.web.jobs import Jobs
+from tests.commands import invoke
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import Clock, refuse
 
@@ -28,20 +37,46 @@ REASONS = {
 }
 
 
+def seen_by_all(job: SmallJob) -> dict[str, tuple[int, str]]:
+    """The level and the words of each view, on one line."""
+    text, told = invoke("status", job.root, "--check"), invoke("status", job.root, "--json")
+    (page,) = Jobs((job.root,), 1).overview()["jobs"]
+    states = {"JSON": json.loads(told.output), "page": page["status"]}
+    healths = {view: state["health"] for view, state in states.items()}
+    words = {view: json.dumps(health["problems"]) for view, health in healths.items()}
+    plain = re.sub(r"\s+", " ", text.output)
+    return {
+        "text": (text.exit_code, plain),
+        **{view: (health["level"], words[view]) for view, health in healths.items()},
+    }
+
+
 @pytest.mark.parametrize("code", REASONS, ids=errno.errorcode.get)
-def test_a_failure_that_lasts_is_told_with_file_and_remedy_and_no_longer_than_it_lasts(
+def test_a_failure_is_told_everywhere_with_file_and_remedy_no_longer_than_it_lasts(
     job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     reason, remedy = REASONS[code]
+    metrics = Metrics()
+
+    def metric(name: str, **labels: str) -> float | None:
+        labels = {"job_dir": str(job.root), **labels}
+        return metrics.registry.get_sample_value(f"syncd_{name}", labels)
+
     job.storage = storage = job.hosts.ruled(refuse("create", code, where="building/v"))
     job.save(4)
     levels = []
-    with job.daemon(clock=clock) as loop:
+    with job.daemon(clock=clock, meter=metrics.of_job(job)) as loop:
         for _ in range(int(1.2 * LEASE_TIME)):
             loop.run_once()
             (blocked,) = job.daemon_says.blocked
             assert (blocked.reason, remedy in blocked.remedy) == (reason, True)
             assert "building/v000001" in blocked.what
+            assert metric("blocked", reason=reason) == (blocked.level > 0)
+            if blocked.level not in levels:
+                for view, (level, words) in seen_by_all(job).items():
+                    assert (view, level) == (view, blocked.level)
+                    assert "building/v000001" in words
+                    assert remedy in words
             levels.append(blocked.level)
             clock.advance(1)
         assert levels[0] == 0  # the first failure
@@ -50,36 +85,79 @@ def test_a_failure_that_lasts_is_told_with_file_and_remedy_and_no_longer_than_it
         (line,) = (one for one in caplog.records if getattr(one, "event", "") == "work_blocked")
         assert line.levelno == logging.WARNING
         assert (blocked.what in line.message, blocked.remedy in line.message) == (True, True)
+        assert metric("unpublished_seconds") == 30
         storage.rules.clear()
         clock.advance(30)
         loop.run_once()
         assert job.latest.step == 4
         assert not job.daemon_says.blocked
+        assert {level for level, _ in seen_by_all(job).values()} == {0}
+        assert not any(remedy in words for _, words in seen_by_all(job).values())
+        assert (metric("blocked", reason=reason), metric("unpublished_seconds")) == (0, 0)
 
 
+@pytest.mark.parametrize("receipts", [True, False])
+@pytest.mark.parametrize("code", REASONS, ids=errno.errorcode.get)
 def test_while_more_than_room_is_missing_no_unserved_save_is_deleted(
-    job: SmallJob, clock: Clock
+    job: SmallJob, clock: Clock, code: int, *, receipts: bool
 ) -> None:
-    steps = [4, 5, 6]
-    rules = {code: [refuse("create", code, where="building/v")] for code in REASONS}
     job.storage = storage = job.hosts.ruled()
     with job.daemon(clock=clock) as loop:
-        for code, refusals in rules.items():
-            storage.rules[:] = refusals
-            for step in steps:
-                job.save(step)
-                for _ in range(3):
-                    loop.run_once()
-                    clock.advance(1)
-            newest = [steps[-1]]
-            assert step_folders(job) == (newest if REASONS[code][0] == "room" else steps)
-            storage.rules.clear()
-            clock.advance(30)
-            for _ in range(3):
-                loop.run_once()
-            assert job.latest.step == steps[-1]
-            assert step_folders(job) == newest
-            steps = [step + 10 for step in steps]
+        loop.publish(3)
+        storage.rules.append(refuse("create", code, where="building/v"))
+        for step in (4, 5, 6):
+            job.save(step, receipts=receipts)
+            loop.rounds(4, 1)
+    with job.daemon(clock=clock) as loop:  # it knows of no failure yet
+        loop.run_once()
+        job.save(7, receipts=receipts)
+        loop.rounds(4, 1)
+        assert step_folders(job) == ([7] if REASONS[code][0] == "room" else [4, 5, 6, 7])
+        storage.rules.clear()
+        loop.rounds(40, 3)
+        assert job.latest.step == 7
+        assert step_folders(job) == [7]
+        overtaken = b"overtaken by step 7, and not a full checkpoint"
+        assert overtaken in job.layout.audit.read_bytes()
+
+
+def test_a_step_that_cannot_be_pruned_is_told_once_until_it_can(
+    job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.storage = storage = job.hosts.ruled(refuse("rename", errno.EBUSY, where="global_step_1"))
+    levels = []
+    with job.daemon(clock=clock) as loop:
+        loop.publish(1, 2)
+        for _ in range(50):
+            loop.rounds(1, 1)
+            levels += [(one.reason, one.level) for one in job.daemon_says.blocked]
+        assert len(levels) == 50
+        assert levels == sorted(levels)
+        assert set(levels) == {("prune", 1), ("prune", 2)}
+        (line,) = (one for one in caplog.messages if "Device or resource busy" in one)
+        assert "must be on one mount" in line
+        storage.rules.clear()
+        loop.rounds(70, 1)
+        assert step_folders(job) == [2]
+        assert not job.daemon_says.blocked
+
+
+def test_a_mask_of_an_acl_that_forbids_writing_is_named(tmp_path: Path) -> None:
+    def acl(mask: int) -> bytes:
+        """Its owner, a group, the mask, and others: a tag, the rights, and an id of each."""
+        entries = ((1, 7, -1), (4, 7, -1), (8, 7, 1234), (16, mask, -1), (32, 0, -1))
+        return struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+
+    error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "new"))
+    assert "setfacl" not in Obstacle.of("", error).remedy
+    for mask in (5, 7):
+        try:
+            os.setxattr(tmp_path, "system.posix_acl_access", acl(mask))
+        except OSError as refused:
+            pytest.skip(f"no ACLs here: {refused}")
+        named = f"The mask of the ACL of {tmp_path} lacks group write: run `setfacl"
+        said = Obstacle.of("", error).remedy, str(unwritable_storage(error, tmp_path))
+        assert [named in text for text in said] == [mask == 5] * 2
 
 
 def test_a_pointer_that_the_daemon_does_not_read_is_told_until_it_is_right(
@@ -92,6 +170,8 @@ def test_a_pointer_that_the_daemon_does_not_read_is_told_until_it_is_right(
             (blocked,) = job.daemon_says.blocked
             assert (blocked.reason, blocked.level) == ("pointer", level)
             assert f"give --pointer {CHECKPOINT_POINTER}" in blocked.what
+            for view, words in seen_by_all(job).items():
+                assert (view, words[0], "give --pointer" in words[1]) == (view, level, True)
             clock.advance(LEASE_TIME / 2)
         job.save(4)
         loop.run_once()

@@ -1,5 +1,6 @@
 """A fold makes the files that a merge of the same save would make."""
 
+import errno
 import resource
 import time
 from collections.abc import Mapping
@@ -187,23 +188,32 @@ def test_links_that_divide_the_tensors_differently_do_not_fit(tmp_path: Path) ->
     assert contents(base.folder)
 
 
-def test_a_child_process_folds_and_tells_what_is_damaged(tmp_path: Path) -> None:
+def test_a_child_process_folds_and_tells_what_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # the first child could write only a part
     job = SmallJob(tmp_path / "job")
     save_full(job, 1)
     with job.daemon() as loop:
         loop.run_once()
         save_link(job, 2, 1, world_size=2)
         loop.run_once()
-    for number in (1, 2):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for number in (0, 1, 2):
         folder = tmp_path / f"made-{number}"
         folder.mkdir()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft if number else 100, hard))
         child = FoldChild(job, job.latest, [2], folder)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         deadline = time.monotonic() + 60
         made = None
         try:
             while made is None and time.monotonic() < deadline:
                 made = child.poll()
                 time.sleep(0.01)
+        except OSError as error:
+            found = number, error.errno, str(folder) in str(error)
+            assert found == (0, errno.EFBIG, True)
         except LinkError as error:
             assert number == 2
             assert "rank-1" in str(error)  # noqa: PT017 - the first round must not raise
@@ -214,7 +224,8 @@ def test_a_child_process_folds_and_tells_what_is_damaged(tmp_path: Path) -> None
             verify_version(STORAGE, folder, made)
         finally:
             child.close()
-        flip(job.link(2) / "rank-1", 2)
+        if number == 1:
+            flip(job.link(2) / "rank-1", 2)
 
 
 def test_this_host_can_fold() -> None:

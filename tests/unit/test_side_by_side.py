@@ -92,3 +92,12 @@ def test_only_the_thread_that_asks_looks() -> None:
 
     assert run_side_by_side([task, task], threads=2, look=look) == [True, True]
     assert looked == {threading.current_thread()}
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_of_the_host() -> None:
+    before = threading.stack_size(2**46)
+    try:
+        with pytest.raises(BlockingIOError, match="thread"):
+            run_side_by_side([lambda _: 0] * 2, threads=2, look=nothing)
+    finally:
+        threading.stack_size(before)

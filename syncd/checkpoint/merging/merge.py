@@ -62,8 +62,7 @@ def run_plan(
             cancel=check,
             advanced=counted.add,
         )
-        fd = storage.create(folder / file.name)
-        with storage.closing(fd):
+        with storage.creating(folder / file.name) as fd:
             found = copy.write(file, fd)
             storage.fsync(fd)
         told = found if options.digests else None

@@ -14,7 +14,7 @@ from syncd.checkpoint.dcp.dcp_file import DcpFile
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.torch_files.shard_file import ShardFile, ZipRecord
 from syncd.protocol.errors import SaveNotReadyError, ShardFormatError
-from syncd.storage.fsio import Storage
+from syncd.storage.fsio import Storage, named
 
 _BUFFER: Final = 1024 * 1024
 
@@ -79,7 +79,9 @@ class SourceReader:
 
     def _pread(self, source: int, offset: int, part: memoryview) -> None:
         file = self.sources[source]
-        if self.storage.pread_fully(file.fd, part, offset) < len(part):
+        with named(file.path):  # not the file that is written from it
+            count = self.storage.pread_fully(file.fd, part, offset)
+        if count < len(part):
             raise shorter(file.path)
 
 
