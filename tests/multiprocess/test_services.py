@@ -56,7 +56,7 @@ def test_a_job_and_its_memory_directory_are_served_and_pruned_by_one_process(
         assert seen["latest"]["step"] == 1
         assert seen["memory"]["latest"]["step"] == 4
         assert seen["memory"]["daemon"]["pid"] == daemon.pid
-        assert f"job      {memory}" in said_by_syncd("status", job)
+        assert f"memory   {memory}" in said_by_syncd("status", job)
     assert not (memory / ".syncd" / "daemon.lock").exists()
     assert not (job / ".syncd" / "daemon.lock").exists()
 
