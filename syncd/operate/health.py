@@ -1,4 +1,4 @@
-"""Whether a job needs somebody: what is wrong, where, and what to do."""
+"""The verdict whether a job needs somebody: what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
