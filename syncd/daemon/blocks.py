@@ -1,4 +1,4 @@
-"""What the daemon cannot do until somebody acts, and for how long that has lasted."""
+"""Blocked work: it cannot go on until somebody acts, and for how long it has not."""
 
 from __future__ import annotations
 

@@ -348,9 +348,8 @@ def _rollback(request: RollbackRequest, seen: Observation) -> Republish | Answer
         return AnswerRequest(request, why=f"{name} is already LATEST")
     leasable = set(seen.versions) & set(seen.lease_folders)
     if request.sequence > seen.latest or request.sequence not in leasable:
-        return AnswerRequest(
-            request, why=f"{name} is not there: it was retired, or never published"
-        )
+        why = f"{name} is not there: it was retired, or never published"
+        return AnswerRequest(request, why=why)
     return Republish(request)
 
 
@@ -369,8 +368,11 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveU
         overdue = save.known_as is not None and seen.save_still_for >= patience
         return ((GiveUp(save),), "") if overdue else ((), save.reason)
     if not save.receipts and seen.save_still_for < config.tick:
-        why = f"step {save.step} has no receipts, so the daemon waits until the step's files"
-        return (), f"{why} have not changed for {config.tick:g} s"
+        why = (
+            f"step {save.step} has no receipts, so the daemon waits until the step's files "
+            f"have not changed for {config.tick:g} s"
+        )
+        return (), why
     return (_link(save, seen) if isinstance(save, Links) else (Publish(save),)), ""
 
 
@@ -436,8 +438,7 @@ def _links(seen: Observation, config: DaemonConfig) -> Iterable[PruneLink]:
 
     Every chain ends with the newest link, so all links older than a pruned one are pruned too.
     """
-    together = count = 0
-    at_most = seen.full_bytes / 2 if seen.full_bytes is not None else math.inf
+    together, count, at_most = 0, 0, (seen.full_bytes or math.inf) / 2
     for link in sorted(seen.links, key=lambda link: -link.sequence):
         if link.sequence > seen.latest:
             if link.base is not None and link not in seen.chains.get(link.target, ()):
@@ -491,7 +492,7 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
     )
     if any(doubts):
         return ""
-    why = "published" if ended == "published" else f"overtaken by step {seen.pointer.step}"
+    why = ended if ended == "published" else f"overtaken by step {seen.pointer.step}"
     if step.retired:
         # The pointer must name a newer full checkpoint, from which the trainer can resume.
         newer = seen.checkpoint.step is not None and seen.checkpoint.step > step.step
