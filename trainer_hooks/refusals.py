@@ -50,7 +50,7 @@ class Refusals:
             if outcome is None or outcome.identity != str(save_id):
                 continue
             if outcome.outcome == "quarantined":
-                reason = job.refusal(save_id)
+                reason = job.refusal(save_id.step, save_id)
                 log.error("step %d is saved, but explorers do not get it: %s", save_id.step, reason)
             # No outcome comes for a save that a newer one has overtaken.
             del self._open[: self._open.index(save_id) + 1]

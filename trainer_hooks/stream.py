@@ -203,7 +203,11 @@ class WeightStream(ClosingSaver):
             outcome = _unless_passing(lambda: job.outcome(save.step))
             if outcome is not None and outcome.identity == str(save):
                 if outcome.sequence is None:
-                    why = f": {job.refusal(save)}" if outcome.outcome == "quarantined" else ""
+                    why = (
+                        f": {job.refusal(save.step, save)}"
+                        if outcome.outcome == "quarantined"
+                        else ""
+                    )
                     raise SaveFailedError(f"step {save.step} was {outcome.outcome}{why}")
                 latest = _unless_passing(lambda: read_latest(job))
                 # A linked save has the number of the version to come.

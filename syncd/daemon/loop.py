@@ -292,9 +292,9 @@ class Loop:
             what = f"cannot write {self._job.layout.saves}: {error}"
             meet("saves", Obstacle.of(lasting(what), error))
         if save and seen.outcome == "quarantined":
-            record = self._job.layout.quarantined(save.step, save.known_as or "")
-            what = f"step {save.step} can never be published: {record} has the reason"
-            meet("quarantine", Obstacle("save", what, _NEXT_SAVE))
+            why = self._job.refusal(save.step, save.known_as)
+            what = f"step {save.step} cannot be published: {why}"
+            meet("quarantine", Obstacle("save", what, _NEXT_SAVE), is_told=True)
 
     def _tidy(self, seen: Observation) -> None:
         try:

@@ -8,7 +8,6 @@ from typing import Final
 
 from syncd.operate.models import Directory, ExplorerState, Health, Problem
 from syncd.protocol.amounts import few, span
-from syncd.protocol.journal_lines import JournalLine
 from syncd.storage.sessions import process_of
 
 #: The most problems in the line of a job's health.
@@ -40,14 +39,6 @@ def problems_of(job: Directory) -> Iterator[Problem]:
     if job.paused:
         remedy = f"Nothing is published or pruned until 'syncd resume {path}'"
         yield Problem(level=1, what=f"paused by {job.paused.by}", remedy=remedy)
-    saves = [
-        line
-        for line in job.events
-        if isinstance(line, JournalLine) and line.event in {"published", "linked", "quarantined"}
-    ]
-    if saves and saves[-1].event == "quarantined":
-        what = f"step {saves[-1].step} cannot be published"
-        yield Problem(level=1, what=what, remedy=f"Mend its trainer: {saves[-1].why}")
     if trainer and trainer.trouble:
         yield Problem(
             level=2 if trainer.liveness == "lost" else 1,

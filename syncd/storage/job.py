@@ -32,7 +32,6 @@ from syncd.protocol.records import (
     Format,
     Quarantine,
     R,
-    SaveId,
     SaveOutcome,
     SaveOutcomes,
     encode,
@@ -274,9 +273,9 @@ class Job:
         saves = self.read(SaveOutcomes, self.layout.saves, limit=LONG_RECORD_LIMIT)
         return saves.steps.get(step) if saves is not None else None
 
-    def refusal(self, save_id: SaveId) -> str:
+    def refusal(self, step: int, identity: object) -> str:
         """The daemon's reason why it refuses a save, for a message."""
-        path = self.layout.quarantined(save_id.step, str(save_id))
+        path = self.layout.quarantined(step, str(identity))
         record = self.read(Quarantine, path, IF_ANY)
         return f"the daemon refuses it, see {path}" if record is None else record.reason
 

@@ -1,8 +1,10 @@
 """What blocks the daemon, how long an announced save waits, and what is told of both."""
 
 import errno
+import json
 import logging
 import os
+import re
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from syncd.daemon.blocks import Blocks, Obstacle
+from syncd.daemon.telling.metrics import Metrics
 from syncd.protocol.names import CHECKPOINT_POINTER
 from syncd.storage.errnos import unwritable_storage
 from syncd.storage.job import step_folders
+from syncd.web.jobs import Jobs
+from tests.commands import invoke
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import Clock, refuse
 
@@ -32,20 +37,46 @@ REASONS = {
 }
 
 
+def seen_by_all(job: SmallJob) -> dict[str, tuple[int, str]]:
+    """The level and the words of each view, on one line."""
+    text, told = invoke("status", job.root, "--check"), invoke("status", job.root, "--json")
+    (page,) = Jobs((job.root,), 1).overview()["jobs"]
+    states = {"JSON": json.loads(told.output), "page": page["status"]}
+    healths = {view: state["health"] for view, state in states.items()}
+    words = {view: json.dumps(health["problems"]) for view, health in healths.items()}
+    plain = re.sub(r"\s+", " ", text.output)
+    return {
+        "text": (text.exit_code, plain),
+        **{view: (health["level"], words[view]) for view, health in healths.items()},
+    }
+
+
 @pytest.mark.parametrize("code", REASONS, ids=errno.errorcode.get)
-def test_a_failure_that_lasts_is_told_with_file_and_remedy_and_no_longer_than_it_lasts(
+def test_a_failure_is_told_everywhere_with_file_and_remedy_no_longer_than_it_lasts(
     job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     reason, remedy = REASONS[code]
+    metrics = Metrics()
+
+    def metric(name: str, **labels: str) -> float | None:
+        labels = {"job_dir": str(job.root), **labels}
+        return metrics.registry.get_sample_value(f"syncd_{name}", labels)
+
     job.storage = storage = job.hosts.ruled(refuse("create", code, where="building/v"))
     job.save(4)
     levels = []
-    with job.daemon(clock=clock) as loop:
+    with job.daemon(clock=clock, meter=metrics.of_job(job)) as loop:
         for _ in range(int(1.2 * LEASE_TIME)):
             loop.run_once()
             (blocked,) = job.daemon_says.blocked
             assert (blocked.reason, remedy in blocked.remedy) == (reason, True)
             assert "building/v000001" in blocked.what
+            assert metric("blocked", reason=reason) == (blocked.level > 0)
+            if blocked.level not in levels:
+                for view, (level, words) in seen_by_all(job).items():
+                    assert (view, level) == (view, blocked.level)
+                    assert "building/v000001" in words
+                    assert remedy in words
             levels.append(blocked.level)
             clock.advance(1)
         assert levels[0] == 0  # the first failure
@@ -54,11 +85,15 @@ def test_a_failure_that_lasts_is_told_with_file_and_remedy_and_no_longer_than_it
         (line,) = (one for one in caplog.records if getattr(one, "event", "") == "work_blocked")
         assert line.levelno == logging.WARNING
         assert (blocked.what in line.message, blocked.remedy in line.message) == (True, True)
+        assert metric("unpublished_seconds") == 30
         storage.rules.clear()
         clock.advance(30)
         loop.run_once()
         assert job.latest.step == 4
         assert not job.daemon_says.blocked
+        assert {level for level, _ in seen_by_all(job).values()} == {0}
+        assert not any(remedy in words for _, words in seen_by_all(job).values())
+        assert (metric("blocked", reason=reason), metric("unpublished_seconds")) == (0, 0)
 
 
 @pytest.mark.parametrize("receipts", [True, False])
@@ -135,6 +170,8 @@ def test_a_pointer_that_the_daemon_does_not_read_is_told_until_it_is_right(
             (blocked,) = job.daemon_says.blocked
             assert (blocked.reason, blocked.level) == ("pointer", level)
             assert f"give --pointer {CHECKPOINT_POINTER}" in blocked.what
+            for view, words in seen_by_all(job).items():
+                assert (view, words[0], "give --pointer" in words[1]) == (view, level, True)
             clock.advance(LEASE_TIME / 2)
         job.save(4)
         loop.run_once()

@@ -188,7 +188,10 @@ def test_links_that_divide_the_tensors_differently_do_not_fit(tmp_path: Path) ->
     assert contents(base.folder)
 
 
-def test_a_child_process_folds_and_tells_what_is_damaged(tmp_path: Path) -> None:
+def test_a_child_process_folds_and_tells_what_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # the first child could write only a part
     job = SmallJob(tmp_path / "job")
     save_full(job, 1)
     with job.daemon() as loop:
