@@ -189,8 +189,7 @@ class Attempts:
             self.give_up(save, error)
             return ""
         self.publisher.outcomes.published(save.step, save.identity, sequence)
-        ahead = Ahead(sequence=sequence, step=save.step, save_id=save.identity)
-        self.publisher.advance(ahead)
+        self.publisher.advance(Ahead(sequence=sequence, step=save.step, save_id=save.identity))
         return ""
 
     def close_links(self, save: WholeSave) -> None:
@@ -313,8 +312,7 @@ class Attempts:
             )
         )
         if bad:
-            event = VersionNonfinite(version, step, bad.count, list(bad.names), bad)
-            self._journal.tell(event)
+            self._journal.tell(VersionNonfinite(version, step, bad.count, list(bad.names), bad))
 
     def _say_names(self) -> None:
         if (change := self.publisher.naming.change) is not None:

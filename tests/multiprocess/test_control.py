@@ -37,8 +37,7 @@ def test_a_job_is_paused_rolled_back_and_resumed_while_daemons_come_and_go(job: 
         assert latest(job) == found
         assert said_by_syncd("resume", job) == "resumed"
         assert wait_for_step(job, 3).sequence == 5
-        manifest = read_manifest(Storage(), JobLayout(job).version(5))
-        assert manifest.rolled_back is None
+        assert read_manifest(Storage(), JobLayout(job).version(5)).rolled_back is None
 
 
 def test_what_is_pinned_outlives_the_pruning_of_a_running_daemon(job: Path) -> None:
