@@ -274,7 +274,7 @@ def test_a_foreign_save_with_control_characters_in_a_name_is_quarantined(job: Sm
         job.save(1, receipts=False)
         (job.actor(1) / "model.safetensors").write_bytes(weights(1.0, name="a\x1b[2J"))
         loop.rounds(40, 5)
-    assert "is a name with control characters" in job.refusal.reason
+    assert "is a name with control characters" in job.refused.reason
     assert not job.layout.latest.exists()
 
 

@@ -270,7 +270,7 @@ def test_a_daemon_that_refuses_nan_quarantines_it_and_serves_the_next_save(job: 
         put(job, 2, NonFinite(count=2, names=("head", "layers.0")))
         loop.run_once()
         assert job.latest.step == 1
-        record = job.refusal
+        record = job.refused
         assert record.error == "NonFiniteError"
         assert "step 2 has NaN or Inf in 2 tensors (head, layers.0)" in record.reason
         put(job, 3, NONE)
