@@ -104,10 +104,9 @@ class Arriving:
 
     def end(self) -> None:
         """Confirm the last byte, and wait until all members have confirmed it."""
-        if self.header.has_digests:
-            told = _told(self.group, DIGEST * len(self._digests))
-            if told != b"".join(self._digests):
-                self.fault = "their digests differ from the digests that the trainer sent"
+        sent = DIGEST * len(self._digests)
+        if self.header.has_digests and _told(self.group, sent) != b"".join(self._digests):
+            self.fault = "their digests differ from the digests that the trainer sent"
         if self.fault is not None:
             raise _refused(self.group, f"refusing the received weights: {self.fault}")
         _go_on_if_all(self.group)

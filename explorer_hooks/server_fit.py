@@ -103,8 +103,7 @@ class Fits:
     def check(self, version: LeasedVersion) -> None:
         """Compare every name, dtype and shape of a full model; accept other kinds."""
         if self.is_known and version.kind == "full":
-            given = tensor_specs(version.manifest)
-            self.check_tensors(given, named(version), names_of(version))
+            self.check_tensors(tensor_specs(version.manifest), named(version), names_of(version))
 
     def check_tensors(
         self, given: Mapping[str, TensorSpec], what: str, names: GivenNames = SAME_NAMES

@@ -30,6 +30,7 @@ from typing import Final
 
 from explorer_hooks.staged_copies import NotStagedError, StagedCopies, copy_name
 from syncd.checkpoint.merging.options import Work
+from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.version import verify_version
 from syncd.coordination.leased_version import LeasedVersion, read_latest
 from syncd.coordination.versions import Lead
@@ -128,9 +129,7 @@ class Staging:
         self._storage = storage or Storage(self.folder, durable=False)
         self._copies = StagedCopies(self._storage, self.folder, budget_bytes)
 
-    def stage(
-        self, version: LeasedVersion, *, cancel: Callable[[], None] = lambda: None
-    ) -> LeasedVersion:
+    def stage(self, version: LeasedVersion, *, cancel: Check = lambda: None) -> LeasedVersion:
         """Copy and verify a version in one pass, or wait for another process that makes the copy.
 
         The caller must lease and release ``version``, but need not verify it. ``cancel`` is called
@@ -155,7 +154,7 @@ class Staging:
         lead: Lead,
         hold: Callable[[], LeasedVersion],
         *,
-        cancel: Callable[[], None] = lambda: None,
+        cancel: Check = lambda: None,
     ) -> LeasedVersion:
         """Make a copy of the save that LATEST names as ahead, from links and a copy on this host.
 
@@ -214,7 +213,7 @@ class Staging:
         self._copies.tidy()
 
     def _get(
-        self, name: str, source: Path, make: Callable[[str], None], cancel: Callable[[], None]
+        self, name: str, source: Path, make: Callable[[str], None], cancel: Check
     ) -> LeasedVersion:
         self.fetched = Fetched()
         copy = self._copies.hold(name, source)
@@ -229,7 +228,7 @@ class Staging:
             raise FileNotFoundError(f"{self._copies.room / name} was removed")
         return copy
 
-    def _make(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
+    def _make(self, version: LeasedVersion, name: str, cancel: Check) -> None:
         is_elsewhere = self._is_elsewhere(version.storage, version.folder)
         reason = None if is_elsewhere else "the stage folder is on the job's filesystem"
         if version.kind == "full" and version.sequence and is_elsewhere:
@@ -247,7 +246,7 @@ class Staging:
         self._copy(version, name, cancel)
         self.fetched = replace(self.fetched, no_delta=reason)
 
-    def _copy(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
+    def _copy(self, version: LeasedVersion, name: str, cancel: Check) -> None:
         size = version.manifest.size
         with self._copies.draft(name, size) as draft:
             version.copy_to(self._storage, draft, cancel=cancel)
@@ -259,7 +258,7 @@ class Staging:
         job: Job,
         target: Ahead,
         wholes: Mapping[str, Callable[[], LeasedVersion]],
-        cancel: Callable[[], None],
+        cancel: Check,
         name: str,
     ) -> None:
         """Make a copy from links and a copy here, or a version of one of the saves ``wholes``."""
@@ -285,9 +284,7 @@ class Staging:
             finally:
                 base.release()
 
-    def _whole(
-        self, hold: Callable[[], LeasedVersion], cancel: Callable[[], None]
-    ) -> tuple[str, Path]:
+    def _whole(self, hold: Callable[[], LeasedVersion], cancel: Check) -> tuple[str, Path]:
         version = hold()
         try:
             name, source = _named(version)
@@ -303,7 +300,7 @@ class Staging:
         storage: Storage,
         chain: list[LinkFolder],
         target: Ahead,
-        cancel: Callable[[], None],
+        cancel: Check,
         name: str,
     ) -> None:
         # NumPy is imported once there is a link to apply.
@@ -331,9 +328,7 @@ class Staging:
             rebuild=self._clock() - fetched,
         )
 
-    def _fetch(
-        self, storage: Storage, link: LinkFolder, folder: Path, cancel: Callable[[], None]
-    ) -> LinkFolder:
+    def _fetch(self, storage: Storage, link: LinkFolder, folder: Path, cancel: Check) -> LinkFolder:
         """Copy the files of a link to this host, so that nobody reads or deletes them meanwhile."""
         here = folder / link.folder.name
         self._storage.mkdir(here)
@@ -350,7 +345,7 @@ class Staging:
                     at += done
         return link._replace(folder=here)
 
-    def _is_sound(self, copy: LeasedVersion, cancel: Callable[[], None]) -> bool:
+    def _is_sound(self, copy: LeasedVersion, cancel: Check) -> bool:
         try:
             verify_version(self._storage, copy.folder, copy.manifest, cancel=cancel)
         except VerificationError as error:

@@ -40,8 +40,7 @@ def train(model: nn.Module, optimizer: Any, steps: int, scheduler: Any = None) -
     """Train on random numbers, which all generators have a part in; returns the losses."""
     losses = []
     for _ in range(steps):
-        values = torch.randn(5, 7) * random.random() + np.random.random()
-        loss = (model(values) - 1).square().mean()
+        loss = (model(torch.randn(5, 7) * random.random() + np.random.random()) - 1).square().mean()
         loss.backward()
         losses.append(loss.item())
         optimizer.step()

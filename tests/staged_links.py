@@ -93,8 +93,7 @@ class LinkedJob:
 
     def put(self, **changes: object) -> None:
         """Change LATEST."""
-        latest = self.latest.model_copy(update=changes)
-        self.job.put_record(self.job.layout.latest, latest)
+        self.job.put_record(self.job.layout.latest, self.latest.model_copy(update=changes))
 
     def publish(self, number: int) -> None:
         """Publish the fold of a save; nothing is ahead."""

@@ -38,8 +38,7 @@ def meeting(receivers: int, generation: int = 1) -> tuple[Rendezvous, socket.soc
     """Where a trainer and explorers of one worker each meet, on a free port."""
     listening = listen("127.0.0.1", 0)
     names = (f"e{number}" for number in range(1, receivers + 1))
-    port = listening.getsockname()[1]
-    return rendezvous(port, *names, generation=generation), listening
+    return rendezvous(listening.getsockname()[1], *names, generation=generation), listening
 
 
 def transfer(

@@ -204,8 +204,7 @@ def fsdp2_spmd(world_size: int) -> Made:
             module.register_parameter(key, nn.Parameter(on_all))
 
     distribute_module(model, on, place)
-    dims = DataParallelMeshDims(shard=("dp", "cp"))
-    return fully_shard(model, mesh=on, dp_mesh_dims=dims), truth
+    return fully_shard(model, mesh=on, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "cp"))), truth
 
 
 # -- FSDP1 -------------------------------------------------------------------------------------

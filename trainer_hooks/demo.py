@@ -56,8 +56,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             model.tokens_seen += tokens.numel() * world_size
-            metrics = hook.after_step(step)
-            stalls.append(metrics["time/stall"])
+            stalls.append(hook.after_step(step)["time/stall"])
             time.sleep(max(0.0, _STEP_SECONDS - (time.monotonic() - begun)))
     trained = {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()

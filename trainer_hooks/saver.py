@@ -217,8 +217,7 @@ class Saver:
                         contents = contents._replace(
                             base=str(save.base), pieces=lambda _: new(tied=tied), needs_base=base
                         )
-                work = partial(self.write, save, contents, writer, at_end.pop_all())
-                self.submit(step, work)
+                self.submit(step, partial(self.write, save, contents, writer, at_end.pop_all()))
                 return
         self.refuse(name or f"step {step}")
         self._leave_out(save, writer)
@@ -232,8 +231,7 @@ class Saver:
             spool, at_end = gather(stack), stack.pop_all()
         if spool is not None:
             save.has_hugging_face = True
-            work = partial(self._write_hugging_face, save, spool, at_end)
-            self.submit(save.id.step, work)
+            self.submit(save.id.step, partial(self._write_hugging_face, save, spool, at_end))
 
     def has_room(self) -> bool:
         """Wait until at most one save is unfinished; return False if that takes too long."""

@@ -161,8 +161,7 @@ class Outgoing:
                 or sum(one.memory.numel() for one in self._under_way) > room
             )
         )
-        broadcasting = self.group.broadcast(memory)
-        self._under_way.append(_Sending(memory, is_buffer, broadcasting))
+        self._under_way.append(_Sending(memory, is_buffer, self.group.broadcast(memory)))
 
     def _wait_while(self, true: Callable[[], bool]) -> None:
         """Wait for broadcasts, the oldest first, while the condition is true."""

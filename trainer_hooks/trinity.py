@@ -89,8 +89,7 @@ def fsdp_save_state_dict(
         return
     coordinator.check_path(local_path, global_step)
     checkpoints = getattr(engine, "checkpoint_manager", None)
-    tokenizer = getattr(checkpoints, "processing_class", None)
-    files = model_files(engine.module, tokenizer)()
+    files = model_files(engine.module, getattr(checkpoints, "processing_class", None))()
     coordinator.save_model(engine.module, global_step, model_files=(files,))
     logger.info("the state dict of step %d is being written to %s", global_step, local_path)
 

@@ -165,8 +165,7 @@ class FakeEngine:
     def load(self, version: LeasedVersion) -> None:
         """Read all weights, and serve the version."""
         self._enter("load", version)
-        content = content_of(version)
-        self.served = Served(version.sequence, version.step, version.folder, content)
+        self.served = Served(version.sequence, version.step, version.folder, content_of(version))
         if self._tensors is None:
             self._tensors = tensor_specs(version.manifest)
 

@@ -48,8 +48,7 @@ class HostBuffer:
         Each view begins at a multiple of 64 bytes.
         """
         size = _size(targets)
-        devices = {target.tensor.device for target in targets} - {CPU}
-        device = min(devices, key=str, default=CPU)
+        device = min({target.tensor.device for target in targets} - {CPU}, key=str, default=CPU)
         memory = self._memory
         if memory is None or memory.content.nbytes < size or device.type != self._device.type:
             self.close()  # the old block must not be held beside the new one

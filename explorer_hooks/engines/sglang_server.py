@@ -83,8 +83,7 @@ class SGLangServer(ServerEngine):
         return True  # it names the folder that it loaded last
 
     def _said_label(self) -> str:
-        said = self._server.ask(self._info).get("weight_version")
-        return label_of(said)
+        return label_of(self._server.ask(self._info).get("weight_version"))
 
     def _may_be_paused(self) -> bool:
         return True  # the server does not report it

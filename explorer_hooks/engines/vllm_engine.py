@@ -159,8 +159,7 @@ class VLLMEngine(InProcessEngine):
         self.reset_cache()
         params = self._llm.get_default_sampling_params()
         params.max_tokens, params.temperature, params.detokenize = 1, 0.0, False
-        prompt = {"prompt_token_ids": [1]}
-        (answer,) = self._llm.generate([prompt], params, use_tqdm=False)
+        (answer,) = self._llm.generate([{"prompt_token_ids": [1]}], params, use_tqdm=False)
         if not answer.outputs or len(answer.outputs[0].token_ids) != 1:
             raise EngineBrokenError(f"vLLM generated no token after it had loaded {what}")
 

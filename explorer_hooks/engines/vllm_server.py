@@ -154,8 +154,7 @@ class VLLMServer(ServerEngine):
 
     def _find_config(self) -> Mapping[str, Any]:
         if not self._config and self._server.has(_OPTIONS):
-            answer = self._ask(_OPTIONS, config_format="json")
-            self._config = json_object(answer.get("vllm_config"))
+            self._config = json_object(self._ask(_OPTIONS, config_format="json").get("vllm_config"))
         return self._config
 
     def _call(self, method: str, kwargs: dict[str, object], timeout: float) -> object:

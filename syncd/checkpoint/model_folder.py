@@ -143,8 +143,7 @@ def flaws_in(storage: Storage, folder: Path, manifest: Manifest) -> Iterator[tup
             name: read_model_config(storage, folder, manifest.files, name)
             for name in (MODEL_CONFIG, "tokenizer_config.json")
         }
-        names = {file.name for file in manifest.files}
-        yield from flaws(configs, names, manifest.tensors)
+        yield from flaws(configs, {file.name for file in manifest.files}, manifest.tensors)
 
 
 def warn_once(actor: Path, flaw: str, reason: str, included: str = "") -> None:

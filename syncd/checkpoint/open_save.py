@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,7 +154,7 @@ def open_save(
     save: SavedWeights,
     *,
     prefix: str | None = None,
-    cancel: Callable[[], None] = lambda: None,
+    cancel: Check = lambda: None,
     limits: ParseLimits | None = None,
 ) -> Iterator[OpenSave]:
     """Open all files of a whole save, and check each file against its receipt.

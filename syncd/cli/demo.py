@@ -163,8 +163,7 @@ class _Demo:
         for name, program in self.programs.items():
             if program.poll() not in {None, 0}:
                 error = JobUnavailableError(f"{name} ended with status {program.returncode}:")
-                text = self._log(name).read_text(errors="replace")
-                for line in text.strip().splitlines()[-12:]:
+                for line in self._log(name).read_text(errors="replace").strip().splitlines()[-12:]:
                     error.add_note(line)
                 raise error
         return any(

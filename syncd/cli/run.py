@@ -110,8 +110,7 @@ def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | Roo
         read_again = read_again_and_note
         each_tick, meter_of, forget = exporter.tick, metrics.of_job, metrics.forget_job
     if root is None:
-        job = configuration.current.job
-        return Services(job, config, guard, read_again, each_tick, meter_of)
+        return Services(configuration.current.job, config, guard, read_again, each_tick, meter_of)
     RootServed(root).tell(log)
     return RootServices(root, config, guard, read_again, each_tick, meter_of, forget)
 

@@ -25,7 +25,7 @@ from syncd.cli.signals import cleaned_up
 from syncd.daemon.config import Seconds
 from syncd.operate.job_state import jobs_at, look, look_at_all
 from syncd.operate.liveness import Watch
-from syncd.operate.models import Directory, ExplorerState, JobState, Unseen, UnseenJob
+from syncd.operate.models import DirectoryState, ExplorerState, JobState, Unseen, UnseenJob
 from syncd.protocol.amounts import ago, few, moment, size, span
 from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.journal_lines import AuditLine, JournalLine
@@ -188,7 +188,9 @@ def table(seen: Sequence[JobState | UnseenJob], now: float) -> RenderableType:
     return Group(*(notes or [_text("healthy")]), rows)
 
 
-def _directory(seen: Directory, now: float, width: int, height: int | None) -> list[RenderableType]:
+def _directory(
+    seen: DirectoryState, now: float, width: int, height: int | None
+) -> list[RenderableType]:
     parts: list[RenderableType] = []
     for label, text in _facts(seen, now):
         parts += _lines(label, text, width, style=_BAD if text.startswith("lost (") else "")
@@ -203,7 +205,7 @@ def _directory(seen: Directory, now: float, width: int, height: int | None) -> l
     return parts
 
 
-def _facts(seen: Directory, now: float) -> list[tuple[str, str]]:
+def _facts(seen: DirectoryState, now: float) -> list[tuple[str, str]]:
     daemon, latest, trainer = seen.daemon, seen.latest, seen.trainer
     facts = []
     if daemon is None:
@@ -257,7 +259,7 @@ def _facts(seen: Directory, now: float) -> list[tuple[str, str]]:
     return [(label, text) for label, text in facts if text]
 
 
-def _names(seen: Directory) -> str:
+def _names(seen: DirectoryState) -> str:
     """The kind of tensor names; empty if the daemon does not report it."""
     if seen.daemon is None or seen.daemon.names is None:
         return ""
@@ -268,7 +270,7 @@ def _names(seen: Directory) -> str:
     )
 
 
-def _state(seen: Directory) -> str:
+def _state(seen: DirectoryState) -> str:
     if seen.daemon is None:
         return "none yet"
     state = seen.daemon.trouble or seen.daemon.state

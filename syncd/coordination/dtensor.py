@@ -40,8 +40,7 @@ def local_box(name: str, tensor: DTensor) -> Box | None:
         tuple(map(_placement, tensor.placements)),
         None if order is None else tuple(cuts),
     )
-    position = place(local, layout, tensor=shown(name), file="the model")
-    return Box(position.offsets, local)
+    return Box(place(local, layout, tensor=shown(name), file="the model").offsets, local)
 
 
 def _placement(told: Any) -> placement.Placement:

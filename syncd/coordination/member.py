@@ -374,8 +374,7 @@ class Member(Closing, Generic[Report]):
                 "call load_state(). For the state of another participant, call "
                 "load_state('trainer') or load_state('explorer', NAME)"
             )
-        path = self._job.layout.saved_state(role, name or "")
-        return StateFile(self._job, path).load()
+        return StateFile(self._job, self._job.layout.saved_state(role, name or "")).load()
 
     # -- the end -------------------------------------------------------------------------------
 

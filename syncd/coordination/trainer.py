@@ -280,8 +280,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
 
     def have_received(self, save_id: SaveId) -> bool:
         """True if explorers take part in broadcasts, and all of these serve the sent weights."""
-        received = {one.received for one in self._roster.working() if one.workers}
-        return received == {str(save_id)}
+        return {one.received for one in self._roster.working() if one.workers} == {str(save_id)}
 
     def has_missed(self, save_id: SaveId) -> bool:
         """True if an explorer has missed the sent weights and is too stale (``max_staleness``).

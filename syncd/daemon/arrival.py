@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from syncd.daemon.decide import Observation
+from syncd.daemon.decide import Observation, PointerState
 from syncd.protocol.records import DEFAULT_LEASE_TIME
 from syncd.protocol.reports import Unpublished
 from syncd.storage.judge import Clock
@@ -34,11 +34,13 @@ class Arrival:
 
     def __post_init__(self) -> None:
         self._step: int | None = None
-        self._since = 0.0
+        self._since = self._normal_at = 0.0
         self._served: frozenset[str | None] = frozenset()
 
     def look(self, seen: Observation, served: frozenset[str | None]) -> None:
         """See what the pointer names; ``served`` are the saves of LATEST, and of its ahead."""
+        if seen.pointer.state is PointerState.EMPTY:
+            return  # some trainers write it in place
         known = seen.save.known_as if seen.save else None
         waits = seen.pointer.step is not None and (known is None or known not in served)
         if waits and (self._step is None or served != self._served):
@@ -48,10 +50,13 @@ class Arrival:
 
     def waits(self, *, merges: bool = False) -> Unpublished | None:
         """The save that waits, if any; while it ``merges``, that is normal."""
+        if merges or self.is_normal:
+            self._normal_at = self.clock()
         if self._step is None:
             return None
         seconds = self.clock() - self._since
-        late = seconds - (_PATIENCE + self.lease_time + _TIMES * self.pace)
-        level = 0 if merges or self.is_normal or late < 0 else 1 + (late >= self.lease_time)
+        waited = self.clock() - max(self._since, self._normal_at)
+        late = waited - (_PATIENCE + self.lease_time + _TIMES * self.pace)
+        level = 0 if late < 0 else 1 + (late >= self.lease_time)
         # In steps of ten seconds, because each change of the report is written.
         return Unpublished(step=self._step, level=level, seconds=seconds // _STEP * _STEP)

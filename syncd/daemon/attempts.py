@@ -62,7 +62,7 @@ class Attempts:
     """Publishes saves and carries out rollbacks; tries again after some failures.
 
     Attributes:
-        has_tried: True once a save was published, or could not be.
+        may_overtake: True if the last attempt ended, or missed only room.
         obstacle: of the last attempt, until one succeeds.
         late: why LATEST is closed, although the daemon still tries to make links.
     """
@@ -77,7 +77,7 @@ class Attempts:
         self._job, self._clock = self.tenure.job, self.tenure.clock
         self._journal = self.tenure.journal
         self._steering = Steering(self._job)
-        self.has_tried = False
+        self.may_overtake = False
         self.obstacle: Obstacle | None = None
         self._tried: str | None = None
         self._again_at = 0.0
@@ -189,8 +189,7 @@ class Attempts:
             self.give_up(save, error)
             return ""
         self.publisher.outcomes.published(save.step, save.identity, sequence)
-        ahead = Ahead(sequence=sequence, step=save.step, save_id=save.identity)
-        self.publisher.advance(ahead)
+        self.publisher.advance(Ahead(sequence=sequence, step=save.step, save_id=save.identity))
         return ""
 
     def close_links(self, save: WholeSave) -> None:
@@ -313,15 +312,14 @@ class Attempts:
             )
         )
         if bad:
-            event = VersionNonfinite(version, step, bad.count, list(bad.names), bad)
-            self._journal.tell(event)
+            self._journal.tell(VersionNonfinite(version, step, bad.count, list(bad.names), bad))
 
     def _say_names(self) -> None:
         if (change := self.publisher.naming.change) is not None:
             self._journal.tell(change)
 
     def _ended(self) -> None:
-        self.has_tried, self.obstacle, self._wait = True, None, 0.0
+        self.may_overtake, self.obstacle, self._wait = True, None, 0.0
 
     def _progress(self, save: WholeSave, begun: float, heard: Progress) -> Progress:
         """A callback that reports the progress of a merge now and then."""
@@ -346,9 +344,10 @@ class Attempts:
     def _try_later(self, save: WholeSave, why: str, error: Exception) -> str:
         self._journal.meter.failed(error)
         self.tidying.after(error)
-        self.has_tried, self.obstacle = True, None
+        self.may_overtake, self.obstacle = False, None
         if not isinstance(error, SaveNotReadyError):  # its trainer goes on with it
             self.obstacle = Obstacle.of(lasting(why), error)
+            self.may_overtake = self.obstacle.reason == "room"
             self.tenure.blocks.meet("save", self.obstacle)
         self._wait = min(_LONGEST_WAIT, 2 * self._wait or self.publisher.config.tick)
         self._again_at = self._clock() + self._wait

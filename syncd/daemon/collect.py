@@ -154,8 +154,7 @@ class Collector:
                 return
             self._at = self.clock()
             self._round = self._go_round()
-        looks = sum(1 for _ in islice(self._round, _LOOKS_AT_A_TIME))
-        if looks < _LOOKS_AT_A_TIME:
+        if sum(1 for _ in islice(self._round, _LOOKS_AT_A_TIME)) < _LOOKS_AT_A_TIME:
             self._round = None
 
     def _go_round(self) -> Iterator[None]:

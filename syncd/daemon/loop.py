@@ -250,10 +250,10 @@ class Loop:
         return gone
 
     def _must_keep(self, step: StepSeen) -> bool:
-        """True for an unserved save while more than room is missing, or that is not known yet."""
-        unsure = not self._attempts.has_tried and self._reporter.arrival.waits() is not None
-        is_blocked = unsure or self.tenure.blocks.needs_all_saves
-        return self.publishes and is_blocked and step.outcome.outcome == "skipped"
+        """True for an unserved save, until a newer one is served, or surely misses only room."""
+        may_overtake = self._attempts.may_overtake and not self.tenure.blocks.needs_all_saves
+        waits = self._reporter.arrival.waits() is not None
+        return step.outcome.outcome == "skipped" and waits and not may_overtake
 
     def _note(self, action: str, error: OSError) -> Obstacle:
         self._job.check_is_there()

@@ -63,8 +63,7 @@ class OwnRecords:
         record = ours()
         if record is None or key is None:
             return record
-        found = self.job.read(type(record), path, IF_ANY, limit=LONG_RECORD_LIMIT)
-        if found != record:
+        if self.job.read(type(record), path, IF_ANY, limit=LONG_RECORD_LIMIT) != record:
             return record
         self._seen[path] = key
         return None

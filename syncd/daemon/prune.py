@@ -176,8 +176,7 @@ class Pruner:
         refused: OSError | None = None
         for name in names:
             try:
-                doomed = self.epoch.condemn(self._layout.bench / name)
-                self._storage.remove_tree(doomed)
+                self._storage.remove_tree(self.epoch.condemn(self._layout.bench / name))
             except OSError as error:
                 refused = refused or error  # raised last, so that the others are removed
         if refused is not None:

@@ -423,8 +423,7 @@ class Outcomes:
             return
         storage, layout = self.job.storage, self.job.layout
         with Ignoring(GONE):
-            actor = layout.actor(step)
-            model_only = holds_model_only(storage, actor, prefix=prefix, cancel=cancel)
+            model_only = holds_model_only(storage, layout.actor(step), prefix=prefix, cancel=cancel)
             if look_into_step(storage, layout.step(step), step).identity == outcome.identity:
                 self._put_on_record(step, outcome.model_copy(update={"model_only": model_only}))
 

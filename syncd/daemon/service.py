@@ -252,8 +252,7 @@ class Service:
             if lock.try_acquire():
                 return True
             self.notice.ready()
-            why = "another daemon is working on this job"
-            self._say(DaemonStandsBy(self.root, why))
+            self._say(DaemonStandsBy(self.root, "another daemon is working on this job"))
             self._look_for_participants()
             self._quiet_rounds = _QUIET  # the other daemon publishes the rest
             self._wait()
@@ -352,8 +351,7 @@ class Service:
             self._meter.failed(event.reason)
         if isinstance(event, DaemonPaused):
             obstacle = Obstacle.of(str(event), event.reason)
-            has_remedy = isinstance(event.reason, SyncdError)
-            self._blocks.meet("serve", obstacle, is_told=has_remedy)
+            self._blocks.meet("serve", obstacle, is_told=isinstance(event.reason, SyncdError))
             self._blocks.end_round()
             self._meter.waits(self._blocks.current, None)
         state = change or str(event)

@@ -99,8 +99,7 @@ class Encoder:
         size = _HEAD.size + sum(map(len, parts))
         if size >= _WORTH * new.nbytes:
             return bytes((_RAW,)) + new.tobytes(), count
-        head = _HEAD.pack(_SPARSE, *map(len, parts), len(gaps))
-        return b"".join((head, *parts)), count
+        return b"".join((_HEAD.pack(_SPARSE, *map(len, parts), len(gaps)), *parts)), count
 
     def _changes(self, old: Elements, new: Elements) -> tuple[Positions, Elements]:
         """The ascending positions at which two blocks differ, and ``new - old`` there."""

@@ -62,8 +62,7 @@ def fold(
     with ExitStack() as stack:
         stay_open = sum(len(each.link.files) for each in chain) <= _MOST_OPEN
         links = [_open(storage, each, stack, stay_open=stay_open) for each in chain]
-        pieces = [reader.pieces for reader in links[-1]]
-        plan = plan_links(pieces, base, to, cancel=work.cancel)
+        plan = plan_links([reader.pieces for reader in links[-1]], base, to, cancel=work.cancel)
         places = stack.enter_context(open_weights(to, base))
         files = {file.path.name: file for file, _ in places.values()}
         made = {(folder / file.name).parent for file in base.manifest.files}
@@ -110,10 +109,10 @@ def fold_version(
     """
     storage, source, ahead = job.storage, job.layout.version(latest.sequence), latest.ahead
     version = WholeVersion(source, read_manifest(storage, source))
-    links = []
-    for path in map(job.layout.link, chain):
-        record = parse(LinkRecord, storage.read(path / DELTA), path / DELTA)
-        links.append(LinkFolder(path, record))
+    links = [
+        LinkFolder(path, parse(LinkRecord, storage.read(path / DELTA), path / DELTA))
+        for path in map(job.layout.link, chain)
+    ]
     # From the version to ahead each save is told twice.
     bases, targets = zip(*((link.base, link.target) for _, link in links), strict=True)
     if ahead is None or (version.manifest.save_id, *bases, ahead.save_id) != (

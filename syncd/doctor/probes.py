@@ -259,8 +259,7 @@ def measure(name: str, channel: Channel) -> Finding:
         if name in _VERDICTS:
             finding = _VERDICTS[name](longest, channel)
     except BrokenError as error:
-        words = f"this does not hold: {promise} ({error})"
-        finding = Finding(name, "fail", words, remedy)
+        finding = Finding(name, "fail", f"this does not hold: {promise} ({error})", remedy)
     if channel.is_run:
         channel.room.beat()  # fails if the room was removed: then the finding is wrong
     return finding

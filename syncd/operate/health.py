@@ -1,4 +1,4 @@
-"""The verdict whether a job needs somebody: what is wrong, where, and what to do."""
+"""Health of a job: what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from syncd.operate.models import Directory, ExplorerState, Health, Problem
+from syncd.operate.models import DirectoryState, ExplorerState, Health, Problem
 from syncd.protocol.amounts import few, span
 from syncd.storage.sessions import process_of
 
@@ -24,7 +24,7 @@ def health_of(problems: Iterable[Problem]) -> Health:
     return Health(level=level, text=f"degraded: {text}" if level else "healthy", problems=worst)
 
 
-def problems_of(job: Directory) -> Iterator[Problem]:
+def problems_of(job: DirectoryState) -> Iterator[Problem]:
     """The problems of a job, without those of its memory directory."""
     daemon, trainer, path = job.daemon, job.trainer, shlex.quote(job.job)
     memory = (
@@ -48,7 +48,7 @@ def problems_of(job: Directory) -> Iterator[Problem]:
     yield from problems_of_work(job)
 
 
-def problems_of_work(directory: Directory) -> Iterator[Problem]:
+def problems_of_work(directory: DirectoryState) -> Iterator[Problem]:
     """What a daemon cannot do in a directory, and the problems of explorers."""
     if (daemon := directory.daemon) is not None:
         for blocked in daemon.blocked:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +18,7 @@ from syncd.operate.health import health_of, problems_of, problems_of_work
 from syncd.operate.liveness import Liveness, Watch
 from syncd.operate.models import (
     DaemonState,
-    Directory,
+    DirectoryState,
     ExplorerState,
     JobState,
     Problem,
@@ -39,13 +39,7 @@ from syncd.protocol.names import (
     parse_version_folder,
 )
 from syncd.protocol.records import DEFAULT_LEASE_TIME, Format, Latest, R, SaveOutcomes
-from syncd.protocol.reports import (
-    DaemonReport,
-    ExplorerReport,
-    Holder,
-    TrainerReport,
-    session_of,
-)
+from syncd.protocol.reports import DaemonReport, ExplorerReport, Holder, TrainerReport, session_of
 from syncd.storage.append import last_lines
 from syncd.storage.errnos import is_gone, is_refused_here
 from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT, Storage
@@ -72,7 +66,7 @@ def look(job: Job, watch: Watch | None = None) -> JobState:
     seen = _Look(job, watch)
     state = seen.directory
     problems = [*problems_of(state), *seen.problems]
-    memory: Directory | Unseen | None = None
+    memory: DirectoryState | Unseen | None = None
     if state.daemon is not None and state.daemon.memory_dir is not None:
         folder, host = state.daemon.memory_dir, state.daemon.host
         try:
@@ -161,7 +155,7 @@ class _Look:
         self._lease_time = form.lease_time if form else DEFAULT_LEASE_TIME
         self.directory = self._directory(form)
 
-    def _directory(self, form: Format | None) -> Directory:
+    def _directory(self, form: Format | None) -> DirectoryState:
         job, storage, layout = self._job, self._storage, self._layout
         report = self._read(DaemonState, layout.daemon_report, newer=False)
         latest = self._read(Latest, layout.latest, newer=False)
@@ -183,7 +177,7 @@ class _Look:
         steering, rollbacks = Steering(job), []
         with self._noting(layout.requests):
             rollbacks += steering.asked()
-        return Directory(
+        return DirectoryState(
             job=str(layout.root),
             lease_time=form.lease_time if form else None,
             daemon=daemon,
@@ -194,10 +188,15 @@ class _Look:
             latest=latest,
             trainer=self._trainer(trainer) if trainer else None,
             versions=[
-                VersionState(sequence=sequence, leases=_leases(markers), pinned=PINNED in markers)
+                VersionState(
+                    sequence=sequence,
+                    leases=sorted((parse_lease_marker(one) or (one, ""))[0] for one in leases),
+                    pinned=PINNED in markers,
+                )
                 for name in self._names(layout.published)
                 if (sequence := parse_version_folder(name)) is not None
-                for markers in [self._names(layout.lease_folder(sequence))]
+                for markers in [set(self._names(layout.lease_folder(sequence)))]
+                for leases in [markers - {PINNED}]
             ],
             links=self._links(latest),
             no_links=_no_links(report, latest, trainer),
@@ -216,8 +215,7 @@ class _Look:
     def _read(
         self, model: type[R], path: Path, *, newer: bool = True, limit: int = RECORD_LIMIT
     ) -> R | None:
-        policy = self._policy if newer else replace(self._policy, newer=False)
-        return self._job.read(model, path, policy, limit=limit)
+        return self._job.read(model, path, replace(self._policy, newer=newer), limit=limit)
 
     def _note(self, path: Path, error: Exception) -> None:
         """Add a file or folder that cannot be read to the problems."""
@@ -260,7 +258,7 @@ class _Look:
             self.problems.append(Problem(level=1 + is_here, what=what, remedy=remedy))
 
     def _daemon(self, report: DaemonState) -> DaemonState:
-        seen = self._process(report, report.state == "stopped", lambda: report.process)
+        seen = self._process(report, report.state == "stopped")
         if seen["liveness"] == "lost":  # what it did is over
             seen |= {"state": "lost", "detail": "", "merge": None, "fold": None}
             seen |= {"blocked": (), "unpublished": None}
@@ -274,27 +272,25 @@ class _Look:
         path = self._layout.daemon_report
         with self._noting(path):
             status = self._storage.status(path)
-            late = heard - status.st_mtime if status else 0.0
-            if late <= self._lease_time:
-                return
-            look = self._watch.look
-            if look(self._storage, path, status, self._lease_time, believes=False) == "lost":
+            late, look = heard - status.st_mtime if status else 0.0, self._watch.look
+            if (
+                late > self._lease_time
+                and look(self._storage, path, status, self._lease_time, believes=False) == "lost"
+            ):
                 what = f"the daemon lives, but has not written {path} for {span(late)}"
                 remedy = "Read its log: it hangs, the disk is full, or it lacks rights"
                 level = 1 if late < 2 * self._lease_time else 2
                 self.problems.append(Problem(level=level, what=what, remedy=remedy))
 
     def _trainer(self, report: TrainerState) -> TrainerState:
-        claim = partial(self._claimed, "trainer", "", report.session)
-        seen = self._process(report, report.status == "stopped", claim)
+        seen = self._process(report, report.status == "stopped", "trainer")
         if seen["liveness"] == "lost":
             seen["status"] = "lost"
         return report.model_copy(update=seen)
 
     def _explorer(self, report: ExplorerState, latest: Latest | None) -> ExplorerState:
         is_stopped = report.status == "stopped" and report.starting is None
-        claim = partial(self._claimed, "explorer", report.name, report.session)
-        seen = self._process(report, is_stopped, claim)
+        seen = self._process(report, is_stopped, "explorer", report.name)
         if seen["liveness"] == "lost":
             seen["status"] = "lost"
         elif report.starting is not None:
@@ -312,13 +308,18 @@ class _Look:
         self,
         report: DaemonReport | TrainerReport | ExplorerReport,
         is_stopped: bool,
-        claim: Callable[[], str],
+        role: str = "",
+        name: str = "",
     ) -> dict[str, object]:
-        """The fields of :class:`Process`; ``claim`` returns what :func:`has_ended` can know."""
+        """The fields of :class:`Process`."""
         if is_stopped or report.session is None:
             ended = "ended" if is_stopped else None
             return {"heard": report.time, "liveness": ended, "trouble": None}
-        path, claimed = self._layout.session(report.session), claim()
+        if isinstance(report, DaemonReport):
+            claimed = report.process
+        else:
+            claimed = self._claimed(role, name, report.session)
+        path = self._layout.session(report.session)
         status = (self._heartbeats or {}).get(path.name)
         heard, trouble = status.st_mtime if status else report.time, None
         liveness: Liveness | None = None
@@ -335,8 +336,9 @@ class _Look:
             trouble = f"lost (no heartbeat{lasting})"
         return {"heard": heard, "liveness": liveness, "trouble": trouble}
 
-    def _claimed(self, role: str, name: str, session: str | None) -> str:
-        if session is not None and self._seems_ended(session.rpartition("-")[0]):
+    def _claimed(self, role: str, name: str, session: str) -> str:
+        """What :func:`has_ended` can know."""
+        if self._seems_ended(session.rpartition("-")[0]):
             with suppress(OSError):  # the claim is gone or unreadable: the heartbeat tells
                 content = self._storage.read(self._layout.claim(role, name))
                 if session_of(content) == session:
@@ -345,10 +347,8 @@ class _Look:
 
     def _links(self, latest: Latest | None) -> list[LinkSeen]:
         """The links that lead from LATEST's version, oldest first."""
-        seen: list[LinkSeen] = []
-        for sequence in filter(None, map(parse_link_folder, self._names(self._layout.deltas))):
-            with suppress(OSError):
-                seen.append(look_at_link(self._job, sequence))
+        numbers = filter(None, map(parse_link_folder, self._names(self._layout.deltas)))
+        seen = [look_at_link(self._job, number) for number in numbers]
         chains = chains_from(latest.sequence, latest.save_id, seen) if latest else {}
         return [chain[-1] for chain in chains.values()]
 
@@ -380,8 +380,3 @@ def _no_links(
         return None
     closed = latest.closed if latest else None
     return trainer.no_links or closed or (daemon.no_links if daemon else None)
-
-
-def _leases(markers: list[str]) -> list[str]:
-    leases = (marker for marker in markers if marker != PINNED)
-    return sorted((parse_lease_marker(marker) or (marker, ""))[0] for marker in leases)

@@ -70,35 +70,6 @@ class Watch:
         Raises:
             OSError: storage does not show the file.
         """
-        liveness = self._look(storage, path, status, lease_time, believes=believes)
-        if liveness == "unknown":
-            self._undecided[path] = storage, lease_time
-        return liveness
-
-    def wait(self) -> bool:
-        """Watch the heartbeats that the last look left unknown; False if it left none."""
-        if not self._undecided:
-            return False
-        longest = max(lease_time for _, lease_time in self._undecided.values())
-        end = self.clock() + min(_LONGEST_WAIT, _WAIT * longest)
-        while self._undecided and self.clock() < end:
-            self.pause(min(_PAUSE, longest / 20))
-            for path, (storage, lease_time) in list(self._undecided.items()):
-                with suppress(OSError):  # the next look says so
-                    status = storage.status(path)
-                    if self._look(storage, path, status, lease_time, believes=False) != "unknown":
-                        del self._undecided[path]
-        return True
-
-    def _look(
-        self,
-        storage: Storage,
-        path: Path,
-        status: os.stat_result | None,
-        lease_time: float,
-        *,
-        believes: bool,
-    ) -> Liveness:
         known, clock = self._watched.get(path), self.clock()
         is_new = False
         if status is not None and believes:
@@ -116,4 +87,20 @@ class Watch:
             known.liveness = "alive"
         elif not is_new and known.still > (_STILL * lease_time if key else 0.0):
             known.liveness = "lost"  # until it beats, even if a wrong clock makes it new later
+        self._undecided.pop(path, None)
+        if known.liveness == "unknown":
+            self._undecided[path] = storage, lease_time
         return known.liveness
+
+    def wait(self) -> bool:
+        """Watch the heartbeats that the last look left unknown; False if it left none."""
+        if not self._undecided:
+            return False
+        longest = max(lease_time for _, lease_time in self._undecided.values())
+        end = self.clock() + min(_LONGEST_WAIT, _WAIT * longest)
+        while self._undecided and self.clock() < end:
+            self.pause(min(_PAUSE, longest / 20))
+            for path, (storage, lease_time) in list(self._undecided.items()):
+                with suppress(OSError):  # the next look says so
+                    self.look(storage, path, storage.status(path), lease_time, believes=False)
+        return True

@@ -91,7 +91,7 @@ class UnseenJob(Unseen):
     health: Health
 
 
-class Directory(Part):
+class DirectoryState(Part):
     """The state of a job directory, or of a memory directory."""
 
     job: str
@@ -122,8 +122,8 @@ class Directory(Part):
         ]
 
 
-class JobState(Directory):
+class JobState(DirectoryState):
     """The state of a job, with its memory directory."""
 
-    memory: Directory | Unseen | None
+    memory: DirectoryState | Unseen | None
     health: Health

@@ -235,7 +235,6 @@ class SharedLook(Generic[T]):
         finally:
             with self._changed:
                 now = self.clock()
-                rest = min(_REST * (now - reading.begun), _LONGEST_REST)
-                self._due = now + max(self.every, rest)
+                self._due = now + max(self.every, min(_REST * (now - reading.begun), _LONGEST_REST))
                 self._reading = None
                 self._changed.notify_all()

@@ -255,8 +255,7 @@ class Sessions:
 
     def begin(self, layout: JobLayout, _: float) -> Heartbeat:
         owner = threading.current_thread().name
-        path = layout.session(f"session-{len(self._all)}")
-        self._all.append(Heartbeat(path, owner))
+        self._all.append(Heartbeat(layout.session(f"session-{len(self._all)}"), owner))
         return self._all[-1]
 
     def beat(self) -> None:

@@ -209,8 +209,7 @@ def _to_merge(job: SmallJob) -> None:
 
 def to_prune(job: SmallJob) -> None:
     published(job, 1, 2, 3)
-    full = job.actor(2)
-    (full / "optim_world_size_1_rank_0.pt").write_bytes(b"optimizer")
+    (job.actor(2) / "optim_world_size_1_rank_0.pt").write_bytes(b"optimizer")
     (job.step(2) / ".full_checkpoint").touch()
     job.save(4)
     job.lease(2, LIVING)

@@ -82,8 +82,7 @@ def run(in_memory: Path, scenario: Scenario, call: int, code: int, *, on: bool) 
     before = look(job, rewritten=scenario.rewritten)
     storage, clock = FailingStorage(call, code, on=on), Clock()
     try:
-        done = work(job, scenario, storage, clock)
-        scenario.recover(job, before, clock, again=not done)
+        scenario.recover(job, before, clock, again=not work(job, scenario, storage, clock))
     except BaseException as error:
         error.add_note(f"{errno.errorcode[code]} of call {call} of {scenario}: {storage.failed}")
         raise

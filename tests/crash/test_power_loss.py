@@ -560,8 +560,7 @@ def test_chance_never_splits_a_rename(storage: RecordingStorage, in_memory: Path
     storage.write_new(in_memory / "there" / "new", b"other")
     for seed in range(50):
         for loss in losses(storage.disk, "", {}, random.Random(seed), 3):
-            olds = [path for path in loss.tree if loss.content(path) == b"old"]
-            assert len(olds) == 1, loss.name
+            assert len([path for path in loss.tree if loss.content(path) == b"old"]) == 1, loss.name
 
 
 def test_a_loss_is_made_real_as_it_is(storage: RecordingStorage, in_memory: Path) -> None:

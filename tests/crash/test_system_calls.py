@@ -131,8 +131,7 @@ def test_whatever_system_call_is_the_last_one_a_restart_converges(
                 stand_by(job, clock)
             restart(job, clock)
             check_converged(job, before)
-            asides = [str(path) for path in root.rglob("*") if ".break." in path.name]
-            assert asides == []
+            assert [str(path) for path in root.rglob("*") if ".break." in path.name] == []
         except BaseException as error:
             error.add_note(f"{process} was killed at {at}")
             raise

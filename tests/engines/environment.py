@@ -34,8 +34,7 @@ _ROOT: Final = Path(__file__).resolve().parents[2]
 def python_of(release: str) -> Path:
     """The Python of a release's environment, which may not exist yet."""
     asked = (_wheel(release), TORCH, *sorted(_LEFT_OUT), *own_requirements())
-    text = "\n".join((*asked, platform.python_version()))
-    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    key = hashlib.sha256("\n".join((*asked, platform.python_version())).encode()).hexdigest()[:16]
     return cache() / f"engines-{key}" / "bin" / "python"
 
 

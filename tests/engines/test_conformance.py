@@ -110,8 +110,7 @@ class TakesAnyKind(FakeEngine):
 class LoadsWithoutATensor(FakeEngine):
     def check(self, version: LeasedVersion) -> None:
         check_kind(version, self.kinds)
-        specs = tensor_specs(version.manifest)
-        compare_tensors(version, {**TENSORS, **specs}, TENSORS, "it")
+        compare_tensors(version, {**TENSORS, **tensor_specs(version.manifest)}, TENSORS, "it")
 
 
 class LoadsWhatItKnows(FakeEngine):

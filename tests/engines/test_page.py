@@ -55,15 +55,13 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
     tiny_qwen().save_pretrained(tmp_path / "model")
     code = f"from transformers import AutoModelForCausalLM\n{TRANSFORMERS}"
     engine = run(code, path=tmp_path / "model")["engine"]
-    state = packed(tiny_qwen().state_dict())
-    engine.check(make_version(tmp_path / "v1", state))
+    engine.check(make_version(tmp_path / "v1", packed(tiny_qwen().state_dict())))
 
 
 def test_weights_are_read_without_an_engine(tmp_path: Path) -> None:
     state = tiny_qwen().state_dict()
     used: dict[str, torch.Tensor] = {}
-    version = make_version(tmp_path / "v1", packed(state))
-    names = run(WEIGHTS, version=version, use=used.__setitem__)
+    names = run(WEIGHTS, version=make_version(tmp_path / "v1", packed(state)), use=used.__setitem__)
     assert torch.equal(names["one"], state["model.norm.weight"])
     assert torch.equal(names["part"], state["model.embed_tokens.weight"][:8, :4])
     assert used.keys() == state.keys()
@@ -74,5 +72,4 @@ def test_an_engine_of_ones_own_passes_the_checks(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(FOLDER)
-    names = run(CONFORMANCE)
-    names["test_dict_engine"](CHECKS[number], tmp_path)
+    run(CONFORMANCE)["test_dict_engine"](CHECKS[number], tmp_path)

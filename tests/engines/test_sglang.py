@@ -240,8 +240,7 @@ def test_a_server_without_the_routes_is_said_so(base: Path) -> None:
     with pytest.raises(InvalidSettingsError, match="has no route POST /pause_generation"):
         engine_of(fake).attach()
     fake = FakeSGLang(str(base), without=frozenset({"/load_lora_adapter"}))
-    engine = attached(fake)
-    assert engine.kinds == {"full"}
+    assert attached(fake).kinds == {"full"}
 
 
 @pytest.mark.parametrize("url", ["nowhere", "ftp://host", "http://"])
@@ -449,8 +448,7 @@ def test_what_a_killed_hook_left_with_a_grammar_to_compile_serves_again(
     fake: FakeSGLang, tmp_path: Path
 ) -> None:
     """Of caches that may be those of other weights nothing goes on: its requests are returned."""
-    left = attached(fake)
-    left.pause()
+    attached(fake).pause()
     fake.weight_version, fake.compiling = f"{LOADING}-step-3-version-3", 1
     engine = attached(fake)
     assert fake.is_paused

@@ -320,8 +320,7 @@ def test_an_llm_in_the_process_says_what_the_server_says(
             publish_model(job, 5)
             with hook_of(job, vllm) as hook:
                 hook.pull(LONG)
-            where = encode(sender.begin(5, 5)).decode()
-            out, _ = inside.communicate(where, timeout=LONG)
+            out, _ = inside.communicate(encode(sender.begin(5, 5)).decode(), timeout=LONG)
             assert sender.failure() is None
         finally:
             inside.kill()

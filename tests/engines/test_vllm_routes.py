@@ -248,8 +248,7 @@ def test_a_paused_server_that_cannot_be_labelled_stays_paused(paused: bool) -> N
 
 def test_a_label_that_nobody_can_change_is_none() -> None:
     """Else what was given would count as lost, and be loaded again and again."""
-    routes = Routes("/is_paused", labels=LABELS[:1])
-    engine = routes.engine()
+    engine = Routes("/is_paused", labels=LABELS[:1]).engine()
     engine.attach()
     assert not engine._said_label()
 

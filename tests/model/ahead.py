@@ -210,8 +210,7 @@ class Ahead(Daemons):
             yield f"damage to d{link.number}", after
         clients = ["the trainer", "the daemon", *(f"reader {n}" for n in range(len(state.readers)))]
         for client, records in product(clients, (True, False)):
-            nothing = Disk(Latest(), 0, (), ())
-            old = (client, records, nothing.seen(records, disk), 0)
+            old = (client, records, Disk(Latest(), 0, (), ()).seen(records, disk), 0)
             text = f"stale {'records' if records else 'folders'} for {client}"
             yield text, state._replace(stale=old)
         for undone in product((False, True), repeat=len(disk.unsynced)):

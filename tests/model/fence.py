@@ -189,8 +189,7 @@ class Fence(TakeOver):
             if orphan and not self.rules.keep_newer_lease_folders:
                 # It may as well be the folder that one's successor is about to publish into:
                 # rmdir is not fenced, so only versions below LATEST lose theirs.
-                decided = Daemon("orphan", me.room, sequence=v)
-                yield f"leases/v{v} has no version", disk, decided
+                yield f"leases/v{v} has no version", disk, Daemon("orphan", me.room, sequence=v)
 
     def _stop(self, disk: Disk, me: Daemon) -> Steps:
         """A clean stop empties the own room; leaving the room there is the same as a crash."""

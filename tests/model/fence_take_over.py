@@ -106,8 +106,7 @@ class TakeOver:
             furnished = disk.change_room(me.room, room._replace(trash=True))
             yield me.place, furnished, me._replace(place="mkdir building")
         else:
-            building = max(room.building, EMPTY)
-            furnished = disk.change_room(me.room, room._replace(building=building))
+            furnished = disk.change_room(me.room, room._replace(building=max(room.building, EMPTY)))
             yield me.place, furnished, me._replace(place="read")
 
     def empty_lower_rooms(self, disk: Disk, me: Daemon) -> Steps:

@@ -144,8 +144,7 @@ class Leases:
         if not self.rules.lease_folders_are_fenced:
             for v in range(1, state.latest + 1):
                 if state.leases[v] is None:
-                    late = state.with_leases(v, frozenset())
-                    yield f"superseded daemon: mkdir leases/v{v}", late
+                    yield f"superseded daemon: mkdir leases/v{v}", state.with_leases(v, frozenset())
 
     def _daemon(self, state: State) -> Steps:
         v = state.daemon.sequence
@@ -189,8 +188,7 @@ class Leases:
             if not self.rules.retire_by_rmdir:
                 yield f"list leases/v{v}: empty", state.with_daemon("seen empty", v)
             elif folder == "whole":
-                retiring = state.with_leases(v, None).with_daemon("retiring", v)
-                yield f"rmdir leases/v{v}", retiring
+                yield f"rmdir leases/v{v}", state.with_leases(v, None).with_daemon("retiring", v)
             else:
                 yield f"rmdir leases/v{v}, an orphan", state.with_leases(v, None)
 
@@ -206,8 +204,7 @@ class Leases:
     def _explorer(self, state: State, number: int, me: Explorer) -> Steps:
         if me.place == "dead":
             if me.session + 1 < self.sessions:
-                again = Explorer(session=me.session + 1)
-                yield "start again", state.with_explorer(number, again)
+                yield "start again", state.with_explorer(number, Explorer(session=me.session + 1))
             return
         if me.held and state.published[me.held] != "whole":
             # "... so that an engine may restart from that folder."
@@ -245,8 +242,7 @@ class Leases:
     def _open(self, state: State, number: int, me: Explorer) -> Steps:
         what = f"open file {me.opened + 1} of published/v{me.target}"
         if state.published[me.target] != "whole":
-            failed = state.with_explorer(number, me._replace(place="failed"))
-            yield f"{what}: it is missing", failed
+            yield f"{what}: it is missing", state.with_explorer(number, me._replace(place="failed"))
         elif me.opened + 1 < FILES:
             yield what, state.with_explorer(number, me._replace(opened=me.opened + 1))
         elif me.held:

@@ -105,8 +105,7 @@ LEASABLE = "leases/v2 comes back after it was retired"
     ],
 )
 def test_without_a_rule_a_promise_breaks(rule: str, broken: str) -> None:
-    rules = Rules(**{rule: False})
-    assert broken in harm(Fence(rules, daemons=2, take_overs=2))
+    assert broken in harm(Fence(Rules(**{rule: False}), daemons=2, take_overs=2))
 
 
 def test_without_waiting_for_rmdir_a_superseded_room_keeps_content() -> None:
@@ -126,8 +125,7 @@ def test_a_moved_folder_that_is_still_open_loses_what_is_named(torn: bool, broke
 
 
 def test_a_number_used_again_after_a_clean_stop_lets_a_superseded_daemon_back_in() -> None:
-    kept = Rules(unique_rooms=False, keep_own_room=True)
-    exploration = search(Fence(kept, daemons=2))
+    exploration = search(Fence(Rules(unique_rooms=False, keep_own_room=True), daemons=2))
     assert exploration.counterexample is None
     assert exploration.states > 50_000
     assert harm(Fence(Rules(unique_rooms=False), daemons=2)) == NOT_WHOLE
@@ -137,8 +135,7 @@ def test_a_number_used_again_after_a_clean_stop_lets_a_superseded_daemon_back_in
 def test_a_number_used_again_after_an_old_listing_makes_latest_go_back() -> None:
     # A third daemon listed epoch/ before the number was used, and makes it after it was removed.
     # Looking again does not help the first daemon, which has looked already.
-    kept = Rules(unique_rooms=False, keep_own_room=True)
-    assert BACK in harm(Fence(kept, daemons=3))
+    assert BACK in harm(Fence(Rules(unique_rooms=False, keep_own_room=True), daemons=3))
 
 
 def test_bare_numbers_one_listing_and_lease_folders_made_in_place_are_not_safe() -> None:

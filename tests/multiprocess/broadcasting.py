@@ -127,8 +127,7 @@ class Trainer(Participant):
         for parameter in self._model.parameters():
             nn.init.normal_(parameter)
         self._model.seen += step
-        digest = digest_of(self._model)
-        return {"digest": digest, **self._hook.after_step(step)}
+        return {"digest": digest_of(self._model), **self._hook.after_step(step)}
 
     def wait_for_data(self) -> dict[str, float]:
         return self._hook.sync_while_waiting()

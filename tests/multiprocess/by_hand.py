@@ -99,8 +99,7 @@ class TrainerByHand:
         storage.sync_folder(receipt.parent)
         files = [self._write(actor, rank, number)]
         if rank == 0:
-            told = json.dumps({"world_size": self._ranks}).encode()
-            storage.replace(actor / FSDP_CONFIG, told)
+            storage.replace(actor / FSDP_CONFIG, json.dumps({"world_size": self._ranks}).encode())
             config = f"{HUGGINGFACE}/config.json"
             storage.replace(actor / config, _CONFIG)
             digest = xxhash.xxh3_128_hexdigest(_CONFIG)

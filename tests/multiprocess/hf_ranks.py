@@ -70,8 +70,7 @@ def _save(root: Path, rank: int, model: Any, state: dict[str, Any], logits: torc
     if rank == 0:
         model.config.save_pretrained(actor / HUGGINGFACE)
         model.generation_config.save_pretrained(actor / HUGGINGFACE)
-        fsdp = {"FSDP_version": 2, "world_size": WORLD_SIZE}
-        (actor / FSDP_CONFIG).write_text(json.dumps(fsdp))
+        (actor / FSDP_CONFIG).write_text(json.dumps({"FSDP_version": 2, "world_size": WORLD_SIZE}))
         save_file({"logits": logits}, root / "logits.safetensors")
 
 

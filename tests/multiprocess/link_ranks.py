@@ -80,8 +80,7 @@ class LinkRank(Rank):
         with torch.no_grad():
             for parameter in self._model.parameters():
                 parameter.fill_(0)
-        resumed = load_checkpoint(self._job, self._model, step=step)
-        assert resumed is not None
+        assert load_checkpoint(self._job, self._model, step=step) is not None
 
     def save_whole(self, step: int) -> None:
         assert self._whole is not None

@@ -132,8 +132,7 @@ def _save(root: Path, kind: str, layout: SaveLayout, rank: int) -> None:
         for parameter in model.parameters():
             for part in _parts(parameter):
                 part.zero_()
-    resumed = load_checkpoint(job, model)
-    assert resumed is not None
+    assert load_checkpoint(job, model) is not None
     for tensor, parts in _bits(model).items():
         assert all(map(torch.equal, parts, truth[tensor])), tensor
     errors = [""] * dist.get_world_size()

@@ -96,8 +96,7 @@ def make_engine(kind: str) -> tuple[Engine, Callable[[], set[float]]]:
     """An engine, and what says which numbers its weights are."""
     if kind == "server":
         server = Served("none")
-        engine = SGLangServer("http://127.0.0.1:1", transport=server.transport)
-        return engine, lambda: server.found
+        return SGLangServer("http://127.0.0.1:1", transport=server.transport), lambda: server.found
     if kind == "module":
         import torch  # noqa: PLC0415 - the others need none of it
 

@@ -31,8 +31,7 @@ def gives_the_trainers_logits(written: Path, kind: str, folder: Path) -> None:
     base = Qwen2ForCausalLM.from_pretrained(written / "base").eval()
     with torch.no_grad():
         before = base(truth["inputs"]).logits
-        model = PeftModel.from_pretrained(base, str(folder)).eval()
-        after = model(truth["inputs"]).logits
+        after = PeftModel.from_pretrained(base, str(folder)).eval()(truth["inputs"]).logits
     torch.testing.assert_close(before, truth["base"])
     torch.testing.assert_close(after, truth["logits"])
     assert (after - before).abs().max() > 0.01, "the adapter does something"

@@ -73,8 +73,7 @@ def test_all_explorers_have_the_trainers_bits_after_each_sync(job: Path, stage: 
     explorers = [first]
     for step in range(2, 12):
         if step in {5, 8}:  # from the newest version there is, and with the others from then on
-            workers = {5: 1, 8: 2}[step]
-            explorers.append(stage.explorer(f"from-{step}", workers=workers))
+            explorers.append(stage.explorer(f"from-{step}", workers={5: 1, 8: 2}[step]))
         ready(job, "first", *(f"from-{one}" for one in (5, 8) if one <= step))
         truth = trainer.step(step)
         reaches(truth, step, *explorers)
@@ -221,8 +220,7 @@ def test_explorers_that_call_after_their_steps_are_waited_for(stage: Cast) -> No
     trainer.step(3)
     trainer[0].tell("step", 4)
     assert not trainer[0].has_answered(within=1.0)
-    served = takes_fourth(trainer, explorer, 2)
-    assert served["may_produce"]
+    assert takes_fourth(trainer, explorer, 2)["may_produce"]
     explorer.tell("after_step", 3)
     trainer[0]("close")
     assert explorer.answer()["step"] == 4
@@ -302,8 +300,7 @@ def test_who_comes_after_a_broadcast_and_may_not_produce_gets_weights_by_the_fil
     assert truth["sync/broadcasts"] == 2
     reaches(truth, 6, early, late)
     truth = trainer.step(7)  # which is not due, and of step 6 nobody has the weights to save
-    later = stage.explorer("later", **fresh)
-    reaches_by_files(job, trainer, truth, 7, later, early, late)
+    reaches_by_files(job, trainer, truth, 7, stage.explorer("later", **fresh), early, late)
 
 
 def saves_while_it_waits(trainer: TrainerRanks) -> bool:

@@ -80,8 +80,7 @@ def test_what_a_user_pastes_sends_weights_from_a_loop_of_ones_own(
         saved.append(step)
         if step == 1:
             exploring.start()
-            report = JobLayout(job).explorer("rollout-0")
-            wait_until(report.exists, "the explorer is registered")
+            wait_until(JobLayout(job).explorer("rollout-0").exists, "the explorer is registered")
 
     def explore() -> None:
         names: dict[str, Any] = {

@@ -33,12 +33,11 @@ def test_a_job_is_paused_rolled_back_and_resumed_while_daemons_come_and_go(job: 
         found = wait_for_step(job, 2)  # asked for while nobody was there
         assert found.sequence == 4
         wait_until(lambda: (told := report(job)) and told.paused, "it keeps to the pause")
-        assert "paused   by" in said_by_syncd("status", job)
+        assert "paused by" in said_by_syncd("status", job)
         assert latest(job) == found
         assert said_by_syncd("resume", job) == "resumed"
         assert wait_for_step(job, 3).sequence == 5
-        manifest = read_manifest(Storage(), JobLayout(job).version(5))
-        assert manifest.rolled_back is None
+        assert read_manifest(Storage(), JobLayout(job).version(5)).rolled_back is None
 
 
 def test_what_is_pinned_outlives_the_pruning_of_a_running_daemon(job: Path) -> None:

@@ -387,8 +387,7 @@ def test_an_explorer_that_comes_late_converges_without_the_trainer(job: Path, st
     options: dict[str, Any] = {"settings": settings, "steps": 8, "seconds": 0.05}
     first = start("explorer", "first", **options)
     first.wait_for("ready")
-    trainer = start("trainer", "trainer", **options)
-    trainer.end()
+    start("trainer", "trainer", **options).end()
     wait_for_step(job, 8)
     # The trainer is gone; and one that is busy with a step of its own helps nobody either.
     busy = start("trainer", "busy", settings=settings, first_step=9, steps=1, seconds=3600)
@@ -407,8 +406,7 @@ def test_explorers_move_on_to_the_newer_sequence_when_the_trainer_resumes_lower(
     first = start("trainer", "t", first_step=101, steps=9, seconds=0.3)
     explorer.wait_for("pulled")
     first.kill()
-    again = start("trainer", "t", first_step=1, steps=4, seconds=0.5)
-    again.end()
+    start("trainer", "t", first_step=1, steps=4, seconds=0.5).end()
     explorer.wait_for("pulled", step=4)  # the last one is passed over by nobody
     explorer.kill()
     pulled = list(

@@ -261,8 +261,7 @@ def test_two_users_who_share_a_group_measure_together(others_job: Path) -> None:
     said: dict[int, list[str]] = {}
 
     def examine(number: int) -> None:
-        user = User(52001 + number, (GROUP,), 0o002)
-        said[number] = user.does(told(others_job, number))
+        said[number] = User(52001 + number, (GROUP,), 0o002).does(told(others_job, number))
 
     second = threading.Thread(target=examine, args=(1,))
     second.start()

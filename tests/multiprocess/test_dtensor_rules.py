@@ -118,8 +118,7 @@ def expected(world_size: int) -> int:
     [pytest.param(4, marks=pytest.mark.deep), 6, pytest.param(8, marks=pytest.mark.deep)],
 )
 def test_full_tensor_of_what_the_model_cuts_is_the_whole(world_size: int, tmp_path: Path) -> None:
-    said = tmp_path / SAID
-    run_ranks("tests.multiprocess.test_dtensor_rules", tmp_path, world_size, said=said)
+    run_ranks("tests.multiprocess.test_dtensor_rules", tmp_path, world_size, said=tmp_path / SAID)
     answer = {"compared": expected(world_size), "wrong": []}
     assert answers(tmp_path, world_size) == [answer] * world_size
 

@@ -47,8 +47,7 @@ def test_experts_of_real_ranks_are_what_transformers_saves(
     same(tmp_path / "out", saves / kind / "truth")
     truth = logits(model_of(saves / kind / "truth"))
     assert torch.equal(logits(model_of(tmp_path / "out")), truth)
-    receipt = JobLayout(saves / kind / job).actor(1) / ".receipts" / "rank_0.json"
-    told = read(Receipt, receipt)
+    told = read(Receipt, JobLayout(saves / kind / job).actor(1) / ".receipts" / "rank_0.json")
     assert f"{HUGGINGFACE}/{NAME_MAP}" in {file.name for file in told.files}
 
 

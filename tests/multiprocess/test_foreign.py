@@ -62,8 +62,7 @@ def test_every_kind_of_shard_that_trainers_write_is_served_one_after_the_other(j
         for step, kind in enumerate(kinds, 1):
             put(job, kind, step)
             (job / STATE_POINTER).write_text(str(step))
-            latest = wait_for_step(job, step)
-            check(job, latest.sequence, truth_of(kind))
+            check(job, wait_for_step(job, step).sequence, truth_of(kind))
 
 
 def test_a_daemon_that_casts_publishes_what_torch_would_make_of_it(job: Path) -> None:
@@ -84,8 +83,7 @@ def test_a_plain_verl_job_is_served_and_never_pruned(job: Path, torch_version: s
         for step in (1, 2):
             put(job, "fsdp2", step, torch_version)
             (job / CHECKPOINT_POINTER).write_text(str(step))
-            latest = wait_for_step(job, step)
-            check(job, latest.sequence, truth_of("fsdp2", torch_version))
+            check(job, wait_for_step(job, step).sequence, truth_of("fsdp2", torch_version))
         layout = JobLayout(job)
         assert read_manifest(Storage(), layout.version(2)).checked == "crc32"
         wait_until_gone(layout.version(1))
@@ -105,16 +103,14 @@ def test_a_save_that_cannot_be_merged_is_quarantined_and_the_next_one_served(job
         assert not layout.latest.exists()
         put(job, "fsdp2", 2)
         (job / STATE_POINTER).write_text("2")
-        latest = wait_for_step(job, 2)
-        check(job, latest.sequence, truth_of("fsdp2"))
+        check(job, wait_for_step(job, 2).sequence, truth_of("fsdp2"))
         assert _said(daemon, "cannot be published") == 1
         assert layout.step(1).exists()
 
 
 def test_a_shard_that_is_still_being_written_is_waited_for(job: Path) -> None:
     layout = JobLayout(job)
-    actor = put(job, "fsdp2", 1)
-    last = sorted(actor.iterdir())[-1]
+    last = sorted(put(job, "fsdp2", 1).iterdir())[-1]
     content = last.read_bytes()
     with Daemon(job) as daemon:
         for refused, part in enumerate((100, len(content) // 2, len(content) - 10), 1):
@@ -126,8 +122,7 @@ def test_a_shard_that_is_still_being_written_is_waited_for(job: Path) -> None:
             )
             assert not layout.latest.exists()
         last.write_bytes(content)
-        latest = wait_for_step(job, 1)
-        check(job, latest.sequence, truth_of("fsdp2"))
+        check(job, wait_for_step(job, 1).sequence, truth_of("fsdp2"))
 
 
 def test_pointers_that_name_nothing_are_logged_once_and_looked_at_again(job: Path) -> None:

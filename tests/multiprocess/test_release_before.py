@@ -324,8 +324,7 @@ def test_weights_that_are_cast_go_on_where_the_release_before_kept_the_models_dt
         for step in (7, 8):  # one that resumes from the release before, and one from this one
             save(job, step, "bf16")
             wait_for_step(job, step)  # else the first pull may take step 6
-            version = explorer.pull(DEADLINE)
-            assert version.step == step
+            assert explorer.pull(DEADLINE).step == step
             latest = json.loads(said("status", job, "--json"))["latest"]
             assert (latest["step"], latest["dtype"]) == (step, "BF16")
             assert model.lm_head.weight[0, 0] == -step

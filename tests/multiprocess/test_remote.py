@@ -21,8 +21,7 @@ def test_an_explorer_gets_each_path_and_one_that_never_comes_stops_nobody(job: P
             if not path:
                 wait_until(lambda: list(layout.quarantine.glob("step_2-*")), "it is given up")
                 continue
-            found = wait_for_step(job, step)
-            version = reader.next_version(found.sequence - 1, DEADLINE)
+            version = reader.next_version(wait_for_step(job, step).sequence - 1, DEADLINE)
             version.verify()
             assert (version.step, version.remote_path) == (step, path)
             version.release()

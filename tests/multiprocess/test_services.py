@@ -56,7 +56,7 @@ def test_a_job_and_its_memory_directory_are_served_and_pruned_by_one_process(
         assert seen["latest"]["step"] == 1
         assert seen["memory"]["latest"]["step"] == 4
         assert seen["memory"]["daemon"]["pid"] == daemon.pid
-        assert f"job      {memory}" in said_by_syncd("status", job)
+        assert f"memory   {memory}" in said_by_syncd("status", job)
     assert not (memory / ".syncd" / "daemon.lock").exists()
     assert not (job / ".syncd" / "daemon.lock").exists()
 
@@ -69,8 +69,7 @@ def test_one_that_cannot_be_served_does_not_stop_the_other(job: Path, tmp_path: 
         serve(job, Constant(), 1)
         daemon.wait_for_log("paused")
         os.rename(job, away := job.with_name("away"))
-        gathered = SmallJob(tmp_path / "shm")
-        gathered.save(7)
+        SmallJob(tmp_path / "shm").save(7)
         wait_for_step(memory, 7)
         os.rename(away, job)
         serve(job, Constant(), 2)
@@ -84,8 +83,7 @@ def test_a_fault_of_ours_in_one_is_not_the_end_of_the_other(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("syncd.daemon.host.services._AGAIN", 0.0)
-    memory = tmp_path / "shm"
-    services = Services(job, RunConfig(memory_dir=memory, tick=0.1))
+    services = Services(job, RunConfig(memory_dir=tmp_path / "shm", tick=0.1))
     first, failing = services._keepers.values()
     runs: list[int] = []
     run = failing.run

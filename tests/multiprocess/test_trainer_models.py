@@ -29,8 +29,7 @@ each_save = pytest.mark.parametrize("save", SAVES)
 def test_shards_of_copies_merge_to_the_model_from_before_wrapping(
     saves: Path, tmp_path: Path, save: str
 ) -> None:
-    manifest = build(saves / save / "sharded" / "actor", tmp_path / "out")
-    assert manifest.checked == "crc32"
+    assert build(saves / save / "sharded" / "actor", tmp_path / "out").checked == "crc32"
     assert_equal(loaded(tmp_path / "out"), truth(saves / save))
 
 
@@ -39,8 +38,7 @@ def test_a_gathered_state_dict_is_published_as_it_is(
     saves: Path, tmp_path: Path, save: str
 ) -> None:
     actor = saves / save / "full" / "actor"
-    manifest = build(actor, tmp_path / "out")
-    assert manifest.checked == "receipt"
+    assert build(actor, tmp_path / "out").checked == "receipt"
     assert_equal(loaded(tmp_path / "out"), truth(saves / save))
     linked = tmp_path / "out" / FULL_STATE_DICT
     assert linked.stat().st_ino == (actor / FULL_STATE_DICT).stat().st_ino
@@ -58,8 +56,7 @@ def test_what_the_config_ties_is_gathered_and_broadcast_once(saves: Path, save: 
 
 @each_save
 def test_a_broadcast_is_of_the_tensors_that_are_published(saves: Path, save: str) -> None:
-    found = torch.load(saves / save / "broadcast.pt")
-    assert_equal(found, truth(saves / save))
+    assert_equal(torch.load(saves / save / "broadcast.pt"), truth(saves / save))
 
 
 @each_save

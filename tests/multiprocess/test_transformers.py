@@ -17,8 +17,7 @@ MODULE = "tests.multiprocess.transformers_ranks"
 
 
 def stopped(job: Path) -> bool:
-    report = read(TrainerReport, JobLayout(job).trainer_report)
-    return report.status == RunningStatus.STOPPED.value
+    return read(TrainerReport, JobLayout(job).trainer_report).status == RunningStatus.STOPPED.value
 
 
 def test_each_step_of_a_trainer_reaches_an_explorer_and_so_do_those_after_resuming(

@@ -175,8 +175,7 @@ def test_what_is_due_for_pruning_is_whole_while_the_job_is_away_and_goes_once_af
             held.release()
         audit = layout.audit.read_bytes()
         with away(place, daemon):
-            behind = JobLayout(place.behind)
-            before = contents(behind.published)
+            before = contents(JobLayout(place.behind).published)
         assert contents(layout.published) == before or not layout.version(1).exists()
         assert layout.audit.read_bytes().startswith(audit)
         wait_until_gone(layout.version(1))
@@ -204,8 +203,7 @@ def test_a_trainers_save_fails_while_its_job_is_away_and_later_ones_work(
 @all_ways
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_rank_writes_into_an_empty_folder(place: Detachable, rank: int) -> None:
-    storage = Storage(place.job)
-    writer = RankWriter(Job.at(place.job, storage), rank, 2, save_timeout=0.2)
+    writer = RankWriter(Job.at(place.job, Storage(place.job)), rank, 2, save_timeout=0.2)
     contents = RankContents(model={"weight": torch.ones(1000)})
     with away(place, beats=1), pytest.raises(SaveFailedError, match="step 2"):
         writer.save(SaveId("run", 2, 0), contents)

@@ -64,8 +64,7 @@ def test_what_verls_ranks_save_in_fsdp1_and_fsdp2_is_published_and_stays(
     job: Path, tmp_path: Path, python: str, request: pytest.FixtureRequest
 ) -> None:
     # As the page says it.
-    said = blocks("verl.md", "sh")[0]
-    options = said.split()[3:]
+    options = blocks("verl.md", "sh")[0].split()[3:]
     assert options == ["--pointer", CHECKPOINT_POINTER]
     is_real = request.node.callspec.id == "verl"
     with Daemon(job, *options, "--keep", "20"):

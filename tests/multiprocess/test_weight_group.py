@@ -318,8 +318,7 @@ def test_the_workers_of_an_explorer_are_contiguous_and_one_without_takes_no_part
         assert (rank, found.world_size) == (1, 4)
         two.tell("join", found, rank)
         worker.tell("join", found, rank + 1)
-        answers = [one.answer() for one in (trainer, plain, two, worker)]
-        assert answers[1][2] == 3
+        assert [one.answer() for one in (trainer, plain, two, worker)][1][2] == 3
         transfer(1, trainer, plain, two, worker)
 
 
@@ -354,8 +353,7 @@ def test_setup_forms_the_group_where_it_is_told_and_teardown_ends_it_explorers_f
         one.answer()
     assert met_at(job)["port"] == port
     assert explorer_report(job, "e").group == met_at(job)["group_name"]
-    found = meet(1, trainer, explorer)
-    assert found[0][1] == met_at(job)["group_name"]
+    assert meet(1, trainer, explorer)[0][1] == met_at(job)["group_name"]
     transfer(1, trainer, explorer)
     explorer("succeeded", 1)
     trainer.tell("call", "coordinate_weight_sync_teardown")

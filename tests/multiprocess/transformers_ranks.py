@@ -142,8 +142,7 @@ def failing(root: Path) -> None:
     """Rank 1 fails before it saves step 3, rank 0 behind; neither waits for the other."""
     callback = SyncdCallback(root / "job", saving=EVERY_STEP)
     trainer = _trainer(root, FailsAt(3))
-    rank = trainer.args.process_index
-    if rank == 0:
+    if trainer.args.process_index == 0:
         callback.add_to(trainer)
     else:
         trainer.add_callback(callback)
@@ -173,8 +172,7 @@ def by_hand(root: Path) -> None:
         saving=EVERY_STEP,
     ) as hook:
         for step in range(1, 4):
-            batch = default_data_collator(_data(2))
-            model(**batch).loss.backward()
+            model(**default_data_collator(_data(2))).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             hook.after_step(step)

@@ -135,8 +135,7 @@ def gated(root: Path) -> None:
         return path.read_text().strip() if path.exists() else "nothing"
 
     def write(step: int, number: float) -> None:
-        state = {"weight": torch.full((3,), number)}
-        torch.save(state, layout.actor(step) / shard_name(2, rank))
+        torch.save({"weight": torch.full((3,), number)}, layout.actor(step) / shard_name(2, rank))
 
     def late(step: int) -> None:
         write(step, 1.0)

@@ -91,8 +91,7 @@ class Sender(Worker):
         for (_, parameter), value in zip(
             self.model.named_parameters(), weights_of(step).values(), strict=True
         ):
-            local = torch.chunk(value, self.world_size)[self.rank :][:1]
-            for mine in local:
+            for mine in torch.chunk(value, self.world_size)[self.rank :][:1]:
                 parameter.to_local().data.copy_(mine)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -327,8 +326,7 @@ def late_and_removed(job: Job) -> None:
     """A replica that joins late has the newest version at once; one that left is not waited for."""
     job.update(1)
     (worker,) = group(Receiver, 1, job.rollout).workers
-    late = Replica(2, job.rollout, [worker])
-    job.manager.add_replicas([late])
+    job.manager.add_replicas([Replica(2, job.rollout, [worker])])
     job.check(1)
     left = job.replicas[0]
     job.manager.remove_replicas([left])

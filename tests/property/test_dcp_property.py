@@ -84,8 +84,7 @@ def test_any_chunks_in_any_files_make_the_tensor(
 
 def looked_up(folder: Path) -> list[float]:
     """The elements of ``w``, through the plan of a merge, without a child process."""
-    contents = over_the_wire(parsed((folder / ".metadata").read_bytes()))
-    stored = contents.tensors["w"]
+    stored = over_the_wire(parsed((folder / ".metadata").read_bytes())).tensors["w"]
     labels = sorted({chunk.file for chunk in stored.chunks})
     content = {label: (folder / label).read_bytes() for label in labels}
     parts: dict[str, list[Local]] = {label: [] for label in labels}
@@ -157,8 +156,7 @@ def test_any_metadata_is_read_or_an_error_of_ours(change: Edit, where: float) ->
 @FUZZ
 @any_edit
 def test_any_file_is_read_or_an_error_of_ours(folder: Path, change: Edit, where: float) -> None:
-    contents = parsed((folder / ".metadata").read_bytes())
-    dtype, shape, (chunk, _) = contents.tensors["weight"]
+    dtype, shape, (chunk, _) = parsed((folder / ".metadata").read_bytes()).tensors["weight"]
     data = (folder / chunk.file).read_bytes()
     path = folder / "changed.distcp"
     path.write_bytes(change(data, int(where * (len(data) - 1))))

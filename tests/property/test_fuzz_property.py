@@ -134,8 +134,7 @@ def test_a_save_with_a_changed_pickle_is_planned_or_an_error_of_ours(
         for path in (SET[0], tmp_path / "shard.pt", *SET[2:]):
             with ShardFile.open(STORAGE, path) as opened:
                 indexes.append(ShardIndex(path.name, opened.tensors(parse=child.read_pieces)))
-        plan = plan_merge(indexes, max_file_size=GIB)
-        assert plan.data_size < GIB
+        assert plan_merge(indexes, max_file_size=GIB).data_size < GIB
     except CheckpointError as error:
         says(error, "")
 

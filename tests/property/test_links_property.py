@@ -86,8 +86,7 @@ def test_a_piece_of_several_blocks_is_written_by_blocks(tmp_path: Path, dtype: s
 
 
 def test_every_flipped_byte_of_a_link_is_found_and_any_of_the_base(tmp_path: Path) -> None:
-    generator = np.random.default_rng(1)
-    old = generator.integers(0, 256, 900, np.uint8).tobytes()
+    old = np.random.default_rng(1).integers(0, 256, 900, np.uint8).tobytes()
     new = bytearray(old)
     new[10:40:2] = bytes(15)
     pieces = [
@@ -205,7 +204,6 @@ def test_any_bytes_are_read_or_refused(content: bytes, length: int) -> None:
         path.write_bytes(content + LENGTH.pack(length))
         index = content[len(content) - length :] if length <= len(content) else b""
         try:
-            digest = xxhash.xxh3_128_hexdigest(index)
-            index_at(path, digest)
+            index_at(path, xxhash.xxh3_128_hexdigest(index))
         except LinkError:
             pass

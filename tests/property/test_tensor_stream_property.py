@@ -78,8 +78,7 @@ def test_any_parts_are_read_in_order_into_buffers_of_any_size(
             found = bytearray()
             turn = 0
             while len(found) < len(expected):
-                count = min(sizes[turn % len(sizes)], len(expected) - len(found))
-                buffer = bytearray(count)
+                buffer = bytearray(min(sizes[turn % len(sizes)], len(expected) - len(found)))
                 stream.read_into(memoryview(buffer))
                 found += buffer
                 turn += 1

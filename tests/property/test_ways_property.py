@@ -41,8 +41,7 @@ def folders(draw: st.DrawFn) -> dict[int, Save]:
             continue
         save_id = draw(st.sampled_from([f"run-{step}-{step}", f"other-{step}-{step}"]))
         base = draw(NAMES | FOREIGN | (st.none() if kind == "full" else st.nothing()))
-        near = st.just(f"{save_id.partition('-')[0]}-{step - 1}-{step - 1}")
-        base = draw(near | st.just(base))
+        base = draw(st.just(f"{save_id.partition('-')[0]}-{step - 1}-{step - 1}") | st.just(base))
         make = Links if kind == "links" else Shards
         found[step] = make(step, save_id, receipts=(receipt(step, save_id, base),))
     return found

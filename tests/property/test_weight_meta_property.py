@@ -150,8 +150,7 @@ def test_a_meta_that_no_tensors_have_is_refused(content: bytes) -> None:
 
 
 def test_a_header_of_impossible_sizes_is_refused() -> None:
-    meta = WeightMeta((WeightSpec("a", "F32", (1,)),))
-    header = Header.of(meta, 0, has_digests=True)
+    header = Header.of(WeightMeta((WeightSpec("a", "F32", (1,)),)), 0, has_digests=True)
     assert header.bucket_bytes == ALIGNED
     for changed in ({"meta_bytes": 0}, {"meta_bytes": META_LIMIT + 1}, {"bucket_bytes": 1}):
         with pytest.raises(BroadcastError):

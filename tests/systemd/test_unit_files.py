@@ -120,8 +120,7 @@ def test_a_follower_has_its_command_line_and_may_write_where_it_stages(tmp_path:
         "--budget", "64", "--command", said, "--memory-dir", "/memory/job", "--option=--ask",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    text = result.output.partition("syncd-follow@gpu0.service.d/job.conf <<'END'\n")[2]
-    found = settings(text)
+    found = settings(result.output.partition("syncd-follow@gpu0.service.d/job.conf <<'END'\n")[2])
     reset, command = found["ExecStart"]
     assert reset == ""
     words = shlex.split(command.replace("$$", "$").replace("%%", "%"))
@@ -165,8 +164,7 @@ def test_a_configuration_without_a_job_is_no_unit(config: Path, text: str) -> No
 
 def test_a_job_that_is_not_there_is_said(tmp_path: Path, config: Path) -> None:
     (tmp_path / "job").rmdir()
-    result = syncd("print", "demo", "--config", config)
-    assert isinstance(result.exception, JobUnavailableError)
+    assert isinstance(syncd("print", "demo", "--config", config).exception, JobUnavailableError)
 
 
 # -- read by systemd -------------------------------------------------------------------------------

@@ -75,8 +75,7 @@ def test_the_names_are_those_that_peft_saves(kind: str, name: str) -> None:
     # PEFT would save the frozen embedding of an adapted one too: it is the base model's.
     truth = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     for keys in (model.state_dict(), trained):
-        found = saved(keys, config.bias)
-        assert sorted(found.values()) == sorted(truth)
+        assert sorted(saved(keys, config.bias).values()) == sorted(truth)
 
 
 def test_lora_put_into_a_bare_model_has_the_names_of_a_peft_model() -> None:

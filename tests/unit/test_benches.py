@@ -236,8 +236,7 @@ def test_a_bench_of_every_full_checkpoint_moves_nobody_else(served: SmallJob) ->
         seen = bench.every_full_checkpoint(hook, root, timeout=LONG)
         for step, version in zip((0, 4, 8), seen, strict=True):
             assert version.step == step
-            actor = served.actor(step)
-            assert engine.content == (actor / "model.safetensors").read_bytes()
+            assert engine.content == (served.actor(step) / "model.safetensors").read_bytes()
             assert (report(served, "bench").bench, report(served, "bench").step) == (step, None)
             assert serving.pull(0) is None
             with hook_of(served, f"newcomer-{step}") as newcomer:

@@ -53,8 +53,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
     The bytes that matter are then written through torch's own map of the file.
     """
-    folder = tmp_path_factory.mktemp("big")
-    path = folder / "model_world_size_1_rank_0.pt"
+    path = tmp_path_factory.mktemp("big") / "model_world_size_1_rank_0.pt"
     big = torch.empty(BIG, dtype=torch.bfloat16)  # never touched: it takes no memory
     later = {
         "late": big[2**31 + 5 : 2**31 + 1005].view(20, 50),

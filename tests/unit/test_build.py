@@ -165,8 +165,7 @@ def test_a_reader_sees_an_adapter_and_a_module_is_never_loaded_with_it(job: Smal
 
 
 def test_the_trained_biases_are_those_that_the_config_says(job: SmallJob) -> None:
-    config = CONFIG.replace(b"none", b"lora_only")
-    manifest = published(job, PEFT_SAVE | {TOLD: config})
+    manifest = published(job, PEFT_SAVE | {TOLD: CONFIG.replace(b"none", b"lora_only")})
     assert {entry.name for entry in manifest.tensors} == {*SAVED, f"{Q}.base_layer.bias"}
 
 
@@ -209,8 +208,7 @@ def test_small_files_of_another_save_do_not_count(
     if listed is not None:
         told = (vouched(f"huggingface/{name}", files[f"huggingface/{name}"]) for name in listed)
         job.receipt(4, "run-4-0", 0, 1, receipt_of(content), *told)
-    manifest = serve(job)
-    assert names_in(manifest) == published | {"model.safetensors"}
+    assert names_in(serve(job)) == published | {"model.safetensors"}
     assert caplog.text.count("its hidden_size is 6, but") == (width == 6)
     assert "no config.json" not in caplog.text
     assert invoke("merge", actor, tmp_path / "out").exit_code == 0
@@ -265,8 +263,7 @@ def test_a_vouched_file_that_is_wrong_is_waited_for_before_any_weights_are_copie
     job.storage = storage = RuledStorage()
     with job.daemon(clock=clock) as loop:
         loop.rounds(3, 1)
-        told = f"{path} is {reason} the receipt of save run-4-0"
-        assert job.daemon_says.detail.startswith(told)
+        assert job.daemon_says.detail.startswith(f"{path} is {reason} the receipt of save run-4-0")
         written = [str(given[-1]) for how, given in storage.calls if how in {"link", "create"}]
         assert not [name for name in written if name.endswith("model.safetensors")]
         assert job.versions == []
@@ -372,8 +369,7 @@ def test_an_adapter_that_cannot_be_published_is_quarantined_and_the_next_save_se
         loop.rounds(3, 5)
         assert job.outcomes == {4: "quarantined"}
         assert job.versions == []
-        told = job.refusal
-        assert re.search(reason, told.reason)
+        assert re.search(reason, job.refusal.reason)
         job.save(5)
         loop.rounds(3, 5)
     assert job.latest.step == 5
@@ -502,5 +498,4 @@ def test_a_version_of_before_there_were_kinds_is_a_full_model(job: SmallJob) -> 
         record = json.loads(path.read_bytes())
         del record["kind"]
         path.write_text(json.dumps(record))
-    manifest = serve(job)
-    assert (job.versions, manifest.kind) == (["v000001"], "full")
+    assert (job.versions, serve(job).kind) == (["v000001"], "full")

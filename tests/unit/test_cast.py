@@ -205,8 +205,7 @@ def test_a_merge_that_casts_does_not_import_torch_itself(tmp_path: Path) -> None
     )
     arguments = ("merge", "--dtype", "bf16", str(actor), str(tmp_path / "out"))
     subprocess.run([sys.executable, "-c", program, *arguments], check=True, timeout=120)
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found["weight"].dtype == torch.bfloat16
+    assert load_file(tmp_path / "out" / "model.safetensors")["weight"].dtype == torch.bfloat16
 
 
 # -- a child that does not work ----------------------------------------------------------------

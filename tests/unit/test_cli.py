@@ -183,8 +183,7 @@ def test_a_folder_without_a_save_says_what_was_looked_for(tmp_path: Path) -> Non
     empty = tmp_path / "empty"
     empty.mkdir()
     for folder in (empty, tmp_path, actor.parent):
-        result = failed(errors.SaveNotReadyError, "merge", folder, out)
-        said = str(result.exception)
+        said = str(failed(errors.SaveNotReadyError, "merge", folder, out).exception)
         assert said.startswith(f"{folder} ")
         assert "looked for model_world_size_N_rank_R.pt, model.safetensors, " in said
         assert (f"give its actor folder instead: {actor}" in said) == (folder == actor.parent)
@@ -348,8 +347,7 @@ def test_a_dry_run_says_what_would_go_and_changes_nothing(served: SmallJob) -> N
 
 def test_pruning_deletes_what_the_dry_run_said(served: SmallJob) -> None:
     said = syncd("prune", served, "--dry-run", "--keep", "2").output
-    done = syncd("prune", served, "--keep", "2").output
-    assert done == said.replace("would delete", "deleted")
+    assert syncd("prune", served, "--keep", "2").output == said.replace("would delete", "deleted")
     assert served.versions == ["v000002", "v000003"]
     assert len(served.audit) == 3
     assert syncd("prune", served).output == "nothing to delete\n"
@@ -412,8 +410,7 @@ def test_ctrl_c_ends_every_command_with_130(name: str, monkeypatch: pytest.Monke
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    command = cli.get_command(click.Context(cli), name)
-    monkeypatch.setattr(command, "make_context", interrupted)
+    monkeypatch.setattr(cli.get_command(click.Context(cli), name), "make_context", interrupted)
     assert syncd(name).exit_code == 130
 
 
@@ -548,8 +545,7 @@ def test_what_is_not_there_is_an_error_of_its_own(served: SmallJob, tmp_path: Pa
 def test_a_paused_job_says_so_and_is_not_pruned_by_hand(served: SmallJob) -> None:
     assert "no daemon runs on this job now" in syncd("pause", served).output
     assert "paused by" in syncd("status", served).output
-    refused = syncd("prune", served, "--keep", 1)
-    assert "is paused" in str(refused.exception)
+    assert "is paused" in str(syncd("prune", served, "--keep", 1).exception)
     assert syncd("prune", served, "--dry-run").output == "nothing to delete\n"
     assert "takes effect when a daemon runs" in syncd("resume", served).output
     assert syncd("resume", served).output == "was not paused\n"

@@ -129,8 +129,7 @@ def test_every_command_has_json() -> None:
 
 
 def test_help_lists_the_commands_in_groups() -> None:
-    shown = invoke("--help").output
-    groups = re.findall(r"^(\w[\w ]*):\n((?:  .*\n)+)", shown, re.MULTILINE)
+    groups = re.findall(r"^(\w[\w ]*):\n((?:  .*\n)+)", invoke("--help").output, re.MULTILINE)
     listed = {group: re.findall(r"^  (\w+) ", lines, re.MULTILINE) for group, lines in groups}
     assert listed == {
         "Serve": ["run", "follow"],
@@ -202,8 +201,7 @@ def test_completion_is_to_be_had_as_the_page_says(tmp_path: Path, language: str)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
 
     def run(*argv: str, **more: str) -> str:
-        done = completed(argv, env={**env, **more}, check=True, timeout=120)
-        return done.stdout
+        return completed(argv, env={**env, **more}, check=True, timeout=120).stdout
 
     if language == "bash":
         run("bash", "-ec", f"{line}\ncomplete -p syncd")

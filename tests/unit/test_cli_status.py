@@ -145,8 +145,7 @@ def test_a_reason_that_explorers_share_is_told_once(served: SmallJob) -> None:
         explorer(served, f"node-{number}", refused="version 1: no room", fault=fault)
     lines = shown(served).splitlines()
     assert "problem  node-0 faulty. its engine died. Restart it" in lines
-    shared = "problem  node-1, node-2, node-3, node-4 and 4 more refuses v1. version 1: no"
-    assert shared in lines
+    assert "problem  node-1, node-2, node-3, node-4 and 4 more refuses v1. version 1: no" in lines
     assert sum("version 1:" in line for line in lines) == 1
 
 
@@ -158,8 +157,7 @@ def test_stopped_explorers_are_the_last(served: SmallJob, height: int | None) ->
         explorer(served, f"node-{number:02d}", **more)
     lines = shown(served, height=height).splitlines()
     names = [line.split()[:2] for line in lines if line.startswith("node-")]
-    running = [[f"node-{number:02d}", "running"] for number in (0, 2, 4)]
-    assert names[:3] == running
+    assert names[:3] == [[f"node-{number:02d}", "running"] for number in (0, 2, 4)]
     assert {status for _, status in names[3:]} == {"stopped"}
     assert ("and 2 more, none live (--json)" in lines) == (height == 10)
 
@@ -323,8 +321,7 @@ def test_a_job_of_a_newer_syncd_is_not_shown_as_if_it_had_no_daemon(
 ) -> None:
     reports(served, 0)
     file: Path = getattr(served.layout, path)
-    record = json.loads(file.read_bytes()) | {"protocol": 99}
-    served.put(file, json.dumps(record).encode())
+    served.put(file, json.dumps(json.loads(file.read_bytes()) | {"protocol": 99}).encode())
     assert isinstance(status(served.root).exception, ProtocolMismatchError)
     state = look_anyway(served.root)
     assert isinstance(state, UnseenJob)
@@ -394,8 +391,7 @@ def test_a_large_fleet_that_goes_live_leaves_room_for_what_else_happened(served:
 
 def test_numbers_and_paths_that_nobody_can_mean_leave_valid_json(served: SmallJob) -> None:
     reports(served, 0, memory_dir="/srv/\0", host=socket.gethostname())
-    seen = printed(served.root)
-    assert "null" in seen["memory"]["unseen"]
+    assert "null" in printed(served.root)["memory"]["unseen"]
     record = served.layout.daemon_report
     content = json.loads(record.read_bytes())
     content["merge"]["seconds"] = "BEYOND"
@@ -444,8 +440,7 @@ def test_it_is_shown_again_until_ctrl_c(served: SmallJob, where: str) -> None:
     in_place = b"\x1b[1A" in told or b"\x1b[2K" in told
     assert in_place == (where == "terminal")
     if more:
-        lines = told.decode().splitlines()[:-1]
-        assert json.loads(lines[0])["latest"]["sequence"] == 1
+        assert json.loads(told.decode().splitlines()[:-1][0])["latest"]["sequence"] == 1
 
 
 @pytest.mark.parametrize(

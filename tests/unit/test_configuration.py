@@ -69,8 +69,7 @@ def test_the_command_line_says_only_what_was_typed(tmp_path: Path) -> None:
         "keep": (2, "--keep"),
         "cast": ("bf16", "--dtype"),
     }
-    path = file(tmp_path, "prune_foreign = true\nexit_when_idle = true\n")
-    found = load(path, {}, said).config
+    found = load(file(tmp_path, "prune_foreign = true\nexit_when_idle = true\n"), {}, said).config
     assert (found.prune_foreign, found.digests, found.job) == (False, False, Path("job"))
     assert found.exit_when_idle
 
@@ -205,8 +204,7 @@ def test_a_removed_key_option_or_command_ends_with_what_to_do_instead(
 
 
 def test_every_mistake_has_a_line_of_its_own(tmp_path: Path) -> None:
-    path = file(tmp_path, "keep = 0\ntick = 61\nkepe = 1\n")
-    lines = mistakes(path, SYNCD_KEEP_DELTAS="none")
+    lines = mistakes(file(tmp_path, "keep = 0\ntick = 61\nkepe = 1\n"), SYNCD_KEEP_DELTAS="none")
     assert len(lines) == 4
     assert "the environment: SYNCD_KEEP_DELTAS" in next(x for x in lines if "DELTAS" in x)
 
@@ -370,8 +368,7 @@ def test_the_command_line_stays_above_a_file_that_is_read_again(tmp_path: Path) 
 
 
 def test_the_example_of_the_documentation_can_be_used(tmp_path: Path) -> None:
-    example = blocks("configuration.md", "toml")[0]
-    found = load(file(tmp_path, example), {})
+    found = load(file(tmp_path, blocks("configuration.md", "toml")[0]), {})
     assert found.config.max_shard_size == 4_000_000_000
     assert found.config.dead_reader_grace == 600
 

@@ -195,8 +195,7 @@ def test_what_is_no_whole_full_checkpoint_is_refused(job: SmallJob, tmp_path: Pa
     assert everything(job) == before
     result = invoke("convert", job.root)
     assert (result.exit_code, result.stdout) == (2, "")
-    missing = invoke("convert", tmp_path / "global_step_9")
-    assert isinstance(missing.exception, JobUnavailableError)
+    assert isinstance(invoke("convert", tmp_path / "global_step_9").exception, JobUnavailableError)
 
 
 def test_a_step_folder_is_converted_wherever_it_was_copied_to(
@@ -309,10 +308,8 @@ def test_cut_off_at_any_call_there_is_one_whole_model_or_none_and_the_next_one_e
         except Killed:
             folder = model_of(job)
         if holds_a_model(folder):
-            found = {float(tensor[0]) for tensor in weights(job).values()}
-            assert found in ({2.0}, {value})
-        save = look_at_step(job, 2)
-        done = has_weights(STORAGE, folder, save)
+            assert {float(tensor[0]) for tensor in weights(job).values()} in ({2.0}, {value})
+        done = has_weights(STORAGE, folder, look_at_step(job, 2))
         run(job, max_file_size=size)
         assert {float(tensor[0]) for tensor in weights(job).values()} == {value}
         verify(folder)

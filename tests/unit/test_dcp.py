@@ -285,8 +285,7 @@ def test_extra_state_is_left_out_and_anything_else_in_the_model_is_an_error(tmp_
     checkpoint.add_bytes("lr_scheduler", "x")
     build(checkpoint.write(tmp_path / "fine"), tmp_path / "out")
     checkpoint.add_bytes("model", "config")
-    wrong = checkpoint.write(tmp_path / "wrong")
-    refuses(wrong, r"'model\.config' is in the model's state dict")
+    refuses(checkpoint.write(tmp_path / "wrong"), r"'model\.config' is in the model's state dict")
 
 
 def test_without_a_planners_word_names_are_as_they_are(tmp_path: Path) -> None:
@@ -330,8 +329,7 @@ def test_another_save_in_the_same_folder_is_another_identity(tmp_path: Path) -> 
     folder = small().write(tmp_path)
     known = {look(folder).identity}
     for name in (".metadata", "__1_0.distcp"):
-        content = (folder / name).read_bytes()
-        (folder / name).write_bytes(content + b" ")
+        (folder / name).write_bytes((folder / name).read_bytes() + b" ")
         known.add(look(folder).identity)
     (folder / "__2_0.distcp").touch()
     known.add(look(folder).identity)

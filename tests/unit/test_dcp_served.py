@@ -206,8 +206,7 @@ def test_a_save_beside_weights_of_another_kind_is_not_announced(
 ) -> None:
     own = of(1).write(tmp_path / "own")
     for step, name in ((1, ".receipts"), (2, "model_world_size_1_rank_0.pt")):
-        actor = of(1).write(job.actor(step))
-        (actor / name).mkdir()
+        (of(1).write(job.actor(step)) / name).mkdir()
         for folder in (None, own):
             with pytest.raises(
                 InvalidSettingsError, match=r"of another save\. Therefore the daemon"

@@ -102,8 +102,7 @@ def test_a_foreign_save_must_lie_still_for_a_tick() -> None:
     moving = job(save=FOREIGN, save_still_for=CONFIG.tick / 2)
     assert actions(moving) == []
     assert "have not changed for 1 s" in decide(moving, CONFIG).waiting_for
-    still = job(save=FOREIGN, save_still_for=CONFIG.tick)
-    assert actions(still) == [Publish(FOREIGN)]
+    assert actions(job(save=FOREIGN, save_still_for=CONFIG.tick)) == [Publish(FOREIGN)]
 
 
 @pytest.mark.parametrize("state", [state for state in PointerState if state.value[0] == "i"])
@@ -150,8 +149,7 @@ def test_a_version_whose_leasing_was_ended_by_a_daemon_that_died_goes() -> None:
 
 def test_the_lease_folder_of_a_version_that_is_gone_is_closed_when_it_is_empty() -> None:
     assert actions(job(lease_folders=(1, 2, 3))) == [CloseLeaseFolder(1)]
-    held = job(lease_folders=(1, 2, 3), leases=(LeaseSeen(1, "a.s", None),))
-    assert actions(held) == []
+    assert actions(job(lease_folders=(1, 2, 3), leases=(LeaseSeen(1, "a.s", None),))) == []
 
 
 @pytest.mark.parametrize(
@@ -253,8 +251,7 @@ def test_only_a_version_below_latest_that_can_be_leased_is_served_again(sequence
 
 
 def test_a_version_that_is_asked_for_is_not_retired() -> None:
-    seen = job(latest=5, versions=(1, 2, 4, 5), rollbacks=(ASKED,))
-    assert retired(seen) == [1]
+    assert retired(job(latest=5, versions=(1, 2, 4, 5), rollbacks=(ASKED,))) == [1]
 
 
 def test_in_a_pause_records_are_kept_and_requests_carried_out_and_nothing_else_is_done() -> None:

@@ -25,8 +25,7 @@ PAIR, FOUR = (0, 1), (0, 1, 2, 3)
 
 
 def of_2_13(ranks: tuple[int, ...], *axes: Inert, at: object = (0,)) -> Inert:
-    layout = inert(axes=axes)
-    return inert(_layout=layout, _flatten_rank_map=ranks, _coordinate_on_dim=at)
+    return inert(_layout=inert(axes=axes), _flatten_rank_map=ranks, _coordinate_on_dim=at)
 
 
 def of_2_5(shape: tuple[int, ...], ranks: list[int], at: list[int]) -> Inert:
@@ -55,8 +54,7 @@ def test_the_same_mesh_is_read_from_every_release_s_form() -> None:
 
 def test_a_flattened_dimension_has_as_many_ranks_as_those_it_is_made_of() -> None:
     ranks = tuple(range(8))
-    flat = read_mesh(of_2_13(ranks, FLAT, at=(3,)))
-    assert flat == Mesh((4,), (3,), (True,), None)
+    assert read_mesh(of_2_13(ranks, FLAT, at=(3,))) == Mesh((4,), (3,), (True,), None)
     assert known(of_2_10(((2, 2), 2), ((4, 1), 2), ranks, (3, 0)))[:3] == (
         (4, 2),
         (3, 0),
@@ -84,8 +82,7 @@ def test_two_ranks_agree_on_a_mesh_s_identity_if_both_are_on_it() -> None:
     for own, other in itertools.combinations(ranks, 2):
         same = [left == right for left, right in zip(by_own[own], by_own[other], strict=True)]
         outer = own // 2 % 2 == other // 2 % 2
-        inner = (own // 4, own % 2) == (other // 4, other % 2)
-        assert same == [outer, inner, outer, True]
+        assert same == [outer, (own // 4, own % 2) == (other // 4, other % 2), outer, True]
     assert all(found[0] == found[2] is not None for found in by_own.values())
     assert known(of_2_5((2, 2), [0, 1, 4, 5], [0, 0])).identity == by_own[0][0]
 

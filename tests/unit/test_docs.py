@@ -146,8 +146,7 @@ def test_data_can_be_parsed(block: Block) -> None:
 
 def command_lines(block: str) -> Iterator[list[str]]:
     """The words behind ``syncd`` of each command of a shell's block, or of a session with one."""
-    joined = re.sub(r"\\\n\s*", " ", block)
-    for line in joined.splitlines():
+    for line in re.sub(r"\\\n\s*", " ", block).splitlines():
         lexer = shlex.shlex(line.removeprefix("$ "), posix=True, punctuation_chars="|&;()<>")
         lexer.whitespace_split = True
         try:
@@ -251,5 +250,4 @@ def test_every_test_and_every_file_that_a_page_names_is_there(page: str) -> None
     assert {one for one in paths if not any(ROOT.glob(one.rstrip("/")))} == set()
     files = {one for one in named if re.fullmatch(r"test_\w+\.py", one)}
     assert files - {path.name for path in TESTS} == set()
-    functions = {one for one in named if re.fullmatch(r"test_\w+", one)}
-    assert functions - FUNCTIONS == set()
+    assert {one for one in named if re.fullmatch(r"test_\w+", one)} - FUNCTIONS == set()

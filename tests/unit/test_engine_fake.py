@@ -58,8 +58,7 @@ def test_it_fails_where_it_is_told_and_no_more_often(engine: FakeEngine, tmp_pat
 
 
 def test_a_call_hangs_until_it_is_released(engine: FakeEngine, tmp_path: Path) -> None:
-    first = version(tmp_path, 1)
-    thread = threading.Thread(target=engine.load, args=(first,))
+    thread = threading.Thread(target=engine.load, args=(version(tmp_path, 1),))
     with engine.hanging("load") as hang:
         thread.start()
         assert hang.reached.wait(60)
@@ -83,5 +82,4 @@ def test_neither_it_nor_the_checks_need_torch() -> None:
         "import sys; import explorer_hooks.engines.conformance, explorer_hooks.engines.fake; "
         "sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], check=False, timeout=60)
-    assert done.returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0

@@ -62,14 +62,11 @@ def test_names_are_mapped_by_a_prefix_a_mapping_or_a_function(net: Net, tmp_path
     version = made(tmp_path, wrapped)
     TorchModule(net, prefix="module.").load(version)
     assert bits(net.one.weight) == truth["one.weight"].content
-    swapped = {"one.weight": truth["one.weight"], "head": truth["two.weight"]}
-    version = made(tmp_path, swapped, 2)
+    version = made(tmp_path, {"one.weight": truth["one.weight"], "head": truth["two.weight"]}, 2)
     TorchModule(net, rename={"head": "two.weight"}).load(version)
     assert bits(net.two.weight) == truth["two.weight"].content
-    with_more = truth | {"rotary": TensorBytes("F32", (1,), bytes(4))}
-    version = made(tmp_path, with_more, 3)
-    engine = TorchModule(net, rename=lambda name: None if name == "rotary" else name)
-    engine.check(version)
+    version = made(tmp_path, truth | {"rotary": TensorBytes("F32", (1,), bytes(4))}, 3)
+    TorchModule(net, rename=lambda name: None if name == "rotary" else name).check(version)
     unfit(net, version, "rotary is not in the module")
     unfit(net, version, r"both renamed to two\.weight", rename={"rotary": "two.weight"})
     unfit(net, version, r"one\.weight is not in the version", prefix="modul.")
@@ -90,8 +87,7 @@ def test_names_that_differ_by_a_prefix_have_a_remedy_that_works(net: Net, tmp_pa
 
 
 def test_a_cast_is_made_only_where_it_is_asked_for(net: Net, tmp_path: Path) -> None:
-    values = torch.tensor([1.0, 1.00390625, -3.14159, 65504.0, 1e-30])
-    content = bits(values)
+    content = bits(torch.tensor([1.0, 1.00390625, -3.14159, 65504.0, 1e-30]))
     tensors = random_tensors(SPECS, 1) | {
         "two.weight": TensorBytes("F32", (5,), content),
         "one.weight": TensorBytes("F32", (4, 3), bits(torch.randn(4, 3))),
@@ -284,8 +280,7 @@ def test_extra_state_of_a_module_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_state_dict_that_is_made_up_cannot_be_filled(tmp_path: Path) -> None:
-    why = r"one\.weight in the module's state dict cannot be filled"
-    unfit(Copied(), made(tmp_path), why)
+    unfit(Copied(), made(tmp_path), r"one\.weight in the module's state dict cannot be filled")
 
 
 def test_inference_goes_on_with_inference_mode_and_requires_grad_as_it_was(

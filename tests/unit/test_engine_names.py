@@ -78,8 +78,7 @@ def test_a_module_of_either_names_is_filled_by_a_version_of_either(
 
 
 def test_pieces_are_read_into_the_modules_own_tensors(tmp_path: Path) -> None:
-    storage = RuledStorage()
-    version = made(tmp_path, "hub", storage=storage)
+    version = made(tmp_path, "hub", storage=RuledStorage())
     engine = TorchModule(Named(state()), in_place="direct")
     engine.load(version)
     memory = engine._buffer._memory
@@ -221,8 +220,7 @@ def test_vllm_gets_the_trainers_names_only_if_it_finds_them(
 
 
 def test_a_server_is_compared_by_both_names_and_refused_by_both(tmp_path: Path) -> None:
-    base = made(tmp_path, "hub", 9).folder
-    fits = Fits(base)
+    fits = Fits(made(tmp_path, "hub", 9).folder)
     fits.check(made(tmp_path, "trainer", 1))
     tensors = state()
     del tensors["experts.down_proj"]

@@ -313,8 +313,7 @@ def test_an_adapter_for_another_base_model_is_refused_where_both_are_known(
 
 
 def test_an_adapter_of_other_tokens_is_refused(tmp_path: Path) -> None:
-    truth = lora_qwen(trainable_token_indices=[1, 2])
-    version = adapter_version(tmp_path, truth)
+    version = adapter_version(tmp_path, lora_qwen(trainable_token_indices=[1, 2]))
     TransformersModel(lora_qwen(trainable_token_indices=[1, 2])).check(version)
     with pytest.raises(EngineMismatchError, match="trainable_token_indices"):
         TransformersModel(lora_qwen(trainable_token_indices=[3, 4])).check(version)

@@ -102,10 +102,8 @@ def test_a_rename_in_flight_while_another_takes_over_is_refused(
 def test_what_a_superseded_daemon_makes_while_its_room_is_emptied_is_emptied_too(
     job: SmallJob, hosts: Hosts
 ) -> None:
-    old = job.take_over()
-    late = room_of(old) / ".tmp-LATEST-late"
-    storage = hosts.ruled(once("rmdir", lambda _: late.touch(), where="epoch/1"))
-    epoch = job.take_over(storage)
+    late = room_of(job.take_over()) / ".tmp-LATEST-late"
+    epoch = job.take_over(hosts.ruled(once("rmdir", lambda _: late.touch(), where="epoch/1")))
     assert rooms(job) == ["2"]
     assert any("LATEST-late" in path.name for path in epoch.condemned())
 
@@ -159,8 +157,7 @@ def test_a_take_over_goes_through_though_answers_are_lost(job: SmallJob, hosts: 
 
 
 def test_an_error_of_a_live_room_is_raised_as_it_is(job: SmallJob, hosts: Hosts) -> None:
-    storage = hosts.ruled(refuse("rename", errno.EIO))
-    epoch = job.take_over(storage)
+    epoch = job.take_over(hosts.ruled(refuse("rename", errno.EIO)))
     built(epoch, 1)
     with fails(errno.EIO):
         epoch.publish_version(1)

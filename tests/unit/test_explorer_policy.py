@@ -89,8 +89,7 @@ def times_out(hook: ExplorerHook, match: str, timeout: float = 0.05) -> None:
 
 
 def serves_after_first(hook: ExplorerHook, number: int) -> None:
-    served = hook.wait_until_served(LONG, newer_than=Version(1, 1))
-    assert served == Version(number, number)
+    assert hook.wait_until_served(LONG, newer_than=Version(1, 1)) == Version(number, number)
 
 
 def test_a_step_syncs_where_the_settings_say_so(job: SmallJob, engine: FakeEngine) -> None:
@@ -373,8 +372,7 @@ def test_a_pull_from_a_job_that_was_removed_says_so(tmp_path: Path, engine: Fake
     root.mkdir()
     with ExplorerHook(root, "explorer", engine, poll=0.02) as hook:
         shutil.rmtree(root)
-        gone = rf"; {JobLayout(root).format} is not there: is its storage mounted\?$"
-        times_out(hook, gone)
+        times_out(hook, rf"; {JobLayout(root).format} is not there: is its storage mounted\?$")
 
 
 @pytest.mark.parametrize("call", ["pull", "wait_until_served"])

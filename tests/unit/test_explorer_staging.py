@@ -85,8 +85,7 @@ def test_what_another_has_copied_is_held_and_not_copied_again(
 ) -> None:
     storage = no_links()
     first = Staging(stage, storage=no_links()).stage(version)
-    second = Staging(stage, storage=storage).stage(version)
-    assert first.folder == second.folder
+    assert first.folder == Staging(stage, storage=storage).stage(version).folder
     assert storage.count("create", stage) == 0
     assert storage.count("open_read", job.layout.published) == 0
 
@@ -178,8 +177,7 @@ def test_a_budget_is_kept_and_what_is_not_held_makes_room(job: SmallJob, stage: 
         with pytest.raises(NotStagedError, match="do not fit into the stage folder's budget of 10"):
             Staging(stage, 10).stage(version)
         assert copies(stage) == []
-        manifest = (version.folder / "manifest.json").stat().st_size
-        staging = Staging(stage, size + manifest + 20)
+        staging = Staging(stage, size + (version.folder / "manifest.json").stat().st_size + 20)
         first = staging.stage(version)
     publish(job, 2)
     with held(job) as version:
@@ -316,12 +314,10 @@ def test_a_copy_is_cancelled_and_leaves_nothing(version: LeasedVersion, stage: P
 def test_a_copy_that_is_removed_as_it_is_to_be_held_is_made_again(
     version: LeasedVersion, stage: Path
 ) -> None:
-    staging = Staging(stage)
-    staging.stage(version).release()
+    Staging(stage).stage(version).release()
     sweeper = Staging(stage)
     storage = RuledStorage(once("fstat", lambda *_: sweeper.tidy(), where=""))
-    copy = Staging(stage, storage=storage).stage(version)
-    copy.verify()
+    Staging(stage, storage=storage).stage(version).verify()
 
 
 @pytest.mark.parametrize(

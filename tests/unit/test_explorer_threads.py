@@ -94,8 +94,7 @@ def test_a_cancel_waits_for_no_storage(job: SmallJob, engine: FakeEngine) -> Non
         assert begun.wait(LONG)
         try:
             # What is served is known, though the lease before does not go.
-            version = aside(hook.wait_until_served, 1, newer_than=first).result(30)
-            assert version.step == 2
+            assert aside(hook.wait_until_served, 1, newer_than=first).result(30).step == 2
             aside(hook.cancel).result(30)
         finally:
             free.set()

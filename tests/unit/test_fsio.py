@@ -261,10 +261,8 @@ def test_each_refused_way_falls_back_to_the_next_with_the_same_bytes(
     tmp_path: Path, refused: int, name: str
 ) -> None:
     storage = refusing(refused, getattr(errno, name))
-    found = copied(storage, tmp_path, at=100, to=7, count=5000)
-    assert found == b"\0" * 7 + CONTENT[100:5100]
-    tried = [method for method, _ in storage.calls if method in WAYS]
-    assert tried == WAYS[: refused + 1]
+    assert copied(storage, tmp_path, at=100, to=7, count=5000) == b"\0" * 7 + CONTENT[100:5100]
+    assert [method for method, _ in storage.calls if method in WAYS] == WAYS[: refused + 1]
 
 
 @pytest.mark.parametrize("name", ["ENOSPC", "EIO", "EDQUOT", "EBADF", "ESTALE"])

@@ -251,8 +251,7 @@ def tied() -> nn.ModuleDict:
 def test_the_weights_of_a_full_state_dict_are_loaded(root: Path, job: SmallJob) -> None:
     torch.manual_seed(0)
     model, again = tied(), tied()
-    optimizer = adamw(model)
-    write_full(root, 1, model, optimizer)
+    write_full(root, 1, model, adamw(model))
     actor = job.actor(1)
     (actor / SHARD).unlink()
     content = safetensors_bytes({"embed.weight": model["embed"].weight.detach()})

@@ -518,8 +518,7 @@ def test_a_history_fits_80_columns_and_needs_no_colour(
     file = Journal(job, wall=lambda: 1.8e9)
     file.note("published", version=123456, step=1234567, seconds=5900.0, latency=86000.0)
     for number in range(9):
-        name = f"{'long-' * 9}\n{number}"
-        file.note("live", version=123456, explorer=name, seconds=12.3)
+        file.note("live", version=123456, explorer=f"{'long-' * 9}\n{number}", seconds=12.3)
     file.write()
     monkeypatch.setenv("COLUMNS", "80")
     result = invoke("history", job.root)

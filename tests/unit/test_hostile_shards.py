@@ -466,8 +466,7 @@ def sharing(state: object) -> bytes:
 
 
 def test_tensors_of_one_layout_share_one_position(tmp_path: Path) -> None:
-    path = put(tmp_path, sharing({"a": on_one_mesh(), "b": on_one_mesh()}))
-    first, second = read(path).values()
+    first, second = read(put(tmp_path, sharing({"a": on_one_mesh(), "b": on_one_mesh()}))).values()
     assert isinstance(first, Local)
     assert isinstance(second, Local)
     assert first.position == Position((2, 1), (1, 0), first.position and first.position.mesh)
@@ -522,8 +521,7 @@ STRANGE: list[object] = [
 
 @pytest.mark.parametrize("number", range(len(STRANGE)))
 def test_a_placement_of_any_kind_is_told_in_few_words(both: Both, number: int) -> None:
-    content = shard({"weight": placed(STRANGE[number])})
-    assert both(content, "weight has placements").isprintable()
+    assert both(shard({"weight": placed(STRANGE[number])}), "weight has placements").isprintable()
 
 
 def test_a_sharded_tensor_is_read_as_its_chunks(tmp_path: Path, child: IsolatedParser) -> None:

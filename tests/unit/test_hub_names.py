@@ -182,8 +182,7 @@ def test_transformers_loads_the_names_of_a_type(model_type: str) -> None:
             model = kind._from_config(tiny_config(model_type))
         names = name_map_of(model)
         if names is not None and names.refused is None:
-            found = load_fault(kind, model.config, hub_shapes(names, shapes(model)))
-            assert found == LoadFault()
+            assert load_fault(kind, model.config, hub_shapes(names, shapes(model))) == LoadFault()
 
 
 # Of the rules of qwen2_5_omni alone, names are made that no model has.
@@ -198,8 +197,7 @@ def test_names_of_the_hub_stay(model_type: str) -> None:
         names = name_map.map_by_type(config, tensors)
         if names is None or names.refused:
             continue
-        hub = on_hub(names, tensors)
-        again = name_map.map_by_type(config, hub)
+        again = name_map.map_by_type(config, on_hub(names, tensors))
         assert again is None, (kind, again.tensors())
 
 
@@ -233,12 +231,10 @@ def test_the_trainers_names_stay_if_they_are_asked_for(tmp_path: Path, sequence:
     manifest = build(tmp_path / "actor", tmp_path / "out", names="trainer", sequence=sequence)
 
     assert manifest.names == "trainer"
-    found = dict(tensors_in(tmp_path / "out"))
-    assert found.keys() == model.state_dict().keys()
+    assert dict(tensors_in(tmp_path / "out")).keys() == model.state_dict().keys()
     # Explorers that load in place need the map, whatever the names are, and benches too (0).
     assert NAME_MAP in {file.name for file in manifest.files}
-    names = NameMap.read((tmp_path / "out" / NAME_MAP).read_bytes(), "it")
-    assert names == name_map_of(model)
+    assert NameMap.read((tmp_path / "out" / NAME_MAP).read_bytes(), "it") == name_map_of(model)
 
 
 def test_a_model_that_is_the_same_on_the_hub_has_no_names(tmp_path: Path) -> None:
@@ -267,8 +263,7 @@ def test_a_full_state_dict_is_split_too(tmp_path: Path) -> None:
 
 
 def test_a_head_of_another_class_is_refused_for_its_names_alone(tmp_path: Path) -> None:
-    model = tiny_model("qwen3_moe")
-    save_by_hand(model, tmp_path / "actor")
+    save_by_hand(tiny_model("qwen3_moe"), tmp_path / "actor")
     config = tmp_path / "actor" / HUGGINGFACE / "config.json"
     told = json.loads(config.read_text()) | {"architectures": ["Qwen3MoeForSomethingElse"]}
     config.write_text(json.dumps(told))
@@ -366,8 +361,7 @@ def test_names_that_cannot_be_told_are_refused_with_the_reason() -> None:
 def test_a_model_of_the_trainers_names_is_mapped_all_the_same(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe")
     model.save_pretrained(tmp_path, save_original_format=False)
-    again = type(model).from_pretrained(tmp_path)
-    assert name_map_of(again) == name_map_of(model)
+    assert name_map_of(type(model).from_pretrained(tmp_path)) == name_map_of(model)
 
 
 def test_merge_and_convert_take_names(tmp_path: Path) -> None:

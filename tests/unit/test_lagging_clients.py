@@ -345,8 +345,7 @@ def test_an_explorer_that_looked_for_a_version_too_early_waits_and_leaves_no_lea
     job: SmallJob, hosts: LaggingHosts
 ) -> None:
     look_at_all(job, job.explorers)
-    daemon = serve(job)
-    publish_unseen(job, daemon, 1)
+    publish_unseen(job, serve(job), 1)
     with Reader(job.root, "explorer", poll=0.001, storage=job.explorers) as reader:
         with pytest.raises(VersionGoneError):
             reader.lease(job.latest)

@@ -260,8 +260,7 @@ def test_a_version_that_is_leased_cannot_be_retired_and_can_when_it_is_let_go(
     job: SmallJob,
 ) -> None:
     job.lease_folder(3).mkdir()
-    leases = [job.lease(3, "session", name) for name in ("one", "two")]
-    for lease in leases:
+    for lease in [job.lease(3, "session", name) for name in ("one", "two")]:
         with fails(errno.ENOTEMPTY):
             STORAGE.rmdir(job.lease_folder(3))
         lease.release()
@@ -306,6 +305,5 @@ def test_a_lease_is_released_though_the_job_was_unmounted_for_one_look(job: Smal
         once("status", lambda *_: away.rename(leases), where="leases"),
     ]
     (leases / "v000001").mkdir(parents=True)
-    lease = Lease.take(Job(storage, job.layout), 1, "explorer", "s")
-    lease.release()
+    Lease.take(Job(storage, job.layout), 1, "explorer", "s").release()
     assert list((leases / "v000001").iterdir()) == []

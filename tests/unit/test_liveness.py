@@ -62,8 +62,7 @@ def test_clocks_that_differ_make_no_live_process_lost_and_no_dead_one_live(
     with TemporaryDirectory() as folder:
         clock = Clock()
         clock.advance(now)
-        live = Beating(Path(folder) / "live.lock", clock, ahead)
-        liveness, waited = in_one_look(live)
+        liveness, waited = in_one_look(Beating(Path(folder) / "live.lock", clock, ahead))
         assert liveness == "alive"
         assert waited <= 11
         dead = Beating(Path(folder) / "dead.lock", clock, ahead, until=clock.now - dead_for)

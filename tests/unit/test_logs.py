@@ -172,8 +172,7 @@ def test_the_one_control_character_that_json_leaves_is_escaped_too(
 
 
 def test_a_name_in_the_job_forges_no_line_of_a_daemon(job: SmallJob) -> None:
-    name = f"q.broken-{FORGED}\x1b[2J"
-    (job.layout.sessions / name).mkdir()
+    (job.layout.sessions / f"q.broken-{FORGED}\x1b[2J").mkdir()
     with Daemon(job.root) as daemon:
         line = daemon.wait_for_log("q.broken-")
         daemon.terminate()

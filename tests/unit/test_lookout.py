@@ -20,8 +20,7 @@ def heartbeats(job: SmallJob, count: int) -> list[str]:
 
 
 def lookout(job: SmallJob, storage: FastStorage, clock: Clock, *, tick: float = TICK) -> Lookout:
-    judge = Judge(storage, LEASE_TIME, clock=clock)
-    return Lookout(judge, job.layout, tick=tick, clock=clock)
+    return Lookout(Judge(storage, LEASE_TIME, clock=clock), job.layout, tick=tick, clock=clock)
 
 
 def test_each_tick_looks_at_its_share_and_every_heartbeat_has_its_turn(
@@ -41,8 +40,7 @@ def test_each_tick_looks_at_its_share_and_every_heartbeat_has_its_turn(
         assert 40 <= len(opened) <= 60
         for name in opened:
             looked[name].append(clock.now)
-    gaps = [b - a for times in looked.values() for a, b in pairwise(times)]
-    assert max(gaps) <= LEASE_TIME / 3
+    assert max([b - a for times in looked.values() for a, b in pairwise(times)]) <= LEASE_TIME / 3
 
 
 @pytest.mark.slow

@@ -147,8 +147,7 @@ def test_an_answer_that_takes_long_is_not_given_up_for_connections_that_ask_for_
         asking = connected(port, stack)
         asking.send(b"GET / HTTP/1.0\r\n\r\n")
         assert Slow.begun.wait(DEADLINE)
-        idle = [connected(port, stack) for _ in range(20)]
-        for one in idle[:-3]:
+        for one in [connected(port, stack) for _ in range(20)][:-3]:
             assert one.recv(1) == b""  # closed for one that came later
         Slow.may_end.set()
         with asking.makefile("rb") as answer:

@@ -69,8 +69,7 @@ def test_so_many_merge_and_the_next_is_whoever_asked_first() -> None:
 
 
 def test_who_has_nothing_to_merge_any_more_leaves_its_place() -> None:
-    merging = Merging(1)
-    a, b, c = merging.all("a b c")
+    a, b, c = Merging(1).all("a b c")
     assert a.take()
     assert not b.take()
     assert not c.take()
@@ -539,5 +538,4 @@ def test_the_example_of_the_documentation_can_be_used_and_made_a_unit_of(tmp_pat
     config.write_text(blocks("systemd.md", "toml")[0].replace("/shared/jobs", str(root)))
     told = load(config, {})
     assert (told.root, told.config.concurrent_merges) == (root, 2)
-    printed = invoke("unit", "print", "all", "--config", config)
-    assert f"ReadWritePaths=-{root}\n" in printed.output
+    assert f"ReadWritePaths=-{root}\n" in invoke("unit", "print", "all", "--config", config).output

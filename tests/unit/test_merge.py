@@ -155,8 +155,7 @@ def test_a_wrong_crc_of_any_record_is_found_used_or_not(
     digests: bool,
 ) -> None:
     """``data/0`` of rank 3 is padding alone: it has none of the three rows."""
-    path = shard_paths(stored)[3]
-    flip(path, record, 0)
+    flip(shard_paths(stored)[3], record, 0)
     with pytest.raises(ShardFormatError, match=f"rank_3.pt: record {record} does not match"):
         merge(opened(stored), tmp_path / "out", digests=digests, check_crc=True)
 

@@ -256,8 +256,7 @@ def test_a_survey_of_explorers_ends_when_another_daemon_takes_over(
 
 
 def test_explorers_that_measure_have_pause_and_load(job: SmallJob, said: Measured) -> None:
-    reload = Reload(sequence=1, step=1, pause=0.5, load=0.25)
-    report(job, "a", 1, reload=reload)
+    report(job, "a", 1, reload=Reload(sequence=1, step=1, pause=0.5, load=0.25))
     report(job, "b", 1, fault="its engine died")
     said.meter.round_ended(0.0)
     assert said("explorer_pause_seconds", explorer="a") == 0.5
@@ -449,8 +448,7 @@ def test_every_metric_that_an_alert_names_is_there() -> None:
     for rule in group["rules"]:
         check(rule["expr"])
         assert rule["labels"]["severity"] in {"warning", "critical"}
-        text = " ".join(rule["annotations"].values())
-        used = set(re.findall(r"\$labels\.(\w+)", text))
+        used = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
         assert used <= labels_of(rule["expr"])
 
 

@@ -87,8 +87,7 @@ def test_configs_are_those_of_save_pretrained_and_the_models_stay(
 def test_a_quantization_config_stays_beside_quantized_tensors_only(dtype: torch.dtype) -> None:
     trained = model(quantization_config={"quant_method": "fp8"})
     trained.lm_head.weight = nn.Parameter(torch.zeros(8, 8).to(dtype), requires_grad=False)
-    is_kept = hasattr(published_config(trained), "quantization_config")
-    assert is_kept == (dtype is not torch.float32)
+    assert hasattr(published_config(trained), "quantization_config") == (dtype is not torch.float32)
 
 
 def test_generation_values_that_transformers_refuses_are_written(

@@ -166,15 +166,13 @@ def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize("said", [True, False], ids=["digests", "no digests"])
 def test_parts_are_copied_where_links_cannot_be_had(tmp_path: Path, *, said: bool) -> None:
     paths = put(tmp_path, said=said)
-    storage = RuledStorage(refuse("link", errno.EPERM))
-    manifest = publish(tmp_path, storage=storage)
+    manifest = publish(tmp_path, storage=RuledStorage(refuse("link", errno.EPERM)))
     assert (tmp_path / "out" / paths[0].name).stat().st_ino != paths[0].stat().st_ino
     verify_version(STORAGE, tmp_path / "out", manifest)
 
 
 def test_a_copy_that_is_not_what_was_written_is_not_published(tmp_path: Path) -> None:
-    paths = put(tmp_path)
-    flip(paths[0], -2)
+    flip(put(tmp_path)[0], -2)
     storage = RuledStorage(refuse("link", errno.EPERM))
     with pytest.raises(ShardFormatError, match=r"model-00001-of-00003\.safetensors .* wrote"):
         publish(tmp_path, storage=storage)

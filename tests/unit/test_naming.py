@@ -212,8 +212,7 @@ def test_a_memory_folder_keeps_the_trainers_own_file_unless_told_otherwise(tmp_p
     job = SmallJob(tmp_path / "job")
     told = {}
     for names in (None, "hub"):
-        config = RunConfig(memory_dir=tmp_path / "memory", names=names)
-        services = Services(job.root, config)
+        services = Services(job.root, RunConfig(memory_dir=tmp_path / "memory", names=names))
         told[names] = [keeper.config.names for keeper in services._keepers.values()]
     assert told == {None: [None, "trainer"], "hub": ["hub", "hub"]}
 

@@ -310,8 +310,7 @@ def test_what_ranks_found_is_put_together(job: SmallJob) -> None:
     assert told == NonFinite(count=6, names=("a", "b", "c", "d"))
     assert str(told) == "NaN or Inf in 6 tensors (a, b, c, d, …)"
     for rank in range(2):
-        finite = shards[rank].model_copy(update={"nonfinite": NONE})
-        job.receipt(1, "run-1-9", rank, 3, finite)
+        job.receipt(1, "run-1-9", rank, 3, shards[rank].model_copy(update={"nonfinite": NONE}))
     assert look_at_save(job.storage, actor, 1).nonfinite is None
 
 

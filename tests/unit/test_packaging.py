@@ -68,8 +68,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, tree / name, follow_symlinks=False)
     # By tar: the safe way of tarfile came with Python 3.11.4.
-    archive = _build(tree, "build_sdist")
-    subprocess.run(["tar", "-xzf", str(archive), "-C", str(folder)], check=True)
+    subprocess.run(["tar", "-xzf", str(_build(tree, "build_sdist")), "-C", str(folder)], check=True)
     return folder / f"syncd-{syncd.__version__}"
 
 

@@ -112,8 +112,7 @@ def test_what_someone_wrote_last_is_published_though_the_first_look_does_not_see
 ) -> None:
     storage = RuledStorage()
     job = SmallJob(tmp_path / "job", storage)
-    config = DaemonConfig(tick=0.05, exit_when_idle=True)
-    service = Service(job.root, config, storage=storage)
+    service = Service(job.root, DaemonConfig(tick=0.05, exit_when_idle=True), storage=storage)
     participant = Session(job.layout, LEASE_TIME)
 
     def not_there(path: Path) -> None:

@@ -264,8 +264,7 @@ def test_tensors_are_renamed_or_left_out_and_files_begin_with_the_stem() -> None
 
 def test_a_tensor_that_is_left_out_need_not_be_whole() -> None:
     index: Index = {"a": local((2,)), "lost": rows(1, 2)}
-    made = plan(index, rename=lambda name: None if name == "lost" else name)
-    assert only(made).name == "a"
+    assert only(plan(index, rename=lambda name: None if name == "lost" else name)).name == "a"
 
 
 def test_two_tensors_of_one_new_name_are_an_error_that_names_both() -> None:
@@ -359,8 +358,7 @@ def test_what_only_later_ranks_have_comes_behind() -> None:
 
 def test_every_tensor_is_aligned_to_its_dtype() -> None:
     dtypes = ["BOOL", "I64", "BF16", "F32", "U8", "F64"]
-    made = plan({dtype: local((3,), dtype=dtype) for dtype in dtypes})
-    (file,) = made.files
+    (file,) = plan({dtype: local((3,), dtype=dtype) for dtype in dtypes}).files
     assert len(file.header) % 8 == 0
     header = json.loads(file.header[8:])
     assert header.pop("__metadata__") == {"format": "pt"}

@@ -125,8 +125,7 @@ def test_a_version_goes_when_its_last_lease_does(job: SmallJob) -> None:
     published(job, 3)
     for session in ("a", "b"):
         job.session(session).touch()
-    leases = [job.lease(1, "a"), job.lease(1, "b")]
-    for lease in leases:
+    for lease in [job.lease(1, "a"), job.lease(1, "b")]:
         round_of(job, keep=1)
         assert job.versions == ["v000001", "v000003"]
         lease.release()
@@ -324,8 +323,7 @@ def test_what_a_daemon_set_aside_and_did_not_decide_on_is_put_back_by_the_next(
 ) -> None:
     published(job, 2)
     before = sorted(path.name for path in job.step(1).rglob("*"))
-    epoch = job.take_over()
-    epoch.set_aside(job.step(1))
+    job.take_over().set_aside(job.step(1))
     assert not job.step(1).exists()
     round_of(job, prune_steps=False)
     assert sorted(path.name for path in job.step(1).rglob("*")) == before

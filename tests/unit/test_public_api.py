@@ -49,8 +49,7 @@ def test_the_page_has_each_name_of_a_module_and_no_other(module: str) -> None:
         rf"^## `{re.escape(module)}`$(.*?)(?=^## |\Z)", _text("api.md"), re.M | re.S
     )
     assert section, f"docs/api.md has no section on {module}"
-    told = re.findall(r"^- `(\w+)`[ :]", section[1], re.MULTILINE)
-    assert sorted(told) == sorted(public(module))
+    assert sorted(re.findall(r"^- `(\w+)`[ :]", section[1], re.MULTILINE)) == sorted(public(module))
 
 
 def _undocumented(callee: Callee) -> Iterator[str]:
@@ -86,8 +85,7 @@ def test_every_error_is_public() -> None:
 
 
 def test_names_that_are_loaded_when_used_are_those_that_are_promised() -> None:
-    homes = explorer_hooks._HOMES
-    assert list(homes) == explorer_hooks.__all__
+    assert list(explorer_hooks._HOMES) == explorer_hooks.__all__
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = explorer_hooks.Nothing  # type: ignore[attr-defined]
 

@@ -77,8 +77,7 @@ def test_a_child_that_parses_finds_the_same(
     written: Path, opened: Open, child: IsolatedParser, name: str
 ) -> None:
     for here, there in zip(opened(written / name), opened(written / name), strict=True):
-        found = there.tensors(parse=child.read_pieces)
-        assert list(found.items()) == list(here.tensors().items())
+        assert list(there.tensors(parse=child.read_pieces).items()) == list(here.tensors().items())
 
 
 @pytest.mark.slow

@@ -211,8 +211,7 @@ def test_a_remote_version_is_rolled_back_to_as_any_other(job: SmallJob) -> None:
 def test_the_command_that_verifies_says_where_the_weights_are(job: SmallJob) -> None:
     point_to(job)
     rounds(job)
-    result = invoke("verify", job.root)
-    assert result.output == f"v000001: step 9, remote: {TINKER}\n"
+    assert invoke("verify", job.root).output == f"v000001: step 9, remote: {TINKER}\n"
 
 
 def test_decide_gives_up_only_what_is_overdue() -> None:

@@ -298,8 +298,7 @@ def test_a_heartbeat_that_this_client_remembers_as_missing_is_asked_for(
     storage = job.hosts.storage()
     assert not storage.exists(job.session("s-a"))
     explorers.come("a")
-    roster = Roster(Job(storage, job.layout), LEASE_TIME, background=False)
-    assert names(roster) == {"a"}
+    assert names(Roster(Job(storage, job.layout), LEASE_TIME, background=False)) == {"a"}
 
 
 def forget(*_: object) -> None:

@@ -82,8 +82,7 @@ def test_a_pointer_that_is_a_folder_or_a_link_names_no_step_and_says_the_reason(
     job.state_pointer.mkdir()
     seen = scanner.scan()
     assert seen.pointer.state is PointerState.UNREADABLE
-    waiting_for = decide(seen, CONFIG).waiting_for
-    assert waiting_for == f"{STATE_POINTER} cannot be read: not a regular file"
+    assert decide(seen, CONFIG).waiting_for == f"{STATE_POINTER} cannot be read: not a regular file"
     job.state_pointer.rmdir()
     job.state_pointer.symlink_to("elsewhere")
     assert scanner.scan().pointer.state is PointerState.UNREADABLE
@@ -121,8 +120,7 @@ def test_a_folder_above_a_job_names_the_job_and_looks_for_it_only_once(
     storage.calls.clear()
     assert scanner.waits_for() == f"{missing}, but {hint}"
     assert not any(str(root / "qwen") in str(given) for _, given in storage.calls)
-    served = Known(1, "run-4-0", {})
-    assert scanner.waits_for(served) == missing
+    assert scanner.waits_for(Known(1, "run-4-0", {})) == missing
 
 
 def test_a_new_job_without_a_job_below_waits_for_its_pointer(
@@ -131,8 +129,7 @@ def test_a_new_job_without_a_job_below_waits_for_its_pointer(
     (job.root / "logs").mkdir()
     (job.root / "notes.txt").touch()
     job.save(4, point=False)
-    waiting_for = scanner.waits_for()
-    assert waiting_for == f"{STATE_POINTER} is not there"
+    assert scanner.waits_for() == f"{STATE_POINTER} is not there"
 
 
 def test_a_pointer_to_a_step_that_is_not_there_is_not_yet(job: SmallJob, scanner: Settled) -> None:
@@ -172,8 +169,7 @@ def test_a_settled_save_is_not_looked_at_again(
         scanner.scan(known)
     storage.calls.clear()
     for _ in range(3):
-        seen = scanner.scan(known)
-        assert seen.save is not None
+        assert scanner.scan(known).save is not None
     assert storage.count("open_read", job.step(4)) == 0
     assert storage.count("names", job.step(4)) == 0
 
@@ -181,8 +177,7 @@ def test_a_settled_save_is_not_looked_at_again(
 def test_a_quarantined_save_is_settled_until_the_pointer_moves(
     job: SmallJob, scanner: Settled, storage: RuledStorage
 ) -> None:
-    outcome = SaveOutcome(identity=job.save(4), outcome="quarantined")
-    known = Known(0, None, {4: outcome})
+    known = Known(0, None, {4: SaveOutcome(identity=job.save(4), outcome="quarantined")})
     for _ in range(2):
         assert scanner.scan(known).outcome == "quarantined"
     storage.calls.clear()
@@ -275,9 +270,7 @@ def test_a_pointer_that_is_seen_while_it_is_written_hides_nothing_that_it_passes
 
 
 def test_a_step_that_was_deleted_by_hand_has_vanished(job: SmallJob, scanner: Settled) -> None:
-    identity = job.save(4)
-    known = published(3, identity)
-    assert scanner.scan(known).vanished == (3,)
+    assert scanner.scan(published(3, job.save(4))).vanished == (3,)
 
 
 def test_what_else_a_step_holds_is_seen(job: SmallJob, scanner: Settled) -> None:

@@ -61,8 +61,7 @@ def test_an_index_says_where_each_tensor_lies() -> None:
             assert len(opened.records) == len(archive.namelist())
             for entry in archive.infolist():
                 record = opened.records[entry.filename.partition("/")[2]]
-                content = os.pread(opened.fd, record.size, record.offset)
-                assert content == archive.read(entry)
+                assert os.pread(opened.fd, record.size, record.offset) == archive.read(entry)
                 assert record.crc32 == entry.CRC
         embed = opened.tensors()["embed.weight"]
         assert isinstance(embed, Local)

@@ -98,8 +98,7 @@ def test_large_tensors_are_saved_where_pages_begin_and_small_ones_are_not_padded
         ]
     assert len(offsets) == len(state)
     assert not any(offset % _PAGE for offset in offsets)
-    loaded_again = torch.load(path, weights_only=True)
-    assert_equal(loaded_again, state)
+    assert_equal(torch.load(path, weights_only=True), state)
 
     save(job.layout, {str(number): torch.ones(100) for number in range(100)})
     assert path.stat().st_size < 100 * _PAGE
@@ -147,8 +146,7 @@ def test_what_has_no_bytes_of_its_own_is_saved_without_asking_how_many(
     job: SmallJob,
 ) -> None:
     sparse = torch.rand(3, 3).to_sparse()
-    shard = save(job.layout, {"sparse": sparse, **large_state()})
-    found = torch.load(shard, weights_only=True)
+    found = torch.load(save(job.layout, {"sparse": sparse, **large_state()}), weights_only=True)
     assert torch.equal(found["sparse"].to_dense(), sparse.to_dense())
 
 
@@ -162,8 +160,7 @@ def xfs(tmp_path: Path) -> Iterator[Path]:
     with image.open("wb") as file:
         file.truncate(400_000_000)
     subprocess.run(("mkfs.xfs", "-q", str(image)), check=True)
-    mounted = subprocess.run(("mount", "-o", "loop", str(image), str(target)), check=False)
-    if mounted.returncode:
+    if subprocess.run(("mount", "-o", "loop", str(image), str(target)), check=False).returncode:
         pytest.skip("nothing can be mounted here")
     try:
         yield target

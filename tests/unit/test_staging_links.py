@@ -163,8 +163,7 @@ def test_a_host_without_a_copy_reads_the_version_and_the_links(
 
 
 def flip_in_header(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content.replace(b'"pt"', b'"qt"', 1))
+    path.write_bytes(path.read_bytes().replace(b'"pt"', b'"qt"', 1))
 
 
 def cut(path: Path) -> None:
@@ -211,8 +210,7 @@ def gone(linked: LinkedJob) -> None:
 
 
 def torn_record(linked: LinkedJob) -> None:
-    cut_to = linked.links[0].folder / DELTA
-    os.truncate(cut_to, 30)
+    os.truncate(linked.links[0].folder / DELTA, 30)
 
 
 def torn_file(linked: LinkedJob) -> None:
@@ -233,8 +231,7 @@ def huge(linked: LinkedJob) -> None:
     folder, link = linked.links[1]
     file = link.files[0].model_copy(update={"size": 2**40})
     os.truncate(folder / file.name, 2**40)
-    record = link.model_copy(update={"files": (file, *link.files[1:])})
-    (folder / DELTA).write_bytes(encode(record))
+    (folder / DELTA).write_bytes(encode(link.model_copy(update={"files": (file, *link.files[1:])})))
 
 
 def other_base(linked: LinkedJob) -> None:

@@ -132,8 +132,7 @@ import sys, numpy
 from trainer_hooks import WeightStream
 WeightStream(sys.argv[1]).save(1, {"a": numpy.zeros(2)})
 """
-    argv = [sys.executable, "-c", program, job.root]
-    done = completed(argv, check=True, timeout=120)
+    done = completed([sys.executable, "-c", program, job.root], check=True, timeout=120)
     assert done.stderr.startswith("the trainer ends without close()")
 
 

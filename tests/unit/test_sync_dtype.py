@@ -405,8 +405,7 @@ def test_a_cast_checkpoint_is_not_converted_without_its_full_receipts(
 
 
 def test_a_model_that_has_the_dtype_is_written_once(job: SmallJob) -> None:
-    model = nn.Linear(3, 2).bfloat16()
-    saved(job, model, full=True, sync_dtype="bf16")
+    saved(job, nn.Linear(3, 2).bfloat16(), full=True, sync_dtype="bf16")
     assert not (job.actor(1) / MASTER).exists()
     first, full = receipts(job)
     assert first.sync_dtype is full.sync_dtype is None
@@ -465,5 +464,4 @@ def test_status_says_the_dtype(job: SmallJob) -> None:
     published(job)
     root = str(job.root)
     assert "(BF16)" in invoke("status", root).stdout
-    told = json.loads(invoke("status", root, "--json").stdout)
-    assert told["latest"]["dtype"] == "BF16"
+    assert json.loads(invoke("status", root, "--json").stdout)["latest"]["dtype"] == "BF16"

@@ -89,8 +89,7 @@ class Members:
         return Version(self.job.latest.sequence, self.job.latest.step)
 
     def report(self, name: str = "explorer") -> ExplorerReport:
-        path = self.job.explorer(name)
-        return read(ExplorerReport, path)
+        return read(ExplorerReport, self.job.explorer(name))
 
     @property
     def status(self) -> str:
@@ -218,8 +217,7 @@ def test_what_is_there_is_taken_at_once_and_nothing_is_required(
 def test_a_wait_ends_with_a_newer_version_and_with_nothing_else(
     members: Members, trainer: TrainerSynchronizer, explorer: ExplorerSynchronizer
 ) -> None:
-    first = members.publish(1)
-    waiting = members.waiting(explorer, first)
+    waiting = members.waiting(explorer, members.publish(1))
     trainer.begin_save(2)  # a word of the trainer, and no new version
     members.explorer("other")
     goes_on(waiting)
@@ -624,8 +622,7 @@ def test_a_version_that_only_this_client_still_takes_for_the_newest_is_passed_ov
     layout.lease_folder(1).rmdir()  # retired
     job.put(layout.latest, old)  # as a cache has it, until the server is asked
     members.storage.once("utime", lambda *_: job.put(layout.latest, now))
-    names = [name for name, _ in explorer.get_model_state_dict_iterator()]
-    assert names == ["weight"]
+    assert [name for name, _ in explorer.get_model_state_dict_iterator()] == ["weight"]
 
 
 def test_paths_and_versions_are_of_the_newest(members: Members) -> None:
@@ -801,8 +798,7 @@ def test_a_transfer_takes_place_once_all_explorers_are_ready(
     members: Members, trainer: TrainerSynchronizer
 ) -> None:
     explorers = [members.explorer(f"e{number}") for number in range(3)]
-    stopped = members.explorer("stopped")
-    stopped.set_explorer_status(STOPPED)
+    members.explorer("stopped").set_explorer_status(STOPPED)
     for step in (4, 8):
         ready = [members.aside(one.ready_to_nccl_sync, timeout=LONG) for one in explorers[1:]]
         offering = members.aside(trainer.ready_to_nccl_sync, step, timeout=LONG)

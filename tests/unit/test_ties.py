@@ -38,8 +38,7 @@ def test_a_version_has_the_names_of_save_pretrained(
 ) -> None:
     model = tiny_model(model_type)
     model.save_pretrained(tmp_path / "truth")
-    found = version(model, tmp_path / "job", layout)
-    assert_equal(found, dict(tensors_in(tmp_path / "truth")))
+    assert_equal(version(model, tmp_path / "job", layout), dict(tensors_in(tmp_path / "truth")))
     again = type(model).from_pretrained(tmp_path / "job" / "out")
     assert_equal(again.state_dict(), model.state_dict())
 

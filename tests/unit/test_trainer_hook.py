@@ -132,8 +132,7 @@ def test_a_full_save_is_marked_only_after_all_of_it_is_there(
         "unlink global_step_2/.saving",
     ]
     assert [change for change in found if change in wanted] == wanted
-    actor = job.actor(2)
-    loaded = torch.load(actor / "optim_world_size_1_rank_0.pt", weights_only=True)
+    loaded = torch.load(job.actor(2) / "optim_world_size_1_rank_0.pt", weights_only=True)
     assert {name.split(".")[0] for name in loaded} == {"param_groups"}
 
 
@@ -180,8 +179,7 @@ def test_a_refused_write_is_raised_by_the_next_call_with_its_step(
 def test_a_failure_is_raised_by_a_call_that_is_not_due_as_well(
     start: Start, storage: RuledStorage
 ) -> None:
-    settings = SyncSettings(sync_interval=2)
-    hook = start(settings=settings)
+    hook = start(settings=SyncSettings(sync_interval=2))
     storage.refuse("rename", errno.EIO, where="model_world_size")
     hook.after_step(2)
     over(hook)
@@ -211,8 +209,7 @@ def test_only_due_steps_are_saved_and_each_says_what_the_one_before_wrote(
         "sync/announced_step",
     }
     assert told[2]["sync/announced_step"] == 2
-    size = (job.actor(2) / "model_world_size_1_rank_0.pt").stat().st_size
-    assert told[2]["sync/bytes"] == size
+    assert told[2]["sync/bytes"] == (job.actor(2) / "model_world_size_1_rank_0.pt").stat().st_size
 
 
 def test_what_is_saved_is_the_model_as_it_was_when_the_step_ended(
@@ -236,8 +233,7 @@ def test_config_and_tokenizer_are_receipted_and_end_up_in_the_version(
 ) -> None:
     model.config = Files(**{"config.json": "{}"})  # type: ignore[assignment]
     model.generation_config = Files(**{"generation_config.json": "{}"})  # type: ignore[assignment]
-    tokenizer = Files(**{"tokenizer.json": "[1]", "extra__merges.txt": "a b"})
-    save(start, tokenizer=tokenizer)
+    save(start, tokenizer=Files(**{"tokenizer.json": "[1]", "extra__merges.txt": "a b"}))
     names = {"config.json", "generation_config.json", "tokenizer.json", "extra/merges.txt"}
     found = look_at_save(job.storage, job.actor(4), 4)
     assert {f"huggingface/{name}" for name in names} < set(found.vouched())
@@ -402,8 +398,7 @@ def test_a_job_that_goes_away_is_named_with_the_remedy(
 
 def test_fsdp_config_says_the_world_size(job: SmallJob, start: Start) -> None:
     save(start)
-    told = json.loads((job.actor(4) / "fsdp_config.json").read_text())
-    assert told == {"world_size": 1}
+    assert json.loads((job.actor(4) / "fsdp_config.json").read_text()) == {"world_size": 1}
 
 
 def test_rank_0_does_not_wait_for_a_rank_that_failed(job: SmallJob) -> None:

@@ -378,8 +378,7 @@ def test_older_full_checkpoints_are_retired_once_the_newer_one_is_pointed_to(
             storage.rules.append(once("rename", look, where=f"global_step_{step - 1}/{RETIRED}"))
             checkpoint(hook, step)
     assert pointed == ["4\n"]
-    full = [step for step in (3, 4, 5) if (job.step(step) / FULL).exists()]
-    assert full == [4, 5]
+    assert [step for step in (3, 4, 5) if (job.step(step) / FULL).exists()] == [4, 5]
     assert (job.step(3) / RETIRED).exists()
 
 
@@ -486,8 +485,7 @@ def test_extra_state_that_only_code_could_load_is_left_out(
     saved(job.root, Odd("_extra_state", value))
     job.run()
     assert job.latest.step == 1
-    found = torch.load(job.actor(1) / SHARD, weights_only=True)
-    assert ("_extra_state" in found) == is_kept
+    assert ("_extra_state" in torch.load(job.actor(1) / SHARD, weights_only=True)) == is_kept
 
 
 # -- what fails --------------------------------------------------------------------------------
@@ -556,8 +554,7 @@ def test_a_gathered_file_that_the_pruner_took_is_written_again(
         job.step(4).rename(tmp_path / "trash")
 
     storage.rules.append(once("rename", prune, where="fsdp_config"))
-    saving = SaveSettings(layout=SaveLayout.FULL)
-    hook = start(saving=saving)
+    hook = start(saving=SaveSettings(layout=SaveLayout.FULL))
     hook.after_step(4)
     hook.close()
     assert job.pointed == "4\n"
@@ -596,8 +593,7 @@ def test_a_write_that_torch_is_refused_keeps_no_memory() -> None:
 def test_a_checkpoint_whose_mark_cannot_be_removed_is_not_written_again(
     job: SmallJob, start: Start, storage: RuledStorage
 ) -> None:
-    settings = SyncSettings(save_interval=4)
-    hook = start(settings=settings)
+    hook = start(settings=SyncSettings(save_interval=4))
     storage.refuse("unlink", errno.EACCES, where=SAVING)
     hook.after_step(4)
     over(hook)

@@ -124,8 +124,7 @@ def test_training_resumes_from_a_full_checkpoint_whose_weights_are_a_link(
         save(hook, 3)
         assert_equal(linked(job, 3, synced), halved(state(model)))
     other = model_of(torch.float32 if dtype else torch.bfloat16)
-    resumed = load_checkpoint(job.layout.root, other, step=2)
-    assert resumed is not None
+    assert load_checkpoint(job.layout.root, other, step=2) is not None
     assert_equal(state(other), truth)
     with ExplorerHook(job.layout.root, "bench", FakeEngine()) as bench:
         bench.load_step(2, DEADLINE)

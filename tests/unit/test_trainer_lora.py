@@ -334,8 +334,7 @@ def test_an_adapter_replaces_no_file_of_a_step_that_was_saved_merged(job: SmallJ
 def test_an_adapters_checkpoint_with_a_hugging_face_model_has_it_merged(job: SmallJob) -> None:
     model = lora()
     saved(job, model, 3, save_as_hf="always")
-    found = load_file(job.actor(3) / HUGGINGFACE / "model.safetensors")
-    assert_equal(found, unloaded(model))
+    assert_equal(load_file(job.actor(3) / HUGGINGFACE / "model.safetensors"), unloaded(model))
     with TrainerHook(job.root, model) as hook:
         checkpoint(hook, 4)
         hook.save_checkpoint(4, block_until_saved=True, save_as_hf=True)
@@ -344,8 +343,7 @@ def test_an_adapters_checkpoint_with_a_hugging_face_model_has_it_merged(job: Sma
 
 def test_a_tied_embedding_with_an_adapter_of_its_own_is_no_merged_model(job: SmallJob) -> None:
     model = lora(qwen(tied=True), target_modules=["embed_tokens"])
-    saving = SaveSettings(lora=SaveLora.MERGED, final=False)
-    hook = TrainerHook(job.root, model, saving=saving)
+    hook = TrainerHook(job.root, model, saving=SaveSettings(lora=SaveLora.MERGED, final=False))
     with pytest.raises(SaveFailedError, match=r"lm_head\.weight differs from .*embed_"):
         hook.after_step(1)
     hook.close()

@@ -152,6 +152,5 @@ def test_ranks_take_each_tensor_once_and_about_as_much_and_see_that_others_diffe
     assert sorted(name for part in parts for name in part) == sorted(given)
     loads = [sum(value.nbytes for value in part.values()) for part in parts]
     assert max(loads) - min(loads) <= max(sizes, default=0)
-    other = {**given, "more": torch.empty(1)}
-    list(stripe(other.items(), 0, ranks, seen.append))
+    list(stripe({**given, "more": torch.empty(1)}.items(), 0, ranks, seen.append))
     assert seen[-1] != seen[0]

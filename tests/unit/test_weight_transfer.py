@@ -159,8 +159,7 @@ def test_an_engine_gets_one_model_after_the_other_in_one_group(laden: Laden) -> 
 def test_a_model_that_is_not_contiguous_is_sent_as_it_is_seen() -> None:
     model = nn.Linear(4, 3, bias=False)
     model.weight = nn.Parameter(torch.arange(12.0).view(4, 3).t())
-    ranks = transfer(sent(model), received, filled(nn.Linear(4, 3, bias=False)))
-    for rank in ranks[1:]:
+    for rank in transfer(sent(model), received, filled(nn.Linear(4, 3, bias=False)))[1:]:
         assert_equal(rank.result(), tensors(model))
 
 

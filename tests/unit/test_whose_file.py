@@ -273,8 +273,7 @@ def test_a_copy_without_receipts_resumes_beside_what_an_older_run_has_left(
         (actor / f"{name}_world_size_8_rank_0.pt").write_bytes(b"of an older run")
     if not is_adapter:
         peft(config).save_pretrained(actor / "lora_adapter")
-    resumed = load_checkpoint(copy, new, optimizer=optimizers[1])
-    assert resumed is not None
+    assert load_checkpoint(copy, new, optimizer=optimizers[1]) is not None
     assert_equal(new.state_dict(), model.state_dict())
     (saved, loaded) = (next(iter(one.state.values()))["exp_avg"] for one in optimizers)
     assert torch.equal(saved, loaded)
@@ -313,8 +312,7 @@ def test_a_model_for_people_is_neither_pruned_nor_converted(
     assert all((job.step(step) / "optimizer.pt").exists() for step in (4, 5, 6))
     (job.actor(4) / "optim_world_size_1_rank_0.pt").touch()
     before = sorted(job.actor(4).rglob("*"))
-    refused = invoke("convert", job.step(4)).exception
-    assert "is a Hugging Face model already" in str(refused)
+    assert "is a Hugging Face model already" in str(invoke("convert", job.step(4)).exception)
     assert sorted(job.actor(4).rglob("*")) == before
 
 

@@ -101,8 +101,7 @@ def test_a_command_that_needs_torch_says_in_one_line_how_to_install_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.toml").write_text('job = "/job"\ncast = "bf16"\n')
-    done = _python("-c", _SYNCD, *arguments, code=2)
-    (line,) = done.stderr.splitlines()
+    (line,) = _python("-c", _SYNCD, *arguments, code=2).stderr.splitlines()
     assert line.startswith(f"syncd: {user} needs torch")
     assert line.endswith(_COMMAND)
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]

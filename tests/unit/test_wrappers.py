@@ -119,8 +119,7 @@ def test_a_part_that_is_a_model_gives_the_whole_no_config(
     told = [record for record in caplog.messages if "no config.json" in record]
     assert len(told) == 1
     assert "its part model" in told[0]
-    actor = job.layout.actor(1)
-    assert not (actor / "huggingface" / "config.json").exists()
+    assert not (job.layout.actor(1) / "huggingface" / "config.json").exists()
 
 
 def test_a_module_of_models_is_no_engine() -> None:

@@ -79,8 +79,7 @@ def many_jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("jobs")
     a_job(root / "well", 3, "node-1", "node-2")
     SmallJob(root / "empty")
-    dead = a_job(root / f"dead-{'long-' * 12}", 2, "node-1")
-    daemon(dead, time.time() - 3 * 3600)
+    daemon(a_job(root / f"dead-{'long-' * 12}", 2, "node-1"), time.time() - 3 * 3600)
     busy = a_job(root / "busy", 30, *(f"node-{number}-{'x' * 40}" for number in range(30)))
     for number in range(7):
         name = f"node-{number}-{'x' * 40}"
@@ -199,8 +198,7 @@ def test_every_state_fits_the_page_and_can_be_read(
             )
             fits = "const page = document.scrollingElement; return page.scrollWidth <= innerWidth"
             assert page.run(fits)
-            faint = page.run(FAINT)
-            assert faint == []
+            assert page.run(FAINT) == []
             ground = page.run("return getComputedStyle(document.body).backgroundColor")
             assert (sum(map(int, ground[4:-1].split(","))) < 200) == dark
             said = {"busy": "paused by me@login", "empty": "syncd run ", "well": "v3",

@@ -170,8 +170,7 @@ def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoi
         return str(error)
     world_size, save_id = _identity(receipts[0])
     vouched = _by_folder(receipts)
-    weights = _weights(vouched[ACTOR], world_size)
-    return FullCheckpoint(step, world_size, save_id, weights, vouched)
+    return FullCheckpoint(step, world_size, save_id, _weights(vouched[ACTOR], world_size), vouched)
 
 
 def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ...]:

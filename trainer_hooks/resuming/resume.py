@@ -226,8 +226,7 @@ def _chosen(job: Job, step: int | None) -> FullCheckpoint | None:
                 "directory"
             )
         return found.checkpoint
-    is_pointed = pointed_step(job) == step
-    checkpoint = look_at_checkpoint(job, step, is_pointed=is_pointed)
+    checkpoint = look_at_checkpoint(job, step, is_pointed=pointed_step(job) == step)
     if isinstance(checkpoint, str):
         raise CheckpointError(f"training cannot resume from step {step}, because {checkpoint}")
     return checkpoint

@@ -108,5 +108,4 @@ class LookedAtBytes:
 
     def _look(self, part: memoryview) -> None:
         if part and self.is_finite:
-            elements = torch.frombuffer(part, dtype=torch.uint8).view(self._dtype)
-            self.is_finite = is_finite(elements)
+            self.is_finite = is_finite(torch.frombuffer(part, dtype=torch.uint8).view(self._dtype))

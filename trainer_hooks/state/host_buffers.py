@@ -181,8 +181,7 @@ def _kept(
     # (Not the parameter itself: model.to cannot move a parameter that has a weak reference.)
     if old is not None and buffers == free and (layout is old.layout or layout == old.layout):
         return old
-    copies = [buffer.copy for buffer in buffers]
-    return _Kept(buffers, layout, _with_parts(tensor, copies, dtype))
+    return _Kept(buffers, layout, _with_parts(tensor, [buffer.copy for buffer in buffers], dtype))
 
 
 def _mapped(value: Any, copied: Callable[[Place, Tensor], Tensor], place: Place) -> Any:

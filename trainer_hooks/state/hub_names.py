@@ -98,8 +98,7 @@ class HubNames:
                 continue
             fault, files = LoadFault(), self._files_of(names)
             try:
-                config = published_config(self.model)
-                for answer in prove(kind, config, hub_shapes(names, shapes)):
+                for answer in prove(kind, published_config(self.model), hub_shapes(names, shapes)):
                     if answer is None:
                         yield files
                     else:
@@ -277,8 +276,7 @@ class _Trace:
         name = self._source_of.get(_memory(value))
         if name is None:
             raise _NotRowsError(f"{shown(hub_name)} is computed, not a part of a model's tensor")
-        source = self._sources[name]
-        shape = tuple(source.shape)
+        shape = tuple(self._sources[name].shape)
         for transposed in (False, True):
             sizes, steps = list(value.shape), list(value.stride())
             if transposed:

@@ -120,5 +120,4 @@ def run() -> None:
     answer, sys.stdout = sys.stdout, sys.stderr  # any model's code may print
     importlib.import_module("transformers.dynamic_module_utils").init_hf_modules()
     kind, config = (attrgetter(name)(importlib.import_module(module)) for module, name in names)
-    fault = load_fault(kind, config.from_dict(json.loads(content)), shapes)
-    print(json.dumps(fault), file=answer)
+    print(json.dumps(load_fault(kind, config.from_dict(json.loads(content)), shapes)), file=answer)

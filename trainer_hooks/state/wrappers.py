@@ -63,8 +63,7 @@ def hides(outer: nn.Module, own: str) -> bool:
 
 def own_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers of averages around a model, such as ``n_averaged``: needed only to resume."""
-    inner = trained_model(model)
-    held = set(inner.buffers())
+    held = set(trained_model(model).buffers())
     return {name.rpartition(".")[2]: one for name, one in model.named_buffers() if one not in held}
 
 

@@ -334,8 +334,7 @@ class RankFiles:
             write_part(self.job, self.actor / HUGGINGFACE, FULL_STATE_DICT, contents.hugging_face)
         elif contents.links_hugging_face:
             self.storage.make_folder(folder, below=self.folder)
-            source = self.actor / FULL_STATE_DICT
-            link_or_copy(self.storage, source, folder / FULL_STATE_DICT)
+            link_or_copy(self.storage, self.actor / FULL_STATE_DICT, folder / FULL_STATE_DICT)
 
     def add_hugging_face(self, weights: HostPart) -> None:
         """Add the full weights to a complete full checkpoint."""

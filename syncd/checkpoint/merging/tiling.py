@@ -61,8 +61,7 @@ class Transposed(NamedTuple):
         for first in range(0, stops[-1] if stops else 0, self.rows * width):
             begins = range(first, first + self.rows * width, width)
             rows = [list(leaves(cut(self.parts, stops, at, at + width))) for at in begins]
-            bounds = sorted({0}.union(*(ends(row) for row in rows)))
-            for begin, end in pairwise(bounds):
+            for begin, end in pairwise(sorted({0}.union(*(ends(row) for row in rows)))):
                 runs = (cut(row, ends(row), begin, end) for row in rows)
                 yield Weave((end - begin) // self.itemsize, tuple(chain.from_iterable(runs)))
 
@@ -193,8 +192,7 @@ def tile(
     tiled = []
     for number in range(max(map(len, choices), default=1)):
         cancel()
-        chosen = [alike[min(number, len(alike) - 1)] for alike in choices]
-        tiled.append(tiling.parts(chosen, 0, 1))
+        tiled.append(tiling.parts([alike[min(number, len(alike) - 1)] for alike in choices], 0, 1))
     return Tiled(tiled[0], tuple(tiled[1:]))
 
 
