@@ -299,8 +299,8 @@ class LaggingStorage(FastStorage):
             path, lambda folder, name: os.open(name, flags, 0o666, dir_fd=folder.fd)
         )
 
-    def open_append(self, path: Path) -> int:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    def open_append(self, path: Path, flag: int = os.O_APPEND) -> int:
+        flags = os.O_WRONLY | flag | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
         def one(folder: Handle, name: str) -> int:
             try:

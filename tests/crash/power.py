@@ -329,8 +329,8 @@ class RecordingStorage(FastStorage):
         return fd
 
     @recorded
-    def open_append(self, path: Path) -> int:
-        fd = super().open_append(path)
+    def open_append(self, path: Path, flag: int = os.O_APPEND) -> int:
+        fd = super().open_append(path, flag)
         node = self.disk.find(path)
         if node is None:
             node = self.disk.new(path, File())
