@@ -5,12 +5,12 @@ import math
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from tests.shards import Built, Named, Pickler, shard, tensor
 
-MODULE: Final = "torch.distributed.checkpoint.metadata"
-FILE: Final = "__0_0.distcp"
+MODULE = "torch.distributed.checkpoint.metadata"
+FILE = "__0_0.distcp"
 Shape = tuple[int, ...]
 
 

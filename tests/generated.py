@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from enum import StrEnum
-from typing import Final
 
 import click
 
@@ -23,17 +22,15 @@ from tests.doc_blocks import text_of
 from tests.doc_links import ROOT
 from tests.doc_lists import filled, item, listed
 
-_PART: Final = re.compile(
+_PART = re.compile(
     r"(^#+ (?P<heading>[^\n]*)\n(?:(?!#)[^\n]*\n)*?<!-- generated -->\n).*?(?=^<!-- end -->)",
     re.DOTALL | re.MULTILINE,
 )
 #: What stands in code on a page, and not in the text of ``--help``.
-_CODE: Final = re.compile(
-    r"(?<![`\w])'(syncd [^']*)'|(?<![`\w-])(--[a-z][\w-]*(?:=[\w-]+)?)(?![\w`-])"
-)
-_DEFAULT: Final = re.compile(r"\[default: (.*?)\]")
+_CODE = re.compile(r"(?<![`\w])'(syncd [^']*)'|(?<![`\w-])(--[a-z][\w-]*(?:=[\w-]+)?)(?![\w`-])")
+_DEFAULT = re.compile(r"\[default: (.*?)\]")
 #: The default and the bounds, at the end.
-_ASIDE: Final = re.compile(r"(\s*\[[^\]]*\])*$")
+_ASIDE = re.compile(r"(\s*\[[^\]]*\])*$")
 
 
 def generated(page: str) -> str:
@@ -159,7 +156,7 @@ def as_code(text: str) -> str:
 
 
 #: page → how a part is made of the heading above it.
-PARTS: Final[dict[str, Callable[[str], str]]] = {
+PARTS: dict[str, Callable[[str], str]] = {
     "docs/cli.md": usage,
     "docs/configuration.md": lambda heading: (
         keys(heading) if heading == "Keys" else settings(heading)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from syncd.protocol.names import HUGGINGFACE, shard_name
 from tests.hub_tables import classes
 
 #: What configs call their sizes, and how small they can be.
-_SMALL: Final[dict[str, Any]] = {
+_SMALL: dict[str, Any] = {
     "vocab_size": 64,
     "text_vocab_size": 64,
     "image_vocab_size": 16,
@@ -74,7 +74,7 @@ _SMALL: Final[dict[str, Any]] = {
     "eos_token_id": 3,
 }
 #: Beside these, what a type needs.
-_OWN: Final[dict[str, dict[str, Any]]] = {
+_OWN: dict[str, dict[str, Any]] = {
     "deepseek_ocr2": {
         "text_config": {
             "model_type": "deepseek_ocr2_text",

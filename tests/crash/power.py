@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from tests.storages import FastStorage
 
@@ -16,7 +16,7 @@ from tests.storages import FastStorage
 Tree = dict[str, tuple[int, bytes | None]]
 #: What becomes of a file that was not synced: (durable bytes, bytes in memory) → bytes found.
 Fate = Callable[[bytes, bytes], bytes]
-ROOT: Final = 0
+ROOT = 0
 
 
 class Killed(BaseException):

@@ -11,15 +11,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 from syncd.protocol.records import encode, parse
 from syncd.protocol.reports import GroupMember, Rendezvous
 from tests.places import ROOT
 
 #: Seconds of everything in a group, where all goes well: a guard alone.
-DEADLINE: Final = 120.0
-_ADDRESS: Final = "127.0.0.1"
+DEADLINE = 120.0
+_ADDRESS = "127.0.0.1"
 
 
 class Trainer:

@@ -9,7 +9,6 @@ import secrets
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
 import xxhash
 
@@ -34,7 +33,7 @@ from tests.shards import chunk, shard, sharded, tensor
 
 _CONFIG = b'{"model_type": "tiny"}'
 #: One element in so many is another one in the next save of an era.
-_EVERY: Final = 128
+_EVERY = 128
 
 
 class TrainerByHand:

@@ -7,14 +7,14 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 import pytest
 
 from tests.programs import completed
 
 #: Bytes written at once.
-_PIECE: Final = 1024 * 1024
+_PIECE = 1024 * 1024
 
 Kind = Literal["bytes", "inodes"]
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -43,10 +43,10 @@ from tests.weight_groups import meeting
 from tests.wrappings import CPU, mesh
 from trainer_hooks.fast_path import WeightSender
 
-WORLD_SIZE: Final = 4
-KINDS: Final = ("plain", "ddp", "fsdp2", "hsdp", "fsdp2_columns", "fsdp2_tp")
+WORLD_SIZE = 4
+KINDS = ("plain", "ddp", "fsdp2", "hsdp", "fsdp2_columns", "fsdp2_tp")
 #: A guard against hanging; a rank that fails leaves the others waiting for it.
-DEADLINE: Final = 120.0
+DEADLINE = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import assume, given, settings
@@ -43,7 +43,7 @@ from tests.dtensor_rules import Cuts
 from tests.storages import STORAGE
 
 #: Ranks of a job: more would only be slow.
-RANKS: Final = 12
+RANKS = 12
 
 Indices = Sequence[Sequence[int]]
 Index = dict[str, Local | Chunks]

@@ -8,7 +8,6 @@ import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
 
 import pytest
 import torch
@@ -37,14 +36,14 @@ from tests.storages import STORAGE, FastStorage
 
 pytestmark = pytest.mark.slow
 
-GIB: Final = 1024**3
-MIB: Final = 1024**2
+GIB = 1024**3
+MIB = 1024**2
 
 
 # -- one file over 4 GiB -----------------------------------------------------------------------
 
 #: Elements of the big tensor; two bytes each.
-BIG: Final = 2**31 + 3 * MIB
+BIG = 2**31 + 3 * MIB
 
 
 @pytest.fixture(scope="module")

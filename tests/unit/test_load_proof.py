@@ -5,7 +5,7 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -20,16 +20,16 @@ from trainer_hooks import TrainerHook
 from trainer_hooks.state.hub_names import HubNames, hub_shapes, name_map_of
 from trainer_hooks.state.load_proof import LoadFault, load_fault, prove
 
-FP8: Final = {
+FP8 = {
     "quant_method": "fp8",
     "weight_block_size": [128, 128],
     "activation_scheme": "dynamic",
 }
-MXFP4: Final = {
+MXFP4 = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
 }
-SIZES: Final[dict[str, Any]] = {
+SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 128,
     "intermediate_size": 128,
