@@ -92,7 +92,7 @@ class Checkpoint:
             self.paths[name] = path
         content = self.files.setdefault(file, bytearray())
         packed = item(sizes, data, kind)
-        place: dict[str, Any] = {
+        place = {
             "relative_path": file,
             "offset": len(content),
             "length": len(packed),

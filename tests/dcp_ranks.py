@@ -98,7 +98,7 @@ def rank(rank: int, world_size: int, root: Path) -> None:
 
 def _agreed(owners: dict[str, int]) -> dict[str, int]:
     """Of all ranks, which need not have the same names."""
-    everyone: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+    everyone = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, owners)
     return {name: owner for one in everyone for name, owner in one.items()}
 

@@ -155,8 +155,7 @@ def _program(connection: socket.socket, order: dict[str, Any], files: list[int])
         sys.argv[1:] = order["arguments"]
         # It is there by its own name already, which what it imports may want.
         warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
-        module: str = order["module"]
-        return module
+        return order["module"]
     for file in files:
         os.close(file)
     # It keeps its number until it is reaped, so that nobody else's group is ended.

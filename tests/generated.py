@@ -15,7 +15,7 @@ from syncd.cli import cli
 from syncd.daemon.config import KEYS, LIVE_KEYS, RunConfig
 from syncd.daemon.configuration import toml_value, written
 from syncd.protocol.policy import SyncSettings
-from syncd.protocol.records import Latest, Part
+from syncd.protocol.records import Latest
 from syncd.protocol.reports import DaemonReport, ExplorerReport, Reload, TrainerReport
 from tests import doc_lists, examples
 from tests.doc_blocks import text_of
@@ -62,7 +62,7 @@ def settings(_heading: str) -> str:
 
 def records(_heading: str) -> str:
     """The keys of the records that ``syncd status --json`` shows."""
-    kinds: dict[str, type[Part]] = {
+    kinds = {
         "LATEST": Latest,
         "daemon.json": DaemonReport,
         "trainer.json": TrainerReport,
@@ -125,7 +125,7 @@ def help_in(command: str, name: str) -> str | None:
 
 def find(name: str) -> click.Command:
     """The command with a name such as ``syncd config show``."""
-    command: click.Command = cli
+    command = cli
     for word in name.split()[1:]:
         assert isinstance(command, click.Group)
         inner = command.get_command(click.Context(command), word)

@@ -80,7 +80,7 @@ class Named(nn.Module):
         super().__init__()
         for name, value in tensors.items():
             *path, last = name.split(".")
-            inner: nn.Module = self
+            inner = self
             for part in path:
                 if part not in inner._modules:
                     inner.add_module(part, nn.Module())

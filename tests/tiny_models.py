@@ -192,7 +192,7 @@ def _placed(value: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
 def save_by_hand(model: nn.Module, actor: Path) -> None:
     """A save of another trainer: shards, and the model's config."""
     (actor / HUGGINGFACE).mkdir(parents=True)
-    config: Any = model.config
+    config = model.config
     config.architectures = [type(model).__name__]
     config.save_pretrained(str(actor / HUGGINGFACE))
     state = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
@@ -204,8 +204,7 @@ def logits(model: Any) -> torch.Tensor:
     tokens = torch.tensor([[5, 9, 11, 7, 30, 22]])
     with torch.no_grad():
         found = model(input_ids=tokens, **_decoder(model, tokens))
-    answer: torch.Tensor = found.logits
-    return answer
+    return found.logits
 
 
 def _decoder(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:

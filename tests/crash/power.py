@@ -78,7 +78,7 @@ class Disk:
         folder = self.folder(node)
         for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
             if entry.is_dir(follow_symlinks=False):
-                made: File | Folder = Folder()
+                made = Folder()
             else:
                 content = Path(entry.path).read_bytes()
                 made = File(content, content)
@@ -104,7 +104,7 @@ class Disk:
 
     def find(self, path: Path) -> int | None:
         """The inode behind a path, as processes see it."""
-        node: int | None = ROOT
+        node = ROOT
         for name in path.relative_to(self.root).parts:
             if node is None:
                 return None

@@ -211,7 +211,7 @@ class Promises:
         Those of a folder that can be resumed from; and what the ranks have written of a save that
         is in progress, or that a pointer names.
         """
-        needed: defaultdict[int, Files] = defaultdict(set)
+        needed = defaultdict(set)
         for step, folder in self._step_folders():
             files = inodes(folder)
             if is_resumable(name for name, _ in files):

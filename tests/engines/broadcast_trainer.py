@@ -50,8 +50,7 @@ class Trainer:
 
     def failure(self) -> str | None:
         """Why the transfer that was begun has failed; None where it has not. Waits for its end."""
-        failure: str | None = json.loads(self._line())["failed"]
-        return failure
+        return json.loads(self._line())["failed"]
 
     def _tell(self, told: dict[str, object]) -> None:
         assert self.process.stdin is not None

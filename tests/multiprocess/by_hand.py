@@ -7,7 +7,6 @@ tested with this is all that comes after.
 import json
 import secrets
 from array import array
-from collections.abc import Mapping
 from pathlib import Path
 
 import xxhash
@@ -140,7 +139,7 @@ class TrainerByHand:
     def shard(self, rank: int, number: float) -> bytes:
         """The bytes of one rank's file, as ``torch.save`` would write them."""
         part, whole = self._part, (self._part * self._ranks,)
-        state: Mapping[str, object] = {
+        state = {
             f"part.{key}": sharded(
                 chunk(tensor((part,), (1,), key=str(key)), (rank * part,), (part,)), shape=whole
             )

@@ -163,5 +163,4 @@ def assert_as_trained(pulled: Pulled, truth: Path) -> None:
 
 
 def told(root: Path, rank: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((root / f"rank_{rank}.json").read_text())
-    return found
+    return json.loads((root / f"rank_{rank}.json").read_text())

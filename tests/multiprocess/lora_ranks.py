@@ -161,7 +161,7 @@ class Ranks:
         """A check that all ranks must pass; what is raised in it is said, and goes no further."""
         held: list[bool] = []
         yield held.append
-        told: list[Any] = [None] * dist.get_world_size()
+        told = [None] * dist.get_world_size()
         dist.all_gather_object(told, bool(held) and all(held))
         if self.rank == 0 and all(told):
             (self.root / "passed" / name).touch()

@@ -243,7 +243,7 @@ def refused() -> dict[str, str]:
     """What is said of states that cannot be gathered; nobody hangs."""
     rank = dist.get_rank()
     block = Block(torch.float32)
-    states: dict[str, dict[str, Any]] = {
+    states = {
         "other names": {f"{rank}.{name}": value for name, value in block.state_dict().items()},
         "other shape": {"weight": torch.zeros(3 + rank)},
         "complex": {"weight": torch.zeros(3, dtype=torch.complex128 if rank else torch.float32)},

@@ -50,7 +50,7 @@ def inner(path: Path, *, kind: str = "tmpfs") -> Iterator[None]:
     for folder in (path, *(other / name for name in ("lower", "upper", "work"))):
         folder.mkdir(parents=True, exist_ok=True)
     lower, upper, work = other / "lower", other / "upper", other / "work"
-    arguments: dict[str, list[object]] = {
+    arguments = {
         "tmpfs": ["-t", "tmpfs", "tmpfs"],
         "bind": ["--bind", lower],
         "overlay": [

@@ -97,7 +97,7 @@ def _model(hub: Path, kind: str) -> nn.Module:
     if kind != "mxfp4":
         # transformers computes with FP8 on a GPU only, but holds it anywhere.
         with mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment"):
-            model: Any = AutoModelForCausalLM.from_pretrained(hub)
+            model = AutoModelForCausalLM.from_pretrained(hub)
     else:  # only the kernels of a GPU's package hold the packed weights
         model = AutoModelForCausalLM.from_config(_config(kind))
         model.config.quantization_config = _quantization(kind)

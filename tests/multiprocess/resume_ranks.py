@@ -429,7 +429,7 @@ class Rank:
     def made_several(self, rule: str, kind: str, seed: int) -> tuple[nn.Module, Any]:
         """Muon for the matrices, or an optimizer for one layer that is idle; AdamW for the rest."""
         model, *_ = self.made(kind, seed)
-        parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        parts = {True: [], False: []}
         for name, parameter in model.named_parameters():
             is_muons = name.endswith(("up.weight", "down.weight"))
             parts[is_muons if rule == "muon" else "up" in name].append(parameter)

@@ -113,7 +113,7 @@ class Soak:
     # -- a round ---------------------------------------------------------------------------------
 
     def _round(self) -> None:
-        troubles: list[Callable[[], None]] = [
+        troubles = [
             self._kill_a_daemon,
             self._stop_a_daemon,
             self._kill_an_explorer,

@@ -109,7 +109,7 @@ class Explorer:
         self._name = name
         job, link = mount.path, mount.path.with_name(f"{name}.link")
         self._link = link if kind == "link" else None
-        program: list[object] = [_PROGRAM, job, name, f"{job}.away", kind, *filter(None, [stage])]
+        program = [_PROGRAM, job, name, f"{job}.away", kind, *filter(None, [stage])]
         if self._link:
             program = [
                 "syncd", "follow", job, "--name", name, "--link", link, "--stage", stage, "--json"

@@ -135,7 +135,7 @@ class Watch:
         self._stages = stages
         self._found = findings
         self._stopping = threading.Event()
-        works: list[Callable[[], None]] = [self._latest, self._leases, self._room]
+        works = [self._latest, self._leases, self._room]
         works += [
             lambda path=path, away=away, number=number: self._read(path, f"watch-{number}", away)
             for number, (path, away) in enumerate(paths.items())

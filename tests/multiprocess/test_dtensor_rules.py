@@ -149,7 +149,7 @@ def test_orders_are_encoded_as_torch_does() -> None:
 
 
 def test_placements_are_decoded_as_torch_does_or_not_at_all() -> None:
-    kinds: list[rules.Placement] = [rules.Replicate(), rules.Shard(0), rules.Shard(1)]
+    kinds = [rules.Replicate(), rules.Shard(0), rules.Shard(1)]
     kinds += [rules.Strided(0, factor) for factor in (1, 2, 3, 4, 6, 9)]
     found = {True: 0, False: 0}
     for mesh in SMALL_MESHES:

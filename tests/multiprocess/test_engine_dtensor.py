@@ -143,7 +143,7 @@ class _Rank:
                 **options,
             )
         dist.barrier()
-        hold: Any = NoLease()
+        hold = NoLease()
         storage = RuledStorage()
         return LeasedVersion(storage, folder, read_manifest(storage, folder), hold)
 
@@ -156,7 +156,7 @@ class _Rank:
             version = self.version(name, on_the_hub(tensors), names="hub", files=files)
         else:
             version = self.version(name, tensors)
-        found: dict[str, Any] = {"whole": sum(value.nbytes for value in tensors.values())}
+        found = {"whole": sum(value.nbytes for value in tensors.values())}
         for in_place in ("staged", "direct"):
             engine = TorchModule(module, in_place=in_place, **options)
             parts = {
@@ -170,7 +170,7 @@ class _Rank:
             arrived = {key: _bits(part) for key, part in parts.items()}
             _zero(parts.values())
             engine.check(version)
-            storage: Any = version.storage
+            storage = version.storage
             storage.calls.clear()
             engine.load(version)
             read = sum(len(given[1]) for called, given in storage.calls if called == "pread_into")

@@ -79,8 +79,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def truth(shard: Path) -> dict[str, torch.Tensor]:
     """The tensors as torch reads them, in its map of the file."""
-    state: dict[str, torch.Tensor] = torch.load(shard, mmap=True, weights_only=True)
-    return state
+    return torch.load(shard, mmap=True, weights_only=True)
 
 
 def content(tensor: torch.Tensor) -> bytes:

@@ -49,8 +49,7 @@ USUAL = {"deepseek_v3", "lfm2_moe", "hy_v3", "t5", "kimi_k25"}
 
 def truth(model: Any, dtype: SyncDtype, folder: Path) -> dict[str, Tensor]:
     model.save_pretrained(folder)
-    again: dict[str, Tensor] = type(model).from_pretrained(folder, dtype=TORCH[dtype]).state_dict()
-    return again
+    return type(model).from_pretrained(folder, dtype=TORCH[dtype]).state_dict()
 
 
 class OwnConfig(PreTrainedConfig):

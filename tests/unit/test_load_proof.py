@@ -149,7 +149,7 @@ class Needy(transformers.Qwen3MoeForCausalLM):  # type: ignore[misc]
 def test_a_class_that_cannot_be_asked_is_published_as_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model: Any = Needy(tiny_config("qwen3_moe"), 3)
+    model = Needy(tiny_config("qwen3_moe"), 3)
     names = HubNames(model)
     with caplog.at_level(logging.INFO):
         assert published(model, tmp_path, names) == name_map_of(model)
@@ -194,7 +194,7 @@ def test_a_child_answers_for_many_tensors_with_a_later_save(
 ) -> None:
     config = tiny_config("qwen3_moe")
     config.num_experts = config.num_local_experts = 300  # three tensors each on the hub, a layer
-    model: Any = transformers.Qwen3MoeForCausalLM(config)
+    model = transformers.Qwen3MoeForCausalLM(config)
     true = name_map_of(model)
     model.extra = nn.Linear(2, 2)
     names = HubNames(model)

@@ -49,7 +49,7 @@ class Run:
 
     def open(self) -> None:
         if self.door == "stream":
-            made: Any = WeightStream(self.job.root, model_files=self.source)
+            made = WeightStream(self.job.root, model_files=self.source)
         else:
             saving = SaveSettings(layout=SaveLayout(self.door), final=False)
             made = TrainerHook(self.job.root, self.model, tokenizer=self.tokenizer, saving=saving)
