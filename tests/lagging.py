@@ -28,7 +28,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from syncd.storage.calls import Kind, kind_of
 from syncd.storage.errnos import is_gone
@@ -37,8 +37,8 @@ from tests.storages import SEAM, AnswerLost, Clock, FastStorage, Rule, RuledStor
 T = TypeVar("T")
 
 #: Seconds that a client may believe what it once fetched.
-LAG: Final = 30.0
-_HANDLE: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+LAG = 30.0
+_HANDLE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 # Each name that a client remembers is one descriptor of this process.
 _soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -71,8 +71,7 @@ def job(disk: Path) -> Path:
 
 
 def status(job: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(syncd("status", job, "--json").stdout)
-    return found
+    return json.loads(syncd("status", job, "--json").stdout)
 
 
 def verified_in_place(job: Path, sequence: int) -> None:

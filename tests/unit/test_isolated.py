@@ -558,7 +558,7 @@ def test_a_child_that_ends_is_an_error_of_the_file(tmp_path: Path, then: str, ma
 
 
 def start(python: str, clock: Callable[[], float] | None = None) -> OSError:
-    more: dict[str, Any] = {"clock": clock} if clock else {}
+    more = {"clock": clock} if clock else {}
     with (
         IsolatedParser(cancel=nothing, python=python, **more) as child,
         pytest.raises(OSError, match="process") as caught,

@@ -126,7 +126,7 @@ in_a_group = pytest.mark.usefixtures("group")
 @in_a_group
 @pytest.mark.parametrize("wrap", [fully_shard, "fsdp1"])
 def test_tensors_that_are_sharded_are_looked_at(job: SmallJob, wrap: Any) -> None:
-    model: nn.Module = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     spoil(model[1].weight)  # type: ignore[index]
     if wrap == "fsdp1":
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
