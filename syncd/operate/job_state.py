@@ -274,7 +274,7 @@ class _Look:
             status = self._storage.status(path)
             late, look = heard - status.st_mtime if status else 0.0, self._watch.look
             if (
-                late > self._lease_time
+                late > self._lease_time / 2
                 and look(self._storage, path, status, self._lease_time, believes=False) == "lost"
             ):
                 what = f"the daemon lives, but has not written {path} for {span(late)}"
