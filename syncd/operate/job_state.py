@@ -266,22 +266,24 @@ class _Look:
             seen["state"] = "lost"
         report = report.model_copy(update=seen)
         if report.liveness == "alive":
-            self._check_is_written(report.heard)
+            self._check_is_written(report)
         return report
 
-    def _check_is_written(self, heard: float) -> None:
+    def _check_is_written(self, report: DaemonState) -> None:
         """Compare two files of the daemon: it writes its report as often as its heartbeat."""
         path = self._layout.daemon_report
         with self._noting(path):
             status = self._storage.status(path)
-            late, look = heard - status.st_mtime if status else 0.0, self._watch.look
+            late, look = report.heard - status.st_mtime if status else 0.0, self._watch.look
+            # In a merge, the storage may flush a large file meanwhile.
+            patience = self._lease_time * (2 if report.state == "merging" else 0.5)
             if (
-                late > self._lease_time / 2
+                late > patience
                 and look(self._storage, path, status, self._lease_time, believes=False) == "lost"
             ):
                 what = f"the daemon lives, but has not written {path} for {span(late)}"
                 remedy = "Read its log: it hangs, the disk is full, or it lacks rights"
-                level = 1 if late < 2 * self._lease_time else 2
+                level = 1 if late < patience + 1.5 * self._lease_time else 2
                 self.problems[path] = Problem(level=level, what=what, remedy=remedy)
 
     def _trainer(self, report: TrainerState) -> TrainerState:

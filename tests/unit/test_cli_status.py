@@ -273,15 +273,15 @@ def test_a_record_that_a_view_cannot_read_is_a_problem(
 
 
 def test_a_daemon_that_lives_but_writes_no_report_is_critical(served: SmallJob) -> None:
-    reports(served, 0)
-    written = NOW - 100
-    os.utime(served.layout.daemon_report, (written, written))
-    health = seen(served).health
-    assert health.level == 2
-    assert f"has not written {served.layout.daemon_report} for 99 s" in health.text
-    for late, level in ((20, 1), (15, 0)):
-        os.utime(served.layout.daemon_report, (NOW - late, NOW - late))
-        assert seen(served).health.level == level
+    lates = {"watching": ((100, 2), (20, 1), (15, 0)), "merging": ((110, 2), (70, 1), (60, 0))}
+    for state, levels in lates.items():
+        reports(served, 0, state=state)
+        for late, level in levels:
+            os.utime(served.layout.daemon_report, (NOW - late, NOW - late))
+            health = seen(served).health
+            assert health.level == level
+            text = f"has not written {served.layout.daemon_report} for {span(late - 1)}"
+            assert (text in health.text) == (level > 0)
 
 
 def test_storage_that_is_mounted_read_only_is_a_problem(
