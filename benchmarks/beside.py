@@ -18,13 +18,12 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Final
 
 from benchmarks.machine import ROOT, Report, existing_folder
 
 #: The line of dashes below the heads of a table: it shows the columns.
-_RULE: Final = re.compile(r"-+(  -+)+")
-_NUMBER: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?\b")
+_RULE = re.compile(r"-+(  -+)+")
+_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?\b")
 #: Row, column, and a number to distinguish figures with the same row and column.
 Figure = tuple[str, str, int]
 

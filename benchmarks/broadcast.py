@@ -25,7 +25,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import IO, Final
+from typing import IO
 
 import torch
 from torch import nn
@@ -49,13 +49,13 @@ from trainer_hooks import TrainerHook
 from trainer_hooks.fast_path import WeightSender
 from trainer_hooks.state.gather import flat_bytes
 
-_FLAT: Final = "one flat buffer"
-_SINGLY: Final = "tensor by tensor"
-_OURS: Final = "syncd"
-_UNCHECKED: Final = "syncd, unchecked"
-_FILES: Final = "files"
-_WAYS: Final = (_FLAT, _SINGLY, _OURS, _UNCHECKED, _FILES)
-_DEADLINE: Final = 600.0
+_FLAT = "one flat buffer"
+_SINGLY = "tensor by tensor"
+_OURS = "syncd"
+_UNCHECKED = "syncd, unchecked"
+_FILES = "files"
+_WAYS = (_FLAT, _SINGLY, _OURS, _UNCHECKED, _FILES)
+_DEADLINE = 600.0
 #: For each way, the seconds and the processor time of each round.
 _Told = dict[str, list[tuple[float, float]]]
 

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final
 
 from benchmarks.machine import parser, prepared
 from syncd.cli.status import look
@@ -37,12 +36,12 @@ from syncd.storage.job import Job
 from syncd.storage.leases import Lease
 from tests.jobs import SmallJob
 
-_PER_PROCESS: Final = 50
-_ROUNDS: Final = 5
-_TICKS: Final = 20
-_TIMEOUT: Final = 300.0
+_PER_PROCESS = 50
+_ROUNDS = 5
+_TICKS = 20
+_TIMEOUT = 300.0
 #: The explorers' niceness, because real ones do not use the processors of the daemon's host.
-_OTHER_HOSTS: Final = 19
+_OTHER_HOSTS = 19
 
 
 def _simulate(job: Path, first: int, count: int) -> None:

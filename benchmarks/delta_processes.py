@@ -7,15 +7,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import nn
 
 #: The elements of a parameter, and the number of parameters after which the values repeat.
-_SHAPE: Final = (1024, 2048)
-_DIFFERENT: Final = 8
-PARAMETER_BYTES: Final = 2 * _SHAPE[0] * _SHAPE[1]
+_SHAPE = (1024, 2048)
+_DIFFERENT = 8
+PARAMETER_BYTES = 2 * _SHAPE[0] * _SHAPE[1]
 
 
 def say(**values: object) -> None:

@@ -23,20 +23,20 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.delta_processes import PARAMETER_BYTES
 from benchmarks.machine import ROOT, Report, existing_folder, parser, prepared, status
 from benchmarks.meter import Meter
 from syncd.protocol.layout import JobLayout
 
-_WARM: Final = 2
-_TIMEOUT: Final = 100.0
-_POLL: Final = 0.002
+_WARM = 2
+_TIMEOUT = 100.0
+_POLL = 0.002
 #: Seconds in which a daemon reaps a child, whose bytes ``/proc`` then adds to the daemon's.
-_REAPED: Final = 2.0
-_PROGRAM: Final = str(ROOT / "benchmarks" / "delta_processes.py")
-_HEADS: Final = ("way", "trainer", "daemon", "explorers", "sum", "daemon by /proc", "until named",
+_REAPED = 2.0
+_PROGRAM = str(ROOT / "benchmarks" / "delta_processes.py")
+_HEADS = ("way", "trainer", "daemon", "explorers", "sum", "daemon by /proc", "until named",
                  "links", "s", "max", "faster", "stall ms")  # fmt: skip
 
 

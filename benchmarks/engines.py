@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,11 +37,11 @@ from tests.engines.tiny_models import save_step
 from tests.engines.vllm_process import Reloading, VLLMProcess, why_not
 from tests.jobs import SmallJob
 
-_TIMEOUT: Final = 300.0
-_PROMPT: Final = (1, 2, 3, 4)
-_CLIENTS: Final = 4
+_TIMEOUT = 300.0
+_PROMPT = (1, 2, 3, 4)
+_CLIENTS = 4
 #: Rounds of one way before the next way's turn.
-_TURN: Final = 5
+_TURN = 5
 
 
 class _Trainer:

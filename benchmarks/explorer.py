@@ -31,7 +31,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any
 
 from benchmarks.machine import (
     Report,
@@ -44,12 +44,12 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import RECEIPTS, STATE_POINTER, receipt_name
 from syncd.protocol.records import Receipt, encode, parse
 
-_RANKS: Final = 4
-_ENDING: Final = 30.0
-_PARTS: Final = ("live", "in-place", "bytes")
-NAIVE: Final = "naive"
+_RANKS = 4
+_ENDING = 30.0
+_PARTS = ("live", "in-place", "bytes")
+NAIVE = "naive"
 #: The name of an explorer → its engine, and True if it stages.
-_ENGINES: Final = {
+_ENGINES = {
     "TorchModule": ("staged", False),
     "TorchModule, direct": ("direct", False),
     "TransformersModel": ("transformers", False),

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.machine import turns
 from benchmarks.shared_storage import Counting
@@ -20,7 +20,7 @@ from syncd.protocol.layout import JobLayout
 if TYPE_CHECKING:
     from torch import nn
 
-_TIMEOUT: Final = 600.0
+_TIMEOUT = 600.0
 
 
 def _module(gigabytes: float) -> nn.Module:
@@ -163,7 +163,7 @@ def _copying(given: argparse.Namespace) -> None:
     _say(size=size, seconds={name: times[1:] for name, times in found.items()})
 
 
-_WAYS: Final = {"follow": _follow, "naive": _naive, "copying": _copying}
+_WAYS = {"follow": _follow, "naive": _naive, "copying": _copying}
 
 
 def main() -> None:

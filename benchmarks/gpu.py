@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,9 @@ from trainer_hooks.settings import SaveLayout
 from trainer_hooks.state.host_buffers import HostBuffers
 
 #: Seconds for a part.
-_LIMIT: Final = 115.0
-_TIMEOUT: Final = 60.0
-_NCCL: Final[Any] = {
+_LIMIT = 115.0
+_TIMEOUT = 60.0
+_NCCL: Any = {
     "method": "nccl",
     "master_address": "127.0.0.1",
     "broadcast_timeout": 20.0,
@@ -222,7 +222,7 @@ def _broadcast(given: argparse.Namespace, work: Path) -> Iterator[Row]:
         _check(other.state_dict(), model.state_dict())
 
 
-_PARTS: Final[dict[str, Callable[[argparse.Namespace, Path], Iterator[Row]]]] = {
+_PARTS: dict[str, Callable[[argparse.Namespace, Path], Iterator[Row]]] = {
     "save": _save,
     "cast": partial(_save, cast=True),
     "load": _load,

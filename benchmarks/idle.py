@@ -14,7 +14,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from benchmarks.machine import cpu_seconds, parser, prepared, status, wait_until
 from syncd.protocol.layout import JobLayout
@@ -32,7 +31,7 @@ from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from tests.jobs import receipt_of, weights
 
-_SETTLE: Final = 5.0
+_SETTLE = 5.0
 
 
 @dataclass(frozen=True, slots=True)

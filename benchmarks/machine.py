@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
-ROOT: Final = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 #: The least width of a column of numbers, because heads are printed before the numbers are known.
-_COLUMN: Final = 6
-_BUFFER: Final = 4 * 1024 * 1024
-_HUGE: Final = 2 * 1024 * 1024
+_COLUMN = 6
+_BUFFER = 4 * 1024 * 1024
+_HUGE = 2 * 1024 * 1024
 #: Bytes of free memory that :func:`settle` does not touch, for other processes.
-_SPARED: Final = 2 * 1024**3
+_SPARED = 2 * 1024**3
 #: Seconds: a guard against hanging.
-_WITHIN: Final = 300.0
-_TOUCH: Final = """
+_WITHIN = 300.0
+_TOUCH = """
 import mmap, sys
 size = int(sys.argv[1])
 memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

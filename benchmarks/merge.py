@@ -29,7 +29,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Final
 
 from benchmarks.machine import (
     Report,
@@ -57,7 +56,7 @@ from benchmarks.merge_contenders import (
 from benchmarks.verl_environment import environment
 
 #: The model's GB in bf16: Qwen2.5-1.5B, or 20,000 tensors of 4 KB.
-_SIZES: Final = {"fsdp": 3.087, "fsdp+tp": 3.087, "fp32": 3.087, "small": 0.08192}
+_SIZES = {"fsdp": 3.087, "fsdp+tp": 3.087, "fp32": 3.087, "small": 0.08192}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class Mode:
     durable: bool = False
 
 
-_MODES: Final = {
+_MODES = {
     "warm": Mode("warm page cache, no fsync"),
     "cold": Mode("inputs not in the page cache, no fsync", cold=True),
     "fsync": Mode("warm page cache, fsync", durable=True),

@@ -4,18 +4,17 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from benchmarks.verl_environment import IMPORT, VERL
 
-CAT: Final = "cat shards > file"
-TORCH: Final = "torch.load, cat, save_file"
-VERL_ROW: Final = f"verl {VERL} FSDPModelMerger, save_file"
-START: Final = "start-up: "
-_SYNCD: Final = (sys.executable, "-m", "syncd")
-_ONE_FILE: Final = ("--max-shard-size", str(10**15))
-_CAT_SYNC: Final = 'out=$1; shift; cat "$@" > "$out" && sync "$out"'
-_CP_SYNC: Final = 'cp -r --reflink=never "$1" "$2" && sync "$2"/*'
+CAT = "cat shards > file"
+TORCH = "torch.load, cat, save_file"
+VERL_ROW = f"verl {VERL} FSDPModelMerger, save_file"
+START = "start-up: "
+_SYNCD = (sys.executable, "-m", "syncd")
+_ONE_FILE = ("--max-shard-size", str(10**15))
+_CAT_SYNC = 'out=$1; shift; cat "$@" > "$out" && sync "$out"'
+_CP_SYNC = 'cp -r --reflink=never "$1" "$2" && sync "$2"/*'
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,17 +15,17 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 #: How many descriptors a call has, as its first arguments.
-_CALLS: Final = {"read": 1, "pread": 1, "preadv": 1, "write": 1, "pwrite": 1,
+_CALLS = {"read": 1, "pread": 1, "preadv": 1, "write": 1, "pwrite": 1,
                  "copy_file_range": 2, "sendfile": 2}  # fmt: skip
-_SMALL: Final = 64 * 1024
+_SMALL = 64 * 1024
 #: The time at which all bytes so far have passed, and the counts of trainer, daemon and explorers.
-_LAYOUT: Final = struct.Struct("d3q")
+_LAYOUT = struct.Struct("d3q")
 #: After a sleep that took too long, processes can catch up at most this many seconds.
-_CREDIT: Final = 0.02
-_VARIABLE: Final = "SYNCD_BENCHMARK_METER"
+_CREDIT = 0.02
+_VARIABLE = "SYNCD_BENCHMARK_METER"
 
 
 class Meter:

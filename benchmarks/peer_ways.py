@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,8 +34,8 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import SyncSettings
 from trainer_hooks import SaveSettings, TrainerHook, WeightStream
 
-_FILE: Final = "model.safetensors"
-_INDEX: Final = "model.safetensors.index.json"
+_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 
 
 class Way:
@@ -436,7 +436,7 @@ class _Ahead(_Named):
         return self._read
 
 
-WAYS: Final[dict[str, type[Way]]] = {
+WAYS: dict[str, type[Way]] = {
     "save_pretrained": _Pretrained,
     "torch DCP": _Checkpoint,
     "prime-rl's format": _PrimeRL,

@@ -33,7 +33,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -45,27 +45,27 @@ from benchmarks.verl_environment import made
 from syncd.protocol.layout import JobLayout
 from tests.engines.environment import cache
 
-_WHEELS: Final = {"skyrl": "0.4.0", "modelexpress": "0.7.0"}
+_WHEELS = {"skyrl": "0.4.0", "modelexpress": "0.7.0"}
 #: What the wheels' modules import here; most of what they require is for GPUs.
-_IMPORTED: Final = ("torch", "numpy", "safetensors", "transformers", "zstandard", "grpcio",
+_IMPORTED = ("torch", "numpy", "safetensors", "transformers", "zstandard", "grpcio",
                      "protobuf<7", "boto3", "s3transfer", "google-crc32c")  # fmt: skip
-_CHECK: Final = (
+_CHECK = (
     "from importlib.metadata import version as v; import modelexpress_rl.inference.receiver; "
     "print(*(f'{n} {v(n)}' for n in "
     f"{(*_WHEELS, *_IMPORTED[:5])}), sep=', '); assert all(v(n) == w for n, w in {_WHEELS}.items())"
 )
-_NOT_RUN: Final = {
+_NOT_RUN = {
     "NCCL in verl, TRL, OpenRLHF; checkpoint-engine; ModelExpress over NIXL": "need GPUs",
     "Miles; slime's and prime-rl's own programs": "no wheels; need Ray, SGLang or vLLM on GPUs",
     "NeMo-RL, stitch, TRL's bucket": "need Ray, Modal or the Hub",
 }
-_FORK: Final = multiprocessing.get_context("fork")
+_FORK = multiprocessing.get_context("fork")
 #: The base, and those until syncd's daemon offers links.
-_FIRST: Final = 4
+_FIRST = 4
 #: The most steps after a fault.
-_MORE: Final = 20
-_FAULTS: Final = ("flip", "torn", "missing", "twice")
-_STREAM: Final = ("way", "trainer wrote", "read", "daemon wrote", "read", "receiver wrote", "read",
+_MORE = 20
+_FAULTS = ("flip", "torn", "missing", "twice")
+_STREAM = ("way", "trainer wrote", "read", "daemon wrote", "read", "receiver wrote", "read",
                   "shared", "CPU s/GB", "stall s", "announced", "live", "worst", "memory trainer",
                   "receiver", "room", "late read", "late s")  # fmt: skip
 

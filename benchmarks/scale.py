@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from benchmarks.coordination import measure
 from benchmarks.idle import Scenario, make_job, spent
@@ -41,15 +40,15 @@ from syncd.storage.sessions import new_session_id
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import Clock, RuledStorage
 
-_SETTLE: Final = 5.0
-_IDLE: Final = 20.0
-_WAKE_UPS: Final = 20
-_DAY: Final = 86_400.0
-_TICKS: Final = 300
+_SETTLE = 5.0
+_IDLE = 20.0
+_WAKE_UPS = 20
+_DAY = 86_400.0
+_TICKS = 300
 Row = dict[str, float]
 #: Makes the rows of a part, for a number of its subjects (explorers, versions, …).
 Part = Callable[[Path, tuple[int, ...]], Iterator[Row]]
-HEADS: Final = {
+HEADS = {
     "jobs": {
         "jobs": "jobs",
         "start": "all published s",
@@ -298,7 +297,7 @@ def _each(row: Callable[[Path, int], Row]) -> Part:
 
 
 #: A part's name → its function, its counts, and True if each row needs its own process.
-_PARTS: Final[dict[str, tuple[Part, tuple[int, ...], bool]]] = {
+_PARTS: dict[str, tuple[Part, tuple[int, ...], bool]] = {
     "jobs": (_each(_jobs), (50, 100, 200), True),
     "explorers": (_each(_explorers), (125, 250, 500), True),
     "wakeups": (_each(lambda work, count: measure(work / "job", count)), (125, 250, 500), True),

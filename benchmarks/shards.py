@@ -23,7 +23,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -41,20 +41,20 @@ from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
-RANKS: Final = 4
+RANKS = 4
 #: The mesh of each layout: its size along each dimension.
-MESHES: Final = {
+MESHES = {
     "fsdp": {"fsdp": RANKS},
     "fsdp+tp": {"fsdp": 2, "tp": 2},
     "fp32": {"fsdp": RANKS},
     "small": {"fsdp": RANKS},
 }
-_ROWWISE: Final = re.compile(r"(o_proj|down_proj)\.weight$")
-_COLWISE: Final = re.compile(r"(q|k|v|gate|up)_proj\.")
-_LAYERS: Final = 28
-_CONFIG: Final = {"model_type": "qwen2", "layers": _LAYERS}
-_VOCABULARY: Final = 151_936
-_SMALL: Final = (64, 32)
+_ROWWISE = re.compile(r"(o_proj|down_proj)\.weight$")
+_COLWISE = re.compile(r"(q|k|v|gate|up)_proj\.")
+_LAYERS = 28
+_CONFIG = {"model_type": "qwen2", "layers": _LAYERS}
+_VOCABULARY = 151_936
+_SMALL = (64, 32)
 
 
 def shapes(gigabytes: float, layout: str) -> dict[str, tuple[int, ...]]:

@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any
 
 from benchmarks.machine import (
     ROOT,
@@ -49,22 +49,22 @@ from benchmarks.machine import (
 )
 from syncd.protocol.layout import JobLayout
 
-_TIMEOUT: Final = 600.0
-HOOK: Final = "TrainerHook.after_step"
-CAST: Final = "TrainerHook.after_step, cast"
-LINKS: Final = "TrainerHook.after_step, deltas"
-TORCH_SAVE: Final = "torch.save in the loop"
-ASYNC: Final = "async_save"
-ASYNC_KEPT: Final = "async_save, staging memory kept"
-CLONE: Final = "bare clone of the local shards"
-COPY: Final = "bare copy into memory that is there"
-_CONTENDERS: Final = {
+_TIMEOUT = 600.0
+HOOK = "TrainerHook.after_step"
+CAST = "TrainerHook.after_step, cast"
+LINKS = "TrainerHook.after_step, deltas"
+TORCH_SAVE = "torch.save in the loop"
+ASYNC = "async_save"
+ASYNC_KEPT = "async_save, staging memory kept"
+CLONE = "bare clone of the local shards"
+COPY = "bare copy into memory that is there"
+_CONTENDERS = {
     "cpu": (CLONE, COPY, HOOK, LINKS, TORCH_SAVE, ASYNC),
     "cuda": (CLONE, COPY, HOOK, LINKS, TORCH_SAVE, ASYNC, ASYNC_KEPT),
 }
 
 #: What a rank does while its memory is measured.
-_SAVING: Final = {"saving": HOOK, "casting": CAST, "linking": LINKS}
+_SAVING = {"saving": HOOK, "casting": CAST, "linking": LINKS}
 
 #: Saves the step with this number; returns a function that waits for its end.
 Save = Callable[[int], Callable[[], object]]

@@ -8,19 +8,18 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
 
 from tests.engines.environment import own_requirements
 
 #: The release of verl for which :mod:`benchmarks.verl_merge` was written.
-VERL: Final = "0.9.1"
+VERL = "0.9.1"
 #: A program that tests if the environment can import verl's merger.
-IMPORT: Final = "import verl.model_merger.fsdp_model_merger"
-_CHECK: Final = (
+IMPORT = "import verl.model_merger.fsdp_model_merger"
+_CHECK = (
     f"{IMPORT}, verl.workers.engine_workers, watchdog, importlib.metadata as m; "
     f"assert m.version('verl') == '{VERL}'"
 )
-_HERE: Final = Path(__file__).resolve().parent
+_HERE = Path(__file__).resolve().parent
 
 
 def environment(folder: Path) -> Path:

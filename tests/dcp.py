@@ -5,12 +5,12 @@ import math
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from tests.shards import Built, Named, Pickler, shard, tensor
 
-MODULE: Final = "torch.distributed.checkpoint.metadata"
-FILE: Final = "__0_0.distcp"
+MODULE = "torch.distributed.checkpoint.metadata"
+FILE = "__0_0.distcp"
 Shape = tuple[int, ...]
 
 
@@ -92,7 +92,7 @@ class Checkpoint:
             self.paths[name] = path
         content = self.files.setdefault(file, bytearray())
         packed = item(sizes, data, kind)
-        place: dict[str, Any] = {
+        place = {
             "relative_path": file,
             "offset": len(content),
             "length": len(packed),

@@ -9,7 +9,7 @@ What they save is that of ``tests/fsdp_ranks.py``. For each kind and world size 
 
 import warnings
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from tests.fsdp_ranks import saved, write_truth
 from tests.process_groups import fork
 
 #: World sizes by kind.
-KINDS: Final = {
+KINDS = {
     "fsdp2": (2, 4),
     "hsdp": (4,),
     "fsdp2_columns": (2,),
@@ -35,12 +35,12 @@ KINDS: Final = {
     "plain": (2,),
 }
 #: Of these also one file an item, and one written by several threads.
-WAYS: Final[dict[str, dict[str, Any]]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "": {},
     "-items": {"single_file_per_rank": False},
     "-threads": {"thread_count": 3},
 }
-NAMES: Final = [
+NAMES = [
     f"{kind}-{size}{way}"
     for kind, sizes in KINDS.items()
     for size in sizes
@@ -98,7 +98,7 @@ def rank(rank: int, world_size: int, root: Path) -> None:
 
 def _agreed(owners: dict[str, int]) -> dict[str, int]:
     """Of all ranks, which need not have the same names."""
-    everyone: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+    everyone = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, owners)
     return {name: owner for one in everyone for name, owner in one.items()}
 

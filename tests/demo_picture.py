@@ -4,13 +4,12 @@ import io
 import re
 import subprocess
 import sys
-from typing import Final
 
 from rich.console import CONSOLE_SVG_FORMAT, Console
 
 from tests.places import DOCS
 
-_TO: Final = DOCS / "images" / "demo.svg"
+_TO = DOCS / "images" / "demo.svg"
 
 
 def picture(screen: str) -> str:

@@ -2,16 +2,16 @@
 
 import re
 from collections import Counter
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from tests.places import ROOT
 
 #: The languages of blocks that someone could paste, and that have to be on the list.
-PASTED: Final = frozenset({"sh", "bash", "python", "toml", "yaml", "ini", "json"})
+PASTED = frozenset({"sh", "bash", "python", "toml", "yaml", "ini", "json"})
 #: All pages whose blocks are on the list.
-PAGES: Final = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 
-_FENCED: Final = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 class Block(NamedTuple):
@@ -67,7 +67,7 @@ _PASTED = "tests/multiprocess/page_ranks.py"
 _EXAMPLES = "tests/multiprocess/test_examples.py"
 
 #: Page → language → for each block the test that runs it, a path; or why none does.
-BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
     "README.md": {
         "sh": (INSTALLS, INSTALLS, README, README),
         "python": (_PASTED, "tests/multiprocess/test_pages.py"),

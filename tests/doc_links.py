@@ -8,21 +8,20 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Final
 
 from tests.places import ROOT
 
-_FENCE: Final = re.compile(r"^(```|~~~).*?^\1\s*$", re.DOTALL | re.MULTILINE)
-_CODE: Final = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
+_FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
 #: ``[text](target)``, ``![alt](target)``, ``[name]: target``, ``<https://…>``, HTML's attributes.
-_TARGETS: Final = (
+_TARGETS = (
     re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)"),
     re.compile(r"^\[[^\]]+\]:\s+<?(\S+?)>?\s*$", re.MULTILINE),
     re.compile(r"<(https?:[^>\s]+)>"),
     re.compile(r"\b(?:src|srcset|href)=\"([^\"]+)\""),
 )
-_HEADING: Final = re.compile(r"^#{1,6}\s+(.*?)\s*#*\s*$", re.MULTILINE)
-_NAMED: Final = re.compile(r"<a\s+(?:id|name)=\"([^\"]+)\"")
+_HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*\s*$", re.MULTILINE)
+_NAMED = re.compile(r"<a\s+(?:id|name)=\"([^\"]+)\"")
 
 
 def pages() -> list[Path]:

@@ -1,14 +1,13 @@
 """The programs of ``docs/examples`` in pages, where :mod:`.generated` writes them."""
 
 import re
-from typing import Final
 
 from tests.doc_blocks import ROOT
 
-FOLDER: Final = ROOT / "docs" / "examples"
-PAGES: Final = sorted((ROOT / "docs").glob("*.md"))
+FOLDER = ROOT / "docs" / "examples"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 
-_SHOWN: Final = re.compile(r"^<!-- examples/(\w+\.py) -->\n```python\n.*?^```$", re.DOTALL | re.M)
+_SHOWN = re.compile(r"^<!-- examples/(\w+\.py) -->\n```python\n.*?^```$", re.DOTALL | re.M)
 
 
 def shown_in(text: str) -> list[str]:

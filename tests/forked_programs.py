@@ -21,12 +21,12 @@ import struct
 import subprocess
 import sys
 import warnings
-from typing import Any, Final
+from typing import Any
 
 from tests.places import ROOT
 
 #: What modules read as they are imported. Who needs another value starts an interpreter.
-ENVIRONMENT: Final = {
+ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -34,9 +34,9 @@ ENVIRONMENT: Final = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 #: Of this test run; Linux keeps the name for as long as the process lives.
-_ADDRESS: Final = "syncd-tests-" + os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+_ADDRESS = "syncd-tests-" + os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
 #: A guard against a process that cannot start.
-_TRIES: Final = 20
+_TRIES = 20
 
 
 class Forked:
@@ -155,8 +155,7 @@ def _program(connection: socket.socket, order: dict[str, Any], files: list[int])
         sys.argv[1:] = order["arguments"]
         # It is there by its own name already, which what it imports may want.
         warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
-        module: str = order["module"]
-        return module
+        return order["module"]
     for file in files:
         os.close(file)
     # It keeps its number until it is reaped, so that nobody else's group is ended.

@@ -8,10 +8,9 @@ What a kind is, says the function of its name in ``tests/fsdp_ranks.py``, or els
 """
 
 from pathlib import Path
-from typing import Final
 
 #: World sizes by kind.
-MERGEABLE: Final = {
+MERGEABLE = {
     "fsdp2": (1, 2, 4, 8),
     "hsdp": (4, 8),
     "shuffled": (4,),
@@ -40,7 +39,7 @@ MERGEABLE: Final = {
     "plain": (1, 2, 4),
 }
 #: What cannot be merged into one model.
-REFUSED: Final = {
+REFUSED = {
     "partial": (2,),
     "strided": (4,),
     "scrambled": (4,),
@@ -51,7 +50,7 @@ REFUSED: Final = {
     "dtypes_differ": (2,),
     "plain_on_one": (2,),
 }
-WORLD_SIZES: Final = (1, 2, 4, 8)
+WORLD_SIZES = (1, 2, 4, 8)
 
 
 def names(kinds: dict[str, tuple[int, ...]]) -> list[str]:

@@ -1,16 +1,16 @@
 """Models of a few hundred bytes with what makes shards difficult: sizes, dtypes, ties, buffers."""
 
 import json
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 #: Those that gloo moves, and optimizers train.
-TRAINED: Final = (torch.bfloat16, torch.float32, torch.float16)
+TRAINED = (torch.bfloat16, torch.float32, torch.float16)
 #: Those that are only carried along.
-CARRIED: Final = (
+CARRIED = (
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
     torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.complex64,
     torch.float64, torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8,

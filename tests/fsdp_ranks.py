@@ -45,8 +45,7 @@ Saved = tuple[State, State]
 def saved(kind: str, world_size: int) -> Saved:
     """A kind of this module, or else of the zoo."""
     if own := globals().get(kind):
-        made: Saved = own(world_size)
-        return made
+        return own(world_size)
     model, truth = getattr(zoo, kind)(world_size)
     return _state(model), truth
 
@@ -250,7 +249,7 @@ def _cut_in_order(
         chunks = torch.chunk(local, on.size(dim))
         local = chunks[coordinate[dim]] if coordinate[dim] < len(chunks) else local[:0]
     entries = (ShardOrderEntry(tensor_dim=0, mesh_dims=order),)
-    placements: tuple[Placement, ...] = tuple(Shard(0) for _ in order)
+    placements = tuple(Shard(0) for _ in order)
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     if strided:
         placements = DTensorSpec._convert_shard_order_to_StridedShard(entries, placements, on)

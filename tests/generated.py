@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from enum import StrEnum
-from typing import Final
 
 import click
 
@@ -16,24 +15,22 @@ from syncd.cli import cli
 from syncd.daemon.config import KEYS, LIVE_KEYS, RunConfig
 from syncd.daemon.configuration import toml_value, written
 from syncd.protocol.policy import SyncSettings
-from syncd.protocol.records import Latest, Part
+from syncd.protocol.records import Latest
 from syncd.protocol.reports import DaemonReport, ExplorerReport, Reload, TrainerReport
 from tests import doc_lists, examples
 from tests.doc_blocks import text_of
 from tests.doc_links import ROOT
 from tests.doc_lists import filled, item, listed
 
-_PART: Final = re.compile(
+_PART = re.compile(
     r"(^#+ (?P<heading>[^\n]*)\n(?:(?!#)[^\n]*\n)*?<!-- generated -->\n).*?(?=^<!-- end -->)",
     re.DOTALL | re.MULTILINE,
 )
 #: What stands in code on a page, and not in the text of ``--help``.
-_CODE: Final = re.compile(
-    r"(?<![`\w])'(syncd [^']*)'|(?<![`\w-])(--[a-z][\w-]*(?:=[\w-]+)?)(?![\w`-])"
-)
-_DEFAULT: Final = re.compile(r"\[default: (.*?)\]")
+_CODE = re.compile(r"(?<![`\w])'(syncd [^']*)'|(?<![`\w-])(--[a-z][\w-]*(?:=[\w-]+)?)(?![\w`-])")
+_DEFAULT = re.compile(r"\[default: (.*?)\]")
 #: The default and the bounds, at the end.
-_ASIDE: Final = re.compile(r"(\s*\[[^\]]*\])*$")
+_ASIDE = re.compile(r"(\s*\[[^\]]*\])*$")
 
 
 def generated(page: str) -> str:
@@ -65,7 +62,7 @@ def settings(_heading: str) -> str:
 
 def records(_heading: str) -> str:
     """The keys of the records that ``syncd status --json`` shows."""
-    kinds: dict[str, type[Part]] = {
+    kinds = {
         "LATEST": Latest,
         "daemon.json": DaemonReport,
         "trainer.json": TrainerReport,
@@ -128,7 +125,7 @@ def help_in(command: str, name: str) -> str | None:
 
 def find(name: str) -> click.Command:
     """The command with a name such as ``syncd config show``."""
-    command: click.Command = cli
+    command = cli
     for word in name.split()[1:]:
         assert isinstance(command, click.Group)
         inner = command.get_command(click.Context(command), word)
@@ -159,7 +156,7 @@ def as_code(text: str) -> str:
 
 
 #: page → how a part is made of the heading above it.
-PARTS: Final[dict[str, Callable[[str], str]]] = {
+PARTS: dict[str, Callable[[str], str]] = {
     "docs/cli.md": usage,
     "docs/configuration.md": lambda heading: (
         keys(heading) if heading == "Keys" else settings(heading)

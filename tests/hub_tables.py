@@ -98,8 +98,7 @@ def _config(model_type: str, *, tiny: bool) -> Any:
 
 def _made(kind: Any, config: Any, **asked: Any) -> nn.Module:
     with torch.device("meta"):
-        made: nn.Module = kind._from_config(config, **asked)
-    return made
+        return kind._from_config(config, **asked)
 
 
 def places(model: Any) -> dict[str, tuple[str, str]]:
@@ -217,7 +216,7 @@ def _general(hub_name: str, name: str) -> str:
 def _told(
     piece: HubPiece, name: str, shape: Shape, parts: dict[str, list[tuple[int, str]]]
 ) -> dict[str, Any]:
-    told: dict[str, Any] = {"name": _general(piece.name, name)}
+    told = {"name": _general(piece.name, name)}
     if piece.first is not None:
         told["first"] = piece.first
     if piece.rows is not None:
@@ -288,9 +287,7 @@ def kept_in_fp32(types: Sequence[str]) -> dict[str, Any]:
             with suppress(Exception):  # a package that is not installed
                 importlib.import_module(module.name)
     known = {*_TYPES, *(kind.model_type for kind in _below(PreTrainedConfig))} - {""}
-    kept: defaultdict[str, dict[str, set[str]]] = defaultdict(
-        lambda: {"bf16": set(), "fp16": set()}
-    )
+    kept = defaultdict(lambda: {"bf16": set(), "fp16": set()})
     for kind in _below(PreTrainedModel):
         lists = kept[getattr(kind.config_class, "model_type", "")]
         strict = set(getattr(kind, "_keep_in_fp32_modules_strict", None) or ())
@@ -341,7 +338,7 @@ def main() -> None:
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    content: dict[str, Any] = {
+    content = {
         "transformers": transformers.__version__,
         "types": {},
         "bases": {},

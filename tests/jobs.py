@@ -244,7 +244,7 @@ class SmallJob(Job):
         return read(DaemonReport, self.layout.daemon_report)
 
     @property
-    def refusal(self) -> Quarantine:
+    def refused(self) -> Quarantine:
         """Why the only save in quarantine is there."""
         (record,) = self.layout.quarantine.iterdir()
         return read(Quarantine, record)

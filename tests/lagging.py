@@ -28,7 +28,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from syncd.storage.calls import Kind, kind_of
 from syncd.storage.errnos import is_gone
@@ -37,8 +37,8 @@ from tests.storages import SEAM, AnswerLost, Clock, FastStorage, Rule, RuledStor
 T = TypeVar("T")
 
 #: Seconds that a client may believe what it once fetched.
-LAG: Final = 30.0
-_HANDLE: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+LAG = 30.0
+_HANDLE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 # Each name that a client remembers is one descriptor of this process.
 _soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -299,8 +299,8 @@ class LaggingStorage(FastStorage):
             path, lambda folder, name: os.open(name, flags, 0o666, dir_fd=folder.fd)
         )
 
-    def open_append(self, path: Path) -> int:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    def open_append(self, path: Path, flag: int = os.O_APPEND) -> int:
+        flags = os.O_WRONLY | flag | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
         def one(folder: Handle, name: str) -> int:
             try:

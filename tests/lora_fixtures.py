@@ -15,7 +15,7 @@ DoRA, biases, an embedding and a head of its own), ``verl`` (as ``whole``, witho
 
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,10 @@ from tests.process_groups import fork
 from tests.tiny_language import SIZES
 from tests.wrappings import fsdp2
 
-WORLD_SIZE: Final = 2
-KINDS: Final = ("gathered", "trained", "whole", "rich", "verl")
-_PLAIN: Final[dict[str, Any]] = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
-_RICH: Final[dict[str, Any]] = {
+WORLD_SIZE = 2
+KINDS = ("gathered", "trained", "whole", "rich", "verl")
+_PLAIN: dict[str, Any] = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+_RICH: dict[str, Any] = {
     "target_modules": ["q_proj", "o_proj", "embed_tokens"],
     "modules_to_save": ["lm_head"],
     "bias": "lora_only",

@@ -1,7 +1,6 @@
 """A small model by two sets of names: each way in which these can lie to each other, once."""
 
 from collections.abc import Callable, Mapping
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from syncd.coordination.tensors import bytes_of
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 
 #: The trainer's tensors, all of them in BF16.
-SHAPES: Final[Mapping[str, tuple[int, ...]]] = {
+SHAPES: Mapping[str, tuple[int, ...]] = {
     "experts.gate_up_proj": (3, 6, 4),
     "experts.down_proj": (3, 4, 3),
     "q_proj": (3, 4),
@@ -27,7 +26,7 @@ def _mapped(*pieces: HubPiece, shape: tuple[int, ...]) -> MappedTensor:
 
 
 #: Split and cut into rows, split and transposed, joined, renamed; the head has one name.
-NAMES: Final = NameMap(
+NAMES = NameMap(
     NameMapRecord(
         tensors={
             "experts.gate_up_proj": _mapped(
@@ -81,7 +80,7 @@ class Named(nn.Module):
         super().__init__()
         for name, value in tensors.items():
             *path, last = name.split(".")
-            inner: nn.Module = self
+            inner = self
             for part in path:
                 if part not in inner._modules:
                     inner.add_module(part, nn.Module())
@@ -90,7 +89,7 @@ class Named(nn.Module):
 
 
 #: Which names a version has → how to have them of the trainer's tensors.
-BY_NAMES: Final[Mapping[str, Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]]] = {
+BY_NAMES: Mapping[str, Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]] = {
     "hub": on_the_hub,
     "trainer": lambda tensors: tensors,
 }

@@ -89,8 +89,7 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
 
 def truth(folder: Path) -> dict[str, torch.Tensor]:
     """The state dict from before wrapping that was stored beside a save."""
-    tensors: dict[str, torch.Tensor] = torch.load(folder / "truth.pt", weights_only=True)
-    return tensors
+    return torch.load(folder / "truth.pt", weights_only=True)
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

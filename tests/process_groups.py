@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 #: A rank that fails leaves the others waiting for it.
-_PATIENCE: Final = timedelta(seconds=120)
+_PATIENCE = timedelta(seconds=120)
 
 
 def join(

@@ -11,13 +11,13 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, ForwardRef, NamedTuple
+from typing import Any, ForwardRef, NamedTuple
 
 from explorer_hooks.engines.base import Engine, WeightTaker
 from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
 
 #: What users import, each with ``__all__``. Every other module is syncd's own.
-MODULES: Final = (
+MODULES = (
     "syncd",
     "syncd.protocol.errors",
     "syncd.protocol.policy",
@@ -36,13 +36,13 @@ MODULES: Final = (
     "explorer_hooks.engines.fitting",
     "explorer_hooks.engines.vllm_worker",
 )
-_OURS: Final = {"syncd", "trainer_hooks", "explorer_hooks"}
-_TWINS: Final = {
+_OURS = {"syncd", "trainer_hooks", "explorer_hooks"}
+_TWINS = {
     "Synchronizer": (*TrainerSynchronizer.__mro__, *ExplorerSynchronizer.__mro__),
 }
 #: Of the methods with two underscores those that say how an object is used.
-_SPOKEN: Final = {"__call__", "__enter__", "__aenter__"}
-_WIDTH: Final = 96
+_SPOKEN = {"__call__", "__enter__", "__aenter__"}
+_WIDTH = 96
 
 
 class Callee(NamedTuple):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
@@ -19,11 +19,11 @@ from tests.forked_programs import ROOT, Forked
 if TYPE_CHECKING:
     import pytest
 
-ENVIRONMENT: Final = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 #: Seconds: a guard against hanging, within that of a test; ranks wait for one that fails.
-DEADLINE: Final = 240.0
+DEADLINE = 240.0
 #: What a program has said on stderr, beside what it wrote.
-SAID: Final = "said.txt"
+SAID = "said.txt"
 
 
 def written_by(

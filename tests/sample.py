@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 import pytest
 
 #: A folder → the beginnings of the names of its slow tests that stand for all of them.
-_KINDS: Final = {
+_KINDS = {
     "crash": (
         "test_append.py",
         "test_errors.py::test_whatever_call_fails_nothing_is_lost_and_work_goes_on[publish-",
@@ -35,10 +34,8 @@ _KINDS: Final = {
     "systemd": ("test_unit_files.py",),
     "unit": ("test_leases.py",),  # the same on storage that lags
 }
-SAMPLE: Final = tuple(
-    f"tests/{folder}/{name}" for folder, names in _KINDS.items() for name in names
-)
-SAMPLE_FILES: Final = tuple({name.partition("::")[0] for name in SAMPLE})
+SAMPLE = tuple(f"tests/{folder}/{name}" for folder, names in _KINDS.items() for name in names)
+SAMPLE_FILES = tuple({name.partition("::")[0] for name in SAMPLE})
 
 
 def sampled(items: Sequence[pytest.Item]) -> list[pytest.Item]:

@@ -8,26 +8,25 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Final
 
 #: What tests and ``.ci/run`` themselves are told by variables whose names begin with ``SYNCD_``.
 #: Any other is a setting of the daemon, or a key.
-_OF_TESTS: Final = (
+_OF_TESTS = (
     "SYNCD_DEEP", "SYNCD_KILL_STRIDE", "SYNCD_STRIDE", "SYNCD_LAB", "SYNCD_TEST_", "SYNCD_VLLM_",
     "SYNCD_VERL_",
 )  # fmt: skip
 #: The beginnings of variables that change what programs print, where they listen, or who they are.
-_OF_USERS: Final = (
+_OF_USERS = (
     "SYNCD_", "LANG", "LC_", "TERM", "COLUMNS", "LINES", "TZ", "NO_COLOR", "FORCE_COLOR",
     "CLICOLOR", "TTY_", "PYTHONDONTWRITEBYTECODE", "PYTHONIOENCODING", "PYTHONOPTIMIZE",
     "PYTHONSAFEPATH", "PYTHONUTF8", "PYTHONWARNINGS", "NOTIFY_SOCKET", "WATCHDOG_", "SLURM_",
     "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GLOO_", "OMP_", "TRANSFORMERS_", "GIT_",
 )  # fmt: skip
 #: Proxies of HTTP: the tests' servers listen on loopback.
-_PROXY: Final = "_proxy"
+_PROXY = "_proxy"
 
 #: Python ignores these itself; ``subprocess`` gives them back to what it starts.
-_OF_PYTHON: Final = {signal.SIGPIPE, signal.SIGXFSZ}
+_OF_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 
 
 def neutralize() -> None:

@@ -72,7 +72,7 @@ class LinkedJob:
         self._world_size = world_size
         self.tensors: list[dict[str, Any]] = [random_tensors(1, **shapes)]
         first, *others = shapes
-        given: Any = {"files": [others, [first]], "small": small, "metadata": {"format": "pt"}}
+        given = {"files": [others, [first]], "small": small, "metadata": {"format": "pt"}}
         self._given = given
         self.whole = [write_version(job.layout.published, 1, self.tensors[0], **given)]
         self.links: list[LinkFolder] = []

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 from torch import nn
@@ -25,8 +25,8 @@ from tests.jobs import SmallJob
 from tests.places import FIXTURES
 from tests.storages import CHANGES, SEAM, Clock
 
-_SHARDS: Final = FIXTURES / "torch-2.15.0" / "fsdp2"
-_HANGS: Final = 60.0
+_SHARDS = FIXTURES / "torch-2.15.0" / "fsdp2"
+_HANGS = 60.0
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def pull(folder: Path) -> Counter[str]:
 
 
 #: What is counted, by its name.
-WORK: Final = {"merge": merge, "publish": publish, "pull": pull}
+WORK = {"merge": merge, "publish": publish, "pull": pull}
 
 
 def summary(calls: Counter[str]) -> dict[str, int]:

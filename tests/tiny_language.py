@@ -1,16 +1,16 @@
 """A language model and a tokenizer of a few kilobytes, made without a network."""
 
-from typing import Any, Final
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-_SPECIAL: Final = ("<unk>", "<pad>", "<eos>")
-WORDS: Final = (*_SPECIAL, *(f"w{number}" for number in range(98)))
+_SPECIAL = ("<unk>", "<pad>", "<eos>")
+WORDS = (*_SPECIAL, *(f"w{number}" for number in range(98)))
 #: Of a transformer; the vocabulary is a multiple of no world size.
-SIZES: Final[dict[str, Any]] = {
+SIZES: dict[str, Any] = {
     "vocab_size": len(WORDS),
     "hidden_size": 16,
     "intermediate_size": 32,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from syncd.protocol.names import HUGGINGFACE, shard_name
 from tests.hub_tables import classes
 
 #: What configs call their sizes, and how small they can be.
-_SMALL: Final[dict[str, Any]] = {
+_SMALL: dict[str, Any] = {
     "vocab_size": 64,
     "text_vocab_size": 64,
     "image_vocab_size": 16,
@@ -74,7 +74,7 @@ _SMALL: Final[dict[str, Any]] = {
     "eos_token_id": 3,
 }
 #: Beside these, what a type needs.
-_OWN: Final[dict[str, dict[str, Any]]] = {
+_OWN: dict[str, dict[str, Any]] = {
     "deepseek_ocr2": {
         "text_config": {
             "model_type": "deepseek_ocr2_text",
@@ -192,7 +192,7 @@ def _placed(value: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
 def save_by_hand(model: nn.Module, actor: Path) -> None:
     """A save of another trainer: shards, and the model's config."""
     (actor / HUGGINGFACE).mkdir(parents=True)
-    config: Any = model.config
+    config = model.config
     config.architectures = [type(model).__name__]
     config.save_pretrained(str(actor / HUGGINGFACE))
     state = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
@@ -204,8 +204,7 @@ def logits(model: Any) -> torch.Tensor:
     tokens = torch.tensor([[5, 9, 11, 7, 30, 22]])
     with torch.no_grad():
         found = model(input_ids=tokens, **_decoder(model, tokens))
-    answer: torch.Tensor = found.logits
-    return answer
+    return found.logits
 
 
 def _decoder(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:

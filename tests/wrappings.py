@@ -1,7 +1,7 @@
 """How trainers wrap a model on real ranks. It imports torch alone, of whatever release."""
 
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-CPU: Final = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 @cache

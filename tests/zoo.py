@@ -4,7 +4,7 @@ A function a kind: it is called on every rank with the number of ranks, and retu
 what it was before it was wrapped.
 """
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from tests.wrappings import fsdp2 as layer_by_layer
 from tests.wrappings import groups, mesh, unit
 
 Made = tuple[Any, dict[str, torch.Tensor]]
-HYBRID: Final = ShardingStrategy.HYBRID_SHARD
+HYBRID = ShardingStrategy.HYBRID_SHARD
 
 
 def cut(whole: torch.Tensor, on: DeviceMesh, *placements: Placement) -> DTensor:

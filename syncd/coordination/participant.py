@@ -62,9 +62,7 @@ class HeldName:
     path: Path
     session: str
     name: str
-
-    def __post_init__(self) -> None:
-        self._given_up = False
+    _given_up: bool = False
 
     @classmethod
     def take(

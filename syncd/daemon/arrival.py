@@ -31,11 +31,10 @@ class Arrival:
     clock: Clock = time.monotonic
     pace: float = 0.0
     is_normal: bool = False
-
-    def __post_init__(self) -> None:
-        self._step: int | None = None
-        self._since = self._normal_at = 0.0
-        self._served: frozenset[str | None] = frozenset()
+    _step: int | None = None
+    _since: float = 0.0
+    _normal_at: float = 0.0
+    _served: frozenset[str | None] = frozenset()
 
     def look(self, seen: Observation, served: frozenset[str | None]) -> None:
         """See what the pointer names; ``served`` are the saves of LATEST, and of its ahead."""

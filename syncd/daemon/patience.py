@@ -26,10 +26,8 @@ class Patience:
 
     seconds: float
     clock: Clock
-
-    def __post_init__(self) -> None:
-        self._work: object = None
-        self._ends = 0.0
+    _work: object = None
+    _ends: float = 0.0
 
     def is_over(self, work: object, error: Exception) -> bool:
         """Note a failure; True if nothing later should wait for this work."""

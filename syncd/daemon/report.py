@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -95,6 +96,8 @@ class Reporter:
             tenure.blocks.meet("report", Obstacle.of(f"cannot write {path}: {error}", error))
             self._reported = None
             Reserve(tenure.job).relieve(error)
+            with suppress(OSError):  # in place, for people: what is blocked is told nowhere else
+                tenure.job.storage.write_over(path, encode(stamped))
         finally:
             self._took = self._clock() - now
 

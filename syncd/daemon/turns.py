@@ -122,10 +122,8 @@ class Turn:
     turns: Turns = field(default_factory=Turns)
     job: str = ""
     wake: Callable[[], None] = lambda: None
-
-    def __post_init__(self) -> None:
-        self._put_off: str | None = None  # the save whose merge was ended as other jobs waited
-        self._ended = 0  # the late merges in a row that were ended
+    _put_off: str | None = None  # the save whose merge was ended as other jobs waited
+    _ended: int = 0  # the late merges in a row that were ended
 
     def take(self, save: str | None = None) -> bool:
         """True if the job may merge now; never waits. If False, ask again when woken or at a tick.

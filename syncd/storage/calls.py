@@ -123,13 +123,13 @@ class Calls:
         """Make a new file, and return its descriptor."""
         return self._open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
-    def open_append(self, path: Path) -> int:
-        """Open a file for appending, or make it; return a descriptor.
+    def open_append(self, path: Path, flag: int = os.O_APPEND) -> int:
+        """Open a file for appending, or make it; without the ``flag`` (0) for writing in place.
 
         Raises:
             OSError: ``EINVAL`` if the file is not regular, or has several hard links.
         """
-        fd = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        fd = self._open(path, os.O_WRONLY | os.O_CREAT | flag)
         if self._regular(fd, path).st_nlink > 1:  # the other name may be outside the job
             os.close(fd)
             raise OSError(errno.EINVAL, "the file has several names (hard links)", str(path))

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, NamedTuple, Protocol, Self, cast
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 import pytest
 import torch
@@ -52,12 +52,12 @@ from tests.storages import CHANGES, Clock, FastStorage
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
 #: What changes nothing that anyone could see, where nothing waits for the disk.
-_UNSEEN: Final = {"fsync", "sync_folder", "close"}
-_PARTS: Final = {"write", "pwrite", "copy_file_range", "sendfile", "clone_range"}
-_LOOKS: Final = ("open_read", "names", "kinds", "status")
-STOPS: Final = tuple(name for name in CHANGES if name not in _UNSEEN) + _LOOKS
+_UNSEEN = {"fsync", "sync_folder", "close"}
+_PARTS = {"write", "pwrite", "copy_file_range", "sendfile", "clone_range"}
+_LOOKS = ("open_read", "names", "kinds", "status")
+STOPS = tuple(name for name in CHANGES if name not in _UNSEEN) + _LOOKS
 #: Where an actor has nothing to do until someone else did something.
-REST: Final = "rest"
+REST = "rest"
 
 
 class Killed(BaseException):
@@ -313,7 +313,7 @@ class Run:
         full_before: the full checkpoints of the runs before it.
     """
 
-    WORLD_SIZE: Final = 2
+    WORLD_SIZE = 2
 
     def __init__(self, layout: JobLayout, number: int, full_before: list[int]) -> None:
         self._layout = layout

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from tests.storages import FastStorage
 
@@ -16,7 +16,7 @@ from tests.storages import FastStorage
 Tree = dict[str, tuple[int, bytes | None]]
 #: What becomes of a file that was not synced: (durable bytes, bytes in memory) → bytes found.
 Fate = Callable[[bytes, bytes], bytes]
-ROOT: Final = 0
+ROOT = 0
 
 
 class Killed(BaseException):
@@ -78,7 +78,7 @@ class Disk:
         folder = self.folder(node)
         for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
             if entry.is_dir(follow_symlinks=False):
-                made: File | Folder = Folder()
+                made = Folder()
             else:
                 content = Path(entry.path).read_bytes()
                 made = File(content, content)
@@ -104,7 +104,7 @@ class Disk:
 
     def find(self, path: Path) -> int | None:
         """The inode behind a path, as processes see it."""
-        node: int | None = ROOT
+        node = ROOT
         for name in path.relative_to(self.root).parts:
             if node is None:
                 return None
@@ -329,8 +329,8 @@ class RecordingStorage(FastStorage):
         return fd
 
     @recorded
-    def open_append(self, path: Path) -> int:
-        fd = super().open_append(path)
+    def open_append(self, path: Path, flag: int = os.O_APPEND) -> int:
+        fd = super().open_append(path, flag)
         node = self.disk.find(path)
         if node is None:
             node = self.disk.new(path, File())

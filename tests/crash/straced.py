@@ -10,19 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final
 
 from tests.crash.children import child, was_killed
 
 #: What changes storage, whoever calls it. Between two of these nothing on disk does.
-CALLS: Final = (
+CALLS = (
     "rename", "renameat", "renameat2", "link", "linkat", "unlink", "unlinkat", "mkdir", "mkdirat",
     "rmdir", "openat", "write", "pwrite64", "copy_file_range", "sendfile", "fsync", "fdatasync",
     "ftruncate", "fallocate", "fchmod", "utimensat", "inotify_init1", "inotify_add_watch",
 )  # fmt: skip
 #: A guard against what hangs, in seconds.
-_HANGS: Final = 60
-_LINE: Final = re.compile(r"(\d+) +(\w+)\((.*)")
+_HANGS = 60
+_LINE = re.compile(r"(\d+) +(\w+)\((.*)")
 
 
 @dataclass(frozen=True)

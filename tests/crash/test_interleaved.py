@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -62,15 +62,15 @@ from tests.crash.invariants import check_link, latest_sequence, leftovers, resta
 from tests.jobs import SmallJob
 from tests.storages import Clock, FastStorage
 
-RANKS: Final = ("rank 0", "rank 1")
+RANKS = ("rank 0", "rank 1")
 #: A save that nobody disturbs; rank 0 waits for rank 1.
-SAVING_ORDER: Final = ("rank 1", "rank 0", "rank 1", "rank 0")
-DAEMONS: Final = ("daemon A", "daemon B")
-EXPLORERS: Final = ("explorer-1", "explorer-2", "explorer-3")
-WORKERS: Final = (*DAEMONS, "pruner", *EXPLORERS)
-ACTORS: Final = (*RANKS, *WORKERS)
+SAVING_ORDER = ("rank 1", "rank 0", "rank 1", "rank 0")
+DAEMONS = ("daemon A", "daemon B")
+EXPLORERS = ("explorer-1", "explorer-2", "explorer-3")
+WORKERS = (*DAEMONS, "pruner", *EXPLORERS)
+ACTORS = (*RANKS, *WORKERS)
 #: What may happen while somebody stands still.
-MEANWHILE: Final = (
+MEANWHILE = (
     *ACTORS,
     *DAEMONS,
     "save",
@@ -81,12 +81,12 @@ MEANWHILE: Final = (
     "time",
 )
 #: After these something may be missing, or another thing be there.
-_HARMFUL: Final = {"rename", "rmdir", "unlink", "link"}
+_HARMFUL = {"rename", "rmdir", "unlink", "link"}
 #: What others may see the difference of.
-_CHANGES: Final = {*_HARMFUL, "mkdir", "create"}
+_CHANGES = {*_HARMFUL, "mkdir", "create"}
 #: A guard against an actor that never rests.
-_MOST_CALLS: Final = 5000
-_SHOWN: Final = 200
+_MOST_CALLS = 5000
+_SHOWN = 200
 
 #: Path in the folder → inode, size and mtime.
 Tree = dict[str, tuple[int, int, int]]
@@ -211,7 +211,7 @@ class Promises:
         Those of a folder that can be resumed from; and what the ranks have written of a save that
         is in progress, or that a pointer names.
         """
-        needed: defaultdict[int, Files] = defaultdict(set)
+        needed = defaultdict(set)
         for step, folder in self._step_folders():
             files = inodes(folder)
             if is_resumable(name for name, _ in files):
@@ -586,9 +586,9 @@ def machine(rules: Rules) -> type[RuleBasedStateMachine]:
 
 
 #: In memory, where there is room for it.
-_QUICK: Final = "/dev/shm"  # noqa: S108 - the folder in it has a name of its own
+_QUICK = "/dev/shm"  # noqa: S108 - the folder in it has a name of its own
 #: What the search has done, for whoever wants to know.
-COUNTED: Final = Counter[str]()
+COUNTED = Counter[str]()
 
 
 def changes(call: Call) -> bool:

@@ -11,15 +11,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 from syncd.protocol.records import encode, parse
 from syncd.protocol.reports import GroupMember, Rendezvous
 from tests.places import ROOT
 
 #: Seconds of everything in a group, where all goes well: a guard alone.
-DEADLINE: Final = 120.0
-_ADDRESS: Final = "127.0.0.1"
+DEADLINE = 120.0
+_ADDRESS = "127.0.0.1"
 
 
 class Trainer:
@@ -50,8 +50,7 @@ class Trainer:
 
     def failure(self) -> str | None:
         """Why the transfer that was begun has failed; None where it has not. Waits for its end."""
-        failure: str | None = json.loads(self._line())["failed"]
-        return failure
+        return json.loads(self._line())["failed"]
 
     def _tell(self, told: dict[str, object]) -> None:
         assert self.process.stdin is not None

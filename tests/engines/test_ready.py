@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
 import httpx2
 import pytest
@@ -26,8 +25,8 @@ from tests.ports import free_port
 from tests.rank_programs import ENVIRONMENT
 
 (PROBE,) = (block for block in blocks("kubernetes.md", "sh") if "weight_info" in block)
-PROMPT: Final = (1, 2, 3)
-_CLIENT: Final = httpx2.Client(
+PROMPT = (1, 2, 3)
+_CLIENT = httpx2.Client(
     trust_env=False, limits=httpx2.Limits(max_keepalive_connections=0)
 )  # made once, because that takes longer than a request
 

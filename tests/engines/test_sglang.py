@@ -4,7 +4,7 @@ import functools
 import logging
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def version(folder: Path, sequence: int, **options: Any) -> LeasedVersion:
 
 
 def engine_of(fake: FakeSGLang, **options: Any) -> SGLangServer:
-    settings: Mapping[str, Any] = {"start_timeout": 0.0, "transport": fake.transport}
+    settings = {"start_timeout": 0.0, "transport": fake.transport}
     return SGLangServer("http://127.0.0.1:1", **{**settings, **options})
 
 

@@ -255,7 +255,7 @@ def test_a_label_that_nobody_can_change_is_none() -> None:
 
 def test_an_llm_of_a_folder_without_weights_takes_its_first_version_unseen(tmp_path: Path) -> None:
     """As with ``load_format="dummy"``."""
-    llm: Any = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)))
+    llm = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)))
     assert not VLLMEngine(llm)._fits.is_known
 
 
@@ -418,7 +418,7 @@ def test_an_llm_on_a_cpu_refuses_what_it_reloads_in_part(tmp_path: Path) -> None
         device_config=SimpleNamespace(device=torch.device("cpu")),
         parallel_config=SimpleNamespace(worker_extension_cls=""),
     )
-    llm: Any = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=made))
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=made))
     with pytest.raises(EngineMismatchError, match="tied"):
         VLLMEngine(llm).check(version)
     made.parallel_config.worker_extension_cls = EXTENSION

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
 import torch
 import xxhash
@@ -25,7 +24,7 @@ from syncd.protocol.records import Names, ReceiptFile
 from tests.jobs import SmallJob, receipt_of
 
 #: A head of 64: the attention of vLLM's CPU build takes no smaller ones.
-CONFIG: Final = Qwen2Config(
+CONFIG = Qwen2Config(
     vocab_size=256,
     hidden_size=128,
     intermediate_size=128,
@@ -38,9 +37,9 @@ CONFIG: Final = Qwen2Config(
 
 
 #: Its output layer is the embedding.
-TIED: Final = Qwen2Config(**CONFIG.to_diff_dict() | {"tie_word_embeddings": True})
+TIED = Qwen2Config(**CONFIG.to_diff_dict() | {"tie_word_embeddings": True})
 #: That too; and experts, of a size that vLLM pads on a CPU.
-EXPERTS: Final = Qwen3MoeConfig(
+EXPERTS = Qwen3MoeConfig(
     **TIED.to_diff_dict() | {"model_type": "qwen3_moe"},
     head_dim=64,
     num_experts=4,
@@ -50,7 +49,7 @@ EXPERTS: Final = Qwen3MoeConfig(
 
 
 #: Experts of which vLLM finds no tensor by the trainer's names.
-MIXTRAL: Final = MixtralConfig(
+MIXTRAL = MixtralConfig(
     **CONFIG.to_diff_dict() | {"model_type": "mixtral"},
     num_local_experts=4,
     num_experts_per_tok=2,

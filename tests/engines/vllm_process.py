@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, Final
+from typing import Any
 
 import httpx2
 import pytest
@@ -24,13 +24,13 @@ from tests.places import ROOT
 from tests.ports import free_port
 
 #: Names the Python of the environment that tests/engines/environment.py makes.
-PYTHON: Final = "SYNCD_VLLM_PYTHON"
+PYTHON = "SYNCD_VLLM_PYTHON"
 #: A server that begins imports for half a minute, on a machine that does nothing else.
-_START_SECONDS: Final = 450.0
+_START_SECONDS = 450.0
 #: On some virtual machines vLLM's worker dies at the first request if it uses AMX.
-_WITHOUT_AMX: Final = "import torch.cpu; torch.cpu._is_amx_tile_supported = lambda: False"
+_WITHOUT_AMX = "import torch.cpu; torch.cpu._is_amx_tile_supported = lambda: False"
 #: The name of the model that it was started with.
-MODEL: Final = "policy"
+MODEL = "policy"
 
 
 def python(release: str) -> Path:
@@ -121,7 +121,7 @@ class Reloading(VLLMServer):
 
 
 #: The two ways to load a folder.
-WAYS: Final = {"transfer": VLLMServer, "reload": Reloading}
+WAYS = {"transfer": VLLMServer, "reload": Reloading}
 
 
 class VLLMProcess:

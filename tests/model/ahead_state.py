@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
-BAD: Final = -1
+BAD = -1
 """Bytes that are no save's, because a file is damaged; digests show it."""
-WRONG: Final = -2
+WRONG = -2
 """What a link makes of another base than its own; it must never come to this."""
 
 

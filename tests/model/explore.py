@@ -88,7 +88,7 @@ def explore_and_return(
     reached: Callable[[S], bool],
 ) -> Exploration[S]:
     """`explore` and `explore_for_dead_ends` in one search: each step says if it is willing."""
-    numbers: dict[S, int] = {initial: 0}
+    numbers = {initial: 0}
     queue, parents = [initial], [0]
     into: dict[int, list[int]] = {}
 

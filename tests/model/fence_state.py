@@ -6,20 +6,20 @@ Every method of Disk is one file-system operation that succeeded: it returns the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
-NO_FOLDER: Final = -1
-EMPTY: Final = 0
+NO_FOLDER = -1
+EMPTY = 0
 """`Room.building` is one of these, or the sequence of the one version in it."""
 
-NEVER: Final = 0
-GONE: Final = -1
-TORN: Final = -2
+NEVER = 0
+GONE = -1
+TORN = -2
 """`Disk.published[v]` is one of these, or the room that the whole version was built in."""
 
-NOT_THERE: Final = 0
-AT_ITS_NAME: Final = -1
-LOST: Final = -2
+NOT_THERE = 0
+AT_ITS_NAME = -1
+LOST = -2
 """`Disk.old` and `Disk.new` are one of these, or the room whose trash/ the folder is in."""
 
 Folder = Literal["", "room", "building", "trash"]
@@ -31,7 +31,7 @@ A room that is made again under a used name counts as the one that was there: wh
 later can do all that this allows.
 """
 
-NO_HANDLE: Final[Handle] = (0, "")
+NO_HANDLE: Handle = (0, "")
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class Daemon(NamedTuple):
     """The folder that it has opened, to rename out of it or into it with the next step."""
 
 
-STANDING_BY: Final = Daemon()
+STANDING_BY = Daemon()
 """Where a daemon is before it takes over, after a crash, and when it learns it is superseded."""
 
 

@@ -11,7 +11,7 @@ folder has a name of its own: once a take-over has moved it, no handle of that t
 
 from collections.abc import Iterator
 
-from .fence_state import AT_ITS_NAME, LOST, NO_HANDLE, NOT_THERE, STANDING_BY, Daemon, Disk, Handle
+from .fence_state import AT_ITS_NAME, LOST, NO_HANDLE, NOT_THERE, STANDING_BY, Daemon, Disk
 from .fence_take_over import Steps
 
 
@@ -33,7 +33,7 @@ def choose_to_prune(disk: Disk, me: Daemon) -> Steps:
 def prune(disk: Disk, me: Daemon) -> Steps:
     """One step of a prune; for "set aside" the own trash is open."""
     done = me._replace(place="ready", held=NO_HANDLE)
-    trash: Handle = (me.room, "trash")
+    trash = (me.room, "trash")
     if me.place == "set aside":
         if AT_ITS_NAME not in (disk.old, disk.new):
             yield "rename the step folder into the own trash: ENOENT", disk, done

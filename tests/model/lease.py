@@ -119,8 +119,8 @@ class Leases:
     def start(self) -> State:
         """Version 1 is published, and nobody holds it."""
         later = self.last_sequence - 1
-        never: VersionFolder = "never"
-        published: tuple[VersionFolder, ...] = (never, "whole", *(never,) * later)
+        never = "never"
+        published = (never, "whole", *(never,) * later)
         leases = (None, frozenset[Marker](), *(None,) * later)
         return State((1,), published, leases, Daemon(), (Explorer(),) * self.explorers)
 

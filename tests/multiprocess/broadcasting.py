@@ -339,7 +339,7 @@ class TrainerRanks(Ranks):
 
     def step(self, step: int) -> dict[str, Any]:
         """One step of training, and its sync; rank 0's metrics, and what the model is then."""
-        answers: list[dict[str, Any]] = self.all("step", step)
+        answers = self.all("step", step)
         assert len({answer["digest"] for answer in answers}) == 1
         return answers[0]
 

@@ -7,9 +7,7 @@ tested with this is all that comes after.
 import json
 import secrets
 from array import array
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
 import xxhash
 
@@ -34,7 +32,7 @@ from tests.shards import chunk, shard, sharded, tensor
 
 _CONFIG = b'{"model_type": "tiny"}'
 #: One element in so many is another one in the next save of an era.
-_EVERY: Final = 128
+_EVERY = 128
 
 
 class TrainerByHand:
@@ -141,7 +139,7 @@ class TrainerByHand:
     def shard(self, rank: int, number: float) -> bytes:
         """The bytes of one rank's file, as ``torch.save`` would write them."""
         part, whole = self._part, (self._part * self._ranks,)
-        state: Mapping[str, object] = {
+        state = {
             f"part.{key}": sharded(
                 chunk(tensor((part,), (1,), key=str(key)), (rank * part,), (part,)), shape=whole
             )

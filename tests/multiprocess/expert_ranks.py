@@ -11,7 +11,7 @@
 
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,9 @@ from tests.tiny_models import tiny_model
 from tests.wrappings import fsdp2
 from trainer_hooks import SaveSettings, TrainerHook
 
-KINDS: Final = ("qwen3_moe", "deepseek_v3", "mixtral")
-MODES: Final = ("adapter", "merged")
-WORLD_SIZE: Final = 2
+KINDS = ("qwen3_moe", "deepseek_v3", "mixtral")
+MODES = ("adapter", "merged")
+WORLD_SIZE = 2
 
 
 def trained(folder: Path, model_type: str) -> Any:

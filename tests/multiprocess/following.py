@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch._dynamo  # which fully_shard would import in each rank
@@ -34,9 +34,9 @@ from tests.process_groups import join
 from tests.rank_programs import SAID, forked
 
 #: The explorer that trainers wait for.
-EXPLORER: Final = "explorer"
+EXPLORER = "explorer"
 #: Imports alone take a while where several tests run.
-_PATIENCE: Final = 3 * DEADLINE
+_PATIENCE = 3 * DEADLINE
 
 Pulled = list[tuple[int, dict[str, Tensor]]]
 
@@ -163,5 +163,4 @@ def assert_as_trained(pulled: Pulled, truth: Path) -> None:
 
 
 def told(root: Path, rank: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((root / f"rank_{rank}.json").read_text())
-    return found
+    return json.loads((root / f"rank_{rank}.json").read_text())

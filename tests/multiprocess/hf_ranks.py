@@ -13,7 +13,7 @@ bytes in it, as FSDP1 saves them; ``qwen2-differing`` has others.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -30,13 +30,13 @@ from tests.process_groups import fork
 from tests.tiny_language import SIZES
 from tests.wrappings import fsdp2
 
-WORLD_SIZE: Final = 4
-LM_HEAD: Final = "lm_head.weight"
-EMBEDDING: Final = "model.embed_tokens.weight"
-VOCABULARY: Final = SIZES["vocab_size"]
-TOKENS: Final = torch.arange(24).reshape(2, 12) * 17 % VOCABULARY
+WORLD_SIZE = 4
+LM_HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+VOCABULARY = SIZES["vocab_size"]
+TOKENS = torch.arange(24).reshape(2, 12) * 17 % VOCABULARY
 
-CONFIGS: Final[dict[str, Callable[[], PretrainedConfig]]] = {
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True, dtype="bfloat16"),
     "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False, dtype="float32"),
     # Its module fuses the experts into one tensor each, three rows that leave a rank without any.

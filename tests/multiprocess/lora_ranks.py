@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,18 +43,18 @@ from trainer_hooks.state.host_buffers import _parts
 from trainer_hooks.state.state_dict import sharded_state_dict
 
 #: World size by kind.
-KINDS: Final = {"plain": 1, "ddp": 2, "fsdp1": 2, "fsdp1_flat": 2, "fsdp2": 2}
-MODES: Final = ("adapter", "merged")
-STEP: Final = 2
+KINDS = {"plain": 1, "ddp": 2, "fsdp1": 2, "fsdp1_flat": 2, "fsdp2": 2}
+MODES = ("adapter", "merged")
+STEP = 2
 #: All that a LoRA adapter may hold; biases of Qwen's projections among it.
-_RICH: Final[dict[str, Any]] = {
+_RICH: dict[str, Any] = {
     "target_modules": ["q_proj", "down_proj", "embed_tokens"],
     "modules_to_save": ["lm_head"],
     "bias": "lora_only",
     "use_dora": True,
 }
 #: FSDP1's flat parameters are trained in whole or not at all.
-_PLAIN: Final[dict[str, Any]] = {"target_modules": ["q_proj", "v_proj", "up_proj"]}
+_PLAIN: dict[str, Any] = {"target_modules": ["q_proj", "v_proj", "up_proj"]}
 
 
 def checks() -> list[str]:
@@ -161,7 +161,7 @@ class Ranks:
         """A check that all ranks must pass; what is raised in it is said, and goes no further."""
         held: list[bool] = []
         yield held.append
-        told: list[Any] = [None] * dist.get_world_size()
+        told = [None] * dist.get_world_size()
         dist.all_gather_object(told, bool(held) and all(held))
         if self.rank == 0 and all(told):
             (self.root / "passed" / name).touch()

@@ -16,7 +16,7 @@ and, of what leaves no files, ``ROOT/rank_R_of_W.json``.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ from trainer_hooks.state.wrappers import unwrapped
 from trainer_hooks.writing.parts import save_state_dict
 
 #: World sizes by kind.
-KINDS: Final = {
+KINDS = {
     "plain": (2,),
     "ddp": (2,),
     "wrapped": (2,),
@@ -65,7 +65,7 @@ KINDS: Final = {
     "fsdp2_tp": (4,),
 }
 #: Of these a third save is made, whose config ties the embeddings.
-TIED: Final = ("plain", "fsdp1", "fsdp2")
+TIED = ("plain", "fsdp1", "fsdp2")
 
 
 # -- saves -------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def refused() -> dict[str, str]:
     """What is said of states that cannot be gathered; nobody hangs."""
     rank = dist.get_rank()
     block = Block(torch.float32)
-    states: dict[str, dict[str, Any]] = {
+    states = {
         "other names": {f"{rank}.{name}": value for name, value in block.state_dict().items()},
         "other shape": {"weight": torch.zeros(3 + rank)},
         "complex": {"weight": torch.zeros(3, dtype=torch.complex128 if rank else torch.float32)},

@@ -7,14 +7,14 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 import pytest
 
 from tests.programs import completed
 
 #: Bytes written at once.
-_PIECE: Final = 1024 * 1024
+_PIECE = 1024 * 1024
 
 Kind = Literal["bytes", "inodes"]
 
@@ -50,7 +50,7 @@ def inner(path: Path, *, kind: str = "tmpfs") -> Iterator[None]:
     for folder in (path, *(other / name for name in ("lower", "upper", "work"))):
         folder.mkdir(parents=True, exist_ok=True)
     lower, upper, work = other / "lower", other / "upper", other / "work"
-    arguments: dict[str, list[object]] = {
+    arguments = {
         "tmpfs": ["-t", "tmpfs", "tmpfs"],
         "bind": ["--bind", lower],
         "overlay": [

@@ -115,8 +115,7 @@ class Peer:
     def hear(self, within: float = 3 * DEADLINE) -> Answer:
         """What came of it."""
         assert self._connection.poll(within), "no answer"
-        answer: Answer = self._connection.recv()
-        return answer
+        return self._connection.recv()
 
     def answer(self) -> Any:
         answer = self.hear()

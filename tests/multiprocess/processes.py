@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Final, Self, TypeVar
+from typing import Self, TypeVar
 
 from explorer_hooks.reader import Reader
 from syncd.daemon.host.services import RootServices, Services
@@ -178,7 +178,7 @@ def serving(service: Service | Services | RootServices) -> Iterator[None]:
 
 #: A ``program`` for :class:`Daemon` that removes leftovers, gives up a remote path, and folds in a
 #: pause, soon. At SIGUSR1 it logs where its threads are.
-IMPATIENT: Final = (
+IMPATIENT = (
     "-c",
     "import faulthandler; from syncd.cli import main; from syncd.daemon import collect, decide;"
     "faulthandler.register(10); collect._GRACE = decide._PATH_TIME = 1.0; decide._QUIET = 5.0;"

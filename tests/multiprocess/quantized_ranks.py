@@ -10,7 +10,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from unittest import mock
 
 import torch
@@ -28,10 +28,10 @@ from trainer_hooks.settings import SaveLayout
 from trainer_hooks.state.host_buffers import _parts
 from trainer_hooks.state.state_dict import sharded_state_dict
 
-KINDS: Final = ("fp8", "fp8-ue8m0", "mxfp4")
-WORLD_SIZES: Final = (2, 4)
-_BLOCK: Final = 16
-_SIZES: Final[dict[str, Any]] = {
+KINDS = ("fp8", "fp8-ue8m0", "mxfp4")
+WORLD_SIZES = (2, 4)
+_BLOCK = 16
+_SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -97,7 +97,7 @@ def _model(hub: Path, kind: str) -> nn.Module:
     if kind != "mxfp4":
         # transformers computes with FP8 on a GPU only, but holds it anywhere.
         with mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment"):
-            model: Any = AutoModelForCausalLM.from_pretrained(hub)
+            model = AutoModelForCausalLM.from_pretrained(hub)
     else:  # only the kernels of a GPU's package hold the packed weights
         model = AutoModelForCausalLM.from_config(_config(kind))
         model.config.quantization_config = _quantization(kind)

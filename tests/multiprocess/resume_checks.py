@@ -1,20 +1,19 @@
 """What ``tests/multiprocess/resume_ranks.py`` checks, without its imports."""
 
 from itertools import product
-from typing import Final
 
 #: What is saved, and on how many ranks.
-SAVED: Final = (
+SAVED = (
     ("fsdp2", 2), ("fsdp1", 2), ("fsdp1_mesh", 2), ("ddp", 2), ("plain", 1),
     ("fsdp2_tp", 4), ("hsdp", 4), ("fsdp1_hybrid", 4),
 )  # fmt: skip
 #: What each of these is resumed as, besides as itself.
-RESUMED: Final = {
+RESUMED = {
     1: ("plain",), 2: ("fsdp2", "fsdp1"), 3: ("fsdp2",), 4: ("fsdp2_tp", "hsdp", "fsdp1_mesh"),
 }  # fmt: skip
 #: What changes between a save on two ranks and its resumption on one, two and three: whether ``up``
 #: is frozen in each step and when resumed, and the optimizer's parameters, at the save and then.
-CHANGES: Final = {
+CHANGES = {
     "frozen later": ((False, True, True), "all", "all"),
     "frozen and removed later": ((False, True, True), "all", "trained"),
     "frozen at the save, trained later": ((False, True, False), "all", "all"),
@@ -24,9 +23,9 @@ CHANGES: Final = {
     "frozen, removed later": ((True, True, True), "all", "trained"),
 }
 #: How the models that change are wrapped.
-CHANGED: Final = ("ddp", "fsdp2", "fsdp1_units", "fsdp1_mesh")
+CHANGED = ("ddp", "fsdp2", "fsdp1_units", "fsdp1_mesh")
 #: The checks of what fails; on two ranks.
-FAILING: Final = (
+FAILING = (
     "a file of one rank is missing",
     "a file that one rank reads is damaged",
     "a file of one rank is torn",
@@ -39,17 +38,17 @@ FAILING: Final = (
     "a first checkpoint that could not be resumed",
 )
 #: Saved by two ranks as one full state dict, and resumed by two, and by one.
-FULL: Final = ("fsdp2", "fsdp1", "ddp")
+FULL = ("fsdp2", "fsdp1", "ddp")
 #: Trained in fp32 with mixed precision, and cast for explorers; on two ranks.
-CAST: Final = ("fsdp2_mixed", "fsdp1_mixed", "fsdp1_mesh_mixed")
+CAST = ("fsdp2_mixed", "fsdp1_mixed", "fsdp1_mesh_mixed")
 #: Several optimizers: saved on two ranks as this kind, and resumed as these on 1, 2 and 3.
-SEVERAL: Final = {
+SEVERAL = {
     ("muon", "fsdp2"): ("plain", "fsdp2", "fsdp2"),
     ("muon", "ddp"): ("plain", "fsdp2", "ddp"),
     ("idle", "fsdp1_mesh_units"): ("plain", "fsdp2", "fsdp1_mesh_units"),
 }
 #: On four ranks.
-EXPERTS: Final = "experts by one name, by the same ranks"
+EXPERTS = "experts by one name, by the same ranks"
 
 
 def is_usual(saved: tuple[str, int], other: str, others: int) -> bool:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ from trainer_hooks.resuming.resume import Resumed, latest_checkpoint, load_check
 from trainer_hooks.settings import SaveLayout
 from trainer_hooks.state.full_checkpoint import each_of, optimizer_state
 
-DEEP: Final = "SYNCD_DEEP" in os.environ
+DEEP = "SYNCD_DEEP" in os.environ
 
 
 class Tied(nn.Module):
@@ -91,7 +91,7 @@ class Tied(nn.Module):
         return self.lm_head(self.norm(self.embed_tokens(tokens)))  # type: ignore[no-any-return]
 
 
-MIXED: Final = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
 def _in_two_units(model: nn.Module, world_size: int, **options: Any) -> nn.Module:
@@ -120,7 +120,7 @@ def _in_mesh_units(model: nn.Module, world_size: int) -> nn.Module:
 
 
 #: How a model is wrapped for a number of ranks.
-KINDS: Final[dict[str, Callable[[nn.Module, int], nn.Module]]] = {
+KINDS: dict[str, Callable[[nn.Module, int], nn.Module]] = {
     "plain": lambda model, _: model,
     "ddp": lambda model, _: DistributedDataParallel(model),
     "fsdp2": _in_two_units,
@@ -144,7 +144,7 @@ KINDS: Final[dict[str, Callable[[nn.Module, int], nn.Module]]] = {
 
 _orig = partial(unit, use_orig_params=True)
 #: Ways to wrap a layer, and whether torch then saves an optimizer's state that it cannot load.
-FSDP1: Final[dict[Callable[[Any], Any], bool]] = {
+FSDP1: dict[Callable[[Any], Any], bool] = {
     lambda layer: unit(nn.Sequential(checkpoint_wrapper(layer))): True,
     lambda layer: _orig(nn.Sequential(checkpoint_wrapper(layer))): False,
     lambda layer: nn.Sequential(checkpoint_wrapper(_orig(layer))): True,
@@ -429,7 +429,7 @@ class Rank:
     def made_several(self, rule: str, kind: str, seed: int) -> tuple[nn.Module, Any]:
         """Muon for the matrices, or an optimizer for one layer that is idle; AdamW for the rest."""
         model, *_ = self.made(kind, seed)
-        parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        parts = {True: [], False: []}
         for name, parameter in model.named_parameters():
             is_muons = name.endswith(("up.weight", "down.weight"))
             parts[is_muons if rule == "muon" else "up" in name].append(parameter)

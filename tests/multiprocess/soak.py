@@ -22,7 +22,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
 
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import SAVING
@@ -49,13 +48,13 @@ from tests.multiprocess.soak_actors import (
 from tests.multiprocess.soak_programs import MEGABYTES
 from tests.multiprocess.soak_watch import Findings, Vitals, Watch, used_by
 
-_DISK: Final = "192m"
+_DISK = "192m"
 #: Longer than all that an explorer is silent for: a pause, and a job that is away.
-_GRACE: Final = 30.0
-_OPTIONS: Final = ("--keep", "1", "--dead-reader-grace", str(_GRACE), "--log-level", "debug")
+_GRACE = 30.0
+_OPTIONS = ("--keep", "1", "--dead-reader-grace", str(_GRACE), "--log-level", "debug")
 #: A namespace of its own: whatever becomes of this process, its mounts go with it.
-_INSIDE: Final = "SYNCD_SOAK_INSIDE"
-_CANNOT: Final = 77
+_INSIDE = "SYNCD_SOAK_INSIDE"
+_CANNOT = 77
 
 
 class Soak:
@@ -114,7 +113,7 @@ class Soak:
     # -- a round ---------------------------------------------------------------------------------
 
     def _round(self) -> None:
-        troubles: list[Callable[[], None]] = [
+        troubles = [
             self._kill_a_daemon,
             self._stop_a_daemon,
             self._kill_an_explorer,

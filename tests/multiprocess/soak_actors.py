@@ -11,7 +11,7 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.protocol.errors import SyncdError
@@ -25,7 +25,7 @@ from tests.multiprocess.soak_watch import Findings
 
 #: The engine of each explorer, and whether it stages, and so follows ahead; they are on the one
 #: host and on the other by turns. The first two are never killed.
-EXPLORERS: Final = (
+EXPLORERS = (
     ("loaded", False),
     ("loaded", True),
     ("loaded", True),
@@ -36,8 +36,8 @@ EXPLORERS: Final = (
     ("link", True),
 )
 #: What a run of the trainer saves by, and of how many ranks.
-_RUNS: Final = (("TrainerHook", 2), ("WeightStream", 1), ("WeightStream", 2))
-_PROGRAM: Final = "tests.multiprocess.soak_programs"
+_RUNS = (("TrainerHook", 2), ("WeightStream", 1), ("WeightStream", 2))
+_PROGRAM = "tests.multiprocess.soak_programs"
 
 
 class Mount:
@@ -109,7 +109,7 @@ class Explorer:
         self._name = name
         job, link = mount.path, mount.path.with_name(f"{name}.link")
         self._link = link if kind == "link" else None
-        program: list[object] = [_PROGRAM, job, name, f"{job}.away", kind, *filter(None, [stage])]
+        program = [_PROGRAM, job, name, f"{job}.away", kind, *filter(None, [stage])]
         if self._link:
             program = [
                 "syncd", "follow", job, "--name", name, "--link", link, "--stage", stage, "--json"

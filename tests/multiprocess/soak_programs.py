@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import httpx2
 
@@ -27,10 +27,10 @@ from tests.multiprocess.by_hand import number_of, numbers
 from tests.multiprocess.processes import latest
 
 #: Of each version, in all tensors together.
-MEGABYTES: Final = 1.0
+MEGABYTES = 1.0
 #: So many saves differ in few elements, and links lead from one to the next.
-ERA: Final = 20
-_AGAIN: Final = 0.2
+ERA = 20
+_AGAIN = 0.2
 
 
 def tell(**said: object) -> None:

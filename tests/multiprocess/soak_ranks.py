@@ -6,7 +6,6 @@ import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,10 @@ from tests.multiprocess.soak_programs import ERA, MEGABYTES
 from tests.process_groups import join
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, WeightStream
 
-_TENSORS: Final = 4
+_TENSORS = 4
 #: Of each tensor, in float32: two of bf16 make one.
-_ELEMENTS: Final = int(MEGABYTES * 1e6 / 4 / _TENSORS)
-_SAVE_TIMEOUT: Final = 10.0
+_ELEMENTS = int(MEGABYTES * 1e6 / 4 / _TENSORS)
+_SAVE_TIMEOUT = 10.0
 
 
 def make_model() -> nn.ParameterList:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from explorer_hooks.reader import Reader
 from syncd.checkpoint.version import read_manifest, verify_version
@@ -25,14 +25,14 @@ from syncd.storage.fsio import Storage
 from tests.multiprocess.by_hand import numbers
 from tests.multiprocess.soak_programs import ERA, MEGABYTES, Away, holding
 
-_EVERY: Final = 0.05
+_EVERY = 0.05
 #: Of each version: what is leased, what dead explorers left, what is built, and steps beside it.
-_MOST_VERSIONS: Final = 60
+_MOST_VERSIONS = 60
 #: Two of each explorer there, and what those left that were killed.
-_MOST_COPIES: Final = 10
+_MOST_COPIES = 10
 #: What may be more at the end than at the beginning: MiB, and descriptors.
-_MORE_MEMORY: Final = 8.0
-_MORE_DESCRIPTORS: Final = 8
+_MORE_MEMORY = 8.0
+_MORE_DESCRIPTORS = 8
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Watch:
         self._stages = stages
         self._found = findings
         self._stopping = threading.Event()
-        works: list[Callable[[], None]] = [self._latest, self._leases, self._room]
+        works = [self._latest, self._leases, self._room]
         works += [
             lambda path=path, away=away, number=number: self._read(path, f"watch-{number}", away)
             for number, (path, away) in enumerate(paths.items())

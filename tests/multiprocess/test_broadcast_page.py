@@ -35,7 +35,7 @@ def test_what_a_user_pastes_broadcasts(job: Path, monkeypatch: pytest.MonkeyPatc
         served.append(version.step)
 
     def explore() -> None:
-        names: dict[str, Any] = {
+        names = {
             "job_dir": job,
             "name": "rollout-0",
             "model": rolled_out,
@@ -83,7 +83,7 @@ def test_what_a_user_pastes_sends_weights_from_a_loop_of_ones_own(
             wait_until(JobLayout(job).explorer("rollout-0").exists, "the explorer is registered")
 
     def explore() -> None:
-        names: dict[str, Any] = {
+        names = {
             "job_dir": job,
             "name": "rollout-0",
             "model": rolled_out,
@@ -93,7 +93,7 @@ def test_what_a_user_pastes_sends_weights_from_a_loop_of_ones_own(
         exec(OWN_EXPLORER, names)  # noqa: S102 # it is what a user pastes
 
     exploring = threading.Thread(target=explore, daemon=True)
-    seen: dict[str, Any] = {"job_dir": job, "model": trained, "steps": 4, "train": train}
+    seen = {"job_dir": job, "model": trained, "steps": 4, "train": train}
     seen["save"] = save
     exec(OWN_TRAINER, seen)  # noqa: S102 # likewise
     over.set()

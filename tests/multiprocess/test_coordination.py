@@ -241,7 +241,7 @@ def test_a_fork_neither_speaks_for_its_parent_nor_ends_it(job: Path) -> None:
 @served
 def test_clocks_that_are_a_day_apart_change_nothing(start: Start) -> None:
     settings = {"style": "explorer_driven", "sync_timeout": 3600}
-    options: dict[str, Any] = {"settings": settings, "last_step": 4, "seconds": 0.1}
+    options = {"settings": settings, "last_step": 4, "seconds": 0.1}
     explorers = [
         start("explorer", f"e{number}", clock_offset=offset, **options)
         for number, offset in enumerate((-DAY, DAY))
@@ -338,7 +338,7 @@ def test_a_dead_explorers_name_is_free_a_lease_later_and_a_live_ones_is_refused(
 def test_two_explorers_of_different_speed_end_with_the_newest_version(
     job: Path, tmp_path: Path, start: Start, method: str, style: str
 ) -> None:
-    options: dict[str, Any] = {
+    options = {
         "settings": {
             "style": style,
             "method": method,
@@ -384,7 +384,7 @@ def test_two_explorers_of_different_speed_end_with_the_newest_version(
 @served
 def test_an_explorer_that_comes_late_converges_without_the_trainer(job: Path, start: Start) -> None:
     settings = {"sync_interval": 8, "sync_timeout": 3600}
-    options: dict[str, Any] = {"settings": settings, "steps": 8, "seconds": 0.05}
+    options = {"settings": settings, "steps": 8, "seconds": 0.05}
     first = start("explorer", "first", **options)
     first.wait_for("ready")
     start("trainer", "trainer", **options).end()
@@ -422,7 +422,7 @@ def test_explorers_move_on_to_the_newer_sequence_when_the_trainer_resumes_lower(
 @served
 def test_the_step_ahead_pipeline(start: Start) -> None:
     settings = {"sync_offset": 1, "sync_interval": 2, "sync_timeout": 3600}
-    options: dict[str, Any] = {"settings": settings, "pipeline": True, "seconds": 0.05}
+    options = {"settings": settings, "pipeline": True, "seconds": 0.05}
     trainer = start("trainer", "trainer", steps=4, **options)
     trainer.wait_for("ready")
     explorer = start("explorer", "e", steps=5, **options)

@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,15 +24,15 @@ from tests.rank_programs import SAID, run_ranks
 
 #: For each number of ranks: the meshes over all of them, and how many of the first dimensions are
 #: left away, so that each rank is on a submesh.
-MESHES: Final[dict[int, tuple[tuple[Shape, int], ...]]] = {
+MESHES: dict[int, tuple[tuple[Shape, int], ...]] = {
     4: (((4,), 0), ((2, 2), 0), ((2, 2), 1), ((4, 1), 0), ((1, 2, 2), 0)),
     6: (((6,), 0), ((2, 3), 0), ((3, 2), 0), ((3, 1, 2), 0), ((2, 3), 1)),
     8: (((8,), 0), ((2, 4), 0), ((4, 2), 0), ((2, 2, 2), 0), ((2, 1, 4), 0), ((2, 2, 2), 1)),
 }
 #: Layouts on each mesh.
-LAYOUTS: Final = 40
+LAYOUTS = 40
 #: A guard against hanging; a rank that fails leaves the others waiting for it.
-DEADLINE: Final = 120.0
+DEADLINE = 120.0
 
 
 class Layout(NamedTuple):
@@ -133,9 +133,7 @@ class _Mesh:
         return self._shape[mesh_dim]
 
 
-SMALL_MESHES: Final = [
-    mesh for dims in (1, 2, 3) for mesh in itertools.product((1, 2, 3), repeat=dims)
-]
+SMALL_MESHES = [mesh for dims in (1, 2, 3) for mesh in itertools.product((1, 2, 3), repeat=dims)]
 
 
 def test_orders_are_encoded_as_torch_does() -> None:
@@ -151,7 +149,7 @@ def test_orders_are_encoded_as_torch_does() -> None:
 
 
 def test_placements_are_decoded_as_torch_does_or_not_at_all() -> None:
-    kinds: list[rules.Placement] = [rules.Replicate(), rules.Shard(0), rules.Shard(1)]
+    kinds = [rules.Replicate(), rules.Shard(0), rules.Shard(1)]
     kinds += [rules.Strided(0, factor) for factor in (1, 2, 3, 4, 6, 9)]
     found = {True: 0, False: 0}
     for mesh in SMALL_MESHES:

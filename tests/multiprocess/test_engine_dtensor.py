@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -43,10 +43,10 @@ from tests.weight_groups import meeting
 from tests.wrappings import CPU, mesh
 from trainer_hooks.fast_path import WeightSender
 
-WORLD_SIZE: Final = 4
-KINDS: Final = ("plain", "ddp", "fsdp2", "hsdp", "fsdp2_columns", "fsdp2_tp")
+WORLD_SIZE = 4
+KINDS = ("plain", "ddp", "fsdp2", "hsdp", "fsdp2_columns", "fsdp2_tp")
 #: A guard against hanging; a rank that fails leaves the others waiting for it.
-DEADLINE: Final = 120.0
+DEADLINE = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ class _Rank:
                 **options,
             )
         dist.barrier()
-        hold: Any = NoLease()
+        hold = NoLease()
         storage = RuledStorage()
         return LeasedVersion(storage, folder, read_manifest(storage, folder), hold)
 
@@ -156,7 +156,7 @@ class _Rank:
             version = self.version(name, on_the_hub(tensors), names="hub", files=files)
         else:
             version = self.version(name, tensors)
-        found: dict[str, Any] = {"whole": sum(value.nbytes for value in tensors.values())}
+        found = {"whole": sum(value.nbytes for value in tensors.values())}
         for in_place in ("staged", "direct"):
             engine = TorchModule(module, in_place=in_place, **options)
             parts = {
@@ -170,7 +170,7 @@ class _Rank:
             arrived = {key: _bits(part) for key, part in parts.items()}
             _zero(parts.values())
             engine.check(version)
-            storage: Any = version.storage
+            storage = version.storage
             storage.calls.clear()
             engine.load(version)
             read = sum(len(given[1]) for called, given in storage.calls if called == "pread_into")

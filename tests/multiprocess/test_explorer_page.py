@@ -1,7 +1,6 @@
 """The code of docs/explorer.md, as it stands there."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ def test_a_block_of_the_page_loads_the_newest_weights(
 ) -> None:
     publish(SmallJob(job), 7)
     model, rounds = Model(), iter([True, True, False])
-    names: dict[str, Any] = {
+    names = {
         "job_dir": job,
         "name": "explorer",
         "model": model,
@@ -52,7 +51,7 @@ def test_an_explorer_goes_on_where_its_name_was_and_sees_what_the_trainer_saved(
     publish(SmallJob(job), 7)
     (page,) = (block for block in BLOCKS if "load_state" in block)
     rolled_out: list[object] = []
-    names: dict[str, Any] = {
+    names = {
         "job_dir": job,
         "name": "explorer",
         "model": Model(),

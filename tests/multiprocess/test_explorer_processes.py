@@ -6,7 +6,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook
@@ -28,10 +28,10 @@ from tests.multiprocess.processes import (
 
 def told(process: subprocess.Popen[str], event: str) -> dict[str, Any]:
     """Wait until a process says so."""
-    lines: IO[str] | None = process.stdout
+    lines = process.stdout
     assert lines is not None
     for line in lines:
-        said: dict[str, Any] = json.loads(line)
+        said = json.loads(line)
         if said["event"] == event:
             return said
     raise AssertionError(f"it never said {event!r}")

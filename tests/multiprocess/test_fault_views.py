@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import httpx2
 import pytest
@@ -26,7 +26,7 @@ from tests.multiprocess.processes import (
 from tests.programs import completed
 
 #: At a line of its stdin the explorer refuses a version; at the end of stdin both end well.
-PARTICIPANT: Final = """
+PARTICIPANT = """
 import sys
 from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
 from syncd.protocol.policy import RunningStatus, Version
@@ -41,7 +41,7 @@ else:
             explorer.set_explorer_version(Version(1, 1), "version 7: no such tensor")
 """
 #: A host whose clock differs by SHIFT seconds.
-SHIFTED: Final = """
+SHIFTED = """
 import os, time
 now = time.time
 time.time = lambda: now() + float(os.environ["SHIFT"])

@@ -1,6 +1,6 @@
 """The first write of each program on storage that takes none: it says where, and what to do."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def test_a_hook_says_where_and_what_to_do(
     stack: ExitStack, tmp_path: Path, first: str, why: type[SyncdError], is_new: bool
 ) -> None:
     job = unwritable(stack, tmp_path, why, is_new=is_new)
-    begin: Callable[[Path], object] = FIRST[first]
+    begin = FIRST[first]
     with pytest.raises(why, match=rf"^{job}\S* cannot be written: .*{REMEDY[why]}"):
         begin(job)
 

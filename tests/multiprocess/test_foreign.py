@@ -48,8 +48,7 @@ def check(job: Path, sequence: int, truth: dict[str, torch.Tensor]) -> None:
 
 def truth_of(kind: str, torch_version: str = "2.15.0") -> dict[str, torch.Tensor]:
     path = FIXTURES / f"torch-{torch_version}" / kind / "truth.pt"
-    truth: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
-    return truth
+    return torch.load(path, weights_only=True)
 
 
 def _said(daemon: Daemon, words: str) -> int:

@@ -71,8 +71,7 @@ def job(disk: Path) -> Path:
 
 
 def status(job: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(syncd("status", job, "--json").stdout)
-    return found
+    return json.loads(syncd("status", job, "--json").stdout)
 
 
 def verified_in_place(job: Path, sequence: int) -> None:
@@ -107,7 +106,7 @@ def test_a_version_that_does_not_fit_waits_says_so_and_is_published_when_there_i
         filler.fill(kind)
         daemon.resume()
         why = "step 3 needs" if kind == "bytes" else "is almost out of inodes"
-        assert "waiting: " in daemon.wait_for_log(why)
+        assert "Make room" in daemon.wait_for_log(why)
         # Not at each moment: whenever it tries again it says so.
         wait_until(lambda: why in status(job)["daemon"]["detail"], "status says why it waits")
         wait_until_gone(layout.step(2))
@@ -231,7 +230,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_merge_keeps_the_version_before(
             assert before.step == step - 1
             filler.fill("bytes")
             daemon.resume()
-            daemon.wait_for_log("waiting: step")
+            daemon.wait_for_log("Make room")
             nothing_half_made(job)
             assert latest(job) == before
             verified_in_place(job, before.sequence)

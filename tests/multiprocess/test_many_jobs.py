@@ -61,8 +61,7 @@ def test_jobs_are_served_as_they_come_and_go(root: Path, tmp_path: Path) -> None
         with urllib.request.urlopen(
             f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE
         ) as said:  # of this host
-            text: str = said.read().decode()
-            return text
+            return said.read().decode()
 
     config = tmp_path / "syncd.toml"
     config.write_text("keep = 2\n")

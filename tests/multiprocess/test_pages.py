@@ -39,7 +39,7 @@ def test_what_trainer_and_explorer_paste_carries_each_step_over(job: Path, tmp_p
             rolled_out.append(version.step)
             time.sleep(0.02)  # what a rollout takes
 
-        names: dict[str, Any] = {
+        names = {
             "model": model,
             "rollouts_to_do": lambda: STEPS not in rolled_out,
             "roll_out": roll_out,
@@ -60,7 +60,7 @@ def test_what_trainer_and_explorer_paste_carries_each_step_over(job: Path, tmp_p
     assert (state.iteration, state.state) == (2, {"next_task": 16})
 
     # What an explorer does that has no hook; nobody trains any more.
-    asked: dict[str, Any] = {"job_dir": job}
+    asked = {"job_dir": job}
     awaited(SYNCHRONIZER, asked)
     assert asked["version"].step == STEPS
     loaded: list[Version] = []

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -35,11 +35,11 @@ from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoi
 from trainer_hooks.settings import SyncDtype
 
 #: The release before, 0.3.0; ``tests/stored_job.py`` made the job with it.
-BEFORE: Final = "c7c4b4c1"
-STORED: Final = ROOT / "tests" / "fixtures" / f"job-{BEFORE}.tar.gz"
-PACKAGES: Final = ("syncd", "trainer_hooks", "explorer_hooks")
-PYTHON: Final = (sys.executable, "-P")
-DAEMON: Final = ("--tick", "0.05", "--keep", "1", "--no-prune-steps")
+BEFORE = "c7c4b4c1"
+STORED = ROOT / "tests" / "fixtures" / f"job-{BEFORE}.tar.gz"
+PACKAGES = ("syncd", "trainer_hooks", "explorer_hooks")
+PYTHON = (sys.executable, "-P")
+DAEMON = ("--tick", "0.05", "--keep", "1", "--no-prune-steps")
 
 #: Commands, explorers and a trainer that resumes; run by the release before.
 RELEASE_BEFORE = """

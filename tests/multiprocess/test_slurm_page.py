@@ -6,22 +6,21 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Final
 
 import pytest
 import torch.distributed as dist
 
 from tests.doc_blocks import blocks
 
-DEADLINE: Final = 120.0
+DEADLINE = 120.0
 _, _, BATCH, EXPLORER = blocks("slurm.md", "bash")
 #: All is told in one file; a stand-in's sleep is short.
-_ENDS_BY_SIGTERM: Final = """
+_ENDS_BY_SIGTERM = """
 trap 'echo "$NAME ended" >>"$TOLD"; exit' TERM
 echo "$NAME began" >>"$TOLD"
 while :; do sleep 1; done
 """
-STAND_INS: Final = {
+STAND_INS = {
     "sleep": "exec /bin/sleep 0.05",
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "scontrol": """

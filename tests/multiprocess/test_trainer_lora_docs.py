@@ -24,13 +24,13 @@ def test_the_page_trains_publishes_and_loads_what_was_trained(
 ) -> None:
     tiny_language.model().save_pretrained(tmp_path / "base")
     trainer, explorer = blocks("peft.md")
-    names: dict[str, Any] = {
+    names = {
         "base_model": str(tmp_path / "base"), "job_dir": job, "steps": 2, "train": train
     }  # fmt: skip
     with Daemon(job):
         exec(trainer.replace('"auto"', f'"{lora}"'), names)  # noqa: S102 - ours, from the page
         wait_for_step(job, 2)
-        told: dict[str, Any] = {"job_dir": job}
+        told = {"job_dir": job}
         exec(explorer, told)  # noqa: S102 - likewise
     assert told["version"].kind == {"auto": "adapter", "merged": "full"}[lora]
     tokens = torch.arange(10).view(2, 5)

@@ -39,7 +39,7 @@ LOG = logging.getLogger("trainer")
 def _engine(strategy: str, *ranks: int) -> SimpleNamespace:
     """What Trinity's helpers are given, of a tiny model."""
     torch.manual_seed(1)
-    module: Any = tiny_language.model()
+    module = tiny_language.model()
     plain = copy.deepcopy(module)
     mesh = DeviceMesh("cpu", list(ranks))
     module = (
@@ -249,7 +249,7 @@ def broadcasting(root: Path) -> None:
 
 def _received(group: dist.ProcessGroup) -> list[str]:
     """The names of what came, where it is what was trained; in the order in which it came."""
-    told: list[Any] = [None]
+    told = [None]
     dist.broadcast_object_list(told, 0, group=group)
     received = {}
     for name, dtype, shape in told[0]:

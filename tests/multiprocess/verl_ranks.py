@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,8 @@ from tests import tiny_language
 from tests.process_groups import fork
 from tests.wrappings import fsdp1, fsdp2
 
-WORLD_SIZE: Final = 2
-DEADLINE: Final = 60.0
+WORLD_SIZE = 2
+DEADLINE = 60.0
 
 
 class Layout:

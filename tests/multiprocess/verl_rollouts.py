@@ -19,7 +19,7 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import ray
 import torch
@@ -48,8 +48,8 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import part_name
 from tests.multiprocess.processes import Daemon, wait_until
 
-_RANKS: Final = 2
-_TIMEOUT: Final = 60
+_RANKS = 2
+_TIMEOUT = 60
 
 
 def weights_of(step: int) -> dict[str, Tensor]:

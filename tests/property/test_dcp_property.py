@@ -20,7 +20,7 @@ from syncd.checkpoint.dcp.dcp_metadata import (
 )
 from syncd.checkpoint.merging.plan import plan_merge
 from syncd.checkpoint.merging.tiling import Run, leaves
-from syncd.checkpoint.placement import Chunks, Local
+from syncd.checkpoint.placement import Chunks
 from syncd.checkpoint.safetensors_header import HeaderEntry as Field
 from syncd.checkpoint.safetensors_header import header_bytes
 from syncd.checkpoint.sandbox.wire import contents_rows, read_bare, read_chunked, read_contents
@@ -87,7 +87,7 @@ def looked_up(folder: Path) -> list[float]:
     stored = over_the_wire(parsed((folder / ".metadata").read_bytes())).tensors["w"]
     labels = sorted({chunk.file for chunk in stored.chunks})
     content = {label: (folder / label).read_bytes() for label in labels}
-    parts: dict[str, list[Local]] = {label: [] for label in labels}
+    parts = {label: [] for label in labels}
     for label in labels:
         file = DcpFile.open(STORAGE, folder / label)
         try:

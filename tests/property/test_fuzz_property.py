@@ -4,7 +4,7 @@ import io
 import json
 import resource
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +239,7 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 @given(row=JSON)
 def test_any_row_of_a_child_is_read_or_a_value_error(row: Any) -> None:
     content = json.dumps(row).encode()
-    readers: list[Callable[[Any], Any]] = [lambda row: wire.read_piece(row, {}), wire.read_entry]
+    readers = [lambda row: wire.read_piece(row, {}), wire.read_entry]
     for read_row in readers:
         try:
             read_row(json.loads(content))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import assume, given, settings
@@ -43,7 +43,7 @@ from tests.dtensor_rules import Cuts
 from tests.storages import STORAGE
 
 #: Ranks of a job: more would only be slow.
-RANKS: Final = 12
+RANKS = 12
 
 Indices = Sequence[Sequence[int]]
 Index = dict[str, Local | Chunks]
@@ -173,7 +173,7 @@ names = st.text(min_size=1, max_size=6).filter(lambda name: name_fault(name) is 
 @st.composite
 def cuts_of(draw: st.DrawFn, mesh_dims: int, dims: int) -> Cuts:
     """Any dimensions of a tensor, cut by any of a mesh in any order."""
-    cutting: list[list[int]] = [[] for _ in range(dims)]
+    cutting = [[] for _ in range(dims)]
     for mesh_dim in draw(st.permutations(range(mesh_dims))):
         dim = draw(st.integers(-1, dims - 1))
         if dim >= 0:

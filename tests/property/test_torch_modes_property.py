@@ -6,7 +6,7 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -47,7 +47,7 @@ def switched(switch: Callable[[Any], object], to: object, back: object) -> Itera
         switch(back)
 
 
-MODES: Final[tuple[Callable[[], AbstractContextManager[Any]], ...]] = (
+MODES: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     torch.inference_mode,
     torch.no_grad,
     OnMeta,

@@ -43,7 +43,7 @@ class Turns:
             assert mine.acquire(timeout=60)
 
     def run(self, *actors: Callable[[], Any]) -> list[Any]:
-        results: list[Any] = [None] * len(actors)
+        results = [None] * len(actors)
 
         def act(number: int, turn: threading.Semaphore) -> None:
             assert turn.acquire(timeout=60)
@@ -105,7 +105,7 @@ def test_all_transfer_the_step_or_none_does(seed: int, stays: float, looks: list
 
         def actor(role: str, number: int) -> tuple[Offers, Roster, Participant[Any]]:
             mine = storage(turns)
-            first: Callable[[str], Any] = (
+            first = (
                 (lambda session: TrainerReport(
                     run_id="r", world_size=1, status="running", session=session, time=0.0))
                 if role == "trainer"
@@ -113,7 +113,7 @@ def test_all_transfer_the_step_or_none_does(seed: int, stays: float, looks: list
                     name=f"e{number}", session=session, status="running", workers=1, time=0.0))
             )  # fmt: skip
             path = layout.trainer_report if role == "trainer" else layout.explorer(f"e{number}")
-            me: Participant[Any] = Participant(
+            me = Participant(
                 Job(mine, layout), role, f"e{number}", LEASE_TIME, path=path, first=first,
                 clock=lambda: 0.0, wall=lambda: 0.0,
             )  # fmt: skip

@@ -63,8 +63,7 @@ class User:
         with os.fdopen(reading, "rb") as told:
             answer = told.read()
         os.waitpid(child, 0)
-        found: list[str] = json.loads(answer)
-        return found
+        return json.loads(answer)
 
 
 class _ParsesHere(nullcontext[Any]):

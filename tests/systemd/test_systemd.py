@@ -42,8 +42,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> Steps:
         found = shared / "systemd.json"
         if not found.exists():
             found.write_text(json.dumps(_boot(tmp_path_factory.mktemp("guest"))))
-        steps: Steps = json.loads(found.read_text())
-        return steps
+        return json.loads(found.read_text())
 
 
 def _boot(folder: Path) -> Steps:

@@ -1,7 +1,7 @@
 """What PEFT calls an adapter's tensors in a model and in a file: asked of PEFT itself."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,7 @@ from syncd.protocol.errors import CheckpointError
 from syncd.protocol.records import AdaptedModel
 
 QUICK = settings(max_examples=60, deadline=None)
-Q: Final = f"{PREFIX}model.layers.0.self_attn.q_proj"
+Q = f"{PREFIX}model.layers.0.self_attn.q_proj"
 
 
 def saved(names: Iterable[str], bias: str = "none") -> dict[str, str]:

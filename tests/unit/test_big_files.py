@@ -8,7 +8,6 @@ import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
 
 import pytest
 import torch
@@ -37,14 +36,14 @@ from tests.storages import STORAGE, FastStorage
 
 pytestmark = pytest.mark.slow
 
-GIB: Final = 1024**3
-MIB: Final = 1024**2
+GIB = 1024**3
+MIB = 1024**2
 
 
 # -- one file over 4 GiB -----------------------------------------------------------------------
 
 #: Elements of the big tensor; two bytes each.
-BIG: Final = 2**31 + 3 * MIB
+BIG = 2**31 + 3 * MIB
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +79,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def truth(shard: Path) -> dict[str, torch.Tensor]:
     """The tensors as torch reads them, in its map of the file."""
-    state: dict[str, torch.Tensor] = torch.load(shard, mmap=True, weights_only=True)
-    return state
+    return torch.load(shard, mmap=True, weights_only=True)
 
 
 def content(tensor: torch.Tensor) -> bytes:

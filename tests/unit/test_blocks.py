@@ -123,6 +123,28 @@ def test_while_more_than_room_is_missing_no_unserved_save_is_deleted(
         assert overtaken in job.layout.audit.read_bytes()
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EXDEV])
+def test_what_is_blocked_is_told_even_if_no_file_of_the_daemon_can_be_replaced(
+    job: SmallJob, clock: Clock, code: int
+) -> None:
+    job.storage = storage = job.hosts.ruled()
+    with job.daemon(clock=clock) as loop:
+        loop.run_once()
+        storage.rules.append(refuse("create", code, where="daemon.json"))
+        storage.rules.append(refuse("create", code, where="building/v"))
+        job.save(4)
+        for level in (0, 1, 2):
+            loop.run_once()
+            blocked = job.daemon_says.blocked  # first read here, so the digest is right
+            assert max(one.level for one in blocked) == level
+            assert any("building/v000001" in one.what for one in blocked)
+            clock.advance(LEASE_TIME / 2)
+        storage.rules.clear()
+        clock.advance(30)
+        loop.rounds(2, 0)
+        assert (job.latest.step, job.daemon_says.blocked) == (4, ())
+
+
 def test_a_step_that_cannot_be_pruned_is_told_once_until_it_can(
     job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

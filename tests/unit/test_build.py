@@ -369,7 +369,7 @@ def test_an_adapter_that_cannot_be_published_is_quarantined_and_the_next_save_se
         loop.rounds(3, 5)
         assert job.outcomes == {4: "quarantined"}
         assert job.versions == []
-        assert re.search(reason, job.refusal.reason)
+        assert re.search(reason, job.refused.reason)
         job.save(5)
         loop.rounds(3, 5)
     assert job.latest.step == 5

@@ -48,8 +48,7 @@ def failed(kind: type[errors.SyncdError], command: str, *arguments: object) -> R
 
 
 def printed(command: str, *arguments: object) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(syncd(command, *arguments, "--json").stdout)
-    return result
+    return json.loads(syncd(command, *arguments, "--json").stdout)
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ AMOUNTS = [
 
 @pytest.mark.parametrize("option", AMOUNTS)
 def test_every_duration_and_size_may_have_a_unit(option: click.Option) -> None:
-    taken: dict[str, dict[str, float]] = {
+    taken = {
         "seconds": {"1500ms": 1.5, "2 s": 2.0, "1.5": 1.5},
         "bytes": {"2kB": 2000, "7": 7},
     }

@@ -247,7 +247,7 @@ def test_a_record_that_a_view_cannot_read_is_a_problem(
     served: SmallJob, record: str, level: int
 ) -> None:
     reports(served, 0)
-    path: Path = getattr(served.layout, record)
+    path = getattr(served.layout, record)
     before = path.read_bytes()
     served.put(path, b"garbage")
     health = seen(served).health
@@ -321,7 +321,7 @@ def test_a_job_of_a_newer_syncd_is_not_shown_as_if_it_had_no_daemon(
     served: SmallJob, path: str
 ) -> None:
     reports(served, 0)
-    file: Path = getattr(served.layout, path)
+    file = getattr(served.layout, path)
     served.put(file, json.dumps(json.loads(file.read_bytes()) | {"protocol": 99}).encode())
     assert isinstance(status(served.root).exception, ProtocolMismatchError)
     state = look_anyway(served.root)

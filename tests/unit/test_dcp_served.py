@@ -64,8 +64,7 @@ def goes_on(loop: Rounds, clock: Clock, sequence: int) -> None:
 
 def served(job: SmallJob) -> list[float]:
     (path,) = job.version(job.latest.sequence).glob("*.safetensors")
-    found: list[float] = load_file(path)["w"].tolist()
-    return found
+    return load_file(path)["w"].tolist()
 
 
 def detail(job: SmallJob) -> str:

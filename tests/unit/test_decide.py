@@ -52,7 +52,7 @@ PLAIN = StepSeen(
 def job(**seen: Any) -> Observation:
     """A job whose newest save, step 9, is published as version 3."""
     versions = seen.get("versions", (2, 3))
-    usual: dict[str, Any] = {
+    usual = {
         "pointer": AT_9,
         "save": SAVE,
         "published_save": "run-9-0",

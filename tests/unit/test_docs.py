@@ -165,7 +165,7 @@ def command_lines(block: str) -> Iterator[list[str]]:
 
 def understood(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """See that the command takes these words; nothing is run, and no file need be there."""
-    group: click.Command = cli
+    group = cli
     rest = words
     context = click.Context(cli, info_name="syncd")
     while isinstance(group, click.Group) and rest and not rest[0].startswith("-"):
@@ -218,7 +218,7 @@ def test_a_command_line_that_is_wrong_is_found(wrong: str, monkeypatch: pytest.M
 def test_every_option_that_a_sentence_gives_a_command_is_one_of_it(page: str) -> None:
     """``syncd follow JOB --name N …`` in code: what is left out there cannot be checked."""
     for told in re.findall(r"`syncd ([^`\n]+)`", text_of(page)):
-        group: click.Command | None = cli
+        group = cli
         words = told.replace("[", " ").replace("]", " ").split()
         while isinstance(group, click.Group) and words and re.fullmatch(r"[a-z]+", words[0]):
             group = group.get_command(click.Context(group), words.pop(0))

@@ -134,7 +134,7 @@ def test_tied_weights_are_compared_where_the_manifest_has_no_digests(
         entries = [replace(one, digest=None) for one in with_digests.manifest.tensors]
         update = {"digests": "off", "tensors": tuple(entries)}
         manifest = with_digests.manifest.model_copy(update=update)
-        hold: Any = NoLease()
+        hold = NoLease()
         version = LeasedVersion(Storage(durable=False), with_digests.folder, manifest, hold)
         if fits:
             TorchModule(net).check(version)

@@ -205,7 +205,7 @@ def test_vllm_gets_the_trainers_names_only_if_it_finds_them(
 ) -> None:
     files = {MODEL_CONFIG: json.dumps({"model_type": model_type}).encode()}
     folder = made(tmp_path, base, 9).folder if base is not None else None
-    engines: list[VLLMEngine | VLLMServer] = [
+    engines = [
         VLLMEngine(cast("LLM", object()), base=folder),
         VLLMServer("http://vllm", base=folder, transport=httpx2.MockTransport(_nowhere)),
     ]

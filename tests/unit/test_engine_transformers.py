@@ -79,7 +79,7 @@ def adapter(model: Any) -> dict[str, torch.Tensor]:
 
 
 def config_of(model: Any) -> dict[str, Any]:
-    config: dict[str, Any] = model.peft_config["default"].to_dict()
+    config = model.peft_config["default"].to_dict()
     return {key: sorted(value) if isinstance(value, set) else value
             for key, value in config.items() if not callable(value)}  # fmt: skip
 

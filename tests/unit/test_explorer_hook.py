@@ -2,7 +2,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -216,7 +216,7 @@ def test_a_closed_hook_pulls_nothing_and_stays_stopped(job: SmallJob, engine: Fa
     hook = ExplorerHook(job.root, "explorer", engine, storage=job.explorers)
     publish(job, 1)
     hook.close()
-    calls: list[Callable[[], object]] = [
+    calls = [
         partial(hook.pull, 0), partial(hook.after_step, 1), partial(hook.load_step, 1, 0),
         partial(hook.wait_until_served, 0), partial(hook.get_weight, "a"),
         partial(list, hook.state_dict_iterator()),

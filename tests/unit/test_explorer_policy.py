@@ -70,7 +70,7 @@ def hook(job: SmallJob, engine: FakeEngine) -> Iterator[ExplorerHook]:
 
 def aside(call: Callable[..., Any], *given: Any, **named: Any) -> Future[Any]:
     """A call in a thread, which a run of tests does not wait for at its end."""
-    future: Future[Any] = Future()
+    future = Future()
     future.set_running_or_notify_cancel()
 
     def run() -> None:
@@ -108,7 +108,7 @@ def test_a_step_syncs_where_the_settings_say_so(job: SmallJob, engine: FakeEngin
 
 
 def test_a_timeout_of_another_type_is_refused_by_name(hook: ExplorerHook) -> None:
-    calls: list[Callable[[Any], Any]] = [
+    calls = [
         hook.pull, partial(hook.load_step, 1), partial(hook.pull_step, 1),
         hook.wait_until_served,
     ]  # fmt: skip

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
 
 import httpx2
 import pytest
@@ -22,8 +21,8 @@ from tests.explorers import publish
 from tests.jobs import SmallJob
 from tests.storages import RuledStorage
 
-LONG: Final = 60.0
-EVERY: Final = 0.01
+LONG = 60.0
+EVERY = 0.01
 
 
 class Watched:

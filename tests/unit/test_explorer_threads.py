@@ -46,7 +46,7 @@ def test_a_pull_waits_no_longer_than_it_was_told_for_that_of_another_thread(
     with hook_of(job, engine) as hook, engine.hanging("load") as hang:
         first = aside(hook.pull, LONG)
         assert hang.reached.wait(LONG)
-        calls: list[Callable[[], object]] = [
+        calls = [
             lambda: hook.pull(0.05),
             lambda: hook.pull_step(1, 0.05),
         ]

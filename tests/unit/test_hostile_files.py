@@ -401,7 +401,7 @@ def test_whatever_stands_in_for_a_name_or_a_record_the_rest_is_served(
     shared.commands_work()
     refused: list[Exception] = []
     for step, meanwhile in ((5, nothing), (6, put_all)):
-        before: Callable[[], None] = meanwhile
+        before = meanwhile
         for _ in range(2):  # where a name is taken, it stands by, and takes over again
             try:
                 refused = work(step, before)

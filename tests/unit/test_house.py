@@ -4,13 +4,12 @@ import ast
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Final
 
 from tests.places import ROOT
 
 #: First words of a docstring that say a question instead of naming a thing.
-_QUESTIONS: Final = re.compile(r"(?:What|Who|Whether|Which|Where|How|When)")
-_PRODUCT: Final = [
+_QUESTIONS = re.compile(r"(?:What|Who|Whether|Which|Where|How|When)")
+_PRODUCT = [
     path
     for top in ("syncd", "trainer_hooks", "explorer_hooks")
     for path in (ROOT / top).rglob("*.py")

@@ -4,7 +4,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -29,17 +29,17 @@ from tests.tiny_models import (
 from trainer_hooks.state.hub_names import hub_shapes, name_map_of
 from trainer_hooks.state.load_proof import LoadFault, load_fault
 
-TYPES: Final[dict[str, dict[str, Any]]] = json.loads(
+TYPES: dict[str, dict[str, Any]] = json.loads(
     Path(name_map.__file__).with_name("hub_tables.json").read_text()
 )["types"]
-USUAL: Final = {"qwen3_moe", "deepseek_v3", "mixtral", "qwen2_vl"}
+USUAL = {"qwen3_moe", "deepseek_v3", "mixtral", "qwen2_vl"}
 #: The tables that change names, and know them all.
-MAPPED: Final = {
+MAPPED = {
     name: table for name, table in TYPES.items()
     if any(table.values()) and not any([] in rules.values() for rules in table.values())
 }  # fmt: skip
 #: Types of the table of which no model can be made tiny here, and why.
-NOT_TINY: Final = {
+NOT_TINY = {
     "beam": "its tiny model has no layer of experts",
     "qwen2_5_omni": "asks for a file of voices",
     "cosmos3_edge": "three mrope sections that depend on its heads",
@@ -55,9 +55,9 @@ NOT_TINY: Final = {
     "t5gemma2": "ties tensors that its config.json says nothing of",
 }
 #: Tensors that may be tied to others by the config of a part of the model.
-HEADS: Final = ("lm_head.weight", "predictions.decoder.weight", "predictions.decoder.bias")
+HEADS = ("lm_head.weight", "predictions.decoder.weight", "predictions.decoder.bias")
 #: Types whose tiny model cannot answer, so that its tensors are compared after loading.
-SILENT: Final = {
+SILENT = {
     "bailing_hybrid",
     "deepseek_ocr2",
     "deepseek_v2",
@@ -82,7 +82,7 @@ SILENT: Final = {
 
 
 #: Types with a part for text of any type.
-OUTER: Final = (
+OUTER = (
     "audioflamingo3",
     "aya_vision",
     "gemma3",

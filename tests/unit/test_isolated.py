@@ -239,7 +239,7 @@ def test_a_save_of_another_trainer_that_is_a_bomb_is_quarantined_and_the_next_pu
     with job.daemon() as loop:
         loop.rounds(3, 2)
         assert job.outcomes == {4: "quarantined"}
-        reason = job.refusal.reason
+        reason = job.refused.reason
         assert reason.startswith(str(actor / shard_name(1, 0)))
         assert "more memory" in reason
         job.save(5, receipts=False)
@@ -558,7 +558,7 @@ def test_a_child_that_ends_is_an_error_of_the_file(tmp_path: Path, then: str, ma
 
 
 def start(python: str, clock: Callable[[], float] | None = None) -> OSError:
-    more: dict[str, Any] = {"clock": clock} if clock else {}
+    more = {"clock": clock} if clock else {}
     with (
         IsolatedParser(cancel=nothing, python=python, **more) as child,
         pytest.raises(OSError, match="process") as caught,

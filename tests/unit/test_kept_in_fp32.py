@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -41,16 +41,15 @@ from trainer_hooks.state.host_buffers import HostBuffers
 from trainer_hooks.state.hub_names import name_map_of
 from trainer_hooks.state.state_dict import dtype_name
 
-TABLES: Final = json.loads(Path(name_map.__file__).with_name("hub_tables.json").read_text())
-TORCH: Final[dict[SyncDtype, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TABLES = json.loads(Path(name_map.__file__).with_name("hub_tables.json").read_text())
+TORCH: dict[SyncDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: The last one has no list of its own, and a part with one.
-USUAL: Final = {"deepseek_v3", "lfm2_moe", "hy_v3", "t5", "kimi_k25"}
+USUAL = {"deepseek_v3", "lfm2_moe", "hy_v3", "t5", "kimi_k25"}
 
 
 def truth(model: Any, dtype: SyncDtype, folder: Path) -> dict[str, Tensor]:
     model.save_pretrained(folder)
-    again: dict[str, Tensor] = type(model).from_pretrained(folder, dtype=TORCH[dtype]).state_dict()
-    return again
+    return type(model).from_pretrained(folder, dtype=TORCH[dtype]).state_dict()
 
 
 class OwnConfig(PreTrainedConfig):

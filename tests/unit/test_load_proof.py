@@ -5,7 +5,7 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -20,16 +20,16 @@ from trainer_hooks import TrainerHook
 from trainer_hooks.state.hub_names import HubNames, hub_shapes, name_map_of
 from trainer_hooks.state.load_proof import LoadFault, load_fault, prove
 
-FP8: Final = {
+FP8 = {
     "quant_method": "fp8",
     "weight_block_size": [128, 128],
     "activation_scheme": "dynamic",
 }
-MXFP4: Final = {
+MXFP4 = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
 }
-SIZES: Final[dict[str, Any]] = {
+SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 128,
     "intermediate_size": 128,
@@ -149,7 +149,7 @@ class Needy(transformers.Qwen3MoeForCausalLM):  # type: ignore[misc]
 def test_a_class_that_cannot_be_asked_is_published_as_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model: Any = Needy(tiny_config("qwen3_moe"), 3)
+    model = Needy(tiny_config("qwen3_moe"), 3)
     names = HubNames(model)
     with caplog.at_level(logging.INFO):
         assert published(model, tmp_path, names) == name_map_of(model)
@@ -194,7 +194,7 @@ def test_a_child_answers_for_many_tensors_with_a_later_save(
 ) -> None:
     config = tiny_config("qwen3_moe")
     config.num_experts = config.num_local_experts = 300  # three tensors each on the hub, a layer
-    model: Any = transformers.Qwen3MoeForCausalLM(config)
+    model = transformers.Qwen3MoeForCausalLM(config)
     true = name_map_of(model)
     model.extra = nn.Linear(2, 2)
     names = HubNames(model)

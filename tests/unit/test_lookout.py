@@ -31,7 +31,7 @@ def test_each_tick_looks_at_its_share_and_every_heartbeat_has_its_turn(
     watching = lookout(job, storage, clock)
     watching.look(names)
     assert storage.count("open_read", job.layout.sessions) == 400  # seen for the first time
-    looked: dict[str, list[float]] = {name: [clock.now] for name in names}
+    looked = {name: [clock.now] for name in names}
     for _ in range(60):
         clock.advance(TICK)
         storage.calls.clear()

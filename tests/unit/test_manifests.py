@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any, Final
+from typing import Any
 
 import click
 import pytest
@@ -23,10 +23,10 @@ from tests.doc_blocks import blocks
 from tests.places import DOCS
 from tests.programs import completed
 
-FOLDER: Final = DOCS / "kubernetes"
-PAGE: Final = (DOCS / "kubernetes.md").read_text(encoding="utf-8")
-DOCKERFILE: Final = (FOLDER / "Dockerfile").read_text(encoding="utf-8")
-UNITS: Final = {"Mi": 2**20, "Gi": 2**30}
+FOLDER = DOCS / "kubernetes"
+PAGE = (DOCS / "kubernetes.md").read_text(encoding="utf-8")
+DOCKERFILE = (FOLDER / "Dockerfile").read_text(encoding="utf-8")
+UNITS = {"Mi": 2**20, "Gi": 2**30}
 
 Manifest = Mapping[str, Any]
 
@@ -36,14 +36,14 @@ def read(name: str) -> list[dict[str, Any]]:
 
 
 (KUSTOMIZATION,) = read("kustomization.yaml")
-MANIFESTS: Final = [one for name in KUSTOMIZATION["resources"] for one in read(name)]
+MANIFESTS = [one for name in KUSTOMIZATION["resources"] for one in read(name)]
 
 
 def named(kind: str) -> dict[str, dict[str, Any]]:
     return {one["metadata"]["name"]: one for one in MANIFESTS if one["kind"] == kind}
 
 
-PODS: Final = {
+PODS = {
     name: one["spec"]["template"]
     for kind in ("Deployment", "StatefulSet", "Job")
     for name, one in named(kind).items()
@@ -54,8 +54,8 @@ def containers(pod: Manifest) -> list[dict[str, Any]]:
     return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
 
 
-ALL: Final = [(name, one) for name, pod in PODS.items() for one in containers(pod)]
-OURS: Final = [(name, one) for name, one in ALL if one["image"] == "syncd"]
+ALL = [(name, one) for name, pod in PODS.items() for one in containers(pod)]
+OURS = [(name, one) for name, one in ALL if one["image"] == "syncd"]
 
 
 def chosen(labels: Mapping[str, str]) -> list[Manifest]:
@@ -273,7 +273,7 @@ def test_an_explorer_is_ready_while_it_is_followed_and_its_server_has_a_version(
     assert (done.returncode == 0) is ready
 
 
-SHELL: Final = [
+SHELL = [
     pytest.param(script, id=f"{page}-{number}")
     for page, language in (("slurm.md", "bash"), ("kubernetes.md", "sh"))
     for number, script in enumerate(blocks(page, language))

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ from tests.storages import STORAGE
 from trainer_hooks import TrainerHook
 
 #: Names that something on the way might take for something else, and that are only names.
-ODD: Final = (
+ODD = (
     "", " ", "  leading and trailing  ", ".", "..", "/", "../../etc/passwd", "data/0", "data.pkl",
     "archive/data.pkl", "__metadata__x", "__METADATA__", "__metadata__.weight", "weight_map",
     "_extra_state.weight", "_flat_param.weight", "true", "null", "0", "-1", "1e999", "{}", "[]",
@@ -45,7 +45,7 @@ ODD: Final = (
 )  # fmt: skip
 
 #: Names that are refused, and how the error calls what is wrong with them.
-REFUSED: Final[dict[Any, str]] = {
+REFUSED: dict[Any, str] = {
     "__metadata__": "'__metadata__' has the name of safetensors' own metadata",
     "half a pair \ud83e": r"'half a pair \ud83e' is a key that is not text",
     "\udd16 the other half": r"'\udd16 the other half' is a key that is not text",
@@ -63,7 +63,7 @@ REFUSED: Final[dict[Any, str]] = {
 }
 
 #: What is no tensor of the model has a name that ends so, and is left out or refused.
-SPECIAL: Final = ("_extra_state", "_flat_param")
+SPECIAL = ("_extra_state", "_flat_param")
 
 legal = st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=40).filter(
     lambda name: name != "__metadata__" and not name.endswith(SPECIAL)
@@ -274,7 +274,7 @@ def test_a_foreign_save_with_control_characters_in_a_name_is_quarantined(job: Sm
         job.save(1, receipts=False)
         (job.actor(1) / "model.safetensors").write_bytes(weights(1.0, name="a\x1b[2J"))
         loop.rounds(40, 5)
-    assert "is a name with control characters" in job.refusal.reason
+    assert "is a name with control characters" in job.refused.reason
     assert not job.layout.latest.exists()
 
 
@@ -296,7 +296,7 @@ def test_a_file_whose_name_has_control_characters_is_not_published(
 # -- names in messages -------------------------------------------------------------------------
 
 #: Names that would do something to a terminal or a log, or fill it.
-LOUD: Final = ("\u202egnp", "\u2066red", "\u2028", "🤖" * 1000)
+LOUD = ("\u202egnp", "\u2066red", "\u2028", "🤖" * 1000)
 
 
 def local(size: int, position: Position | None = None) -> Local:

@@ -126,7 +126,7 @@ in_a_group = pytest.mark.usefixtures("group")
 @in_a_group
 @pytest.mark.parametrize("wrap", [fully_shard, "fsdp1"])
 def test_tensors_that_are_sharded_are_looked_at(job: SmallJob, wrap: Any) -> None:
-    model: nn.Module = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     spoil(model[1].weight)  # type: ignore[index]
     if wrap == "fsdp1":
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
@@ -270,7 +270,7 @@ def test_a_daemon_that_refuses_nan_quarantines_it_and_serves_the_next_save(job: 
         put(job, 2, NonFinite(count=2, names=("head", "layers.0")))
         loop.run_once()
         assert job.latest.step == 1
-        record = job.refusal
+        record = job.refused
         assert record.error == "NonFiniteError"
         assert "step 2 has NaN or Inf in 2 tensors (head, layers.0)" in record.reason
         put(job, 3, NONE)

@@ -7,7 +7,6 @@ import sys
 from email.parser import HeaderParser
 from importlib.metadata import requires
 from pathlib import Path
-from typing import Final
 from zipfile import ZipFile
 
 import pytest
@@ -17,12 +16,12 @@ import syncd
 from tests.places import ROOT
 from tests.programs import completed
 
-_PACKAGES: Final = ("syncd", "trainer_hooks", "explorer_hooks")
-_BUILD: Final = "import sys; from setuptools import build_meta; build_meta.{}('out')"
+_PACKAGES = ("syncd", "trainer_hooks", "explorer_hooks")
+_BUILD = "import sys; from setuptools import build_meta; build_meta.{}('out')"
 #: What git would add.
-_NEW: Final = ("-o", "--exclude-standard")
+_NEW = ("-o", "--exclude-standard")
 #: Made by the build itself.
-_OF_AN_SDIST: Final = ("PKG-INFO", "syncd.egg-info/")
+_OF_AN_SDIST = ("PKG-INFO", "syncd.egg-info/")
 
 
 def _in_git(*options: str) -> set[str]:

@@ -246,7 +246,7 @@ def test_shards_without_tensors_are_an_error() -> None:
 
 
 def test_tensors_are_renamed_or_left_out_and_files_begin_with_the_stem() -> None:
-    index: Index = {"base.a": local((3,)), "base.b": local((2,)), "lora.a": rows(0, 1)}
+    index = {"base.a": local((3,)), "base.b": local((2,)), "lora.a": rows(0, 1)}
     made = plan(
         index,
         max_file_size=12,
@@ -263,12 +263,12 @@ def test_tensors_are_renamed_or_left_out_and_files_begin_with_the_stem() -> None
 
 
 def test_a_tensor_that_is_left_out_need_not_be_whole() -> None:
-    index: Index = {"a": local((2,)), "lost": rows(1, 2)}
+    index = {"a": local((2,)), "lost": rows(1, 2)}
     assert only(plan(index, rename=lambda name: None if name == "lost" else name)).name == "a"
 
 
 def test_two_tensors_of_one_new_name_are_an_error_that_names_both() -> None:
-    index: Index = {"one.a": local((2,)), "two.a": local((2,))}
+    index = {"one.a": local((2,)), "two.a": local((2,))}
     with pytest.raises(CoverageError, match=r"one\.a and two\.a would both get the name a"):
         plan(index, rename=lambda name: name[-1:])
 
@@ -282,7 +282,7 @@ def tied(*tensors: Index) -> dict[str, PlannedTensor]:
 
 
 def test_a_head_that_shares_the_embeddings_bytes_is_left_out() -> None:
-    shared: list[Index] = [{EMBEDDING: rows(at, 4), HEAD: rows(at, 4)} for at in (0, 4)]
+    shared = [{EMBEDDING: rows(at, 4), HEAD: rows(at, 4)} for at in (0, 4)]
     assert {name: tensor.copies for name, tensor in tied(*shared).items()} == {EMBEDDING: ()}
     assert len(plan(*shared).files[0].tensors) == 2
 
@@ -327,16 +327,14 @@ def test_a_head_without_an_embedding_like_it_is_kept(index: Index) -> None:
 
 
 def test_ties_are_of_the_names_in_the_output() -> None:
-    index: Index = {
-        f"base.{name}": local((4, 2), at=at) for at, name in ((0, EMBEDDING), (9, HEAD))
-    }
+    index = {f"base.{name}": local((4, 2), at=at) for at, name in ((0, EMBEDDING), (9, HEAD))}
     made = plan(index, tied=True, rename=lambda name: name.removeprefix("base."))
     assert only(made).name == EMBEDDING
     assert only(made).copies == (Duplicate(HEAD, (Run(0, 9, 32),)),)
 
 
 def test_files_are_filled_in_the_order_of_the_state_dict() -> None:
-    index: Index = {name: local((10,)) for name in "cabd"} | {
+    index = {name: local((10,)) for name in "cabd"} | {
         "huge": local((100,)),
         "e": local((1,)),
     }

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
 import pytest
 
@@ -17,11 +16,11 @@ from tests.doc_blocks import blocks
 from tests.places import DOCS
 from tests.public_api import MODULES, Callee, callees, described, public
 
-_PIN: Final = Path(__file__).with_name("public_api.txt")
-_PAGES: Final = ("../README.md", *sorted(path.name for path in DOCS.glob("*.md")))
+_PIN = Path(__file__).with_name("public_api.txt")
+_PAGES = ("../README.md", *sorted(path.name for path in DOCS.glob("*.md")))
 #: What goes without saying, and what is a seam for tests.
-_PLAIN: Final = {"self", "message", "storage", "clock", "seams", "transport", "cancel", "look"}
-_WITHOUT_TORCH: Final = (
+_PLAIN = {"self", "message", "storage", "clock", "seams", "transport", "cancel", "look"}
+_WITHOUT_TORCH = (
     "explorer_hooks.bench",
     "explorer_hooks.engines.base",
     "explorer_hooks.engines.fitting",

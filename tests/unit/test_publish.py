@@ -236,7 +236,7 @@ def test_a_save_that_cannot_be_published_is_quarantined_once_with_its_reason(
     with job.daemon(clock=clock) as loop:
         decisions = [(loop.run_once(), clock.advance(5))[0] for _ in range(5)]
     assert sum(len(decision.actions) for decision in decisions) == 1
-    record = job.refusal
+    record = job.refused
     assert (record.step, record.error) == (4, "ShardFormatError")
     assert "is not a whole safetensors file" in record.reason
     assert job.outcomes == {4: "quarantined"}

@@ -330,7 +330,7 @@ FILE = WEIGHTS.model_dump()
 def test_a_save_is_whole_if_each_rank_has_its_own_receipt_of_it(
     job: SmallJob, changes: Mapping[int, dict[str, object]], reason: str | None
 ) -> None:
-    two: dict[str, object] = {"world_size": 2, "files": [FILE]}
+    two = {"world_size": 2, "files": [FILE]}
     receipts(job, {rank: receipt(**two | change) for rank, change in changes.items()})
     assert (reason or "") in look(job).reason
     assert (look(job).identity is None) is (reason is not None)

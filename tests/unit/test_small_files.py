@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final
+from typing import Any
 
 import pytest
 from torch import nn
@@ -23,7 +23,7 @@ from trainer_hooks import SaveSettings, TrainerHook, WeightStream
 from trainer_hooks.settings import SaveLayout
 from trainer_hooks.trinity import CheckpointCoordinator
 
-DOORS: Final = ("sharded", "full", "stream")
+DOORS = ("sharded", "full", "stream")
 
 
 class PanicError(BaseException):
@@ -49,7 +49,7 @@ class Run:
 
     def open(self) -> None:
         if self.door == "stream":
-            made: Any = WeightStream(self.job.root, model_files=self.source)
+            made = WeightStream(self.job.root, model_files=self.source)
         else:
             saving = SaveSettings(layout=SaveLayout(self.door), final=False)
             made = TrainerHook(self.job.root, self.model, tokenizer=self.tokenizer, saving=saving)
@@ -83,7 +83,7 @@ def unwritable(part: str, kind: Callable[[], object]) -> Callable[[Run], object]
 
 Table = dict[str, tuple[str, Callable[[Run], object], tuple[str, ...]]]
 #: What breaks → words of the error, what breaks it, and the doors.
-BROKEN: Final[Table] = {
+BROKEN: Table = {
     **{
         kind.__name__: (f"(tokenizer|model_files) .* {kind.__name__}: broken", fails(kind), DOORS)
         for kind in (ValueError, OSError, RecursionError, SystemExit, PanicError)
@@ -102,7 +102,7 @@ BROKEN: Final[Table] = {
     ),
 }  # fmt: skip
 #: What is an error only if it was there before.
-GONE: Final[Table] = {
+GONE: Table = {
     "no config": ("config.json", lambda run: setattr(run.model, "config", object()), DOORS[:2]),
     "file": ("tokenizer.json", lambda run: (run.folder / "tokenizer.json").unlink(), DOORS[2:]),
 }

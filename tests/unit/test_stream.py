@@ -113,7 +113,7 @@ def test_a_save_with_other_tensors_than_the_one_before_is_refused_by_their_names
             }  # fmt: skip
             stream.save(step, made)
 
-    good: list[dict[str, Any]] = [{"a": (3, 2)}, {"b": (3, 2)}]
+    good = [{"a": (3, 2)}, {"b": (3, 2)}]
     save(1, *good)
     written(*streams)
     save(2, first, second)

@@ -149,7 +149,7 @@ def test_sharded_tensors_are_cast_and_keep_their_layout(
     job: SmallJob, wrap: str, layout: SaveLayout
 ) -> None:
     torch.manual_seed(1)
-    model: nn.Module = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     wanted = cast(
         {name: value.clone() for name, value in model.state_dict().items()}, torch.bfloat16
     )

@@ -916,7 +916,7 @@ def test_the_awaited_methods_do_what_their_twins_do(members: Members) -> None:
 def test_the_code_of_the_page_loads_what_is_published(members: Members) -> None:
     version = members.publish(3)
     loaded: list[Version] = []
-    names: dict[str, Any] = {
+    names = {
         "job_dir": members.job.root,
         "settings": SyncSettings(),
         "step": 1,

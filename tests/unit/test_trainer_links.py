@@ -179,7 +179,7 @@ def test_saves_use_the_memory_of_two_copies(job: Job) -> None:
 
 def test_a_tied_output_embedding_is_left_out(job: Job) -> None:
     layers = {"embed_tokens": nn.Embedding(50, 8), "lm_head": nn.Linear(8, 50, bias=False)}
-    model: Any = nn.ModuleDict(layers)
+    model = nn.ModuleDict(layers)
     model.config = Config(tie_word_embeddings=True)
     model["lm_head"].weight = model["embed_tokens"].weight
     with hook_of(job, model) as hook:

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -401,7 +400,7 @@ def test_a_checkpoint_without_the_base_is_not_resumed_on_another_base(
 def test_a_checkpoint_with_the_base_is_resumed_with_it(job: SmallJob) -> None:
     """As of a trainer that saved all, before adapters were saved alone."""
     model = lora()
-    everything: Callable[[PeftState], Any] = lambda state: state._state  # noqa: E731 - a seam
+    everything = lambda state: state._state  # noqa: E731 - a seam
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(PeftState, "for_resuming", everything)
         saved(job, model, 3)

@@ -149,14 +149,14 @@ def test_a_tensor_that_cannot_be_made_fails_after_the_others_were_gathered() -> 
 
 
 def test_extra_state_and_what_is_no_tensor_are_left_out(tmp_path: Path) -> None:
-    state: dict[str, Any] = {
+    state = {
         "weight": values(2),
         "my_extra_state": values(2),
         "layer._extra_state": torch.zeros(3),
         "_extra_state": {"left": "out"},
     }
     put(state, tmp_path)
-    found: dict[str, Tensor] = load_file(tmp_path / FULL_STATE_DICT)
+    found = load_file(tmp_path / FULL_STATE_DICT)
     assert found.keys() == {"weight", "my_extra_state"}
     with safe_open(tmp_path / FULL_STATE_DICT, "pt") as opened:
         assert opened.metadata()["format"] == "pt"

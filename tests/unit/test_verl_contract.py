@@ -3,7 +3,6 @@
 import ast
 import os
 from collections.abc import Callable
-from typing import Final
 from zipfile import ZipFile
 
 import pytest
@@ -11,15 +10,15 @@ import pytest
 from trainer_hooks.verl_engine import SyncdCheckpointEngine
 
 #: A file of the wheel of ``benchmarks.verl_environment.VERL``; ``.ci/run`` downloads it.
-WHEEL: Final = os.environ.get("SYNCD_VERL_WHEEL")
-_BASE: Final = "verl/checkpoint_engine/base.py"
-_WORKERS: Final = "verl/workers/engine_workers.py"
-_REPLICA: Final = "verl/workers/rollout/replica.py"
-_TRAINER: Final = "verl/experimental/separation/ray_trainer.py"
-_SAVES: Final = "verl/utils/checkpoint/fsdp_checkpoint_manager.py"
-_BUCKETS: Final = "verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py"
+WHEEL = os.environ.get("SYNCD_VERL_WHEEL")
+_BASE = "verl/checkpoint_engine/base.py"
+_WORKERS = "verl/workers/engine_workers.py"
+_REPLICA = "verl/workers/rollout/replica.py"
+_TRAINER = "verl/experimental/separation/ray_trainer.py"
+_SAVES = "verl/utils/checkpoint/fsdp_checkpoint_manager.py"
+_BUCKETS = "verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py"
 #: A function of verl → its arguments, and the code that it must have.
-CONTRACT: Final[dict[tuple[str, str], tuple[str, tuple[str, ...]]]] = {
+CONTRACT: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     (_BASE, "CheckpointEngineRegistry.register"): ("backend: str", ()),
     (_BASE, "CheckpointEngineWorker.__init__"): (
         "self, rollout_config: RolloutConfig, model_config: HFModelConfig, "

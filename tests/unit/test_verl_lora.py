@@ -2,7 +2,7 @@
 
 from itertools import count
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ from syncd.protocol.names import ADAPTER_CONFIG, LORA_TRAIN_META, shard_name
 from tests.merging import build
 from tests.unit.test_adapter import llama
 
-META: Final = '{"r": 2, "lora_alpha": 7, "task_type": "CAUSAL_LM"}'
-TARGETS: Final = "all-linear", r".*1\.self_attn\.q_proj", ["embed_tokens", "q_proj"], ["mlp.0"]
+META = '{"r": 2, "lora_alpha": 7, "task_type": "CAUSAL_LM"}'
+TARGETS = "all-linear", r".*1\.self_attn\.q_proj", ["embed_tokens", "q_proj"], ["mlp.0"]
 
 
 def base() -> PreTrainedModel:
@@ -56,10 +56,10 @@ def test_peft_computes_with_the_version_what_the_trainer_does(
     assert torch.equal(again(inputs).logits, model(inputs).logits)
 
 
-NUMBERS: Final = ["0", "-2", "NaN", "Infinity", "2.5", "true", "null"]
-TORN: Final = ["", "[1]", " " * 2**20 + "{}", '{"r": 2, "lora_alpha": 7}']
+NUMBERS = ["0", "-2", "NaN", "Infinity", "2.5", "true", "null"]
+TORN = ["", "[1]", " " * 2**20 + "{}", '{"r": 2, "lora_alpha": 7}']
 TORN += [META.replace(digit, number) for digit in "27" for number in NUMBERS]
-BROKEN: Final[list[tuple[dict[str, Any], str, str]]] = [
+BROKEN: list[tuple[dict[str, Any], str, str]] = [
     *(({}, meta, "is not what verl writes") for meta in TORN),
     ({"r": 4}, META, "lora_A.weight' has the shape .4, 16., but .* says rank 2"),
     ({"rank_pattern": {"1.self_attn.q_proj": 1}}, META, "has the shape .1, 16., but"),

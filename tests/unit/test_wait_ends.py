@@ -50,7 +50,7 @@ def waits(aside: Any, job: SmallJob) -> Callable[..., Future[Any]]:
     publish(job, 1)
 
     def waits(wait: Callable[..., Any], *explorer: Any) -> Future[Any]:
-        waiting: Future[Any] = aside(wait, *explorer, HELD, timeout=LONG)
+        waiting = aside(wait, *explorer, HELD, timeout=LONG)
         wait_until(lambda: report(job).status == RunningStatus.REQUIRE_SYNC.value, "it waits")
         return waiting
 

@@ -65,8 +65,7 @@ def ask(
 
 
 def jobs_of(server: Server) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(asked(server, "/jobs.json")[1])["jobs"]
-    return found
+    return json.loads(asked(server, "/jobs.json")[1])["jobs"]
 
 
 def printed(*arguments: object) -> Any:

@@ -184,7 +184,7 @@ def test_a_head_that_the_config_says_is_tied_is_not_sent(
     laden: Laden, *, of_one_memory: bool
 ) -> None:
     """As it is not published: an engine takes either."""
-    model: Any = laden if of_one_memory else untied(laden)
+    model = laden if of_one_memory else untied(laden)
     model.config = Config(tie_word_embeddings=True)
     ranks = transfer(sent(model), received, staged(Laden()))
     truth = tensors(laden)
@@ -194,7 +194,7 @@ def test_a_head_that_the_config_says_is_tied_is_not_sent(
 
 
 def test_a_head_that_is_not_what_the_config_says_is_no_transfer(laden: Laden) -> None:
-    model: Any = untied(laden)
+    model = untied(laden)
     model.config = Config(tie_word_embeddings=True)
     model.lm_head.weight.data[0, 0] += 1
     other = Laden()

@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from tests.tiny_language import SIZES
 from trainer_hooks import SaveSettings, TrainerHook, load_checkpoint
 
 #: The configs of adapters; the first one is the plain LoRA of most tests.
-METHODS: Final[dict[str, Any]] = {
+METHODS: dict[str, Any] = {
     "LoRA": LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"], init_lora_weights=False),
     "of all kinds": LoraConfig(
         r=2,
@@ -79,7 +79,7 @@ def parts(state: dict[str, Tensor], actor: Path, folder: str = "") -> None:
 
 
 #: The forms in which other trainers leave weights.
-FORMS: Final[dict[str, Callable[[dict[str, Tensor], Path], object]]] = {
+FORMS: dict[str, Callable[[dict[str, Tensor], Path], object]] = {
     "shards": shards,
     "a full state dict": full,
     "files": parts,
@@ -136,7 +136,7 @@ def test_an_adapter_counts_beside_weights_that_hold_it(
     assert_equal(found, load_file(actor / "lora_adapter" / "adapter_model.safetensors"))
 
 
-OTHERS: Final[dict[str, Callable[[], PeftModel]]] = {
+OTHERS: dict[str, Callable[[], PeftModel]] = {
     "values": lambda: peft(METHODS["LoRA"], seed=2),
     "a rank": lambda: peft(LoraConfig(r=4, target_modules=["q_proj"])),
     "more modules": lambda: peft(LoraConfig(r=2, target_modules=["q_proj", "k_proj"])),

@@ -4,7 +4,7 @@ import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from trainer_hooks.resuming.resume import load_checkpoint
 from trainer_hooks.state.state_dict import sharded_state_dict
 from trainer_hooks.state.wrappers import part_described, trained_model, unwrapped
 
-BASE: Final[Any] = language_model()
+BASE: Any = language_model()
 
 
 class Engine(nn.Module):
@@ -71,7 +71,7 @@ def compiled_layers(model: Any) -> Any:
     return model
 
 
-WRAPPERS: Final[dict[str, Callable[[Any], Any]]] = {
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "DDP": lambda model: DistributedDataParallel(model, init_sync=False),
     "DataParallel": DataParallel,
     "compile": compiled,

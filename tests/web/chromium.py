@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 from selenium import webdriver
@@ -19,10 +19,10 @@ from selenium.webdriver.common.keys import Keys
 from tests.multiprocess.processes import wait_until
 from tests.ports import free_port
 
-_CHROMIUM: Final = shutil.which("chromium")
-_DRIVER: Final = shutil.which("chromedriver")
+_CHROMIUM = shutil.which("chromium")
+_DRIVER = shutil.which("chromedriver")
 #: Nothing that a browser would tell its makers, and no more processes than it takes.
-_QUIET: Final = (
+_QUIET = (
     "--headless=new", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-default-apps", "--disable-sync",
     "--disable-dev-shm-usage", "--hide-scrollbars",
@@ -116,7 +116,7 @@ def browser(profile: Path) -> Iterator[Browser]:
         driver.quit()
 
 
-TAB: Final = Keys.TAB
-ENTER: Final = Keys.ENTER
-SPACE: Final = Keys.SPACE
-RIGHT: Final = Keys.ARROW_RIGHT
+TAB = Keys.TAB
+ENTER = Keys.ENTER
+SPACE = Keys.SPACE
+RIGHT = Keys.ARROW_RIGHT

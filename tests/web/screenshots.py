@@ -11,7 +11,6 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
 
 from syncd.protocol.reports import TrainerReport
 from tests.jobs import SmallJob
@@ -19,12 +18,12 @@ from tests.multiprocess.processes import ENVIRONMENT, Daemon, wait_for_step
 from tests.web.chromium import Browser, browser
 from tests.web.served import served
 
-_TO: Final = Path(__file__).parents[2] / "docs" / "images"
-_STEPS: Final = 14
+_TO = Path(__file__).parents[2] / "docs" / "images"
+_STEPS = 14
 #: Seconds between two saves.
-_PACE: Final = 6.0
+_PACE = 6.0
 #: Seconds that an explorer takes to load a version.
-_LOADS: Final = {"node-0": 0.3, "node-1": 0.8, "node-2": 1.5, "node-3": 4.0}
+_LOADS = {"node-0": 0.3, "node-1": 0.8, "node-2": 1.5, "node-3": 4.0}
 
 
 def main() -> None:

@@ -214,7 +214,7 @@ def test_nothing_moves_when_a_merge_begins_goes_on_and_ends(
     places = "return [...document.querySelectorAll('main > *, .tile')].map((one) => one.offsetTop)"
     wait = "global_step_4/actor: rank 3 of 64 has not written its receipt of save 17c0-4-0 yet"
     merge = MergeProgress(step=4, done=10**9, total=4 * 10**9, seconds=1.0)
-    states: dict[str, dict[str, Any]] = {
+    states = {
         "Nothing is being merged": {"state": "watching"},
         "Waiting: global_step_4": {"state": "watching", "detail": wait},
         "Merging step 4": {"state": "merging", "detail": "step 4"},

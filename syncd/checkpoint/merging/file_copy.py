@@ -296,9 +296,7 @@ class ComparedStream:
     copies: Sequence[TensorStream]
     differs: Callable[[int, int], SyncdError]
     cancel: Check
-
-    def __post_init__(self) -> None:
-        self._done = 0
+    _done: int = 0
 
     def read_into(self, view: memoryview) -> None:
         """Fill ``view`` with the next bytes; raise the error of ``differs`` if a copy differs."""

@@ -83,10 +83,8 @@ class IsolatedParser(Closing):
     python: str = sys.executable
     clock: Callable[[], float] = time.monotonic
     job: Path | None = None
-
-    def __post_init__(self) -> None:
-        self._child: ChildProcess | None = None
-        self._answered = 0
+    _child: ChildProcess | None = None
+    _answered: int = 0
 
     @property
     def pid(self) -> int | None:

@@ -47,10 +47,8 @@ class TrainerGroup:
     offers: Offers
     run: str
     place: MeetingPlace
-
-    def __post_init__(self) -> None:
-        self._group: WeightGroup | None = None
-        self.rendezvous: Rendezvous | None = None
+    rendezvous: Rendezvous | None = None
+    _group: WeightGroup | None = None
 
     def open(
         self, agreed: Agreed, save_id: str, *, deadline: float, device: torch.device
@@ -137,9 +135,7 @@ class ExplorerGroup:
     offers: Offers
     name: str
     session: str
-
-    def __post_init__(self) -> None:
-        self._kept: KeptGroup | None = None
+    _kept: KeptGroup | None = None
 
     def rendezvous(self, offer: Offer, wait: Wait) -> tuple[Rendezvous, int]:
         """Wait for an offer's meeting place; see :meth:`.ExplorerSynchronizer.rendezvous`."""

@@ -144,9 +144,7 @@ class TrainerSide(_Side[Agreed]):
     offers: Offers
     roster: Roster
     me: Participant[TrainerReport]
-
-    def __post_init__(self) -> None:
-        self._open: Offer | None = None
+    _open: Offer | None = None
 
     def takers(self) -> Takers:
         """Count the running explorers."""
