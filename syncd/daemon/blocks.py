@@ -21,11 +21,10 @@ log = logging.getLogger(__name__)
 
 #: Seconds after which even work that has failed only once is a warning.
 _SOON: Final = 10.0
-_MEMORY: Final = "Give the daemon more memory, or let fewer jobs merge at a time"
 _REMEDIES: Final[dict[int | None, tuple[Reason, str]]] = {
     **dict.fromkeys(NO_ROOM, ("room", ROOM)),
     **dict.fromkeys((errno.EACCES, errno.EPERM), ("rights", SHARE)),
-    errno.ENOMEM: ("memory", _MEMORY),
+    errno.ENOMEM: ("memory", "Give the daemon more memory, or let fewer jobs merge at a time"),
     **dict.fromkeys((errno.EXDEV, errno.EBUSY), ("filesystem", ONE_MOUNT)),
     errno.EROFS: ("storage", WRITABLE),
     errno.EFBIG: (

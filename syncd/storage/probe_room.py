@@ -110,7 +110,7 @@ def left_rooms(job: Job) -> list[Path]:
     doctor = job.layout.doctor
     names = job.storage.names(doctor)
     for name in names:
-        room, mark = doctor / name, rooms / f"{name}{_ALIVE}"
+        room, mark = doctor / name, doctor / f"{name}{_ALIVE}"
         if not name.endswith(_ALIVE) and not job.storage.exists(mark):
             with suppress(PermissionError):  # the room is another user's
                 job.storage.remove_tree(room)
