@@ -95,12 +95,9 @@ class Blocks:
         Call this in each round.
         """
         self._met.add(work)
-        entry = self._entries.get(work)
-        if entry is None:
-            self._entries[work] = _Entry(obstacle, self.clock())
-        else:
-            entry.failures += entry.obstacle.cause is not obstacle.cause
-            entry.obstacle = obstacle
+        entry = self._entries.setdefault(work, _Entry(obstacle, self.clock()))
+        entry.failures += entry.obstacle.cause is not obstacle.cause
+        entry.obstacle = obstacle
         if not is_told and self._repeats.due((work, obstacle.reason)):
             WorkBlocked(obstacle.reason, obstacle.what, obstacle.remedy).tell(log)
 
@@ -120,11 +117,12 @@ class Blocks:
             lasts = entry.failures > 1 or seconds >= min(_SOON, self.lease_time)
             level = lasts + (lasts and seconds >= self.lease_time)
             # In steps of ten seconds, because each change of the report is written.
-            since = seconds // _SOON * _SOON
-            blocked = Blocked(
-                reason=it.reason, what=it.what, remedy=it.remedy, level=level, seconds=since
+            seconds -= seconds % _SOON
+            found.append(
+                Blocked(
+                    reason=it.reason, what=it.what, remedy=it.remedy, level=level, seconds=seconds
+                )
             )
-            found.append(blocked)
         return tuple(sorted(found, key=lambda one: (-one.level, -one.seconds)))
 
     @property
