@@ -275,8 +275,8 @@ class _Look:
         with self._noting(path):
             status = self._storage.status(path)
             late, look = report.heard - status.st_mtime if status else 0.0, self._watch.look
-            # In a merge, the storage may flush a large file meanwhile.
-            patience = self._lease_time * (2 if report.state == "merging" else 0.5)
+            # The storage may flush or delete a large file meanwhile.
+            patience = 2 * self._lease_time
             if (
                 late > patience
                 and look(self._storage, path, status, self._lease_time, believes=False) == "lost"
