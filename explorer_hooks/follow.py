@@ -17,7 +17,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 import click
 from annotated_types import Ge, Gt
@@ -41,7 +41,6 @@ from syncd.protocol.names import TEMPORARY
 from syncd.protocol.policy import SyncMethod, SyncSettings, SyncStyle, Version
 from syncd.storage.fsio import Storage
 
-_SHELL: Final = "/bin/sh"
 _SERVERS: Mapping[str, type[ServerEngine]] = {"vllm": VLLMServer, "sglang": SGLangServer}
 
 
@@ -294,7 +293,7 @@ class CommandEngine(_FolderEngine):
         if version.remote_path is not None:
             told["SYNCD_REMOTE_PATH"] = version.remote_path
         process = subprocess.Popen(  # noqa: S603 # running the user's own command is its purpose
-            [_SHELL, "-c", self.command],
+            ["/bin/sh", "-c", self.command],
             env=os.environ | told,
             stdin=subprocess.DEVNULL,
             start_new_session=True,

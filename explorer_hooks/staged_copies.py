@@ -28,7 +28,6 @@ from syncd.storage.fsio import Storage
 from syncd.storage.sessions import boot_id
 
 log = logging.getLogger(__name__)
-_COPIER: Final = ".copier"
 #: Seconds between two checks whether the copier is done.
 _LOOK: Final = 0.05
 #: Bytes to leave free on the filesystem, because others use it too: ``/dev/shm`` is memory.
@@ -128,7 +127,7 @@ class StagedCopies:
 
     def _copier(self) -> FileLock:
         """Make a new lock, because threads that share one would all count as its holder."""
-        return FileLock(self.room / _COPIER)
+        return FileLock(self.room / ".copier")
 
     @contextmanager
     def draft(self, name: str, size: int) -> Iterator[Path]:

@@ -129,7 +129,9 @@ class Staging:
         self._storage = storage or Storage(self.folder, durable=False)
         self._copies = StagedCopies(self._storage, self.folder, budget_bytes)
 
-    def stage(self, version: LeasedVersion, *, cancel: Check = lambda: None) -> LeasedVersion:
+    def stage(
+        self, version: LeasedVersion, *, cancel: Callable[[], None] = lambda: None
+    ) -> LeasedVersion:
         """Copy and verify a version in one pass, or wait for another process that makes the copy.
 
         The caller must lease and release ``version``, but need not verify it. ``cancel`` is called
@@ -154,7 +156,7 @@ class Staging:
         lead: Lead,
         hold: Callable[[], LeasedVersion],
         *,
-        cancel: Check = lambda: None,
+        cancel: Callable[[], None] = lambda: None,
     ) -> LeasedVersion:
         """Make a copy of the save that LATEST names as ahead, from links and a copy on this host.
 

@@ -6,11 +6,8 @@ The daemon, the command line, ``syncd follow`` and the Reader work without this 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Final
 
 from syncd.protocol.errors import TorchMissingError
-
-_MODULES: Final = ("torch", "numpy")
 
 
 def require_torch(user: str) -> None:
@@ -19,7 +16,7 @@ def require_torch(user: str) -> None:
     Raises:
         TorchMissingError: torch or NumPy is not installed.
     """
-    missing = [name for name in _MODULES if find_spec(name) is None]
+    missing = [name for name in ("torch", "numpy") if find_spec(name) is None]
     if missing:
         raise TorchMissingError(
             f"{user} needs {' and '.join(missing)}, not installed here: pip install 'syncd[torch]'",

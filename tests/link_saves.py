@@ -23,13 +23,13 @@ from tests.merging import build, loaded
 
 
 @contextmanager
-def offered(root: Path, *, links: bool = True) -> Iterator[Job]:
+def offered(root: Path) -> Iterator[Job]:
     """Be a daemon that takes links, and that has published nothing yet."""
     job = Job.at(root, STORAGE)
     lease_time = job.open().lease_time
     with Session(job.layout, lease_time) as session:
         report = DaemonReport(
-            session=session.id, host="h", pid=1, epoch=1, state="watching", links=links, time=0.0,
+            session=session.id, host="h", pid=1, epoch=1, state="watching", links=True, time=0.0,
             builds=BuildSettings(max_shard_size=10**9, digests=True, tick=1),
         )  # fmt: skip
         job.storage.replace(job.layout.daemon_report, encode(report))

@@ -126,9 +126,9 @@ def chunk(local: object = None, offsets: object = (2, 0), sizes: object = (2, 3)
     return Built(Named(module, "Shard"), (), {"tensor": local or tensor(), "metadata": metadata})
 
 
-def zipped(records: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+def zipped(records: dict[str, bytes]) -> bytes:
     out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", compression) as archive:
+    with zipfile.ZipFile(out, "w") as archive:
         for name, data in records.items():
             archive.writestr(name, data)
     return out.getvalue()

@@ -75,11 +75,11 @@ class Trained:
     rank: int
     objects: Replaceable
     model_files: Callable[[], Writer]
-    critic: nn.Module | None = None
-    averages: Mapping[str, Tensor] | None = None
-    lora: SaveLora = SaveLora.AUTO
-    sync_dtype: SyncDtype | None = None
-    base_vocabulary: int | None = None
+    critic: nn.Module | None
+    averages: Mapping[str, Tensor] | None
+    lora: SaveLora
+    sync_dtype: SyncDtype | None
+    base_vocabulary: int | None
 
     def __post_init__(self) -> None:
         self._said_merged = False

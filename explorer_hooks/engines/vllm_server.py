@@ -43,7 +43,6 @@ _LOAD_ADAPTER: Final = "POST /v1/load_lora_adapter"
 _UNLOAD_ADAPTER: Final = "POST /v1/unload_lora_adapter"
 _GENERATE: Final = "POST /inference/v1/generate"
 _COMPLETE: Final = "POST /v1/completions"
-_MODELS: Final = "GET /v1/models"
 _OPTIONS: Final = "GET /server_info"
 _INIT: Final = "POST /init_weight_transfer_engine"
 _START: Final = "POST /start_weight_update"
@@ -288,7 +287,7 @@ class VLLMServer(ServerEngine):
             self._server.ask(_UNLOAD_ADAPTER, {"lora_name": self._lora_name})
 
     def _models(self) -> list[dict[str, Any]]:
-        data = self._server.ask(_MODELS).get("data") or []
+        data = self._server.ask("GET /v1/models").get("data") or []
         return [model for model in data if isinstance(model, dict)]
 
     def _prove(self, kind: str, name: str) -> None:

@@ -383,7 +383,7 @@ def _whole(
 
 
 def fingerprint(
-    storage: Storage, actor: Path, weights: tuple[str, ...], beside: tuple[str, ...] = ()
+    storage: Storage, actor: Path, weights: tuple[str, ...], beside: tuple[str, ...]
 ) -> str:
     """The identity of the save in a folder: a digest of its files' names, sizes, inodes and times.
 

@@ -89,8 +89,7 @@ def copy_version(
     *,
     to: Storage,
     target: Path,
-    threads: int = 4,
-    cancel: Check = lambda: None,
+    cancel: Check,
 ) -> None:
     """Copy a version's files, except the manifest, and verify them in the same pass.
 
@@ -103,7 +102,7 @@ def copy_version(
     for name in sorted({file.name for file in manifest.files if "/" in file.name}):
         to.make_folder((target / name).parent, below=target.parent)
     copy = partial(copy_file, storage, folder, to, target)
-    each_file(copy, storage, folder, manifest, threads, cancel)
+    each_file(copy, storage, folder, manifest, 4, cancel)
 
 
 #: Works on one file of a version: its entry and its tensors in the manifest, and a check.

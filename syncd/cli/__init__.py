@@ -57,7 +57,6 @@ _ADDED: Final = "syncd.commands"
 _OF_HOOKS: Final = frozenset({"follow"})
 #: The commands that serve until they are stopped: what they say must not block them.
 _SERVING: Final = frozenset({"run", "follow", "web"})
-_OTHERS: Final = "From other packages"
 #: The exit status of a command that Ctrl-C ended, as shells report it.
 _INTERRUPTED: Final = 128 + signal.SIGINT
 
@@ -98,7 +97,7 @@ class _Lazy(click.Group):
         groups = {group: list(commands.items()) for group, commands in _GROUPS.items()}
         added = [_described(point) for name, point in _added().items() if name not in _OF_HOOKS]
         if added:
-            groups[_OTHERS] = added
+            groups["From other packages"] = added
         # Align the names of all groups, although each group is a separate list.
         widest = max(len(name) for commands in groups.values() for name, _ in commands)
         for group, commands in groups.items():

@@ -26,7 +26,7 @@ def handled_by(
 
 
 def stopped_by_signals(
-    stop: Callable[[], None], *, reload: Callable[[], None] | None = None
+    stop: Callable[[], None], *, reload: Callable[[], None] | None
 ) -> AbstractContextManager[None]:
     """During the block, SIGTERM and SIGINT call ``stop``, and SIGHUP calls ``reload`` if given."""
 

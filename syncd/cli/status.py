@@ -170,7 +170,7 @@ def table(seen: Sequence[JobState | UnseenJob], now: float) -> RenderableType:
         if job.health.level:
             notes.append(_text(f"{job.job} is {job.health.text}"))
         if isinstance(job, UnseenJob):
-            rows.add_row(*cells(job.job, "-", "-", "-", "-", "-", "-"))
+            rows.add_row(*cells(job.job, *"------"))
             continue
         daemon, latest = job.daemon, job.latest
         live = [explorer for explorer in job.explorers if explorer.is_live]

@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 P = TypeVar("P", ExplorerReport, TrainerReport)
 
-_RECORD: Final = ".json"
 #: Slices of the heartbeats that are checked in each lease time.
 SLICES_PER_LEASE: Final = 16
 #: Slices between two reads of all reports, which show who joined or left.
@@ -212,7 +211,7 @@ class Roster:
         names = [
             name
             for name in self._job.storage.names(folder)
-            if name.endswith(_RECORD) and not name.startswith(TEMPORARY)
+            if name.endswith(".json") and not name.startswith(TEMPORARY)
         ]
         if not names:  # an unmounted job looks like this
             self._job.check_is_there()

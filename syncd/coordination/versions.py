@@ -65,7 +65,7 @@ class Versions:
         *,
         clock: Clock,
     ) -> None:
-        self.job = job
+        self.job, self._storage, self._layout = job, job.storage, job.layout
         self._name = name
         self._own: Session | None = None
         if session is None:
@@ -89,7 +89,7 @@ class Versions:
         the result can be the save that LATEST names as ahead, unless its number is ``passed``.
         """
         if sure:
-            self.job.storage.refresh(self.job.layout.state)
+            self._storage.refresh(self._layout.state)
         self.holds.settle()
         latest = read_latest(self.job)
         found = self._named(latest, ahead=ahead) if latest is not None else None
@@ -112,7 +112,7 @@ class Versions:
     def is_latest_damaged(self) -> bool:
         """True if LATEST exists but names no version; False if storage does not answer."""
         with suppress(OSError):  # the wait that asks has ended, and has its own error
-            there = self.job.storage.exists(self.job.layout.latest)
+            there = self._storage.exists(self._layout.latest)
             return there and read_latest(self.job) is None
         return False
 
@@ -157,7 +157,7 @@ class Versions:
 
     def _is_of_now(self, step: int, outcome: SaveOutcome) -> bool:
         """True unless the step folder's receipt shows that the outcome is of another save."""
-        path = self.job.layout.actor(step) / RECEIPTS / receipt_name(0)
+        path = self._layout.actor(step) / RECEIPTS / receipt_name(0)
         with Ignoring(REFUSED_HERE):
             receipt = self.job.read(Receipt, path)
             return receipt is None or receipt.save_id == outcome.identity
@@ -173,7 +173,7 @@ class Versions:
 
     def _unanswered(self) -> int | None:
         step = self.pointed()
-        if step is None or step < 0 or not self.job.storage.exists(self.job.layout.step(step)):
+        if step is None or step < 0 or not self._storage.exists(self._layout.step(step)):
             return None
         outcome, latest = self.job.outcome(step), read_latest(self.job)
         if outcome is not None:
@@ -186,9 +186,9 @@ class Versions:
 
     def daemon_lives(self) -> bool:
         """True if a daemon is live; a killed daemon counts as live for one lease time."""
-        seen = self._judge.look(self.job.layout.daemon_lock)
+        seen = self._judge.look(self._layout.daemon_lock)
         if seen is Liveness.MISSING:
-            seen = self._judge.look_again(self.job.layout.daemon_lock)
+            seen = self._judge.look_again(self._layout.daemon_lock)
         return seen is Liveness.ALIVE
 
     def warn_without_daemon(self, doing: str) -> None:
@@ -210,8 +210,8 @@ class Versions:
 
     def check_shards(self, step: int, world_size: int) -> None:
         """Raise SaveNotReadyError unless a step has all its shards, or one full state dict."""
-        actor = self.job.layout.actor(step)
-        names = set(self.job.storage.names(actor))
+        actor = self._layout.actor(step)
+        names = set(self._storage.names(actor))
         if FULL_STATE_DICT in names:
             return
         for rank in range(world_size):
@@ -223,13 +223,13 @@ class Versions:
     def pointed(self) -> int | None:
         """The step that the daemon's pointer names; None if it names none."""
         with Ignoring(GONE):
-            return parse_pointer(self.job.storage.read(self._pointer()))
+            return parse_pointer(self._storage.read(self._pointer()))
         return None
 
     def check_may_point(self, step: int) -> None:
         """Raise InvalidSettingsError if the daemon does not follow :meth:`point`'s pointer."""
         pointer = self._pointer()
-        if pointer != self.job.layout.state_pointer:
+        if pointer != self._layout.state_pointer:
             raise InvalidSettingsError(
                 f"step {step} cannot be published on request. The daemon publishes the step that "
                 f"{pointer} names. syncd never changes {pointer}, because the trainer resumes from "
@@ -238,19 +238,19 @@ class Versions:
             )
 
     def _pointer(self) -> Path:
-        daemon = self.job.read(DaemonReport, self.job.layout.daemon_report)
-        return self.job.layout.root / (STATE_POINTER if daemon is None else daemon.pointer)
+        daemon = self.job.read(DaemonReport, self._layout.daemon_report)
+        return self._layout.root / (STATE_POINTER if daemon is None else daemon.pointer)
 
     def point(self, step: int) -> None:
         """Write the step into the pointer."""
-        point(self.job, self.job.layout.state_pointer, step)
+        point(self.job, self._layout.state_pointer, step)
 
     def copy_report(self, report: TrainerReport) -> None:
         """Copy ``report`` into the memory directory, if there is one."""
         if self._own is not None:
             here = report.model_copy(update={"session": self._own.id})
-            path, room = self.job.layout.trainer_report, self.job.layout.drafts
-            self.job.storage.replace(path, encode(here), room=room)
+            path, room = self._layout.trainer_report, self._layout.drafts
+            self._storage.replace(path, encode(here), room=room)
 
     def close(self) -> None:
         """End the session, if this object made it."""

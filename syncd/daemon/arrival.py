@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Final
 
 from syncd.daemon.decide import Action, Observation, PointerState, PruneStep
-from syncd.protocol.records import DEFAULT_LEASE_TIME
 from syncd.protocol.reports import Unpublished
 from syncd.storage.judge import Clock
 
@@ -27,8 +25,8 @@ class Arrival:
         is_normal: True while the wait says nothing: a person paused, or other jobs merge first.
     """
 
-    lease_time: float = DEFAULT_LEASE_TIME
-    clock: Clock = time.monotonic
+    lease_time: float
+    clock: Clock
     pace: float = 0.0
     is_normal: bool = False
     _step: int | None = None

@@ -76,6 +76,7 @@ class Attempts:
     def __post_init__(self) -> None:
         self._job, self._clock = self.tenure.job, self.tenure.clock
         self._journal = self.tenure.journal
+        self._tell = self._journal.tell
         self._steering = Steering(self._job)
         self.may_overtake = False
         self.obstacle: Obstacle | None = None
@@ -120,7 +121,7 @@ class Attempts:
             raise
         except LateError as error:
             self.tidying.after(error)
-            self._journal.tell(MergeEnded(save.step, str(error)))
+            self._tell(MergeEnded(save.step, str(error)))
             return f"step {save.step}: {error}"
         except MemoryError as error:
             why = f"step {save.step}: not enough memory to merge it now"
@@ -128,7 +129,7 @@ class Attempts:
         except Exception as error:  # noqa: BLE001 - a bug in syncd is logged with its traceback
             path = self.publisher.outcomes.quarantine(save, error)
             why = f"a bug in syncd: {type(error).__name__}: {error}"
-            self._journal.tell(SaveFault(save.step, path, why, error))
+            self._tell(SaveFault(save.step, path, why, error))
             self._ended()
             return ""
         self._ended()
@@ -145,7 +146,7 @@ class Attempts:
                     changes=changes,
                     changes_="; ".join(changes),
                 )
-                self._journal.tell(event)
+                self._tell(event)
         self._journal.write()  # pruning, which comes next, may take long
         return ""
 
@@ -181,7 +182,7 @@ class Attempts:
             self._ended()
             size = sum(file.size for file in save.vouched().values() if file.over == "index")
             seconds = round(self._clock() - begun, 3)
-            self._journal.tell(SaveLinked(sequence, save.step, size, seconds))
+            self._tell(SaveLinked(sequence, save.step, size, seconds))
         save = saves[-1]
         try:
             self.publisher.check_finite(save)
@@ -217,7 +218,7 @@ class Attempts:
         is_told = latest.closed if latest else outcome and outcome.identity == save_id
         if not is_told:
             self.publisher.advance(latest.ahead if latest else None, reason)
-            self._journal.tell(LinksClosed(step, reason))
+            self._tell(LinksClosed(step, reason))
         if not (is_told and late):
             self.late = reason if late else ""
         if latest is None or not late:
@@ -246,7 +247,7 @@ class Attempts:
                 folds.damaged = ahead.sequence
             else:
                 self.tidying.after(error)
-                self._journal.tell(event)
+                self._tell(event)
         else:
             folds.end()
             self._say_published(manifest, folds.begun, folds.begun, VersionFolded)
@@ -254,7 +255,7 @@ class Attempts:
     def give_up(self, save: Save, error: CheckpointError) -> None:
         """Quarantine a save."""
         path = self.publisher.outcomes.quarantine(save, error)
-        self._journal.tell(SaveQuarantined(save.step, error, path))
+        self._tell(SaveQuarantined(save.step, error, path))
         self._ended()
 
     def roll_back(self, request: RollbackRequest) -> None:
@@ -275,10 +276,10 @@ class Attempts:
             self._refusals += 1
             if isinstance(error, OSError) and self._refusals < _ROLLBACK_ATTEMPTS:
                 raise
-            self._journal.tell(RollbackRefused(request.sequence, error, by))
+            self._tell(RollbackRefused(request.sequence, error, by))
             self.publisher.answer(request, made=None, why=str(error))
             return
-        self._journal.tell(
+        self._tell(
             VersionRolledBack(
                 of=request.sequence,
                 version=manifest.sequence,
@@ -300,7 +301,7 @@ class Attempts:
         now, found = self._clock(), manifest.nonfinite
         version, step = manifest.sequence, manifest.step
         bad = found if found and found.count else None
-        self._journal.tell(
+        self._tell(
             kind(
                 version=version,
                 step=step,
@@ -312,11 +313,11 @@ class Attempts:
             )
         )
         if bad:
-            self._journal.tell(VersionNonfinite(version, step, bad.count, list(bad.names), bad))
+            self._tell(VersionNonfinite(version, step, bad.count, list(bad.names), bad))
 
     def _say_names(self) -> None:
         if (change := self.publisher.naming.change) is not None:
-            self._journal.tell(change)
+            self._tell(change)
 
     def _ended(self) -> None:
         self.may_overtake, self.obstacle, self._wait = True, None, 0.0

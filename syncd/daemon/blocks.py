@@ -21,13 +21,12 @@ log = logging.getLogger(__name__)
 
 #: Seconds after which even work that has failed only once is a warning.
 _SOON: Final = 10.0
-_MEMORY: Final = "Give the daemon more memory, or let fewer jobs merge at a time"
 _FILE: Final = "Restore this file, or remove what is in its place"
 _REMEDIES: Final[dict[int | None, tuple[Reason, str]]] = {
     **dict.fromkeys((GONE | NO_RECORD) - {errno.ESTALE}, ("storage", _FILE)),
     **dict.fromkeys(NO_ROOM, ("room", ROOM)),
     **dict.fromkeys((errno.EACCES, errno.EPERM), ("rights", SHARE)),
-    errno.ENOMEM: ("memory", _MEMORY),
+    errno.ENOMEM: ("memory", "Give the daemon more memory, or let fewer jobs merge at a time"),
     **dict.fromkeys((errno.EXDEV, errno.EBUSY), ("filesystem", ONE_MOUNT)),
     errno.EROFS: ("storage", WRITABLE),
     errno.EFBIG: (
@@ -98,12 +97,9 @@ class Blocks:
         Call this in each round.
         """
         self._met.add(work)
-        entry = self._entries.get(work)
-        if entry is None:
-            self._entries[work] = _Entry(obstacle, self.clock())
-        else:
-            entry.failures += entry.obstacle.cause is not obstacle.cause
-            entry.obstacle = obstacle
+        entry = self._entries.setdefault(work, _Entry(obstacle, self.clock()))
+        entry.failures += entry.obstacle.cause is not obstacle.cause
+        entry.obstacle = obstacle
         if not is_told and self._repeats.due((work, obstacle.reason)):
             WorkBlocked(obstacle.reason, obstacle.what, obstacle.remedy).tell(log)
 
@@ -123,11 +119,12 @@ class Blocks:
             lasts = entry.failures > 1 or seconds >= min(_SOON, self.lease_time)
             level = lasts + (lasts and seconds >= self.lease_time)
             # In steps of ten seconds, because each change of the report is written.
-            since = seconds // _SOON * _SOON
-            blocked = Blocked(
-                reason=it.reason, what=it.what, remedy=it.remedy, level=level, seconds=since
+            seconds -= seconds % _SOON
+            found.append(
+                Blocked(
+                    reason=it.reason, what=it.what, remedy=it.remedy, level=level, seconds=seconds
+                )
             )
-            found.append(blocked)
         return tuple(sorted(found, key=lambda one: (-one.level, -one.seconds)))
 
     @property

@@ -8,7 +8,6 @@ hub's names if all its live explorers accept them.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 from syncd.protocol.amounts import few
@@ -33,7 +32,7 @@ class Naming:
 
     job: Job
     lease_time: float
-    clock: Clock = time.monotonic
+    clock: Clock
 
     def __post_init__(self) -> None:
         judge = Judge(self.job.storage, self.lease_time, self.clock, counts_pauses=True)

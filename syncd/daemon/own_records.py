@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ class OwnRecords:
     job: Job
     epoch: Epoch
     blocks: Blocks
-    clock: Clock = time.monotonic
+    clock: Clock
 
     def __post_init__(self) -> None:
         self._format = self.job.read_format()

@@ -72,6 +72,7 @@ class Publisher:
     def __post_init__(self) -> None:
         job, self._epoch = self.tenure.job, self.tenure.epoch
         self._job, self._clock = job, self.tenure.clock
+        self._storage, self._layout = job.storage, job.layout
         self.naming = Naming(job, self.tenure.judge.lease_time, self._clock)
         self._floor = 0
         advice = "make room there, or lower --keep"
@@ -95,14 +96,14 @@ class Publisher:
         self.outcomes.of_step = found.outcomes
         for sequence in found.unfinished:
             VersionDiscarded(sequence).tell(log)
-            self._epoch.condemn(self._job.layout.version(sequence))
+            self._epoch.condemn(self._layout.version(sequence))
         served = found.served
         if found.adopted is not None:
             served = found.adopted
             self._epoch.open_leasing(served.sequence)
             self._write_latest(served, stays_closed=True)
-        elif self.latest is not None and not self._job.storage.exists(
-            self._job.layout.lease_folder(self.latest.sequence)
+        elif self.latest is not None and not self._storage.exists(
+            self._layout.lease_folder(self.latest.sequence)
         ):
             self._epoch.open_leasing(self.latest.sequence)
         for sequence in found.strays:
@@ -122,7 +123,7 @@ class Publisher:
         """Discard a link above LATEST; a failure is harmless."""
         LinkDiscarded(sequence).tell(log)
         try:
-            self._epoch.condemn(self._job.layout.link(sequence))
+            self._epoch.condemn(self._layout.link(sequence))
         except OSError as error:
             if not is_gone(error):
                 CleanupDelayed(error).tell(log)
@@ -130,7 +131,7 @@ class Publisher:
     def check_room(self, save: WholeSave) -> None:
         """Raise NoRoomError if the disk lacks space; also raises the errors of :meth:`publish`."""
         self._free_space.check(
-            self._job.layout.actor(save.step), save, self._merge_options(), self.cancel
+            self._layout.actor(save.step), save, self._merge_options(), self.cancel
         )
 
     def check_finite(self, save: WholeSave) -> None:
@@ -155,16 +156,16 @@ class Publisher:
 
         def build(folder: Path, sequence: int) -> Manifest:
             manifest = build_step(
-                self._job.storage,
-                self._job.layout.step(save.step),
+                self._storage,
+                self._layout.step(save.step),
                 save,
                 folder,
                 options=self._merge_options(),
                 work=Work(self.cancel, progress, self._clock),
                 sequence=sequence,
             )
-            for flaw, reason in flaws_in(self._job.storage, folder, manifest):
-                warn_once(self._job.layout.actor(save.step), flaw, reason)
+            for flaw, reason in flaws_in(self._storage, folder, manifest):
+                warn_once(self._layout.actor(save.step), flaw, reason)
             return manifest
 
         manifest = self._make_version(save.step, build)
@@ -188,7 +189,7 @@ class Publisher:
         """
 
         def build(empty: Path, _: int) -> Manifest:
-            self._job.storage.rename(folder, empty)
+            self._storage.rename(folder, empty)
             return folded
 
         return self._make_version(folded.step, build, folded.sequence)
@@ -200,7 +201,7 @@ class Publisher:
             self._name(self.latest.model_copy(update={"ahead": ahead, "closed": closed}))
 
     def _name(self, latest: Latest) -> None:
-        self._epoch.replace_file(self._job.layout.latest, encode(latest))
+        self._epoch.replace_file(self._layout.latest, encode(latest))
         self.latest = latest
 
     def reserve(self) -> int:
@@ -218,9 +219,9 @@ class Publisher:
             VersionGoneError, RecordError, VerificationError: the old version is gone or damaged.
             SupersededError: another daemon has taken over.
         """
-        source = self._job.layout.version(request.sequence)
+        source = self._layout.version(request.sequence)
         try:
-            old = read_manifest(self._job.storage, source)
+            old = read_manifest(self._storage, source)
         except FileNotFoundError as error:
             raise VersionGoneError(f"{source} is gone, or damaged: it has no manifest") from error
         if old.sequence != request.sequence:
@@ -237,9 +238,9 @@ class Publisher:
                 update={"sequence": sequence, "rolled_back": back, "timings": {}}
             )
             try:
-                republish(self._job.storage, source, folder, manifest, cancel=self.cancel)
+                republish(self._storage, source, folder, manifest, cancel=self.cancel)
             except FileNotFoundError as error:
-                if not self._job.storage.exists(folder):
+                if not self._storage.exists(folder):
                     raise
                 raise VersionGoneError(f"{source} is gone, or damaged: {error}") from error
             return manifest
@@ -250,8 +251,8 @@ class Publisher:
         """Replace a rollback request by its answer; ``made`` is None for a refusal."""
         outcome = "refused" if made is None else "done"
         answered = request.model_copy(update={"outcome": outcome, "made": made, "why": why})
-        path = self._job.layout.request(request.id)
-        if self._job.storage.exists(path):  # else the user has withdrawn the request
+        path = self._layout.request(request.id)
+        if self._storage.exists(path):  # else the user has withdrawn the request
             self._epoch.replace_file(path, encode(answered))
 
     def _make_version(
@@ -271,9 +272,9 @@ class Publisher:
         epoch, is_fold = self._epoch, sequence is not None
         if sequence is None:
             sequence = self._next_sequence()
-        elif self._job.storage.exists(self._job.layout.version(sequence)):
-            manifest = read_manifest(self._job.storage, self._job.layout.version(sequence))
-            self._job.storage.sync_folder(self._job.layout.published)
+        elif self._storage.exists(self._layout.version(sequence)):
+            manifest = read_manifest(self._storage, self._layout.version(sequence))
+            self._storage.sync_folder(self._layout.published)
             self._write_latest(manifest, stays_closed=True)
             self._serve(manifest)
             return manifest
@@ -281,7 +282,7 @@ class Publisher:
             try:
                 # Write publish.lock and rename it, without fsync: the file is only a hint.
                 notice = PublishNotice(sequence=sequence, step=step, session=self.tenure.session.id)
-                epoch.replace_file(self._job.layout.publish_lock, encode(notice), durable=False)
+                epoch.replace_file(self._layout.publish_lock, encode(notice), durable=False)
                 # Write the files, and then manifest.json. Fsync each file, and then the folder.
                 manifest = build(folder, sequence)
                 # Rename the empty folder building/leases-VERSION to leases/VERSION. Fsync leases/.
@@ -310,24 +311,24 @@ class Publisher:
 
     def _next_sequence(self) -> int:
         sequence = self._floor + 1
-        while self._in_the_way(self._job.layout.version(sequence)) or self._in_the_way(
-            self._job.layout.lease_folder(sequence)
+        while self._in_the_way(self._layout.version(sequence)) or self._in_the_way(
+            self._layout.lease_folder(sequence)
         ):
             sequence += 1
         if parse_version_folder(version_folder(sequence)) is None:
             raise JobUnavailableError(
-                f"{self._job.layout.latest} names version {self._floor}, the highest possible "
+                f"{self._layout.latest} names version {self._floor}, the highest possible "
                 "number, so no daemon wrote this LATEST: restore its previous content"
             )
         return sequence
 
     def _in_the_way(self, path: Path) -> bool:
-        status = self._job.storage.status(path)
+        status = self._storage.status(path)
         return status is not None and not stat.S_ISDIR(status.st_mode)
 
     def _take_notice_down(self) -> None:
         try:
-            self._job.storage.unlink_if_there(self._job.layout.publish_lock)
+            self._storage.unlink_if_there(self._layout.publish_lock)
         except OSError as error:  # the file is only a hint
             CleanupDelayed(error).tell(log)
 

@@ -49,7 +49,7 @@ def plan_links(
     version: WholeVersion,
     storage: Storage,
     *,
-    cancel: Check = lambda: None,
+    cancel: Check,
 ) -> LinkPlan:
     """Find the places of the pieces of all ranks in a version, by the rules of the merge.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, field_serializer
 
@@ -11,8 +11,6 @@ from syncd.operate.liveness import Liveness
 from syncd.protocol.journal_lines import AuditLine, JournalLine
 from syncd.protocol.records import Latest, Part, Pause, RollbackRequest
 from syncd.protocol.reports import DaemonReport, ExplorerReport, TrainerReport
-
-_OF_DELETIONS: Final = {"time", "what", "name", "why"}
 
 
 class Process(Part):
@@ -52,6 +50,8 @@ class ExplorerState(Process, ExplorerReport):
     status: Literal["running", "require_sync", "stopped", "starting", "lost"]  # type: ignore[assignment] # too
     behind: int = 0
     behind_steps: int | None = None
+    # A large fleet has thousands of them, so they become no models.
+    loads: tuple[dict[str, int | float | None], ...] = ()  # type: ignore[assignment] # only shown
 
 
 class VersionState(Part):
@@ -117,7 +117,7 @@ class DirectoryState(Part):
         return [
             event.model_dump(exclude_none=True, exclude={"protocol"})
             if isinstance(event, JournalLine)
-            else {**event.model_dump(include=_OF_DELETIONS), "event": "pruned"}
+            else {**event.model_dump(include={"time", "what", "name", "why"}), "event": "pruned"}
             for event in events
         ]
 

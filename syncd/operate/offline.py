@@ -51,7 +51,7 @@ def would_prune(job: Job, config: DaemonConfig) -> list[Pruning]:
     scanner = Scanner(job, config.pointer, Judge(job.storage, lease_time))
     found: dict[Pruning, None] = {}
     ahead = known.ahead.save_id if known.ahead else None
-    arrival, served = Arrival(), frozenset({known.published_save, ahead})
+    arrival, served = Arrival(lease_time, time.monotonic), frozenset({known.published_save, ahead})
     # A daemon first records skipped saves, and may then delete them.
     while True:
         seen = scanner.scan(replace(known, outcomes=outcomes), config)

@@ -107,15 +107,16 @@ def left_rooms(job: Job) -> list[Path]:
     The daemon's collector removes marks that no longer change. The next call then removes the rooms
     of these marks.
     """
-    names = job.storage.names(job.layout.doctor)
+    doctor = job.layout.doctor
+    names = job.storage.names(doctor)
     for name in names:
-        room, mark = job.layout.doctor / name, job.layout.doctor / f"{name}{_ALIVE}"
+        room, mark = doctor / name, doctor / f"{name}{_ALIVE}"
         if not name.endswith(_ALIVE) and not job.storage.exists(mark):
             with suppress(PermissionError):  # the room is another user's
                 job.storage.remove_tree(room)
-    if not names and job.storage.exists(job.layout.doctor):
-        _remove_if_empty(job.storage, job.layout.doctor)
-    return [job.layout.doctor / name for name in names if name.endswith(_ALIVE)]
+    if not names and job.storage.exists(doctor):
+        _remove_if_empty(job.storage, doctor)
+    return [doctor / name for name in names if name.endswith(_ALIVE)]
 
 
 def _remove_if_empty(storage: Storage, folder: Path) -> None:

@@ -30,20 +30,21 @@ class Reserve:
 
     def fill(self) -> None:
         """Make missing files of the reserve, if there is enough free space."""
+        storage, layout = self.job.storage, self.job.layout
         missing = {f"{number:02}" for number in range(_FILES)}.difference(
-            self.job.storage.names(self.job.layout.reserve)
+            storage.names(layout.reserve)
         )
         if not missing:
             return
-        free = self.job.storage.free(self.job.layout.state)
+        free = storage.free(layout.state)
         if free.bytes is not None and free.bytes < _PLENTY * _FILES * _SIZE:
             return
         if free.inodes is not None and free.inodes < _PLENTY * _FILES:
             return
         try:
-            self.job.storage.make_folder(self.job.layout.reserve, below=self.job.layout.root)
+            storage.make_folder(layout.reserve, below=layout.root)
             for name in sorted(missing):
-                self.job.storage.write_new(self.job.layout.reserve / name, bytes(_SIZE))
+                storage.write_new(layout.reserve / name, bytes(_SIZE))
         except FileExistsError:
             pass  # another daemon fills it
         except OSError as error:
@@ -59,10 +60,10 @@ class Reserve:
 
     def give_up(self) -> bool:
         """Remove the files of the reserve; False if there were none."""
+        storage, layout = self.job.storage, self.job.layout
         freed = [
-            self.job.storage.unlink_if_there(self.job.layout.reserve / name)
-            for name in self.job.storage.names(self.job.layout.reserve)
+            storage.unlink_if_there(layout.reserve / name) for name in storage.names(layout.reserve)
         ]
         if any(freed):
-            ReserveGivenUp(self.job.layout.reserve).tell(log)
+            ReserveGivenUp(layout.reserve).tell(log)
         return any(freed)

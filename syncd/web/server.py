@@ -22,7 +22,6 @@ _KINDS: Final = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-_JSON: Final = "application/json"
 _HISTORY: Final = re.compile(
     r"/jobs/([0-9]{1,6})/history\.json(?:\?had=([0-9]{1,15}(?:\.[0-9]{1,9})?))?"
 )
@@ -104,7 +103,7 @@ class _Request(LoopbackRequest):
             self.send_error(HTTPStatus.NOT_FOUND)
 
     def _send_json(self, told: dict[str, Any]) -> None:
-        self.send(json.dumps(told).encode(), _JSON)
+        self.send(json.dumps(told).encode(), "application/json")
 
     def end_headers(self) -> None:
         """Add security headers to every answer, including errors."""

@@ -112,9 +112,9 @@ class Peer:
     def tell(self, command: str, *given: Any, **named: Any) -> None:
         self._connection.send((command, given, named))
 
-    def hear(self, within: float = 3 * DEADLINE) -> Answer:
+    def hear(self) -> Answer:
         """What came of it."""
-        assert self._connection.poll(within), "no answer"
+        assert self._connection.poll(3 * DEADLINE), "no answer"
         return self._connection.recv()
 
     def answer(self) -> Any:

@@ -77,10 +77,10 @@ def bucket(value: int, *processes: Peer) -> None:
     assert {one.hear().value for one in processes} == {value}
 
 
-def gave_up(answer: Answer, within: float = SHORT) -> bool:
+def gave_up(answer: Answer) -> bool:
     """Whether it came to nothing, and not long after the deadline."""
     assert answer.error is not None or answer.value in {None, False}, answer
-    assert answer.seconds < within + DEADLINE / 2
+    assert answer.seconds < SHORT + DEADLINE / 2
     return True
 
 

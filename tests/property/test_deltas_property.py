@@ -115,11 +115,11 @@ def test_bits_that_compare_as_equal_numbers_or_as_unequal_to_themselves_are_exac
 # -- blocks that are none ------------------------------------------------------------------------
 
 
-def a_block(seed: int, width: int = 2, count: int = 20_000) -> tuple[bytes, int, NDArray[Any]]:
+def a_block(seed: int, width: int = 2) -> tuple[bytes, int, NDArray[Any]]:
     generator = np.random.default_rng(seed)
-    old = any_bits(generator, width, count)
-    step = generator.integers(1, 400, count).astype(old.dtype)
-    new = np.where(generator.random(count) < 0.03, old + step, old)
+    old = any_bits(generator, width, 20_000)
+    step = generator.integers(1, 400, old.size).astype(old.dtype)
+    new = np.where(generator.random(old.size) < 0.03, old + step, old)
     return *Encoder().encode(old, new), old
 
 

@@ -43,11 +43,9 @@ def mark(job: SmallJob, step: int) -> None:
     job.point(step, CHECKPOINT_POINTER)
 
 
-def retire(
-    job: SmallJob, storage: FastStorage | None = None, *, newest: int = 50, **rules: int
-) -> Any:
+def retire(job: SmallJob, storage: FastStorage | None = None, **rules: int) -> Any:
     given = {"max_to_keep": 2, "keep_every": 0, **rules}
-    return retire_old(Job(storage or FastStorage(), job.layout), newest=newest, **given)
+    return retire_old(Job(storage or FastStorage(), job.layout), newest=50, **given)
 
 
 def marks(job: SmallJob) -> dict[int, str]:

@@ -129,7 +129,7 @@ def agree_on_plan(
     *,
     tied: Ties,
     derived: Mapping[str, Derived] = MappingProxyType({}),
-    cast: Casting | None = None,
+    cast: Casting | None,
 ) -> Sequence[PlannedTensor]:
     """The tensors of the file, in rank 0's order; the same on all ranks. Collective.
 

@@ -111,7 +111,7 @@ def tied_by_fsdp1(model: nn.Module) -> dict[str, str]:
     }
 
 
-def trained_names(model: nn.Module, updated: Collection[Tensor] = ()) -> list[frozenset[str]]:
+def trained_names(model: nn.Module, updated: Collection[Tensor]) -> list[frozenset[str]]:
     """The names of each trained parameter in the plain model; the same on all ranks.
 
     Tied parameters have several names (under FSDP1 without ``use_orig_params`` only the first).

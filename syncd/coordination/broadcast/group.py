@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _YES: Final = "yes"
-_NO: Final = "no"
 #: The most seconds between two checks for the end of a broadcast.
 _LOOK: Final = 0.001
 #: Seconds after the deadline to read the decision that was made at the deadline.
@@ -241,7 +240,7 @@ class WeightGroup:
             with contextlib.suppress(dist.DistStoreError):  # the deadline
                 store.wait([key], torch_time(self._left()))
         # The first verdict counts. If there is none yet, make it "no".
-        verdict = store.compare_set(key, "", _NO) == _YES.encode()
+        verdict = store.compare_set(key, "", "no") == _YES.encode()
         ranks = [] if verdict else range(self.world_size)
         return verdict, [rank for rank in ranks if not store.check([f"{key}/yes/{rank}"])]
 
