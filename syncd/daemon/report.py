@@ -12,6 +12,7 @@ from syncd.daemon.arrival import Arrival
 from syncd.daemon.blocks import Obstacle
 from syncd.daemon.publish import Publisher
 from syncd.daemon.signs import JobNotice
+from syncd.daemon.telling.journal import lasting
 from syncd.daemon.tenure import Tenure
 from syncd.protocol.records import encode
 from syncd.protocol.reports import DaemonReport, MergeProgress
@@ -93,7 +94,8 @@ class Reporter:
         try:
             tenure.epoch.replace_file(path, encode(stamped))
         except OSError as error:
-            tenure.blocks.meet("report", Obstacle.of(f"cannot write {path}: {error}", error))
+            what = lasting(f"cannot write {path}: {error}")
+            tenure.blocks.meet("report", Obstacle.of(what, error))
             self._reported = None
             Reserve(tenure.job).relieve(error)
             with suppress(OSError):  # in place, for people: what is blocked is told nowhere else
