@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from syncd.daemon.decide import Observation, PointerState
+from syncd.daemon.decide import Action, Observation, PointerState, PruneStep
 from syncd.protocol.reports import Unpublished
 from syncd.storage.judge import Clock
 
@@ -44,6 +44,12 @@ class Arrival:
             # Earlier saves were overtaken by the one that was served since.
             self._since = self.clock() - seen.save_still_for
         self._step, self._served = seen.pointer.step if waits else None, served
+
+    def keeps(self, action: Action) -> bool:
+        """True for the deletion of a save that was not served, while the newest waits."""
+        if self._step is None or not isinstance(action, PruneStep):
+            return False
+        return action.seen.outcome.outcome == "skipped"
 
     def waits(self, *, merges: bool = False) -> Unpublished | None:
         """The save that waits, if any; while it ``merges``, that is normal."""

@@ -12,7 +12,7 @@ from syncd.protocol.errors import NoRoomError
 from syncd.protocol.events import WorkBlocked
 from syncd.protocol.records import DEFAULT_LEASE_TIME
 from syncd.protocol.reports import Blocked, Reason
-from syncd.storage.errnos import NO_ROOM, ROOM, SHARE, WRITABLE, masked
+from syncd.storage.errnos import GONE, NO_RECORD, NO_ROOM, ROOM, SHARE, WRITABLE, masked
 from syncd.storage.judge import Clock
 from syncd.storage.mounts import ONE_MOUNT
 from syncd.storage.repeats import Repeats
@@ -21,7 +21,9 @@ log = logging.getLogger(__name__)
 
 #: Seconds after which even work that has failed only once is a warning.
 _SOON: Final = 10.0
+_FILE: Final = "Restore this file, or remove what is in its place"
 _REMEDIES: Final[dict[int | None, tuple[Reason, str]]] = {
+    **dict.fromkeys((GONE | NO_RECORD) - {errno.ESTALE}, ("storage", _FILE)),
     **dict.fromkeys(NO_ROOM, ("room", ROOM)),
     **dict.fromkeys((errno.EACCES, errno.EPERM), ("rights", SHARE)),
     errno.ENOMEM: ("memory", "Give the daemon more memory, or let fewer jobs merge at a time"),

@@ -34,7 +34,6 @@ from syncd.daemon.decide import (
     Republish,
     RetireVersion,
     Skip,
-    StepSeen,
     decide,
 )
 from syncd.daemon.folds import Folds, FoldWork
@@ -238,7 +237,7 @@ class Loop:
                 what, gone = "version", self._pruner.retire_version(action)
             case PruneLink():
                 what, gone = "delta", self._pruner.prune_link(action)
-            case PruneStep(seen) if self._must_keep(seen):
+            case PruneStep() if self._must_keep(action):
                 return False
             case PruneStep():
                 what, gone = "step", self._pruner.prune_step(action)
@@ -249,11 +248,10 @@ class Loop:
             self._journal.pruned(what)
         return gone
 
-    def _must_keep(self, step: StepSeen) -> bool:
+    def _must_keep(self, action: PruneStep) -> bool:
         """True for an unserved save, until a newer one is served, or surely misses only room."""
         may_overtake = self._attempts.may_overtake and not self.tenure.blocks.needs_all_saves
-        waits = self._reporter.arrival.waits() is not None
-        return step.outcome.outcome == "skipped" and waits and not may_overtake
+        return self._reporter.arrival.keeps(action) and not may_overtake
 
     def _note(self, action: str, error: OSError) -> Obstacle:
         self._job.check_is_there()

@@ -349,16 +349,17 @@ class Service:
         self.notice.status(str(event))
         if isinstance(event.reason, Exception):
             self._meter.failed(event.reason)
+        has_remedy = isinstance(event.reason, str | SyncdError)
         if isinstance(event, DaemonPaused):
             obstacle = Obstacle.of(str(event), event.reason)
-            self._blocks.meet("serve", obstacle, is_told=isinstance(event.reason, SyncdError))
+            self._blocks.meet("serve", obstacle, is_told=has_remedy)
             self._blocks.end_round()
             self._meter.waits(self._blocks.current, None)
         state = change or str(event)
         if state != self._said:
             self._repeats.forget(self._said)
             self._said = state
-        if self._repeats.due(state):
+        if self._repeats.due(state) and has_remedy:
             event.tell(log)
 
 

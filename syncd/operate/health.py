@@ -24,15 +24,19 @@ def health_of(problems: Iterable[Problem]) -> Health:
     return Health(level=level, text=f"degraded: {text}" if level else "healthy", problems=worst)
 
 
-def problems_of(job: DirectoryState) -> Iterator[Problem]:
-    """The problems of a job, without those of its memory directory."""
+def problems_of(job: DirectoryState, *, knows_daemon: bool) -> Iterator[Problem]:
+    """The problems of a job, without those of its memory directory.
+
+    Unless the view ``knows_daemon``, because its report is readable, a missing one is no problem.
+    """
     daemon, trainer, path = job.daemon, job.trainer, shlex.quote(job.job)
     memory = (
         f" --memory-dir {shlex.quote(daemon.memory_dir)}" if daemon and daemon.memory_dir else ""
     )
     start = f"syncd run {path}{memory}"
     if daemon is None or daemon.state == "stopped":
-        yield Problem(level=1, what="no daemon", remedy=f"Start one: {start}")
+        if knows_daemon:
+            yield Problem(level=1, what="no daemon", remedy=f"Start one: {start}")
     elif daemon.trouble:
         remedy = f"If pid {daemon.pid} on {daemon.host} has ended, start another: {start}"
         yield Problem(level=2, what=f"daemon {_word(daemon.trouble)}", remedy=remedy)

@@ -65,7 +65,8 @@ def look(job: Job, watch: Watch | None = None) -> JobState:
     watch = watch or Watch()
     seen = _Look(job, watch)
     state = seen.directory
-    problems = [*problems_of(state), *seen.problems]
+    knows_daemon = job.layout.daemon_report not in seen.problems
+    problems = [*problems_of(state, knows_daemon=knows_daemon), *seen.problems.values()]
     memory: DirectoryState | Unseen | None = None
     if state.daemon is not None and state.daemon.memory_dir is not None:
         folder, host = state.daemon.memory_dir, state.daemon.host
@@ -73,11 +74,11 @@ def look(job: Job, watch: Watch | None = None) -> JobState:
             if host != socket.gethostname():
                 raise JobUnavailableError(f"{folder} of host {host}")
             second = _Look(Job.at(folder), watch)
-        except (SyncdError, ValueError) as error:  # ValueError: a path with a null character
+        except (SyncdError, OSError, ValueError) as error:  # ValueError: a null character
             memory = Unseen(job=folder, unseen=str(error))
         else:
             memory = second.directory
-            problems += [*problems_of_work(memory), *second.problems]
+            problems += [*problems_of_work(memory), *second.problems.values()]
     return JobState(**dict(state), memory=memory, health=health_of(problems))
 
 
@@ -141,7 +142,7 @@ class _Look:
 
     Attributes:
         directory: its state.
-        problems: what this host cannot read, or use.
+        problems: what this host cannot read, or use, by its path.
     """
 
     def __init__(self, job: Job, watch: Watch) -> None:
@@ -149,7 +150,7 @@ class _Look:
         self._job, self._storage, self._layout = job, job.storage, job.layout
         self._watch, self._seems_ended = watch, cache(seems_ended)
         self._policy = ReadPolicy(damaged=lambda _: True, say=self._note)
-        self.problems: list[Problem] = []
+        self.problems: dict[Path, Problem] = {}
         self._heartbeats: dict[str, os.stat_result] | None = None
         form = self._read(Format, job.layout.format, newer=False)
         self._lease_time = form.lease_time if form else DEFAULT_LEASE_TIME
@@ -219,7 +220,9 @@ class _Look:
 
     def _note(self, path: Path, error: Exception) -> None:
         """Add a file or folder that cannot be read to the problems."""
-        layout = self._layout
+        layout, what = self._layout, str(error)
+        if isinstance(error, OSError):
+            what = f"{path} cannot be read: {error.strerror}"
         if isinstance(error, PermissionError):
             remedy = "Give this user the right to read it, or be another user"
         elif isinstance(error, OSError):
@@ -229,9 +232,7 @@ class _Look:
         else:
             remedy = "Restart the process that writes it"
         vital = {layout.format, layout.latest, layout.daemon_report}
-        self.problems.append(
-            Problem(level=2 if path in vital else 1, what=str(error), remedy=remedy)
-        )
+        self.problems[path] = Problem(level=2 if path in vital else 1, what=what, remedy=remedy)
 
     @contextmanager
     def _noting(self, path: Path) -> Iterator[None]:
@@ -255,32 +256,35 @@ class _Look:
             hint = "Mount it rw" if is_here else "Unless this host only views jobs, mount it rw"
             what = f"{root} is mounted read-only on this host"
             remedy = f"{hint}; `findmnt -T {root}` shows the options"
-            self.problems.append(Problem(level=1 + is_here, what=what, remedy=remedy))
+            self.problems[root] = Problem(level=1 + is_here, what=what, remedy=remedy)
 
     def _daemon(self, report: DaemonState) -> DaemonState:
         seen = self._process(report, report.state == "stopped")
-        if seen["liveness"] == "lost":  # what it did is over
-            seen |= {"state": "lost", "detail": "", "merge": None, "fold": None}
-            seen |= {"blocked": (), "unpublished": None}
+        if seen["liveness"] in {"lost", "ended"}:  # what it did is over
+            seen |= {"detail": "", "merge": None, "fold": None, "blocked": (), "unpublished": None}
+        if seen["liveness"] == "lost":
+            seen["state"] = "lost"
         report = report.model_copy(update=seen)
         if report.liveness == "alive":
-            self._check_is_written(report.heard)
+            self._check_is_written(report)
         return report
 
-    def _check_is_written(self, heard: float) -> None:
+    def _check_is_written(self, report: DaemonState) -> None:
         """Compare two files of the daemon: it writes its report as often as its heartbeat."""
         path = self._layout.daemon_report
         with self._noting(path):
             status = self._storage.status(path)
-            late, look = heard - status.st_mtime if status else 0.0, self._watch.look
+            late, look = report.heard - status.st_mtime if status else 0.0, self._watch.look
+            # In a merge, the storage may flush a large file meanwhile.
+            patience = self._lease_time * (2 if report.state == "merging" else 0.5)
             if (
-                late > self._lease_time / 2
+                late > patience
                 and look(self._storage, path, status, self._lease_time, believes=False) == "lost"
             ):
                 what = f"the daemon lives, but has not written {path} for {span(late)}"
                 remedy = "Read its log: it hangs, the disk is full, or it lacks rights"
-                level = 1 if late < 2 * self._lease_time else 2
-                self.problems.append(Problem(level=level, what=what, remedy=remedy))
+                level = 1 if late < patience + 1.5 * self._lease_time else 2
+                self.problems[path] = Problem(level=level, what=what, remedy=remedy)
 
     def _trainer(self, report: TrainerState) -> TrainerState:
         seen = self._process(report, report.status == "stopped", "trainer")

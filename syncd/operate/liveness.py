@@ -74,7 +74,8 @@ class Watch:
         is_new = False
         if status is not None and believes:
             is_new = -_AHEAD <= self.wall() - status.st_mtime <= lease_time
-        if status is not None and not is_new:
+        is_lost = known is not None and known.liveness == "lost"
+        if status is not None and not is_new and not is_lost:
             # Of an open file, a client of NFS asks the server.
             status = storage.look_into(path, storage.fstat)
         key = None if status is None else signature(status)

@@ -50,6 +50,8 @@ class ExplorerState(Process, ExplorerReport):
     status: Literal["running", "require_sync", "stopped", "starting", "lost"]  # type: ignore[assignment] # too
     behind: int = 0
     behind_steps: int | None = None
+    # A large fleet has thousands of them, so they become no models.
+    loads: tuple[dict[str, int | float | None], ...] = ()  # type: ignore[assignment] # only shown
 
 
 class VersionState(Part):

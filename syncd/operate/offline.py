@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Final
 
 from syncd.checkpoint.version import read_manifest
+from syncd.daemon.arrival import Arrival
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
     Known,
@@ -49,11 +50,18 @@ def would_prune(job: Job, config: DaemonConfig) -> list[Pruning]:
     outcomes = dict(known.outcomes)
     scanner = Scanner(job, config.pointer, Judge(job.storage, lease_time))
     found: dict[Pruning, None] = {}
+    ahead = known.ahead.save_id if known.ahead else None
+    arrival, served = Arrival(), frozenset({known.published_save, ahead})
     # A daemon first records skipped saves, and may then delete them.
     while True:
         seen = scanner.scan(replace(known, outcomes=outcomes), config)
         decision = decide(seen, config)
-        found.update((one, None) for one in decision.actions if isinstance(one, Pruning))
+        arrival.look(seen, served)
+        found.update(
+            (one, None)
+            for one in decision.actions
+            if isinstance(one, Pruning) and not arrival.keeps(one)
+        )
         skips = [action for action in decision.actions if isinstance(action, Skip)]
         for skip in skips:
             outcomes[skip.step] = SaveOutcome(identity=skip.identity, outcome="skipped")

@@ -33,6 +33,7 @@ REASONS = {
     errno.EROFS: ("storage", "rw"),
     errno.EAGAIN: ("storage", "ulimit -u"),
     errno.EMFILE: ("storage", "ulimit -n"),
+    errno.EINVAL: ("storage", "Restore this file"),
     errno.EIO: ("storage", "dmesg"),
 }
 

@@ -22,7 +22,7 @@ from syncd.daemon.config import DaemonConfig
 from syncd.operate.offline import prune_now
 from syncd.protocol import errors
 from syncd.protocol.names import MANIFEST
-from syncd.storage.job import Job
+from syncd.storage.job import Job, step_folders
 from syncd.storage.judge import Judge
 from syncd.storage.sessions import DaemonLock
 from tests.commands import Result, invoke
@@ -349,7 +349,11 @@ def test_pruning_deletes_what_the_dry_run_said(served: SmallJob) -> None:
     assert syncd("prune", served, "--keep", "2").output == said.replace("would delete", "deleted")
     assert served.versions == ["v000002", "v000003"]
     assert len(served.audit) == 3
-    assert syncd("prune", served).output == "nothing to delete\n"
+    for step in (4, 5, 6):  # which no daemon has served
+        served.save(step)
+    for more in (["--dry-run"], []):
+        assert "global_step_4" not in syncd("prune", served, *more).output
+    assert step_folders(served) == [4, 5, 6]
 
 
 class Held:

@@ -27,7 +27,13 @@ from syncd.operate.models import JobState, UnseenJob
 from syncd.protocol.amounts import size, span
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, ProtocolMismatchError
 from syncd.protocol.records import RollbackRequest, encode
-from syncd.protocol.reports import DaemonReport, ExplorerReport, MergeProgress, TrainerReport
+from syncd.protocol.reports import (
+    Blocked,
+    DaemonReport,
+    ExplorerReport,
+    MergeProgress,
+    TrainerReport,
+)
 from syncd.storage.job import Job
 from tests.commands import Result, invoke
 from tests.doc_blocks import text_of
@@ -191,6 +197,9 @@ def test_a_job_without_a_daemon_shows_the_command_that_starts_one(
     assert start(served) == f"Start one: syncd run {served.root}"  # it stopped
     reports(served, 0, memory_dir="/memory/job", host="elsewhere", state="stopped")
     assert start(served).endswith(f"syncd run {served.root} --memory-dir /memory/job")
+    full = Blocked(reason="room", what="no room", remedy="make some", level=2)
+    reports(served, 0, state="stopped", blocked=(full,))
+    assert seen(served).health.text == "degraded: no daemon"  # nobody knows what is full now
     reports(served, 0)
     assert start(served) == ""
     reports(served, 0, time=NOW - 61.0)
@@ -255,7 +264,8 @@ def test_a_record_that_a_view_cannot_read_is_a_problem(
     assert f"{path} is not a valid" in health.text
     path.unlink()
     path.mkdir()
-    (problem,) = (one for one in seen(served).health.problems if str(path) in one.what)
+    (problem,) = seen(served).health.problems  # and no advice to start a daemon
+    assert problem.what == f"{path} cannot be read: not a regular file"
     assert problem.remedy == "Check its storage"
     path.rmdir()
     served.put(path, before)
@@ -263,15 +273,15 @@ def test_a_record_that_a_view_cannot_read_is_a_problem(
 
 
 def test_a_daemon_that_lives_but_writes_no_report_is_critical(served: SmallJob) -> None:
-    reports(served, 0)
-    written = NOW - 100
-    os.utime(served.layout.daemon_report, (written, written))
-    health = seen(served).health
-    assert health.level == 2
-    assert f"has not written {served.layout.daemon_report} for 99 s" in health.text
-    for late, level in ((20, 1), (15, 0)):
-        os.utime(served.layout.daemon_report, (NOW - late, NOW - late))
-        assert seen(served).health.level == level
+    lates = {"watching": ((100, 2), (20, 1), (15, 0)), "merging": ((110, 2), (70, 1), (60, 0))}
+    for state, levels in lates.items():
+        reports(served, 0, state=state)
+        for late, level in levels:
+            os.utime(served.layout.daemon_report, (NOW - late, NOW - late))
+            health = seen(served).health
+            assert health.level == level
+            text = f"has not written {served.layout.daemon_report} for {span(late - 1)}"
+            assert (text in health.text) == (level > 0)
 
 
 def test_storage_that_is_mounted_read_only_is_a_problem(
