@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 #: Seconds: a guard against hanging, within that of a test; ranks wait for one that fails.
-DEADLINE = 240.0
+DEADLINE = 600.0
 #: What a program has said on stderr, beside what it wrote.
 SAID = "said.txt"
 

@@ -2,6 +2,7 @@
 
 import errno
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.hooks import over
 from tests.multiprocess.trainer_ranks import Rank
 from tests.storages import refuse
-from trainer_hooks import SyncSettings, TrainerHook, load_checkpoint
+from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
 
 
 class LinkRank(Rank):
@@ -42,12 +43,13 @@ class LinkRank(Rank):
         self._optimizer = torch.optim.SGD(self._model.parameters(), momentum=0.9)
         self._whole: TrainerHook | None = None
 
-    def open_whole(self, job: Path) -> None:
+    def open_whole(self, job: Path, saving: dict[str, Any] | None = None) -> None:
         """Another hook of the same model, which saves whole, to compare with."""
         self._whole = TrainerHook(
             job,
             self._model,
             settings=SyncSettings(save_timeout=60),
+            saving=SaveSettings(**(saving or {})),
         )
 
     def change(self, step: int) -> None:
@@ -78,7 +80,8 @@ class LinkRank(Rank):
         with torch.no_grad():
             for parameter in self._model.parameters():
                 parameter.fill_(0)
-        assert load_checkpoint(self._job, self._model, step=step) is not None
+        resumed = load_checkpoint(self._job, self._model, step=step)
+        assert resumed is not None
 
     def save_whole(self, step: int) -> None:
         assert self._whole is not None

@@ -122,6 +122,7 @@ def test_pipeline_stages_are_linked_folded_and_resumed(
                 lambda step=step: here.layout.latest.exists() and here.latest.step == step,
                 f"{step} is folded",
             )
+            wait_until(lambda: here.daemon_says.links, "the next save may be a link")
             assert is_link(here, step) is (step > 1)
             made = loaded(here.layout.version(here.latest.sequence))
             assert_equal(made, full(other, step))
