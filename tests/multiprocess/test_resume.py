@@ -3,7 +3,10 @@
 import pytest
 
 from tests.multiprocess.resume_checks import checks
-from tests.rank_programs import SAID, written_by
+from tests.rank_programs import DEADLINE, SAID, written_by
+
+#: Its ranks share few cores with other tests, and the first test waits for all of them.
+pytestmark = pytest.mark.timeout(DEADLINE + 60)
 
 
 @pytest.fixture(scope="module")
