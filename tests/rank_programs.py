@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import pytest
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-#: Seconds: a guard against hanging; ranks wait for one that fails. That of a test may come first.
-DEADLINE = 600.0
+#: Seconds: a guard against hanging, within that of a test; ranks wait for one that fails.
+DEADLINE = 240.0
 #: What a program has said on stderr, beside what it wrote.
 SAID = "said.txt"
 

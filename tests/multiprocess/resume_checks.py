@@ -49,6 +49,8 @@ SEVERAL = {
 }
 #: On four ranks.
 EXPERTS = "experts by one name, by the same ranks"
+#: What is left of the program when all ranks of all world sizes have ended well.
+ENDED = "all ranks have ended"
 
 
 def is_usual(saved: tuple[str, int], other: str, others: int) -> bool:
@@ -99,5 +101,6 @@ def checks() -> dict[str, bool]:
         *(several(*saved, size) for saved in SEVERAL for size in (1, 2, 3)),
         *FAILING,
         EXPERTS,
+        ENDED,
     ]
     return resumed | dict.fromkeys(usual, True)

@@ -3,10 +3,7 @@
 import pytest
 
 from tests.multiprocess.resume_checks import checks
-from tests.rank_programs import DEADLINE, SAID, written_by
-
-#: Its ranks share few cores with other tests, and the first test waits for all of them.
-pytestmark = pytest.mark.timeout(DEADLINE + 60)
+from tests.rank_programs import SAID, written_by
 
 
 @pytest.fixture(scope="module")
