@@ -63,6 +63,7 @@ PARSED = "tests/unit/test_docs.py"
 _ENGINES = "tests/engines/test_page.py"
 _STARTED = "tests/multiprocess/test_getting_started.py"
 _EXPLORER = "tests/multiprocess/test_explorer_page.py"
+_OPERATED = "tests/multiprocess/test_operations_page.py"
 _PASTED = "tests/multiprocess/page_ranks.py"
 _EXAMPLES = "tests/multiprocess/test_examples.py"
 
@@ -110,6 +111,11 @@ BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "docs/names.md": {
         "sh": ("not run: its paths are a job's; tests/unit/test_hub_names.py has others",)
+    },
+    "docs/operations.md": {
+        "sh": (_OPERATED,) * 6,
+        "yaml": (PARSED,),
+        "python": (_OPERATED,),
     },
     "docs/peft.md": {"python": ("tests/multiprocess/test_trainer_lora_docs.py",) * 2},
     "docs/release.md": {"bash": ("not run: it publishes a release",)},
