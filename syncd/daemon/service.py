@@ -254,7 +254,7 @@ class Service:
             if lock.try_acquire():
                 return True
             self.notice.ready()
-            self._say(DaemonStandsBy(self.root, "another daemon is working on this job"))
+            self._say(DaemonStandsBy(self.root, f"{lock.holder} is working on this job"))
             self._look_for_participants()
             self._quiet_rounds = _QUIET  # the other daemon publishes the rest
             self._wait()
@@ -282,7 +282,7 @@ class Service:
         try:
             while not self._stopping:
                 if lock.lost:
-                    raise SupersededError(f"another daemon has taken the lock of {self.root}")
+                    raise SupersededError(f"{lock.holder} has taken the lock of {self.root}")
                 self._round(loop)
                 if self._participants.gone and self.is_idle and self.may_end():
                     DaemonEnds().tell(log)
