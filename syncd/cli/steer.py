@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from syncd.checkpoint.save import Links, look_at_save
 from syncd.cli import options
@@ -12,6 +13,11 @@ from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import ACTOR, FULL, version_folder
 from syncd.storage.job import Job
 from syncd.storage.leases import pin_step, pin_version, unpin_step, unpin_version
+
+_TRAIN_ON: Final = (
+    "To go on from an older step instead: run 'syncd pause', stop the trainer, roll back, resume "
+    "the trainer by load_checkpoint(step=…), and after its first save run 'syncd resume'"
+)
 
 
 @options.as_command("pin /shared/jobs/qwen-grpo v17")
@@ -50,14 +56,18 @@ def rollback(
     version in use, run 'syncd pause' first. If no daemon is running, the next daemon handles the
     request.
     """
+    control = Control(Job.at(job), timeout=timeout)
     with at_work("waiting for the daemon"):
-        made = Control(Job.at(job), timeout=timeout).roll_back(version)
-    folder = version_folder(version)
+        made = control.roll_back(version)
+    folder, trains = version_folder(version), control.trains()
     line = f"rollback to {folder} requested; {made}"
     answer: dict[str, object] = {"of": version, "version": None, "waits_for": made}
+    answer["trainer_runs"] = trains
     if isinstance(made, int):
         line = f"{folder} is served again, as {version_folder(made)}"
         answer |= {"version": made, "waits_for": None}
+    if trains:
+        line += f". But a trainer runs, and its next published save replaces it. {_TRAIN_ON}"
     return answer, line
 
 

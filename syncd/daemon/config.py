@@ -171,7 +171,7 @@ class DaemonConfig(PruningRules):
 
     exit_when_idle: Live[bool] = False
     """Wait for the first trainer or explorer; exit when all have ended and every save is
-    published."""
+    published. If no trainer has come, wait for one, for 30 minutes after the last explorer."""
 
     shared_group: Annotated[str | None, "--shared-group GROUP"] = None
     """The [common Unix group](systemd.md#whose-user) of trainers, explorers and daemon."""

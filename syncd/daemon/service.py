@@ -35,7 +35,7 @@ from syncd.protocol.events import (
 from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import NO_ROOM
-from syncd.storage.fsio import Storage
+from syncd.storage.fsio import Signature, Storage, signature
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout, sweep_broken
 from syncd.storage.mounts import ONE_MOUNT, border
@@ -55,6 +55,8 @@ _QUIET: Final = 2
 _HEARTBEAT: Final = ".lock"
 #: Seconds between two looks at the rights to delete steps, and at a mount that divides the job.
 _LOOK_AGAIN: Final = 10.0
+#: Seconds for a trainer to come after the last explorer has left: it may still load its model.
+_TRAINER_COMES: Final = 1800.0
 
 
 @dataclass
@@ -252,7 +254,7 @@ class Service:
             if lock.try_acquire():
                 return True
             self.notice.ready()
-            self._say(DaemonStandsBy(self.root, "another daemon is working on this job"))
+            self._say(DaemonStandsBy(self.root, f"{lock.holder} is working on this job"))
             self._look_for_participants()
             self._quiet_rounds = _QUIET  # the other daemon publishes the rest
             self._wait()
@@ -280,7 +282,7 @@ class Service:
         try:
             while not self._stopping:
                 if lock.lost:
-                    raise SupersededError(f"another daemon has taken the lock of {self.root}")
+                    raise SupersededError(f"{lock.holder} has taken the lock of {self.root}")
                 self._round(loop)
                 if self._participants.gone and self.is_idle and self.may_end():
                     DaemonEnds().tell(log)
@@ -368,7 +370,7 @@ class Participants:
     """Watches the heartbeats of a job's trainers and explorers.
 
     A participant that died before this process began never makes :attr:`gone` true. A trainer
-    without hooks has no heartbeat, so it is not seen.
+    without hooks has no heartbeat, so only its saves are seen.
 
     Attributes:
         alive: True if a participant was certainly or possibly alive at the last look.
@@ -382,13 +384,18 @@ class Participants:
         judge = Judge(self.job.storage, self.lease_time, self.clock)
         self._lookout = Lookout(judge, self.job.layout, tick=self.lease_time / 4, clock=self.clock)
         self._before: dict[str, float] | None = None
-        self._seen = False
+        self._seen = self._trained = False
+        self._alive_at = self.clock()
         self.alive = True
 
     @property
     def gone(self) -> bool:
-        """True if participants were alive since this process began, but none is alive now."""
-        return self._seen and not self.alive
+        """True if participants were alive since this process began, but none is alive now.
+
+        If no trainer was among them, this becomes true only after half an hour.
+        """
+        late = self.clock() - self._alive_at >= _TRAINER_COMES
+        return self._seen and not self.alive and (self._trained or late)
 
     def look(self, tick: float) -> None:
         """Look at all heartbeats; ``tick`` is the approximate number of seconds between two calls.
@@ -405,7 +412,11 @@ class Participants:
         now = self.clock()
         if self._before is None:  # heartbeats from before this process may be of dead processes
             self._before = dict.fromkeys(found, now)
+            self._written = self._of_trainer()
         self.alive = bool(alive)
+        if alive:
+            self._alive_at = now
+        self._trained = self._trained or self._of_trainer() != self._written
         before = self._before
         # A heartbeat that disappears sooner than this was removed by its owner, because the daemon
         # removes dead heartbeats later. The value exceeds the proof below by more than a tick, so
@@ -417,6 +428,12 @@ class Participants:
         proof = 2 * self.lease_time
         stayed = [now - before.get(who, -math.inf) > proof for who in alive]
         self._seen = self._seen or any(left) or any(stayed)
+
+    def _of_trainer(self) -> list[Signature | None]:
+        """The files that each trainer writes soon: its report, or without hooks a pointer."""
+        layout, status = self.job.layout, self.job.storage.status
+        paths = (layout.trainer_report, layout.state_pointer, layout.checkpoint_pointer)
+        return [found and signature(found) for found in map(status, paths)]
 
     def _look(self) -> tuple[set[str], list[str]]:
         """All heartbeats, and those that are alive."""

@@ -16,7 +16,7 @@ from typing import Final
 from syncd.protocol.errors import JobUnavailableError, VersionGoneError
 from syncd.protocol.names import version_folder
 from syncd.protocol.records import Pause, RollbackRequest, encode, parse
-from syncd.protocol.reports import DaemonReport
+from syncd.protocol.reports import DaemonReport, TrainerReport
 from syncd.storage.errnos import is_gone
 from syncd.storage.job import SILENT, Job
 from syncd.storage.judge import Clock, Judge, Liveness
@@ -103,6 +103,14 @@ class Control:
     def working(self) -> bool:
         """True if a daemon seems to be alive, judged by one look at its heartbeat."""
         return self._judge.look(self.job.layout.daemon_lock) is Liveness.ALIVE
+
+    def trains(self) -> bool:
+        """True if a trainer with a heartbeat seems to be alive, judged by one look at this."""
+        layout = self.job.layout
+        report = self.job.read(TrainerReport, layout.trainer_report, SILENT)
+        if report is None or report.session is None or report.status == "stopped":
+            return False
+        return self._judge.look(layout.session(report.session)) is Liveness.ALIVE
 
     def _await(self, done: Callable[[], bool]) -> str:
         """Wait for a daemon's answer; return a message for the user if none came."""

@@ -108,7 +108,7 @@ def _prune(job: Job, config: DaemonConfig, sleep: Callable[[float], None]) -> li
                 while True:
                     if lock.lost:
                         root = job.layout.root
-                        raise SupersededError(f"another daemon has taken the lock of {root}")
+                        raise SupersededError(f"{lock.holder} has taken the lock of {root}")
                     decision = loop.run_once()
                     found.update(dict.fromkeys(loop.pruned))
                     if not loop.has_more and not any(
@@ -132,8 +132,8 @@ def _take_lock(job: Job, lease_time: float, sleep: Callable[[float], None]) -> D
         # If the lock cannot be read, no heartbeat is ever seen, so the wait is limited.
         if judge.saw_beat(job.layout.daemon_lock) or waited > 2 * judge.lease_time:
             raise JobUnavailableError(
-                f"a daemon is working on {job.layout.root}, and that daemon prunes the job. Change "
-                "the daemon's --keep, or stop the daemon first"
+                f"{lock.holder} is working on {job.layout.root}, and prunes it. Change its --keep, "
+                "or stop it first"
             )
         pause = min(_LOOK, lease_time / LOOKS_PER_LEASE / 2)
         sleep(pause)

@@ -23,6 +23,7 @@ from filelock import LeaseCompromise, LeaseSettingsMismatch, SoftFileLease, Time
 from syncd.closing import Closing
 from syncd.protocol.events import HeartbeatResumed, HeartbeatStopped
 from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import printable
 from syncd.protocol.records import LONGEST_LEASE_TIME
 from syncd.storage.calls import Beneath
 from syncd.storage.job import Job
@@ -197,6 +198,13 @@ class DaemonLock:
                 self.judge.lease_time = max(self.lease_time, theirs)
             return False
         return True
+
+    @property
+    def holder(self) -> str:
+        """The other daemon that holds the lock, for a message."""
+        owner = self._lock.owner
+        where = f" (pid {owner.pid} on {printable(owner.hostname)})" if owner else ""
+        return f"another daemon{where}"
 
     @property
     def lost(self) -> bool:

@@ -8,7 +8,7 @@ import pwd
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import resources
 from math import ceil
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.names import printable
 
 DAEMON: Final = "syncd@.service"
 FOLLOWER: Final = "syncd-follow@.service"
@@ -25,6 +26,8 @@ _PROGRAM: Final = "/usr/bin/syncd"
 _HOMES: Final = tuple(map(Path, ("/home", "/root", "/run/user")))
 _TEMPORARY: Final = tuple(map(Path, ("/tmp", "/var/tmp")))  # noqa: S108 - named, not used
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_./+:,@=-]+", re.ASCII)
+#: Names of users and groups that systemd takes unquoted. systemd 252 unquotes none.
+_ACCOUNT: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +114,13 @@ def _drop_in(instance: Instance) -> str:
     if instance.check:
         kill = "/bin/kill -HUP $MAINPID"
         lines += ["ExecReload=", f"ExecReload={_called(instance.check)}", f"ExecReload={kill}"]
-    lines += [f"User={quoted(instance.user)}", f"Group={quoted(instance.group)}"]
-    if instance.groups:
-        lines.append(f"SupplementaryGroups={_list(instance.groups)}")
+    user, group, *groups = (
+        _account(instance.user, lambda name: pwd.getpwnam(name).pw_uid),
+        *(_account(one, _group_number) for one in (instance.group, *instance.groups)),
+    )
+    lines += [f"User={user}", f"Group={group}"]
+    if groups:
+        lines.append(f"SupplementaryGroups={' '.join(groups)}")
     if instance.hang_time is not None:
         # The daemon ends first, and logs the stack of every thread; systemd waits a tenth longer.
         lines.append(f"WatchdogSec={ceil(instance.hang_time + instance.hang_time / 10)}s")
@@ -126,6 +133,23 @@ def _drop_in(instance: Instance) -> str:
     if _any_below(seen, _TEMPORARY):
         lines.append("PrivateTmp=no")
     return "\n".join([*lines, ""])
+
+
+def _account(name: str, number: Callable[[str], int]) -> str:
+    """A user or group as systemd reads it: by number if the name has other characters."""
+    if _ACCOUNT.fullmatch(name):
+        return name
+    try:
+        return str(number(name))
+    except (KeyError, ValueError):
+        raise InvalidSettingsError(
+            f"systemd cannot read the user or group name {printable(name)}, and this host does "
+            "not know its number: give the number instead"
+        ) from None
+
+
+def _group_number(name: str) -> int:
+    return grp.getgrnam(name).gr_gid
 
 
 def _called(words: tuple[str, ...]) -> str:

@@ -15,7 +15,7 @@ from tests.multiprocess.processes import (
     wait_for_step,
     wait_until,
 )
-from tests.multiprocess.saves import Constant, save, serve
+from tests.multiprocess.saves import Constant, save, serve, trainer
 
 
 def test_a_job_is_paused_rolled_back_and_resumed_while_daemons_come_and_go(job: Path) -> None:
@@ -38,6 +38,27 @@ def test_a_job_is_paused_rolled_back_and_resumed_while_daemons_come_and_go(job: 
         assert said_by_syncd("resume", job) == "resumed"
         assert wait_for_step(job, 3).sequence == 5
         assert read_manifest(Storage(), JobLayout(job).version(5)).rolled_back is None
+
+
+def test_a_rollback_beside_a_live_trainer_says_how_to_go_on_from_it(job: Path) -> None:
+    model = Constant()
+    with Daemon(job, "--keep", "9", "--no-prune-steps"):
+        serve(job, model, 1)
+        with trainer(job, model) as hook:
+            hook.after_step(2)
+            wait_for_step(job, 2)
+            said = said_by_syncd("rollback", job, "v1")
+            assert said.startswith("v000001 is served again, as v000003. But a trainer runs")
+            hook.after_step(3)
+            assert wait_for_step(job, 3).sequence == 4, "as it says"
+            # What it says to do instead.
+            assert said_by_syncd("pause", job) == "paused"
+            hook.after_step(4)
+        assert said_by_syncd("rollback", job, "v1") == "v000001 is served again, as v000005"
+        save(job, model, 2)  # resumed from step 1
+        assert latest(job).sequence == 5
+        said_by_syncd("resume", job)
+        assert wait_for_step(job, 2).sequence == 6, "step 4 is not published before"
 
 
 def test_what_is_pinned_outlives_the_pruning_of_a_running_daemon(job: Path) -> None:

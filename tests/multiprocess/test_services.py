@@ -210,4 +210,5 @@ def test_a_daemon_ends_though_its_memory_directory_was_cleared_away(
             daemon.wait_for_log("paused")
             time.sleep(LEASE_TIME)
             assert daemon.running
+            save(job, Constant(), 1)
         assert daemon.wait() == 0

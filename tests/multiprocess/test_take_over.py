@@ -80,7 +80,7 @@ def test_a_paused_daemon_that_wakes_up_stands_by_and_latest_never_goes_back(
     with Daemon(shared.a) as first:
         wait_for_step(seen.root, 1)
         with Daemon(shared.b) as second:
-            second.wait_for_log("standing by")
+            second.wait_for_log(f"standing by: another daemon (pid {first.pid} on ")
             trainer.save(2)
             wait_until(seen.publish_lock.exists, "the first daemon merges step 2")
             first.pause()

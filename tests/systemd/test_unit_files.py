@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -87,6 +88,25 @@ def test_the_script_writes_the_printed_files_with_the_jobs_own_settings(
     ]  # fmt: skip
 
 
+def test_names_that_systemd_would_read_with_their_quotes_are_numbers(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    users, groups = {"CORP\\alice": 5556, "alice$": 5557}, {"domain users": 5555, "a,b": 5558}
+    monkeypatch.setattr("pwd.getpwnam", lambda name: SimpleNamespace(pw_uid=users[name]))
+    monkeypatch.setattr("grp.getgrnam", lambda name: SimpleNamespace(gr_gid=groups[name]))
+
+    def printed(user: str, group: str, shared: str) -> list[str]:
+        config.write_text(f'job = "{config.parent}/job"\nshared_group = "{shared}"\n')
+        result = syncd("print", "demo", "--config", config, "--user", user, "--group", group)
+        found = settings(result.output.partition("job.conf <<'END'")[2])
+        return [*found["User"], *found["Group"], *found["SupplementaryGroups"]]
+
+    assert printed("CORP\\alice", "domain users", "a,b") == ["5556", "5555", "5558"]
+    assert printed("alice$", "5", "rl") == ["5557", "5", "rl"]
+    plain = ["alice@corp.example.com", "r_l-1", "domain.users"]
+    assert printed(*plain) == plain
+
+
 @pytest.mark.parametrize(("hang_time", "watchdog"), [("10min", None), ("2h", "7920s")])
 def test_the_watchdog_waits_longer_than_the_daemon_itself(
     tmp_path: Path, config: Path, hang_time: str, watchdog: str | None
@@ -142,7 +162,12 @@ def test_a_follower_has_its_command_line_and_may_write_where_it_stages(tmp_path:
         (["demo", "--follow", "{job}", "--link", "/link"], "is in the root folder"),
         (["../demo"], "cannot be part of a file name"),
         (["demo", "--config", "{job}/none.toml"], "cannot read the configuration"),
-        (["demo", "--user", "a\nb", "--config", "{job}/../demo.toml"], "a unit file cannot hold"),
+        (["demo", "--follow", "{job}", "--link", "/link/a\nb"], "a unit file cannot hold"),
+        (["demo", "--user", "a\nb", "--config", "{job}/../demo.toml"], r"a\nb, and this host does"),
+        (
+            ["demo", "--group", "no one", "--config", "{job}/../demo.toml"],
+            "give the number instead",
+        ),
     ],
 )
 def test_what_cannot_be_a_unit_is_said(

@@ -379,7 +379,10 @@ def test_pruning_beside_a_daemon_refuses_at_its_next_heartbeat_and_says_what_it_
 ) -> None:
     held, before = Held(served, LEASE_TIME, beats_at=3), everything(served)
     with caplog.at_level("INFO", "syncd"):
-        with pytest.raises(errors.JobUnavailableError, match="a daemon is working"):
+        with pytest.raises(
+            errors.JobUnavailableError,
+            match=rf"another daemon \(pid {os.getpid()} on .*\) is working on",
+        ):
             prune_now(served, DaemonConfig(keep=1), sleep=held.sleep)
         (line,) = (one.getMessage() for one in caplog.records if "heartbeat" in one.getMessage())
     assert line.startswith(

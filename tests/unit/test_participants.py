@@ -33,16 +33,40 @@ def test_who_comes_and_goes_was_there(job: SmallJob, found: Participants) -> Non
     found.look(1.0)
     assert (found.alive, found.gone) == (False, False)
     with Session(job.layout, LEASE_TIME):
+        job.point(1)
         found.look(1.0)
         assert (found.alive, found.gone) == (True, False)
     found.look(1.0)
     assert (found.alive, found.gone) == (False, True)
 
 
+@pytest.mark.parametrize("trainer", ["comes", "saves", "stays away"])
+def test_explorers_that_came_first_are_gone_with_the_trainer_or_after_half_an_hour(
+    job: SmallJob, found: Participants, clock: Clock, trainer: str
+) -> None:
+    job.layout.trainer_report.write_text("{}")  # of an earlier run, as is the pointer
+    job.point(1)
+    found.look(1.0)
+    with Session(job.layout, LEASE_TIME):
+        found.look(1.0)
+    clock.advance(1799)
+    found.look(1.0)
+    assert (found.alive, found.gone) == (False, False)
+    if trainer == "comes":
+        job.layout.trainer_report.write_text('{"status": "stopped"}')
+    elif trainer == "saves":
+        job.point(2)
+    else:
+        clock.advance(1)
+    found.look(1.0)
+    assert found.gone
+
+
 def test_who_is_killed_is_gone_after_a_lease(
     job: SmallJob, found: Participants, clock: Clock
 ) -> None:
     found.look(1.0)
+    job.point(1)
     job.session("killed").write_text("beats")
     after(found, clock, int(LEASE_TIME) - 1)
     assert not found.gone
@@ -69,6 +93,7 @@ def test_who_was_there_before_the_daemon_counts_once_it_is_seen_to_live(
     for number in range(10):
         path.write_text(f"beats {number}")
         after(found, clock, 9)
+    job.point(1)
     path.unlink()
     found.look(1.0)
     assert found.gone
@@ -84,6 +109,7 @@ def test_who_was_there_before_the_daemon_and_left_soon_was_there(
     for number in range(seconds):
         path.write_text(f"beats {number}")
         after(found, clock, 1)
+    job.point(1)
     path.unlink()
     clock.advance(1)
     found.look(1.0)
@@ -96,6 +122,7 @@ def test_who_has_just_come_is_asked_of_the_server_before_anyone_counts_as_gone(
 ) -> None:
     found = Participants(job, LEASE_TIME, clock=clock)
     found.look(1.0)
+    job.point(1)
     with Session(job.layout, LEASE_TIME):
         found.look(1.0)
         assert found.alive
