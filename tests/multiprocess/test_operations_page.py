@@ -1,5 +1,6 @@
-"""What docs/operations.md has people type, with stand-ins for systemctl and pip."""
+"""What docs/operations.md has people type, with stand-ins for systemd and pip."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,18 +9,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.doc_blocks import blocks
+from syncd.storage.job import Job
+from tests.doc_blocks import blocks, text_of
+from tests.multiprocess.mounts import Filler, tmpfs
 from tests.multiprocess.processes import newest, wait_for_step, wait_until
-from tests.multiprocess.saves import Constant, save_meanwhile, serve
+from tests.multiprocess.saves import Constant, save, save_meanwhile, serve
 from tests.multiprocess.terminal import Terminal
 from trainer_hooks import SyncSettings, TrainerHook, load_checkpoint
 
 START, UPGRADE, BACK_UP, RESTORE, GO_BACK, GO_ON = blocks("operations.md", "sh")
 (RESUMED,) = blocks("operations.md")
+#: Alert → what its runbook has people type first.
+FIRST = dict(re.findall(r"^### (\w+)\n\n`([^`]+)`", text_of("docs/operations.md"), re.MULTILINE))
 #: systemd's part: it starts the unit's daemon, and stops it by SIGTERM.
 SYSTEMCTL = """
 echo "$*" >>told
-[ "$1" = daemon-reload ] && exit
+case "$1" in daemon-reload | status | reload) exit ;; esac
 if [ -e pid ] && [ "$1" != start ]; then
   kill "$(cat pid)"
   while kill -0 "$(cat pid)" 2>/dev/null; do sleep 0.05; done
@@ -40,7 +45,9 @@ class Host(Terminal):
     """
 
     def __init__(self, folder: Path, job: Path) -> None:
-        super().__init__(folder, systemctl=SYSTEMCTL, pip='echo "pip $*" >>told')
+        super().__init__(
+            folder, systemctl=SYSTEMCTL, journalctl="cat log", pip='echo "pip $*" >>told'
+        )
         self.job = job
         job.mkdir()
         (folder / "unit.toml").write_text(f'job = "{job}"\nlease_time = 2\ntick = 0.2\nkeep = 3\n')
@@ -144,3 +151,28 @@ def test_a_bad_step_is_left_behind(host: Host) -> None:
         host.types(GO_ON)
         wait_until(lambda: linked(host) == {30}, "the new step is served")
     assert (newest(host.job).sequence, newest(host.job).step) == (5, 3)
+
+
+def test_the_first_command_of_each_alert_can_be_typed(host: Host) -> None:
+    host.types(START)
+    serve(host.job, Constant(), 1)
+    for command in set(FIRST.values()):
+        host.types(command)
+
+
+def test_on_a_full_disk_the_first_command_says_why_nothing_is_published(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", megabytes=64) as disk:
+        host = Host(tmp_path, disk / "job")
+        Job.at(host.job).open(lease_time=2)
+        save(host.job, Constant(megabytes=8), 1)
+        filler = Filler(disk)
+        filler.fill("bytes", leave=2_000_000)
+        host.types(START)
+        first = FIRST["SyncdBlocked"]
+        wait_until(lambda: "problem" in host.types(first), "a problem is said")
+        said = " ".join(host.types(first).split())
+        assert "step 1 needs" in said
+        assert "Make room" in said
+        filler.clear()
+        wait_for_step(host.job, 1)
+        host.stops()
