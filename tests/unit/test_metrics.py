@@ -16,6 +16,7 @@ from syncd.daemon.telling.metrics import HOST, Exporter, Metrics
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.events import DaemonPaused
 from syncd.protocol.reports import Load, Reload
+from tests.doc_links import anchors
 from tests.doc_lists import page
 from tests.generated import find
 from tests.jobs import LEASE_TIME, SmallJob
@@ -451,6 +452,8 @@ def test_every_metric_that_an_alert_names_is_there() -> None:
         command = re.findall(r"'([^'{]+)", notes["description"])[0]
         assert command in {"ls ", "df -i "} or find(command.removesuffix(" FILE").strip())
         assert notes["runbook_url"] == f"{RUNBOOK}#{rule['alert'].lower()}"
+        runbooks = DOCS / "operations.md"
+        assert not runbooks.exists() or rule["alert"].lower() in anchors(runbooks)
 
 
 def test_every_metric_that_the_dashboard_names_is_there_and_none_is_missing() -> None:

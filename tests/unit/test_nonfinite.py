@@ -17,14 +17,14 @@ from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.version import read_manifest
 from syncd.coordination.broadcast.group import WeightGroup
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.telling.metrics import Metrics, _JobMeter
 from syncd.protocol.names import RECEIPTS, receipt_name
 from syncd.protocol.policy import SyncMethod
 from syncd.protocol.records import NonFinite, Receipt
 from tests.commands import invoke
 from tests.hooks import written
 from tests.jobs import SmallJob, read, receipt_of
-from tests.measured import put
+from tests.measured import Measured, put
+from tests.storages import Clock
 from tests.tiny_language import SIZES
 from tests.weight_groups import transfer
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
@@ -231,15 +231,14 @@ def test_a_version_with_nan_is_published_with_a_warning_and_measured(
 ) -> None:
     caplog.set_level(logging.WARNING)
     model = nn.Linear(3, 2)
-    metrics = Metrics()
-    with job.daemon(meter=_JobMeter(metrics, job)) as loop:
+    said = Measured(job, Clock())
+    with said.daemon() as loop:
         for step, value in ((1, 1.0), (2, NAN)):
             spoil(model.weight, value)
             save(job, model, step)
             loop.run_once()
         loop.run_once()  # it looks at its own version
-        name = "syncd_nonfinite_tensors"
-        assert metrics.registry.get_sample_value(name, {"job_dir": str(job.root)}) == 1
+        assert said("nonfinite_tensors") == 1
     assert job.latest.step == 2
     manifests = [read_manifest(job.storage, job.version(n)) for n in (1, 2)]
     assert manifests[0].nonfinite == NONE
