@@ -95,7 +95,7 @@ class Known:
         published_save: the identity of the save that LATEST was made from; a rollback keeps it.
         outcomes: of each step's last save.
         served_request: the id of the rollback request that LATEST results from, if any.
-        full_bytes: the bytes of LATEST's files.
+        full_bytes, nonfinite: the bytes of LATEST's files, and its tensors with NaN or Inf.
         sessions: participants to judge, beside the sessions with a lease or a build.
         save_id: the save of LATEST's version.
         ahead, closed: as in LATEST; ``closed`` is also set while LATEST is a rollback.
@@ -108,6 +108,7 @@ class Known:
     outcomes: Mapping[int, SaveOutcome] = field(default_factory=dict)
     served_request: str | None = None
     full_bytes: int | None = None
+    nonfinite: int = 0
     sessions: Collection[str] = ()
     save_id: str | None = None
     ahead: Ahead | None = None
@@ -123,8 +124,7 @@ class Observation(Known):
     Attributes:
         pointer: the pointer that names the step to publish.
         checkpoint: the pointer that names the step to resume from.
-        instead: a hint for people if ``pointer`` is missing: the other pointer is there, or a
-            subfolder looks like a job.
+        instead: a hint if ``pointer`` is missing: the other pointer, or a subfolder like a job.
         save: the save that ``pointer`` names, if any.
         save_still_for: seconds since ``save`` was first seen in its present state.
         lease_folders: the sequences of versions that can be leased.

@@ -125,7 +125,7 @@ class Loop:
         waiting_for = decision.waiting_for
         begun = self._clock()
         whole_since = begun - seen.save_still_for
-        self.tenure.meter.scanned(seen)
+        self.tenure.meter.scanned(seen, self._publisher.latest)
         self._look_at_waits(seen)
         # New weights first. After a merge the observation is too old to prune by, so the next round
         # prunes first; otherwise merges that follow each other would starve the pruning.

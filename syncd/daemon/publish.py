@@ -306,6 +306,7 @@ class Publisher:
             published_save=manifest.settles,
             served_request=back.request if back else None,
             full_bytes=manifest.size,
+            nonfinite=manifest.nonfinite.count if manifest.nonfinite else 0,
             save_id=manifest.save_id,
         )
 

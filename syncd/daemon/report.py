@@ -58,7 +58,7 @@ class Reporter:
         self.notice.status(f"{served}; {state}{detail and f': {detail}'}")
         blocked = tenure.blocks.current
         unpublished = self.arrival.waits(merges=state == "merging")
-        tenure.meter.waits(blocked, unpublished)
+        tenure.meter.waits(blocked, unpublished.seconds if unpublished else 0)
         report = DaemonReport.model_validate(
             {
                 "session": tenure.session.id,

@@ -355,8 +355,8 @@ class Service:
         if isinstance(event, DaemonPaused):
             obstacle = Obstacle.of(str(event), event.reason)
             self._blocks.meet("serve", obstacle, is_told=has_remedy)
-            self._blocks.end_round()
-            self._meter.waits(self._blocks.current, None)
+        self._blocks.end_round()
+        self._meter.waits(self._blocks.current)
         state = change or str(event)
         if state != self._said:
             self._repeats.forget(self._said)

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from syncd.daemon.blocks import Blocks, Obstacle
-from syncd.daemon.telling.metrics import Metrics
 from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER
 from syncd.storage.errnos import unwritable_storage
 from syncd.storage.job import step_folders
 from syncd.web.jobs import Jobs
 from tests.commands import invoke
 from tests.jobs import LEASE_TIME, SmallJob
+from tests.measured import Measured
 from tests.storages import Clock, refuse
 
 REASONS = {
@@ -57,16 +57,11 @@ def test_a_failure_is_told_everywhere_with_file_and_remedy_no_longer_than_it_las
     job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     reason, remedy = REASONS[code]
-    metrics = Metrics()
-
-    def metric(name: str, **labels: str) -> float | None:
-        labels = {"job_dir": str(job.root), **labels}
-        return metrics.registry.get_sample_value(f"syncd_{name}", labels)
-
+    metric = Measured(job, clock)
     job.storage = storage = job.hosts.ruled(refuse("create", code, where="building/v"))
     job.save(4)
     levels = []
-    with job.daemon(clock=clock, meter=metrics.of_job(job)) as loop:
+    with metric.daemon() as loop:
         for _ in range(int(1.2 * LEASE_TIME)):
             loop.run_once()
             (blocked,) = job.daemon_says.blocked

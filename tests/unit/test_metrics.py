@@ -3,9 +3,7 @@ import json
 import os
 import re
 import socket
-import time
 import urllib.request
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,60 +11,29 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.telling.metrics import HOST, Exporter, Metrics, _JobMeter
+from syncd.daemon.service import Service
+from syncd.daemon.telling.metrics import HOST, Exporter, Metrics
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.reports import ExplorerReport, Load, Reload, TrainerReport
+from syncd.protocol.events import DaemonPaused
+from syncd.protocol.reports import Load, Reload
+from tests.doc_links import anchors
 from tests.doc_lists import page
+from tests.generated import find
 from tests.jobs import LEASE_TIME, SmallJob
+from tests.measured import Measured, announce, report
+from tests.multiprocess.processes import serving, wait_until
 from tests.places import DOCS
 from tests.ports import free_port
 from tests.storages import Clock, RuledStorage
 
+RUNBOOK = "https://github.com/OWNER/syncd/blob/main/docs/operations.md"
 #: Metrics whose names come with a suffix.
 SAMPLES = ("_bucket", "_count", "_sum")
-
-
-class Measured:
-    """The metrics of one job, and what they say."""
-
-    def __init__(self, job: SmallJob, clock: Clock) -> None:
-        self.metrics = Metrics()
-        self.job = str(job.root)
-        self.meter = _JobMeter(self.metrics, job, clock=clock, wall=lambda: 1234.5)
-        self.daemon = partial(job.daemon, clock=clock, meter=self.meter)
-
-    def __call__(self, name: str, **labels: str) -> float | None:
-        labels = {"job_dir": self.job, **labels}
-        return self.metrics.registry.get_sample_value(f"syncd_{name}", labels)
-
-    def names(self, metric: str, label: str = "explorer") -> set[str]:
-        """The explorers that a metric has, or the values of another label."""
-        return {
-            sample.labels[label]
-            for family in self.metrics.registry.collect()
-            for sample in family.samples
-            if sample.name == f"syncd_{metric}"
-        }
 
 
 @pytest.fixture
 def said(job: SmallJob, clock: Clock) -> Measured:
     return Measured(job, clock)
-
-
-def report(job: SmallJob, name: str, sequence: int | None, **more: object) -> None:
-    record = ExplorerReport.model_validate(
-        {"name": name, "session": f"s-{name}", "status": "running", "time": 0.0, **more,
-         "sequence": sequence, "step": sequence}
-    )  # fmt: skip
-    job.put_record(job.layout.explorers / f"{name}.json", record)
-
-
-def announce(job: SmallJob, status: str) -> None:
-    """What a trainer says of itself."""
-    told = {"run_id": "r", "world_size": 1, "session": "t", "step": 7, "time": time.time()}
-    record = TrainerReport.model_validate({**told, "status": status})
-    job.put_record(job.layout.trainer_report, record)
 
 
 def test_what_a_daemon_does_is_counted(job: SmallJob, clock: Clock, said: Measured) -> None:
@@ -172,7 +139,7 @@ def test_who_is_dead_and_when_anything_was_published_is_measured(
         report(job, "a", 1)
         announce(job, "running")
         rounds("t", "s-a")
-        assert (said("trainer_up"), said("trainer_step")) == (1, 7)
+        assert said("trainer_up") == 1
         assert said("explorer_up", explorer="a") == 1
         assert said("last_publish_timestamp_seconds") == job.layout.latest.stat().st_mtime
         rounds()
@@ -270,7 +237,7 @@ def test_a_daemon_that_stands_by_says_nothing_of_the_job(
     job: SmallJob, clock: Clock, said: Measured
 ) -> None:
     said.meter.active(yes=True)
-    assert said("daemon_active") == 1
+    assert (said("daemon_active"), said("last_scan_timestamp_seconds")) == (1, 1234.5)
     with said.daemon() as loop:
         loop.publish(1)
         report(job, "a", 1)
@@ -284,6 +251,36 @@ def test_a_daemon_that_stands_by_says_nothing_of_the_job(
         assert said(gauge) is None
     assert said("explorer_lag_versions", explorer="a") is None
     assert said("saves_total", outcome="published") == 1
+
+
+def test_what_alerts_need_is_there_from_the_first_round_on(job: SmallJob, said: Measured) -> None:
+    service = Service(job.root, DaemonConfig(tick=0.05), meter_of=said.metrics.of_job)
+    with serving(service):
+        opened = job.layout.format.stat().st_mtime
+        wait_until(lambda: said("job_opened_timestamp_seconds") == opened, "the first round ends")
+        first = {"daemon_active": 1, "paused": 0, "announced_step": -1, "latest_step": -1,
+                 "version_bytes": 0, "nonfinite_tensors": 0, "unpublished_seconds": 0}  # fmt: skip
+        assert {name: said(name) for name in first} == first
+        assert said("last_publish_timestamp_seconds") is None
+        away = job.root.rename(job.root.with_name("away"))
+        wait_until(lambda: said("blocked", reason="storage") == 1, "the job is missed")
+        assert (said("daemon_active"), said("unpublished_seconds")) == (0, None)
+        away.rename(job.root)
+        wait_until(lambda: said("daemon_active") == 1, "the job is served again")
+        job.save(5)
+        wait_until(lambda: said("latest_step") == said("announced_step") == 5, "it is published")
+        assert (said("version_bytes") or 0) > 0
+        assert said("blocked", reason="storage") == 0
+
+
+def test_a_daemon_that_stands_by_is_not_blocked(job: SmallJob, said: Measured) -> None:
+    service = Service(job.root, DaemonConfig(tick=0.05), meter_of=said.metrics.of_job)
+    service.open()
+    for _ in range(2):
+        service._say(DaemonPaused(job.root, OSError(errno.ENOSPC, "full")))
+    assert said("blocked", reason="room") == 1
+    with job.daemon(), serving(service):
+        wait_until(lambda: said("blocked", reason="room") == 0, "it stands by")
 
 
 def test_storage_that_fails_is_counted_and_stops_nothing(
@@ -448,8 +445,15 @@ def test_every_metric_that_an_alert_names_is_there() -> None:
     for rule in group["rules"]:
         check(rule["expr"])
         assert rule["labels"]["severity"] in {"warning", "critical"}
-        used = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
-        assert used <= labels_of(rule["expr"])
+        notes = rule["annotations"]
+        used = set(re.findall(r"\$labels\.(\w+)", notes["summary"] + notes["description"]))
+        grouped = re.findall(r"by \(([^)]*)\)", rule["expr"])
+        assert used <= (set(grouped[0].split(", ")) if grouped else {"instance"})
+        command = re.findall(r"'([^'{]+)", notes["description"])[0]
+        assert command in {"ls ", "df -i "} or find(command.removesuffix(" FILE").strip())
+        assert notes["runbook_url"] == f"{RUNBOOK}#{rule['alert'].lower()}"
+        runbooks = DOCS / "operations.md"
+        assert not runbooks.exists() or rule["alert"].lower() in anchors(runbooks)
 
 
 def test_every_metric_that_the_dashboard_names_is_there_and_none_is_missing() -> None:
@@ -462,9 +466,8 @@ def test_every_metric_that_the_dashboard_names_is_there_and_none_is_missing() ->
     ids = [panel["id"] for panel in board["panels"]]
     assert len(ids) == len(set(ids))
     assert "syncd_latest_version" in board["templating"]["list"][1]["query"]["query"]
-    elsewhere = {"blocked", "unpublished_seconds", "build_info",
-                 "config_last_reload_successful", "last_scan_timestamp_seconds",
-                 "rollbacks_total", "paused", "last_publish_timestamp_seconds",
-                 "trainer_up", "trainer_step", "explorer_up"}  # fmt: skip
+    elsewhere = {"build_info", "config_last_reload_successful", "job_opened_timestamp_seconds",
+                 "last_scan_timestamp_seconds", "rollbacks_total", "paused",
+                 "last_publish_timestamp_seconds", "trainer_up", "explorer_up"}  # fmt: skip
     bases = {re.sub(r"_bucket$", "", name) for name in shown}
     assert set(described(Metrics())) - bases == {f"syncd_{name}" for name in elsewhere}

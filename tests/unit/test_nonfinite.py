@@ -17,13 +17,14 @@ from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.version import read_manifest
 from syncd.coordination.broadcast.group import WeightGroup
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.telling.metrics import Metrics, _JobMeter
 from syncd.protocol.names import RECEIPTS, receipt_name
 from syncd.protocol.policy import SyncMethod
 from syncd.protocol.records import NonFinite, Receipt
 from tests.commands import invoke
 from tests.hooks import written
 from tests.jobs import SmallJob, read, receipt_of
+from tests.measured import Measured, put
+from tests.storages import Clock
 from tests.tiny_language import SIZES
 from tests.weight_groups import transfer
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
@@ -77,17 +78,6 @@ def found(job: SmallJob, step: int) -> NonFinite | None:
 
 
 NONE = NonFinite(count=0)
-
-
-def put(job: SmallJob, step: int, nonfinite: NonFinite | None, config: str | None = None) -> None:
-    """A save with a receipt that tells of NaN and Inf, as another host's hook may write it."""
-    save_id = job.save(step, point=False)
-    actor = job.actor(step)
-    told = receipt_of((actor / "model.safetensors").read_bytes())
-    job.receipt(step, save_id, 0, 1, told.model_copy(update={"nonfinite": nonfinite}))
-    if config is not None:
-        job.put(actor / "huggingface" / "config.json", config.encode())
-    job.point(step)
 
 
 # -- what the hook finds -----------------------------------------------------------------------
@@ -236,20 +226,19 @@ def test_bytes_are_looked_at_in_parts_of_any_size(dtype: torch.dtype, parts: int
 # -- what becomes of it ------------------------------------------------------------------------
 
 
-def test_a_version_with_nan_is_published_with_a_warning_and_counted(
+def test_a_version_with_nan_is_published_with_a_warning_and_measured(
     job: SmallJob, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     model = nn.Linear(3, 2)
-    metrics = Metrics()
-    meter = _JobMeter(metrics, job)
-    with job.daemon(meter=meter) as loop:
+    said = Measured(job, Clock())
+    with said.daemon() as loop:
         for step, value in ((1, 1.0), (2, NAN)):
             spoil(model.weight, value)
             save(job, model, step)
             loop.run_once()
-    name = "syncd_nonfinite_versions_total"
-    assert metrics.registry.get_sample_value(name, {"job_dir": str(job.root)}) == 1
+        loop.run_once()  # it looks at its own version
+        assert said("nonfinite_tensors") == 1
     assert job.latest.step == 2
     manifests = [read_manifest(job.storage, job.version(n)) for n in (1, 2)]
     assert manifests[0].nonfinite == NONE

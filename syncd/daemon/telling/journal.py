@@ -20,14 +20,13 @@ from syncd.daemon.decide import Observation
 from syncd.protocol.events import Event, StateUnwritten
 from syncd.protocol.journal_lines import JournalLine
 from syncd.protocol.names import TEMPORARY
-from syncd.protocol.records import SessionId, encode
+from syncd.protocol.records import Latest, SessionId, encode
 from syncd.protocol.reports import (
     LOADS_KEPT,
     Blocked,
     DaemonCounters,
     ExplorerReport,
     TrainerReport,
-    Unpublished,
 )
 from syncd.protocol.version_events import (
     SaveLinked,
@@ -74,7 +73,7 @@ class Meter:
     def active(self, *, yes: bool) -> None:
         """This daemon has become active, or has stopped being active."""
 
-    def scanned(self, seen: Observation) -> None:
+    def scanned(self, seen: Observation, latest: Latest | None) -> None:
         """The daemon has scanned the job."""
 
     def round_ended(self, seconds: float) -> None:
@@ -86,8 +85,8 @@ class Meter:
     def pruned(self, what: str) -> None:
         """A ``version``, ``delta``, ``step`` or ``lease`` was deleted."""
 
-    def waits(self, blocked: Collection[Blocked], unpublished: Unpublished | None) -> None:
-        """What is blocked now, and the save that waits to be served."""
+    def waits(self, blocked: Collection[Blocked], unpublished: float | None = None) -> None:
+        """What is blocked, and the seconds that a save waits; None while nobody looks at saves."""
 
     def failed(self, error: BaseException) -> None:
         """Some work has failed, or storage has refused it."""

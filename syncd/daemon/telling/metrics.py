@@ -35,13 +35,12 @@ from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.events import Event, MetricsServed, MetricsUnwritten
 from syncd.protocol.names import TEMPORARY, printable
 from syncd.protocol.records import Latest
-from syncd.protocol.reports import Blocked, ExplorerReport, Reason, TrainerReport, Unpublished
+from syncd.protocol.reports import Blocked, ExplorerReport, Reason, TrainerReport
 from syncd.protocol.version_events import (
     FoldDelayed,
     LinksClosed,
     VersionFolded,
     VersionLive,
-    VersionNonfinite,
     VersionPublished,
     VersionRolledBack,
 )
@@ -73,14 +72,20 @@ _STANDBY: Final = ("daemon_active", "last_scan_timestamp_seconds", "blocked")
 _GAUGES: Final = {
     "daemon_active": "1 while this daemon serves the job, 0 in standby or without storage.",
     "paused": "1 while publishing is paused by a user.",
-    "last_scan_timestamp_seconds": "Time of the last successful scan of the job.",
-    "latest_version": "The sequence in LATEST.",
+    "last_scan_timestamp_seconds": "Time of the last successful scan of the job, or take-over.",
+    "job_opened_timestamp_seconds": "Time when the job was made, by the storage's clock.",
+    "announced_step": "The step that the trainer's pointer names; -1 if it names none.",
+    "latest_version": "The sequence in LATEST; 0 before the first version.",
+    "latest_step": "The step of LATEST; -1 before the first version.",
+    "version_bytes": "Bytes of LATEST's version; 0 before the first version.",
+    "nonfinite_tensors": "Tensors of LATEST's version with NaN or Inf, by the trainer's hook.",
     "ahead_version": "The sequence of ahead; of LATEST if no links lead from it.",
     "links": "Number of links above LATEST.",
     "link_bytes": "Bytes of these links.",
-    "last_publish_timestamp_seconds": "Time of the last change of LATEST, by the storage's clock.",
+    "last_publish_timestamp_seconds": (
+        "Time of LATEST's last change, by the storage's clock; absent before the first version."
+    ),
     "trainer_up": "1 while the trainer's heartbeat goes on, 0 if lost; absent after a stop.",
-    "trainer_step": "The step that the trainer announced last.",
     "blocked": "1 while work of this kind cannot go on until somebody acts.",
     "unpublished_seconds": "Time since the save was announced that is not served; 0 if none waits.",
     "versions": "Number of version folders.",
@@ -99,7 +104,6 @@ _GAUGES: Final = {
 }
 _COUNTERS: Final = {
     "saves": "Saves linked, published (also by folds), skipped or quarantined.",
-    "nonfinite_versions": "Published versions in which the trainer's hook found NaN or Inf.",
     "rollbacks": "Old versions that were published again.",
     "pruned": "Deletions: version, delta, step, lease.",
     "merge_bytes": "Bytes of published versions.",
@@ -218,19 +222,25 @@ class _JobMeter(Meter):
 
     def active(self, *, yes: bool) -> None:
         self._set(daemon_active=yes)
-        if not yes:  # another daemon may serve the job, so its values may be outdated
+        if yes:
+            self._set(last_scan_timestamp_seconds=self.wall())
+        else:  # another daemon may serve the job, so its values may be outdated
             self._survey = iter(())
             state = _GAUGES.keys() - _STANDBY
             self.metrics.forget(self._label, lambda key: key[0] in state)
 
-    def scanned(self, seen: Observation) -> None:
+    def scanned(self, seen: Observation, latest: Latest | None) -> None:
         self._watched, self._living = seen.sessions, seen.living
         self._set(
             last_scan_timestamp_seconds=self.wall(),
             versions=len(seen.versions),
             leases=len(seen.leases),
             paused=seen.pause is not None,
+            announced_step=-1 if seen.pointer.step is None else seen.pointer.step,
             latest_version=seen.latest,
+            latest_step=latest.step if latest else -1,
+            version_bytes=seen.full_bytes or 0,
+            nonfinite_tensors=seen.nonfinite,
             ahead_version=seen.ahead.sequence if seen.ahead else seen.latest,
             links=len(seen.chains),
             link_bytes=sum(chain[-1].bytes for chain in seen.chains.values()),
@@ -264,8 +274,6 @@ class _JobMeter(Meter):
                 self._count("merge_bytes", by=event.bytes)
                 self._observe("merge_seconds", event.seconds)
                 self._observe("publish_latency_seconds", event.latency_seconds)
-            case VersionNonfinite():
-                self._count("nonfinite_versions")
             case VersionRolledBack():
                 self._count("rollbacks")
             case VersionLive():
@@ -275,11 +283,11 @@ class _JobMeter(Meter):
     def pruned(self, what: str) -> None:
         self._count("pruned", what)
 
-    def waits(self, blocked: Collection[Blocked], unpublished: Unpublished | None) -> None:
+    def waits(self, blocked: Collection[Blocked], unpublished: float | None = None) -> None:
         reasons = {one.reason for one in blocked if one.level}
         for reason in get_args(Reason):
             self._set(reason, blocked=reason in reasons)
-        self._set(unpublished_seconds=unpublished.seconds if unpublished else 0)
+        self._set(unpublished_seconds=unpublished)
 
     def failed(self, error: BaseException) -> None:
         self._count("errors", type(error).__name__)
@@ -302,12 +310,15 @@ class _JobMeter(Meter):
         layout, self._fresh = self.job.layout, set()
         free = self.job.storage.free(layout.state)
         self._set(free_bytes=free.bytes, free_inodes=free.inodes)
-        named = self.job.storage.status(layout.latest)
-        if named is not None:
-            self._set(last_publish_timestamp_seconds=named.st_mtime)
+        for path, time_of in (
+            (layout.format, "job_opened_timestamp_seconds"),
+            (layout.latest, "last_publish_timestamp_seconds"),
+        ):
+            if (status := self.job.storage.status(path)) is not None:
+                self._set(**{time_of: status.st_mtime})
         trainer = self.job.read(TrainerReport, layout.trainer_report, OF_OTHERS)
         if trainer is not None:
-            self._set(trainer_up=self._up(trainer), trainer_step=trainer.step)
+            self._set(trainer_up=self._up(trainer))
         names = self.job.storage.names(layout.explorers)
         names = [name for name in names if not name.startswith(TEMPORARY)][:_MOST]
         share = max(_AT_A_TIME, math.ceil(len(names) / _ROUNDS))
