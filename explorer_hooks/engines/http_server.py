@@ -264,7 +264,9 @@ def _address(url: str) -> httpx2.URL:
             f"the address of {address.host} has more parts than http://HOST:PORT/PATH. Pass an "
             "API key in SYNCD_API_KEY or as api_key, not in the address"
         )
-    return address
+    path = address.path.rstrip("/")
+    # What OpenAI's clients take as the base URL begins one folder below the server's routes.
+    return address.copy_with(path=path.removesuffix("/v1")) if path.endswith("/v1") else address
 
 
 def _limits(timeout: float) -> httpx2.Timeout:

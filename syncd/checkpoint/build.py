@@ -50,7 +50,7 @@ from syncd.protocol.names import (
     SAVING,
 )
 from syncd.protocol.records import Manifest, Names, encode
-from syncd.protocol.tensor_names import NameMapRecord
+from syncd.protocol.tensor_names import EMPTY_MAP
 from syncd.protocol.version_events import AdapterWithoutBase
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
@@ -342,7 +342,7 @@ class FreeSpace:
             cast = casting_of(actor, save, options.cast)
             plan = contents.plan(one_file, cast=cast, tied=False, cancel=cancel)
             names = opened.vouched.get(f"{HUGGINGFACE}/{NAME_MAP}")
-            renamed = options.names == "hub" and names and names.size > len(encode(NameMapRecord()))
+            renamed = options.names == "hub" and names and names.size > EMPTY_MAP
             ours = all(self.storage.fstat(file.fd).st_uid == os.geteuid() for file in opened.files)
             linked = opened.files and save.receipts and ours and not (plan.casts or renamed)
             return 0 if linked else plan.data_size

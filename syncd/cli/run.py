@@ -111,8 +111,9 @@ def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | Roo
         each_tick, meter_of, forget = exporter.tick, metrics.of_job, metrics.forget_job
     if root is None:
         return Services(configuration.current.job, config, guard, read_again, each_tick, meter_of)
+    services = RootServices(root, config, guard, read_again, each_tick, meter_of, forget)
     RootServed(root).tell(log)
-    return RootServices(root, config, guard, read_again, each_tick, meter_of, forget)
+    return services
 
 
 def _nothing(*_: object) -> None:

@@ -362,7 +362,7 @@ def _event(event: JournalLine | AuditLine) -> str:  # noqa: PLR0911 - one return
     by = event.by or "someone"
     match event.event:
         case "active":
-            return "a daemon took over"
+            return "a daemon began to serve the job"
         case "published":
             took = f"{size(event.bytes or 0)} in {span(event.seconds or 0.0)}"
             but = f", with {event.why}" if event.why else ""

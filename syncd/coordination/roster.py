@@ -26,6 +26,7 @@ from syncd.storage.fsio import RECORD_LIMIT, Signature, signature
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout
 from syncd.storage.repeats import Repeats
+from syncd.storage.sessions import participant
 
 log = logging.getLogger(__name__)
 
@@ -166,16 +167,24 @@ class Roster:
     # -- liveness ------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        self._liveness = self._lookout.look(self._sessions())
+        self._lookout.called = sessions = self._sessions()
+        self._liveness = self._lookout.look(sessions)
 
     def _look_at_new(self) -> None:
-        if self._sessions() - self._liveness.keys():
+        if self._sessions().keys() - self._liveness.keys():
             self._look()
 
-    def _sessions(self) -> set[str]:
-        explorers = {one.record.session for one in self._explorers.values() if one.record}
-        trainer = {one.record.session for one in self._trainer.values() if one.record}
-        return {one for one in explorers | trainer if one is not None}
+    def _sessions(self) -> dict[str, str]:
+        """The sessions in reports, each with its participant's name for messages."""
+        records = (
+            *(("explorer", one.record) for one in self._explorers.values()),
+            *(("trainer", one.record) for one in self._trainer.values()),
+        )
+        return {
+            record.session: participant(role, getattr(record, "name", None), record.session)
+            for role, record in records
+            if record and record.session
+        }
 
     def _counted(self, report: P | _Newer) -> P | None:
         # A participant that does not register has no heartbeat, so only its status counts.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from syncd.protocol.amounts import few
 from syncd.protocol.names import NAME_MAP, printable
 from syncd.protocol.records import Latest, Manifest, Names
+from syncd.protocol.tensor_names import EMPTY_MAP
 from syncd.protocol.version_events import TrainerNames, VersionNames
 from syncd.storage.job import OF_OTHERS, Job
 from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness, Lookout
@@ -97,4 +98,4 @@ class Naming:
 
 def _differ(manifest: Manifest) -> bool:
     """True if the hub's names and the trainer's names differ."""
-    return any(file.name == NAME_MAP for file in manifest.files)
+    return any(file.name == NAME_MAP and file.size > EMPTY_MAP for file in manifest.files)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -251,13 +251,14 @@ class Scanner:
         joined = {*linked, known.save_id or ""}
         return way_back(self._save, joined, refused | {known.published_save or ""}, look)
 
-    def _leases(self, sequences: Iterable[int], others: Collection[str]) -> list[LeaseSeen]:
+    def _leases(self, sequences: Iterable[int], others: Mapping[str, str]) -> list[LeaseSeen]:
         held = [
             (sequence, marker, (parse_lease_marker(marker) or ("", ""))[1])
             for sequence in sequences
             for marker in self._markers(self._layout.lease_folder(sequence), UNREADABLE)
         ]
         sessions = {session for *_, session in held if session}
+        self._lookout.called = others
         liveness = self._lookout.look(sessions.union(others, filter(is_name, self._benches)))
         living = frozenset(who for who, seen in liveness.items() if seen is Liveness.ALIVE)
         self._living = living

@@ -85,7 +85,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self._watcher = Watcher({})  # to be woken; run() adds and removes its watches
-        self._stopping = False
+        self._stopping = self._ends = False
         self._held: tuple[Session, DaemonLock] | None = None
         self._quiet_rounds = 0
         self._away = True
@@ -162,7 +162,7 @@ class Service:
                 except SupersededError as error:
                     self._say(DaemonStandsBy(self.root, error))
                 except CancelledError:
-                    DaemonStopped().tell(log)
+                    pass
                 except SyncdError as error:
                     self._away |= isinstance(error, JobUnavailableError)
                     self._say(DaemonPaused(self.root, error))
@@ -173,6 +173,7 @@ class Service:
                         continue
                 if not self._stopping:
                     self._wait()
+        (DaemonEnds() if self._ends else DaemonStopped(self.root)).tell(log)
 
     @property
     def is_idle(self) -> bool:
@@ -285,8 +286,7 @@ class Service:
                     raise SupersededError(f"{lock.holder} has taken the lock of {self.root}")
                 self._round(loop)
                 if self._participants.gone and self.is_idle and self.may_end():
-                    DaemonEnds().tell(log)
-                    self._stopping = True
+                    self._stopping = self._ends = True
                     return
                 self._wait()
         finally:

@@ -205,9 +205,10 @@ class DaemonStandsBy(WarningEvent):
 
 
 class DaemonStopped(InfoEvent):
-    """The daemon was stopped while it worked."""
+    """The daemon was stopped."""
 
-    text = "stopped: the work in progress was discarded; no unfinished files are left"
+    text = "stopped, with no unfinished files left in {job}"
+    job: Path
 
 
 class Fault(ErrorEvent):
@@ -417,12 +418,14 @@ class NameLost(InfoEvent):
 class SessionLost(WarningEvent):
     """A trainer's or an explorer's heartbeat has stopped (``dead``) or is gone (``missing``)."""
 
-    text = "session {session} is {state}: ignoring it from now on"
+    text = "{who_} has sent no heartbeat for a lease time: ignoring it from now on"
     session: str
     state: str
+    who_: str
 
 
 class SessionGone(SessionLost):
     """A heartbeat was removed."""
 
+    text = "{who_} has ended"
     level = logging.INFO

@@ -25,7 +25,7 @@ class JournalLine(Record):
 
     Attributes:
         event: the action. The less obvious ones are:
-            - ``active``: a daemon took over;
+            - ``active``: a daemon began to serve the job;
             - ``adopted``: a version that an earlier daemon had finished became LATEST;
             - ``linked``: the save became ahead, under the number of the version to come;
             - ``closed``: no save is linked until the next full version;

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import FailFast, Field
 
-from syncd.protocol.records import Part, Record, Size, Text
+from syncd.protocol.records import Part, Record, Size, Text, encode
 
 
 class HubPiece(Part):
@@ -40,3 +40,7 @@ class NameMapRecord(Record):
 
     tensors: dict[str, MappedTensor] = Field(default_factory=dict)
     refused: Text | None = None
+
+
+#: The size of a map that maps nothing.
+EMPTY_MAP: Final = len(encode(NameMapRecord()))

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Final
@@ -168,13 +168,15 @@ class Lookout:
     Promised: if :meth:`look` is called once a tick, each heartbeat is checked at least three times
     in a lease time. A result can be a third of a lease time old.
 
-    Do not use ``judge`` for anything else. You can change ``tick``, the seconds between two calls.
+    Do not use ``judge`` for anything else. You can change ``tick``, the seconds between two calls,
+    and ``called``, the names of sessions for messages.
     """
 
     judge: Judge
     layout: JobLayout
     tick: float
     clock: Clock = time.monotonic
+    called: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._at = self.clock()
@@ -232,5 +234,6 @@ class Lookout:
             seen = self.judge.look_again(path)
         if before is Liveness.ALIVE and seen is not Liveness.ALIVE:
             kind = SessionLost if seen is Liveness.DEAD else SessionGone
-            kind(session, seen.value).tell(log)
+            who = self.called.get(session, f"session {session}")
+            kind(session, seen.value, who).tell(log)
         self._last[session] = seen

@@ -114,6 +114,12 @@ def process_of(session: str) -> str:
     return f"process {found[2]} on host {found[1]}, " if found else ""
 
 
+def participant(role: str, name: str | None, session: str) -> str:
+    """A participant for a message, e.g. ``trainer 'trainer' (process 12 on host h)``."""
+    process = process_of(session).rstrip(", ")
+    return f"{role} {name!r} ({process or session})"
+
+
 class Session(Closing):
     """This process's heartbeat in one job.
 

@@ -44,7 +44,7 @@ function words(event) {
   const by = said(event.by ?? "someone");
   switch (event.event) {
     case "active":
-      return "a daemon took over";
+      return "a daemon began to serve the job";
     case "published":
       return [
         `published step ${step} as ${version}: ${size(event.bytes ?? 0)} in ${span(event.seconds ?? 0)}`,

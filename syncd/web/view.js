@@ -230,7 +230,7 @@ function details(status) {
   const counters = Object.entries(daemon?.counters ?? {}).filter(([, count]) => count)
     .map(([name, count]) => (name === "merged_bytes" ? `${size(count)} merged` : `${count} ${words(name)}`));
   const facts = [
-    counters.length ? ["Done since the daemon took over", counters.join(", ")] : null,
+    counters.length ? ["Done since the daemon began", counters.join(", ")] : null,
     status.no_links ? ["No links, because", said(status.no_links)] : null,
     status.pinned_steps.length ? ["Pinned steps", status.pinned_steps.join(", ")] : null,
   ].filter(Boolean);

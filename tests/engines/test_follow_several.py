@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from explorer_hooks.engines.fake import FakeEngine
-from explorer_hooks.engines.http_server import place
+from explorer_hooks.engines.http_server import HttpServer, place
 from explorer_hooks.followers import Followers
 from explorer_hooks.hook import ExplorerHook
 from syncd.protocol.errors import (
@@ -238,10 +238,15 @@ def test_a_wrong_setting_ends_the_command_as_with_one_server(
         ("http://node", "http://NODE:80"),
         ("https://node/", "https://node:443"),
         ("http://node:8000/a", "http://node:8000/a/"),
+        ("http://node:8000", "http://node:8000/v1"),
+        ("http://node:8000/a", "http://node:8000/a/v1/"),
     ],
 )
 def test_two_spellings_of_one_server_are_one_place(url: str, other: str) -> None:
     assert place(url) == place(other)
+    with closing(HttpServer(other)) as server:
+        assert str(server.url).rstrip("/").endswith(place(url)[2]), "there it sends its requests"
+        assert "v1" not in str(server.url)
 
 
 @pytest.mark.parametrize(

@@ -175,8 +175,9 @@ def test_a_memory_directory_that_cannot_be_made_is_said_at_the_start(
 
 def test_a_daemon_ends_when_all_are_gone_and_all_is_published(job: Path, tmp_path: Path) -> None:
     memory = tmp_path / "shm"
+    save(job, Constant(), 1)
     with Daemon(job, "--exit-when-idle", "--memory-dir", str(memory)) as daemon:
-        serve(job, Constant(), 1)
+        wait_for_step(job, 1)
         time.sleep(3 * LEASE_TIME)  # nobody has come yet: that is no reason to end
         assert daemon.running
         with Reader(job, "explorer") as reader:
@@ -186,6 +187,7 @@ def test_a_daemon_ends_when_all_are_gone_and_all_is_published(job: Path, tmp_pat
             save(job, Constant(), 2)
         assert daemon.wait() == 0
         daemon.wait_for_log("all trainers and explorers are gone")
+        assert not any(line.endswith(f"left in {job}") for line in daemon.log), "nobody stopped it"
     wait_for_step(job, 2)
     assert not (job / ".syncd" / "daemon.lock").exists()
 

@@ -100,8 +100,9 @@ def test_a_paused_daemon_that_wakes_up_stands_by_and_latest_never_goes_back(
 def test_sigterm_in_a_merge_ends_it_cleanly(job: Path) -> None:
     layout = JobLayout(job)
     TrainerByHand(job, megabytes=200).save(1)
-    with Daemon(job):
+    with Daemon(job) as daemon:
         wait_until(layout.publish_lock.exists, "a merge has begun")
+    assert f"stopped, with no unfinished files left in {job}" in daemon.log[-1]
     assert not any(epoch_content(job).values())
     assert not layout.publish_lock.exists()
     assert not layout.daemon_lock.exists()

@@ -4,6 +4,7 @@ import pytest
 
 from syncd.checkpoint.save import Shards
 from syncd.daemon.config import DaemonConfig
+from syncd.protocol.reports import TrainerReport
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import Clock, RuledStorage, refuse
 
@@ -19,6 +20,39 @@ def test_the_report_says_what_was_done_and_that_the_daemon_stopped(job: SmallJob
         assert (told.sequence, told.step, told.counters.published) == (1, 4, 1)
         assert told.counters.merged_bytes > 0
     assert job.daemon_says.state == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        (True, ("INFO", "{who} has ended")),
+        (
+            False,
+            ("WARNING", "{who} has sent no heartbeat for a lease time: ignoring it"),
+        ),
+    ],
+)
+def test_a_normal_end_of_a_trainer_is_logged_as_one_and_by_its_name(
+    job: SmallJob, caplog: pytest.LogCaptureFixture, ends: bool, said: tuple[str, str]
+) -> None:
+    session = "gpu-1-4711-0123abcd"
+    job.put(job.layout.session(session), b"beats")
+    report = TrainerReport(
+        run_id="r", world_size=1, status="running", name="t", session=session, time=0.0
+    )
+    job.put_record(job.layout.trainer_report, report)
+    with job.daemon() as loop, caplog.at_level("INFO", "syncd"):
+        loop.rounds(20, 0)
+        caplog.clear()
+        if ends:
+            job.layout.session(session).unlink()
+        loop.rounds(20, LEASE_TIME / 5)
+    level, text = said
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    who = "trainer 't' (process 4711 on host gpu-1)"
+    ((how, line),) = (one for one in told if who in one[1])
+    assert how == level
+    assert line.startswith(text.format(who=who))
 
 
 def test_the_report_says_what_is_waited_for(job: SmallJob) -> None:

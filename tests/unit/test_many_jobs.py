@@ -531,6 +531,17 @@ def test_a_root_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
         RootServices(tmp_path / "missing", RunConfig())
 
 
+@pytest.mark.parametrize("mark", [".syncd", "latest_state_dict_iteration.txt", "global_step_7"])
+def test_a_root_that_is_itself_a_job_is_refused_with_the_command_for_it(
+    tmp_path: Path, mark: str
+) -> None:
+    (tmp_path / mark).mkdir()
+    error = invoke("run", "--root", tmp_path).exception
+    assert isinstance(error, InvalidSettingsError)
+    assert f"{tmp_path} is itself a job" in str(error)
+    assert f"run 'syncd run {tmp_path}'" in str(error)
+
+
 def test_the_example_of_the_documentation_can_be_used_and_made_a_unit_of(tmp_path: Path) -> None:
     root = tmp_path / "jobs"
     root.mkdir()

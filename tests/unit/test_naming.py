@@ -22,6 +22,7 @@ from syncd.protocol.records import Receipt, encode
 from syncd.protocol.reports import ExplorerReport
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 from syncd.storage.sessions import Session
+from tests.commands import invoke
 from tests.jobs import LEASE_TIME, Rounds, SmallJob, edit, read
 from tests.storages import Clock
 
@@ -30,10 +31,10 @@ MAP = NameMapRecord(
 )
 
 
-def save(job: SmallJob, step: int) -> None:
+def save(job: SmallJob, step: int, names: NameMapRecord = MAP) -> None:
     folder = job.actor(step) / "huggingface"
     folder.mkdir(parents=True)
-    (folder / NAME_MAP).write_bytes(encode(MAP))
+    (folder / NAME_MAP).write_bytes(encode(names))
     job.save(step)
 
 
@@ -184,6 +185,20 @@ def test_a_change_of_names_is_said_once(
     assert [tensors(job, n) for n in (3, 4)] == [HUB, HUB]
     assert said(job) == [(1, "trainer", None), (2, "hub", None)]
     assert "in the previous version they had the names of the trainer's module" in caplog.text
+
+
+def test_a_map_that_maps_nothing_is_no_line(job: SmallJob) -> None:
+    with job.daemon() as loop:
+        save(job, 1, NameMapRecord())  # as a WeightStream does
+        loop.run_once()
+        loop.run_once()
+        shown = invoke("status", job.root).output
+        assert "step 1" in shown
+        assert "names" not in shown
+        publish(loop, 2)
+        loop.run_once()
+        assert "names" in invoke("status", job.root).output
+    assert [line[:2] for line in said(job)] == [(2, "trainer")]
 
 
 def test_a_rollback_brings_its_names_back_and_they_are_kept(job: SmallJob) -> None:

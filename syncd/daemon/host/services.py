@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 import threading
 import time
@@ -33,7 +34,7 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import STATE_POINTER
 from syncd.storage.calls import Kind
 from syncd.storage.fsio import Storage
-from syncd.storage.job import no_folder
+from syncd.storage.job import Job, has_marks, no_folder, step_folders
 from syncd.storage.judge import Clock
 from syncd.storage.repeats import Repeats
 from syncd.storage.watch import Watcher
@@ -317,7 +318,8 @@ class RootServices(Host):
     The guard must be made with ``together=False``.
 
     Raises:
-        InvalidSettingsError: the configuration has a key that is allowed only for a single job.
+        InvalidSettingsError: the configuration has a key that is allowed only for a single job, or
+            the folder is itself a job.
         JobUnavailableError: the folder does not exist.
     """
 
@@ -331,6 +333,13 @@ class RootServices(Host):
         super().__post_init__()
         if not self.root.is_dir():
             raise no_folder(self.root)
+        job = Job.at(self.root)
+        if has_marks(job) or step_folders(job):
+            raise InvalidSettingsError(
+                f"{self.root} is itself a job, but root names a folder of jobs: run 'syncd run "
+                f"{shlex.quote(str(self.root))}'. If its jobs are folders in it, move its own "
+                ".syncd, pointers and global_step folders away"
+            )
         self._notice = self._manager.job(str(self.root))
         self._turns = Turns(self.config.concurrent_merges, self._guard.silence)
         self._waker = Watcher({})

@@ -40,6 +40,7 @@ from syncd.storage.append import LIMIT, append, last_lines
 from syncd.storage.job import OF_OTHERS, Job, readable_lines
 from syncd.storage.judge import Clock
 from syncd.storage.repeats import Repeats
+from syncd.storage.sessions import participant
 
 log = logging.getLogger(__name__)
 
@@ -236,7 +237,7 @@ class GoingLive:
         #: Explorer → its session, and whether it follows ahead.
         self._live: dict[str, tuple[SessionId, bool]] = {}
         self._round = 0
-        self._trainer: set[SessionId] = set()
+        self._trainer: dict[SessionId, str] = {}
 
     def look(self, latest: int, living: Collection[str]) -> Iterator[VersionLive]:
         """Read reports and yield new loads; each yielded load counts as journaled afterwards.
@@ -273,17 +274,23 @@ class GoingLive:
                 yield from self._loads(name, report, latest)
 
     @property
-    def sessions(self) -> set[SessionId]:
+    def sessions(self) -> dict[SessionId, str]:
         """The sessions of the trainer and the explorers that serve, as their last reports say.
+
+        Each has its participant's name for messages.
 
         The daemon watches the trainer's heartbeat only so that the log names a dead trainer.
         """
         if self._round % _ROUNDS == 0:
             report = self.job.read(TrainerReport, self.job.layout.trainer_report, OF_OTHERS)
-            self._trainer = set()
-            if report and report.session and report.status != "stopped":
-                self._trainer.add(report.session)
-        return {session for session, _ in self._live.values()} | self._trainer
+            self._trainer = {}
+            if report and (session := report.session) and report.status != "stopped":
+                self._trainer[session] = participant("trainer", report.name, session)
+        explorers = {
+            session: participant("explorer", name, session)
+            for name, (session, _) in self._live.items()
+        }
+        return explorers | self._trainer
 
     def follow_ahead(self, living: Collection[str]) -> list[bool]:
         """For each live explorer, whether it follows ahead.
