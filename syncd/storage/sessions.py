@@ -116,8 +116,8 @@ def process_of(session: str) -> str:
 
 def participant(role: str, name: str | None, session: str) -> str:
     """A participant for a message, e.g. ``trainer 'trainer' (process 12 on host h)``."""
-    process = process_of(session).rstrip(", ")
-    return f"{role} {name!r} ({process or session})"
+    who = f"{role} {name!r}" if name else role
+    return f"{who} ({process_of(session).rstrip(', ') or session})"
 
 
 class Session(Closing):

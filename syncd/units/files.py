@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import grp
-import os
 import pwd
 import re
+import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable
@@ -74,8 +74,9 @@ def unit_files(instance: Instance) -> dict[str, str]:
 
 def program() -> tuple[str, ...]:
     """The words of a command line that runs ``syncd`` with this Python interpreter."""
-    script = Path(sysconfig.get_path("scripts")) / "syncd"
-    return (str(script),) if os.access(script, os.X_OK) else (sys.executable, "-m", "syncd")
+    # Debian's Python looks in /usr/local/bin, and a package of a distribution is in /usr/bin.
+    installed = shutil.which("syncd", path=sysconfig.get_path("scripts")) or shutil.which("syncd")
+    return (installed,) if installed else (sys.executable, "-m", "syncd")
 
 
 def owner_of(folder: Path) -> tuple[str, str]:

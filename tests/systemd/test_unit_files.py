@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.units import files as unit_files
-from syncd.units.files import DAEMON, FOLLOWER, quoted
+from syncd.units.files import DAEMON, FOLLOWER, program, quoted
 from tests.commands import Result, invoke
 from tests.programs import completed
 
@@ -105,6 +106,19 @@ def test_names_that_systemd_would_read_with_their_quotes_are_numbers(
     assert printed("alice$", "5", "rl") == ["5557", "5", "rl"]
     plain = ["alice@corp.example.com", "r_l-1", "domain.users"]
     assert printed(*plain) == plain
+
+
+def test_a_unit_runs_the_program_beside_this_python_or_else_the_one_on_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path / "scripts"))
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    assert program() == (sys.executable, "-m", "syncd")
+    for name in ("path", "scripts"):
+        made = tmp_path / name / "syncd"
+        made.parent.mkdir()
+        made.touch(0o755)
+        assert program() == (str(made),)
 
 
 @pytest.mark.parametrize(("hang_time", "watchdog"), [("10min", None), ("2h", "7920s")])

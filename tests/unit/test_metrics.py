@@ -155,8 +155,8 @@ def test_the_log_warns_of_a_trainer_whose_heartbeat_stops(
     announce(job, "running")
     job.session("t").touch()
     job.run(rounds=7, seconds=5)
-    (record,) = (line for line in caplog.records if "session t is dead" in line.message)
-    assert record.levelname == "WARNING"
+    (record,) = (line for line in caplog.records if "no heartbeat" in line.message)
+    assert (record.levelname, record.message.partition(" has")[0]) == ("WARNING", "trainer (t)")
 
 
 def test_an_explorer_s_metrics_come_with_its_report_and_go_with_it(
@@ -452,8 +452,7 @@ def test_every_metric_that_an_alert_names_is_there() -> None:
         command = re.findall(r"'([^'{]+)", notes["description"])[0]
         assert command in {"ls ", "df -i "} or find(command.removesuffix(" FILE").strip())
         assert notes["runbook_url"] == f"{RUNBOOK}#{rule['alert'].lower()}"
-        runbooks = DOCS / "operations.md"
-        assert not runbooks.exists() or rule["alert"].lower() in anchors(runbooks)
+        assert rule["alert"].lower() in anchors(DOCS / "operations.md")
 
 
 def test_every_metric_that_the_dashboard_names_is_there_and_none_is_missing() -> None:
