@@ -55,11 +55,10 @@ def blocks(page: str, language: str = "python") -> list[str]:
 
 # -- the list --------------------------------------------------------------------------------------
 
-#: What is only parsed, and why. Every ``syncd …`` line of every page is parsed besides.
+#: What is not run, and why. Every ``syncd …`` line of every page is parsed besides.
 INSTALLS = "not run: it needs a package index; .ci/run does the same at its beginning"
 README = "not run: its paths are somebody's cluster's; .ci/readme runs it with others"
 SERVES = "not run: its paths are somebody's cluster's, and it serves for ever"
-PARSED = "tests/unit/test_docs.py"
 _ENGINES = "tests/engines/test_page.py"
 _STARTED = "tests/multiprocess/test_getting_started.py"
 _EXPLORER = "tests/multiprocess/test_explorer_page.py"
@@ -152,9 +151,11 @@ BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "docs/vllm.md": {
         "python": ("tests/engines/test_vllm.py", "tests/engines/pages.py"),
-        "sh": ("not run: its ports are a user's; tests/engines/test_whole_loop.py starts the same",)
-        * 3,
-        "ini": (PARSED,),
+        "sh": (
+            *("not run: its ports are a user's; tests/engines/test_whole_loop.py starts the same",)
+            * 3,
+            "not run: its paths are a user's; tests/systemd/test_unit_files.py prints the same",
+        ),
     },
     "docs/web.md": {"sh": (SERVES,)},
 }

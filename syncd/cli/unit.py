@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import click
 from annotated_types import Ge
@@ -50,6 +50,8 @@ def print_(
     budget: Annotated[Bytes | None, Ge(1), _OF_FOLLOW] = None,
     link: Annotated[options.AnyPath | None, _OF_FOLLOW] = None,
     run: Annotated[str | None, "--command", _OF_FOLLOW] = None,
+    engine: Annotated[Literal["vllm", "sglang"] | None, _OF_FOLLOW] = None,
+    urls: Annotated[tuple[str, ...], "--url", _OF_FOLLOW] = (),
     memory_dir: Annotated[options.AnyPath | None, _OF_FOLLOW] = None,
     more: Annotated[
         tuple[str, ...],
@@ -60,21 +62,25 @@ def print_(
     """Print a shell script that writes the unit's files."""
     name = checked_name(name, "the unit's name")
     if follow is None:
-        if stage or budget or link or run or memory_dir or more:
+        if stage or budget or link or run or engine or urls or memory_dir or more:
             raise click.UsageError("options other than --config, --user and --group need --follow")
         instance = _daemon(name, user, group, config)
     elif config is not None:
         raise click.UsageError("--config is for a daemon. With --follow, leave --config out")
-    elif (link is None) == (run is None):
-        raise click.UsageError("with --follow give either --link PATH or --command CMD")
+    elif [link, run, engine].count(None) != 2:
+        raise click.UsageError("with --follow give one of --engine, --link and --command")
+    elif (engine is None) != (not urls):
+        raise click.UsageError("--engine and --url belong together: give both")
     else:
         given = {
             "--stage": stage,
             "--budget": budget,
             "--link": link,
             "--command": run,
+            "--engine": engine,
             "--memory-dir": memory_dir,
         }
+        more = (*(word for url in urls for word in ("--url", url)), *more)
         instance = _follower(name, user, group, follow.absolute(), given, more)
     files = {str(_SYSTEMD / where): text for where, text in unit_files(instance).items()}
     script = "\n".join(

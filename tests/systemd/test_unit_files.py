@@ -13,7 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
+from syncd.protocol.errors import (
+    InvalidSettingsError,
+    JobUnavailableError,
+    ServerUnreachableError,
+)
 from syncd.units import files as unit_files
 from syncd.units.files import DAEMON, FOLLOWER, program, quoted
 from tests.commands import Result, invoke
@@ -168,11 +172,36 @@ def test_a_follower_has_its_command_line_and_may_write_where_it_stages(tmp_path:
     assert f"ReadWritePaths=-{tmp_path}/job -/proc\n" in result.output
 
 
+def test_an_engines_follower_has_its_servers_and_a_command_line_that_is_understood(
+    tmp_path: Path,
+) -> None:
+    """Nobody listens at port 9; to wait for that server is what comes after all checks."""
+    job = tmp_path / "job"
+    job.mkdir()
+    servers = ["--engine", "vllm", "--url", "http://127.0.0.1:9/v1", "--url", "http://127.0.0.1:10"]
+    waits = ["--option=--start-timeout", "--option=0"]
+    result = syncd("print", "gpu0", "--follow", job, *servers, *waits)
+    assert result.exit_code == 0, result.output
+    found = settings(result.output.partition("syncd-follow@gpu0.service.d/job.conf <<'END'\n")[2])
+    words = shlex.split(found["ExecStart"][1])
+    at = words.index("follow")
+    assert words[at:] == [
+        "follow", str(job), "--name", "gpu0", *servers, "--start-timeout", "0",
+    ]  # fmt: skip
+    assert found["ReadWritePaths"] == [f"-{job}"]
+    # One of several servers is waited for longer.
+    ended = completed([sys.executable, "-m", "syncd", *words[at:-4], *words[-2:]])
+    assert ended.returncode == ServerUnreachableError.exit_code, ended.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
         (["demo", "--stage", "/x/y"], "need --follow"),
-        (["demo", "--follow", "{job}"], "give either --link PATH or --command CMD"),
+        (["demo", "--url", "http://h"], "need --follow"),
+        (["demo", "--follow", "{job}"], "give one of --engine, --link and --command"),
+        (["demo", "--follow", "{job}", "--engine", "vllm"], "--engine and --url belong together"),
+        (["demo", "--follow", "{job}", "--engine", "x"], "'x' is not one of 'vllm', 'sglang'"),
         (["demo", "--follow", "{job}", "--link", "/link"], "is in the root folder"),
         (["../demo"], "cannot be part of a file name"),
         (["demo", "--config", "{job}/none.toml"], "cannot read the configuration"),
