@@ -16,6 +16,7 @@ from syncd.daemon.telling.metrics import HOST, Exporter, Metrics
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.events import DaemonPaused
 from syncd.protocol.reports import Load, Reload
+from tests.doc_blocks import blocks
 from tests.doc_links import anchors
 from tests.doc_lists import page
 from tests.generated import find
@@ -26,6 +27,7 @@ from tests.places import DOCS
 from tests.ports import free_port
 from tests.storages import Clock, RuledStorage
 
+RULES = DOCS / "monitoring" / "alerts.yml"
 RUNBOOK = "https://github.com/OWNER/syncd/blob/main/docs/operations.md"
 #: Metrics whose names come with a suffix.
 SAMPLES = ("_bucket", "_count", "_sum")
@@ -439,7 +441,7 @@ def check(expression: str) -> None:
 
 
 def test_every_metric_that_an_alert_names_is_there() -> None:
-    (group,) = yaml.safe_load((DOCS / "monitoring" / "alerts.yml").read_text())["groups"]
+    (group,) = yaml.safe_load(RULES.read_text())["groups"]
     names = [rule["alert"] for rule in group["rules"]]
     assert len(names) == len(set(names))
     for rule in group["rules"]:
@@ -453,6 +455,13 @@ def test_every_metric_that_an_alert_names_is_there() -> None:
         assert command in {"ls ", "df -i "} or find(command.removesuffix(" FILE").strip())
         assert notes["runbook_url"] == f"{RUNBOOK}#{rule['alert'].lower()}"
         assert rule["alert"].lower() in anchors(DOCS / "operations.md")
+
+
+def test_prometheus_scrapes_under_the_name_that_alerts_ask_for() -> None:
+    (text,) = blocks("operations.md", "yaml")
+    (scraped,) = yaml.safe_load(text)["scrape_configs"]
+    assert f'up{{job="{scraped["job_name"]}"}} == 0' in RULES.read_text()
+    assert scraped["static_configs"] == [{"targets": ["127.0.0.1:9464"]}]
 
 
 def test_every_metric_that_the_dashboard_names_is_there_and_none_is_missing() -> None:
