@@ -118,8 +118,6 @@ class Blocks:
             seconds, it = now - entry.since, entry.obstacle
             lasts = entry.failures > 1 or seconds >= min(_SOON, self.lease_time)
             level = lasts + (lasts and seconds >= self.lease_time)
-            # In steps of ten seconds, because each change of the report is written.
-            seconds -= seconds % _SOON
             found.append(
                 Blocked(
                     reason=it.reason, what=it.what, remedy=it.remedy, level=level, seconds=seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, JsonValue, ValidationError, model_validator
 
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import STATE_POINTER, PointerName, checked_name
@@ -388,6 +388,10 @@ Reason = Literal[
 ]
 
 
+#: Seconds, in steps of ten, because the daemon writes each change of its report.
+Tens = Annotated[Seconds, AfterValidator(lambda seconds: seconds // 10 * 10)]
+
+
 class Blocked(Part):
     """Work of the daemon that cannot go on until somebody acts.
 
@@ -396,14 +400,14 @@ class Blocked(Part):
         what: what happened, and to which file.
         remedy: what to do.
         level: 0 at first, then 1 (a warning), then 2 (critical), by the daemon's clock.
-        seconds: since the first failure, up to ten seconds less.
+        seconds: since the first failure.
     """
 
     reason: Reason
     what: Text
     remedy: Text
     level: Annotated[int, Field(ge=0, le=2)] = 0
-    seconds: Seconds = 0.0
+    seconds: Tens = 0.0
 
 
 class Unpublished(Part):
@@ -411,12 +415,12 @@ class Unpublished(Part):
 
     Attributes:
         level: 0 as long as that is to be expected, then 1, then 2.
-        seconds: since it was announced, up to ten seconds less.
+        seconds: since it was announced.
     """
 
     step: Step
     level: Annotated[int, Field(ge=0, le=2)] = 0
-    seconds: Seconds = 0.0
+    seconds: Tens = 0.0
 
 
 class DaemonReport(Record):
