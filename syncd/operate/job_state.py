@@ -21,7 +21,6 @@ from syncd.operate.models import (
     DirectoryState,
     ExplorerState,
     JobState,
-    Problem,
     TrainerState,
     Unseen,
     UnseenJob,
@@ -39,7 +38,14 @@ from syncd.protocol.names import (
     parse_version_folder,
 )
 from syncd.protocol.records import DEFAULT_LEASE_TIME, Format, Latest, R, SaveOutcomes
-from syncd.protocol.reports import DaemonReport, ExplorerReport, Holder, TrainerReport, session_of
+from syncd.protocol.reports import (
+    DaemonReport,
+    ExplorerReport,
+    Holder,
+    Problem,
+    TrainerReport,
+    session_of,
+)
 from syncd.storage.append import last_lines
 from syncd.storage.errnos import is_gone, is_refused_here
 from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT, Storage
