@@ -125,6 +125,13 @@ class Blocks:
             )
         return tuple(sorted(found, key=lambda one: (-one.level, -one.seconds)))
 
+    def lasts(self, work: str) -> bool:
+        """True if for a lease time ``work`` has been blocked, by more than missing room."""
+        entry = self._entries.get(work)
+        if entry is None or entry.obstacle.reason == "room":
+            return False
+        return self.clock() - entry.since >= self.lease_time
+
     @property
     def needs_all_saves(self) -> bool:
         """True if no save may be deleted that was not served: more than room is missing."""
