@@ -92,10 +92,33 @@ class RuledStorage(FastStorage):
             rule(method, given)
 
 
-def _asking(name: str) -> Callable[..., Any]:
-    real = getattr(FastStorage, name)
+class OneByOne(FastStorage):
+    """Reads and writes a few bytes at a time, as any storage may."""
 
-    def method(self: RuledStorage, *given: Any) -> Any:
+    def read_part(self, fd: int, count: int) -> bytes:
+        return super().read_part(fd, min(count, 7))
+
+    def pread(self, fd: int, count: int, offset: int) -> bytes:
+        return super().pread(fd, min(count, 7), offset)
+
+    def pread_into(self, fd: int, part: memoryview, offset: int) -> int:
+        return super().pread_into(fd, part[:7], offset)
+
+    def write(self, fd: int, data: bytes | memoryview) -> int:
+        return super().write(fd, memoryview(data).cast("B")[:5])
+
+    def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
+        return super().pwrite(fd, memoryview(data).cast("B")[:5], offset)
+
+    def copy_file_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
+        return super().copy_file_range(source, target, min(count, 3), at, to)
+
+
+def asking(kind: type[Storage], name: str) -> Callable[..., Any]:
+    """A method of this kind of storage that first calls ``_before``."""
+    real = getattr(kind, name)
+
+    def method(self: Any, *given: Any) -> Any:
         self._before(name, *given)
         return real(self, *given)
 
@@ -103,7 +126,7 @@ def _asking(name: str) -> Callable[..., Any]:
 
 
 for _name in SEAM:
-    setattr(RuledStorage, _name, _asking(_name))
+    setattr(RuledStorage, _name, asking(FastStorage, _name))
 
 
 def _has(given: tuple[Any, ...], where: str) -> bool:

@@ -11,6 +11,7 @@ from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import InvalidSettingsError, VersionGoneError
 from syncd.storage.job import Job
 from syncd.storage.leases import pin_step, pin_version, unpin_step, unpin_version
+from tests.deltas import contents
 from tests.jobs import SmallJob, published
 from tests.lagging import Hosts
 from tests.storages import RuledStorage
@@ -22,10 +23,6 @@ def pruned(job: SmallJob, rounds: int = 2) -> None:
     with job.daemon(KEEP_ONE) as loop:
         for _ in range(rounds):
             loop.run_once()
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.lagging
@@ -128,7 +125,7 @@ def test_a_pin_that_is_set_holds_at_whatever_moment_of_a_prune_it_came(tmp_path:
         moment += 1
         job = SmallJob(tmp_path / f"job{moment}")
         published(job, 2)
-        before = content(job.version(1)), content(job.step(1))
+        before = contents(job.version(1)), contents(job.step(1))
         storage = job.storage = Counting(0)
         pinned: set[str] = set()
 
@@ -150,7 +147,7 @@ def test_a_pin_that_is_set_holds_at_whatever_moment_of_a_prune_it_came(tmp_path:
         pruned(job)
         for what in pinned:
             promised[what] += 1
-        now = content(job.version(1)), content(job.step(1))
+        now = contents(job.version(1)), contents(job.step(1))
         if "version" in pinned:
             assert now[0] == before[0], f"at moment {moment}"
         if "step" in pinned:
