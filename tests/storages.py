@@ -1,6 +1,7 @@
 """Storages that count, refuse or interfere, and a clock: the seams that the tests go through."""
 
 import errno
+import itertools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -148,13 +149,12 @@ def refuse(method: str, code: int, *, where: str = "") -> Rule:
     return rule
 
 
-def once(method: str, action: Callable[..., None], *, where: str = "") -> Rule:
-    """A rule that runs ``action`` with the call's paths, before the first such call only."""
-    done: list[bool] = []
+def once(method: str, action: Callable[..., None], *, where: str = "", nth: int = 0) -> Rule:
+    """A rule that runs ``action`` with the call's paths, before the first or nth such call only."""
+    calls = itertools.count()
 
     def rule(called: str, given: tuple[Any, ...]) -> None:
-        if not done and called == method and _has(given, where):
-            done.append(True)
+        if called == method and _has(given, where) and next(calls) == nth:
             action(*given)
 
     return rule
@@ -163,6 +163,11 @@ def once(method: str, action: Callable[..., None], *, where: str = "") -> Rule:
 def os_error(code: int, path: object = "") -> OSError:
     """As a system call of that error raises it."""
     return OSError(code, os.strerror(code), str(path))
+
+
+def fail(*_: object) -> None:
+    """What a rule may do: the call fails."""
+    raise os_error(errno.EIO)
 
 
 def fails(code: int) -> AbstractContextManager[pytest.ExceptionInfo[OSError]]:

@@ -1,4 +1,3 @@
-import errno
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from syncd.coordination.participant import StateFile
 from syncd.protocol.errors import InvalidSettingsError, ProtocolMismatchError, RecordError
 from syncd.storage.job import Job
 from tests.jobs import SmallJob
-from tests.storages import CHANGES, RuledStorage
+from tests.storages import CHANGES, RuledStorage, fail, once
 
 
 def state_file(job: SmallJob, storage: RuledStorage | None = None) -> StateFile:
@@ -101,19 +100,8 @@ def test_a_save_that_fails_anywhere_leaves_this_state_or_the_one_before(
 ) -> None:
     state_file(job).save(1, {})
     for nth in range(6):
-        storage = RuledStorage()
-        seen = 0
-
-        def fail(called: str, _: tuple[Any, ...], nth: int = nth) -> None:
-            nonlocal seen
-            if called == method:
-                seen += 1
-                if seen == nth + 1:
-                    raise OSError(errno.EIO, "it failed")
-
-        storage.rules.append(fail)
         try:
-            state_file(job, storage).save(2, {})
+            state_file(job, RuledStorage(once(method, fail, nth=nth))).save(2, {})
         except OSError:
             assert iteration(state_file(job)) in {1, 2}
         else:
