@@ -2,9 +2,13 @@
 
 import logging
 import threading
+from typing import Any
 
+from torch import nn
+
+from tests.jobs import SmallJob
 from tests.storages import RuledStorage, once
-from trainer_hooks import TrainerHook
+from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
 
 #: A guard against hanging, for what takes a second or two.
 DEADLINE = 60.0
@@ -33,6 +37,13 @@ def written(hook: TrainerHook) -> None:
 def checkpoint(hook: TrainerHook, step: int) -> None:
     """Save a full checkpoint, and wait for it."""
     hook.save_checkpoint(step, block_until_saved=True)
+
+
+def saved(job: SmallJob, model: nn.Module, *, full: bool = False, **saving: Any) -> None:
+    """A hook syncs step 1, and makes it a full checkpoint if asked."""
+    settings = SyncSettings(sync_interval=1, save_interval=1 if full else 0)
+    with TrainerHook(job.root, model, settings=settings, saving=SaveSettings(**saving)) as hook:
+        hook.after_step(1)
 
 
 class Gate:

@@ -32,7 +32,7 @@ from typing import Any, TypeVar, cast
 
 from syncd.storage.calls import Kind, kind_of
 from syncd.storage.errnos import is_gone
-from tests.storages import SEAM, AnswerLost, Clock, FastStorage, Rule, RuledStorage
+from tests.storages import SEAM, AnswerLost, Clock, FastStorage, Rule, RuledStorage, asking
 
 T = TypeVar("T")
 
@@ -422,18 +422,8 @@ class RuledLagging(RuledStorage, LaggingStorage):
         self.calls = []
 
 
-def _asking(name: str) -> Callable[..., Any]:
-    real = getattr(LaggingStorage, name)
-
-    def method(self: RuledLagging, *given: Any) -> Any:
-        self._before(name, *given)
-        return real(self, *given)
-
-    return method
-
-
 for _name in SEAM:
-    setattr(RuledLagging, _name, _asking(_name))
+    setattr(RuledLagging, _name, asking(LaggingStorage, _name))
 
 
 class AnswerLostLagging(LaggingStorage):

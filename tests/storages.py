@@ -1,6 +1,7 @@
 """Storages that count, refuse or interfere, and a clock: the seams that the tests go through."""
 
 import errno
+import itertools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -92,10 +93,33 @@ class RuledStorage(FastStorage):
             rule(method, given)
 
 
-def _asking(name: str) -> Callable[..., Any]:
-    real = getattr(FastStorage, name)
+class OneByOne(FastStorage):
+    """Reads and writes a few bytes at a time, as any storage may."""
 
-    def method(self: RuledStorage, *given: Any) -> Any:
+    def read_part(self, fd: int, count: int) -> bytes:
+        return super().read_part(fd, min(count, 7))
+
+    def pread(self, fd: int, count: int, offset: int) -> bytes:
+        return super().pread(fd, min(count, 7), offset)
+
+    def pread_into(self, fd: int, part: memoryview, offset: int) -> int:
+        return super().pread_into(fd, part[:7], offset)
+
+    def write(self, fd: int, data: bytes | memoryview) -> int:
+        return super().write(fd, memoryview(data).cast("B")[:5])
+
+    def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
+        return super().pwrite(fd, memoryview(data).cast("B")[:5], offset)
+
+    def copy_file_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
+        return super().copy_file_range(source, target, min(count, 3), at, to)
+
+
+def asking(kind: type[Storage], name: str) -> Callable[..., Any]:
+    """A method of this kind of storage that first calls ``_before``."""
+    real = getattr(kind, name)
+
+    def method(self: Any, *given: Any) -> Any:
         self._before(name, *given)
         return real(self, *given)
 
@@ -103,7 +127,7 @@ def _asking(name: str) -> Callable[..., Any]:
 
 
 for _name in SEAM:
-    setattr(RuledStorage, _name, _asking(_name))
+    setattr(RuledStorage, _name, asking(FastStorage, _name))
 
 
 def _has(given: tuple[Any, ...], where: str) -> bool:
@@ -125,13 +149,12 @@ def refuse(method: str, code: int, *, where: str = "") -> Rule:
     return rule
 
 
-def once(method: str, action: Callable[..., None], *, where: str = "") -> Rule:
-    """A rule that runs ``action`` with the call's paths, before the first such call only."""
-    done: list[bool] = []
+def once(method: str, action: Callable[..., None], *, where: str = "", nth: int = 0) -> Rule:
+    """A rule that runs ``action`` with the call's paths, before the first or nth such call only."""
+    calls = itertools.count()
 
     def rule(called: str, given: tuple[Any, ...]) -> None:
-        if not done and called == method and _has(given, where):
-            done.append(True)
+        if called == method and _has(given, where) and next(calls) == nth:
             action(*given)
 
     return rule
@@ -140,6 +163,11 @@ def once(method: str, action: Callable[..., None], *, where: str = "") -> Rule:
 def os_error(code: int, path: object = "") -> OSError:
     """As a system call of that error raises it."""
     return OSError(code, os.strerror(code), str(path))
+
+
+def fail(*_: object) -> None:
+    """What a rule may do: the call fails."""
+    raise os_error(errno.EIO)
 
 
 def fails(code: int) -> AbstractContextManager[pytest.ExceptionInfo[OSError]]:

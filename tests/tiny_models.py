@@ -199,6 +199,16 @@ def save_by_hand(model: nn.Module, actor: Path) -> None:
     write_shards(state, actor)
 
 
+def trained(model: Any, seed: int = 1) -> Any:
+    """Nothing that is trained is as it was made."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.requires_grad:
+                value.add_(torch.randn_like(value) * 0.3)
+    return model
+
+
 def logits(model: Any) -> torch.Tensor:
     """What a model answers."""
     tokens = torch.tensor([[5, 9, 11, 7, 30, 22]])

@@ -177,7 +177,7 @@ def table(seen: Sequence[JobState | UnseenJob], now: float) -> RenderableType:
         rows.add_row(
             *cells(
                 job.job,
-                _state(job) if daemon else "none yet",
+                _state(job),
                 f"v{latest.sequence}" if latest else "-",
                 latest.step if latest else "-",
                 len(live),

@@ -13,7 +13,6 @@ from syncd.storage.judge import Clock
 _PATIENCE: Final = 60.0
 #: How many times as long as the last one a save may wait.
 _TIMES: Final = 3
-_STEP: Final = 10.0
 
 
 @dataclass
@@ -61,5 +60,4 @@ class Arrival:
         waited = self.clock() - max(self._since, self._normal_at)
         late = waited - (_PATIENCE + self.lease_time + _TIMES * self.pace)
         level = 0 if late < 0 else 1 + (late >= self.lease_time)
-        # In steps of ten seconds, because each change of the report is written.
-        return Unpublished(step=self._step, level=level, seconds=seconds // _STEP * _STEP)
+        return Unpublished(step=self._step, level=level, seconds=seconds)

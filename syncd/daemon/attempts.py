@@ -15,7 +15,6 @@ from syncd.daemon.collect import Tidying
 from syncd.daemon.decide import Fold
 from syncd.daemon.folds import Folds
 from syncd.daemon.linking import link_save
-from syncd.daemon.patience import Patience, cannot_heal
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
 from syncd.daemon.steering import Steering
@@ -49,7 +48,7 @@ from syncd.protocol.version_events import (
     VersionPublished,
     VersionRolledBack,
 )
-from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring
+from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring, is_gone, is_no_record
 
 #: The most seconds between two attempts at a merge that storage refuses.
 _LONGEST_WAIT: Final = 30.0
@@ -86,8 +85,7 @@ class Attempts:
         self._asked: str | None = None
         self._refusals = 0
         self.late = ""
-        lease_time = self.tenure.judge.lease_time
-        self._patience, self._folds_patience = (Patience(lease_time, self._clock) for _ in "12")
+        self._missed: dict[str, object] = {}  # the work whose file was missing
 
     def publish(  # noqa: PLR0911 - one return for each way it ends
         self, save: WholeSave, whole_since: float, heard: Progress
@@ -203,13 +201,21 @@ class Attempts:
         is_link, layout = isinstance(save, Links), self._job.layout
         if not (is_link or self.reporter.no_links is None):
             return
-        if self._patience.is_over(save.identity, error):
-            late = not (is_link and cannot_heal(error))
+        if self._is_over("save", save.identity, error):
+            late = not (is_link and _cannot_heal(error))
             self._close(save.step, save.identity, why, late=late)
             return
         for folder in (layout.root, layout.step(save.step), layout.actor(save.step)):
             with Ignoring(GONE | REFUSED_HERE):
                 self._job.storage.refresh(folder)
+
+    def _is_over(self, work: str, of: object, error: Exception) -> bool:
+        """True if nothing later should wait for this work: it fails for long, or after damage."""
+        if not _cannot_heal(error):
+            return self.tenure.blocks.lasts(work)  # without room: whole weights would need more
+        # A missing file is looked for once more, because this client's cache can be outdated.
+        missed, self._missed[work] = self._missed.get(work), of
+        return missed == of or not isinstance(error, OSError)
 
     def _close(self, step: int, save_id: str, reason: str, *, late: bool = False) -> None:
         """Let the trainer save whole weights; unless it is only late, never try this save again."""
@@ -237,8 +243,8 @@ class Attempts:
                 return
             self.publisher.publish_fold(manifest, folds.folder)
         except (LinkError, RecordError, NoRoomError, OSError) as error:
-            is_over = self._folds_patience.is_over(latest.sequence, error)
-            damaged, event = is_over and cannot_heal(error), FoldDelayed(ahead.step, error)
+            is_over = self._is_over("fold", latest.sequence, error)
+            damaged, event = is_over and _cannot_heal(error), FoldDelayed(ahead.step, error)
             folds.end(None if damaged else Obstacle.of(str(event), error))
             self._job.check_is_there()
             if is_over:
@@ -354,3 +360,10 @@ class Attempts:
         self._again_at = self._clock() + self._wait
         self._lose_patience(save, why, error)
         return f"{why}; trying again in {self._wait:g} s"
+
+
+def _cannot_heal(error: Exception) -> bool:
+    """True if a file is damaged, missing, or no regular file, so that waiting does not help."""
+    if isinstance(error, OSError):
+        return is_gone(error) or is_no_record(error)
+    return isinstance(error, LinkError | RecordError)

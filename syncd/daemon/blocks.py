@@ -118,14 +118,19 @@ class Blocks:
             seconds, it = now - entry.since, entry.obstacle
             lasts = entry.failures > 1 or seconds >= min(_SOON, self.lease_time)
             level = lasts + (lasts and seconds >= self.lease_time)
-            # In steps of ten seconds, because each change of the report is written.
-            seconds -= seconds % _SOON
             found.append(
                 Blocked(
                     reason=it.reason, what=it.what, remedy=it.remedy, level=level, seconds=seconds
                 )
             )
         return tuple(sorted(found, key=lambda one: (-one.level, -one.seconds)))
+
+    def lasts(self, work: str) -> bool:
+        """True if for a lease time ``work`` has been blocked, by more than missing room."""
+        entry = self._entries.get(work)
+        if entry is None or entry.obstacle.reason == "room":
+            return False
+        return self.clock() - entry.since >= self.lease_time
 
     @property
     def needs_all_saves(self) -> bool:

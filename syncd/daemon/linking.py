@@ -14,7 +14,6 @@ from syncd.deltas.limits import LinkError
 from syncd.deltas.link_index import INDEX_LIMIT, LinkRecord, read_index
 from syncd.deltas.link_plan import plan_links
 from syncd.deltas.whole_version import WholeVersion
-from syncd.protocol.errors import SaveNotReadyError
 from syncd.protocol.names import DELTA, HUGGINGFACE, MODEL_CONFIG, link_folder, link_name
 from syncd.protocol.records import Latest, VersionFile, encode
 from syncd.storage.fsio import Storage
@@ -67,8 +66,8 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
         job.storage.sync_folder(folder)
         # First, because a link whose save has no outcome would count as skipped.
         publisher.outcomes.published(save.step, save.identity, sequence)
-        if publisher.outcomes.unwritten:
-            raise SaveNotReadyError(f"{job.layout.saves} cannot be written")
+        if error := publisher.outcomes.unwritten:
+            raise error
         # Rename building/d000017 to deltas/d000017. Fsync deltas/.
         epoch.commit_link(folder.name)
     return sequence

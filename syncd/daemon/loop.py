@@ -117,7 +117,7 @@ class Loop:
             CancelledError: ``cancel`` stopped a merge.
         """
         self.pruned.clear()
-        started, config, blocks = self._clock(), self.config, self.tenure.blocks
+        started, config = self._clock(), self.config
         self._publisher.config = config
         seen = self._scanner.scan(self._known(), config)
         decision = decide(seen, config)
@@ -126,7 +126,7 @@ class Loop:
         begun = self._clock()
         whole_since = begun - seen.save_still_for
         self.tenure.meter.scanned(seen, self._publisher.latest)
-        self._look_at_waits(seen)
+        self._look_at_arrival(seen)
         # New weights first. After a merge the observation is too old to prune by, so the next round
         # prunes first; otherwise merges that follow each other would starve the pruning.
         actions = sorted(decision.actions, key=_is_pruning, reverse=self._prunings_left)
@@ -153,14 +153,9 @@ class Loop:
         self._look_at_records()
         self._journal.write()
         self._tidy(seen)
-        self._look_at_waits(seen)
-        # Also while the next save is not complete yet.
-        if (obstacle := self._attempts.obstacle) and self._reporter.arrival.waits():
-            blocks.meet("save", obstacle)
-        for failure in islice(self._stuck.values(), 1):  # not tried again in each round
-            blocks.meet(PruneStep.__name__, failure)
-        blocks.end_round()
-        told = [it.what for it in blocks.current]
+        self._look_at_arrival(seen)
+        self._meet_obstacles(seen)
+        told = [it.what for it in self.tenure.blocks.current]
         waiting_for = lasting(waiting_for or next(iter(told), ""))
         is_told = any(what in waiting_for or waiting_for in what for what in told)
         self._journal.waiting(waiting_for, is_told=is_told)
@@ -276,15 +271,18 @@ class Loop:
         except OSError as error:
             self._note("to write a record again", error)
 
-    def _look_at_waits(self, seen: Observation) -> None:
-        """What the pointer and its save say about the daemon's wait."""
-        pointer, save, latest = seen.pointer, seen.save, self._publisher.latest
+    def _look_at_arrival(self, seen: Observation) -> None:
+        """See which save waits: before it is pruned by, and after a publication."""
+        latest, arrival = self._publisher.latest, self._reporter.arrival
         ahead = latest.ahead.save_id if latest and latest.ahead else None
-        arrival = self._reporter.arrival
         arrival.is_normal = seen.pause is not None or self._refused_turn
         arrival.look(seen, frozenset({self._publisher.known.published_save, ahead}))
-        meet, path = self.tenure.blocks.meet, self._job.layout.root / self.config.pointer
-        if pointer.state in {PointerState.TORN, PointerState.UNREADABLE} or seen.instead:
+
+    def _meet_obstacles(self, seen: Observation) -> None:
+        """End the round of what is blocked, with what no action of this round met."""
+        save, blocks = seen.save, self.tenure.blocks
+        meet, path = blocks.meet, self._job.layout.root / self.config.pointer
+        if seen.pointer.state in {PointerState.TORN, PointerState.UNREADABLE} or seen.instead:
             meet("pointer", Obstacle("pointer", f"{path} {seen.no_step}", _POINTER))
         if error := self._outcomes.unwritten:
             what = f"cannot write {self._job.layout.saves}: {error}"
@@ -293,6 +291,12 @@ class Loop:
             why = self._job.refusal(save.step, save.known_as)
             what = f"step {save.step} cannot be published: {why}"
             meet("quarantine", Obstacle("save", what, _NEXT_SAVE), is_told=True)
+        # Also while the next save is not complete yet.
+        if (obstacle := self._attempts.obstacle) and self._reporter.arrival.waits():
+            meet("save", obstacle)
+        for failure in islice(self._stuck.values(), 1):  # not tried again in each round
+            meet(PruneStep.__name__, failure)
+        blocks.end_round()
 
     def _tidy(self, seen: Observation) -> None:
         try:

@@ -6,8 +6,9 @@ import shlex
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from syncd.operate.models import DirectoryState, ExplorerState, Health, Problem
+from syncd.operate.models import DirectoryState, ExplorerState, Health
 from syncd.protocol.amounts import few, span
+from syncd.protocol.reports import Problem
 from syncd.storage.sessions import process_of
 
 #: The most problems in the line of a job's health.
@@ -55,8 +56,7 @@ def problems_of(job: DirectoryState, *, knows_daemon: bool) -> Iterator[Problem]
 def problems_of_work(directory: DirectoryState) -> Iterator[Problem]:
     """What a daemon cannot do in a directory, and the problems of explorers."""
     if (daemon := directory.daemon) is not None:
-        for blocked in daemon.blocked:
-            yield Problem(level=blocked.level, what=blocked.what, remedy=blocked.remedy)
+        yield from daemon.blocked
         if (save := daemon.unpublished) is not None and save.level:
             what = f"step {save.step} is not served {span(save.seconds)} after its save"
             remedy = f"The daemon's log says why. {daemon.detail}"

@@ -21,7 +21,6 @@ from syncd.operate.models import (
     DirectoryState,
     ExplorerState,
     JobState,
-    Problem,
     TrainerState,
     Unseen,
     UnseenJob,
@@ -39,7 +38,14 @@ from syncd.protocol.names import (
     parse_version_folder,
 )
 from syncd.protocol.records import DEFAULT_LEASE_TIME, Format, Latest, R, SaveOutcomes
-from syncd.protocol.reports import DaemonReport, ExplorerReport, Holder, TrainerReport, session_of
+from syncd.protocol.reports import (
+    DaemonReport,
+    ExplorerReport,
+    Holder,
+    Problem,
+    TrainerReport,
+    session_of,
+)
 from syncd.storage.append import last_lines
 from syncd.storage.errnos import is_gone, is_refused_here
 from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT, Storage
@@ -262,8 +268,6 @@ class _Look:
         seen = self._process(report, report.state == "stopped")
         if seen["liveness"] in {"lost", "ended"}:  # what it did is over
             seen |= {"detail": "", "merge": None, "fold": None, "blocked": (), "unpublished": None}
-        if seen["liveness"] == "lost":
-            seen["state"] = "lost"
         report = report.model_copy(update=seen)
         if report.liveness == "alive":
             self._check_is_written(report)
@@ -287,18 +291,14 @@ class _Look:
                 self.problems[path] = Problem(level=level, what=what, remedy=remedy)
 
     def _trainer(self, report: TrainerState) -> TrainerState:
-        seen = self._process(report, report.status == "stopped", "trainer")
-        if seen["liveness"] == "lost":
-            seen["status"] = "lost"
-        return report.model_copy(update=seen)
+        is_stopped = report.status == "stopped"
+        return report.model_copy(update=self._process(report, is_stopped, "trainer"))
 
     def _explorer(self, report: ExplorerState, latest: Latest | None) -> ExplorerState:
         is_stopped = report.status == "stopped" and report.starting is None
         seen = self._process(report, is_stopped, "explorer", report.name)
-        if seen["liveness"] == "lost":
-            seen["status"] = "lost"
-        elif report.starting is not None:
-            seen["status"] = "starting"
+        if report.starting is not None:
+            seen = {"status": "starting"} | seen
         if seen["liveness"] in {"alive", "unknown"}:
             if report.fault:
                 seen["trouble"] = "faulty"
@@ -315,7 +315,7 @@ class _Look:
         role: str = "",
         name: str = "",
     ) -> dict[str, object]:
-        """The fields of :class:`Process`."""
+        """The fields of :class:`Process`, and the status of a lost one."""
         if is_stopped or report.session is None:
             ended = "ended" if is_stopped else None
             return {"heard": report.time, "liveness": ended, "trouble": None}
@@ -338,7 +338,9 @@ class _Look:
             still = self._watch.wall() - heard
             lasting = f" for {span(still)}" if still > self._lease_time else ""
             trouble = f"lost (no heartbeat{lasting})"
-        return {"heard": heard, "liveness": liveness, "trouble": trouble}
+        state = "state" if isinstance(report, DaemonReport) else "status"
+        lost = {state: "lost"} if liveness == "lost" else {}
+        return {"heard": heard, "liveness": liveness, "trouble": trouble, **lost}
 
     def _claimed(self, role: str, name: str, session: str) -> str:
         """What :func:`has_ended` can know."""

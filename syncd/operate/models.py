@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, JsonValue, field_serializer
+from pydantic import JsonValue, field_serializer
 
 from syncd.daemon.ways import LinkSeen
 from syncd.operate.liveness import Liveness
 from syncd.protocol.journal_lines import AuditLine, JournalLine
 from syncd.protocol.records import Latest, Part, Pause, RollbackRequest
-from syncd.protocol.reports import DaemonReport, ExplorerReport, TrainerReport
+from syncd.protocol.reports import DaemonReport, ExplorerReport, Problem, TrainerReport
 
 
 class Process(Part):
@@ -60,14 +60,6 @@ class VersionState(Part):
     sequence: int
     leases: list[str]
     pinned: bool
-
-
-class Problem(Part):
-    """Something that somebody should know; ``level`` is 0, 1 (a warning) or 2 (critical)."""
-
-    level: Annotated[int, Field(ge=0, le=2)]
-    what: str
-    remedy: str
 
 
 class Health(Part):

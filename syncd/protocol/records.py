@@ -113,8 +113,9 @@ def parse(model: type[R], content: bytes | dict[str, object], where: object) -> 
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
         wrong = f"{place[:_SHOWN]}: {first['msg'][:_SHOWN]}"
+        kind = re.sub("(?!^)(?=[A-Z])", " ", model.__name__).lower()
         raise RecordError(
-            f"{printable(where)} is not a valid {model.__name__} record: {printable(wrong)}"
+            f"{printable(where)} is not a valid {kind} record: {printable(wrong)}"
         ) from None
     _refuse_newer(record, where)
     return record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, JsonValue, ValidationError, model_validator
 
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import STATE_POINTER, PointerName, checked_name
@@ -388,35 +388,49 @@ Reason = Literal[
 ]
 
 
-class Blocked(Part):
+#: 0 if all is well, 1 for a warning, 2 if critical.
+Level = Annotated[int, Field(ge=0, le=2)]
+#: Seconds, in steps of ten, because the daemon writes each change of its report.
+Tens = Annotated[Seconds, AfterValidator(lambda seconds: seconds // 10 * 10)]
+
+
+class Problem(Part):
+    """Something that somebody should know.
+
+    Attributes:
+        what: what happened, and to which file.
+        remedy: what to do.
+    """
+
+    level: Level = 0
+    what: Text
+    remedy: Text
+
+
+class Blocked(Problem):
     """Work of the daemon that cannot go on until somebody acts.
 
     Attributes:
         reason: its kind, for metrics and alerts.
-        what: what happened, and to which file.
-        remedy: what to do.
-        level: 0 at first, then 1 (a warning), then 2 (critical), by the daemon's clock.
-        seconds: since the first failure, up to ten seconds less.
+        level: 0 at first, then higher, by the daemon's clock.
+        seconds: since the first failure.
     """
 
     reason: Reason
-    what: Text
-    remedy: Text
-    level: Annotated[int, Field(ge=0, le=2)] = 0
-    seconds: Seconds = 0.0
+    seconds: Tens = 0.0
 
 
 class Unpublished(Part):
     """The announced save, which is neither served nor overtaken by a served one of its run.
 
     Attributes:
-        level: 0 as long as that is to be expected, then 1, then 2.
-        seconds: since it was announced, up to ten seconds less.
+        level: 0 as long as that is to be expected.
+        seconds: since it was announced.
     """
 
     step: Step
-    level: Annotated[int, Field(ge=0, le=2)] = 0
-    seconds: Seconds = 0.0
+    level: Level = 0
+    seconds: Tens = 0.0
 
 
 class DaemonReport(Record):

@@ -48,7 +48,7 @@ from syncd.storage.sessions import Session
 from tests.crash.invariants import CONFIG
 from tests.jobs import LEASE_TIME
 from tests.made_deltas import work
-from tests.storages import CHANGES, Clock, FastStorage
+from tests.storages import CHANGES, Clock, FastStorage, asking
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
 #: What changes nothing that anyone could see, where nothing waits for the disk.
@@ -183,7 +183,7 @@ class SteppedStorage(FastStorage):
         self._actor = actor
         self._last: tuple[str, Any] = ("", None)
 
-    def _before(self, method: str, given: tuple[Any, ...]) -> None:
+    def _before(self, method: str, *given: Any) -> None:
         before, self._last = self._last, (method, given[0])
         if method in _PARTS and before == self._last:
             self._actor.raise_if_killed()
@@ -191,18 +191,8 @@ class SteppedStorage(FastStorage):
             self._actor.reach(Call(method, given))
 
 
-def _stopping(name: str) -> Callable[..., Any]:
-    real = getattr(FastStorage, name)
-
-    def method(self: SteppedStorage, *given: Any) -> Any:
-        self._before(name, given)
-        return real(self, *given)
-
-    return method
-
-
 for _name in STOPS:
-    setattr(SteppedStorage, _name, _stopping(_name))
+    setattr(SteppedStorage, _name, asking(FastStorage, _name))
 
 
 class Heartbeat:

@@ -15,7 +15,7 @@ from syncd.protocol.names import parse_step_folder, version_folder
 from tests.crash.invariants import CONFIG, check, look, pass_time
 from tests.crash.scenarios import SCENARIOS, Scenario
 from tests.jobs import SmallJob
-from tests.storages import Clock, FastStorage, RuledStorage, os_error
+from tests.storages import Clock, OneByOne, RuledStorage, os_error
 
 CODES = (
     errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EACCES, errno.EROFS, errno.EINTR,
@@ -162,28 +162,6 @@ def test_whatever_call_fails_once_the_same_daemon_goes_on(
         number += 1
         call += min(call, STRIDE)
     assert number > 2
-
-
-class OneByOne(FastStorage):
-    """Reads and writes a few bytes at a time, as any storage may."""
-
-    def read_part(self, fd: int, count: int) -> bytes:
-        return super().read_part(fd, min(count, 7))
-
-    def pread(self, fd: int, count: int, offset: int) -> bytes:
-        return super().pread(fd, min(count, 7), offset)
-
-    def pread_into(self, fd: int, part: memoryview, offset: int) -> int:
-        return super().pread_into(fd, part[:7], offset)
-
-    def write(self, fd: int, data: bytes | memoryview) -> int:
-        return super().write(fd, memoryview(data).cast("B")[:5])
-
-    def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
-        return super().pwrite(fd, memoryview(data).cast("B")[:5], offset)
-
-    def copy_file_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
-        return super().copy_file_range(source, target, min(count, 3), at, to)
 
 
 @each_scenario

@@ -26,6 +26,7 @@ from syncd.storage.job import Job
 from tests.crash.children import child, was_killed
 from tests.crash.test_errors import CODES, FailingStorage
 from tests.crash.test_kill import STRIDE, DeadlyStorage
+from tests.deltas import contents
 from tests.explorers import LONG, publish
 from tests.jobs import SmallJob
 from tests.staged_links import LinkedJob, state
@@ -76,19 +77,15 @@ def check(stage: Path, versions: list[LeasedVersion], moment: int) -> None:
     """What is there is whole, and whoever comes next gets its version, and leaves no other."""
     again = Staging(stage)
     (room,) = stage.iterdir()
-    truths = {version.folder.name: files(version.folder) for version in versions}
+    truths = {version.folder.name: contents(version.folder) for version in versions}
     for copy in room.iterdir():
         if copy.name[0] != ".":
-            assert files(copy) == truths[copy.name.partition("-")[0]], f"moment {moment}"
+            assert contents(copy) == truths[copy.name.partition("-")[0]], f"moment {moment}"
     held = again.stage(versions[1])
     held.verify()
     again.tidy()
     assert sorted(os.listdir(room)) == [".copier", held.folder.name], f"moment {moment}"
     held.release()
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 # -- from links ----------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ FAULTS = {
     ),
     "garbage LATEST": Fault(
         lambda world: world.damage_latest(), lambda world: world.daemon.resume(),
-        2, (".syncd/LATEST is not a valid Latest record", "Restart the process that writes it"),
+        2, (".syncd/LATEST is not a valid latest record", "Restart the process that writes it"),
     ),
 }  # fmt: skip
 

@@ -206,17 +206,21 @@ def test_a_link_that_does_not_fit_closes_the_links(
     assert job.layout.journal.read_bytes().count(b'"closed"') == 1
 
 
-@pytest.mark.parametrize("where", ["rank-0", "actor/model.safetensors"])
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [("open_read", "rank-0"), ("open_read", "actor/model.safetensors"), ("create", "saves.json")],
+)
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
 def test_after_a_lease_time_of_errors_whole_weights_come_and_the_save_is_still_tried(
-    job: SmallJob, storage: RuledStorage, code: int, where: str
+    job: SmallJob, storage: RuledStorage, code: int, kind: str, where: str
 ) -> None:
     with daemon(job, 1) as loop:
         live(loop, "living")
-        if where != "rank-0":  # a full save, on which later links are based
-            save_full(job, 2)
-        save_link(job, 3, 1 if where == "rank-0" else 2)
-        storage.refuse("open_read", code, where=where)
+        base = 2 if where.startswith("actor") else 1
+        if base == 2:  # a full save, on which later links are based
+            save_full(job, base)
+        save_link(job, 3, base)
+        storage.refuse(kind, code, where=where)
         live(loop, "living", 4)
         assert (job.latest.closed, job.latest.ahead) == (None, None)
         live(loop, "living", 12)

@@ -1,4 +1,3 @@
-import errno
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from syncd.storage.job import Job
 from syncd.storage.sessions import Session, _process, boot_id, has_ended, this_process
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.programs import completed
-from tests.storages import CHANGES, AnswerLost, Clock, RuledStorage, once
+from tests.storages import CHANGES, AnswerLost, Clock, RuledStorage, fail, once
 
 pytestmark = pytest.mark.lagging
 
@@ -296,18 +295,8 @@ def test_whatever_call_fails_a_name_can_be_taken_afterwards_by_one_alone(
 ) -> None:
     first, second = Heartbeat(job, "first"), Heartbeat(job, "second")
     for nth in range(4):
-        storage = RuledStorage()
-        seen = 0
-
-        def fail(called: str, _: tuple[object, ...], nth: int = nth) -> None:
-            nonlocal seen
-            seen += called == method
-            if called == method and seen == nth + 1:
-                raise OSError(errno.EIO, "it failed")
-
-        storage.rules.append(fail)
         with suppress(OSError):
-            take(first, storage=storage)
+            take(first, storage=RuledStorage(once(method, fail, nth=nth)))
         held = take(first)
         with pytest.raises(NameTakenError):
             take(second, beating=[first])

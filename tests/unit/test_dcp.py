@@ -105,20 +105,17 @@ def test_with_another_prefix_there_may_be_room(tmp_path: Path) -> None:
 # -- exact ----------------------------------------------------------------------------------------
 
 
-def test_every_dtype_and_shape_comes_out_as_it_went_in(tmp_path: Path) -> None:
-    state = difficult()
-    folder = save({"model": state, "optim": {"state": state}}, tmp_path / "save")
-    assert build(folder, tmp_path / "out").checked == "crc32"
-    assert_equal(loaded(tmp_path / "out"), state)
-
-
-@pytest.mark.parametrize("distributed", [True, False])
-def test_every_dtype_and_shape_comes_out_of_hugging_face_files(
-    tmp_path: Path, *, distributed: bool
+@pytest.mark.parametrize("distributed", [None, True, False], ids=["torch", "many", "one"])
+def test_every_dtype_and_shape_comes_out_as_it_went_in(
+    tmp_path: Path, distributed: bool | None
 ) -> None:
-    state = difficult()
-    folder = save_hf(state, tmp_path / "save", save_distributed=distributed)
-    assert build(folder, tmp_path / "out").checked == "stillness"
+    state, path = difficult(), tmp_path / "save"
+    if distributed is None:
+        folder = save({"model": state, "optim": {"state": state}}, path)
+    else:
+        folder = save_hf(state, path, save_distributed=distributed)
+    checked = "crc32" if distributed is None else "stillness"
+    assert build(folder, tmp_path / "out").checked == checked
     assert_equal(loaded(tmp_path / "out"), state)
 
 

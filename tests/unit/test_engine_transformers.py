@@ -27,6 +27,7 @@ from tests.engines.subjects import bits_of, lora_qwen, tiny_qwen
 from tests.engines.tiny_models import save_step
 from tests.explorers import held
 from tests.jobs import SmallJob
+from tests.tiny_models import trained
 
 INPUTS = torch.arange(12).view(2, 6) * 3
 
@@ -53,15 +54,6 @@ def version_of(
     return make_version(
         folder / f"v{sequence}", packed(tensors), kind=kind, sequence=sequence, files=contents
     )
-
-
-@torch.no_grad()
-def trained(model: Any, seed: int) -> Any:
-    torch.manual_seed(seed)
-    for value in model.parameters():
-        if value.requires_grad:
-            value.add_(torch.randn_like(value) * 0.3)
-    return model
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from syncd.storage.fsio import Draft, Storage
 from tests.storages import (
     STORAGE,
     FastStorage,
+    OneByOne,
     RuledStorage,
     fails,
     once,
@@ -72,19 +73,12 @@ def test_a_draft_is_made_in_the_room_that_it_is_given(tmp_path: Path) -> None:
 
 
 def test_short_writes_go_on_where_they_ended(path: Path) -> None:
-    class OneByte(FastStorage):
-        def write(self, fd: int, data: bytes | memoryview) -> int:
-            return super().write(fd, bytes(data[:1]))
-
-        def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
-            return super().pwrite(fd, bytes(data[:1]), offset)
-
-    storage = OneByte()
+    storage = OneByOne()
     storage.write_new(path, b"all of it")
     assert path.read_bytes() == b"all of it"
     with path.open("r+b") as file:
-        storage.pwrite_all(file.fileno(), b"IT!", 7)
-    assert path.read_bytes() == b"all of IT!"
+        storage.pwrite_all(file.fileno(), b"OF IT!", 4)
+    assert path.read_bytes() == b"all OF IT!"
 
 
 def test_a_new_file_replaces_nothing(path: Path) -> None:

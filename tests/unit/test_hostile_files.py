@@ -675,19 +675,12 @@ each_thing = pytest.mark.parametrize("thing", [*THINGS, *CONTENTS], ids=named)
 
 
 @each_thing
-def test_an_explorer_waits_for_a_latest_that_is_none(shared: Shared, thing: Hostile | str) -> None:
-    with shared.reader() as reader:
-        shared.put(thing, ".syncd/LATEST")
-        with pytest.raises((WaitTimeoutError, RecordError)):
-            reader.next_version(4, 0)
-
-
-@each_thing
-def test_an_explorer_refuses_a_version_whose_manifest_is_none(
-    shared: Shared, thing: Hostile | str
+@pytest.mark.parametrize("name", [".syncd/LATEST", "published/v000004/manifest.json"])
+def test_an_explorer_takes_no_version_whose_latest_or_manifest_is_none(
+    shared: Shared, name: str, thing: Hostile | str
 ) -> None:
     with shared.reader() as reader:
-        shared.put(thing, "published/v000004/manifest.json")
+        shared.put(thing, name)
         with pytest.raises((VerificationError, RecordError, WaitTimeoutError)):
             reader.next_version(0, 0)
         assert os.listdir(shared.layout.lease_folder(4)) == []

@@ -17,7 +17,7 @@ from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import HUGGINGFACE, NAME_MAP
 from tests.commands import invoke
 from tests.hub_tables import classes, default_model, on_hub, shapes
-from tests.merging import build
+from tests.merging import assert_equal, build
 from tests.tiny_models import (
     logits,
     save_by_hand,
@@ -257,9 +257,7 @@ def test_a_full_state_dict_is_split_too(tmp_path: Path) -> None:
 
     merged(actor, tmp_path / "out")
 
-    truth, found = dict(tensors_in(tmp_path / "truth")), dict(tensors_in(tmp_path / "out"))
-    assert found.keys() == truth.keys()
-    assert all(torch.equal(value, found[name]) for name, value in truth.items())
+    assert_equal(dict(tensors_in(tmp_path / "out")), dict(tensors_in(tmp_path / "truth")))
 
 
 def test_a_head_of_another_class_is_refused_for_its_names_alone(tmp_path: Path) -> None:
@@ -394,8 +392,7 @@ def test_shards_that_cut_other_dimensions_are_split_too(tmp_path: Path) -> None:
 
     merged(tmp_path / "actor", tmp_path / "out")
 
-    truth, found = dict(tensors_in(tmp_path / "truth")), dict(tensors_in(tmp_path / "out"))
-    assert all(torch.equal(value, found[name]) for name, value in truth.items())
+    assert_equal(dict(tensors_in(tmp_path / "out")), dict(tensors_in(tmp_path / "truth")))
 
 
 def test_the_page_lists_all_types() -> None:

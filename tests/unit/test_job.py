@@ -47,7 +47,7 @@ def test_a_format_without_a_lease_time_names_its_file_and_its_remedy(
     job = Job.at(tmp_path)
     job.open(lease_time=3)
     job.layout.format.write_text(content)
-    said = f"^{job.layout.format} is not a valid Format record: .* Copy this file from another job"
+    said = f"^{job.layout.format} is not a valid format record: .* Copy this file from another job"
     for read in (job.open, job.lease_time):
         with pytest.raises(RecordError, match=said):
             read()

@@ -25,7 +25,7 @@ from syncd.protocol.errors import CheckpointError
 from syncd.protocol.policy import SyncSettings
 from syncd.storage.job import Job
 from tests.commands import invoke
-from tests.hooks import DEADLINE, checkpoint, written
+from tests.hooks import DEADLINE, checkpoint, saved, written
 from tests.hub_tables import classes
 from tests.jobs import SmallJob
 from tests.link_saves import full, is_link, linked, offered
@@ -153,12 +153,6 @@ def wrapped(kind: str, model: Any) -> nn.Module:
     return model
 
 
-def saved(job: Path, model: nn.Module, *, full: bool = False, **saving: Any) -> None:
-    settings = SyncSettings(sync_interval=1, save_interval=1 if full else 0)
-    with TrainerHook(job, model, settings=settings, saving=SaveSettings(**saving)) as hook:
-        hook.after_step(1)
-
-
 def published(job: SmallJob, **config: Any) -> dict[str, Tensor]:
     job.run(DaemonConfig(**config))
     return loaded(job.version(job.latest.sequence))
@@ -176,14 +170,14 @@ def test_a_hook_asks_the_model_under_its_wrappers(
         "router.weight", "router.bias", "fixed",
         *(("wo.weight", "wo.bias") if dtype == "fp16" else ()),
     }  # fmt: skip
-    saved(job.root, wrapped(wrap, own()), layout=layout, sync_dtype=dtype)
+    saved(job, wrapped(wrap, own()), layout=layout, sync_dtype=dtype)
     assert_equal(published(job), expected)
 
 
 def test_a_model_in_bf16_gets_its_kept_tensors_in_fp32(job: SmallJob, tmp_path: Path) -> None:
     model = own().to(torch.bfloat16)
     expected = truth(model, "bf16", tmp_path / "truth")
-    saved(job.root, model, full=True, sync_dtype="bf16")
+    saved(job, model, full=True, sync_dtype="bf16")
     assert_equal(published(job), expected)
     assert (job.actor(1) / "master_world_size_1_rank_0.pt").exists()
 
@@ -199,7 +193,7 @@ def test_a_prefix_of_another_module_is_no_name_of_the_model() -> None:
 def test_an_explorer_in_bf16_accepts_the_versions(job: SmallJob, tmp_path: Path) -> None:
     model = tiny_model("deepseek_v3")
     expected = truth(model, "bf16", tmp_path / "base")
-    saved(job.root, model, sync_dtype="bf16")
+    saved(job, model, sync_dtype="bf16")
     published(job)
     served = type(model).from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
     with ExplorerHook(job.root, "explorer", TransformersModel(served)) as explorer:
@@ -209,7 +203,7 @@ def test_an_explorer_in_bf16_accepts_the_versions(job: SmallJob, tmp_path: Path)
 
 def test_merged_weights_keep_what_the_base_model_keeps(job: SmallJob, tmp_path: Path) -> None:
     model = get_peft_model(own(), LoraConfig(r=2, target_modules=["router", "wo"]))
-    saved(job.root, model, full=True, lora="merged", sync_dtype="fp16")
+    saved(job, model, full=True, lora="merged", sync_dtype="fp16")
     assert_equal(published(job), truth(model.merge_and_unload(), "fp16", tmp_path / "truth"))
 
 
@@ -287,7 +281,7 @@ def test_a_model_of_the_hub_is_cast_by_the_hubs_names(tmp_path: Path) -> None:
 
 def test_convert_keeps_it_too(job: SmallJob, tmp_path: Path) -> None:
     model = tiny_model("deepseek_v3")
-    saved(job.root, model, full=True, sync_dtype="bf16")
+    saved(job, model, full=True, sync_dtype="bf16")
     done = invoke("convert", job.step(1), "--dtype", "bf16")
     assert done.exit_code == 0, done.output
     assert "rounds them again" not in done.output
@@ -295,7 +289,7 @@ def test_convert_keeps_it_too(job: SmallJob, tmp_path: Path) -> None:
 
 
 def test_a_daemon_with_the_same_cast_leaves_the_trainers(job: SmallJob, tmp_path: Path) -> None:
-    saved(job.root, own(), sync_dtype="bf16")
+    saved(job, own(), sync_dtype="bf16")
     assert_equal(published(job, cast="bf16"), truth(own(), "bf16", tmp_path / "truth"))
 
 
@@ -323,4 +317,4 @@ def test_a_quantized_model_is_still_refused(job: SmallJob) -> None:
     model = own()
     model.register_buffer("router_fp8", torch.zeros(4).to(torch.float8_e4m3fn))
     with pytest.raises(CheckpointError, match="router_fp8 is quantized"):
-        saved(job.root, model, sync_dtype="bf16")
+        saved(job, model, sync_dtype="bf16")

@@ -283,17 +283,13 @@ def test_the_same_session_may_lease_twice(job: SmallJob) -> None:
     assert os.listdir(job.lease_folder(3)) == []
 
 
-def test_a_full_disk_is_not_taken_for_a_retired_version(job: SmallJob, hosts: Hosts) -> None:
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ESTALE])
+def test_a_version_is_gone_by_a_stale_handle_and_not_by_a_full_disk(
+    job: SmallJob, hosts: Hosts, code: int
+) -> None:
     job.lease_folder(3).mkdir()
-    storage = hosts.ruled(refuse("create", errno.ENOSPC))
-    with fails(errno.ENOSPC):
-        Lease.take(Job(storage, job.layout), 3, "node", "session")
-
-
-def test_a_version_of_a_stale_handle_is_gone(job: SmallJob, hosts: Hosts) -> None:
-    job.lease_folder(3).mkdir()
-    storage = hosts.ruled(refuse("create", errno.ESTALE))
-    with pytest.raises(VersionGoneError):
+    storage = hosts.ruled(refuse("create", code))
+    with fails(code) if code == errno.ENOSPC else pytest.raises(VersionGoneError):
         Lease.take(Job(storage, job.layout), 3, "node", "session")
 
 

@@ -85,30 +85,19 @@ def test_what_someone_left_long_ago_was_nobody(
     assert not found.gone
 
 
-def test_who_was_there_before_the_daemon_counts_once_it_is_seen_to_live(
-    job: SmallJob, found: Participants, clock: Clock
-) -> None:
-    path = job.session("alive")
-    path.write_text("beats")
-    for number in range(10):
-        path.write_text(f"beats {number}")
-        after(found, clock, 9)
-    job.point(1)
-    path.unlink()
-    found.look(1.0)
-    assert found.gone
-
-
-@pytest.mark.parametrize("seconds", [5, int(2 * LEASE_TIME), int(2 * LEASE_TIME) + 1])
-def test_who_was_there_before_the_daemon_and_left_soon_was_there(
-    job: SmallJob, found: Participants, clock: Clock, seconds: int
+@pytest.mark.parametrize(
+    ("beats", "seconds"),
+    [(10, 9), (5, 1), (int(2 * LEASE_TIME), 1), (int(2 * LEASE_TIME) + 1, 1)],
+)
+def test_who_was_there_before_the_daemon_counts_however_soon_it_leaves(
+    job: SmallJob, found: Participants, clock: Clock, beats: int, seconds: int
 ) -> None:
     path = job.session("alive")
     path.write_text("beats")
     found.look(1.0)
-    for number in range(seconds):
+    for number in range(beats):
         path.write_text(f"beats {number}")
-        after(found, clock, 1)
+        after(found, clock, seconds)
     job.point(1)
     path.unlink()
     clock.advance(1)

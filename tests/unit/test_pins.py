@@ -1,5 +1,6 @@
 """What is pinned stays, from the moment that the call returns, whatever a daemon is doing then."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import InvalidSettingsError, VersionGoneError
 from syncd.storage.job import Job
 from syncd.storage.leases import pin_step, pin_version, unpin_step, unpin_version
+from tests.deltas import contents
 from tests.jobs import SmallJob, published
 from tests.lagging import Hosts
 from tests.storages import RuledStorage
@@ -23,36 +25,29 @@ def pruned(job: SmallJob, rounds: int = 2) -> None:
             loop.run_once()
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.mark.lagging
-def test_a_pinned_version_stays_over_all_daemons_until_it_is_unpinned(job: SmallJob) -> None:
-    published(job, 4)
-    pin_version(Job(job.explorers, job.layout), 2)
-    pin_version(Job(job.explorers, job.layout), 2)
-    pruned(job)
-    pruned(job)
-    assert job.versions == ["v000002", "v000004"]
-    assert unpin_version(Job(job.explorers, job.layout), 2)
-    assert not unpin_version(Job(job.explorers, job.layout), 2)
-    pruned(job)
-    assert job.versions == ["v000004"]
+@pytest.mark.parametrize(
+    ("pin", "unpin", "folder"),
+    [(pin_version, unpin_version, SmallJob.version), (pin_step, unpin_step, SmallJob.step)],
+)
+def test_what_is_pinned_stays_over_all_daemons_until_it_is_unpinned(
+    job: SmallJob,
+    pin: Callable[[Job, int], None],
+    unpin: Callable[[Job, int], bool],
+    folder: Callable[[SmallJob, int], Path],
+) -> None:
+    def left() -> list[int]:
+        pruned(job)
+        return [number for number in range(1, 5) if folder(job, number).exists()]
 
-
-@pytest.mark.lagging
-def test_a_pinned_step_stays_over_all_daemons_until_it_is_unpinned(job: SmallJob) -> None:
     published(job, 4)
-    pin_step(Job(job.explorers, job.layout), 2)
-    pruned(job)
-    pruned(job)
-    assert job.step(2).exists()
-    assert not job.step(1).exists()
-    assert unpin_step(Job(job.explorers, job.layout), 2)
-    assert not unpin_step(Job(job.explorers, job.layout), 2)
-    pruned(job)
-    assert not job.step(2).exists()
+    ours = Job(job.explorers, job.layout)
+    pin(ours, 2)
+    pin(ours, 2)
+    assert left() == left() == [2, 4]
+    assert unpin(ours, 2)
+    assert not unpin(ours, 2)
+    assert left() == [4]
 
 
 def test_what_is_gone_cannot_be_pinned(job: SmallJob) -> None:
@@ -130,7 +125,7 @@ def test_a_pin_that_is_set_holds_at_whatever_moment_of_a_prune_it_came(tmp_path:
         moment += 1
         job = SmallJob(tmp_path / f"job{moment}")
         published(job, 2)
-        before = content(job.version(1)), content(job.step(1))
+        before = contents(job.version(1)), contents(job.step(1))
         storage = job.storage = Counting(0)
         pinned: set[str] = set()
 
@@ -152,7 +147,7 @@ def test_a_pin_that_is_set_holds_at_whatever_moment_of_a_prune_it_came(tmp_path:
         pruned(job)
         for what in pinned:
             promised[what] += 1
-        now = content(job.version(1)), content(job.step(1))
+        now = contents(job.version(1)), contents(job.step(1))
         if "version" in pinned:
             assert now[0] == before[0], f"at moment {moment}"
         if "step" in pinned:

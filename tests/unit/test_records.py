@@ -51,7 +51,7 @@ def test_a_newer_protocol_of_another_shape_is_not_taken_for_a_broken_record() ->
      b'{"sequence":99999999999999999999,"step":1,"folder":"v000001"}'],
 )  # fmt: skip
 def test_anything_else_is_a_record_error_that_names_the_file(content: bytes) -> None:
-    with pytest.raises(RecordError, match=r"job/LATEST is not a valid Latest record") as raised:
+    with pytest.raises(RecordError, match=r"job/LATEST is not a valid latest record") as raised:
         parse(Latest, content, "job/LATEST")
     assert not isinstance(raised.value, ProtocolMismatchError)
 

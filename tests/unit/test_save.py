@@ -366,7 +366,7 @@ def test_a_hostile_receipt_is_no_save_and_says_so_in_few_words(job: SmallJob, ki
     storage = RuledStorage()
     save = look(job, storage=storage)
     assert (save.identity, save.weights) == (None, ())
-    assert not kind.startswith("torn") or "rank_0.json is not a valid Receipt record" in save.reason
+    assert not kind.startswith("torn") or "rank_0.json is not a valid receipt record" in save.reason
     assert len(save.reason) < 3000
     assert "\n" not in save.reason
     assert storage.count("open_read", job.root) == 1

@@ -24,7 +24,7 @@ from syncd.protocol.errors import CheckpointError, InvalidSettingsError, SaveNot
 from syncd.protocol.names import RECEIPTS, full_receipt_name, receipt_name
 from syncd.protocol.records import Manifest, Receipt
 from tests.commands import invoke
-from tests.hooks import DEADLINE, checkpoint, written
+from tests.hooks import DEADLINE, checkpoint, saved, written
 from tests.jobs import SmallJob, read
 from tests.merging import assert_equal
 from tests.storages import RuledStorage
@@ -68,13 +68,6 @@ def cast(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
     return {
         name: value.to(dtype) if value.dtype in FLOATING else value for name, value in state.items()
     }
-
-
-def saved(job: SmallJob, model: nn.Module, *, full: bool = False, **saving: Any) -> None:
-    """A hook syncs step 1, and makes it a full checkpoint if asked."""
-    settings = SyncSettings(sync_interval=1, save_interval=1 if full else 0)
-    with TrainerHook(job.root, model, settings=settings, saving=SaveSettings(**saving)) as hook:
-        hook.after_step(1)
 
 
 def published(job: SmallJob, **config: Any) -> tuple[Manifest, dict[str, Tensor]]:

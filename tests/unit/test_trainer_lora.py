@@ -26,6 +26,7 @@ from tests.hooks import checkpoint
 from tests.jobs import SmallJob
 from tests.merging import assert_equal, build
 from tests.tiny_language import SIZES
+from tests.tiny_models import trained
 from trainer_hooks import SaveSettings, TrainerHook, load_checkpoint
 from trainer_hooks.settings import SaveLora
 from trainer_hooks.state.lora import PeftState, base_vocabulary
@@ -60,16 +61,6 @@ class Convolutions(nn.Module):
         self.wide = nn.Conv2d(3, 4, 3)
         self.narrow = nn.Conv2d(4, 4, 1)
         self.line = nn.Conv1d(4, 2, 3)
-
-
-def trained(model: Any, seed: int = 1) -> Any:
-    """Nothing that is trained is as it was made."""
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for value in model.parameters():
-            if value.requires_grad:
-                value.add_(torch.randn_like(value) * 0.3)
-    return model
 
 
 def lora(base: Any = None, name: str = "default", **options: Any) -> Any:

@@ -210,7 +210,7 @@ def test_experts_that_nobody_can_pack_anew_on_a_cpu_are_an_error() -> None:
 def test_a_rendezvous_that_is_none_is_refused_in_the_answer() -> None:
     """vLLM would leave the other workers' answers unread behind an error."""
     answer = Worker(0, "").syncd_receive("{}", 1, DEADLINE)
-    assert "the rendezvous is not a valid Rendezvous record" in str(answer["failed"])
+    assert "the rendezvous is not a valid rendezvous record" in str(answer["failed"])
 
 
 def test_no_name_of_the_extension_is_one_that_a_worker_of_vllm_may_have() -> None:
