@@ -218,17 +218,34 @@ class Staging:
         self, name: str, source: Path, make: Callable[[str], None], cancel: Check
     ) -> LeasedVersion:
         self.fetched = Fetched()
-        copy = self._copies.hold(name, source)
+        # What this process has neither made nor waited for may have been damaged since.
+        copy, is_damaged = self._sound(name, source, cancel)
         if copy is None:
             with self._copies.elected(self._patience, cancel):
                 # The process that held the lock before may have made this copy.
-                copy = self._copies.hold(name, source)
+                if is_damaged:
+                    copy, is_damaged = self._sound(name, source, cancel)
+                else:
+                    copy = self._copies.hold(name, source)
+                if is_damaged:
+                    self._copies.remove(name, "it is damaged")
                 if copy is None:
                     make(name)
                     copy = self._copies.hold(name, source)
         if copy is None:
             raise FileNotFoundError(f"{self._copies.room / name} was removed")
         return copy
+
+    def _sound(self, name: str, source: Path, cancel: Check) -> tuple[LeasedVersion | None, bool]:
+        """Hold a copy whose bytes are the manifest's; else None, and whether it is damaged."""
+        copy = self._copies.hold(name, source)
+        is_sound = False
+        try:
+            is_sound = copy is not None and self._is_sound(copy, cancel)
+        finally:
+            if copy is not None and not is_sound:
+                copy.release()
+        return (copy, False) if is_sound else (None, copy is not None)
 
     def _make(self, version: LeasedVersion, name: str, cancel: Check) -> None:
         is_elsewhere = self._is_elsewhere(version.storage, version.folder)
