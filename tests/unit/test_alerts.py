@@ -204,6 +204,16 @@ def a_killed_explorer(site: Site) -> Iterator[None]:
     site.beats.add("s-a")
 
 
+def an_ended_job_with_nan_on_a_small_disk(site: Site) -> Iterator[int]:
+    next(nan(site))
+    yield 5
+    next(little_room(site))
+    site.beats.clear()
+    site.follows = False
+    site.load(status="stopped")
+    yield 27 * 60
+
+
 def a_job_left_by_a_killed_trainer(site: Site) -> Iterator[int]:
     site.beats.discard("t")
     yield 27 * 60
@@ -281,6 +291,7 @@ CASES: list[tuple[str, Fault, dict[str, int]]] = [
     ("hook", a_hung_daemon, {"NotLooking": 16, "NothingPublished": 65}),
     ("hook", no_process, {"Down": 3}),
     ("hook", a_refused_configuration, {"ConfigurationNotInForce": 2}),
+    ("hook", an_ended_job_with_nan_on_a_small_disk, {}),
     ("hook, no version", a_job_left_by_a_killed_trainer, {}),
     ("none", a_full_disk, {"Blocked": 15, "NotArriving": 30}),
     ("none", a_refused_save, {"Blocked": 5, "NotArriving": 20}),
