@@ -391,6 +391,8 @@ class Member(Closing, Generic[Report]):
             if starts or self._me.record.status != RunningStatus.STOPPED.value:
                 try:
                     become(self._me, RunningStatus.STOPPED, starting=None)
+                    if isinstance(self._me.record, TrainerReport):
+                        self._versions.copy_report(self._me.record)
                 except (OSError, SyncdError) as error:
                     log.warning("%s cannot report that it has stopped: %s", self.name, error)
             try:

@@ -20,7 +20,7 @@ from syncd.protocol.reports import DaemonReport, TrainerReport
 from syncd.storage.errnos import is_gone
 from syncd.storage.job import SILENT, Job
 from syncd.storage.judge import Clock, Judge, Liveness
-from syncd.storage.sessions import new_session_id
+from syncd.storage.sessions import new_session_id, seems_ended
 
 #: Seconds between two looks for a daemon's answer.
 _POLL: Final = 0.1
@@ -105,12 +105,13 @@ class Control:
         return self._judge.look(self.job.layout.daemon_lock) is Liveness.ALIVE
 
     def trains(self) -> bool:
-        """True if a trainer with a heartbeat seems to be alive, judged by one look at this."""
+        """True if a trainer with a heartbeat seems to be alive, judged by one look."""
         layout = self.job.layout
         report = self.job.read(TrainerReport, layout.trainer_report, SILENT)
         if report is None or report.session is None or report.status == "stopped":
             return False
-        return self._judge.look(layout.session(report.session)) is Liveness.ALIVE
+        beats = self._judge.look(layout.session(report.session)) is Liveness.ALIVE
+        return beats and not seems_ended(report.session.rpartition("-")[0])
 
     def _await(self, done: Callable[[], bool]) -> str:
         """Wait for a daemon's answer; return a message for the user if none came."""

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Final
@@ -169,14 +169,14 @@ class Lookout:
     in a lease time. A result can be a third of a lease time old.
 
     Do not use ``judge`` for anything else. You can change ``tick``, the seconds between two calls,
-    and ``called``, the names of sessions for messages.
+    and ``called``, the names of sessions for messages; without it nothing is logged.
     """
 
     judge: Judge
     layout: JobLayout
     tick: float
     clock: Clock = time.monotonic
-    called: Mapping[str, str] = field(default_factory=dict)
+    called: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         self._at = self.clock()
@@ -232,7 +232,7 @@ class Lookout:
         seen = self.judge.look(path)
         if seen is Liveness.MISSING and before is not Liveness.MISSING:
             seen = self.judge.look_again(path)
-        if before is Liveness.ALIVE and seen is not Liveness.ALIVE:
+        if self.called is not None and before is Liveness.ALIVE and seen is not Liveness.ALIVE:
             kind = SessionLost if seen is Liveness.DEAD else SessionGone
             who = self.called.get(session, f"session {session}")
             kind(session, seen.value, who).tell(log)

@@ -4,7 +4,10 @@ from pathlib import Path
 
 from syncd.checkpoint.version import read_manifest
 from syncd.protocol.layout import JobLayout
+from syncd.protocol.records import encode
+from syncd.protocol.reports import TrainerReport
 from syncd.storage.fsio import Storage
+from syncd.storage.sessions import DAEMON_SESSION
 from tests.multiprocess.processes import (
     Daemon,
     latest,
@@ -28,7 +31,13 @@ def test_a_job_is_paused_rolled_back_and_resumed_while_daemons_come_and_go(job: 
         assert said_by_syncd("rollback", job, "v1") == "v000001 is served again, as v000003"
         verified(job, 3)
         daemon.kill()
-    assert "no daemon runs on this job now" in said_by_syncd("rollback", job, "v2", "--timeout", 60)
+    layout, killed = JobLayout(job), report(job).session.removeprefix(DAEMON_SESSION)
+    layout.session(killed).write_bytes(b"beats")
+    trained = TrainerReport(run_id="r", world_size=1, status="running", session=killed, time=0.0)
+    layout.trainer_report.write_bytes(encode(trained))
+    said = said_by_syncd("rollback", job, "v2", "--timeout", 60)
+    assert "no daemon runs on this job now" in said
+    assert "a trainer runs" not in said
     with Daemon(job, "--keep", "9"):
         found = wait_for_step(job, 2)  # asked for while nobody was there
         assert found.sequence == 4

@@ -47,7 +47,7 @@ class Site:
 
     def __init__(self, job: SmallJob, clock: Clock, storage: RuledStorage, *, hook: bool) -> None:
         self.job, self.clock, self.storage, self.hook = job, clock, storage, hook
-        self.started = clock()
+        self.started, self.instances = clock(), "ab"
         self.said, self.standby = (Measured(job, clock, self.time) for _ in "ab")
         self.said.meter.active(yes=True)
         self.standby.meter.active(yes=False)
@@ -96,7 +96,8 @@ class Site:
 
     def scrape(self) -> None:
         seen = {f'up{{job="syncd",instance="{it}"}}': str(int(self.up)) for it in "ab"}
-        for instance, measured in (("a", self.said), ("b", self.standby)) if self.up else ():
+        both = zip(self.instances, (self.said, self.standby), strict=True)
+        for instance, measured in both if self.up else ():
             for family in measured.metrics.registry.collect():
                 for sample in family.samples:
                     if sample.name in NAMED:
@@ -109,8 +110,8 @@ class Site:
         self.minutes += 1
 
 
-#: It begins, lasts while the generator waits, and ends.
-Fault = Callable[[Site], Iterator[None]]
+#: It begins, lasts while the generator waits, for so many minutes if it says so, and ends.
+Fault = Callable[[Site], Iterator[int | None]]
 
 
 def a_full_disk(site: Site) -> Iterator[None]:
@@ -144,6 +145,14 @@ def a_pause(site: Site) -> Iterator[None]:
     site.job.layout.paused.write_bytes(b"{}")
     yield
     site.job.layout.paused.unlink()
+
+
+def a_short_pause_before_a_long_merge(site: Site) -> Iterator[int]:
+    site.job.layout.paused.write_bytes(b"{}")
+    yield 50
+    site.job.layout.paused.unlink()
+    site.storage.once("create", lambda *_: site.scrape(), where="building/v")
+    yield 90
 
 
 def nan(site: Site) -> Iterator[None]:
@@ -195,6 +204,32 @@ def a_killed_explorer(site: Site) -> Iterator[None]:
     site.beats.add("s-a")
 
 
+def an_ended_job_with_nan_on_a_small_disk(site: Site) -> Iterator[int]:
+    next(nan(site))
+    yield 5
+    next(little_room(site))
+    site.beats.clear()
+    site.follows = False
+    site.load(status="stopped")
+    yield 27 * 60
+
+
+def a_job_left_by_a_killed_trainer(site: Site) -> Iterator[int]:
+    site.beats.discard("t")
+    yield 27 * 60
+
+
+def an_explorer_that_is_killed_and_at_last_ends(site: Site) -> Iterator[int]:
+    site.beats.discard("s-a")
+    yield 20
+    site.instances = "ba"  # the other daemon takes over
+    site.beats.add("s-a")
+    yield 10
+    site.follows = False
+    site.load(status="stopped")
+    yield 180
+
+
 def an_explorer_that_stays(site: Site, **more: object) -> Iterator[None]:
     site.follows, site.every = False, 6
     site.load(**more)
@@ -234,19 +269,21 @@ def a_refused_configuration(site: Site) -> Iterator[None]:
     site.said.metrics.reloaded.set(True)
 
 
-#: The trainer has our hook, or none, or none and a job without a version; and a fault; the alerts
-#: that fire as long as it lasts → by which minute, and not long before.
+#: Whether the trainer has our hook, and the job a version; and a fault; the alerts that fire as
+#: long as it lasts → by which minute, and not long before. None: none fires in its last hours.
 CASES: list[tuple[str, Fault, dict[str, int]]] = [
     ("hook", a_full_disk, {"Blocked": 15, "NotArriving": 30, "NothingPublished": 65}),
     ("hook", a_refused_save, {"Blocked": 5, "NotArriving": 20, "NothingPublished": 65}),
     ("hook", no_saves, {"NothingPublished": 65}),
     ("hook", a_pause, {"NotArriving": 75, "NothingPublished": 65}),
+    ("hook", a_short_pause_before_a_long_merge, {}),
     ("hook", nan, {"NonFinite": 2}),
     ("hook", errors, {"Errors": 21}),
     ("hook", little_room, {"DiskAlmostFull": 7}),
     ("hook", few_inodes, {"OutOfInodes": 7}),
     ("hook", a_killed_trainer, {"TrainerLost": 3}),
     ("hook", a_killed_explorer, {"ExplorerLost": 3}),
+    ("hook", an_explorer_that_is_killed_and_at_last_ends, {}),
     ("hook", an_explorer_that_stays, {"ExplorerLags": 40}),
     ("hook", an_explorer_that_refuses, {"ExplorerRefuses": 3, "ExplorerLags": 40}),
     ("hook", a_broken_explorer, {"ExplorerBroken": 3, "ExplorerLags": 40}),
@@ -254,6 +291,8 @@ CASES: list[tuple[str, Fault, dict[str, int]]] = [
     ("hook", a_hung_daemon, {"NotLooking": 16, "NothingPublished": 65}),
     ("hook", no_process, {"Down": 3}),
     ("hook", a_refused_configuration, {"ConfigurationNotInForce": 2}),
+    ("hook", an_ended_job_with_nan_on_a_small_disk, {}),
+    ("hook, no version", a_job_left_by_a_killed_trainer, {}),
     ("none", a_full_disk, {"Blocked": 15, "NotArriving": 30}),
     ("none", a_refused_save, {"Blocked": 5, "NotArriving": 20}),
     ("none", no_saves, {}),
@@ -270,20 +309,23 @@ def test_alerts_last_as_long_as_their_fault(
     ruled: SmallJob, storage: RuledStorage, clock: Clock,
     trainer: str, fault: Fault, alerts: dict[str, int],
 ) -> None:  # fmt: skip
-    site = Site(ruled, clock, storage, hook=trainer == "hook")
+    site = Site(ruled, clock, storage, hook="hook" in trainer)
     if "no version" in trainer:
         site.every = 0
     lasts = max(alerts.values(), default=0) + LASTS + 1
     with site.said.daemon() as loop:
         site.run(loop, BEFORE)
-        for _ in fault(site):
-            site.run(loop, lasts)
+        for minutes in fault(site):
+            site.run(loop, minutes or lasts)
+        end = site.minutes - 1
         site.run(loop, AFTER)
-    end = BEFORE + lasts - 1
+    firing = 'ALERTS{alertstate="firing"}'
     expected = [
-        (minute, 'group by (alertname) (ALERTS{alertstate="firing"})', names)
+        (minute, f"group by (alertname) ({firing})", names)
         for minute, names in ((BEFORE - 1, []), (end, [*alerts]), (end + AFTER, []))
     ]
+    if not alerts:
+        expected.append((end, f"group by (alertname) (count_over_time({firing}[150m]))", []))
     for alert, within in alerts.items():
         minutes = end - BEFORE - within
         one = f'ALERTS{{alertname="Syncd{alert}",alertstate="firing"}}'

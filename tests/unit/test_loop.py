@@ -23,19 +23,15 @@ def test_the_report_says_what_was_done_and_that_the_daemon_stopped(job: SmallJob
 
 
 @pytest.mark.parametrize(
-    ("ends", "said"),
+    ("session", "who", "said"),
     [
-        (True, ("INFO", "{who} has ended")),
-        (
-            False,
-            ("WARNING", "{who} has sent no heartbeat for a lease time: ignoring it"),
-        ),
+        ("gpu-1-4711-0123abcd", "'t' (process 4711 on host gpu-1)", ("INFO", "has ended")),
+        ("s", "'t' (s)", ("WARNING", "has sent no heartbeat for a lease time: ignoring it")),
     ],
 )
 def test_a_normal_end_of_a_trainer_is_logged_as_one_and_by_its_name(
-    job: SmallJob, caplog: pytest.LogCaptureFixture, ends: bool, said: tuple[str, str]
+    job: SmallJob, caplog: pytest.LogCaptureFixture, session: str, who: str, said: tuple[str, str]
 ) -> None:
-    session = "gpu-1-4711-0123abcd"
     job.put(job.layout.session(session), b"beats")
     report = TrainerReport(
         run_id="r", world_size=1, status="running", name="t", session=session, time=0.0
@@ -44,15 +40,13 @@ def test_a_normal_end_of_a_trainer_is_logged_as_one_and_by_its_name(
     with job.daemon() as loop, caplog.at_level("INFO", "syncd"):
         loop.rounds(20, 0)
         caplog.clear()
-        if ends:
+        if said[0] == "INFO":
             job.layout.session(session).unlink()
         loop.rounds(20, LEASE_TIME / 5)
-    level, text = said
     told = [(record.levelname, record.getMessage()) for record in caplog.records]
-    who = "trainer 't' (process 4711 on host gpu-1)"
-    ((how, line),) = (one for one in told if who in one[1])
-    assert how == level
-    assert line.startswith(text.format(who=who))
+    ((how, line),) = (one for one in told if "trainer" in one[1])
+    assert how == said[0]
+    assert line.startswith(f"trainer {who} {said[1]}")
 
 
 def test_the_report_says_what_is_waited_for(job: SmallJob) -> None:

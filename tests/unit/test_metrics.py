@@ -151,16 +151,6 @@ def test_who_is_dead_and_when_anything_was_published_is_measured(
         assert said("trainer_up") is None
 
 
-def test_the_log_warns_of_a_trainer_whose_heartbeat_stops(
-    job: SmallJob, caplog: pytest.LogCaptureFixture
-) -> None:
-    announce(job, "running")
-    job.session("t").touch()
-    job.run(rounds=7, seconds=5)
-    (record,) = (line for line in caplog.records if "no heartbeat" in line.message)
-    assert (record.levelname, record.message.partition(" has")[0]) == ("WARNING", "trainer (t)")
-
-
 def test_an_explorer_s_metrics_come_with_its_report_and_go_with_it(
     job: SmallJob, clock: Clock, said: Measured
 ) -> None:

@@ -63,7 +63,7 @@ def test_explorers_that_came_first_are_gone_with_the_trainer_or_after_half_an_ho
 
 
 def test_who_is_killed_is_gone_after_a_lease(
-    job: SmallJob, found: Participants, clock: Clock
+    job: SmallJob, found: Participants, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     found.look(1.0)
     job.point(1)
@@ -72,6 +72,7 @@ def test_who_is_killed_is_gone_after_a_lease(
     assert not found.gone
     after(found, clock, 3)
     assert found.gone
+    assert not caplog.records  # the active daemon logs it, once and by its name
 
 
 def test_what_someone_left_long_ago_was_nobody(

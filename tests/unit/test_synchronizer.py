@@ -721,6 +721,8 @@ def test_versions_may_be_in_a_second_job_directory(members: Members, tmp_path: P
     assert not members.job.layout.latest.exists()
     announced = read(TrainerReport, memory.layout.trainer_report)
     assert announced.step == 4  # nothing from here on is pruned there either
+    trainer.close()
+    assert read(TrainerReport, memory.layout.trainer_report).status == "stopped"
 
 
 # -- staleness ---------------------------------------------------------------------------------
