@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from syncd.protocol import journal_lines, layout, names, records, reports
 from syncd.protocol.errors import InvalidSettingsError, RecordError
 
-QUICK = settings(max_examples=40, deadline=None)
+QUICK = settings(max_examples=40)
 #: Bytes that a file name on Linux may have.
 NAMES = st.lists(st.integers(1, 255).filter(lambda byte: byte != ord("/")), max_size=255).map(bytes)
 #: Names that participants may have.
@@ -144,7 +144,7 @@ each_model = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__
 
 
 @each_model
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_any_values_in_the_fields_of_a_record_are_a_record_or_a_record_error(
     model: type[records.Record], data: st.DataObject

@@ -341,7 +341,7 @@ def planned(ranks: Sequence[Rank], max_file_size: int = 10**9) -> MergePlan:
 # -- the properties ----------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     job=jobs,
     chance=st.randoms(use_true_random=False),
@@ -387,7 +387,6 @@ def test_a_model_that_is_cut_and_merged_is_the_model(
     assert found == whole
 
 
-@settings(deadline=None)
 @given(job=single, chance=st.randoms(use_true_random=False))
 def test_the_first_of_equal_boxes_is_used_and_the_order_of_files_says_nothing_else(
     job: Job, chance: random.Random
@@ -445,7 +444,6 @@ def _box_of(rank: Rank, run: Run) -> tuple[Shape, Shape]:
 one_job = given(job=single, data=st.data())
 
 
-@settings(deadline=None)
 @one_job
 def test_a_rank_that_is_left_out_is_missed_unless_others_have_all_that_it_has(
     job: Job, data: st.DataObject
@@ -461,7 +459,6 @@ def test_a_rank_that_is_left_out_is_missed_unless_others_have_all_that_it_has(
             planned(ranks)
 
 
-@settings(deadline=None)
 @one_job
 def test_a_box_that_is_elsewhere_or_of_another_size_is_missed(
     job: Job, data: st.DataObject

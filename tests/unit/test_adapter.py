@@ -13,7 +13,7 @@ from syncd.checkpoint.adapter import PREFIX, find_adapter, is_peft_model, read_c
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.records import AdaptedModel
 
-QUICK = settings(max_examples=60, deadline=None)
+QUICK = settings(max_examples=60)
 Q = f"{PREFIX}model.layers.0.self_attn.q_proj"
 
 

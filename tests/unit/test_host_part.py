@@ -36,7 +36,7 @@ def made(number: int, shape: tuple[int, ...]) -> torch.Tensor:
     return (torch.arange(float(np.prod(shape))).reshape(shape) % 100).to(KINDS[number])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.lists(
         st.tuples(

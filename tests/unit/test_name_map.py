@@ -165,7 +165,7 @@ def maps(draw: st.DrawFn) -> dict[str, MappedTensor]:
     return tensors
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(maps())
 def test_each_element_is_in_one_tensor_of_the_hub_and_found_again(
     tensors: dict[str, MappedTensor],

@@ -75,7 +75,7 @@ refused = st.builds(
     st.characters(categories=["Cc"]) | st.integers(0xD800, 0xDFFF).map(chr),
     legal,
 )
-PROPERTY = settings(max_examples=100, deadline=None)
+PROPERTY = settings(max_examples=100)
 
 
 def save(path: Path, names: Any) -> dict[Any, torch.Tensor]:

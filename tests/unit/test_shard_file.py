@@ -286,9 +286,7 @@ def test_no_descriptor_is_left_open_after_an_error(tmp_path: Path) -> None:
 
 # -- anything at all ---------------------------------------------------------------------------
 
-FUZZ = settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FUZZ = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 REAL_BYTES = REAL.read_bytes()
 DIRECTORY = REAL_BYTES.index(b"PK\1\2")
 
