@@ -15,11 +15,11 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.loop import Loop
 from syncd.daemon.steps import LOOK_AGAIN
 from syncd.operate.offline import prune_now
-from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.records import parse
 from syncd.protocol.reports import DaemonReport
 from tests.dcp import Checkpoint, floats
 from tests.jobs import Rounds, SmallJob
+from tests.refusals import invalid
 from tests.storages import Clock, RuledStorage
 from trainer_hooks.dcp import announce_dcp
 
@@ -207,9 +207,7 @@ def test_a_save_beside_weights_of_another_kind_is_not_announced(
     for step, name in ((1, ".receipts"), (2, "model_world_size_1_rank_0.pt")):
         (of(1).write(job.actor(step)) / name).mkdir()
         for folder in (None, own):
-            with pytest.raises(
-                InvalidSettingsError, match=r"of another save\. Therefore the daemon"
-            ):
+            with invalid(r"of another save\. Therefore the daemon"):
                 announce_dcp(job.root, step, folder=folder)
     assert not job.state_pointer.exists()
 

@@ -35,6 +35,7 @@ from syncd.protocol.policy import RunningStatus, SyncSettings, Version
 from tests.explorers import LONG, leased, publish, pulls, report
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import wait_until
+from tests.refusals import invalid, unfit
 from tests.storages import RuledStorage
 from tests.unit.test_benches import at_work
 
@@ -103,7 +104,7 @@ def test_a_step_syncs_where_the_settings_say_so(job: SmallJob, engine: FakeEngin
             after = hook.after_step(step)
             assert (after != before) is due
             assert after == hook.version
-        with pytest.raises(InvalidSettingsError, match=r"^step is '6': it must be a whole number"):
+        with invalid(r"^step is '6': it must be a whole number"):
             hook.after_step("6")  # type: ignore[arg-type]
 
 
@@ -113,7 +114,7 @@ def test_a_timeout_of_another_type_is_refused_by_name(hook: ExplorerHook) -> Non
         hook.wait_until_served,
     ]  # fmt: skip
     for call in calls:
-        with pytest.raises(InvalidSettingsError, match=r"^timeout is '5': it must be a number"):
+        with invalid(r"^timeout is '5': it must be a number"):
             call("5")
 
 
@@ -247,14 +248,14 @@ def test_staleness_is_counted_from_what_is_served(job: SmallJob, engine: FakeEng
 
 def test_a_hook_follows_in_the_background(job: SmallJob, engine: FakeEngine) -> None:
     with hook_of(job, engine, settings={"style": "fully_async"}) as hook:
-        with pytest.raises(InvalidSettingsError, match=r"start\(\)"):
+        with invalid(r"start\(\)"):
             hook.after_step(1)
         hook.start()
         hook.start()
         publish(job, 1)
         first = hook.wait_until_served(LONG)
         assert first == Version(1, 1)
-        with pytest.raises(InvalidSettingsError, match="already follows the job"):
+        with invalid("already follows the job"):
             hook.pull(0)
         publish(job, 2)
         engine.fail("check", EngineMismatchError("no"), sequence=3)
@@ -268,7 +269,7 @@ def test_a_hook_follows_in_the_background(job: SmallJob, engine: FakeEngine) -> 
         hook.stop()
         publish(job, 5)
         pulls(hook, 5, 5)
-        with pytest.raises(InvalidSettingsError, match=r"no thread follows .* Call start\(\) or"):
+        with invalid(r"no thread follows .* Call start\(\) or"):
             hook.wait_until_served(newer_than=Version(5, 5))
         hook.start()
         with pytest.raises(WaitTimeoutError, match=r"no version newer than .* 'syncd status'"):
@@ -276,7 +277,7 @@ def test_a_hook_follows_in_the_background(job: SmallJob, engine: FakeEngine) -> 
 
 
 def test_who_waits_to_be_served_by_nobody_is_told_at_once(hook: ExplorerHook) -> None:
-    with pytest.raises(InvalidSettingsError, match=r"no thread follows .* Call start\(\) or"):
+    with invalid(r"no thread follows .* Call start\(\) or"):
         hook.wait_until_served()
     hook.start()
     waiting = aside(hook.wait_until_served)
@@ -305,7 +306,7 @@ def test_an_argument_of_another_type_is_refused_by_name(
     job: SmallJob, engine: FakeEngine, wrong: dict[str, Any], said: str
 ) -> None:
     given = {"name": "explorer", "engine": engine, **wrong}
-    with pytest.raises(InvalidSettingsError, match=said):
+    with invalid(said):
         ExplorerHook(job.root, **given)
 
 
@@ -506,7 +507,7 @@ def test_a_remote_path_is_handed_to_the_callback(job: SmallJob, engine: FakeEngi
         point_to(job, 1, "tinker://one")
         pulls(hook, 1, 1)
         point_to(job, 2, "tinker://bad")
-        with pytest.raises(EngineMismatchError, match="no such sampler"):
+        with unfit("no such sampler"):
             hook.pull(0)
         assert given == [("tinker://one", 1), ("tinker://one", 1)]  # it was given back
         assert hook.version == Version(1, 1)
@@ -564,7 +565,7 @@ def test_only_an_engine_that_takes_a_kind_is_given_it(job: SmallJob, takes: bool
             pulls(hook, 1, 1)
             assert engine.asked("load") == [1]
         else:
-            with pytest.raises(EngineMismatchError, match="tinker://one"):
+            with unfit("tinker://one"):
                 hook.pull(0)
             assert engine.asked("check") == []
 
@@ -615,7 +616,7 @@ def test_a_bench_loads_the_latest_and_a_step_once_and_knows_the_full_checkpoints
         with TrainerSynchronizer(root, seams=SEAMS) as trainer:
             trainer.set_trainer_status(RunningStatus.RUNNING)
             assert bench.step(hook, 1, LONG) == Version(1, 1)
-            with pytest.raises(InvalidSettingsError, match="the trainer is running"):
+            with invalid("the trainer is running"):
                 hook.pull_step(2, LONG)
 
 

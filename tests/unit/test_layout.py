@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from syncd.protocol import layout, names
-from syncd.protocol.errors import InvalidSettingsError
+from tests.refusals import invalid
 
 OTHERS: dict[Callable[[str], object], list[str]] = {
     names.parse_step_folder: [
@@ -70,7 +70,7 @@ def test_a_plain_name_is_kept_as_it_is(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "-a", "a.b", "a/b", "..", "é", "a b", "a\n", "A" * 65])
 def test_a_name_that_could_not_stand_in_a_path_is_refused_and_named(name: str) -> None:
-    with pytest.raises(InvalidSettingsError, match="the explorer's name"):
+    with invalid("the explorer's name"):
         names.checked_name(name, "the explorer's name")
 
 

@@ -15,7 +15,6 @@ from explorer_hooks.reader import Reader
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import (
     CancelledError,
-    InvalidSettingsError,
     JobUnavailableError,
     ProtocolMismatchError,
     VerificationError,
@@ -29,6 +28,7 @@ from syncd.storage.fsio import Storage
 from tests.explorers import LONG, publish
 from tests.jobs import SmallJob, edit, flip, read
 from tests.lagging import Hosts
+from tests.refusals import invalid
 from tests.storages import Clock, fails, once, refuse
 
 pytestmark = pytest.mark.lagging
@@ -283,7 +283,7 @@ def test_what_an_explorer_does_is_on_record(job: SmallJob, reader: Reader) -> No
 
 
 def test_a_name_that_cannot_be_a_file_name_is_refused_at_construction(job: SmallJob) -> None:
-    with pytest.raises(InvalidSettingsError, match="the explorer's name 'a/b'"):
+    with invalid("the explorer's name 'a/b'"):
         Reader(job.root, "a/b")
 
 

@@ -11,13 +11,13 @@ from torch import nn
 from transformers import TrainerState
 from transformers.trainer_utils import default_compute_objective
 
-from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, SyncSettings
 from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.fsio import Storage
 from tests.hooks import over
+from tests.refusals import invalid, save_fails
 from tests.storages import RuledStorage
 from trainer_hooks import SaveSettings
 from trainer_hooks.settings import WhenBusy
@@ -86,14 +86,14 @@ def test_full_checkpoints_are_left_to_the_trainer(job_dir: Path) -> None:
         {"settings": SyncSettings(save_interval=10)},
         {"saving": SaveSettings(save_as_hf="last")},  # type: ignore[arg-type] # by its name
     ):
-        with pytest.raises(InvalidSettingsError, match="makes no full checkpoints"):
+        with invalid("makes no full checkpoints"):
             SyncdCallback(job_dir, **given)  # type: ignore[arg-type] # one of the two
 
 
 def test_a_model_that_deepspeed_has_emptied_is_refused(job_dir: Path) -> None:
     model = nn.Linear(2, 2)
     model.weight.ds_id = 0  # type: ignore[assignment] # as ZeRO-3 marks what it takes out
-    with pytest.raises(InvalidSettingsError, match="ZeRO-3"):
+    with invalid("ZeRO-3"):
         Training(job_dir).begin(model)
 
 
@@ -177,7 +177,7 @@ def test_a_save_that_failed_ends_the_training_or_is_counted(job_dir: Path, *, st
     training.step()
     training.storage.rules.clear()
     if stops:
-        with training.callback, pytest.raises(SaveFailedError, match="step 2"):
+        with training.callback, save_fails("step 2"):
             training.step()
         assert training.callback.hook is None
         assert status(job_dir) == RunningStatus.STOPPED
@@ -196,7 +196,7 @@ def test_the_last_save_that_failed_is_an_error_of_the_end(job_dir: Path) -> None
     training.begin()
     training.fill_disk()
     training.step(wait=False)
-    with pytest.raises(SaveFailedError, match="step 1"):
+    with save_fails("step 1"):
         training.end()
     assert training.callback.hook is None
     assert status(job_dir) == RunningStatus.STOPPED
@@ -209,7 +209,7 @@ def test_a_training_that_begins_again_after_a_failure_needs_no_other_name(job_di
     first = training.callback.hook
     training.begin()  # without an end: train() has raised, and is called again
     assert training.callback.hook is not first
-    with pytest.raises(SaveFailedError, match="closed"):
+    with save_fails("closed"):
         first.after_step(9)  # type: ignore[union-attr] # it was there
     training.step()
     training.end()
