@@ -176,11 +176,6 @@ def test_a_package_that_is_broken_keeps_nobody_from_the_rest(tmp_path: Path) -> 
     assert "syncd: the command lost of no.such.module:command cannot be loaded" in used.stderr
 
 
-def test_following_imports_no_torch() -> None:
-    program = "import sys, explorer_hooks.follow; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
 def test_a_server_that_is_given_twice_is_refused(job: SmallJob) -> None:
     twice = ["--name", "a", "--engine", "vllm", *["--url", "http://127.0.0.1:1"] * 2]
     assert "the same address" in follow(job.root, *twice).output

@@ -18,16 +18,11 @@ from syncd.protocol.errors import (
     WaitTimeoutError,
 )
 from tests.explorers import leased, publish, pulls, report
-from tests.jobs import SmallJob
+from tests.jobs import SmallJob, flip
 from tests.lagging import Hosts
 from tests.storages import os_error, refuse
 
 pytestmark = pytest.mark.lagging
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
 
 
 @pytest.fixture
@@ -86,8 +81,7 @@ def test_a_damaged_version_never_reaches_the_engine_and_is_not_tried_again(
     job: SmallJob, hook: ExplorerHook, engine: FakeEngine
 ) -> None:
     publish(job, 1)
-    path = job.version(1) / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    flip(job.version(1) / "model.safetensors")
     with pytest.raises(VerificationError):
         hook.pull(0)
     assert engine.asked("load") == []

@@ -33,18 +33,13 @@ from syncd.protocol.errors import (
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
 from tests.explorers import LONG, leased, publish, pulls, report
-from tests.jobs import SmallJob
+from tests.jobs import SmallJob, flip
 from tests.multiprocess.processes import wait_until
 from tests.refusals import invalid, unfit
 from tests.storages import RuledStorage
 from tests.unit.test_benches import at_work
 
 SEAMS = Seams(poll=0.02)
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
 
 
 @pytest.fixture
@@ -576,8 +571,7 @@ def test_a_damaged_version_is_refused_whether_it_is_staged_or_not(
     from explorer_hooks.staging import Staging  # noqa: PLC0415 # of this test
 
     publish(job, 1)
-    path = job.version(1) / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    flip(job.version(1) / "model.safetensors")
     with hook_of(job, engine, staging=Staging(tmp_path / "stage")) as hook:
         with pytest.raises(VerificationError):
             hook.pull(0)

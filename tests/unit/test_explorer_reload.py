@@ -20,11 +20,6 @@ PER_VERSION = ("check", "prepare", "pause", "load", "reset_cache", "resume")
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
 def hook(job: SmallJob, engine: FakeEngine) -> Iterator[ExplorerHook]:
     publish(job, 1)
     with ExplorerHook(job.root, "explorer", engine, poll=0.02) as made:

@@ -1,7 +1,6 @@
 """``WeightStream`` with deltas: writers learn the base from rank 0's report."""
 
 import errno
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,6 @@ from tests.refusals import save_fails
 from tests.storages import RuledStorage, refuse
 from trainer_hooks import WeightStream
 from trainer_hooks.state.host_part import HostPart
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture

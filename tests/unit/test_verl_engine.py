@@ -33,12 +33,6 @@ def served(job: SmallJob) -> Service:
     return Service(job.root, DaemonConfig(tick=0.1))
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 def engine(
     job: SmallJob, stage: Path | None = None, timeout: float = 60.0
 ) -> SyncdCheckpointEngine:

@@ -34,12 +34,6 @@ WAITS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as made:
-        yield made
-
-
-@pytest.fixture
 def aside(stack: ExitStack) -> Callable[..., Future[Any]]:
     return stack.enter_context(ThreadPoolExecutor(2)).submit
 
