@@ -6,7 +6,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from syncd.protocol import journal_lines, layout, names, records, reports
@@ -92,9 +92,12 @@ def test_what_is_ours_of_a_name_is_one_component_below_the_job(name: str) -> Non
 
 @QUICK
 @given(st.integers(0, 10**18 - 1), st.integers(0, 10**18 - 1))
+@example(999_999, 1_000_000)
+@example(1_000_000, 999_999)
 def test_what_we_name_is_read_back(number: int, other: int) -> None:
     assert names.parse_step_folder(names.step_folder(number)) == number
     assert names.parse_version_folder(names.version_folder(number)) == number
+    assert names.parse_link_folder(names.link_folder(number)) == number
     save_id = records.SaveId("run", number, other)
     assert records.SaveId.parse(str(save_id)) == save_id
 

@@ -24,13 +24,9 @@ from syncd.checkpoint.merging.tiling import Part, Run
 from syncd.checkpoint.placement import (
     Chunks,
     Local,
-    Placement,
     Position,
-    Replicate,
     Shape,
-    Shard,
     Sharding,
-    StridedShard,
     place,
 )
 from syncd.checkpoint.safetensors_file import SafetensorsFile
@@ -40,6 +36,7 @@ from tests import dtensor_rules as rules
 from tests.dtensor_rules import Cuts
 from tests.refusals import uncovered
 from tests.storages import STORAGE
+from tests.unit.test_placement import ours
 
 #: Ranks of a job: more would only be slow.
 RANKS = 12
@@ -306,10 +303,6 @@ def _placed(
                 if all(box)
             )
             return Chunks(tensor.dtype, tensor.shape, tuple(placed))
-
-
-def ours(placements: Sequence[rules.Placement]) -> tuple[Placement, ...]:
-    return rules.translated(placements, Shard, StridedShard, Replicate)
 
 
 def content_of(job: Job, chance: random.Random) -> dict[str, bytes]:

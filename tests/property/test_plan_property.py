@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 import pytest
 from hypothesis import assume, given
@@ -10,13 +10,9 @@ from hypothesis import strategies as st
 
 from syncd.checkpoint.placement import (
     Other,
-    Placement,
     Position,
-    Replicate,
     Shape,
-    Shard,
     Sharding,
-    StridedShard,
     place,
 )
 from syncd.checkpoint.sandbox.wire import piece_row, read_piece
@@ -25,6 +21,7 @@ from syncd.checkpoint.torch_files.pieces import Piece, Pieces
 from syncd.protocol.errors import PlacementError
 from tests import dtensor_rules as rules
 from tests.refusals import uncovered
+from tests.unit.test_placement import ours
 
 DIMS = 3
 meshes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
@@ -49,10 +46,6 @@ def placed(draw: st.DrawFn) -> Layout:
         st.builds(rules.Strided, dims, factors),
     )  # fmt: skip
     return mesh, draw(coordinates(mesh)), tuple(draw(kinds) for _ in mesh)
-
-
-def ours(placements: Sequence[rules.Placement]) -> tuple[Placement, ...]:
-    return rules.translated(placements, Shard, StridedShard, Replicate)
 
 
 @given(layout=placed(), shape=st.tuples(*[st.integers(0, 30)] * DIMS))

@@ -30,13 +30,6 @@ def test_each_kind_of_name_has_one_form(parse: Callable[[str], object], name: st
     assert parse(name) is None
 
 
-@pytest.mark.parametrize("number", [0, 1, 999999, 1000000, 123456789012345678])
-def test_a_folder_names_its_number(number: int) -> None:
-    assert names.parse_step_folder(names.step_folder(number)) == number
-    assert names.parse_version_folder(names.version_folder(number)) == number
-    assert names.parse_link_folder(names.link_folder(number)) == number
-
-
 def test_version_folders_sort_as_their_sequences_do() -> None:
     folders = [names.version_folder(sequence) for sequence in (2, 10, 999, 12345)]
     assert folders == sorted(folders)
