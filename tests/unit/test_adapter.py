@@ -13,6 +13,7 @@ from syncd.checkpoint.adapter import PREFIX, find_adapter, is_peft_model, read_c
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.records import AdaptedModel
 from tests.refusals import no_checkpoint
+from tests.tiny_language import SIZES
 
 QUICK = settings(max_examples=60)
 Q = f"{PREFIX}model.layers.0.self_attn.q_proj"
@@ -42,16 +43,7 @@ def wrapped(module: str, *adapters: str) -> list[str]:
 
 
 def llama() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        attention_bias=True,
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True))
 
 
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -22,12 +22,11 @@ from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.protocol.errors import NameTakenError, SaveFailedError
 from syncd.protocol.names import FULL, RECEIPTS, RETIRED, SAVING, failure_name
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.fsio import Draft
 from tests.checkpoints import same
 from tests.hooks import DEADLINE, Gate, checkpoint, over, written
-from tests.jobs import SmallJob
+from tests.jobs import SmallJob, read
 from tests.refusals import invalid, save_fails
 from tests.storages import RuledStorage, once, os_error
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, latest_checkpoint
@@ -94,7 +93,7 @@ class FullDisk:
 
 
 def report(job: SmallJob) -> TrainerReport:
-    return parse(TrainerReport, job.layout.trainer_report.read_bytes(), "it")
+    return read(TrainerReport, job.layout.trainer_report)
 
 
 def identity(job: SmallJob, step: int) -> str | None:
