@@ -15,8 +15,12 @@ def _refusal(kind: type[E]) -> Callable[[str], AbstractContextManager[pytest.Exc
     return lambda match: pytest.raises(kind, match=match)
 
 
+engine_broken = _refusal(errors.EngineBrokenError)
 invalid = _refusal(errors.InvalidSettingsError)
+malformed = _refusal(errors.ShardFormatError)
 no_checkpoint = _refusal(errors.CheckpointError)
 save_fails = _refusal(errors.SaveFailedError)
+too_late = _refusal(errors.WaitTimeoutError)
 uncovered = _refusal(errors.CoverageError)
 unfit = _refusal(errors.EngineMismatchError)
+unverified = _refusal(errors.VerificationError)

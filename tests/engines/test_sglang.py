@@ -44,7 +44,7 @@ from tests.engines.waiting import wait_for
 from tests.explorers import publish
 from tests.jobs import SmallJob
 from tests.ports import free_port
-from tests.refusals import invalid, unfit
+from tests.refusals import engine_broken, invalid, unfit
 
 LONG = 60.0
 TENSORS = {"a": TensorSpec("F32", (2, 3)), "b": TensorSpec("BF16", (4,))}
@@ -168,7 +168,7 @@ def test_what_takes_nothing_at_all_stays_paused_and_is_broken(
     engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
 ) -> None:
     fake.faults["/update_weights_from_disk"] = "out of memory"
-    with pytest.raises(EngineBrokenError, match="stays paused"):
+    with engine_broken("stays paused"):
         load(engine, version(tmp_path, 1))
     assert fake.is_paused
     assert not engine.still_serves(version(tmp_path, 9))
@@ -181,7 +181,7 @@ def test_what_generates_nothing_is_broken(
     engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
 ) -> None:
     fake.is_dead = True
-    with pytest.raises(EngineBrokenError, match="scheduler is gone"):
+    with engine_broken("scheduler is gone"):
         load(engine, version(tmp_path, 1))
 
 
@@ -192,7 +192,7 @@ def test_what_a_killed_hook_left_half_loaded_waits_for_a_version(
     fake.weight_version = f"{LOADING}-step-3-version-3"
     engine = attached(fake)
     assert fake.is_paused
-    with pytest.raises(EngineBrokenError, match="stopped in the middle"):
+    with engine_broken("stopped in the middle"):
         engine.resume()
     load(engine, version(tmp_path, 4))
     assert not fake.is_paused
@@ -409,9 +409,9 @@ def test_a_model_that_is_half_loaded_is_never_served_under_an_adapter(
     fake.faults["/update_weights_from_disk"] = "out of memory"
     with pytest.raises(ServerRefusedError):
         engine.load(version(tmp_path, 2))
-    with pytest.raises(EngineBrokenError, match="Load a full model first"):
+    with engine_broken("Load a full model first"):
         engine.load(adapter)
-    with pytest.raises(EngineBrokenError, match="stays paused"):
+    with engine_broken("stays paused"):
         engine.resume()
     assert fake.is_paused
     fake.restart()  # it has its model again
@@ -476,7 +476,7 @@ def test_with_caches_of_the_weights_before_it_stays_paused_also_for_the_next_hoo
     fake.faults["/flush_cache"] = "something runs"
     with pytest.raises(ServerBusyError):
         engine.reset_cache()
-    with pytest.raises(EngineBrokenError, match="its caches hold results of the previous weights"):
+    with engine_broken("its caches hold results of the previous weights"):
         engine.resume()
     assert fake.is_paused
     assert fake.weight_version.startswith(LOADING)
@@ -572,7 +572,7 @@ def test_a_second_hook_of_one_server_is_noticed_and_does_not_resume_it_in_a_load
     other.prepare(second)  # by then nobody is at a load
     other.pause()
     other.load(second)
-    with pytest.raises(EngineBrokenError, match="in the middle of a load by another hook"):
+    with engine_broken("in the middle of a load by another hook"):
         engine.prepare(version(tmp_path, 3))
     assert fake.is_paused
     assert not engine.still_serves(first)
@@ -597,7 +597,7 @@ def test_a_load_of_another_hook_that_was_killed_in_it_is_not_waited_for_for_ever
         hook.pull(0)
         publish(job, 2)
         fake.weight_version, fake.is_paused = f"{LOADING}-full-step-2-version-2", True
-        with pytest.raises(EngineBrokenError, match="in the middle of a load by another hook"):
+        with engine_broken("in the middle of a load by another hook"):
             hook.pull(0)
         hook.start()
         assert hook.wait_until_served(LONG, newer_than=hook.version).step == 2

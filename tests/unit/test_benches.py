@@ -31,7 +31,6 @@ from syncd.protocol.errors import (
     NoRoomError,
     SaveNotReadyError,
     SupersededError,
-    WaitTimeoutError,
 )
 from syncd.protocol.names import NAME_MAP
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
@@ -42,7 +41,7 @@ from tests.engines.sglang_fake import FakeSGLang
 from tests.explorers import LONG, leased, publish, pulls, report
 from tests.jobs import LEASE_TIME, SmallJob, receipt_of, weights
 from tests.multiprocess.processes import wait_until
-from tests.refusals import invalid, save_fails
+from tests.refusals import invalid, save_fails, too_late
 from tests.storages import STORAGE, Clock, RuledStorage
 
 pytestmark = pytest.mark.lagging
@@ -402,10 +401,10 @@ def test_a_save_that_is_not_complete_is_waited_for_at_most_the_timeout(here: Sma
     actor = here.actor(4)
     (actor / "model.safetensors").rename(actor / "later")
     with hook_of(here) as hook:
-        with pytest.raises(WaitTimeoutError, match="step 4 was not complete in time"):
+        with too_late("step 4 was not complete in time"):
             bench.step(hook, 4, 0.05)
         (actor / "later").rename(actor / "model.safetensors")
-        with pytest.raises(WaitTimeoutError, match="no receipts"):
+        with too_late("no receipts"):
             bench.step(hook, 4, 0.05)
         assert is_empty(here)
         assert bench.step(hook, 4, LONG) == Version(0, 4)

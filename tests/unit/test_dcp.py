@@ -23,7 +23,6 @@ from syncd.protocol.errors import (
     CheckpointError,
     NoRoomError,
     SaveNotReadyError,
-    ShardFormatError,
 )
 from syncd.protocol.names import is_resumable_state
 from syncd.protocol.records import SaveOutcome
@@ -34,7 +33,7 @@ from tests.dcp import FILE, Checkpoint, floats, properties, size, small
 from tests.fsdp_models import CARRIED, TRAINED, values
 from tests.jobs import nothing
 from tests.merging import STORAGE, assert_equal, build, loaded
-from tests.refusals import invalid, no_checkpoint, uncovered
+from tests.refusals import invalid, malformed, no_checkpoint, uncovered
 from tests.shards import Built, Named, without_crc
 from tests.storages import os_error
 from trainer_hooks.dcp import announce_dcp
@@ -62,7 +61,7 @@ def save_hf(state: dict[str, torch.Tensor], folder: Path, **options: object) -> 
 def refuses(folder: Path, match: str, prefix: str | None = None) -> None:
     """A merge of the folder is an error that says what."""
     out = folder.with_name(f"refused-{prefix}")
-    with pytest.raises(ShardFormatError, match=match):
+    with malformed(match):
         build(folder, out, prefix=prefix)
 
 

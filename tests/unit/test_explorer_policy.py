@@ -21,7 +21,6 @@ from syncd.coordination.member import Seams
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import (
     CancelledError,
-    EngineBrokenError,
     EngineMismatchError,
     InvalidSettingsError,
     NameTakenError,
@@ -35,7 +34,7 @@ from syncd.protocol.policy import RunningStatus, SyncSettings, Version
 from tests.explorers import LONG, leased, publish, pulls, report
 from tests.jobs import SmallJob, flip
 from tests.multiprocess.processes import wait_until
-from tests.refusals import invalid, unfit
+from tests.refusals import engine_broken, invalid, too_late, unfit
 from tests.storages import RuledStorage
 from tests.unit.test_benches import at_work
 
@@ -80,7 +79,7 @@ def aside(call: Callable[..., Any], *given: Any, **named: Any) -> Future[Any]:
 
 
 def times_out(hook: ExplorerHook, match: str, timeout: float = 0.05) -> None:
-    with pytest.raises(WaitTimeoutError, match=match):
+    with too_late(match):
         hook.pull(timeout)
 
 
@@ -267,7 +266,7 @@ def test_a_hook_follows_in_the_background(job: SmallJob, engine: FakeEngine) -> 
         with invalid(r"no thread follows .* Call start\(\) or"):
             hook.wait_until_served(newer_than=Version(5, 5))
         hook.start()
-        with pytest.raises(WaitTimeoutError, match=r"no version newer than .* 'syncd status'"):
+        with too_late(r"no version newer than .* 'syncd status'"):
             hook.wait_until_served(0.01, newer_than=Version(5, 5))
 
 
@@ -317,16 +316,16 @@ def test_a_pull_that_times_out_says_whether_a_daemon_works(
         )
         times_out(hook, without)
         JobLayout(root).step(1).mkdir()
-        with pytest.raises(WaitTimeoutError, match=r"^step 1 was not published .*; no daemon"):
+        with too_late(r"^step 1 was not published .*; no daemon"):
             hook.pull_step(1, 0.05)
-        with Reader(root, "reader") as reader, pytest.raises(WaitTimeoutError, match="no daemon"):
+        with Reader(root, "reader") as reader, too_late("no daemon"):
             reader.wait(0, 0.05)
         JobLayout(root).daemon_lock.touch()
         times_out(hook, rf"; see `syncd status '{root}'`")
     in_memory = rf"start `syncd run JOB --memory-dir {tmp_path}`"
     with (
         ExplorerHook(root, "explorer", engine, memory_dir=tmp_path, poll=0.02) as hook,
-        pytest.raises(WaitTimeoutError, match=in_memory),
+        too_late(in_memory),
     ):
         hook.pull(0.05)
 
@@ -338,7 +337,7 @@ def test_a_pull_soon_says_that_no_trainer_works(
     for _ in range(2):
         with (
             job.daemon(),
-            pytest.raises(WaitTimeoutError, match="; no trainer works in "),
+            too_late("; no trainer works in "),
         ):
             hook.pull(1)
     assert caplog.text.count(told) == 1
@@ -384,7 +383,7 @@ def test_what_was_refused_is_named_by_the_next_timeout(
     else:
         hook.start()
         wait_until(lambda: report(job).refused, "it is refused")
-        with pytest.raises(WaitTimeoutError, match=r"s: it refused version 1: other names$"):
+        with too_late(r"s: it refused version 1: other names$"):
             hook.wait_until_served(0.05)
         hook.stop()
     publish(job, 2)
@@ -536,7 +535,7 @@ def test_a_path_that_the_callback_fails_for_is_tried_again(
             hook.start()
             serves_after_first(hook, 2)
         elif failures == 2:
-            with pytest.raises(EngineBrokenError, match="tinker://one: too many requests"):
+            with engine_broken("tinker://one: too many requests"):
                 hook.pull(0) if how == "pull" else hook.after_step(1)
             assert not hook.may_produce()
         elif how == "pull":
