@@ -5,7 +5,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,12 @@ def memory(tmp_path: Path) -> Iterator[Path]:
         if os.stat(folder).st_dev == os.stat(tmp_path).st_dev:
             pytest.skip("there is no second filesystem")
         yield Path(folder)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ LONG = 60.0
 def publish(job: SmallJob, *steps: int, keep: int = 2) -> None:
     """Save steps, and let a daemon publish each."""
     with job.daemon(DaemonConfig(keep=keep)) as loop:
-        for step in steps:
-            loop.publish(step)
+        loop.publish(*steps)
     job.hosts.settle()
 
 

@@ -258,15 +258,10 @@ class LaggingStorage(FastStorage):
         )
 
     def rename(self, source: Path, target: Path) -> None:
-        def move(old: str, out_of: int, new: str, into: int) -> None:
-            os.rename(old, new, src_dir_fd=out_of, dst_dir_fd=into)
-
-        self._both(source, target, move, leaves=True)
+        self._both(source, target, os.rename, leaves=True)
 
     def link(self, source: Path, target: Path) -> None:
-        def add(old: str, out_of: int, new: str, into: int) -> None:
-            os.link(old, new, src_dir_fd=out_of, dst_dir_fd=into, follow_symlinks=False)
-
+        add = functools.partial(os.link, follow_symlinks=False)
         self._both(source, target, add, leaves=False)
 
     def _both(
@@ -277,7 +272,7 @@ class LaggingStorage(FastStorage):
             into, new = self._walk(target, anew=anew)
             self._believed_gone(out_of, old, source)
             try:
-                change(old, out_of.fd, new, into.fd)
+                change(old, new, src_dir_fd=out_of.fd, dst_dir_fd=into.fd)
             except OSError as error:
                 error.filename, error.filename2 = os.fspath(source), os.fspath(target)
                 if is_gone(error):

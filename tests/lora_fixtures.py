@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from syncd.protocol.names import LORA_TRAIN_META
 from tests.process_groups import fork
 from tests.tiny_language import SIZES
+from tests.tiny_models import trained
 from tests.wrappings import fsdp2
 
 WORLD_SIZE = 2
@@ -51,12 +52,7 @@ def _trained(kind: str) -> PeftModel:
     base = _base()
     config = LoraConfig(r=2, lora_alpha=6, **(_RICH if kind == "rich" else _PLAIN))
     model = get_peft_model(base, config, adapter_name="policy" if kind == "rich" else "default")
-    torch.manual_seed(len(kind))
-    with torch.no_grad():
-        for value in model.parameters():
-            if value.requires_grad:
-                value.add_(torch.randn_like(value) * 0.3)
-    return model.eval()
+    return trained(model, len(kind)).eval()
 
 
 def _logits(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:

@@ -21,13 +21,13 @@ from syncd.protocol.names import (
     parse_step_folder,
     parse_version_folder,
 )
-from syncd.protocol.records import Latest, parse
+from syncd.protocol.records import Latest
 from syncd.storage.job import Job
 from syncd.storage.judge import Judge
 from syncd.storage.leases import Lease
 from syncd.storage.sessions import DaemonLock
 from tests.deltas import contents
-from tests.jobs import LEASE_TIME, SmallJob
+from tests.jobs import LEASE_TIME, SmallJob, read
 from tests.made_deltas import work
 from tests.storages import Clock, FastStorage
 from trainer_hooks.resuming.resumable import find_checkpoint
@@ -89,7 +89,7 @@ def versions(layout: JobLayout) -> list[Path]:
 def latest_sequence(layout: JobLayout) -> int:
     if not layout.latest.exists():
         return 0
-    return parse(Latest, layout.latest.read_bytes(), layout.latest).sequence
+    return read(Latest, layout.latest).sequence
 
 
 def check(job: SmallJob, before: Seen) -> None:
@@ -128,13 +128,13 @@ def check_resumable(job: SmallJob) -> None:
 
 def check_ahead(layout: JobLayout) -> None:
     """Links lead from LATEST's version to ahead."""
-    latest = parse(Latest, layout.latest.read_bytes(), layout.latest)
+    latest = read(Latest, layout.latest)
     if (ahead := latest.ahead) is None:
         return
     assert ahead.sequence > latest.sequence, "ahead is not above LATEST"
     links: dict[str, str] = {}
     for path in layout.deltas.glob("d*"):
-        link = parse(LinkRecord, (path / DELTA).read_bytes(), path)
+        link = read(LinkRecord, path / DELTA)
         links[link.target] = link.base
     save_id = ahead.save_id
     while save_id != latest.save_id:
@@ -144,7 +144,7 @@ def check_ahead(layout: JobLayout) -> None:
 
 def check_link(folder: Path) -> None:
     """It is a whole link."""
-    for file in parse(LinkRecord, (folder / DELTA).read_bytes(), folder).files:
+    for file in read(LinkRecord, folder / DELTA).files:
         read_index(FastStorage(), folder / file.name, file.size, file.digest or "")
 
 

@@ -349,19 +349,20 @@ class RecordingStorage(FastStorage):
         return self._wrote(fd, bytes(memoryview(data).cast("B")[:count]), offset)
 
     @recorded
-    def copy_file_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
-        count = super().copy_file_range(source, target, count, at, to)
-        return self._wrote(target, os.pread(source, count, at), to)
+    def copy_file_range(self, *given: int) -> int:
+        return self._copied(super().copy_file_range(*given), *given)
 
     @recorded
-    def clone_range(self, source: int, target: int, count: int, at: int, to: int) -> None:
-        super().clone_range(source, target, count, at, to)
-        self._wrote(target, os.pread(source, count, at), to)
+    def clone_range(self, *given: int) -> None:
+        super().clone_range(*given)
+        self._copied(given[2], *given)
 
     @recorded
-    def sendfile(self, source: int, target: int, count: int, at: int, to: int) -> int:
-        count = super().sendfile(source, target, count, at, to)
-        return self._wrote(target, os.pread(source, count, at), to)
+    def sendfile(self, *given: int) -> int:
+        return self._copied(super().sendfile(*given), *given)
+
+    def _copied(self, done: int, source: int, target: int, _: int, at: int, to: int) -> int:
+        return self._wrote(target, os.pread(source, done, at), to)
 
     def _wrote(self, fd: int, data: bytes, at: int) -> int:
         node, _ = self._opened.get(fd, (None, Path()))

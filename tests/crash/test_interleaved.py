@@ -611,7 +611,6 @@ def search(rules: Rules, **more: Any) -> None:
         machine(rules),
         settings=settings(
             stateful_step_count=60,
-            deadline=None,
             print_blob=True,
             suppress_health_check=list(HealthCheck),
             **more,

@@ -33,8 +33,6 @@ from explorer_hooks.reader import LeasedVersion
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import (
     EngineBrokenError,
-    EngineMismatchError,
-    InvalidSettingsError,
     ServerBusyError,
     ServerRefusedError,
     ServerUnreachableError,
@@ -46,6 +44,7 @@ from tests.engines.waiting import wait_for
 from tests.explorers import publish
 from tests.jobs import SmallJob
 from tests.ports import free_port
+from tests.refusals import engine_broken, invalid, unfit
 
 LONG = 60.0
 TENSORS = {"a": TensorSpec("F32", (2, 3)), "b": TensorSpec("BF16", (4,))}
@@ -169,7 +168,7 @@ def test_what_takes_nothing_at_all_stays_paused_and_is_broken(
     engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
 ) -> None:
     fake.faults["/update_weights_from_disk"] = "out of memory"
-    with pytest.raises(EngineBrokenError, match="stays paused"):
+    with engine_broken("stays paused"):
         load(engine, version(tmp_path, 1))
     assert fake.is_paused
     assert not engine.still_serves(version(tmp_path, 9))
@@ -182,7 +181,7 @@ def test_what_generates_nothing_is_broken(
     engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
 ) -> None:
     fake.is_dead = True
-    with pytest.raises(EngineBrokenError, match="scheduler is gone"):
+    with engine_broken("scheduler is gone"):
         load(engine, version(tmp_path, 1))
 
 
@@ -193,7 +192,7 @@ def test_what_a_killed_hook_left_half_loaded_waits_for_a_version(
     fake.weight_version = f"{LOADING}-step-3-version-3"
     engine = attached(fake)
     assert fake.is_paused
-    with pytest.raises(EngineBrokenError, match="stopped in the middle"):
+    with engine_broken("stopped in the middle"):
         engine.resume()
     load(engine, version(tmp_path, 4))
     assert not fake.is_paused
@@ -231,13 +230,13 @@ def test_versions_are_compared_with_what_the_server_was_started_with(
     engine: SGLangServer, tmp_path: Path
 ) -> None:
     other = make_version(tmp_path / "v1", random_tensors({"c": TENSORS["a"]}, 1))
-    with pytest.raises(EngineMismatchError, match="the server at"):
+    with unfit("the server at"):
         engine.check(other)
 
 
 def test_a_server_without_the_routes_is_said_so(base: Path) -> None:
     fake = FakeSGLang(str(base), without=frozenset({"/pause_generation"}))
-    with pytest.raises(InvalidSettingsError, match="has no route POST /pause_generation"):
+    with invalid("has no route POST /pause_generation"):
         engine_of(fake).attach()
     fake = FakeSGLang(str(base), without=frozenset({"/load_lora_adapter"}))
     assert attached(fake).kinds == {"full"}
@@ -245,7 +244,7 @@ def test_a_server_without_the_routes_is_said_so(base: Path) -> None:
 
 @pytest.mark.parametrize("url", ["nowhere", "ftp://host", "http://"])
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(InvalidSettingsError, match="is not an address"):
+    with invalid("is not an address"):
         SGLangServer(url)
 
 
@@ -254,7 +253,7 @@ def test_staging_is_for_servers_of_this_host() -> None:
     assert SGLangServer("http://[::1]:30000").is_local
     assert not SGLangServer("http://10.0.0.7:30000").is_local
     assert not SGLangServer("http://localhost:30000", is_local=False).is_local
-    with pytest.raises(InvalidSettingsError, match="retract, abort"):
+    with invalid("retract, abort"):
         SGLangServer("http://localhost:1", mode="keep")
 
 
@@ -328,7 +327,7 @@ def test_a_server_that_restarts_with_another_model_gets_no_version_that_does_not
     load(engine, other)
     fake.restart()  # from a folder with the tensors a and b
     fake.loaded.clear()
-    with pytest.raises(EngineMismatchError, match="a is not in the version"):
+    with unfit("a is not in the version"):
         load(engine, other)
     assert not fake.loaded
     assert not fake.is_paused  # it serves its own model
@@ -410,9 +409,9 @@ def test_a_model_that_is_half_loaded_is_never_served_under_an_adapter(
     fake.faults["/update_weights_from_disk"] = "out of memory"
     with pytest.raises(ServerRefusedError):
         engine.load(version(tmp_path, 2))
-    with pytest.raises(EngineBrokenError, match="Load a full model first"):
+    with engine_broken("Load a full model first"):
         engine.load(adapter)
-    with pytest.raises(EngineBrokenError, match="stays paused"):
+    with engine_broken("stays paused"):
         engine.resume()
     assert fake.is_paused
     fake.restart()  # it has its model again
@@ -477,7 +476,7 @@ def test_with_caches_of_the_weights_before_it_stays_paused_also_for_the_next_hoo
     fake.faults["/flush_cache"] = "something runs"
     with pytest.raises(ServerBusyError):
         engine.reset_cache()
-    with pytest.raises(EngineBrokenError, match="its caches hold results of the previous weights"):
+    with engine_broken("its caches hold results of the previous weights"):
         engine.resume()
     assert fake.is_paused
     assert fake.weight_version.startswith(LOADING)
@@ -534,7 +533,7 @@ def test_a_server_that_cannot_be_labelled_is_not_resumed_before_it_has_a_version
 
 def test_an_address_with_a_secret_is_refused_and_not_shown() -> None:
     for url in ("http://me:hidden@localhost:1", "http://localhost:1/?key=hidden"):
-        with pytest.raises(InvalidSettingsError, match="SYNCD_API_KEY") as raised:
+        with invalid("SYNCD_API_KEY") as raised:
             SGLangServer(url)
         assert "hidden" not in str(raised.value)
 
@@ -573,7 +572,7 @@ def test_a_second_hook_of_one_server_is_noticed_and_does_not_resume_it_in_a_load
     other.prepare(second)  # by then nobody is at a load
     other.pause()
     other.load(second)
-    with pytest.raises(EngineBrokenError, match="in the middle of a load by another hook"):
+    with engine_broken("in the middle of a load by another hook"):
         engine.prepare(version(tmp_path, 3))
     assert fake.is_paused
     assert not engine.still_serves(first)
@@ -598,7 +597,7 @@ def test_a_load_of_another_hook_that_was_killed_in_it_is_not_waited_for_for_ever
         hook.pull(0)
         publish(job, 2)
         fake.weight_version, fake.is_paused = f"{LOADING}-full-step-2-version-2", True
-        with pytest.raises(EngineBrokenError, match="in the middle of a load by another hook"):
+        with engine_broken("in the middle of a load by another hook"):
             hook.pull(0)
         hook.start()
         assert hook.wait_until_served(LONG, newer_than=hook.version).step == 2

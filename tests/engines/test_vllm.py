@@ -21,7 +21,6 @@ from explorer_hooks.engines.vllm_engine import EXTENSION
 from explorer_hooks.engines.vllm_server import TransferSession, VLLMServer
 from explorer_hooks.hook import ExplorerHook
 from syncd.protocol.errors import (
-    EngineBrokenError,
     EngineMismatchError,
     ServerRefusedError,
     VerificationError,
@@ -52,6 +51,7 @@ from tests.engines.waiting import LONG, wait_for
 from tests.examples import FOLDER
 from tests.jobs import SmallJob
 from tests.rank_programs import ENVIRONMENT, ROOT
+from tests.refusals import engine_broken
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -401,7 +401,7 @@ def test_a_server_that_stops_in_a_load_is_given_the_newest_once_it_goes_on(
     with hook_of(job, vllm, load_timeout=10.0) as hook:
         at_update(monkeypatch, lambda: vllm.send(signal.SIGSTOP))
         try:
-            with pytest.raises(EngineBrokenError, match="POST /update_weights: timed out"):
+            with engine_broken("POST /update_weights: timed out"):
                 hook.pull(LONG)
         finally:
             vllm.send(signal.SIGCONT)
@@ -463,6 +463,6 @@ def test_a_server_that_restarts_with_a_deeper_model_serves_no_version_of_another
         assert vllm.label == "default"
         assert said(vllm) == own
     deeper.rename(deeper.with_name("unseen"))  # so that only the workers see what is missing
-    with hook_of(job, vllm) as hook, pytest.raises(EngineBrokenError, match="lacks weights of"):
+    with hook_of(job, vllm) as hook, engine_broken("lacks weights of"):
         hook.pull(LONG)
     assert vllm.is_paused

@@ -17,6 +17,7 @@ from tests.engines.tiny_models import publish_model
 from tests.engines.vllm_process import VLLMProcess
 from tests.engines.waiting import LONG
 from tests.jobs import SmallJob
+from tests.refusals import engine_broken
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -159,7 +160,7 @@ def test_a_load_that_fails_leaves_it_paused_until_a_version_comes(
 
     monkeypatch.setattr(VLLMWorkers, "load", load_nothing)
     where = sender.begin(2, 2)
-    with pytest.raises(EngineBrokenError, match="stays paused") as broken:
+    with engine_broken("stays paused") as broken:
         receive(engine, where)
     assert sender.failure() is None  # it had arrived
     assert isinstance(broken.value.__context__, EngineBrokenError)

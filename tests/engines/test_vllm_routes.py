@@ -22,6 +22,7 @@ from syncd.protocol.errors import (
     ServerRefusedError,
 )
 from syncd.protocol.reports import GroupMember, Rendezvous
+from tests.refusals import engine_broken, unfit
 
 ROUTES = ("/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/v1/completions")
 LABELS = ("/weight_info", "/update_weight_version")
@@ -130,7 +131,7 @@ class Routes:
 
 
 def stays_paused(engine: VLLMServer) -> None:
-    with pytest.raises(EngineBrokenError, match="stays paused"):
+    with engine_broken("stays paused"):
         engine.resume()
 
 
@@ -381,7 +382,7 @@ def test_on_a_cpu_a_model_that_vllm_reloads_in_part_is_refused_before_the_pause(
     routes = Routes(*OPTIONS, device="cpu")
     engine = routes.engine()
     if why is not None:
-        with pytest.raises(EngineMismatchError, match=rf"(?s){why}.*--weight-transfer-config"):
+        with unfit(rf"(?s){why}.*--weight-transfer-config"):
             engine.check(version)
         assert routes.asked == []
         routes.extend(EXTENSION)  # it was restarted, as the message says
@@ -419,7 +420,7 @@ def test_an_llm_on_a_cpu_refuses_what_it_reloads_in_part(tmp_path: Path) -> None
         parallel_config=SimpleNamespace(worker_extension_cls=""),
     )
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=made))
-    with pytest.raises(EngineMismatchError, match="tied"):
+    with unfit("tied"):
         VLLMEngine(llm).check(version)
     made.parallel_config.worker_extension_cls = EXTENSION
     VLLMEngine(llm).check(version)

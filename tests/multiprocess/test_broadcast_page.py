@@ -18,6 +18,12 @@ from tests.multiprocess.processes import DEADLINE, Daemon, explorer_report, wait
 TRAINER, EXPLORER, OWN_TRAINER, OWN_EXPLORER = blocks("broadcast.md")
 
 
+def explores(code: str, **names: object) -> threading.Thread:
+    """A thread of what a user pastes, to be started."""
+    given = (code, {"name": "rollout-0", **names})
+    return threading.Thread(target=exec, args=given, daemon=True)
+
+
 def test_what_a_user_pastes_broadcasts(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides in one process: rollouts go on until a step that was broadcast is served."""
     monkeypatch.setattr(meeting, "own_address", lambda: "127.0.0.1")
@@ -34,17 +40,13 @@ def test_what_a_user_pastes_broadcasts(job: Path, monkeypatch: pytest.MonkeyPatc
     def roll_out(_: object, version: Any) -> None:
         served.append(version.step)
 
-    def explore() -> None:
-        names = {
-            "job_dir": job,
-            "name": "rollout-0",
-            "model": rolled_out,
-            "roll_out": roll_out,
-            "work": lambda: not served or served[-1] < 3,
-        }
-        exec(EXPLORER, names)  # noqa: S102 # it is what a user pastes
-
-    exploring = threading.Thread(target=explore, daemon=True)
+    exploring = explores(
+        EXPLORER,
+        job_dir=job,
+        model=rolled_out,
+        roll_out=roll_out,
+        work=lambda: not served or served[-1] < 3,
+    )
     with Daemon(job):
         exploring.start()
         seen |= {"job_dir": job, "model": trained, "steps": 3, "train": train}
@@ -82,17 +84,13 @@ def test_what_a_user_pastes_sends_weights_from_a_loop_of_ones_own(
             exploring.start()
             wait_until(JobLayout(job).explorer("rollout-0").exists, "the explorer is registered")
 
-    def explore() -> None:
-        names = {
-            "job_dir": job,
-            "name": "rollout-0",
-            "model": rolled_out,
-            "roll_out": lambda _: None,
-            "work": lambda: not over.is_set(),
-        }
-        exec(OWN_EXPLORER, names)  # noqa: S102 # it is what a user pastes
-
-    exploring = threading.Thread(target=explore, daemon=True)
+    exploring = explores(
+        OWN_EXPLORER,
+        job_dir=job,
+        model=rolled_out,
+        roll_out=lambda _: None,
+        work=lambda: not over.is_set(),
+    )
     seen = {"job_dir": job, "model": trained, "steps": 4, "train": train}
     seen["save"] = save
     exec(OWN_TRAINER, seen)  # noqa: S102 # likewise

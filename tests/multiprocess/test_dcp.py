@@ -8,10 +8,9 @@ from safetensors.torch import load_file
 from syncd.checkpoint.version import read_manifest
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import STATE_POINTER
-from syncd.protocol.records import Quarantine
 from syncd.storage.fsio import Storage
 from tests.dcp import Checkpoint, floats, small
-from tests.jobs import read
+from tests.jobs import SmallJob
 from tests.merging import assert_equal
 from tests.multiprocess.dcp_trainer import KILLED_AT, train
 from tests.multiprocess.peers import forked
@@ -62,8 +61,7 @@ def test_a_checkpoint_that_was_made_to_do_harm_is_quarantined_and_the_next_one_s
         small().write(layout.actor(1), version=evil)
         (job / STATE_POINTER).write_text("1")
         daemon.wait_for_log("cannot be published")
-        (record,) = layout.quarantine.iterdir()
-        told = read(Quarantine, record)
+        told = SmallJob(job).refused
         assert told.error == "ShardFormatError"
         assert "asks for os.system, which is refused. No code was run" in told.reason
         checkpoint = Checkpoint()

@@ -1,6 +1,5 @@
 """The first write of each program on storage that takes none: it says where, and what to do."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,12 +24,6 @@ REMEDY = {
     NoRoomError: "No space left on device. Make room",
     JobUnavailableError: "Mount the storage rw",
 }
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as made:
-        yield made
 
 
 def unwritable(stack: ExitStack, folder: Path, why: type[SyncdError], *, is_new: bool) -> Path:

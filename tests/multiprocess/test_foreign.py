@@ -11,9 +11,9 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.version import read_manifest
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER, shard_name
-from syncd.protocol.records import Quarantine, Receipt, ReceiptFile, encode
+from syncd.protocol.records import Receipt, ReceiptFile, encode
 from syncd.storage.fsio import Storage
-from tests.jobs import read
+from tests.jobs import SmallJob
 from tests.merging import assert_equal, loaded
 from tests.multiprocess.processes import Daemon, report, wait_for_step, wait_until, wait_until_gone
 from tests.places import FIXTURES
@@ -95,8 +95,7 @@ def test_a_save_that_cannot_be_merged_is_quarantined_and_the_next_one_served(job
         save_summands(job, 1)
         (job / STATE_POINTER).write_text("1")
         daemon.wait_for_log("cannot be published")
-        (record,) = layout.quarantine.iterdir()
-        told = read(Quarantine, record)
+        told = SmallJob(job).refused
         assert told.error == "PlacementError"
         assert "weight has placements (Partial(reduce_op=sum))" in told.reason
         assert not layout.latest.exists()

@@ -42,6 +42,7 @@ from tests.multiprocess.processes import (
     wait_until_gone,
 )
 from tests.multiprocess.saves import Constant, save, save_meanwhile, serve, trainer
+from tests.refusals import save_fails
 from tests.saved_links import save_full, save_link
 from tests.storages import Clock, RuledStorage, os_error
 from trainer_hooks.writing.writer import RankContents, RankWriter
@@ -299,7 +300,7 @@ def test_a_save_on_a_full_disk_says_so_leaves_nothing_and_a_later_one_works(
         assert layout.state_pointer.read_text() == "2\n"
         filler.fill(kind, leave=little if room == "a little" else 0)
         hook.after_step(3)
-        with pytest.raises(SaveFailedError, match=r"step 3.*No space left"):
+        with save_fails(r"step 3.*No space left"):
             written(hook)
         assert layout.state_pointer.read_text() == "2\n"
         assert temporaries(job) == []
@@ -320,9 +321,9 @@ def test_rank_0_is_told_of_a_rank_that_ran_out_of_room(job: Path, filler: Filler
         for rank in (0, 1)
     )
     filler.fill("bytes", leave=2_000_000)
-    with pytest.raises(SaveFailedError, match=r"rank 1 .*No space left"):
+    with save_fails(r"rank 1 .*No space left"):
         one.save(SaveId("run", 1, 0), RankContents(model=large))
-    with pytest.raises(SaveFailedError, match=r"rank 1 of 2 .*that rank failed"):
+    with save_fails(r"rank 1 of 2 .*that rank failed"):
         zero.save(SaveId("run", 1, 0), RankContents(model=small))
     assert not layout.state_pointer.exists()
     assert temporaries(job) == []
@@ -335,7 +336,7 @@ def test_a_trainer_that_ends_on_a_full_disk_says_what_failed(
     hook = trainer(job, Constant(megabytes=8))
     filler.fill(kind)
     hook.after_step(1)
-    with pytest.raises(SaveFailedError, match="No space left"):
+    with save_fails("No space left"):
         hook.close()
     filler.clear()
     hook.close()

@@ -13,7 +13,7 @@ from explorer_hooks.reader import Reader
 from syncd.daemon.config import RunConfig
 from syncd.daemon.host.services import Services
 from syncd.daemon.telling.journal import Meter
-from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
+from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.layout import JobLayout
 from syncd.storage.job import Job
 from tests.jobs import SmallJob
@@ -29,6 +29,7 @@ from tests.multiprocess.processes import (
     wait_until_gone,
 )
 from tests.multiprocess.saves import Constant, save, serve
+from tests.refusals import invalid
 
 
 def inode(path: Path) -> int:
@@ -159,7 +160,7 @@ def test_a_fault_of_ours_is_not_the_end_of_the_daemon_of_one_job(
 
 @pytest.mark.parametrize("memory", [".", "inside", ".."])
 def test_a_memory_directory_must_be_apart_from_the_job(job: Path, memory: str) -> None:
-    with pytest.raises(InvalidSettingsError, match="overlap"):
+    with invalid("overlap"):
         Services(job, RunConfig(memory_dir=job / memory))
 
 

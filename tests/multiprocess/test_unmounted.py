@@ -18,7 +18,7 @@ import torch
 
 from explorer_hooks import ExplorerHook, Reader, TorchModule
 from explorer_hooks.hook import Version
-from syncd.protocol.errors import SaveFailedError, SyncdError, WaitTimeoutError
+from syncd.protocol.errors import SyncdError, WaitTimeoutError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import RECEIPTS, receipt_name
 from syncd.protocol.records import SaveId
@@ -44,6 +44,7 @@ from tests.multiprocess.processes import (
     wait_until_gone,
 )
 from tests.multiprocess.saves import Constant, save, save_meanwhile, serve, trainer
+from tests.refusals import save_fails
 from tests.storages import Clock, RuledStorage
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
@@ -194,7 +195,7 @@ def test_a_trainers_save_fails_while_its_job_is_away_and_later_ones_work(
         with away(place, daemon):
             for step in (2, 3):
                 hook.after_step(step)
-                with pytest.raises(SaveFailedError, match=rf"step {step}\b.*No such file"):
+                with save_fails(rf"step {step}\b.*No such file"):
                     written(hook)
         hook.after_step(4)
         converges(job, 4, 2)
@@ -205,7 +206,7 @@ def test_a_trainers_save_fails_while_its_job_is_away_and_later_ones_work(
 def test_no_rank_writes_into_an_empty_folder(place: Detachable, rank: int) -> None:
     writer = RankWriter(Job.at(place.job, Storage(place.job)), rank, 2, save_timeout=0.2)
     contents = RankContents(model={"weight": torch.ones(1000)})
-    with away(place, beats=1), pytest.raises(SaveFailedError, match="step 2"):
+    with away(place, beats=1), save_fails("step 2"):
         writer.save(SaveId("run", 2, 0), contents)
     if rank:
         assert writer.save(SaveId("run", 2, 1), contents) > 4000

@@ -30,7 +30,7 @@ from tests.dcp import Checkpoint, floats, small, strides
 from tests.property.edits import EDITS, Edit, says
 from tests.storages import STORAGE
 
-FUZZ = settings(max_examples=200, deadline=None)
+FUZZ = settings(max_examples=200)
 
 
 # -- any chunks -----------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def numbers(shape: tuple[int, ...], begin: tuple[int, ...], sizes: tuple[int, ..
     return [float(sum(map(int.__mul__, at, steps))) for at in itertools.product(*ranges)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cut())
 def test_any_chunks_in_any_files_make_the_tensor(
     made: tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...], int]]],

@@ -101,7 +101,7 @@ def observations(draw: st.DrawFn) -> Observation:
 
 
 def any_look(test: Callable[[Observation, DaemonConfig], None]) -> Callable[[], None]:
-    return settings(max_examples=40, deadline=None)(given(observations(), CONFIGS)(test))
+    return settings(max_examples=40)(given(observations(), CONFIGS)(test))
 
 
 A = TypeVar("A")

@@ -28,7 +28,7 @@ def stage() -> Iterator[Path]:
         yield Path(folder)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     number=st.sampled_from([2, 3]),
     name=st.sampled_from([DELTA, "rank-0", "rank-1"]),

@@ -30,9 +30,7 @@ from tests.shards import Built, Named, shard, tensor
 from tests.storages import STORAGE
 
 GIB = 1024**3
-FUZZ = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,13 +6,13 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from syncd.protocol import journal_lines, layout, names, records, reports
 from syncd.protocol.errors import InvalidSettingsError, RecordError
 
-QUICK = settings(max_examples=40, deadline=None)
+QUICK = settings(max_examples=40)
 #: Bytes that a file name on Linux may have.
 NAMES = st.lists(st.integers(1, 255).filter(lambda byte: byte != ord("/")), max_size=255).map(bytes)
 #: Names that participants may have.
@@ -92,9 +92,12 @@ def test_what_is_ours_of_a_name_is_one_component_below_the_job(name: str) -> Non
 
 @QUICK
 @given(st.integers(0, 10**18 - 1), st.integers(0, 10**18 - 1))
+@example(999_999, 1_000_000)
+@example(1_000_000, 999_999)
 def test_what_we_name_is_read_back(number: int, other: int) -> None:
     assert names.parse_step_folder(names.step_folder(number)) == number
     assert names.parse_version_folder(names.version_folder(number)) == number
+    assert names.parse_link_folder(names.link_folder(number)) == number
     save_id = records.SaveId("run", number, other)
     assert records.SaveId.parse(str(save_id)) == save_id
 
@@ -144,7 +147,7 @@ each_model = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__
 
 
 @each_model
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_any_values_in_the_fields_of_a_record_are_a_record_or_a_record_error(
     model: type[records.Record], data: st.DataObject

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from syncd.checkpoint.boxes import Box
@@ -45,7 +45,6 @@ def parts(draw: st.DrawFn) -> tuple[str, Box, bytes, bytes | None]:
     return dtype, box, new.tobytes(), old.tobytes() if draw(st.booleans()) else None
 
 
-@settings(deadline=None)
 @given(st.lists(parts(), max_size=6))
 def test_every_piece_of_a_link_comes_out_bit_for_bit(
     drawn: list[tuple[str, Box, bytes, bytes | None]],
@@ -196,7 +195,6 @@ def test_a_file_that_is_too_short_or_of_another_size_is_refused(tmp_path: Path, 
         read_index(STORAGE, path, size, digest)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 300))
 def test_any_bytes_are_read_or_refused(content: bytes, length: int) -> None:
     with TemporaryDirectory() as folder:

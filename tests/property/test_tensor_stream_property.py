@@ -55,7 +55,7 @@ def _turns(part: Part, count: int, contents: list[bytes]) -> list[bytes]:
     ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     made=st.lists(parts(), min_size=1, max_size=4),
     sizes=st.lists(st.integers(1, 40) | st.sampled_from([200, 4096]), min_size=1, max_size=20),

@@ -96,7 +96,7 @@ def storage(turns: Turns) -> RuledStorage:
     stays=st.sampled_from([0.0, 0.7, 0.9, 0.97]),
     looks=st.lists(st.integers(1, 12), min_size=3, max_size=3),
 )
-@settings(max_examples=300 if "SYNCD_DEEP" in os.environ else 120, deadline=None)
+@settings(max_examples=300 if "SYNCD_DEEP" in os.environ else 120)
 def test_all_transfer_the_step_or_none_does(seed: int, stays: float, looks: list[int]) -> None:
     turns = Turns(seed, stays)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

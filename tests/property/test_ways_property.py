@@ -60,7 +60,7 @@ LINKS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(LINKS, st.integers(0, 6), st.none() | NAMES)
 def test_the_links_above_latest_lead_from_its_save_without_loops(
     links: list[LinkSeen], latest: int, save_id: str | None
@@ -73,7 +73,7 @@ def test_the_links_above_latest_lead_from_its_save_without_loops(
         assert [one.sequence for one in chain] == sorted(one.sequence for one in chain)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(folders(), st.sets(NAMES), st.sets(NAMES), st.integers(1, STEPS))
 def test_the_way_back_ends_at_a_known_save_or_says_what_to_merge(
     found: dict[int, Save], known: set[str], refused: set[str], pointed: int
@@ -134,7 +134,7 @@ def observed(draw: st.DrawFn) -> Observation:
     )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(observed())
 def test_decisions_about_links(seen: Observation) -> None:
     for action in decide(seen, DaemonConfig()).actions:

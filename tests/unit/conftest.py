@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from explorer_hooks.engines.fake import FakeEngine
 from syncd.checkpoint.sandbox.isolated import IsolatedParser
 from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.storage.fsio import Storage
@@ -34,6 +35,11 @@ def opened() -> Iterator[Callable[[Path], list[ShardFile]]]:
 def child() -> Iterator[IsolatedParser]:
     with IsolatedParser(cancel=nothing) as parser:
         yield parser
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
 
 
 @pytest.fixture

@@ -12,8 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from syncd.checkpoint.adapter import PREFIX, find_adapter, is_peft_model, read_config
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.records import AdaptedModel
+from tests.refusals import no_checkpoint
+from tests.tiny_language import SIZES
 
-QUICK = settings(max_examples=60, deadline=None)
+QUICK = settings(max_examples=60)
 Q = f"{PREFIX}model.layers.0.self_attn.q_proj"
 
 
@@ -41,16 +43,7 @@ def wrapped(module: str, *adapters: str) -> list[str]:
 
 
 def llama() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        attention_bias=True,
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True))
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -222,7 +215,7 @@ HALF = r"q_proj\.lora_[AB] of .* has no counterpart"
     ],
 )
 def test_names_of_no_single_whole_adapter_are_an_error(names: list[str], reason: str) -> None:
-    with pytest.raises(CheckpointError, match=reason):
+    with no_checkpoint(reason):
         find_adapter(names)
 
 
@@ -334,5 +327,5 @@ def test_the_base_model_is_the_one_that_the_config_names(
     ids=len,
 )  # fmt: skip
 def test_what_peft_cannot_read_is_an_error_that_says_how_to_write_it(content: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"^its config is not an adapter config.*PeftConfig"):
+    with no_checkpoint(r"^its config is not an adapter config.*PeftConfig"):
         read_config(content, "its config")

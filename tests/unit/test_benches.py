@@ -29,10 +29,8 @@ from syncd.protocol.errors import (
     InvalidSettingsError,
     JobUnavailableError,
     NoRoomError,
-    SaveFailedError,
     SaveNotReadyError,
     SupersededError,
-    WaitTimeoutError,
 )
 from syncd.protocol.names import NAME_MAP
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
@@ -43,6 +41,7 @@ from tests.engines.sglang_fake import FakeSGLang
 from tests.explorers import LONG, leased, publish, pulls, report
 from tests.jobs import LEASE_TIME, SmallJob, receipt_of, weights
 from tests.multiprocess.processes import wait_until
+from tests.refusals import invalid, save_fails, too_late
 from tests.storages import STORAGE, Clock, RuledStorage
 
 pytestmark = pytest.mark.lagging
@@ -336,7 +335,7 @@ def test_a_step_that_cannot_be_built_is_an_error_with_its_reason(served: SmallJo
     served.put(served.actor(4) / "model.safetensors", broken)
     served.receipt(4, "run-4-1", 0, 1, receipt_of(broken))
     with hook_of(served) as hook:
-        with pytest.raises(SaveFailedError, match=r"step 4 cannot be built: .*model\.safetensors"):
+        with save_fails(r"step 4 cannot be built: .*model\.safetensors"):
             bench.step(hook, 4, LONG)
         assert builds(served) == []
         assert list(served.layout.quarantine.iterdir()) == []
@@ -380,7 +379,7 @@ def test_an_explorer_holds_two_builds_at_most(served: SmallJob) -> None:
     with hook_of(served) as hook:
         held = [hook.synchronizer.hold_step(step) for step in (0, 2)]
         for _ in range(2):
-            with pytest.raises(InvalidSettingsError, match="holds 2 built steps already"):
+            with invalid("holds 2 built steps already"):
                 hook.synchronizer.hold_step(4)
         held[0].release()
         assert hook.synchronizer.hold_step(4).step == 4
@@ -402,10 +401,10 @@ def test_a_save_that_is_not_complete_is_waited_for_at_most_the_timeout(here: Sma
     actor = here.actor(4)
     (actor / "model.safetensors").rename(actor / "later")
     with hook_of(here) as hook:
-        with pytest.raises(WaitTimeoutError, match="step 4 was not complete in time"):
+        with too_late("step 4 was not complete in time"):
             bench.step(hook, 4, 0.05)
         (actor / "later").rename(actor / "model.safetensors")
-        with pytest.raises(WaitTimeoutError, match="no receipts"):
+        with too_late("no receipts"):
             bench.step(hook, 4, 0.05)
         assert is_empty(here)
         assert bench.step(hook, 4, LONG) == Version(0, 4)
@@ -448,7 +447,7 @@ def test_a_job_with_a_memory_folder_has_its_checkpoints_built_beside_it(
 def test_publishing_a_step_is_refused_while_another_explorer_follows(served: SmallJob) -> None:
     other = hook_of(served, "other")
     with hook_of(served) as hook:
-        with pytest.raises(InvalidSettingsError, match="newest version for other too"):
+        with invalid("newest version for other too"):
             hook.pull_step(4, LONG)
         assert served.pointed == "8\n"
         other.load_step(0, LONG)  # it follows nothing now

@@ -256,4 +256,4 @@ class Rounds(RuleBasedStateMachine):
 
 
 TestRounds = Rounds.TestCase
-TestRounds.settings = settings(max_examples=50, deadline=None)
+TestRounds.settings = settings(max_examples=50)

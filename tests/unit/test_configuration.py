@@ -26,6 +26,7 @@ from syncd.protocol.gone import GONE
 from tests.commands import invoke
 from tests.doc_blocks import blocks
 from tests.programs import completed
+from tests.refusals import invalid
 
 
 def file(tmp_path: Path, content: str, name: str = "job.toml") -> Path:
@@ -76,7 +77,7 @@ def test_the_command_line_says_only_what_was_typed(tmp_path: Path) -> None:
 
 def test_a_daemon_without_a_job_says_where_to_name_it(tmp_path: Path) -> None:
     path = file(tmp_path, "keep = 3\n")
-    with pytest.raises(InvalidSettingsError, match=f"no job is given.*{path}"):
+    with invalid(f"no job is given.*{path}"):
         CliRunner().invoke(cli, ["run", "--config", str(path)], catch_exceptions=False)
 
 
@@ -84,7 +85,7 @@ def test_no_file_and_no_environment_are_the_defaults() -> None:
     found = load(None, {})
     assert found.config == RunConfig()
     assert set(found.sources.values()) == {DEFAULT}
-    with pytest.raises(InvalidSettingsError, match="--config FILE"):
+    with invalid("--config FILE"):
         _ = found.job
 
 

@@ -21,11 +21,8 @@ from syncd.checkpoint.save import Save, look_at_save
 from syncd.daemon.steps import look_at_step
 from syncd.protocol.errors import (
     CheckpointError,
-    CoverageError,
-    InvalidSettingsError,
     NoRoomError,
     SaveNotReadyError,
-    ShardFormatError,
 )
 from syncd.protocol.names import is_resumable_state
 from syncd.protocol.records import SaveOutcome
@@ -36,6 +33,7 @@ from tests.dcp import FILE, Checkpoint, floats, properties, size, small
 from tests.fsdp_models import CARRIED, TRAINED, values
 from tests.jobs import nothing
 from tests.merging import STORAGE, assert_equal, build, loaded
+from tests.refusals import invalid, malformed, no_checkpoint, uncovered
 from tests.shards import Built, Named, without_crc
 from tests.storages import os_error
 from trainer_hooks.dcp import announce_dcp
@@ -63,7 +61,7 @@ def save_hf(state: dict[str, torch.Tensor], folder: Path, **options: object) -> 
 def refuses(folder: Path, match: str, prefix: str | None = None) -> None:
     """A merge of the folder is an error that says what."""
     out = folder.with_name(f"refused-{prefix}")
-    with pytest.raises(ShardFormatError, match=match):
+    with malformed(match):
         build(folder, out, prefix=prefix)
 
 
@@ -148,7 +146,7 @@ def test_what_no_file_has_is_an_error_and_not_zeros(tmp_path: Path) -> None:
             (scalar, r"the chunk of 'model\.scale' at \(\) is in no file"),
         )
     ):
-        with pytest.raises(CoverageError, match=match):
+        with uncovered(match):
             build(checkpoint.write(tmp_path / f"{number}"), tmp_path / f"out{number}")
 
 
@@ -252,11 +250,9 @@ def test_what_is_ambiguous_is_an_error_that_names_the_option() -> None:
         "ema/w optimus.w",
         "net/w losses",
     ):
-        with pytest.raises(CheckpointError, match=r"Give --prefix \(dcp_prefix\)"):
+        with no_checkpoint(r"Give --prefix \(dcp_prefix\)"):
             chosen(*paths.split())
-    with pytest.raises(
-        CheckpointError, match=r"holds no tensors of a model; .* 'optim\.state\.w\.'"
-    ):
+    with no_checkpoint(r"holds no tensors of a model; .* 'optim\.state\.w\.'"):
         chosen()
 
 
@@ -268,7 +264,7 @@ def test_a_prefix_says_which() -> None:
     }
     assert chosen("model/w", "other", prefix="") == {"other": "other"}
     for prefix in ("ref.", ""):
-        with pytest.raises(CheckpointError, match="has no tensor"):
+        with no_checkpoint("has no tensor"):
             chosen("model/w", prefix=prefix)
 
 
@@ -307,11 +303,11 @@ def test_merge_takes_a_prefix(tmp_path: Path) -> None:
 def test_an_optimizer_in_hugging_face_files_is_an_error_without_a_prefix(tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(2)}, "optim": {"w": torch.ones(2)}}
     folder = save_hf(state, tmp_path / "save", save_distributed=True)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match=r"also holds 'optim\.w'"):
+    with no_checkpoint(r"also holds 'optim\.w'"):
         build(folder, tmp_path / "out")
     build(folder, tmp_path / "out2", prefix="model.")
     assert_equal(loaded(tmp_path / "out2"), {"w": torch.ones(2)})
-    with pytest.raises(CheckpointError, match=r"no tensor whose name begins with 'actor\.'"):
+    with no_checkpoint(r"no tensor whose name begins with 'actor\.'"):
         build(folder, tmp_path / "out3", prefix="actor.")
 
 
@@ -414,7 +410,7 @@ def test_what_is_wrong_is_an_error_that_says_what(tmp_path: Path, kind: str) -> 
     checkpoint = small()
     break_it(checkpoint)
     folder = checkpoint.write(tmp_path / "save")
-    with pytest.raises(CheckpointError, match=said) as caught:
+    with no_checkpoint(said) as caught:
         build(folder, tmp_path / "out")
     assert len(str(caught.value)) < 700 + len(str(folder))
 
@@ -497,9 +493,7 @@ def test_a_save_on_another_filesystem_cannot_be_announced(tmp_path: Path) -> Non
                 raise os_error(errno.EXDEV, source)
             super().link(source, target)
 
-    with pytest.raises(
-        InvalidSettingsError, match=r"cannot be hard-linked into .* link\). Save into"
-    ):
+    with invalid(r"cannot be hard-linked into .* link\). Save into"):
         announce_dcp(tmp_path / "job", 3, folder=own, storage=OtherDisk(durable=False))
     assert not (tmp_path / "job" / "latest_state_dict_iteration.txt").exists()
 

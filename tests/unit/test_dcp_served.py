@@ -15,11 +15,9 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.loop import Loop
 from syncd.daemon.steps import LOOK_AGAIN
 from syncd.operate.offline import prune_now
-from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.records import parse
-from syncd.protocol.reports import DaemonReport
 from tests.dcp import Checkpoint, floats
 from tests.jobs import Rounds, SmallJob
+from tests.refusals import invalid
 from tests.storages import Clock, RuledStorage
 from trainer_hooks.dcp import announce_dcp
 
@@ -67,10 +65,6 @@ def served(job: SmallJob) -> list[float]:
     return load_file(path)["w"].tolist()
 
 
-def detail(job: SmallJob) -> str:
-    return parse(DaemonReport, job.layout.daemon_report.read_bytes(), "daemon.json").detail
-
-
 def test_a_save_over_a_published_one_is_not_served_while_some_ranks_have_not_written(
     job: SmallJob, clock: Clock
 ) -> None:
@@ -80,7 +74,7 @@ def test_a_save_over_a_published_one_is_not_served_while_some_ranks_have_not_wri
         assert served(job) == [1, 1]
         save_over(job, 4, of(2), "__0_0.distcp")  # and rank 1 is slow
         rounds(loop, clock)
-        assert "is saving into" in detail(job)
+        assert "is saving into" in job.daemon_says.detail
     with job.daemon(clock=clock) as loop:  # nor by the next daemon
         goes_on(loop, clock, 1)
         save_over(job, 4, of(2), "__1_0.distcp")
@@ -207,9 +201,7 @@ def test_a_save_beside_weights_of_another_kind_is_not_announced(
     for step, name in ((1, ".receipts"), (2, "model_world_size_1_rank_0.pt")):
         (of(1).write(job.actor(step)) / name).mkdir()
         for folder in (None, own):
-            with pytest.raises(
-                InvalidSettingsError, match=r"of another save\. Therefore the daemon"
-            ):
+            with invalid(r"of another save\. Therefore the daemon"):
                 announce_dcp(job.root, step, folder=folder)
     assert not job.state_pointer.exists()
 

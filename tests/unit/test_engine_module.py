@@ -18,8 +18,8 @@ from explorer_hooks.engines.fitting import TensorSpec
 from explorer_hooks.engines.torch_module import InPlace, TorchModule
 from explorer_hooks.reader import LeasedVersion
 from syncd.coordination.tensors import bytes_of
-from syncd.protocol.errors import EngineMismatchError, InvalidSettingsError
 from syncd.storage.fsio import Storage
+from tests.refusals import invalid, unfit
 from tests.storages import RuledStorage
 
 SPECS = {"one.weight": TensorSpec("BF16", (4, 3)), "two.weight": TensorSpec("F32", (5,))}
@@ -50,8 +50,8 @@ def bits(tensor: torch.Tensor) -> bytes:
     return bytes(bytes_of(tensor.detach().contiguous()))
 
 
-def unfit(module: nn.Module, version: LeasedVersion, why: str, **options: Any) -> None:
-    with pytest.raises(EngineMismatchError, match=why):
+def misfits(module: nn.Module, version: LeasedVersion, why: str, **options: Any) -> None:
+    with unfit(why):
         TorchModule(module, **options).check(version)
 
 
@@ -67,23 +67,23 @@ def test_names_are_mapped_by_a_prefix_a_mapping_or_a_function(net: Net, tmp_path
     assert bits(net.two.weight) == truth["two.weight"].content
     version = made(tmp_path, truth | {"rotary": TensorBytes("F32", (1,), bytes(4))}, 3)
     TorchModule(net, rename=lambda name: None if name == "rotary" else name).check(version)
-    unfit(net, version, "rotary is not in the module")
-    unfit(net, version, r"both renamed to two\.weight", rename={"rotary": "two.weight"})
-    unfit(net, version, r"one\.weight is not in the version", prefix="modul.")
+    misfits(net, version, "rotary is not in the module")
+    misfits(net, version, r"both renamed to two\.weight", rename={"rotary": "two.weight"})
+    misfits(net, version, r"one\.weight is not in the version", prefix="modul.")
 
 
 def test_names_that_differ_by_a_prefix_have_a_remedy_that_works(net: Net, tmp_path: Path) -> None:
     truth = random_tensors(SPECS, 1)
     prefixed = {f"module.{name}": value for name, value in truth.items()}
     version = made(tmp_path, prefixed)
-    unfit(net, version, r"use TorchModule with prefix='module\.'$")
+    misfits(net, version, r"use TorchModule with prefix='module\.'$")
     TorchModule(net, prefix="module.").check(version)
     wrapped = nn.ModuleDict({"module": net})
     version = made(tmp_path, truth, 2)
-    unfit(wrapped, version, r"with rename=lambda name: 'module\.' \+ name$")
+    misfits(wrapped, version, r"with rename=lambda name: 'module\.' \+ name$")
     TorchModule(wrapped, rename=lambda name: "module." + name).check(version)
     other = prefixed | {"one": truth["one.weight"]}
-    unfit(net, made(tmp_path, other, 3), "If only the names differ, use TorchModule with")
+    misfits(net, made(tmp_path, other, 3), "If only the names differ, use TorchModule with")
 
 
 def test_a_cast_is_made_only_where_it_is_asked_for(net: Net, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_cast_is_made_only_where_it_is_asked_for(net: Net, tmp_path: Path) -> 
         "one.weight": TensorBytes("F32", (4, 3), bits(torch.randn(4, 3))),
     }
     version = made(tmp_path, tensors)
-    unfit(net, version, r"one\.weight is F32, but the module has")
+    misfits(net, version, r"one\.weight is F32, but the module has")
     for in_place in ("staged", "direct"):
         net.one.weight.data.zero_()
         TorchModule(net, cast=True, in_place=in_place).load(version)  # type: ignore[arg-type] # one of the two
@@ -101,7 +101,7 @@ def test_a_cast_is_made_only_where_it_is_asked_for(net: Net, tmp_path: Path) -> 
         assert torch.equal(net.one.weight, wanted.view(4, 3).bfloat16())
     tensors["two.weight"] = TensorBytes("F8_E4M3", (5,), bytes(5))
     tensors["one.weight"] = TensorBytes("I16", (4, 3), bytes(24))
-    unfit(net, made(tmp_path, tensors, 2), r"is I16.*is F8_E4M3", cast=True)
+    misfits(net, made(tmp_path, tensors, 2), r"is I16.*is F8_E4M3", cast=True)
 
 
 def test_tied_weights_must_be_one_value_in_the_version_too(net: Net, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_tied_weights_must_be_one_value_in_the_version_too(net: Net, tmp_path: P
     assert read == len(truth.content)  # once
     other = random_tensors({"two.weight": SPECS["one.weight"]}, 2)["two.weight"]
     version = made(tmp_path, {"one.weight": truth, "two.weight": other}, 2)
-    unfit(net, version, "different values, but are one tensor")
+    misfits(net, version, "different values, but are one tensor")
 
 
 def test_tied_weights_are_compared_where_the_manifest_has_no_digests(
@@ -139,7 +139,7 @@ def test_tied_weights_are_compared_where_the_manifest_has_no_digests(
         if fits:
             TorchModule(net).check(version)
         else:
-            unfit(net, version, "different values, but are one tensor")
+            misfits(net, version, "different values, but are one tensor")
 
 
 def test_the_module_changes_under_the_lock_alone_and_reading_needs_none(
@@ -280,7 +280,7 @@ def test_extra_state_of_a_module_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_state_dict_that_is_made_up_cannot_be_filled(tmp_path: Path) -> None:
-    unfit(Copied(), made(tmp_path), r"one\.weight in the module's state dict cannot be filled")
+    misfits(Copied(), made(tmp_path), r"one\.weight in the module's state dict cannot be filled")
 
 
 def test_inference_goes_on_with_inference_mode_and_requires_grad_as_it_was(
@@ -295,7 +295,7 @@ def test_inference_goes_on_with_inference_mode_and_requires_grad_as_it_was(
 
 
 def test_an_unknown_way_of_loading_is_refused(net: Net) -> None:
-    with pytest.raises(InvalidSettingsError, match="staged, direct"):
+    with invalid("staged, direct"):
         TorchModule(net, in_place="fast")  # type: ignore[arg-type] # that is the mistake
 
 
@@ -313,7 +313,7 @@ def test_an_unknown_way_of_loading_is_refused(net: Net) -> None:
 def test_an_argument_of_another_type_is_refused_by_name(
     net: Net, wrong: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(InvalidSettingsError, match=said):
+    with invalid(said):
         TorchModule(**{"module": net, **wrong})
 
 

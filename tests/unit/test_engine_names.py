@@ -21,13 +21,13 @@ from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.server_fit import Fits
 from explorer_hooks.weights import WeightsReader
 from syncd.checkpoint.name_map import NameMap
-from syncd.protocol.errors import EngineMismatchError, VerificationError
 from syncd.protocol.names import MODEL_CONFIG, NAME_MAP
 from syncd.protocol.records import Names
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 from tests.engines.sglang_fake import FakeSGLang
 from tests.mapped_names import BY_NAMES, NAMES, Named, as_bytes, on_the_hub, state
 from tests.merging import assert_equal
+from tests.refusals import unfit, unverified
 from tests.storages import RuledStorage
 
 A, B = torch.arange(8, dtype=torch.bfloat16).reshape(2, 2, 2)
@@ -103,7 +103,7 @@ def test_a_version_that_lacks_a_piece_is_refused_and_nothing_changes(
     del tensors[missing]
     net = Named(state())
     engine = TorchModule(net)
-    with pytest.raises(EngineMismatchError, match=r"is (incomplete in|not in) the version"):
+    with unfit(r"is (incomplete in|not in) the version"):
         engine.check(made(tmp_path, "hub", tensors=tensors))
     assert not any(value.any() for value in net.state_dict().values())
 
@@ -114,24 +114,24 @@ def test_what_does_not_fit_is_refused_with_both_names(tmp_path: Path) -> None:
     both = (
         r"experts\.2\.gate\.weight \(renamed to experts\.gate_up_proj\) is .*, but the module has"
     )
-    with pytest.raises(EngineMismatchError, match=both):
+    with unfit(both):
         TorchModule(Named(truth)).check(made(tmp_path, "hub", 1))
     del truth["experts.down_proj"]
     both = r"experts\.down_proj \(on the hub experts\.0\.down\.weight, …\) is not in the module"
-    with pytest.raises(EngineMismatchError, match=both):
+    with unfit(both):
         TorchModule(Named(truth)).check(made(tmp_path, "trainer", 2))
 
 
 def test_without_a_map_other_names_are_refused(tmp_path: Path) -> None:
     version = make_version(tmp_path / "version", as_bytes(on_the_hub(state())), names="hub")
-    with pytest.raises(EngineMismatchError, match=r"experts\.0\.down\.weight is not in the module"):
+    with unfit(r"experts\.0\.down\.weight is not in the module"):
         TorchModule(Named(state())).check(version)
 
 
 def test_a_damaged_map_is_an_error_that_names_its_file(tmp_path: Path) -> None:
     files = {NAME_MAP: b'{"tensors": {"norm": {"shape": [4], "pieces": []}}}'}
     version = make_version(tmp_path / "version", as_bytes(state()), files=files)
-    with pytest.raises(VerificationError, match=NAME_MAP):
+    with unverified(NAME_MAP):
         TorchModule(Named(state())).check(version)
 
 
@@ -153,7 +153,7 @@ def test_sglang_never_gets_names_that_it_would_drop(tmp_path: Path, says_base: b
         engine = server_of(fake)
         engine._fits = Fits()
     both = r"skip experts\.gate_up_proj, whose hub name is experts\.0\.gate\.weight"
-    with pytest.raises(EngineMismatchError, match=both):
+    with unfit(both):
         engine.check(made(tmp_path, "trainer", 1))
     assert not fake.loaded
     version = made(tmp_path, "hub", 2)
@@ -178,7 +178,7 @@ def test_an_sglang_that_was_started_with_the_trainers_names_gets_the_hubs(tmp_pa
     base, fake = sglang_of(tmp_path, "trainer")
     engine = server_of(fake, base)
     engine.check(made(tmp_path, "hub", 1))
-    with pytest.raises(EngineMismatchError, match="needs the hub's names"):
+    with unfit("needs the hub's names"):
         engine.check(made(tmp_path, "trainer", 2))
 
 
@@ -186,7 +186,7 @@ def test_a_map_that_says_why_there_is_none_is_reason_enough_for_sglang(tmp_path:
     files = {NAME_MAP: NameMap(NameMapRecord(refused="rows are permuted")).encode()}
     version = make_version(tmp_path / "v1", as_bytes(state()), files=files)
     engine = SGLangServer("http://sglang", base=version.folder)
-    with pytest.raises(EngineMismatchError, match="which are unknown: rows are permuted"):
+    with unfit("which are unknown: rows are permuted"):
         engine.check(version)
 
 
@@ -215,7 +215,7 @@ def test_vllm_gets_the_trainers_names_only_if_it_finds_them(
         if fits:
             engine.check(version)
             continue
-        with pytest.raises(EngineMismatchError, match=r"gate_up_proj, whose hub name is experts\."):
+        with unfit(r"gate_up_proj, whose hub name is experts\."):
             engine.check(version)
 
 
@@ -225,11 +225,11 @@ def test_a_server_is_compared_by_both_names_and_refused_by_both(tmp_path: Path) 
     tensors = state()
     del tensors["experts.down_proj"]
     missing = r"experts\.0\.down\.weight \(in the trainer's module experts\.down_proj\) is not in"
-    with pytest.raises(EngineMismatchError, match=missing):
+    with unfit(missing):
         fits.check(made(tmp_path, "trainer", 2, tensors=tensors))
     tensors = on_the_hub(state())
     tensors["head"] = tensors["head"][:4]
-    with pytest.raises(EngineMismatchError, match=r"head is \[4, 4\] in the version"):
+    with unfit(r"head is \[4, 4\] in the version"):
         fits.check(made(tmp_path, "hub", 3, tensors=tensors))
 
 

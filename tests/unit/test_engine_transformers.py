@@ -21,12 +21,12 @@ from explorer_hooks.engines.transformers_model import TransformersModel
 from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.tensor_rules import DTYPES
 from syncd.daemon.config import DaemonConfig
-from syncd.protocol.errors import EngineMismatchError
 from syncd.protocol.records import AdaptedModel, Kind
 from tests.engines.subjects import bits_of, lora_qwen, tiny_qwen
 from tests.engines.tiny_models import save_step
 from tests.explorers import held
 from tests.jobs import SmallJob
+from tests.refusals import unfit
 from tests.tiny_models import trained
 
 INPUTS = torch.arange(12).view(2, 6) * 3
@@ -118,7 +118,7 @@ def test_a_generation_config_that_is_none_is_refused(tmp_path: Path) -> None:
     version = make_version(
         tmp_path / "v1", packed(model.state_dict()), files={"generation_config.json": b"[1"}
     )
-    with pytest.raises(EngineMismatchError, match=r"generation_config\.json is not JSON"):
+    with unfit(r"generation_config\.json is not JSON"):
         TransformersModel(model).check(version)
 
 
@@ -137,7 +137,7 @@ def test_a_model_that_transformers_saves_by_other_names_says_so(tmp_path: Path) 
 
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert saved.keys() != model.state_dict().keys()
-    with pytest.raises(EngineMismatchError, match=r"the model's state_dict\(\)"):
+    with unfit(r"the model's state_dict\(\)"):
         TransformersModel(model).check(version_of(tmp_path, saved, sequence=2))
 
 
@@ -216,7 +216,7 @@ def test_one_of_several_adapters_is_replaced(tmp_path: Path) -> None:
     found = bits_of(get_peft_model_state_dict(model, adapter_name="default"))
     lora = {name for name in default if "lora" in name}
     assert all(found[name] == default[name] for name in lora)
-    with pytest.raises(EngineMismatchError, match="no adapter 'third', only 'default', 'other'"):
+    with unfit("no adapter 'third', only 'default', 'other'"):
         TransformersModel(model, adapter="third")
 
 
@@ -236,20 +236,18 @@ def test_an_adapter_that_would_compute_something_else_is_refused(tmp_path: Path)
     truth, model = lora_qwen(), lora_qwen()
     engine = TransformersModel(model)
     version = adapter_version(tmp_path, truth, lora_alpha=12)
-    with pytest.raises(
-        EngineMismatchError, match=r"lora_alpha is 12 .* but 6 in the model's adapter"
-    ):
+    with unfit(r"lora_alpha is 12 .* but 6 in the model's adapter"):
         engine.check(version)
     version = adapter_version(tmp_path, truth, 2)
     engine.check(version)
     model.merge_adapter()
-    with pytest.raises(EngineMismatchError, match="unmerge_adapter"):
+    with unfit("unmerge_adapter"):
         engine.check(version)
     model.unmerge_adapter()
     full = version_of(tmp_path, tiny_qwen().state_dict(), sequence=3)
-    with pytest.raises(EngineMismatchError, match="is of kind full"):
+    with unfit("is of kind full"):
         engine.check(full)
-    with pytest.raises(EngineMismatchError, match="is a LoRA adapter"):
+    with unfit("is a LoRA adapter"):
         TransformersModel(tiny_qwen()).check(version)
 
 
@@ -266,7 +264,7 @@ def test_an_adapter_that_peft_computes_as_it_is_saved_is_refused(tmp_path: Path)
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = get_peft_model(tiny_qwen(), config)  # type: ignore[arg-type] # PEFT's are untyped
     version = version_of(tmp_path, adapter(model), kind="adapter", adapter_config={})
-    with pytest.raises(EngineMismatchError, match=r"PEFT computes .*prompt_embeddings"):
+    with unfit(r"PEFT computes .*prompt_embeddings"):
         TransformersModel(model).check(version)
 
 
@@ -293,21 +291,21 @@ def test_an_adapter_for_another_base_model_is_refused_where_both_are_known(
     for name in ("org/one", "Org/One", None):
         engine.check(versions[name])
     assert not caplog.records
-    with pytest.raises(EngineMismatchError, match="is an adapter for org/two, not for org/one"):
+    with unfit("is an adapter for org/two, not for org/one"):
         engine.check(versions["org/two"])
     for _ in range(2):
         engine.check(versions["/data/one"])
     (record,) = caplog.records
     assert "cannot tell whether these are the same" in record.getMessage()
     TransformersModel(model, base_model="/data/one").check(versions["/data/one"])
-    with pytest.raises(EngineMismatchError, match="is an adapter for org/one, not for /data/one"):
+    with unfit("is an adapter for org/one, not for /data/one"):
         TransformersModel(model, base_model="/data/one").check(versions["org/one"])
 
 
 def test_an_adapter_of_other_tokens_is_refused(tmp_path: Path) -> None:
     version = adapter_version(tmp_path, lora_qwen(trainable_token_indices=[1, 2]))
     TransformersModel(lora_qwen(trainable_token_indices=[1, 2])).check(version)
-    with pytest.raises(EngineMismatchError, match="trainable_token_indices"):
+    with unfit("trainable_token_indices"):
         TransformersModel(lora_qwen(trainable_token_indices=[3, 4])).check(version)
 
 

@@ -30,11 +30,6 @@ def linked(job: SmallJob, tmp_path: Path) -> LinkedJob:
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
 def hook(linked: LinkedJob, memory: Path, engine: FakeEngine) -> Iterator[ExplorerHook]:
     with ExplorerHook(
         linked.job.root, "explorer", engine,

@@ -21,7 +21,6 @@ from syncd.coordination.member import Seams
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import (
     CancelledError,
-    EngineBrokenError,
     EngineMismatchError,
     InvalidSettingsError,
     NameTakenError,
@@ -33,17 +32,13 @@ from syncd.protocol.errors import (
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
 from tests.explorers import LONG, leased, publish, pulls, report
-from tests.jobs import SmallJob
+from tests.jobs import SmallJob, flip
 from tests.multiprocess.processes import wait_until
+from tests.refusals import engine_broken, invalid, too_late, unfit
 from tests.storages import RuledStorage
 from tests.unit.test_benches import at_work
 
 SEAMS = Seams(poll=0.02)
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
 
 
 @pytest.fixture
@@ -84,7 +79,7 @@ def aside(call: Callable[..., Any], *given: Any, **named: Any) -> Future[Any]:
 
 
 def times_out(hook: ExplorerHook, match: str, timeout: float = 0.05) -> None:
-    with pytest.raises(WaitTimeoutError, match=match):
+    with too_late(match):
         hook.pull(timeout)
 
 
@@ -103,7 +98,7 @@ def test_a_step_syncs_where_the_settings_say_so(job: SmallJob, engine: FakeEngin
             after = hook.after_step(step)
             assert (after != before) is due
             assert after == hook.version
-        with pytest.raises(InvalidSettingsError, match=r"^step is '6': it must be a whole number"):
+        with invalid(r"^step is '6': it must be a whole number"):
             hook.after_step("6")  # type: ignore[arg-type]
 
 
@@ -113,7 +108,7 @@ def test_a_timeout_of_another_type_is_refused_by_name(hook: ExplorerHook) -> Non
         hook.wait_until_served,
     ]  # fmt: skip
     for call in calls:
-        with pytest.raises(InvalidSettingsError, match=r"^timeout is '5': it must be a number"):
+        with invalid(r"^timeout is '5': it must be a number"):
             call("5")
 
 
@@ -247,14 +242,14 @@ def test_staleness_is_counted_from_what_is_served(job: SmallJob, engine: FakeEng
 
 def test_a_hook_follows_in_the_background(job: SmallJob, engine: FakeEngine) -> None:
     with hook_of(job, engine, settings={"style": "fully_async"}) as hook:
-        with pytest.raises(InvalidSettingsError, match=r"start\(\)"):
+        with invalid(r"start\(\)"):
             hook.after_step(1)
         hook.start()
         hook.start()
         publish(job, 1)
         first = hook.wait_until_served(LONG)
         assert first == Version(1, 1)
-        with pytest.raises(InvalidSettingsError, match="already follows the job"):
+        with invalid("already follows the job"):
             hook.pull(0)
         publish(job, 2)
         engine.fail("check", EngineMismatchError("no"), sequence=3)
@@ -268,15 +263,15 @@ def test_a_hook_follows_in_the_background(job: SmallJob, engine: FakeEngine) -> 
         hook.stop()
         publish(job, 5)
         pulls(hook, 5, 5)
-        with pytest.raises(InvalidSettingsError, match=r"no thread follows .* Call start\(\) or"):
+        with invalid(r"no thread follows .* Call start\(\) or"):
             hook.wait_until_served(newer_than=Version(5, 5))
         hook.start()
-        with pytest.raises(WaitTimeoutError, match=r"no version newer than .* 'syncd status'"):
+        with too_late(r"no version newer than .* 'syncd status'"):
             hook.wait_until_served(0.01, newer_than=Version(5, 5))
 
 
 def test_who_waits_to_be_served_by_nobody_is_told_at_once(hook: ExplorerHook) -> None:
-    with pytest.raises(InvalidSettingsError, match=r"no thread follows .* Call start\(\) or"):
+    with invalid(r"no thread follows .* Call start\(\) or"):
         hook.wait_until_served()
     hook.start()
     waiting = aside(hook.wait_until_served)
@@ -305,7 +300,7 @@ def test_an_argument_of_another_type_is_refused_by_name(
     job: SmallJob, engine: FakeEngine, wrong: dict[str, Any], said: str
 ) -> None:
     given = {"name": "explorer", "engine": engine, **wrong}
-    with pytest.raises(InvalidSettingsError, match=said):
+    with invalid(said):
         ExplorerHook(job.root, **given)
 
 
@@ -321,16 +316,16 @@ def test_a_pull_that_times_out_says_whether_a_daemon_works(
         )
         times_out(hook, without)
         JobLayout(root).step(1).mkdir()
-        with pytest.raises(WaitTimeoutError, match=r"^step 1 was not published .*; no daemon"):
+        with too_late(r"^step 1 was not published .*; no daemon"):
             hook.pull_step(1, 0.05)
-        with Reader(root, "reader") as reader, pytest.raises(WaitTimeoutError, match="no daemon"):
+        with Reader(root, "reader") as reader, too_late("no daemon"):
             reader.wait(0, 0.05)
         JobLayout(root).daemon_lock.touch()
         times_out(hook, rf"; see `syncd status '{root}'`")
     in_memory = rf"start `syncd run JOB --memory-dir {tmp_path}`"
     with (
         ExplorerHook(root, "explorer", engine, memory_dir=tmp_path, poll=0.02) as hook,
-        pytest.raises(WaitTimeoutError, match=in_memory),
+        too_late(in_memory),
     ):
         hook.pull(0.05)
 
@@ -342,7 +337,7 @@ def test_a_pull_soon_says_that_no_trainer_works(
     for _ in range(2):
         with (
             job.daemon(),
-            pytest.raises(WaitTimeoutError, match="; no trainer works in "),
+            too_late("; no trainer works in "),
         ):
             hook.pull(1)
     assert caplog.text.count(told) == 1
@@ -388,7 +383,7 @@ def test_what_was_refused_is_named_by_the_next_timeout(
     else:
         hook.start()
         wait_until(lambda: report(job).refused, "it is refused")
-        with pytest.raises(WaitTimeoutError, match=r"s: it refused version 1: other names$"):
+        with too_late(r"s: it refused version 1: other names$"):
             hook.wait_until_served(0.05)
         hook.stop()
     publish(job, 2)
@@ -506,7 +501,7 @@ def test_a_remote_path_is_handed_to_the_callback(job: SmallJob, engine: FakeEngi
         point_to(job, 1, "tinker://one")
         pulls(hook, 1, 1)
         point_to(job, 2, "tinker://bad")
-        with pytest.raises(EngineMismatchError, match="no such sampler"):
+        with unfit("no such sampler"):
             hook.pull(0)
         assert given == [("tinker://one", 1), ("tinker://one", 1)]  # it was given back
         assert hook.version == Version(1, 1)
@@ -540,7 +535,7 @@ def test_a_path_that_the_callback_fails_for_is_tried_again(
             hook.start()
             serves_after_first(hook, 2)
         elif failures == 2:
-            with pytest.raises(EngineBrokenError, match="tinker://one: too many requests"):
+            with engine_broken("tinker://one: too many requests"):
                 hook.pull(0) if how == "pull" else hook.after_step(1)
             assert not hook.may_produce()
         elif how == "pull":
@@ -564,7 +559,7 @@ def test_only_an_engine_that_takes_a_kind_is_given_it(job: SmallJob, takes: bool
             pulls(hook, 1, 1)
             assert engine.asked("load") == [1]
         else:
-            with pytest.raises(EngineMismatchError, match="tinker://one"):
+            with unfit("tinker://one"):
                 hook.pull(0)
             assert engine.asked("check") == []
 
@@ -575,8 +570,7 @@ def test_a_damaged_version_is_refused_whether_it_is_staged_or_not(
     from explorer_hooks.staging import Staging  # noqa: PLC0415 # of this test
 
     publish(job, 1)
-    path = job.version(1) / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    flip(job.version(1) / "model.safetensors")
     with hook_of(job, engine, staging=Staging(tmp_path / "stage")) as hook:
         with pytest.raises(VerificationError):
             hook.pull(0)
@@ -615,7 +609,7 @@ def test_a_bench_loads_the_latest_and_a_step_once_and_knows_the_full_checkpoints
         with TrainerSynchronizer(root, seams=SEAMS) as trainer:
             trainer.set_trainer_status(RunningStatus.RUNNING)
             assert bench.step(hook, 1, LONG) == Version(1, 1)
-            with pytest.raises(InvalidSettingsError, match="the trainer is running"):
+            with invalid("the trainer is running"):
                 hook.pull_step(2, LONG)
 
 

@@ -14,14 +14,10 @@ from syncd.protocol.errors import EngineBrokenError, EngineMismatchError
 from syncd.protocol.policy import Version
 from tests.explorers import leased, publish, pulls, report
 from tests.jobs import SmallJob
+from tests.refusals import engine_broken
 from tests.storages import RuledStorage, refuse
 
 PER_VERSION = ("check", "prepare", "pause", "load", "reset_cache", "resume")
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
 
 
 @pytest.fixture
@@ -35,7 +31,7 @@ def hook(job: SmallJob, engine: FakeEngine) -> Iterator[ExplorerHook]:
 
 
 def breaks(hook: ExplorerHook, why: str) -> None:
-    with pytest.raises(EngineBrokenError, match=why):
+    with engine_broken(why):
         hook.pull(0)
 
 

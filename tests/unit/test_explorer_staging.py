@@ -13,10 +13,11 @@ import pytest
 
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.staging import NotStagedError, Staging
-from syncd.protocol.errors import CancelledError, InvalidSettingsError
+from syncd.protocol.errors import CancelledError
 from tests.deltas import contents
 from tests.explorers import held, publish
 from tests.jobs import SmallJob, flip
+from tests.refusals import invalid
 from tests.staged_links import copies
 from tests.storages import FastStorage, RuledStorage, once, refuse
 
@@ -336,23 +337,23 @@ def test_a_copy_that_is_removed_as_it_is_to_be_held_is_made_again(
     ("budget", "patience"), [(0, 1.0), (-1, 1.0), ("1GB", 1.0), (None, 0.0), (None, "5")]
 )
 def test_what_is_no_number_above_0_is_refused(stage: Path, budget: Any, patience: Any) -> None:
-    with pytest.raises(InvalidSettingsError, match=r"it must be a number of \w+, more than 0$"):
+    with invalid(r"it must be a number of \w+, more than 0$"):
         Staging(stage, budget, patience=patience)
 
 
 def test_a_folder_with_a_tilde_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidSettingsError, match=r"'~/copies', but only a shell expands '~'"):
+    with invalid(r"'~/copies', but only a shell expands '~'"):
         Staging("~/copies")
     assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidSettingsError, match="cannot be the stage folder"):
+    with invalid("cannot be the stage folder"):
         Staging(tmp_path / "file")
     room = Staging(tmp_path / "stage")._copies.room
     room.rmdir()
     room.symlink_to(tmp_path)
-    with pytest.raises(InvalidSettingsError, match="choose another stage folder"):
+    with invalid("choose another stage folder"):
         Staging(tmp_path / "stage")

@@ -21,11 +21,6 @@ from tests.storages import RuledStorage
 from tests.unit.test_explorer_policy import aside, hook_of
 
 
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
 def test_a_step_is_not_waited_for_while_something_follows(
     job: SmallJob, engine: FakeEngine
 ) -> None:

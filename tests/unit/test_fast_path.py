@@ -16,12 +16,13 @@ from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
 from syncd.coordination.broadcast.group import WeightGroup
 from syncd.coordination.broadcast.weight_meta import Header
 from syncd.coordination.member import Seams
-from syncd.protocol.errors import BroadcastError, EngineBrokenError, WaitTimeoutError
+from syncd.protocol.errors import BroadcastError
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version, may_produce
 from syncd.protocol.records import SaveId
 from syncd.protocol.reports import Rendezvous
 from tests.explorers import LONG, leased, publish, pulls, report
 from tests.jobs import SmallJob
+from tests.refusals import engine_broken, too_late
 from tests.weight_groups import transfer
 from trainer_hooks import TrainerHook
 from trainer_hooks.explorers import Explorers
@@ -283,7 +284,7 @@ def test_a_sync_waits_for_a_job_that_is_away_as_without_broadcasts(
     away = job.layout.format.with_name("away")
     with ExplorerHook(job.root, "explorer", engine, settings=settings, poll=0.02) as hook:
         job.layout.format.rename(away)
-        with pytest.raises(WaitTimeoutError, match="is its storage mounted"):
+        with too_late("is its storage mounted"):
             hook.after_step(1)
         away.rename(job.layout.format)
 
@@ -330,7 +331,7 @@ def test_an_engine_that_a_broadcast_broke_is_given_the_newest_version(
     def tear() -> None:
         raise RuntimeError("in the middle of it")
 
-    with pytest.raises(EngineBrokenError, match="in the middle of it"):
+    with engine_broken("in the middle of it"):
         hook._pipeline.receive(SaveId("run", 3, 2), tear)
     assert (report(job).workers, hook.may_produce()) == (0, False)
     assert has_nothing_newer(hook)  # and so it goes back to what it holds

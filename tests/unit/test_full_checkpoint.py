@@ -16,12 +16,7 @@ from safetensors.torch import save as safetensors_bytes
 from torch import nn
 
 from syncd.checkpoint.torch_files.shard_file import ShardFile
-from syncd.protocol.errors import (
-    CheckpointError,
-    InvalidSettingsError,
-    JobUnavailableError,
-    ShardFormatError,
-)
+from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.names import (
     CHECKPOINT_POINTER,
     FULL,
@@ -38,6 +33,7 @@ from tests.fsdp_models import Laden
 from tests.hooks import TrainerHook
 from tests.jobs import SmallJob, read, receipt_of
 from tests.multiprocess.resume_ranks import flip_a_bit
+from tests.refusals import invalid, malformed, no_checkpoint
 from tests.storages import RuledStorage
 from trainer_hooks.resuming.resume import latest_checkpoint, load_checkpoint
 from trainer_hooks.state.full_checkpoint import (
@@ -99,7 +95,7 @@ def trained(seed: int = 0, steps: int = 2) -> tuple[nn.Module, torch.optim.Optim
 
 def refuses(match: str, root: Path, model: nn.Module | None = None, **options: Any) -> None:
     """Loading a checkpoint is an error that says what."""
-    with pytest.raises(CheckpointError, match=match):
+    with no_checkpoint(match):
         load_checkpoint(root, model or Net(), **options)
 
 
@@ -371,7 +367,7 @@ def test_cut_off_anywhere_a_save_leaves_one_that_is_whole(root: Path, step: int)
         optimizer = adamw(again)
         if latest_checkpoint(root) is None:
             assert step == 1
-            with pytest.raises(CheckpointError, match="cut off"):
+            with no_checkpoint("cut off"):
                 load_checkpoint(root, again, optimizer=optimizer)
             ends.add("none")
         else:
@@ -562,7 +558,7 @@ def test_several_optimizers_resume_in_any_order_and_one_that_is_missing_is_told(
     assert caplog.messages == [told.replace("step_1", "step_2")]
     assert not other[0].state
     alike(other[1], made[1])
-    with pytest.raises(InvalidSettingsError, match=r"^2 optimizers update 'norm\.weight'"):
+    with invalid(r"^2 optimizers update 'norm\.weight'"):
         load_checkpoint(root, again, optimizer=[other[1], adamw(again)])
 
 
@@ -586,7 +582,7 @@ class Colour(enum.Enum):
     ],
 )
 def test_what_could_not_be_loaded_is_refused_when_it_is_saved(value: object, where: str) -> None:
-    with pytest.raises(InvalidSettingsError, match=where):
+    with invalid(where):
         extra_state(scheduler=None, user_state={"x": value})
 
 
@@ -615,7 +611,7 @@ def test_what_is_let_through_can_be_loaded_without_running_code() -> None:
 def test_a_value_in_a_value_without_end_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(InvalidSettingsError, match=r"is of type builtins\.list"):
+    with invalid(r"is of type builtins\.list"):
         checked(endless, "user_state")
 
 
@@ -624,15 +620,13 @@ def test_options_that_could_not_be_read_are_refused_when_they_are_saved() -> Non
     optimizer.param_groups[0]["clip"] = np.float32(0.5)
     assert optimizer_state(model, optimizer)["param_groups.up.bias.clip"] == 0.5
     optimizer.param_groups[0]["clip"] = Colour.RED
-    with pytest.raises(
-        InvalidSettingsError, match=r"AdamW has param_groups\..*\.clip of type Colour"
-    ):
+    with invalid(r"AdamW has param_groups\..*\.clip of type Colour"):
         optimizer_state(model, optimizer)
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     _, optimizer = trained()
-    with pytest.raises(InvalidSettingsError, match=r"AdamW.*must have all parameters"):
+    with invalid(r"AdamW.*must have all parameters"):
         optimizer_state(nn.Linear(1, 1), optimizer)
 
 
@@ -640,7 +634,7 @@ def test_a_file_of_plain_values_is_no_model_for_the_daemon(root: Path, job: Smal
     write_full(root, 1, *trained())
     with (
         ShardFile.open(Storage(), job.actor(1) / OPTIMIZER) as shard,
-        pytest.raises(ShardFormatError, match="not a tensor"),
+        malformed("not a tensor"),
     ):
         shard.tensors()
 
@@ -653,9 +647,9 @@ def test_a_save_that_protects_itself_again_is_still_whole(root: Path, job: Small
 
 def test_arguments_of_another_type_are_refused_before_anything_is_loaded(root: Path) -> None:
     model, _ = trained()
-    with pytest.raises(InvalidSettingsError, match=r"^step is '5': it must be a whole number"):
+    with invalid(r"^step is '5': it must be a whole number"):
         load_checkpoint(root, model, step="5")  # type: ignore[arg-type]
-    with pytest.raises(InvalidSettingsError, match=r"^optimizer is the class Adam: it must be"):
+    with invalid(r"^optimizer is the class Adam: it must be"):
         load_checkpoint(root, model, optimizer=torch.optim.Adam)  # type: ignore[arg-type]
 
 

@@ -233,9 +233,7 @@ def test_every_load_is_on_record_once_at_one_version_a_round(
         for first in versions[::8]:  # each daemon takes over from the one before
             with job.daemon(DaemonConfig(keep=2), meter=fast) as loop:
                 loop.publish(*range(first, first + 8))
-        with job.daemon(DaemonConfig(keep=2)) as loop:
-            loop.run_once()
-            loop.run_once()
+        job.run(DaemonConfig(keep=2), rounds=2)
     names = ("hook", "reader", "synchronizer")
     assert sorted(lives(job)) == [(version, name) for version in versions for name in names]
     found = history(job, 100)
@@ -286,8 +284,7 @@ def test_a_daemon_that_is_killed_at_the_journal_loses_no_load_and_repeats_none(
         storage.rules.clear()
         loop._journal._lines.clear()  # it is dead: what it had in memory is gone
     for _ in range(2):
-        with job.daemon(KEEP_1) as loop:
-            loop.run_once()
+        job.run(KEEP_1)
     assert sorted(lives(job)) == [(n, name) for n in range(1, 6) for name in ("node-1", "node-2")]
 
 
@@ -547,8 +544,7 @@ def test_a_merge_says_how_far_it_is_and_not_more_often_than_it_costs(
 
     job.storage = RuledStorage(slowly)
     job.save(4, *map(float, range(2_000_000)))
-    with job.daemon(clock=clock) as loop:
-        loop.run_once()
+    job.run(clock=clock)
     merges = [report["merge"] for report in told if "merge" in report]
     assert 2 <= len(merges) <= 4
     assert all(report["state"] == "merging" for report in told if "merge" in report)

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from syncd.coordination.leased_version import Holds, LeasedVersion
-from syncd.protocol.errors import InvalidSettingsError, VersionGoneError
+from syncd.protocol.errors import VersionGoneError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import MANIFEST, lease_marker
 from syncd.protocol.records import Manifest, encode
 from syncd.storage.job import Job
+from tests.refusals import invalid
 from tests.storages import RuledStorage, once, os_error
 
 NAME, SESSION = "explorer", "session"
@@ -160,7 +161,7 @@ def test_a_fork_can_take_and_release_nothing(tmp_path: Path) -> None:
     if not child:
         try:
             version.release()
-            with pytest.raises(InvalidSettingsError, match="this process is a fork of that"):
+            with invalid("this process is a fork of that"):
                 holds.hold(1)
         except BaseException:  # noqa: BLE001 - the parent reports it
             os._exit(1)

@@ -25,6 +25,7 @@ from syncd.protocol.names import STATE_POINTER
 from tests.commands import invoke
 from tests.doc_blocks import blocks
 from tests.jobs import SmallJob, nothing
+from tests.refusals import invalid
 from tests.storages import Clock, FastStorage, RuledStorage, refuse
 
 #: A guard: what is waited for takes a few milliseconds.
@@ -511,7 +512,7 @@ def test_one_job_or_many_and_not_both(tmp_path: Path) -> None:
     told = load(
         None, {"SYNCD_ROOT": "/jobs"}, {"job": GivenValue(Path("job"), "JOB", is_local=True)}
     )
-    with pytest.raises(InvalidSettingsError, match=r"many jobs: job = .*JOB.*SYNCD_ROOT"):
+    with invalid(r"many jobs: job = .*JOB.*SYNCD_ROOT"):
         _ = told.root
     config = tmp_path / "syncd.toml"
     config.write_text('root = "/jobs"\n')
@@ -522,7 +523,7 @@ def test_one_job_or_many_and_not_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["memory_dir", "exit_when_idle"])
 def test_what_only_one_job_can_have_is_refused(tmp_path: Path, key: str) -> None:
     config = RunConfig.model_validate({"root": tmp_path, key: tmp_path if "dir" in key else True})
-    with pytest.raises(InvalidSettingsError, match=key):
+    with invalid(key):
         RootServices(tmp_path, config)
 
 

@@ -25,14 +25,12 @@ from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.checkpoint.whole_files import digest_file
 from syncd.protocol.errors import (
     CancelledError,
-    CheckpointError,
-    CoverageError,
     SaveNotReadyError,
-    ShardFormatError,
 )
 from tests.fsdp_fixtures import shard_paths
 from tests.jobs import nothing
 from tests.merging import STORAGE, STORED, assert_equal, loaded, merge
+from tests.refusals import malformed, no_checkpoint, uncovered
 from tests.shards import shard
 from tests.shards import tensor as shard_tensor
 from tests.storages import FastStorage, RuledStorage, refuse
@@ -101,7 +99,7 @@ def test_a_file_that_is_no_whole_safetensors_file_is_refused(tmp_path: Path) -> 
         cases.append(content.replace(header, header.replace(old, new, 1)))
     for case in cases:
         path.write_bytes(case)
-        with pytest.raises(ShardFormatError, match="not a whole safetensors file"):
+        with malformed("not a whole safetensors file"):
             SafetensorsFile.open(STORAGE, path)
 
 
@@ -116,10 +114,10 @@ def test_packed_values_are_counted_as_in_torch_inside_and_as_safetensors_does_in
         assert source.entries[0].shape == (4, 6)
     for wrong in (b"[4,6]", b"[8,3]", b"[]"):
         path.write_bytes(content.replace(b"[4,12]", wrong.ljust(6)))
-        with pytest.raises(ShardFormatError, match="a length that does not fit its shape"):
+        with malformed("a length that does not fit its shape"):
             SafetensorsFile.open(STORAGE, path)
     path = saved(tmp_path, {"one": packed[0, 0]})
-    with pytest.raises(ShardFormatError, match=r"'one' is F4 .* Save it as uint8"):
+    with malformed(r"'one' is F4 .* Save it as uint8"):
         merge(opened(path.parent), tmp_path / "out")
 
 
@@ -156,7 +154,7 @@ def test_a_wrong_crc_of_any_record_is_found_used_or_not(
 ) -> None:
     """``data/0`` of rank 3 is padding alone: it has none of the three rows."""
     flip(shard_paths(stored)[3], record, 0)
-    with pytest.raises(ShardFormatError, match=f"rank_3.pt: record {record} does not match"):
+    with malformed(f"rank_3.pt: record {record} does not match"):
         merge(opened(stored), tmp_path / "out", digests=digests, check_crc=True)
 
 
@@ -180,7 +178,7 @@ def test_plain_tensors_that_differ_between_ranks_are_named(tmp_path: Path, opene
         weight = torch.zeros(2_000_000)
         weight[-1] = rank // 2
         torch.save({"a": torch.ones(3), "b": weight}, saved / f"model_world_size_3_rank_{rank}.pt")
-    with pytest.raises(CoverageError, match=r"b differs between ranks 0 and 2.*rank_0.*rank_2"):
+    with uncovered(r"b differs between ranks 0 and 2.*rank_0.*rank_2"):
         merge(opened(saved), tmp_path / "out")
 
 
@@ -265,7 +263,7 @@ def test_a_record_in_many_files_is_checked_by_all_its_bytes(
         with shards[0].path.open("r+b", buffering=0) as file:
             (byte,) = os.pread(file.fileno(), 1, record.offset + at)
             os.pwrite(file.fileno(), bytes((byte ^ 1,)), record.offset + at)
-            with pytest.raises(ShardFormatError, match=r"record data/0 does not match its CRC-32"):
+            with malformed(r"record data/0 does not match its CRC-32"):
                 merge(shards, tmp_path / str(number), **whole)  # type: ignore[arg-type]  # as above
             os.pwrite(file.fileno(), bytes((byte,)), record.offset + at)
 
@@ -409,7 +407,7 @@ def test_a_name_that_no_manifest_can_hold_and_a_huge_file_are_errors(
 ) -> None:
     monkeypatch.setattr("syncd.checkpoint.model_folder.FILE_LIMIT", 10)
     (source / name).write_bytes(bytes(11 if name == "dump" else 0))
-    with pytest.raises(CheckpointError, match=message):
+    with no_checkpoint(message):
         copy_model_files(STORAGE, source, folder, cancel=nothing)
 
 
@@ -442,7 +440,7 @@ def test_folders_inside_folders_without_end_are_an_error_at_once(
 ) -> None:
     (source / Path(*["d"] * 200)).mkdir(parents=True)
     storage = RuledStorage()
-    with pytest.raises(CheckpointError, match="64 levels deep"):
+    with no_checkpoint("64 levels deep"):
         copy_model_files(storage, source, folder, cancel=nothing)
     assert sum(method == "kinds" for method, _ in storage.calls) < 100
 

@@ -21,17 +21,12 @@ from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.tensor_rules import DTYPES, Cast
 from syncd.checkpoint.version import verify_version
-from syncd.protocol.errors import (
-    CheckpointError,
-    CoverageError,
-    ShardFormatError,
-    VerificationError,
-)
 from syncd.protocol.names import HUGGINGFACE, NAME_MAP, RECEIPTS, part_name, receipt_name
 from syncd.protocol.records import Manifest, Names, Receipt, ReceiptFile, encode
 from syncd.storage.fsio import Storage
 from tests.jobs import flip, nothing, read
 from tests.merging import STORAGE, assert_equal, loaded
+from tests.refusals import malformed, no_checkpoint, uncovered, unverified
 from tests.storages import RuledStorage, refuse
 
 PARTS: list[dict[str, Tensor]] = [
@@ -113,7 +108,7 @@ def test_no_tensor_is_read_to_publish_it(tmp_path: Path) -> None:
         os.truncate(path, header)  # a hole in place of the tensors
         os.truncate(path, header + sum(one.nbytes for one in PARTS[paths.index(path)].values()))
     manifest = publish(tmp_path)
-    with pytest.raises(VerificationError, match="digest"):
+    with unverified("digest"):
         verify_version(STORAGE, tmp_path / "out", manifest)
 
 
@@ -174,7 +169,7 @@ def test_parts_are_copied_where_links_cannot_be_had(tmp_path: Path, *, said: boo
 def test_a_copy_that_is_not_what_was_written_is_not_published(tmp_path: Path) -> None:
     flip(put(tmp_path)[0], -2)
     storage = RuledStorage(refuse("link", errno.EPERM))
-    with pytest.raises(ShardFormatError, match=r"model-00001-of-00003\.safetensors .* wrote"):
+    with malformed(r"model-00001-of-00003\.safetensors .* wrote"):
         publish(tmp_path, storage=storage)
 
 
@@ -199,7 +194,7 @@ def test_a_name_in_two_parts_and_parts_without_any_tensor_are_refused(
     tmp_path: Path, parts: list[dict[str, Tensor]], why: str
 ) -> None:
     put(tmp_path, parts)
-    with pytest.raises(CoverageError, match=why):
+    with uncovered(why):
         publish(tmp_path)
 
 
@@ -212,7 +207,7 @@ def test_a_part_is_cast_if_that_is_asked_for(tmp_path: Path) -> None:
 
 def test_a_cast_of_packed_weights_is_refused(tmp_path: Path) -> None:
     put(tmp_path, [{"a_blocks": torch.ones(4, dtype=torch.uint8)}])
-    with pytest.raises(CheckpointError, match="a_blocks is quantized"):
+    with no_checkpoint("a_blocks is quantized"):
         publish(tmp_path, cast="bf16")
 
 

@@ -98,14 +98,6 @@ def test_a_new_job_gets_the_hubs_names_if_all_live_explorers_take_them(
     assert seen.daemon.names == names[0]  # type: ignore[union-attr, index]
 
 
-def test_an_explorer_that_is_gone_is_not_asked(job: SmallJob) -> None:
-    with explorer(job, "old", hub_names=False):
-        pass
-    with job.daemon() as loop:
-        publish(loop, 1)
-    assert tensors(job, 1) == HUB
-
-
 def test_a_job_keeps_the_names_of_its_newest_version_over_daemons(
     job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,18 +224,16 @@ def test_a_memory_folder_keeps_the_trainers_own_file_unless_told_otherwise(tmp_p
     assert told == {None: [None, "trainer"], "hub": ["hub", "hub"]}
 
 
-def test_an_explorer_that_was_killed_is_not_asked_once_it_is_known_as_dead(
-    job: SmallJob, clock: Clock
-) -> None:
+@pytest.mark.parametrize("killed", [False, True])
+def test_an_explorer_that_is_gone_is_not_asked(job: SmallJob, clock: Clock, killed: bool) -> None:
     with explorer(job, "old", hub_names=False):
         report = job.explorer("old").read_bytes()
         heartbeat = next(path for path in job.layout.sessions.iterdir() if path.suffix == ".lock")
         left = heartbeat.read_bytes()
-    job.put(job.explorer("old"), report)
-    heartbeat.write_bytes(left)  # nobody touches it any more
+    if killed:
+        job.put(job.explorer("old"), report)
+        heartbeat.write_bytes(left)  # nobody touches it any more
     with job.daemon(clock=clock) as loop:
-        for _ in range(12):
-            loop.run_once()
-            clock.now += LEASE_TIME / 4
+        loop.rounds(12 if killed else 0, LEASE_TIME / 4)
         publish(loop, 1)
     assert tensors(job, 1) == HUB

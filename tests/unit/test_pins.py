@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from syncd.daemon.config import DaemonConfig
-from syncd.protocol.errors import InvalidSettingsError, VersionGoneError
+from syncd.protocol.errors import VersionGoneError
 from syncd.storage.job import Job
 from syncd.storage.leases import pin_step, pin_version, unpin_step, unpin_version
 from tests.deltas import contents
 from tests.jobs import SmallJob, published
 from tests.lagging import Hosts
+from tests.refusals import invalid
 from tests.storages import RuledStorage
 
 KEEP_ONE = DaemonConfig(keep=1)
@@ -58,7 +59,7 @@ def test_what_is_gone_cannot_be_pinned(job: SmallJob) -> None:
         pin_version(job, 1)
     with pytest.raises(VersionGoneError, match="v000009"):
         pin_version(job, 9)
-    with pytest.raises(InvalidSettingsError, match="global_step_1"):
+    with invalid("global_step_1"):
         pin_step(job, 1, sleep=waited.append)
     assert sum(waited) < 10
     assert not unpin_step(job, 1, sleep=waited.append)

@@ -60,9 +60,7 @@ def test_an_audit_line_that_is_torn_takes_no_other_with_it(tmp_path: Path, code:
 
     job = SmallJob(tmp_path / "job", Tearing())
     published(job, 3)
-    with job.daemon(DaemonConfig(keep=1)) as loop:
-        loop.run_once()
-        loop.run_once()
+    job.run(DaemonConfig(keep=1), rounds=2)
     lines = job.layout.audit.read_bytes().splitlines()
     told = {parse(AuditLine, line, "").name for line in lines if line.endswith(b"}")}
     assert len(lines) == len(told) + 1

@@ -9,6 +9,7 @@ from syncd.coordination.participant import StateFile
 from syncd.protocol.errors import InvalidSettingsError, ProtocolMismatchError, RecordError
 from syncd.storage.job import Job
 from tests.jobs import SmallJob
+from tests.refusals import invalid
 from tests.storages import CHANGES, RuledStorage, fail, once
 
 
@@ -63,7 +64,7 @@ def test_a_state_that_could_not_be_read_again_is_refused_and_changes_nothing(
     file = state_file(job)
     file.save(1, {"key": nested(100)})
     match = "is not plain JSON" if value in ODD else "cannot be read back"
-    with pytest.raises(InvalidSettingsError, match=match):
+    with invalid(match):
         file.save(2, {"key": value})
     assert iteration(file) == 1
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
 from tests import tiny_language
 from tests.hooks import written
 from tests.jobs import SmallJob
+from tests.refusals import invalid, save_fails
 from tests.storages import RuledStorage
 from trainer_hooks import SaveSettings, TrainerHook, WeightStream
 from trainer_hooks.settings import SaveLayout
@@ -133,7 +133,7 @@ def run(
 @cases(BROKEN)
 def test_a_constructor_names_what_cannot_be_written(run: Run, words: str, spoil: Any) -> None:
     spoil(run)
-    with pytest.raises(InvalidSettingsError, match=words):
+    with invalid(words):
         run.open()
     assert not list(run.job.root.rglob("config.json"))
 
@@ -157,7 +157,7 @@ def test_what_fails_beside_other_tensors_fails_the_save(run: Run, words: str, sp
     run.save(1)  # they are those of the constructor
     run.model.bfloat16()
     reason = "was F32" if run.door == "stream" else f"step 2 failed: .*{words}"
-    with pytest.raises(SaveFailedError, match=reason):
+    with save_fails(reason):
         run.save(2)
     run.model.float()
     run.save(3)
@@ -180,7 +180,7 @@ def test_storage_that_refuses_a_small_file_fails_the_save(
     with TrainerHook(job.root, tiny_language.model(), storage=storage) as hook:
         storage.refuse("rename", errno.EACCES, where="huggingface/config.json")
         hook.after_step(1)
-        with pytest.raises(SaveFailedError, match=r"could not write .*huggingface/"):
+        with save_fails(r"could not write .*huggingface/"):
             written(hook)
         storage.rules.clear()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
+from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import part_name
 from syncd.protocol.policy import SyncMethod, SyncSettings
 from syncd.protocol.reports import TrainerReport
@@ -21,6 +21,7 @@ from tests.jobs import SmallJob
 from tests.merging import assert_equal, loaded
 from tests.multiprocess.processes import wait_until
 from tests.programs import completed
+from tests.refusals import invalid, save_fails
 from tests.storages import RuledStorage, refuse
 from trainer_hooks import WeightStream
 
@@ -66,7 +67,7 @@ def written(*streams: WeightStream) -> None:
 
 
 def fails(stream: WeightStream, why: str) -> None:
-    with pytest.raises(SaveFailedError, match=why):
+    with save_fails(why):
         stream.wait()
 
 
@@ -219,7 +220,7 @@ def test_a_writer_of_the_run_before_gives_its_tensors_to_no_other(job: SmallJob)
     orphan.save(2, tensors(1, "b"))
     fails(orphan, "rank 0 was started again")
     orphan.close()
-    with pytest.raises(SaveFailedError, match="rank 1 of 2 has not written"):
+    with save_fails("rank 1 of 2 has not written"):
         again.close()
     assert announced(job) == 1
 
@@ -297,7 +298,7 @@ def test_small_files_come_from_a_folder_without_its_weights(
         "config.json", "extra.txt", "name_map.json",
     }  # fmt: skip
     stream.close()
-    with pytest.raises(InvalidSettingsError, match="nowhere cannot be written: FileNotFoundError"):
+    with invalid("nowhere cannot be written: FileNotFoundError"):
         writer(job, model_files=tmp_path / "nowhere")
     join(1, 2, model_files=tmp_path / "nowhere")  # only rank 0 has it
 
@@ -306,15 +307,15 @@ def test_a_dtensor_is_refused_with_what_to_do(join: Join) -> None:
     stream = join()
     mesh = DeviceMesh("meta", [0], _init_backend=False, _rank=0)
     value = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
-    with pytest.raises(InvalidSettingsError, match="full_tensor"):
+    with invalid("full_tensor"):
         stream.save(1, {"a": value})
     fails(stream, "no copy of the tensors")
 
 
 def test_arguments_that_fit_no_stream_are_refused(job: SmallJob) -> None:
-    with pytest.raises(InvalidSettingsError, match="rank 2 is not one of 2"):
+    with invalid("rank 2 is not one of 2"):
         writer(job, 2, 2)
-    with pytest.raises(InvalidSettingsError, match="only method checkpoint"):
+    with invalid("only method checkpoint"):
         WeightStream(job.root, settings=SyncSettings(method=SyncMethod.MEMORY))
 
 
@@ -324,5 +325,5 @@ def test_a_closed_stream_saves_no_more(job: SmallJob) -> None:
     stream.close()
     stream.close()
     assert announced(job) == 1
-    with pytest.raises(SaveFailedError, match="closed"):
+    with save_fails("closed"):
         save(stream, 2, "a")

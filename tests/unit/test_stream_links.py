@@ -1,7 +1,6 @@
 """``WeightStream`` with deltas: writers learn the base from rank 0's report."""
 
 import errno
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,10 @@ from syncd.storage.job import Job
 from tests.link_saves import is_link, linked, offered, publish, receipts
 from tests.links import applied, written
 from tests.merging import assert_equal
+from tests.refusals import save_fails
 from tests.storages import RuledStorage, refuse
 from trainer_hooks import WeightStream
 from trainer_hooks.state.host_part import HostPart
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture
@@ -120,7 +114,7 @@ def test_a_writer_that_fails_costs_its_link_alone(
     with suppress(InvalidSettingsError):  # of the list, at once
         streams[1].save(2, second or weights.part(1))
     for stream, reason in zip(streams, why, strict=True):
-        with pytest.raises(SaveFailedError, match=reason):
+        with save_fails(reason):
             stream.wait()
     storage.rules.clear()
     assert int(job.layout.state_pointer.read_text()) == 1

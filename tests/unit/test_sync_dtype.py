@@ -20,13 +20,14 @@ from syncd.checkpoint.tensor_rules import Casting
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.configuration import load
-from syncd.protocol.errors import CheckpointError, InvalidSettingsError, SaveNotReadyError
+from syncd.protocol.errors import SaveNotReadyError
 from syncd.protocol.names import RECEIPTS, full_receipt_name, receipt_name
 from syncd.protocol.records import Manifest, Receipt
 from tests.commands import invoke
 from tests.hooks import DEADLINE, checkpoint, saved, written
 from tests.jobs import SmallJob, read
 from tests.merging import assert_equal
+from tests.refusals import invalid, no_checkpoint
 from tests.storages import RuledStorage
 from tests.tiny_language import SIZES
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
@@ -110,7 +111,7 @@ def test_a_quantized_model_is_not_cast_and_saved_without_a_cast(
 ) -> None:
     model = Mixed()
     model.register_buffer("fp8", torch.randn(6).to(torch.float8_e4m3fn))
-    with pytest.raises(CheckpointError, match=r"fp8 is quantized .*sync_dtype of the trainer"):
+    with no_checkpoint(r"fp8 is quantized .*sync_dtype of the trainer"):
         saved(job, model, sync_dtype="bf16", layout=layout)
     saved(job, model, layout=layout)
     assert_equal(published(job)[1], dict(model.state_dict()))
@@ -340,7 +341,7 @@ def test_two_full_checkpoints_under_way_hold_each_its_own_weights(job: SmallJob)
 def test_without_its_master_weights_a_checkpoint_is_not_resumed_from(job: SmallJob) -> None:
     full_checkpoint(job)
     (job.actor(1) / MASTER).unlink()
-    with pytest.raises(CheckpointError, match=f"{MASTER} is missing"):
+    with no_checkpoint(f"{MASTER} is missing"):
         resumed(job)
 
 
@@ -359,7 +360,7 @@ def test_a_copy_that_lacks_a_ranks_weights_in_the_models_dtype_is_refused(job: S
     actor = job.actor(1)
     shutil.rmtree(actor / RECEIPTS)
     (actor / MASTER).rename(actor / "master_world_size_2_rank_0.pt")
-    with pytest.raises(CheckpointError, match=r"master_world_size_2_rank_1\.pt is missing"):
+    with no_checkpoint(r"master_world_size_2_rank_1\.pt is missing"):
         resumed(job)
     with pytest.raises(SaveNotReadyError, match=r"lacks master_world_size_2_rank_1\.pt"):
         look_at_step(job, 1)
@@ -371,7 +372,7 @@ def test_weights_of_two_saves_without_receipts_are_refused(job: SmallJob, size: 
     actor = job.actor(1)
     shutil.rmtree(actor / RECEIPTS)
     shutil.copy(actor / MASTER, actor / f"master_world_size_{size}_rank_0.pt")
-    with pytest.raises(CheckpointError, match="Remove the files of the older save"):
+    with no_checkpoint("Remove the files of the older save"):
         resumed(job)
     with pytest.raises(SaveNotReadyError, match="Remove the files of the older save"):
         look_at_step(job, 1)
@@ -438,7 +439,7 @@ def test_a_daemon_that_casts_too_says_that_this_rounds_twice(
 
 @pytest.mark.parametrize("wrong", ["fp32", "torch.float32", "BF17", torch.float64, True])
 def test_a_wrong_dtype_is_refused_by_name(wrong: Any) -> None:
-    with pytest.raises(InvalidSettingsError, match=r"sync_dtype is .*: it must be 'bf16'"):
+    with invalid(r"sync_dtype is .*: it must be 'bf16'"):
         SaveSettings(sync_dtype=wrong)
 
 

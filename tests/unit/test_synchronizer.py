@@ -26,7 +26,6 @@ from syncd.coordination.member import Seams
 from syncd.coordination.waiting import Cancellation, Waits
 from syncd.protocol.errors import (
     CancelledError,
-    EngineMismatchError,
     InvalidSettingsError,
     InvalidTransitionError,
     NameTakenError,
@@ -43,6 +42,7 @@ from tests.doc_blocks import blocks
 from tests.jobs import SmallJob, read
 from tests.multiprocess.processes import wait_until
 from tests.places import DOCS
+from tests.refusals import invalid, save_fails, too_late, unfit
 from tests.storages import Clock, RuledStorage, fails
 
 RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
@@ -154,9 +154,9 @@ def test_both_sides_begin_stopped_and_are_counted_as_they_say(job: SmallJob) -> 
 
 def test_a_live_ones_name_is_refused_and_a_closed_ones_is_free(members: Members) -> None:
     first = members.explorer()
-    with pytest.raises(InvalidSettingsError, match="cannot be part of a file name"):
+    with invalid("cannot be part of a file name"):
         ExplorerSynchronizer(members.job.root, "a/b")
-    with pytest.raises(InvalidSettingsError, match="neither 'trainer' nor 'explorer'"):
+    with invalid("neither 'trainer' nor 'explorer'"):
         Synchronizer(members.job.root, "tester", "a")  # type: ignore[arg-type] # that is the test
     first.close()
     first.close()
@@ -324,7 +324,7 @@ def test_a_timeout_is_an_error_and_puts_the_status_back(
     members: Members, explorer: ExplorerSynchronizer
 ) -> None:
     members.trainer()
-    with pytest.raises(WaitTimeoutError, match="no daemon works there: start `syncd run "):
+    with too_late("no daemon works there: start `syncd run "):
         explorer.wait_new_model_state_dict(None, timeout=0.1)
     assert members.status == "running"
     assert explorer.get_explorer_status_counts()[REQUIRE_SYNC] == 0
@@ -335,7 +335,7 @@ def test_a_wait_that_begins_in_another_ends_in_its_own_time(
 ) -> None:
     members.trainer()
     waiting = members.waiting(explorer)
-    with pytest.raises(WaitTimeoutError, match="while another wait of the same participant"):
+    with too_late("while another wait of the same participant"):
         explorer.set_model_state_dict_with_step_num(3, timeout=0.1)
     assert not waiting.done()
     explorer.close()
@@ -641,7 +641,7 @@ def test_a_state_dict_goes_through_the_writer(members: Members) -> None:
     trainer.set_model_state_dict({"weight": 1}, 4)
     assert written == [({"weight": 1}, 4)]
     trainer.close()
-    with pytest.raises(InvalidSettingsError, match="has no writer"):
+    with invalid("has no writer"):
         members.trainer().set_model_state_dict({}, 4)
 
 
@@ -658,7 +658,7 @@ def test_a_remote_path_is_written_and_pointed_to(
     with members.job.daemon() as loop:
         loop.rounds(3, 5)  # without a receipt it is known by its stillness
     assert explorer.get_latest_model_path() == "tinker://run/sampler/5b"
-    with pytest.raises(EngineMismatchError, match="is remote: its weights are not in its folder"):
+    with unfit("is remote: its weights are not in its folder"):
         next(explorer.get_model_state_dict_iterator())
 
 
@@ -680,7 +680,7 @@ def test_a_step_on_disk_is_published_by_its_number(
     for step in (8, 9):
         job.actor(step).mkdir(parents=True)
     members.quarantine(9, "r-9-0")
-    with pytest.raises(SaveFailedError, match="step 9 cannot be published"):
+    with save_fails("step 9 cannot be published"):
         explorer.set_model_state_dict_with_step_num(9)
     with pytest.raises(WaitTimeoutError):
         explorer.set_model_state_dict_with_step_num(8, timeout=0.1)
@@ -703,7 +703,7 @@ def test_an_explorer_chooses_no_step_while_the_trainer_works(members: Members) -
     members.trainer()
     members.publish(1)
     members.job.save(2, point=False)
-    with pytest.raises(InvalidSettingsError, match="the trainer is running"):
+    with invalid("the trainer is running"):
         members.explorer().set_model_state_dict_with_step_num(2)
 
 
@@ -905,11 +905,11 @@ def test_the_awaited_methods_do_what_their_twins_do(members: Members) -> None:
             state = await explorer.load_state("trainer")
             assert state is not None
             assert state.state == {"next_task": 16}
-            with pytest.raises(InvalidSettingsError, match="is an explorer"):
+            with invalid("is an explorer"):
                 await explorer.set_trainer_status(STOPPED)
-            with pytest.raises(InvalidSettingsError, match="is the trainer"):
+            with invalid("is the trainer"):
                 await trainer.set_explorer_status(STOPPED)
-            with pytest.raises(InvalidSettingsError, match="is an explorer"):
+            with invalid("is an explorer"):
                 await explorer.ready_to_nccl_sync("trainer", 2)
 
     asyncio.run(scenario())

@@ -17,9 +17,7 @@ from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.coordination import ExplorerSynchronizer
 from syncd.protocol.errors import (
     CancelledError,
-    InvalidSettingsError,
     JobUnavailableError,
-    SaveFailedError,
 )
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import SaveId
@@ -28,6 +26,7 @@ from syncd.storage.job import Job
 from tests.checkpoints import same
 from tests.hooks import over, written
 from tests.jobs import SmallJob, read
+from tests.refusals import invalid, save_fails
 from tests.storages import RuledStorage, os_error, refuse
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
 from trainer_hooks.writing.writer import RankContents, RankWriter
@@ -167,7 +166,7 @@ def test_a_refused_write_is_raised_by_the_next_call_with_its_step(
     over(hook)
     storage.rules.clear()
     assert not job.state_pointer.exists()
-    with pytest.raises(SaveFailedError, match=r"step 4.*No space left.*; no daemon works"):
+    with save_fails(r"step 4.*No space left.*; no daemon works"):
         hook.after_step(5)
     written(hook)
     assert job.pointed == "5\n"
@@ -183,7 +182,7 @@ def test_a_failure_is_raised_by_a_call_that_is_not_due_as_well(
     storage.refuse("rename", errno.EIO, where="model_world_size")
     hook.after_step(2)
     over(hook)
-    with pytest.raises(SaveFailedError, match="step 2"):
+    with save_fails("step 2"):
         hook.after_step(3)
     hook.after_step(3)  # it is said once
     storage.rules.clear()
@@ -327,18 +326,18 @@ def test_what_was_left_half_written_is_swept_by_the_next_save_of_the_step(
 def test_an_argument_of_another_type_is_refused_by_name(
     job: SmallJob, model: nn.Module, start: Start, wrong: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(InvalidSettingsError, match=said):
+    with invalid(said):
         TrainerHook(job.root, **{"model": model, **wrong})
     name, value = next(iter(wrong.items()))
     if name not in {"settings", "saving", "model"}:
-        with start() as hook, pytest.raises(InvalidSettingsError, match=said):
+        with start() as hook, invalid(said):
             setattr(hook, name, value)
 
 
 def test_a_step_that_is_no_whole_number_is_refused_by_every_method(hook: TrainerHook) -> None:
     for method in (hook.after_step, hook.save_state_dict, hook.save_checkpoint):
         for step in ("2", 2.0, None, -1):
-            with pytest.raises(InvalidSettingsError, match=r"^step is .*: it must be"):
+            with invalid(r"^step is .*: it must be"):
                 method(step)  # type: ignore[arg-type,operator]
     hook.after_step(1)
 
@@ -346,7 +345,7 @@ def test_a_step_that_is_no_whole_number_is_refused_by_every_method(hook: Trainer
 def test_a_choice_of_hugging_face_that_is_no_bool_is_refused(
     job: SmallJob, hook: TrainerHook
 ) -> None:
-    with pytest.raises(InvalidSettingsError, match=r"^save_as_hf is 'yes': it must be a bool"):
+    with invalid(r"^save_as_hf is 'yes': it must be a bool"):
         hook.save_checkpoint(1, save_as_hf="yes")  # type: ignore[arg-type]
     assert not job.step(1).exists()
 
@@ -358,7 +357,7 @@ def test_a_model_without_data_is_refused_by_the_name_of_a_tensor(
     model = nn.Linear(3, 2, device="meta")
     saving = SaveSettings(layout=layout)
     with TrainerHook(job.root, model, saving=saving) as hook:
-        with pytest.raises(InvalidSettingsError, match=r"^weight is on the meta device"):
+        with invalid(r"^weight is on the meta device"):
             hook.after_step(1)
         model.to_empty(device="cpu")
         hook.after_step(2)
@@ -391,7 +390,7 @@ def test_a_job_that_goes_away_is_named_with_the_remedy(
 ) -> None:
     job.root.rename(job.root.with_name("moved"))
     hook.after_step(2)
-    with pytest.raises(SaveFailedError, match=r"save of step 2.* is its storage mounted\?$"):
+    with save_fails(r"save of step 2.* is its storage mounted\?$"):
         hook.close()
     assert "Traceback" not in caplog.text
 
@@ -404,10 +403,10 @@ def test_fsdp_config_says_the_world_size(job: SmallJob, start: Start) -> None:
 def test_rank_0_does_not_wait_for_a_rank_that_failed(job: SmallJob) -> None:
     full = RuledStorage(refuse("create", errno.ENOSPC, where="rank_1.pt"))
     failing = RankWriter(Job(full, job.layout), 1, 2, save_timeout=3600)
-    with pytest.raises(SaveFailedError, match="rank 1 could not write"):
+    with save_fails("rank 1 could not write"):
         failing.save(SaveId("run", 4, 0), CONTENTS)
     first = RankWriter(job, 0, 2, save_timeout=3600)
-    with pytest.raises(SaveFailedError, match="that rank failed"):
+    with save_fails("that rank failed"):
         first.save(SaveId("run", 4, 0), CONTENTS)
     assert not job.state_pointer.exists()
     full.rules.clear()
@@ -419,7 +418,7 @@ def test_rank_0_does_not_wait_for_a_rank_that_failed(job: SmallJob) -> None:
 def test_rank_0_stops_waiting_when_training_ends_by_an_error(job: SmallJob) -> None:
     first = RankWriter(job, 0, 2, save_timeout=3600)
     first.stopped.set()
-    with pytest.raises(SaveFailedError, match="training ended"):
+    with save_fails("training ended"):
         first.save(SaveId("run", 4, 0), CONTENTS)
 
 
@@ -429,7 +428,7 @@ def test_what_is_announced_stays_whole_though_the_part_for_resuming_fails(
     contents = CONTENTS._replace(optimizer={"state": torch.zeros(2)}, is_full=True)
     storage.refuse("create", errno.EIO, where="optim_")
     writer = RankWriter(Job(storage, job.layout), 1, 2, save_timeout=5, pauses=(0.0, 0.0))
-    with pytest.raises(SaveFailedError, match=r"could not write.*explorers get them once rank 0"):
+    with save_fails(r"could not write.*explorers get them once rank 0"):
         writer.save(SaveId("run", 4, 0), contents)
     assert (job.actor(4) / ".receipts" / "rank_1.json").exists()
     assert not (job.actor(4) / ".receipts" / "full_rank_1.json").exists()

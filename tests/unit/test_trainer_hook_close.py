@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from syncd.checkpoint.save import look_at_save
-from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
+from syncd.protocol.errors import SaveFailedError
 from tests.hooks import DEADLINE, over, written
 from tests.jobs import SmallJob
+from tests.refusals import invalid
 from tests.storages import RuledStorage
 from tests.unit.test_explorer_threads import in_a_fork
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, latest_checkpoint
@@ -137,7 +138,7 @@ def test_close_saves_nothing_where_nothing_was_trained_or_it_is_told_not_to(
         train(hook, model, 1)
     assert announced(job) is None
     for wrong in (1, "no"):
-        with pytest.raises(InvalidSettingsError, match="final"):
+        with invalid("final"):
             SaveSettings(final=wrong)  # type: ignore[arg-type] # that is the point
 
 

@@ -19,15 +19,15 @@ from torch import nn
 
 from syncd.checkpoint.save import look_at_save
 from syncd.coordination.explorer import ExplorerSynchronizer
-from syncd.protocol.errors import InvalidSettingsError, NameTakenError, SaveFailedError
+from syncd.protocol.errors import NameTakenError, SaveFailedError
 from syncd.protocol.names import FULL, RECEIPTS, RETIRED, SAVING, failure_name
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.fsio import Draft
 from tests.checkpoints import same
 from tests.hooks import DEADLINE, Gate, checkpoint, over, written
-from tests.jobs import SmallJob
+from tests.jobs import SmallJob, read
+from tests.refusals import invalid, save_fails
 from tests.storages import RuledStorage, once, os_error
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, latest_checkpoint
 from trainer_hooks.settings import SaveAsHf, SaveLayout, WhenBusy
@@ -93,7 +93,7 @@ class FullDisk:
 
 
 def report(job: SmallJob) -> TrainerReport:
-    return parse(TrainerReport, job.layout.trainer_report.read_bytes(), "it")
+    return read(TrainerReport, job.layout.trainer_report)
 
 
 def identity(job: SmallJob, step: int) -> str | None:
@@ -179,9 +179,7 @@ def test_a_save_that_gets_no_buffer_in_time_is_left_out_and_said_to_all(
         try:
             for step in (1, 2):
                 hook.after_step(step)
-            with pytest.raises(
-                SaveFailedError, match=r"step 3 is not saved, because steps 1 and 2 are still "
-            ):
+            with save_fails(r"step 3 is not saved, because steps 1 and 2 are still "):
                 hook.after_step(3)
         finally:
             gate.opened.set()
@@ -211,9 +209,7 @@ def test_a_save_is_left_out_though_those_before_it_end_while_it_is_copied(
     ) as hook:
         for step in (1, 2):
             hook.after_step(step)
-        with pytest.raises(
-            SaveFailedError, match=r"step 3 .* two saves were unfinished after 0\.2 s"
-        ):
+        with save_fails(r"step 3 .* two saves were unfinished after 0\.2 s"):
             hook.save_checkpoint(3)
         over(hook)
 
@@ -228,7 +224,7 @@ def test_a_save_that_never_ends_is_given_up_and_said(
     hook = start(settings=SyncSettings(save_timeout=0.1))
     hook.after_step(1)
     try:
-        with pytest.raises(SaveFailedError, match=r"step 1 is still being written after 0\.2 s"):
+        with save_fails(r"step 1 is still being written after 0\.2 s"):
             hook.close()
         assert report(job).status == "stopped"
         assert not job.state_pointer.exists()
@@ -287,9 +283,7 @@ def test_a_failed_save_may_be_made_again_of_the_same_step(
     job: SmallJob, hook: TrainerHook, storage: RuledStorage
 ) -> None:
     storage.refuse("create", errno.ENOSPC, where=SHARD)
-    with pytest.raises(
-        SaveFailedError, match=r"No space.*Explorers keep.* from no step yet\. Mend"
-    ):
+    with save_fails(r"No space.*Explorers keep.* from no step yet\. Mend"):
         checkpoint(hook, 4)
     storage.rules.clear()
     checkpoint(hook, 4)
@@ -424,10 +418,10 @@ def test_syncs_go_to_the_memory_folder_and_full_checkpoints_to_the_job(
 
 
 def test_settings_that_do_not_go_together_are_refused(start: Start, tmp_path: Path) -> None:
-    with pytest.raises(InvalidSettingsError, match="memory_dir is only for method memory"):
+    with invalid("memory_dir is only for method memory"):
         start(memory_dir=tmp_path)
     for wrong in ({"layout": "odd"}, {"max_to_keep": -1}, {"when_busy_sync": "never"}):
-        with pytest.raises(InvalidSettingsError, match=next(iter(wrong))):
+        with invalid(next(iter(wrong))):
             SaveSettings(**wrong)  # type: ignore[arg-type] # that is the point
     assert SaveSettings(layout="Full").layout is SaveLayout.FULL  # type: ignore[arg-type] # a name will do
 
@@ -468,9 +462,7 @@ DOORS: list[Callable[[Path, Any], object]] = [
 def test_a_value_that_is_no_tensor_is_refused_at_the_save(
     job: SmallJob, save: Callable[..., None], value: object
 ) -> None:
-    with pytest.raises(
-        InvalidSettingsError, match=rf"odd' .* type {type(value).__name__}, .*buffer"
-    ):
+    with invalid(rf"odd' .* type {type(value).__name__}, .*buffer"):
         save(job.root, Odd("odd", value))
     assert not job.state_pointer.exists()
 
@@ -498,9 +490,7 @@ def test_a_full_disk_names_the_file_the_need_and_the_room_and_leaves_nothing(
     hook.after_step(4)
     over(hook)
     storage.rules.clear()
-    with pytest.raises(
-        SaveFailedError, match=rf"step 4.*32 bytes are needed, \d+ are free: '.*{SHARD}'"
-    ):
+    with save_fails(rf"step 4.*32 bytes are needed, \d+ are free: '.*{SHARD}'"):
         hook.after_step(5)
     hook.close()
     step = job.step(4)
@@ -514,9 +504,7 @@ def test_announced_weights_stay_and_the_rest_goes_when_the_rest_cannot_be_writte
     job: SmallJob, hook: TrainerHook, storage: RuledStorage
 ) -> None:
     storage.refuse("create", errno.ENOSPC, where="extra_state")
-    with pytest.raises(
-        SaveFailedError, match=r"step 4.*No space.*explorers get.* from no step yet"
-    ):
+    with save_fails(r"step 4.*No space.*explorers get.* from no step yet"):
         checkpoint(hook, 4)
     storage.rules.clear()
     assert job.pointed == "4\n"
@@ -530,7 +518,7 @@ def test_nothing_of_a_whole_checkpoint_goes_when_what_comes_after_it_is_refused(
     job: SmallJob, hook: TrainerHook, storage: RuledStorage
 ) -> None:
     storage.refuse("rename", errno.ENOSPC, where="latest_checkpointed")
-    with pytest.raises(SaveFailedError, match="step 4"):
+    with save_fails("step 4"):
         checkpoint(hook, 4)
     assert (job.actor(4) / OPTIMIZER).exists()
     assert latest_checkpoint(job.root) == 4
@@ -540,7 +528,7 @@ def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(
     job: SmallJob, start: Start
 ) -> None:
     hook = start(user_state=lambda: {"path": Path()})
-    with pytest.raises(InvalidSettingsError, match="user_state"):
+    with invalid("user_state"):
         hook.save_checkpoint(4)
     hook.save_state_dict(5)
     hook.close()
@@ -620,7 +608,7 @@ def test_a_hugging_face_model_that_cannot_be_added_leaves_the_step_to_the_pruner
     model.config = Tied()  # type: ignore[assignment]
     hook = TrainerHook(job.root, model)
     checkpoint(hook, 4)
-    with pytest.raises(SaveFailedError, match="tie_word_embeddings"):
+    with save_fails("tie_word_embeddings"):
         hook.save_checkpoint(4, block_until_saved=True, save_as_hf=True)
     assert latest_checkpoint(job.root) == 4
     assert not (job.step(4) / SAVING).exists()
@@ -681,9 +669,9 @@ def test_a_hook_that_is_closed_says_so(hook: TrainerHook) -> None:
     hook.after_step(1)
     hook.close()
     for call in (hook.after_step, hook.save_state_dict, hook.save_checkpoint):
-        with pytest.raises(SaveFailedError, match="closed"):
+        with save_fails("closed"):
             call(2)
-    with pytest.raises(SaveFailedError, match="closed"):
+    with save_fails("closed"):
         hook.sync_while_waiting()
 
 
@@ -767,7 +755,7 @@ def test_an_explorer_is_told_that_nothing_comes_only_where_nothing_does(
         hook.after_step(1)
         over(hook)
         storage.rules[:] = [hold]
-        with pytest.raises(SaveFailedError, match="step 1"):
+        with save_fails("step 1"):
             hook.sync_while_waiting()
         assert gate.reached.wait(DEADLINE)
         waiting = threading.Thread(target=hook.sync_while_waiting)

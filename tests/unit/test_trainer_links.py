@@ -14,11 +14,12 @@ from explorer_hooks.hook import ExplorerHook
 from syncd.operate.job_state import look
 from syncd.protocol.names import link_name, master_name, shard_name
 from syncd.protocol.policy import SyncSettings
-from syncd.protocol.records import SaveOutcome, SaveOutcomes, encode, parse
+from syncd.protocol.records import SaveOutcome, SaveOutcomes, encode
 from syncd.protocol.reports import DaemonReport
 from syncd.storage.job import Job
 from tests.fsdp_models import Config
 from tests.hooks import DEADLINE, Gate, checkpoint, written
+from tests.jobs import read
 from tests.link_saves import full, is_link, linked, offered, publish, receipts
 from tests.merging import assert_equal, loaded
 from tests.storages import RuledStorage
@@ -202,7 +203,7 @@ def dead(job: Job) -> None:
 
 def without_links(job: Job) -> None:
     path = job.layout.daemon_report
-    report = parse(DaemonReport, path.read_bytes(), path)
+    report = read(DaemonReport, path)
     job.storage.replace(path, encode(report.model_copy(update={"links": False})))
 
 

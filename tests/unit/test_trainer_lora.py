@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from syncd.protocol.errors import CheckpointError, InvalidSettingsError, SaveFailedError
 from syncd.protocol.names import HUGGINGFACE
 from tests.hooks import checkpoint
 from tests.jobs import SmallJob
 from tests.merging import assert_equal, build
+from tests.refusals import invalid, no_checkpoint, save_fails
 from tests.tiny_language import SIZES
 from tests.tiny_models import trained
 from trainer_hooks import SaveSettings, TrainerHook, load_checkpoint
@@ -115,7 +115,7 @@ def is_adapter(state: PeftState) -> None:
 def only_merged(state: PeftState, why: str) -> None:
     """It is merged, unless that is forbidden."""
     assert state.published_as(SaveLora.AUTO) is SaveLora.MERGED
-    with pytest.raises(InvalidSettingsError, match=why):
+    with invalid(why):
         state.published_as(SaveLora.ADAPTER)
 
 
@@ -254,7 +254,7 @@ def test_an_adapter_whose_beginning_changed_the_base_is_merged_and_all_is_kept(b
 def test_what_there_is_nothing_to_merge_into_is_refused_by_name() -> None:
     state = state_of(lora(target_modules=["o_proj"], lora_bias=True))
     is_adapter(state)
-    with pytest.raises(InvalidSettingsError, match=r"o_proj\.base_layer\.bias is not in the state"):
+    with invalid(r"o_proj\.base_layer\.bias is not in the state"):
         state.merged()
 
 
@@ -264,15 +264,13 @@ def test_layers_of_another_method_are_saved_as_an_adapter_and_not_merged() -> No
     state = state_of(model)
     is_adapter(state)
     assert_equal(state.adapter(), get_peft_model_state_dict(model, save_embedding_layers=False))
-    with pytest.raises(
-        InvalidSettingsError, match=r"k_proj is of type peft\.tuners\.ia3.* cannot be m"
-    ):
+    with invalid(r"k_proj is of type peft\.tuners\.ia3.* cannot be m"):
         state.merged()
 
 
 def test_prompts_that_are_computed_are_refused_when_the_hook_is_made(job: SmallJob) -> None:
     model = get_peft_model(qwen(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    with pytest.raises(InvalidSettingsError, match="'default' uses the method PREFIX_TUNING"):
+    with invalid("'default' uses the method PREFIX_TUNING"):
         TrainerHook(job.root, model)
 
 
@@ -334,7 +332,7 @@ def test_an_adapters_checkpoint_with_a_hugging_face_model_has_it_merged(job: Sma
 def test_a_tied_embedding_with_an_adapter_of_its_own_is_no_merged_model(job: SmallJob) -> None:
     model = lora(qwen(tied=True), target_modules=["embed_tokens"])
     hook = TrainerHook(job.root, model, saving=SaveSettings(lora=SaveLora.MERGED, final=False))
-    with pytest.raises(SaveFailedError, match=r"lm_head\.weight differs from .*embed_"):
+    with save_fails(r"lm_head\.weight differs from .*embed_"):
         hook.after_step(1)
     hook.close()
 
@@ -376,7 +374,7 @@ def test_a_checkpoint_without_the_base_is_not_resumed_on_another_base(
     saved(job, model, 3)
     again = lora()
     again.get_base_model().name_or_path = "org/two"
-    with pytest.raises(CheckpointError, match="of the base model org/one, but"):
+    with no_checkpoint("of the base model org/one, but"):
         load_checkpoint(job.root, again)
     again.get_base_model().name_or_path = "/data/one"
     assert load_checkpoint(job.root, again) is not None
@@ -463,5 +461,5 @@ def test_what_an_earlier_run_has_trained_stays_in_the_checkpoints_of_later_ones(
 
 
 def test_a_choice_that_there_is_not_is_refused() -> None:
-    with pytest.raises(InvalidSettingsError, match="it must be auto or adapter or merged"):
+    with invalid("it must be auto or adapter or merged"):
         SaveSettings(lora="both")  # type: ignore[arg-type] # as users write it

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from syncd.protocol.errors import InvalidSettingsError
 from tests.fsdp_models import CARRIED, TRAINED, values
+from tests.refusals import invalid
 from trainer_hooks.state.host_buffers import HostBuffers, host_copy
 from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
 
@@ -34,7 +34,7 @@ class Nested(nn.Module):
 def test_a_parameter_that_torch_takes_for_extra_state_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0]._extra_state = nn.Parameter(torch.ones(1))
-    with pytest.raises(InvalidSettingsError, match=r"^0\._extra_state has torch's name"):
+    with invalid(r"^0\._extra_state has torch's name"):
         sharded_state_dict(model)
 
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from syncd.checkpoint.safetensors_file import DIGESTS, SafetensorsFile
 from syncd.checkpoint.safetensors_header import PAGE
-from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import FULL_STATE_DICT, RECEIPTS, receipt_name
 from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, encode
 from syncd.storage.fsio import Draft
 from tests.fsdp_models import Laden, tensors, values
 from tests.merging import STORAGE, assert_equal, build, loaded
+from tests.refusals import save_fails
 from trainer_hooks.state.full_file import _outline, gather_full
 from trainer_hooks.state.gather import Derived
 from trainer_hooks.state.host_part import HostPart
@@ -105,7 +105,7 @@ def test_a_tied_head_is_left_out(tmp_path: Path, copied: bool) -> None:
 def test_a_tied_head_that_differs_is_an_error_that_names_both(tmp_path: Path) -> None:
     weight = values(4, 3)
     state = {EMBEDDING: weight, HEAD: weight + 1}
-    with pytest.raises(SaveFailedError, match=f"{HEAD} differs from {EMBEDDING}"):
+    with save_fails(f"{HEAD} differs from {EMBEDDING}"):
         put(state, tmp_path, tied=True)
 
 
@@ -121,7 +121,7 @@ def test_a_tied_head_that_differs_is_an_error_that_names_both(tmp_path: Path) ->
     ],
 )
 def test_what_no_file_can_hold_is_said_by_name(state: dict[str, Any], said: str) -> None:
-    with pytest.raises(SaveFailedError, match=said):
+    with save_fails(said):
         gather_full(state, 0, HostPart())
 
 
@@ -143,7 +143,7 @@ def test_a_tensor_that_cannot_be_made_fails_after_the_others_were_gathered() -> 
         return values(2)
 
     derived = {name: Derived({}, make) for name, make in (("a", fails), ("b", makes))}
-    with pytest.raises(SaveFailedError, match="no merge"):
+    with save_fails("no merge"):
         gather_full({"a": values(2), "b": values(2)}, 0, HostPart(), derived=derived)
     assert made
 

@@ -11,13 +11,11 @@ from torch import nn
 from transformers import TrainerState
 from transformers.trainer_utils import default_compute_objective
 
-from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, SyncSettings
-from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
-from syncd.storage.fsio import Storage
 from tests.hooks import over
+from tests.jobs import SmallJob, read
+from tests.refusals import invalid, save_fails
 from tests.storages import RuledStorage
 from trainer_hooks import SaveSettings
 from trainer_hooks.settings import WhenBusy
@@ -65,69 +63,62 @@ class Training:
 
 
 @pytest.fixture
-def job_dir(tmp_path: Path) -> Path:
-    path = tmp_path / "job"
-    path.mkdir()
-    return path
+def training(job: SmallJob) -> Training:
+    """One that has begun."""
+    begun = Training(job.root)
+    begun.begin()
+    return begun
 
 
-def pointed(job: Path) -> int | None:
-    path = JobLayout(job).state_pointer
-    return int(path.read_text()) if path.exists() else None
+def status(job: SmallJob) -> str:
+    return read(TrainerReport, job.layout.trainer_report).status
 
 
-def status(job: Path) -> str:
-    path = JobLayout(job).trainer_report
-    return parse(TrainerReport, Storage().read(path), path).status
-
-
-def test_full_checkpoints_are_left_to_the_trainer(job_dir: Path) -> None:
+def test_full_checkpoints_are_left_to_the_trainer(job: SmallJob) -> None:
     for given in (
         {"settings": SyncSettings(save_interval=10)},
         {"saving": SaveSettings(save_as_hf="last")},  # type: ignore[arg-type] # by its name
     ):
-        with pytest.raises(InvalidSettingsError, match="makes no full checkpoints"):
-            SyncdCallback(job_dir, **given)  # type: ignore[arg-type] # one of the two
+        with invalid("makes no full checkpoints"):
+            SyncdCallback(job.root, **given)  # type: ignore[arg-type] # one of the two
 
 
-def test_a_model_that_deepspeed_has_emptied_is_refused(job_dir: Path) -> None:
+def test_a_model_that_deepspeed_has_emptied_is_refused(job: SmallJob) -> None:
     model = nn.Linear(2, 2)
     model.weight.ds_id = 0  # type: ignore[assignment] # as ZeRO-3 marks what it takes out
-    with pytest.raises(InvalidSettingsError, match="ZeRO-3"):
-        Training(job_dir).begin(model)
+    with invalid("ZeRO-3"):
+        Training(job.root).begin(model)
 
 
-def test_what_a_trainer_saves_and_its_last_step_are_published_too(job_dir: Path) -> None:
-    training = Training(job_dir, settings=SyncSettings(sync_interval=100))
+def test_what_a_trainer_saves_and_its_last_step_are_published_too(job: SmallJob) -> None:
+    training = Training(job.root, settings=SyncSettings(sync_interval=100))
     training.step()  # before the training begins nothing is done
     training.begin()
     training.step()
-    assert pointed(job_dir) is None
+    assert not job.state_pointer.exists()
     training.save()
     assert training.callback.hook is not None
     over(training.callback.hook)
-    assert pointed(job_dir) == 2
+    assert job.pointed == "2\n"
     training.step()
-    assert (pointed(job_dir), status(job_dir)) == (2, RunningStatus.RUNNING)
+    assert (job.pointed, status(job)) == ("2\n", RunningStatus.RUNNING)
     training.end()
-    assert (pointed(job_dir), status(job_dir)) == (3, RunningStatus.STOPPED)
+    assert (job.pointed, status(job)) == ("3\n", RunningStatus.STOPPED)
     training.end()  # nothing more
 
 
 @pytest.mark.parametrize("best", ["checkpoint-1", None])  # None: on ranks that do not see it
-def test_a_best_model_that_was_loaded_is_not_the_last_step(job_dir: Path, best: str | None) -> None:
-    training = Training(job_dir, best=True, settings=SyncSettings(sync_interval=2))
+def test_a_best_model_that_was_loaded_is_not_the_last_step(job: SmallJob, best: str | None) -> None:
+    training = Training(job.root, best=True, settings=SyncSettings(sync_interval=2))
     training.state.best_model_checkpoint = best
     training.begin()
     for _ in range(3):
         training.step()
     training.end()
-    assert (pointed(job_dir), status(job_dir)) == (2, RunningStatus.STOPPED)
+    assert (job.pointed, status(job)) == ("2\n", RunningStatus.STOPPED)
 
 
-def test_what_an_evaluation_returns_has_no_metrics_of_ours(job_dir: Path) -> None:
-    training = Training(job_dir)
-    training.begin()
+def test_what_an_evaluation_returns_has_no_metrics_of_ours(training: Training) -> None:
     training.step()
     evaluated = training.log(eval_loss=1.5)
     assert evaluated == {"eval_loss": 1.5}
@@ -136,16 +127,14 @@ def test_what_an_evaluation_returns_has_no_metrics_of_ours(job_dir: Path) -> Non
     training.end()
 
 
-def test_a_log_has_the_metrics_since_the_one_before(job_dir: Path) -> None:
-    training = Training(job_dir)
-    training.begin()
+def test_a_log_has_the_metrics_since_the_one_before(job: SmallJob, training: Training) -> None:
     training.step()
     training.step()
     training.step()
     logs = training.log(loss=1.0)
     assert logs["loss"] == 1.0
     assert logs["sync/announced_step"] == 2  # of the call before
-    size = next(JobLayout(job_dir).actor(1).glob("*.pt")).stat().st_size
+    size = next(job.layout.actor(1).glob("*.pt")).stat().st_size
     assert logs["sync/bytes"] == 2 * size  # of the two saves that were written by then
     assert logs["time/stall"] >= logs["time/sync_weight"] > 0
     assert training.state.log_history[-1] == {**logs, "step": 3}
@@ -154,10 +143,8 @@ def test_a_log_has_the_metrics_since_the_one_before(job_dir: Path) -> None:
 
 
 def test_a_log_has_the_sum_of_what_stopped_the_training_and_the_last_of_all_else(
-    job_dir: Path, monkeypatch: pytest.MonkeyPatch
+    training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = Training(job_dir)
-    training.begin()
     summed = {"time/stall": 1.0, "time/broadcast": 0.5, "time/sync_weight": 0.25, "sync/bytes": 8.0}
     last = {"time/trainer_sync_interval": 4.0, "sync/skipped": 3.0}
     monkeypatch.setattr(training.callback.hook, "after_step", lambda _: summed | last)
@@ -169,48 +156,48 @@ def test_a_log_has_the_sum_of_what_stopped_the_training_and_the_last_of_all_else
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_a_save_that_failed_ends_the_training_or_is_counted(job_dir: Path, *, stops: bool) -> None:
-    training = Training(job_dir, stop_on_failure=stops)
+def test_a_save_that_failed_ends_the_training_or_is_counted(job: SmallJob, *, stops: bool) -> None:
+    training = Training(job.root, stop_on_failure=stops)
     training.begin()
     training.step()
     training.fill_disk()
     training.step()
     training.storage.rules.clear()
     if stops:
-        with training.callback, pytest.raises(SaveFailedError, match="step 2"):
+        with training.callback, save_fails("step 2"):
             training.step()
         assert training.callback.hook is None
-        assert status(job_dir) == RunningStatus.STOPPED
+        assert status(job) == RunningStatus.STOPPED
         return
     training.step()
     assert training.log(loss=1.0)["sync/failed"] == 1
-    assert pointed(job_dir) == 3
+    assert job.pointed == "3\n"
     training.fill_disk()
     training.step()
     training.end()
-    assert (pointed(job_dir), status(job_dir)) == (3, RunningStatus.STOPPED)
+    assert (job.pointed, status(job)) == ("3\n", RunningStatus.STOPPED)
 
 
-def test_the_last_save_that_failed_is_an_error_of_the_end(job_dir: Path) -> None:
-    training = Training(job_dir)
-    training.begin()
+def test_the_last_save_that_failed_is_an_error_of_the_end(
+    job: SmallJob, training: Training
+) -> None:
     training.fill_disk()
     training.step(wait=False)
-    with pytest.raises(SaveFailedError, match="step 1"):
+    with save_fails("step 1"):
         training.end()
     assert training.callback.hook is None
-    assert status(job_dir) == RunningStatus.STOPPED
+    assert status(job) == RunningStatus.STOPPED
 
 
-def test_a_training_that_begins_again_after_a_failure_needs_no_other_name(job_dir: Path) -> None:
-    training = Training(job_dir, publish_first=True)
+def test_a_training_that_begins_again_after_a_failure_needs_no_other_name(job: SmallJob) -> None:
+    training = Training(job.root, publish_first=True)
     training.begin()
     training.step()
     first = training.callback.hook
     training.begin()  # without an end: train() has raised, and is called again
     assert training.callback.hook is not first
-    with pytest.raises(SaveFailedError, match="closed"):
+    with save_fails("closed"):
         first.after_step(9)  # type: ignore[union-attr] # it was there
     training.step()
     training.end()
-    assert pointed(job_dir) == 2
+    assert job.pointed == "2\n"

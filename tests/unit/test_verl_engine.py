@@ -14,12 +14,12 @@ from torch import Tensor
 
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.service import Service
-from syncd.protocol.errors import InvalidSettingsError, SaveFailedError, WaitTimeoutError
 from syncd.protocol.names import FULL_STATE_DICT
 from syncd.protocol.policy import Version
 from tests.jobs import SmallJob
 from tests.merging import assert_equal
 from tests.multiprocess.processes import serving
+from tests.refusals import invalid, save_fails, too_late
 from trainer_hooks import WeightStream
 from trainer_hooks.verl_engine import VERSION, SyncdCheckpointEngine, stripe
 
@@ -30,12 +30,6 @@ def weights(step: int) -> dict[str, Tensor]:
 
 def served(job: SmallJob) -> Service:
     return Service(job.root, DaemonConfig(tick=0.1))
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def engine(
@@ -119,22 +113,22 @@ def test_the_frozen_base_of_a_lora_job_is_never_sent(job: SmallJob, stack: ExitS
     base = {"model.q_proj.base_layer.weight": torch.ones(2)}
     sender = stack.enter_context(engine(job))
     with serving(served(job)):
-        with pytest.raises(InvalidSettingsError, match=r"LoRA.*model\.lora\.merge=True"):
+        with invalid(r"LoRA.*model\.lora\.merge=True"):
             asyncio.run(sender.send_weights(base.items(), global_steps=1))
         assert send(sender, 2, 2) == 1
 
 
 def test_what_the_daemon_refuses_or_never_sees_is_said(job: SmallJob) -> None:
     with WeightStream(job.root) as stream:
-        with pytest.raises(SaveFailedError, match="nothing was saved"):
+        with save_fails("nothing was saved"):
             stream.wait_published()
         stream.save(1, weights(1))
-        with pytest.raises(WaitTimeoutError, match="no daemon works there"):
+        with too_late("no daemon works there"):
             stream.wait_published(0)
         part = job.actor(1) / FULL_STATE_DICT
         os.truncate(part, part.stat().st_size - 1)
         with serving(served(job)):
-            with pytest.raises(SaveFailedError, match=f"step 1 was quarantined: .*{part.name}"):
+            with save_fails(f"step 1 was quarantined: .*{part.name}"):
                 stream.wait_published()
             stream.save(1, weights(2))
             assert stream.wait_published() == Version(1, 1)

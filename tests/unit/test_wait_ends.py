@@ -13,12 +13,12 @@ from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook
 from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
 from syncd.coordination.member import Seams
-from syncd.protocol.errors import WaitTimeoutError
 from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings, SyncStyle, Version
 from syncd.protocol.records import SaveOutcome, SaveOutcomes
 from tests.explorers import LONG, publish, report
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.multiprocess.processes import wait_until
+from tests.refusals import too_late
 from tests.unit.test_fast_path import Taker
 
 pytestmark = pytest.mark.lagging
@@ -31,12 +31,6 @@ WAITS: dict[str, Callable[..., Any]] = {
         ExplorerSynchronizer.wait_for_weights, joins=lambda: True, ends_with_trainer=True
     ),
 }
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as made:
-        yield made
 
 
 @pytest.fixture
@@ -154,7 +148,7 @@ def test_a_last_save_that_is_not_published_in_time_is_an_error(
     with job.daemon():
         job.save(2)
         trainer.close()
-        with pytest.raises(WaitTimeoutError, match="see `syncd status "):
+        with too_late("see `syncd status "):
             explorer.wait_new_model_state_dict(HELD, timeout=0.2)
 
 
@@ -228,7 +222,7 @@ def test_who_holds_nothing_is_told_at_the_deadline_that_no_trainer_came(
     job: SmallJob, explorer: Any
 ) -> None:
     for call in (explorer.wait_new_model_state_dict, explorer.wait_for_trainer):
-        with pytest.raises(WaitTimeoutError, match=r"no trainer has registered .*, and no version"):
+        with too_late(r"no trainer has registered .*, and no version"):
             call(None, timeout=0.1)
     publish(job, 1)
     explorer.wait_for_trainer(None, timeout=LONG)

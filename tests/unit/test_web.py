@@ -19,13 +19,14 @@ from syncd.daemon.config import DaemonConfig
 from syncd.operate.job_state import look_at_all
 from syncd.operate.liveness import Watch
 from syncd.operate.models import JobState, UnseenJob
-from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
+from syncd.protocol.errors import JobUnavailableError
 from syncd.web import jobs as web_jobs
 from syncd.web.jobs import Jobs, SharedLook
 from syncd.web.server import Server
 from tests.commands import invoke
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, wait_until
+from tests.refusals import invalid
 from tests.web.served import explorer, served
 
 PAGE = Path(syncd.web.__file__).parent
@@ -275,7 +276,7 @@ def test_a_history_that_the_page_has_already_is_not_sent_again(shown: SmallJob) 
 
 
 def test_a_port_that_is_taken_is_an_error_with_advice(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(InvalidSettingsError, match="cannot be used: Address already in use"):
+    with invalid("cannot be used: Address already in use"):
         Server(Jobs([tmp_path], 1), server.server_address[1])
 
 

@@ -14,7 +14,7 @@ from explorer_hooks.weights import WeightsReader
 from syncd.checkpoint.boxes import Box, extents, whole
 from syncd.checkpoint.tensor_rules import DTYPES
 from syncd.coordination.tensors import bytes_of
-from syncd.protocol.errors import InvalidSettingsError, VerificationError
+from tests.refusals import invalid, unverified
 from tests.storages import RuledStorage
 
 SPECS = {
@@ -120,10 +120,10 @@ def test_the_iterator_reads_a_tensor_when_it_is_its_turn(
 
 
 def test_a_name_or_a_part_that_there_is_not_is_said(reader: WeightsReader) -> None:
-    with pytest.raises(InvalidSettingsError, match=r"version 1 \(step 1\) has no tensor cubes"):
+    with invalid(r"version 1 \(step 1\) has no tensor cubes"):
         reader.get_weight("cubes")
     for box in (Box((0, 0), (1, 1)), Box((3, 0, 0), (2, 1, 1)), Box((-1, 0, 0), (1, 1, 1))):
-        with pytest.raises(InvalidSettingsError, match=r"is of shape \[4, 3, 5\] and has no part"):
+        with invalid(r"is of shape \[4, 3, 5\] and has no part"):
             reader.get_slice("cube", box)
 
 
@@ -136,9 +136,9 @@ def test_a_file_that_is_not_the_manifests_is_refused(
     made = make_version(tmp_path / "other", other)
     for name in os.listdir(made.folder):
         os.replace(made.folder / name, version.folder / name)
-    with WeightsReader(version) as reader, pytest.raises(VerificationError, match=r"of\.BOOL"):
+    with WeightsReader(version) as reader, unverified(r"of\.BOOL"):
         reader.get_weight("of.BOOL")
-    with WeightsReader(version) as reader, pytest.raises(VerificationError, match="cube"):
+    with WeightsReader(version) as reader, unverified("cube"):
         reader.get_weight("cube")
 
 

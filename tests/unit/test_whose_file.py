@@ -17,13 +17,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from syncd.checkpoint.save import look_at_save
 from syncd.daemon.config import DaemonConfig
-from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import shard_name
 from syncd.protocol.records import Manifest
 from syncd.storage.fsio import Storage
 from tests.commands import invoke
 from tests.jobs import SmallJob
 from tests.merging import assert_equal, build, loaded
+from tests.refusals import no_checkpoint
 from tests.storages import Clock
 from tests.tiny_language import SIZES
 from trainer_hooks import SaveSettings, TrainerHook, load_checkpoint
@@ -152,7 +152,7 @@ def test_two_different_adapters_are_refused_by_name(tmp_path: Path, form: str, o
     actor = actor_in(tmp_path)
     OTHERS[other]().save_pretrained(actor / "lora_adapter")
     FORMS[form](peft(METHODS["LoRA"]).state_dict(), actor)
-    with pytest.raises(CheckpointError, match=r"(?s)adapter.*an older save"):
+    with no_checkpoint(r"(?s)adapter.*an older save"):
         merged(actor)
 
 
@@ -171,7 +171,7 @@ def test_an_adapters_config_of_another_save_is_refused(
     config.save_pretrained(actor / home)
     path = actor / home / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    with pytest.raises(CheckpointError, match=r"another (rank|lora_alpha)|of type IA3"):
+    with no_checkpoint(r"another (rank|lora_alpha)|of type IA3"):
         merged(actor)
     path.unlink()
     shutil.rmtree(tmp_path / "out")
