@@ -88,7 +88,7 @@ class HttpServer:
             ) from error
         keys = {self._api_key or "", *self._other_keys.values()}
         patterns = [_spellings(k) for k in sorted(keys, key=len, reverse=True) if len(k) >= _SECRET]
-        self._secrets = re.compile("|".join(patterns) or "(?!)")
+        self._secrets = re.compile("|".join(patterns) or "(?!)")  # which is nowhere
         # No client, because it would log each answer's reason phrase, which may contain a key.
         self._transport = transport or httpx2.HTTPTransport(
             verify=trusted,
@@ -295,7 +295,9 @@ def _read(response: httpx2.Response, limit: float) -> str:
     for part in cast("Iterable[bytes]", response.stream):
         content += part
         if len(content) > _LONGEST_ANSWER:
-            raise httpx2.RemoteProtocolError("the answer is longer than 16 MiB")
+            raise httpx2.RemoteProtocolError(
+                f"the answer is longer than {_LONGEST_ANSWER >> 20} MiB"
+            )
         if time.monotonic() > end:
             raise httpx2.ReadTimeout(f"the answer did not end within {limit:g} s")
     return content.decode(errors="surrogateescape")
