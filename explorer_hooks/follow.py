@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 import signal
@@ -179,8 +178,6 @@ def command(
     servers: dict[str, Callable[..., ServerEngine]] = {}
     engine: Engine
     if server is not None:
-        # Otherwise httpx2 logs a line for each request, one every 2 s.
-        logging.getLogger("httpx2").setLevel(logging.WARNING)
         for number, url in enumerate(urls):
             each = name if len(urls) == 1 else f"{name}-{number}"
             servers[each] = partial(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -94,7 +95,7 @@ class Fits:
 
         A relative path is not read, because it can be a name on the hub.
         """
-        if Path(named).is_absolute() and Path(named).is_dir():
+        if Path(named).is_absolute() and os.path.isdir(named):
             try:
                 self._read(named)
             except InvalidSettingsError as error:

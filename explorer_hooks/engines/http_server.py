@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import re
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import httpx2
 
+from syncd.checkpoint.safetensors_header import without_duplicates
+from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import (
     InvalidSettingsError,
     ServerRefusedError,
@@ -25,6 +30,8 @@ _PORTS: Final = {"http": 80, "https": 443}
 #: The names of this host in a server's address. They count as one host.
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"})  # noqa: S104 # compared only
 _LONGEST_TEXT: Final = 500
+#: The most bytes of an answer. The longest real ones are API descriptions, of less than 1 MiB.
+_LONGEST_ANSWER: Final = 16 << 20
 #: Shorter keys are no secrets, but parts of many words.
 _SECRET: Final = 6
 _POLL: Final = 0.5
@@ -42,6 +49,7 @@ _UNLISTED: Final = (
     "The server answers, but it is neither vLLM nor SGLang, or does not serve its API description "
     "(openapi.json)"
 )
+_UNEXPECTED: Final = "Check that the address is the server's own, and read the server's log"
 #: The most seconds to connect. Short, because a host that is down may not refuse connections.
 _CONNECT: Final = 3.0
 
@@ -78,15 +86,15 @@ class HttpServer:
             raise InvalidSettingsError(
                 f"{cacert} contains no certificate in PEM format: {error}"
             ) from error
-        self._client = httpx2.Client(
-            base_url=self.url,
+        keys = {self._api_key or "", *self._other_keys.values()}
+        patterns = [_spellings(k) for k in sorted(keys, key=len, reverse=True) if len(k) >= _SECRET]
+        self._secrets = re.compile("|".join(patterns) or "(?!)")  # which is nowhere
+        # No client, because it would log each answer's reason phrase, which may contain a key.
+        self._transport = transport or httpx2.HTTPTransport(
             verify=trusted,
-            timeout=_limits(timeout),
-            transport=transport,
             # A server closes the connection after an error, so each request has its own connection.
             limits=httpx2.Limits(max_keepalive_connections=0),
-            # Ignore the environment's proxies, and connect to the address directly.
-            trust_env=False,
+            trust_env=False,  # else the environment's certificates would be trusted
         )
         self._routes: frozenset[str] = frozenset()
 
@@ -123,55 +131,65 @@ class HttpServer:
     ) -> dict[str, Any]:
         """Send a request with ``body`` as JSON; return the answer's JSON object, or an empty dict.
 
-        ``timeout`` (in seconds) limits each read and each write. The limit to connect is at most 3
-        s.
+        An answer to GET must be an object. What is declared as JSON must be JSON: in UTF-8, with
+        finite numbers, and with no key twice. Answers and errors have ``***`` in place of API keys.
+
+        ``timeout`` (in seconds) limits each read and each write, and the whole body. The limit to
+        connect is at most 3 s.
 
         Raises:
             ServerUnreachableError: there is no server, or no answer came in time. The server may
                 still have carried out the request, or may do so later.
-            ServerRefusedError: the answer is an error.
+            ServerRefusedError: the answer is an error, or not the JSON that it must be.
         """
         method, _, path = route.partition(" ")
         key = self._other_keys.get(route, self._api_key)
+        limit = self._timeout if timeout is None else timeout
+        request = httpx2.Request(
+            method,
+            f"{self.url}".rstrip("/") + path,
+            json=body,
+            params=params,
+            headers={"Accept-Encoding": "identity"}
+            | ({"Authorization": f"Bearer {key}"} if key else {}),
+            extensions={"timeout": httpx2.Timeout(limit, connect=min(limit, _CONNECT)).as_dict()},
+        )
         try:
-            response = self._client.request(
-                method,
-                path,
-                json=body,
-                params=params,
-                headers={"Authorization": f"Bearer {key}"} if key else None,
-                timeout=httpx2.USE_CLIENT_DEFAULT if timeout is None else _limits(timeout),
-            )
+            with closing(self._transport.handle_request(request)) as response:
+                return self._object(route, response, self._hidden(_read(response, limit)))
         except httpx2.TransportError as error:
-            self.forget_routes()
-            what = self._hidden(str(error)) or type(error).__name__
-            hint = (
-                _DISTRUSTED if "CERTIFICATE_VERIFY_FAILED" in what else "check that the server runs"
-            )
-            raise ServerUnreachableError(f"{self.url}: {route}: {what}: {hint}") from error
-        is_page = "html" in response.headers.get("content-type", "")
-        text = self._hidden(response.text)
+            reason = shown(self._hidden(str(error)), _LONGEST_TEXT) or type(error).__name__
+        # Raised outside of the block, because the transport's error can contain a key.
+        self.forget_routes()
+        distrusted = "CERTIFICATE_VERIFY_FAILED" in reason
+        hint = _DISTRUSTED if distrusted else "check that the server runs"
+        raise ServerUnreachableError(f"{self.url}: {route}: {reason}: {hint}")
+
+    def _object(self, route: str, response: httpx2.Response, text: str) -> dict[str, Any]:
+        answer, wrong = None, ""
         try:
-            answer = json.loads(text)
-        except json.JSONDecodeError:
-            answer = None
-        shown = response.reason_phrase if is_page else text[:_LONGEST_TEXT]
+            answer = json.loads(text, object_pairs_hook=without_duplicates)
+            json.dumps(answer, ensure_ascii=False, allow_nan=False).encode()  # no lone surrogate
+        except (ValueError, RecursionError) as error:
+            answer, wrong = None, f": {error}" if text else ""
+        kind = response.headers.get("content-type", "")
+        if "html" in kind or not text:
+            text = self._hidden(response.reason_phrase)
         status = response.status_code
-        said = f"{self.url}: {route}: {status} {shown}"
+        message = f"{self.url}: {route}: {status} {shown(text, _LONGEST_TEXT)}"
         if status in _AWAY:
             self.forget_routes()
-            raise ServerUnreachableError(said)
+            raise ServerUnreachableError(message)
         if not response.is_success:  # redirections are not followed, so nothing was done
             hint = _WRONG_KEY if status == httpx2.codes.UNAUTHORIZED else ""
-            raise ServerRefusedError(f"{said}{hint}", answer=answer, status=status)
+            raise ServerRefusedError(f"{message}{hint}", status=status)
+        if (wrong and "json" in kind) or (route.startswith("GET") and not isinstance(answer, dict)):
+            raise ServerRefusedError(f"{message}: this is not a JSON object{wrong}. {_UNEXPECTED}")
         return json_object(answer)
 
     def _hidden(self, text: str) -> str:
         """A text without the keys, which some servers repeat in their errors."""
-        for key in (self._api_key or "", *self._other_keys.values()):
-            if len(key) >= _SECRET:
-                text = text.replace(key, "***").replace(json.dumps(key)[1:-1], "***")
-        return text
+        return self._secrets.sub("***", text)
 
     def wait_until_up(
         self,
@@ -208,7 +226,7 @@ class HttpServer:
 
     def close(self) -> None:
         """Close the connections."""
-        self._client.close()
+        self._transport.close()
 
     def read_routes(self, timeout: float | None = None) -> None:
         """Read the server's routes; raise ServerRefusedError if the server does not list them."""
@@ -252,14 +270,15 @@ def place(url: str) -> tuple[str, int, str]:
 
 
 def _address(url: str) -> httpx2.URL:
+    # The address appears in logs, and in reports on shared storage, so it must hold no secret.
+    named = "the given URL" if set("@?#") & set(url) else shown(url)
     try:
         address = httpx2.URL(url)
-    except httpx2.InvalidURL as error:
-        raise InvalidSettingsError(f"{url} is not an address: {error}") from error
+    except httpx2.InvalidURL:
+        address = httpx2.URL("")
     if address.scheme not in _PORTS or not address.host:
-        raise InvalidSettingsError(f"{url} is not an address: give http://HOST:PORT")
+        raise InvalidSettingsError(f"{named} is not an address: give http://HOST:PORT")
     if address.userinfo or address.query or address.fragment:
-        # The address appears in logs, and in reports on shared storage, so it must hold no secret.
         raise InvalidSettingsError(
             f"the address of {address.host} has more parts than http://HOST:PORT/PATH. Pass an "
             "API key in SYNCD_API_KEY or as api_key, not in the address"
@@ -269,8 +288,34 @@ def _address(url: str) -> httpx2.URL:
     return address.copy_with(path=path.removesuffix("/v1")) if path.endswith("/v1") else address
 
 
-def _limits(timeout: float) -> httpx2.Timeout:
-    return httpx2.Timeout(timeout, connect=min(timeout, _CONNECT))
+def _read(response: httpx2.Response, limit: float) -> str:
+    # Unpacks nothing, because the request asks for the body as it is.
+    content = bytearray()
+    end = time.monotonic() + limit
+    for part in cast("Iterable[bytes]", response.stream):
+        content += part
+        if len(content) > _LONGEST_ANSWER:
+            raise httpx2.RemoteProtocolError(
+                f"the answer is longer than {_LONGEST_ANSWER >> 20} MiB"
+            )
+        if time.monotonic() > end:
+            raise httpx2.ReadTimeout(f"the answer did not end within {limit:g} s")
+    return content.decode(errors="surrogateescape")
+
+
+def _spellings(key: str) -> str:
+    """A pattern for a key as it is, as JSON or a URL escape it, and in base64."""
+    patterns = [
+        "".join(
+            rf"\\{{0,4}}(?:{re.escape(letter)}|(?i:%(?:25)?{ord(letter):02x}|u00{ord(letter):02x}))"
+            for letter in key
+        )
+    ]
+    for before, start in ((0, 0), (1, 2), (2, 3)):  # the place in a group of three bytes
+        coded = b64encode(b" " * before + key.encode()).decode()
+        whole = coded[start : (before + len(key)) * 8 // 6]
+        patterns.append(whole.replace("+", "[+-]").replace("/", "[/_]"))
+    return "|".join(patterns)
 
 
 def _checked(key: str) -> str:
@@ -283,6 +328,19 @@ def _checked(key: str) -> str:
     return key
 
 
+def objects(value: object) -> list[dict[str, Any]]:
+    """The JSON objects in a list; empty if the value is no list."""
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def check_label(said: object, name: str) -> None:
+    """Refuse generated text whose label, if any, is not ``name``."""
+    if said not in (None, name):
+        raise ServerRefusedError(
+            f"the server generates with the weights {shown(str(said))} instead of {name}"
+        )
+
+
 def label_of(said: object) -> str:
     """The label in a server's answer; empty if the server has no labels."""
-    return (said or "unlabelled") if isinstance(said, str) else ""
+    return (shown(said) or "unlabelled") if isinstance(said, str) else ""

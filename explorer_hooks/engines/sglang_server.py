@@ -11,9 +11,10 @@ import time
 from contextlib import suppress
 from typing import ClassVar, Final
 
-from explorer_hooks.engines.http_server import json_object, label_of
+from explorer_hooks.engines.http_server import check_label, json_object, label_of
 from explorer_hooks.engines.server_engine import LABEL, ServerEngine
 from explorer_hooks.reader import LeasedVersion
+from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import InvalidSettingsError, ServerBusyError, ServerRefusedError
 
 log = logging.getLogger(__name__)
@@ -178,16 +179,12 @@ class SGLangServer(ServerEngine):
             body["lora_path"] = self._lora_name
         answer = self._ask(_GENERATE, body)
         if "error" in answer or not ("text" in answer or "output_ids" in answer):
-            raise ServerRefusedError(f"the server generates no token: {answer}", answer=answer)
-        said = json_object(answer.get("meta_info")).get("weight_version")
-        if said not in {None, name}:
-            raise ServerRefusedError(
-                f"the server generates with the weights {said} instead of {name}"
-            )
+            raise ServerRefusedError(f"the server generates no token: {shown(str(answer))}")
+        check_label(json_object(answer.get("meta_info")).get("weight_version"), name)
 
     def _ask_to_load(self, route: str, body: dict[str, object]) -> None:
         """Raise an error also if an answer with a success status reports a failure."""
         answer = self._ask(route, body)
         if answer.get("success") is False:
             why = answer.get("message") or answer.get("error_message") or answer
-            raise ServerRefusedError(f"{self._whose}: {why}", answer=answer)
+            raise ServerRefusedError(f"{self._whose}: {shown(str(why), 500)}")

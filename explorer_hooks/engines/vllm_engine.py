@@ -19,7 +19,7 @@ from explorer_hooks.engines.base import InProcessEngine
 from explorer_hooks.engines.fitting import check_kind, named
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.server_fit import Fits, check_names
-from syncd.checkpoint.tensor_rules import is_output_embedding
+from syncd.checkpoint.tensor_rules import is_output_embedding, shown
 from syncd.protocol.errors import (
     BroadcastError,
     EngineBrokenError,
@@ -199,7 +199,7 @@ def workers_of(parallel_config: object) -> int:
 def _fields(config: object) -> Mapping[str, object]:
     if isinstance(config, dict):
         return config
-    return vars(config) if config is not None else {}
+    return getattr(config, "__dict__", {})
 
 
 @dataclass
@@ -324,7 +324,9 @@ class VLLMWorkers:
         told = self.rpc(method, kwargs, timeout + _GRACE)
         answers = told if isinstance(told, list) else []
         if not answers or not all(isinstance(one, dict) and "failed" in one for one in answers):
-            raise ServerError(f"{self.whose} gave an unexpected answer to {method}: {told}")
+            raise ServerError(
+                f"{self.whose} gave an unexpected answer to {method}: {shown(str(told))}"
+            )
         return [one for one in answers if one["failed"] is not None]
 
 
@@ -374,7 +376,7 @@ def _left_by_reload(version: LeasedVersion) -> str | None:
 
 
 def _told(failed: list[Mapping[str, object]]) -> str:
-    return "; ".join(sorted({str(one["failed"]) for one in failed}))
+    return "; ".join(sorted({shown(str(one["failed"]), 500) for one in failed}))
 
 
 def label_received(rendezvous: Rendezvous) -> str:

@@ -12,7 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from explorer_hooks.engines.http_server import HttpServer, json_object, label_of
+from explorer_hooks.engines.http_server import (
+    HttpServer,
+    check_label,
+    json_object,
+    label_of,
+    objects,
+)
 from explorer_hooks.engines.server_engine import ServerEngine
 from explorer_hooks.engines.vllm_engine import (
     VLLMWorkers,
@@ -22,6 +28,7 @@ from explorer_hooks.engines.vllm_engine import (
 )
 from explorer_hooks.engines.vllm_plugin import BACKEND
 from explorer_hooks.reader import LeasedVersion
+from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import (
     EngineMismatchError,
     InvalidSettingsError,
@@ -261,9 +268,7 @@ class VLLMServer(ServerEngine):
         # Held requests go back to the queue, and their prefixes of the old weights are dropped.
         told = self._ask(_RESET, reset_running_requests="true", reset_external="true")
         if told.get("success") is False:
-            raise ServerRefusedError(
-                "the prefix cache still holds entries of the old weights", answer=told
-            )
+            raise ServerRefusedError("the prefix cache still holds entries of the old weights")
         if self._transfers and self._server.has(_RESET_ENCODER):
             self._server.ask(_RESET_ENCODER)  # reload_weights does this itself
 
@@ -287,8 +292,7 @@ class VLLMServer(ServerEngine):
             self._server.ask(_UNLOAD_ADAPTER, {"lora_name": self._lora_name})
 
     def _models(self) -> list[dict[str, Any]]:
-        data = self._server.ask("GET /v1/models").get("data") or []
-        return [model for model in data if isinstance(model, dict)]
+        return objects(self._server.ask("GET /v1/models").get("data"))
 
     def _prove(self, kind: str, name: str) -> None:
         model: object = self._lora_name
@@ -304,17 +308,13 @@ class VLLMServer(ServerEngine):
                 "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
             }
             told = self._ask(_GENERATE, body)
-            spans = _first_choice(told).get("weight_versions") or []
-            said = {span.get("version") for span in spans if isinstance(span, dict)}
-            if said - {None, name}:
-                raise ServerRefusedError(
-                    f"the server generates with the weights {said} instead of {name}", answer=told
-                )
+            for span in objects(_first_choice(told).get("weight_versions")):
+                check_label(span.get("version"), name)
         else:
             body = {"model": model, "prompt": [1], "max_tokens": 1, "temperature": 0.0}
             told = self._ask(_COMPLETE, body)
             if not _first_choice(told):
-                raise ServerRefusedError("the server generates no token", answer=told)
+                raise ServerRefusedError("the server generates no token")
 
     def _loaded_well(self, version: LeasedVersion) -> None:
         if not self._checksums:
@@ -330,13 +330,11 @@ class VLLMServer(ServerEngine):
             raise ServerRefusedError(
                 f"the server loaded version {version.sequence} again, but the digests of its "
                 "weights differ from the digests after the first load",
-                answer=told,
             )
 
 
 def _first_choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    choices = answer.get("choices")
-    return json_object(choices[0] if isinstance(choices, list) and choices else None)
+    return next(iter(objects(answer.get("choices"))), {})
 
 
 @dataclass
@@ -368,7 +366,7 @@ class TransferSession:
                 "its state"
             )
         try:
-            differences = self._state()[0].get("differences")
+            differences = shown(str(self._state()[0].get("differences") or ""))
         except ServerRefusedError as error:
             return f"does not report the state of its weight transfer ({error})"
         return f"has a vLLM with another interface ({differences})" if differences else None
@@ -385,9 +383,7 @@ class TransferSession:
         try:
             self._ask(_UPDATE, {"update_info": {"folder": folder, "label": name}})
         except ServerRefusedError as error:
-            raise ServerRefusedError(
-                f"{self.whose} did not load {folder}: {error}", answer=error.answer
-            ) from error
+            raise ServerRefusedError(f"{self.whose} did not load {folder}: {error}") from error
         if any(one["holds"] != name for one in self._state()):
             raise ServerRefusedError(
                 f"{self.whose} does not have the weights of {folder} after it loaded them. "
@@ -397,23 +393,24 @@ class TransferSession:
 
     def _open(self) -> None:
         """Start an update, or continue the update of a killed hook."""
-        opened = {one["is_open"] for one in self._state()}
-        if opened == {True}:
+        opened = [each["is_open"] is True for each in self._state()]
+        if all(opened):
             return
-        if True in opened:
+        if any(opened):
             with suppress(ServerRefusedError):  # by a worker that had ended its update already
                 self._ask(_FINISH, {})  # for the workers that did not raise the last error
         self._ask(_START)
 
-    def _state(self) -> list[Mapping[str, object]]:
+    def _state(self) -> list[dict[str, Any]]:
         told = self._ask(_RPC, {"method": _STATE, "kwargs": {}})
-        states = told.get("results")
+        states = objects(told.get("results"))
         wanted = {"is_open", "holds"}
-        if not states or not all(isinstance(one, dict) and wanted <= one.keys() for one in states):
+        if not states or states != told["results"] or not all(wanted <= s.keys() for s in states):
             raise ServerRefusedError(
-                f"{self.whose} gave an unexpected answer about its weight transfer: {told}"
+                f"{self.whose} gave an unexpected answer about its weight transfer: "
+                f"{shown(str(told))}"
             )
-        return list(states)
+        return states
 
     def _ask(self, route: str, body: object = None) -> dict[str, Any]:
         return self.server.ask(route, body, timeout=self.timeout)

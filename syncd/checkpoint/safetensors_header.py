@@ -112,7 +112,7 @@ def read_fields(header: bytes, where: str) -> list[HeaderEntry]:
         ShardFormatError: the header is not a JSON object of tensors.
     """
     try:
-        fields = json.loads(header[8:].decode(), object_pairs_hook=_without_duplicates)
+        fields = json.loads(header[8:].decode(), object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise broken(where, f"its header is not valid JSON ({shown(str(error))})") from None
     if not isinstance(fields, dict) or not header.startswith(b"{", 8):
@@ -185,7 +185,8 @@ def broken(where: str, what: str) -> ShardFormatError:
     return ShardFormatError(f"{where} is not a whole safetensors file ({what}). {SAVE_AGAIN}")
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs of a JSON object as a dict; ValueError if a key occurs twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key occurs twice")

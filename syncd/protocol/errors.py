@@ -243,13 +243,11 @@ class ServerRefusedError(ServerError):
     """Raised when a server answers with an error.
 
     Attributes:
-        answer: the JSON of the answer, if any.
         status: the HTTP status of the answer, if the status reported the error; else None.
     """
 
-    def __init__(self, message: str, *, answer: object = None, status: int | None = None) -> None:
+    def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
-        self.answer = answer
         self.status = status
 
 

@@ -49,7 +49,7 @@ def main(port: str, model_path: str, *faults: str) -> None:
             asked = httpx2.Request(self.command, f"http://host{self.path}", content=content)
             answer = fake.transport.handle_request(asked)
             self.send_response(answer.status_code)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", answer.headers["Content-Type"])
             self.send_header("Content-Length", str(len(answer.content)))
             self.end_headers()
             self.wfile.write(answer.content)

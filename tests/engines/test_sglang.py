@@ -4,6 +4,7 @@ import functools
 import logging
 import socket
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -275,13 +276,10 @@ def test_follow_says_what_is_wrong_with_its_options(options: list[str], says: st
     assert says in ended.output + str(ended.exception)
 
 
-def test_follow_does_not_log_each_request(
-    monkeypatch: pytest.MonkeyPatch, fake: FakeSGLang, caplog: pytest.LogCaptureFixture
+def test_an_engine_does_not_log_each_request(
+    fake: FakeSGLang, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("httpx2"), "level", logging.NOTSET)
     caplog.set_level(logging.INFO)
-    options = ["--name", "server", "--engine", "sglang", "--url", "http://127.0.0.1:1"]
-    CliRunner().invoke(command, ["no-such-job", *options])
     engine_of(fake).attach()
     assert not [record for record in caplog.records if record.name == "httpx2"]
 
@@ -532,10 +530,17 @@ def test_a_server_that_cannot_be_labelled_is_not_resumed_before_it_has_a_version
 
 
 def test_an_address_with_a_secret_is_refused_and_not_shown() -> None:
-    for url in ("http://me:hidden@localhost:1", "http://localhost:1/?key=hidden"):
-        with invalid("SYNCD_API_KEY") as raised:
+    for url in (
+        "http://me:hidden@localhost:1",
+        "http://localhost:1/?key=hidden",
+        "http://me:hidden@localhost:port",
+        "http://me:hid/hidden@localhost",
+        "ftp://me:hidden@localhost",
+    ):
+        with invalid("http://HOST:PORT") as raised:
             SGLangServer(url)
-        assert "hidden" not in str(raised.value)
+        assert "hidden" not in "".join(traceback.format_exception_only(raised.value))
+        assert raised.value.__context__ is None
 
 
 def test_what_is_answered_by_a_redirection_was_not_done() -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from syncd.protocol.errors import (
     EngineBrokenError,
     EngineMismatchError,
     ServerRefusedError,
+    SyncdError,
 )
 from syncd.protocol.reports import GroupMember, Rendezvous
 from tests.refusals import engine_broken, unfit
@@ -252,6 +254,35 @@ def test_a_label_that_nobody_can_change_is_none() -> None:
     engine = Routes("/is_paused", labels=LABELS[:1]).engine()
     engine.attach()
     assert not engine._said_label()
+
+
+@pytest.mark.parametrize("shape", [5, "text", [5], {"a": 5}, [{"version": [5]}]])
+@pytest.mark.parametrize(
+    "answer", ["data", "vllm_config", "weight_version", "results", "choices", "weight_versions"]
+)
+def test_an_answer_of_another_shape_is_a_refusal(
+    tmp_path: Path, answer: str, shape: object
+) -> None:
+    routes = Routes(*TRANSFER, "/inference/v1/generate", label="step-1")
+    routes.answers[STATE] = shape if answer == "results" else states(False)
+    told = {answer: shape}
+    routes.told |= {
+        "/v1/models": {"data": [{"id": "policy"}]} | told,
+        "/weight_info": {"weight_version": "step-1"} | told,
+        "/inference/v1/generate": {"choices": [told]} | told,
+    }
+    routes.told["/server_info"] |= told
+    engine = routes.engine()
+    version = make_version(tmp_path / "v1", {})
+    with suppress(SyncdError):
+        engine.attach()
+        engine.prepare(version)
+        engine.check(version)
+        engine.pause()
+        engine.load(version)
+        engine.reset_cache()
+        engine.resume()
+    engine.still_serves(version)
 
 
 def test_an_llm_of_a_folder_without_weights_takes_its_first_version_unseen(tmp_path: Path) -> None:
