@@ -43,11 +43,8 @@ def command(
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise no_folder(job) from error
     shown = Jobs(jobs or options.configured_folders(), limit)
-    with Server(shown, port) as server:
+    with Server(shown, port) as server, suppress(KeyboardInterrupt):  # the normal end
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         told = json.dumps({"address": server.address}) if as_json else ""
         click.echo(told or f"{server.address} (Ctrl-C ends it)")
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            pass  # the normal end
+        server.serve_forever()

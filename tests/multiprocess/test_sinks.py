@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 import termios
+import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, wait_for_step, wait_until
 from tests.multiprocess.saves import Constant, save
+from tests.ports import free_port
 
 SYNCD = sys.executable, "-m", "syncd"
 
@@ -41,19 +44,27 @@ def full_disk() -> tuple[int, int]:
     return os.open(os.devnull, os.O_RDONLY), os.open("/dev/full", os.O_WRONLY)
 
 
+def is_served(port: int) -> bool:
+    with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=DEADLINE):
+        return True
+    return False
+
+
 @pytest.mark.parametrize("sink", [full_pipe, closed_pipe, stopped_terminal, full_disk])
 def test_a_sink_that_takes_nothing_blocks_no_command(
     sink: Callable[[], tuple[int, int]], tmp_path: Path
 ) -> None:
-    job, link, ends = tmp_path / "job", tmp_path / "link", sink()
+    job, link, ends, port = tmp_path / "job", tmp_path / "link", sink(), free_port()
     job.mkdir()
     commands = (
         ["run", job, "--tick", "0.2"],
         ["follow", job, "--name", "e", "--link", link, "--json"],
-        ["web", job, "--port", "0"],
+        ["web", job, "--port", port],
     )
     processes = [
-        subprocess.Popen([*SYNCD, *command], stdout=ends[1], stderr=ends[1], env=ENVIRONMENT)
+        subprocess.Popen(
+            [*SYNCD, *map(str, command)], stdout=ends[1], stderr=ends[1], env=ENVIRONMENT
+        )
         for command in commands
     ]
     try:
@@ -61,6 +72,7 @@ def test_a_sink_that_takes_nothing_blocks_no_command(
             save(job, Constant(), step)
             wait_for_step(job, step)
             wait_until(lambda: link.resolve().name == f"v{step:06}", "it is followed")  # noqa: B023 # called at once
+        wait_until(lambda: is_served(port), "the page is served")
         for process in processes:
             process.terminate()
         assert [process.wait(DEADLINE) for process in processes] == [0, 0, 0]
