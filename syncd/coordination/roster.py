@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -174,14 +175,16 @@ class Roster:
         if self._sessions().keys() - self._liveness.keys():
             self._look()
 
-    def _sessions(self) -> dict[str, str]:
-        """The sessions in reports, each with its participant's name for messages."""
+    def _sessions(self) -> dict[str, Callable[[], str]]:
+        """The sessions in reports, each with what names its participant in a message."""
         records = (
             *(("explorer", one.record) for one in self._explorers.values()),
             *(("trainer", one.record) for one in self._trainer.values()),
         )
         return {
-            record.session: participant(role, getattr(record, "name", None), record.session)
+            record.session: partial(
+                participant, role, getattr(record, "name", None), record.session
+            )
             for role, record in records
             if record and record.session
         }

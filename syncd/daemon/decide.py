@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final
@@ -96,7 +96,7 @@ class Known:
         outcomes: of each step's last save.
         served_request: the id of the rollback request that LATEST results from, if any.
         full_bytes, nonfinite: the bytes of LATEST's files, and its tensors with NaN or Inf.
-        sessions: of participants to judge, beside those with a lease or a build → their names.
+        sessions: of participants to judge, beside those with a lease or a build → what names them.
         save_id: the save of LATEST's version.
         ahead, closed: as in LATEST; ``closed`` is also set while LATEST is a rollback.
         must_fold: True if a live explorer cannot follow ahead now, or a fold has begun.
@@ -109,7 +109,7 @@ class Known:
     served_request: str | None = None
     full_bytes: int | None = None
     nonfinite: int = 0
-    sessions: Mapping[str, str] = field(default_factory=dict)
+    sessions: Mapping[str, Callable[[], str]] = field(default_factory=dict)
     save_id: str | None = None
     ahead: Ahead | None = None
     closed: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -251,7 +251,9 @@ class Scanner:
         joined = {*linked, known.save_id or ""}
         return way_back(self._save, joined, refused | {known.published_save or ""}, look)
 
-    def _leases(self, sequences: Iterable[int], others: Mapping[str, str]) -> list[LeaseSeen]:
+    def _leases(
+        self, sequences: Iterable[int], others: Mapping[str, Callable[[], str]]
+    ) -> list[LeaseSeen]:
         held = [
             (sequence, marker, (parse_lease_marker(marker) or ("", ""))[1])
             for sequence in sequences

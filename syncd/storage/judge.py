@@ -169,14 +169,14 @@ class Lookout:
     in a lease time. A result can be a third of a lease time old.
 
     Do not use ``judge`` for anything else. You can change ``tick``, the seconds between two calls,
-    and ``called``, the names of sessions for messages; without it nothing is logged.
+    and ``called``, what names a session in a message; without it nothing is logged.
     """
 
     judge: Judge
     layout: JobLayout
     tick: float
     clock: Clock = time.monotonic
-    called: Mapping[str, str] | None = None
+    called: Mapping[str, Callable[[], str]] | None = None
 
     def __post_init__(self) -> None:
         self._at = self.clock()
@@ -234,6 +234,6 @@ class Lookout:
             seen = self.judge.look_again(path)
         if self.called is not None and before is Liveness.ALIVE and seen is not Liveness.ALIVE:
             kind = SessionLost if seen is Liveness.DEAD else SessionGone
-            who = self.called.get(session, f"session {session}")
-            kind(session, seen.value, who).tell(log)
+            who = self.called.get(session, lambda: f"session {session}")
+            kind(session, seen.value, who()).tell(log)
         self._last[session] = seen

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final, NamedTuple
 
 from syncd.daemon.decide import Observation
@@ -237,7 +237,7 @@ class GoingLive:
         #: Explorer → its session, and whether it follows ahead.
         self._live: dict[str, tuple[SessionId, bool]] = {}
         self._round = 0
-        self._trainer: dict[SessionId, str] = {}
+        self._trainer: dict[SessionId, Callable[[], str]] = {}
 
     def look(self, latest: int, living: Collection[str]) -> Iterator[VersionLive]:
         """Read reports and yield new loads; each yielded load counts as journaled afterwards.
@@ -274,10 +274,10 @@ class GoingLive:
                 yield from self._loads(name, report, latest)
 
     @property
-    def sessions(self) -> dict[SessionId, str]:
+    def sessions(self) -> dict[SessionId, Callable[[], str]]:
         """The sessions of the trainer and the explorers that serve, as their last reports say.
 
-        Each has its participant's name for messages.
+        Each has what names its participant in a message, which few rounds need.
 
         The daemon watches the trainer's heartbeat only so that the log names a dead trainer.
         """
@@ -285,9 +285,9 @@ class GoingLive:
             report = self.job.read(TrainerReport, self.job.layout.trainer_report, OF_OTHERS)
             self._trainer = {}
             if report and (session := report.session) and report.status != "stopped":
-                self._trainer[session] = participant("trainer", report.name, session)
+                self._trainer[session] = partial(participant, "trainer", report.name, session)
         explorers = {
-            session: participant("explorer", name, session)
+            session: partial(participant, "explorer", name, session)
             for name, (session, _) in self._live.items()
         }
         return explorers | self._trainer
