@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from syncd.daemon.decide import Action, Observation, PointerState, PruneStep
-from syncd.protocol.reports import Unpublished
+from syncd.protocol.reports import Unpublished, tens
 from syncd.storage.judge import Clock
 
 #: Seconds for which a save may always wait, beside a lease time: for its files to be complete.
@@ -60,4 +60,4 @@ class Arrival:
         waited = self.clock() - max(self._since, self._normal_at)
         late = waited - (_PATIENCE + self.lease_time + _TIMES * self.pace)
         level = 0 if late < 0 else 1 + (late >= self.lease_time)
-        return Unpublished(step=self._step, level=level, seconds=seconds)
+        return Unpublished(step=self._step, level=level, seconds=tens(seconds))

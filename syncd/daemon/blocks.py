@@ -11,7 +11,7 @@ from typing import Final
 from syncd.protocol.errors import NoRoomError
 from syncd.protocol.events import WorkBlocked
 from syncd.protocol.records import DEFAULT_LEASE_TIME
-from syncd.protocol.reports import Blocked, Reason
+from syncd.protocol.reports import Blocked, Reason, tens
 from syncd.storage.errnos import GONE, NO_RECORD, NO_ROOM, ROOM, SHARE, WRITABLE, masked
 from syncd.storage.judge import Clock
 from syncd.storage.mounts import ONE_MOUNT
@@ -120,7 +120,11 @@ class Blocks:
             level = lasts + (lasts and seconds >= self.lease_time)
             found.append(
                 Blocked(
-                    reason=it.reason, what=it.what, remedy=it.remedy, level=level, seconds=seconds
+                    reason=it.reason,
+                    what=it.what,
+                    remedy=it.remedy,
+                    level=level,
+                    seconds=tens(seconds),
                 )
             )
         return tuple(sorted(found, key=lambda one: (-one.level, -one.seconds)))

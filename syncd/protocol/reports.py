@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
 
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import STATE_POINTER, PointerName, checked_name
@@ -390,8 +390,11 @@ Reason = Literal[
 
 #: 0 if all is well, 1 for a warning, 2 if critical.
 Level = Annotated[int, Field(ge=0, le=2)]
-#: Seconds, in steps of ten, because the daemon writes each change of its report.
-Tens = Annotated[Seconds, AfterValidator(lambda seconds: seconds // 10 * 10)]
+
+
+def tens(seconds: float) -> float:
+    """Whole tens of seconds, because the daemon writes each change of its report."""
+    return seconds // 10 * 10
 
 
 class Problem(Part):
@@ -413,11 +416,11 @@ class Blocked(Problem):
     Attributes:
         reason: its kind, for metrics and alerts.
         level: 0 at first, then higher, by the daemon's clock.
-        seconds: since the first failure.
+        seconds: since the first failure, in steps of ten (:func:`tens`).
     """
 
     reason: Reason
-    seconds: Tens = 0.0
+    seconds: Seconds = 0.0
 
 
 class Unpublished(Part):
@@ -425,12 +428,12 @@ class Unpublished(Part):
 
     Attributes:
         level: 0 as long as that is to be expected.
-        seconds: since it was announced.
+        seconds: since it was announced, likewise.
     """
 
     step: Step
     level: Level = 0
-    seconds: Tens = 0.0
+    seconds: Seconds = 0.0
 
 
 class DaemonReport(Record):
