@@ -316,6 +316,13 @@ class ExplorerReport(Record):
         return max(0, newest.sequence - (self.sequence or 0)), steps
 
 
+class ResumedFrom(Part):
+    """The save from which a trainer resumed; ``save_id`` as in LATEST, None if it is not known."""
+
+    step: Step
+    save_id: str | None = None
+
+
 class TrainerReport(Record):
     """``.syncd/trainer.json``: the trainer's report about itself.
 
@@ -325,6 +332,7 @@ class TrainerReport(Record):
         base: the save that ``saving`` is relative to, if it is a link.
         deltas: True if the trainer's settings ask for links.
         no_links: why it makes none, unless the daemon has the reason.
+        resumed_from: the save that its model holds; None after its first save.
         name, session: None if the trainer does not register. Then only ``status`` shows whether the
             trainer works.
         nothing_new: how often the trainer told waiting explorers that no newer weights will follow.
@@ -338,6 +346,7 @@ class TrainerReport(Record):
     base: Annotated[str, Field(max_length=200)] | None = None
     deltas: bool = False
     no_links: Text | None = None
+    resumed_from: ResumedFrom | None = None
     name: str | None = None
     session: SessionId | None = None
     nothing_new: Size = 0
