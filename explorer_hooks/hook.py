@@ -146,6 +146,7 @@ class ExplorerHook:
                 before_load or (lambda _: None),
                 fast_path,
             )
+            self._sync.on_other_job = self._pipeline.changes_job
             self._puller = Puller(self._sync, self._pipeline, self._cancel, poll)
             is_away = engine.is_away if isinstance(engine, MayBeAway) else lambda: False
             self._follower = Follower(name, self._pipeline, poll, is_away)

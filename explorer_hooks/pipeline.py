@@ -56,6 +56,8 @@ class Pipeline:
     _broken: str | None = None
     _abandoned: str | None = None
     _refused: tuple[Version, str] | None = None
+    _is_elsewhere: bool = False
+    _was_elsewhere: bool = False
     _looked: float = -math.inf
     _is_verified: bool = True
     _said: set[str] = field(default_factory=set)
@@ -75,7 +77,9 @@ class Pipeline:
             held, received = self.held, self._received
         if held is None:
             return None
-        return Version(held.sequence, received.step if received else held.step)
+        if received is not None:
+            return Version(held.sequence, received.step, str(received))
+        return Version.of(held.manifest)
 
     @property
     def fault(self) -> str | None:
@@ -95,8 +99,11 @@ class Pipeline:
 
     @property
     def floor(self) -> Version | None:
-        """The served version, or a newer refused version. The next version must be newer."""
-        served = self.version
+        """The served version, or a newer refused version. The next version must be newer.
+
+        None if the served version is of another job.
+        """
+        served = None if self._is_elsewhere else self.version
         if self._refused is None or (served and served.sequence > self._refused[0].sequence):
             return served
         return self._refused[0]
@@ -114,7 +121,7 @@ class Pipeline:
         """
         if self.fast_path is None or not self.fast_path.fits or self._benches:
             return False
-        return self.held is not None and not self.is_broken
+        return self.held is not None and not self.is_broken and not self._is_elsewhere
 
     @contextmanager
     def hold_again(self) -> Iterator[LeasedVersion]:
@@ -155,6 +162,20 @@ class Pipeline:
             self._benches = False
             self.report()
 
+    def changes_job(self) -> None:
+        """Record that another job is at the job's path, whose numbers begin anew."""
+        with self._changed:
+            self._is_elsewhere = self._was_elsewhere = True
+            self._refused = None
+        self.report()
+
+    def is_newer(self, version: Version | None, than: Version | None) -> bool:
+        """True if ``version`` is newer. A broadcast changes only its step."""
+        return version is not None and (
+            than is None
+            or (version != than and (version.sequence >= than.sequence or self._was_elsewhere))
+        )
+
     def follows(self) -> None:
         """Record that a background thread follows the job."""
         if self._abandoned is not None:
@@ -176,13 +197,13 @@ class Pipeline:
         Raises:
             NameTakenError: another explorer took the name while this explorer counted as dead.
         """
-        version = self.version
+        version = None if self._is_elsewhere else self.version
         bench = version if self._benches else None
         try:
             self.sync.report(
                 None if bench else version,
                 refused=self._refused[1] if self._refused else None,
-                reload=None if bench else self.last,
+                reload=self.last if version and not bench else None,
                 bench=bench.step if bench else None,
                 fault=self.fault,
                 received=str(self._received) if self._received else None,
@@ -273,7 +294,7 @@ class Pipeline:
     def _follow(self, staging: Staging, lead: Lead, cancel: Cancellation) -> LeasedVersion | None:
         """A copy of the save that LATEST names as ahead; None if it is not to be loaded."""
         if not self._has_received(lead.ahead.save_id):
-            served = Version(lead.latest.sequence, lead.latest.step)
+            served = Version.of(lead.latest)
             try:
                 return staging.follow(lead, lambda: self.sync.hold(served), cancel=cancel.check)
             except NotStagedError as error:
@@ -346,7 +367,7 @@ class Pipeline:
         except BaseException as error:
             _release(*using)
             if blames and refuses(error):
-                refusal = self._refusal(Version(leased.sequence, leased.step), error)
+                refusal = self._refusal(Version.of(leased.manifest), error)
                 if not isinstance(error, EngineBrokenError):
                     raise refusal from error
             elif self._broken is not None and isinstance(error, Exception):
@@ -355,7 +376,7 @@ class Pipeline:
         with self._changed:
             before, self.held, self._benches = self.held, ready, benches
             self.last, self._refused, self._broken = told, None, None
-            self._received, self._is_verified = None, True
+            self._received, self._is_verified, self._is_elsewhere = None, True, False
             self._changed.notify_all()
         if self.fast_path is not None:
             self.fast_path.fits = True

@@ -304,12 +304,12 @@ class Follower:
 
         def ends(served: Version | None) -> bool:
             is_off = not self.is_on or self._error is not None
-            return _is_other(served, newer_than) or is_off or cancel.is_done
+            return self.serving.is_newer(served, newer_than) or is_off or cancel.is_done
 
         found = self.serving.wait(ends, timeout)
         self.check()
         cancel.check()
-        if found is None or not _is_other(found, newer_than):
+        if found is None or not self.serving.is_newer(found, newer_than):
             newer = f" newer than {newer_than}" if newer_than else ""
             if not self.is_on:
                 raise InvalidSettingsError(
@@ -361,10 +361,3 @@ class Follower:
                 seconds = min(2 * seconds, _LONGEST_PAUSE)
             else:
                 seconds = first
-
-
-def _is_other(version: Version | None, than: Version | None) -> bool:
-    """True if ``version`` is newer. A broadcast changes only its step."""
-    return version is not None and (
-        than is None or (version != than and version.sequence >= than.sequence)
-    )

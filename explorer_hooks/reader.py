@@ -15,12 +15,13 @@ from syncd.protocol.errors import (
     VersionGoneError,
     WaitTimeoutError,
 )
+from syncd.protocol.events import JobReplaced
 from syncd.protocol.names import checked_name
 from syncd.protocol.policy import RunningStatus, Version
 from syncd.protocol.records import Latest, encode
 from syncd.protocol.reports import ExplorerReport, Load, loads_with
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job, registering
+from syncd.storage.job import Identity, Job, registering
 from syncd.storage.judge import Clock
 from syncd.storage.sessions import Session
 from syncd.storage.watch import Watcher
@@ -72,6 +73,8 @@ class Reader(Closing):
             )
             self._stack = stack.pop_all()
         self._holds = Holds(self._job, self.name, self._session.id)
+        self._identity = Identity(self._job)
+        self._is_elsewhere = False
 
     @property
     def session_id(self) -> str:
@@ -90,7 +93,8 @@ class Reader(Closing):
     def wait(self, newer_than: int, timeout: float | None = None) -> Latest:
         """Wait until LATEST names a version above ``newer_than``; 0 accepts any version.
 
-        ``timeout`` is in seconds; None waits without a limit.
+        ``timeout`` is in seconds; None waits without a limit. If another job has taken the place of
+        this one, any version is accepted until one is leased, because its numbers begin anew.
 
         Raises:
             WaitTimeoutError: nothing newer was published in time.
@@ -100,7 +104,7 @@ class Reader(Closing):
         while True:
             self.check_open()
             latest = self.latest()
-            if latest is not None and latest.sequence > newer_than:
+            if latest is not None and latest.sequence > self._floor(newer_than):
                 return latest
             left = deadline - self._clock()
             if left <= 0:
@@ -119,7 +123,17 @@ class Reader(Closing):
             VerificationError: the version's manifest is damaged. The version was released.
             InvalidSettingsError: this process was forked from the process that made the reader.
         """
-        return self._holds.hold(latest.sequence)
+        held = self._holds.hold(latest.sequence)
+        self._is_elsewhere = False
+        return held
+
+    def _floor(self, newer_than: int) -> int:
+        found, is_another = self._identity.changed() or (None, False)
+        if found is not None and is_another:
+            JobReplaced(self._job.layout.root, self.name).tell(log)
+            self._session.begin_again(found.lease_time)
+            self._is_elsewhere, self._loads = True, ()
+        return 0 if self._is_elsewhere else newer_than
 
     def next_version(self, newer_than: int, timeout: float | None = None) -> LeasedVersion:
         """Wait for a newer version and lease it; skip a version that is retired meanwhile.
@@ -175,6 +189,7 @@ class Reader(Closing):
                 "refused": refused,
                 "loads": self._loads,
                 "workers": 0,  # it takes no part in broadcasts
+                "of_another_job": self._is_elsewhere and sequence is None,
                 "hub_names": hub_names,
                 "time": now,
             }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,26 @@ from syncd.coordination.broadcast.offer import ExplorerSide
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.coordination.member import Member, Seams
 from syncd.coordination.participant import become
-from syncd.coordination.roster import served
 from syncd.coordination.versions import Lead
 from syncd.coordination.waiting import Cancellation
 from syncd.coordination.weight_waits import WeightWaits
-from syncd.protocol.errors import BroadcastError
-from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings, Version, may_produce
-from syncd.protocol.reports import ExplorerReport, Offer, Reload, Rendezvous, SyncTerms, loads_with
+from syncd.protocol.errors import BroadcastError, JobUnavailableError
+from syncd.protocol.policy import (
+    RunningStatus,
+    SyncMethod,
+    SyncSettings,
+    Version,
+    may_produce,
+    with_sent,
+)
+from syncd.protocol.reports import (
+    ExplorerReport,
+    Offer,
+    Reload,
+    Rendezvous,
+    SyncTerms,
+    loads_with,
+)
 from syncd.torch_extra import require_torch
 
 if TYPE_CHECKING:
@@ -36,6 +50,9 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         workers: the explorer's number of ranks in a weight group; 0 to join no transfers.
         hub_names: True if this explorer also accepts the hub's names (``syncd run --names``).
         follows_ahead: True if it makes saves from links (:meth:`lead`).
+
+    Attributes:
+        on_other_job: called if another job has taken the place of this explorer's job.
     """
 
     def __init__(
@@ -74,7 +91,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         self._group = ExplorerGroup(self._offers, name, self._me.session.id)
         self._stack.callback(self._group.close)
         self._weights = WeightWaits(
-            self._me, self._roster, self._versions, self._transfer, compare=self._compare_settings,
+            self._me, self._roster, self._versions, self._transfer,
+            is_elsewhere=self._is_elsewhere, compare=self._compare_settings,
             terms=SyncTerms.of(self.settings), root=self._job.layout.root,
             clock=self._clock, poll=self._poll,
         )  # fmt: skip
@@ -82,6 +100,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             self._weights.unlike = self._compare_settings(trainer, self._me.record, trainer.session)
         if follows_ahead:
             self._versions.passed = 0
+        self.on_other_job: Callable[[], None] = lambda: self.report(None)
         self._counts_loads = memory_dir is None  # else the versions belong to another job
         self._loading = threading.RLock()
         self._bench = Bench(
@@ -160,6 +179,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             self._me.update(
                 sequence=version.sequence if version else None,
                 step=version.step if version else None,
+                save_id=version.save_id if version else None,
+                of_another_job=self._me.record.of_another_job and version is None,
                 received=received,
                 reload=reload,
                 loads=loads,
@@ -226,7 +247,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             OSError: storage failed.
         """
         if no_wait:
-            return self._versions.newest(current, ahead=True)
+            return self._versions.newest(None if self._is_elsewhere() else current, ahead=True)
         with self._wait(timeout, cancel) as wait:
             found = self._weights.newer(current, wait, ends_with_trainer=True)
         return found if isinstance(found, Version) else current
@@ -320,25 +341,48 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
 
     def current_run(self) -> str | None:
         """The run id of the trainer that is running now; None if no trainer is running."""
-        trainer = self._roster.trainer()
-        works = trainer and trainer.status != RunningStatus.STOPPED.value
-        return trainer.run_id if trainer and works else None
+        trainer = self._roster.running_trainer()
+        return trainer.run_id if trainer else None
+
+    def _is_elsewhere(self) -> bool:
+        """True if another job is at the job's path, and none of its versions is served yet.
+
+        Its numbers begin anew, so this explorer then takes any version of it.
+        """
+        with self._loading:
+            is_another = self._change_of_job()
+            if is_another:
+                moved = {"loads": (), "of_another_job": True}
+                self._me.record = self._me.record.model_copy(update=moved)
+                self.on_other_job()
+            elif is_another is not None:
+                with suppress(OSError):  # the next report tells what this explorer serves
+                    self._me.update()
+        return self._me.record.of_another_job
 
     def may_produce(self) -> bool:
-        """True if this explorer's weights are fresh enough for producing (``max_staleness``)."""
+        """True if this explorer's weights are fresh enough for producing (``max_staleness``).
+
+        They never are while they belong to a job that was at the path before.
+        """
         if self.settings.max_staleness is None:
             return True
-        newest, trainer = self._versions.newest(ahead=True), None
-        if self.settings.method is SyncMethod.NCCL and newest is not None:
-            trainer = self._roster.trainer()
-        held = served(self._me.record, newest, trainer.run_id if trainer else None)
-        if trainer is not None and newest is not None:
+        if self._is_elsewhere():
+            return False
+        me = self._me.record  # before LATEST, which must not be older
+        newest, trainer, resumed = self._versions.newest(ahead=True), None, None
+        with suppress(JobUnavailableError):  # LATEST tells if the storage is not there
+            trainer = self._roster.running_trainer()
+        if trainer is not None and (found := trainer.resumed_from) is not None:
+            resumed = Version(0, found.step, found.save_id)
+        if trainer is not None and newest is not None and self.settings.method is SyncMethod.NCCL:
             offer = self._offers.current()
             # Weights that come by the files count once published, as with any other method.
             is_sent = offer is not None and offer.decided in {None, "go"}
             if offer and offer.session == trainer.session and is_sent:
-                newest = Version(newest.sequence, max(newest.step, offer.step))
-        return may_produce(self.settings, held, newest)
+                newest = with_sent(newest, trainer.run_id, offer.step)
+        held = me.served(newest, trainer.run_id if trainer else None)
+        return may_produce(self.settings, held, newest, resumed=resumed)
 
     # -- transfers, and the weight group -----------------------------------------------------------
 
@@ -364,6 +408,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         met = self._met
         self._me.update(
             step=step,
+            save_id=met.save_id if met else None,
             received=met.save_id if met else None,
             group=met.group_name if met else None,
         )

@@ -25,11 +25,12 @@ from syncd.protocol.errors import (
     SyncdError,
     WaitTimeoutError,
 )
+from syncd.protocol.events import JobReplaced
 from syncd.protocol.names import checked_name, printable
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version, given_or_default
 from syncd.protocol.reports import ExplorerReport, SavedState, TrainerReport
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job, check_on_disk, registering
+from syncd.storage.job import Identity, Job, check_on_disk, registering
 from syncd.storage.judge import Clock
 from syncd.torch_extra import require_torch
 
@@ -141,6 +142,8 @@ class Member(Closing, Generic[Report]):
                     Job.at(Path(memory_dir).absolute()), name, None, clock=seams.clock
                 )
             stack.callback(self._versions.close)
+            jobs = dict.fromkeys((job, self._versions.job))
+            self._identities = [Identity(one) for one in jobs]
             self._stack = stack.pop_all()
 
     @property
@@ -439,6 +442,25 @@ class Member(Closing, Generic[Report]):
             )
         self._compared.add(other)
         return unlike
+
+    def _change_of_job(self) -> bool | None:
+        """Go on in the job that is at the path now, with its lease time.
+
+        Returns True, once, if it is another job, False for a restored one, and else None.
+        """
+        changes = []
+        for identity in self._identities:
+            if (change := identity.changed()) is None:
+                continue
+            found, is_another = change
+            changes.append(is_another)
+            if is_another:
+                JobReplaced(identity.job.layout.root, self.name).tell(log)
+            self._versions.begin_again(found.lease_time)
+            if identity.job is self._job:
+                self._me.begin_again(found.lease_time)
+                self._roster.begin_again(found.lease_time)
+        return any(changes) if changes else None
 
     def _worth_a_look(self) -> dict[Path, frozenset[str]]:
         return {self._versions.job.layout.state: frozenset({self._versions.job.layout.latest.name})}

@@ -19,18 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, Self, TypeVar
 
+from syncd.protocol.claims import Claim, Holder, session_of
 from syncd.protocol.errors import CancelledError, InvalidSettingsError, NameTakenError, RecordError
 from syncd.protocol.events import NameAwaited, NameLost, PathIgnored
 from syncd.protocol.names import TEMPORARY
 from syncd.protocol.policy import RunningStatus, check_transition
 from syncd.protocol.records import encode, parse
 from syncd.protocol.reports import (
-    Claim,
     ExplorerReport,
-    Holder,
     SavedState,
     TrainerReport,
-    session_of,
 )
 from syncd.storage.errnos import GONE, NO_RECORD, Ignoring, is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Signature, Storage, signature
@@ -293,6 +291,11 @@ class Participant(Generic[Report]):
             self.record = type(self.record).model_validate(content)
             self._name.check()
             self._job.storage.replace(self._path, encode(self.record), room=self._room)
+
+    def begin_again(self, lease_time: float) -> None:
+        """Be a participant of the job that is at the path now; the next update claims the name."""
+        self._job.storage.make_folder(self._job.layout.claims, below=self._job.layout.state)
+        self.session.begin_again(lease_time)
 
     def close(self) -> None:
         """Give the name up and end the session. Safe to call twice."""

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeVar
 
+from syncd.protocol.claims import session_of
 from syncd.protocol.errors import (
     InvalidSettingsError,
     ProtocolMismatchError,
@@ -19,9 +20,9 @@ from syncd.protocol.errors import (
     SyncdError,
 )
 from syncd.protocol.names import TEMPORARY, printable
-from syncd.protocol.policy import RunningStatus, Version, after_broadcast
-from syncd.protocol.records import R, SaveId, parse
-from syncd.protocol.reports import ExplorerReport, TrainerReport, session_of
+from syncd.protocol.policy import RunningStatus
+from syncd.protocol.records import R, parse
+from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.storage.errnos import is_gone, is_unreadable
 from syncd.storage.fsio import RECORD_LIMIT, Signature, signature
 from syncd.storage.job import Job
@@ -115,6 +116,11 @@ class Roster:
             self._look_at_new()
             return None if report is None else self._counted(report)
 
+    def running_trainer(self) -> TrainerReport | None:
+        """The report of a trainer that works now. For errors see :meth:`explorers`."""
+        trainer = self.trainer()
+        return trainer if trainer and trainer.status != RunningStatus.STOPPED.value else None
+
     def trainer_status(self) -> RunningStatus:
         """The trainer's status; ``stopped`` if no trainer has registered or the trainer died."""
         report = self.trainer()
@@ -158,6 +164,10 @@ class Roster:
                 self._trainer_report()
             self._look()
             self._slice = (self._slice + 1) % _SLICES_PER_ROUND
+
+    def begin_again(self, lease_time: float) -> None:
+        """Judge by the lease time of the job that is at the path now."""
+        self._lookout.judge.lease_time = lease_time
 
     def close(self) -> None:
         """End the thread. Safe to call twice."""
@@ -276,17 +286,3 @@ class Roster:
     def _say(self, path: Path, error: Exception) -> None:
         if self._repeats.due(path):
             log.warning("skipping %s: %s", path, error)
-
-
-def served(report: ExplorerReport, newest: Version | None, run: str | None) -> Version | None:
-    """The version that an explorer counts as serving; None before its first version.
-
-    For weights from a broadcast of the trainer's ``run`` see :func:`.after_broadcast`.
-    """
-    if report.sequence is None or report.step is None:
-        return None
-    held = Version(report.sequence, report.step)
-    received = SaveId.parse(report.received) if report.received else None
-    if received is None or newest is None or received.run != run:
-        return held
-    return after_broadcast(held, newest)

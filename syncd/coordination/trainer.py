@@ -14,17 +14,16 @@ from syncd.coordination.broadcast.offer import Takers, TrainerSide
 from syncd.coordination.leased_version import read_latest
 from syncd.coordination.member import Member, Seams
 from syncd.coordination.participant import become
-from syncd.coordination.roster import served
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import BroadcastError, InvalidSettingsError, SyncdError
 from syncd.protocol.names import REMOTE_PATH
 from syncd.protocol.policy import (
     RunningStatus,
     SyncSettings,
-    Version,
     may_produce,
     must_wait_for_explorers,
     unanswered,
+    with_sent,
 )
 from syncd.protocol.records import SaveId
 from syncd.protocol.reports import DaemonReport, ExplorerReport, SyncTerms, TrainerReport
@@ -241,7 +240,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         for ahead in {one.follows_ahead for one in waited_for}:
             newest = self._versions.newest(ahead=ahead)
             held = [
-                served(one, newest, self._me.record.run_id)
+                one.served(newest, self._me.record.run_id)
                 for one in waited_for
                 if one.follows_ahead is ahead
             ]
@@ -288,14 +287,15 @@ class TrainerSynchronizer(Member[TrainerReport]):
         Members of the last transfer can still be receiving or loading the weights, so they do not
         count until three times ``broadcast_timeout`` after the agreement.
         """
+        working = self._roster.working()  # before LATEST, which must not be older
         newest = self._versions.newest()
         if newest is None:
             return False  # nobody could have taken part
-        sent = Version(newest.sequence, max(newest.step, save_id.step))
+        sent = with_sent(newest, save_id.run, save_id.step)
         taking = self._taking if self._clock() < self._taken_by else frozenset()
         return any(
-            not may_produce(self.settings, served(one, newest, self._me.record.run_id), sent)
-            for one in self._roster.working()
+            not may_produce(self.settings, one.served(sent, save_id.run), sent)
+            for one in working
             if one.workers and one.session not in taking
         )
 

@@ -98,8 +98,8 @@ class Versions:
     def _named(self, latest: Latest, *, ahead: bool) -> Version:
         link = latest.ahead if ahead else None
         if link is not None and link.sequence > max(latest.sequence, self.passed):
-            return Version(link.sequence, link.step)
-        return Version(latest.sequence, latest.step)
+            return Version.of(link)
+        return Version.of(latest)
 
     def lead(self, version: Version) -> Lead | None:
         """What LATEST names as ahead, if that is this save, or a newer one, and not published."""
@@ -251,6 +251,12 @@ class Versions:
             here = report.model_copy(update={"session": self._own.id})
             path, room = self._layout.trainer_report, self._layout.drafts
             self._storage.replace(path, encode(here), room=room)
+
+    def begin_again(self, lease_time: float) -> None:
+        """Go on in the job that is at the path now, with its lease time."""
+        self.lease_time = self._judge.lease_time = lease_time
+        if self._own is not None:
+            self._own.begin_again(lease_time)
 
     def close(self) -> None:
         """End the session, if this object made it."""

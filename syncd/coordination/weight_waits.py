@@ -31,6 +31,7 @@ class WeightWaits:
     """One explorer's waits for weights, which come as a newer version or by a transfer.
 
     Args:
+        is_elsewhere: returns True while the served version is of another job.
         compare: returns the differences between the settings of a trainer and of an explorer; the
             third argument is the trainer's session.
         terms: the settings to compare if the explorer was made without settings.
@@ -44,6 +45,7 @@ class WeightWaits:
     roster: Roster
     versions: Versions
     transfer: ExplorerSide
+    is_elsewhere: Callable[[], bool]
     compare: Callable[[TrainerReport, ExplorerReport, str | None], str]
     terms: SyncTerms | None
     root: Path
@@ -93,6 +95,8 @@ class WeightWaits:
                 if offer is not None:
                     missed = False
                     return offer
+                if self.is_elsewhere():
+                    current = request.current = None
                 if not self.transfer.has_joined:  # else the offer's members wait for us
                     newest = self.versions.newest(current, sure=is_over, ahead=True)
                     if newest != current:
@@ -206,7 +210,7 @@ class SyncRequest:
     """
 
     def __init__(self, waits: WeightWaits, current: Version | None) -> None:
-        self._waits, self._me, self._current = waits, waits.me, current
+        self._waits, self._me, self.current = waits, waits.me, current
         self._looked = -math.inf
         self._answered: Said | str = "not asked yet"
         self._before: Said | str = "not looked yet"
@@ -270,7 +274,7 @@ class SyncRequest:
         if self._before == "not looked yet":
             # Before the sync is required: each later answer is to this wait.
             self._before = self._said()
-        if not has_stopped and (self._current is None or self._said() in {None, self._before}):
+        if not has_stopped and (self.current is None or self._said() in {None, self._before}):
             return False
         if has_stopped and not self._waits.roster.has_had_trainer():
             return True

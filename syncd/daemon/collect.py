@@ -13,9 +13,9 @@ from typing import Final
 from syncd.daemon.prune import Pruner
 from syncd.daemon.steering import Steering
 from syncd.daemon.tenure import Tenure
+from syncd.protocol.claims import session_of
 from syncd.protocol.events import CleanupDelayed, LeftoverRemoved, ReserveShort
 from syncd.protocol.names import HUGGINGFACE, LORA_ADAPTER, RECEIPTS, TEMPORARY
-from syncd.protocol.reports import session_of
 from syncd.storage.calls import Kind
 from syncd.storage.errnos import GONE, NO_ROOM, NOT_EMPTY, REFUSED_HERE, Ignoring, is_gone
 from syncd.storage.job import Job, step_folders

@@ -316,6 +316,7 @@ class Loop:
             sequence = (latest.ahead or latest).sequence if latest else 0
             for load in self._going_live.look(sequence, seen.living):
                 self._journal.live(load)
+            self._publisher.count_above(self._going_live.highest)
             self._follow_ahead = self._going_live.follow_ahead(seen.living)
         except OSError as error:
             self._job.check_is_there()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from syncd.daemon.blocks import Blocks, Obstacle
-from syncd.protocol.records import Record, encode
+from syncd.protocol.records import Format, Record, encode
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Signature, signature
 from syncd.storage.job import IF_ANY, Job
@@ -24,9 +26,17 @@ class OwnRecords:
     clock: Clock
 
     def __post_init__(self) -> None:
-        self._format = self.job.read_format()
+        self._format = self._with_id(self.job.read_format())
         self._seen: dict[Path, Signature] = {}
         self._wrong: dict[Path, float] = {}
+
+    def _with_id(self, found: Format) -> Format:
+        if found.id is None:  # a job of 0.3.0
+            given = found.model_copy(update={"id": secrets.token_hex(16)})
+            with suppress(OSError):  # the next take-over tries again
+                self.epoch.replace_file(self.job.layout.format, encode(given))
+                return given
+        return found
 
     def look(self, records: Iterable[tuple[Path, Callable[[], Record | None]]]) -> None:
         """Compare each file with its record, and write a wrong file again.

@@ -22,7 +22,7 @@ from syncd.checkpoint.version import read_manifest, republish
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Known
 from syncd.daemon.naming import Naming
-from syncd.daemon.recover import look_back
+from syncd.daemon.recover import BELIEVED, look_back
 from syncd.daemon.tenure import Tenure
 from syncd.protocol.errors import (
     JobUnavailableError,
@@ -309,6 +309,11 @@ class Publisher:
             nonfinite=manifest.nonfinite.count if manifest.nonfinite else 0,
             save_id=manifest.save_id,
         )
+
+    def count_above(self, told: int) -> None:
+        """Let new numbers be above ``told``: an explorer serves it, perhaps of a restored job."""
+        if told <= (self.latest.sequence if self.latest else 0) + BELIEVED:
+            self._floor = max(self._floor, told)
 
     def _next_sequence(self) -> int:
         sequence = self._floor + 1

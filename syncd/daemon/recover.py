@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 #: No daemon counts further above LATEST than this. Larger numbers are mistakes, and are ignored,
 #: because otherwise one mistake would use up all numbers.
-_BELIEVED: Final = 10**15
+BELIEVED: Final = 10**15
 
 
 @dataclass
@@ -88,7 +88,7 @@ def look_back(job: Job) -> FoundVersions:
         version = layout.version(sequence)
         if sequence <= known:
             break
-        if sequence > known + _BELIEVED:
+        if sequence > known + BELIEVED:
             LeftAlone(version, "no daemon made it").tell(log)
             continue
         try:
@@ -109,9 +109,9 @@ def look_back(job: Job) -> FoundVersions:
             LatestUnusable(layout.version(known), error).tell(log)
     newest = found.adopted or found.served
     last = newest.sequence if newest else known
-    for sequence in (number for number in links if number > last + _BELIEVED):
+    for sequence in (number for number in links if number > last + BELIEVED):
         LeftAlone(layout.link(sequence), "no daemon made it").tell(log)
-    above = [look_at_link(job, number) for number in links if last < number <= last + _BELIEVED]
+    above = [look_at_link(job, number) for number in links if last < number <= last + BELIEVED]
     found.chains = chains_from(last, newest.save_id if newest else None, above)
     found.strays = [one.sequence for one in above if one not in found.chains.get(one.target, ())]
     return found
@@ -207,7 +207,7 @@ class _Look:
         saves = (outcome.sequence or 0 for outcome in found.outcomes.values())
         ahead = found.latest.ahead if found.latest else None
         numbers = (known, ahead.sequence if ahead else 0, ours, *named, *leased, *told, *saves)
-        return max(number for number in numbers if number <= known + _BELIEVED)
+        return max(number for number in numbers if number <= known + BELIEVED)
 
     def has_content(self, folder: Path) -> bool:
         """True if a folder has content, or if it cannot be read."""

@@ -27,6 +27,7 @@ from syncd.operate.models import (
     VersionState,
 )
 from syncd.protocol.amounts import span
+from syncd.protocol.claims import Holder, session_of
 from syncd.protocol.errors import JobUnavailableError, SyncdError
 from syncd.protocol.journal_lines import AuditLine, JournalLine
 from syncd.protocol.names import (
@@ -41,10 +42,8 @@ from syncd.protocol.records import DEFAULT_LEASE_TIME, Format, Latest, R, SaveOu
 from syncd.protocol.reports import (
     DaemonReport,
     ExplorerReport,
-    Holder,
     Problem,
     TrainerReport,
-    session_of,
 )
 from syncd.storage.append import last_lines
 from syncd.storage.errnos import is_gone, is_refused_here
@@ -174,6 +173,8 @@ class _Look:
             if not name.startswith(TEMPORARY)
             and (explorer := self._read(ExplorerState, layout.explorers / name)) is not None
         ]
+        if latest is not None and any((one.sequence or 0) > latest.newest for one in explorers):
+            latest = self._read(Latest, layout.latest, newer=False)  # one may have been faster
         with self._noting(layout.sessions):  # after the reports, which are younger
             self._heartbeats = storage.statuses(layout.sessions)
         daemon = self._daemon(report) if report else None
@@ -213,7 +214,10 @@ class _Look:
                 if (step := parse_step_folder(name)) is not None
                 and PINNED in self._names(layout.step(step))
             ],
-            explorers=[self._explorer(explorer, latest) for explorer in explorers],
+            explorers=[
+                self._explorer(explorer, latest, trainer.run_id if trainer else None)
+                for explorer in explorers
+            ],
             quarantined=self._names(layout.quarantine),
             free=free,
             events=self._events(),
@@ -294,7 +298,9 @@ class _Look:
         is_stopped = report.status == "stopped"
         return report.model_copy(update=self._process(report, is_stopped, "trainer"))
 
-    def _explorer(self, report: ExplorerState, latest: Latest | None) -> ExplorerState:
+    def _explorer(
+        self, report: ExplorerState, latest: Latest | None, run: str | None
+    ) -> ExplorerState:
         is_stopped = report.status == "stopped" and report.starting is None
         seen = self._process(report, is_stopped, "explorer", report.name)
         if report.starting is not None:
@@ -305,7 +311,11 @@ class _Look:
             elif report.refused:
                 reason = report.refused.partition(": ")[0].replace("version ", "v")
                 seen["trouble"] = f"refuses {reason}"
-        behind, steps = report.lag(latest)
+            elif report.of_another_job:
+                seen["trouble"] = "serves weights of another job"
+            elif latest is not None and (report.sequence or 0) > latest.newest:
+                seen["trouble"] = f"serves lost weights (v{report.sequence})"
+        behind, steps = report.lag(latest, run)
         return report.model_copy(update=seen | {"behind": behind or 0, "behind_steps": steps})
 
     def _process(

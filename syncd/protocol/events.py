@@ -397,6 +397,17 @@ class HeartbeatStopped(WarningEvent):
     reason: object
 
 
+class JobReplaced(WarningEvent):
+    """Another job is at a job's path; its numbers of versions begin anew."""
+
+    text = (
+        "{path} is another job now: {name} takes its versions, and until the first one its engine "
+        "serves weights of the job that was there before"
+    )
+    path: Path
+    name: str
+
+
 class NameAwaited(WarningEvent):
     """A participant waits to find out whether the session that has its name is dead."""
 

@@ -1,19 +1,21 @@
 """The sync policy: the settings of both hooks, and pure functions that decide by them.
 
 Names and meanings come from Trinity-RFT's Synchronizer, Trainer and Explorer. Versions are compared
-by sequence, never by step, because a trainer that resumes may return to a lower step.
+by sequence, never by step, because a trainer that resumes may return to a lower step. Steps measure
+only within a run (:func:`lag`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from enum import Enum, StrEnum
 from numbers import Integral, Real
 from typing import Final, Self, TypeVar
 
 from syncd.protocol.errors import InvalidSettingsError, InvalidTransitionError
+from syncd.protocol.records import Ahead, Latest, Manifest, SaveId
 
 #: The names that users may rely on; the other names are for syncd itself.
 __all__ = [
@@ -149,10 +151,12 @@ class SyncSettings:
         sync_timeout: the most seconds that trainer and explorers wait for each other.
         save_interval: steps between two full checkpoints; 0 = none.
         save_timeout: seconds that rank 0 waits for all ranks' receipts before it gives up a save.
-        max_staleness: the most steps that an explorer may lag behind and still produce rollouts;
-            None = any.
-        max_explorer_lag: the trainer waits while the slowest explorer lags by more steps; None =
-            any.
+        max_staleness: the most steps that an explorer may lag behind the newest save that LATEST
+            names, and still produce rollouts; None = any. If the two saves are of different runs,
+            the lag is the larger of the steps and the versions between them. Until a resumed
+            trainer saves, it is the steps between the served save and the one it resumed from.
+        max_explorer_lag: the trainer waits while the slowest explorer lags behind LATEST by more
+            steps, counted likewise; None = any.
         checkpoint_every: every n-th sync is also saved as files, for late joiners.
         broadcast_timeout: the most seconds for each of handshake, setup and transfer; after it,
             explorers load the step from files.
@@ -186,16 +190,16 @@ class SyncSettings:
     deltas: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            name, value, least = field.name, getattr(self, field.name), int(field.name in _FROM_1)
-            if isinstance(field.default, _Choice):
+        for each in fields(self):
+            name, value, least = each.name, getattr(self, each.name), int(each.name in _FROM_1)
+            if isinstance(each.default, _Choice):
                 # The class is frozen, except here.
-                object.__setattr__(self, name, field.default.parse(value, name))
-            elif isinstance(field.default, float):
+                object.__setattr__(self, name, each.default.parse(value, name))
+            elif isinstance(each.default, float):
                 check_above_0(name, value, "seconds")
-            elif isinstance(field.default, bool) and not isinstance(value, bool):
+            elif isinstance(each.default, bool) and not isinstance(value, bool):
                 raise InvalidSettingsError(f"{name} is {value!r}: it must be a bool")
-            elif "int" in str(field.type) and (value is not None or field.default is not None):
+            elif "int" in str(each.type) and (value is not None or each.default is not None):
                 _check(name, value, least, f"{least} or more")
 
     @property
@@ -351,11 +355,24 @@ def explorer_syncs(
 class Version:
     """A version that an engine serves: its sequence, which only grows, and the trainer's step.
 
-    The sequence is 0 if the engine evaluates a step that was not published as a version.
+    The sequence is 0 if the engine evaluates a step that was not published as a version. Two
+    versions are equal whatever their ``save_id``, which is None if it is not known.
     """
 
     sequence: int
     step: int
+    save_id: str | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, named: Latest | Ahead | Manifest) -> Self:
+        """The version in a record."""
+        return cls(named.sequence, named.step, named.save_id)
+
+    @property
+    def run(self) -> str | None:
+        """The run id of the trainer that saved it; None if it is not known."""
+        saved = SaveId.parse(self.save_id or "")
+        return saved.run if saved else None
 
 
 class Pull(Enum):
@@ -379,12 +396,19 @@ def pull_decision(held: Version | None, newest: Version | None) -> Pull:
     return Pull.ADOPT if held is None and newest.step == 0 else Pull.LOAD
 
 
-def may_produce(settings: SyncSettings, held: Version | None, newest: Version | None) -> bool:
+def may_produce(
+    settings: SyncSettings,
+    held: Version | None,
+    newest: Version | None,
+    *,
+    resumed: Version | None = None,
+) -> bool:
     """True if an explorer may go on producing with its version (``settings.max_staleness``).
 
-    ``held`` is None before the explorer's first version; ``newest`` is None before any publication.
+    See :func:`lag` for the versions.
     """
-    return settings.max_staleness is None or _lag(held, newest) <= settings.max_staleness
+    most = settings.max_staleness
+    return most is None or lag(held, newest, resumed=resumed) <= most
 
 
 def must_wait_for_explorers(
@@ -396,31 +420,64 @@ def must_wait_for_explorers(
     can load, or the trainer would wait for ever.
     """
     most = settings.max_explorer_lag
-    return most is not None and any(_lag(version, newest) > most for version in held)
+    return most is not None and any(lag(version, newest) > most for version in held)
 
 
 def after_broadcast(held: Version, newest: Version) -> Version:
     """The version to assume for an explorer that received a broadcast of the present run.
 
     ``held`` has the broadcast's step, and the newest sequence whose files the explorer loaded. If
-    ``newest`` has no later step, the explorer lacks nothing, so the result has at least the
-    sequence of ``newest``.
+    ``newest`` is of an earlier run, or has no later step, the explorer lacks nothing, so the result
+    has at least the sequence of ``newest``.
     """
-    return (
-        Version(max(held.sequence, newest.sequence), held.step)
-        if (held.step >= newest.step)
-        else held
-    )
+    if _is_later(newest, held):
+        return held
+    return replace(held, sequence=max(held.sequence, newest.sequence))
 
 
-def _lag(held: Version | None, newest: Version | None) -> int:
-    """The steps by which ``newest`` is ahead. A broadcast gives an old sequence a new step."""
-    if held is not None and newest is not None and held.sequence == newest.sequence:
-        return max(0, newest.step - held.step)
-    if pull_decision(held, newest) is not Pull.LOAD or newest is None:
+def with_sent(newest: Version, run: str, step: int) -> Version:
+    """The newest weights, if the trainer's ``run`` has also sent those of ``step``.
+
+    They count as one version more if LATEST's are of an earlier run.
+    """
+    sent = Version(newest.sequence + (newest.run != run), step, str(SaveId(run, step, 0)))
+    return newest if _is_later(newest, sent) else sent
+
+
+def _is_later(published: Version, sent: Version) -> bool:
+    return published.run == sent.run and published.step > sent.step
+
+
+def lag(held: Version | None, newest: Version | None, *, resumed: Version | None = None) -> int:
+    """The steps by which an explorer's weights lag behind the newest ones.
+
+    Within a run these are its steps. Between saves of different runs, or of unknown ones, steps are
+    only labels, and the lag is the larger of the difference in steps and the number of versions.
+
+    Args:
+        held: what the explorer serves; None before its first version. After a broadcast an old
+            sequence has a new step, perhaps of a new run.
+        newest: the newest save that LATEST names, which never lags; None before any publication.
+        resumed: the save from which a live trainer has resumed, if it has not saved yet. It counts
+            instead of ``newest``. Its sequence does not count.
+    """
+    step, run = (held.step, held.run) if held else (0, None)
+    if resumed is not None:
+        known = held and (held.save_id if resumed.run is None else run)
+        return max(abs(resumed.step - step), int(known != (resumed.run or resumed.save_id)))
+    if newest is None:
         return 0
-    # At least 1, because a newer version may have a lower step after a trainer has resumed.
-    return max(1, newest.step - (held.step if held else 0))
+    ahead = newest.step - step
+    if held is None:
+        return max(1, ahead)
+    versions = newest.sequence - held.sequence
+    if run is not None and run == newest.run:
+        # At least 1 for a newer version, because a rollback may have a lower step. One that no
+        # longer follows ahead can serve a version above LATEST.
+        return 0 if versions < 0 else max(ahead, min(versions, 1))
+    if versions == 0:  # else a broadcast of a later run
+        return max(0, ahead) if None in {run, newest.run} else 0
+    return max(abs(ahead), versions, 1)
 
 
 K = TypeVar("K")

@@ -152,9 +152,13 @@ def _digest(content: bytes | memoryview) -> bytes:
 
 
 class Format(Record):
-    """``.syncd/format.json``: written once, by the first process that needs it."""
+    """``.syncd/format.json``: written by the first process that needs it.
+
+    ``id`` tells the job from every other one; in a job of 0.3.0 the next daemon adds it.
+    """
 
     lease_time: LeaseTime
+    id: Annotated[str, Field(max_length=100)] | None = None
 
 
 #: The floating dtypes of a version by safetensors' names, the dtype with the most bytes first,
@@ -189,6 +193,11 @@ class Latest(Record):
     names: Names | None = None
     ahead: Ahead | None = None
     closed: Text | None = None
+
+    @property
+    def newest(self) -> int:
+        """The highest sequence that it names."""
+        return max(self.sequence, self.ahead.sequence if self.ahead else 0)
 
 
 class VersionFile(Part):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.names import STATE_POINTER, PointerName, checked_name
-from syncd.protocol.policy import SyncSettings, SyncStyle, Version
+from syncd.protocol.names import STATE_POINTER, PointerName
+from syncd.protocol.policy import SyncSettings, SyncStyle, Version, after_broadcast, lag
 from syncd.protocol.records import (
     Latest,
     Names,
@@ -21,44 +20,6 @@ from syncd.protocol.records import (
     Step,
     Text,
 )
-
-
-class Claim(Record):
-    """The session that holds a participant's name, and its process. ``name`` is for people."""
-
-    session: str
-    name: Text
-    process: Text
-
-
-class _Owned(BaseModel):
-    session: str
-
-
-def session_of(content: bytes) -> str | None:
-    """The session in a report or claim; None if it names no session that can be a file name.
-
-    Any protocol version is accepted, so that an older syncd can tell if a newer participant lives.
-    """
-    try:
-        return checked_name(_Owned.model_validate_json(content).session, "the session")
-    except (ValidationError, InvalidSettingsError):
-        return None
-
-
-class Holder(BaseModel):
-    """What a claim of any protocol version says about the holder of a name, if anything."""
-
-    name: str | None = None
-    process: str = ""
-
-    @classmethod
-    def of(cls, content: bytes) -> Self:
-        """The holder in a participant's claim."""
-        try:
-            return cls.model_validate_json(content)
-        except ValidationError:
-            return cls()
 
 
 class OfferedMember(Part):
@@ -273,8 +234,11 @@ class ExplorerReport(Record):
             follows the job.
         workers: the number of its ranks in a weight group; 0 if it takes no part in broadcasts.
         group: the weight group that is open in all workers, if any.
+        save_id: the save of the served weights, if known.
         received: the save id of the served weights, if a broadcast brought them. ``step`` is then
             their step, and ``sequence`` is the newest version whose files the explorer holds.
+        of_another_job: True if the engine serves weights of a job that was at this path before.
+            ``sequence`` and ``step`` are then None.
         bench: the step that a bench evaluates. ``sequence``, ``step`` and ``reload`` are then None,
             and nobody waits for the explorer.
         starting: the reason why the explorer waits before its first run. Its status is then
@@ -289,6 +253,7 @@ class ExplorerReport(Record):
     status: Literal["running", "require_sync", "stopped"]
     sequence: Sequence | None = None
     step: Step | None = None
+    save_id: str | None = None
     nothing_new: Size = 0
     refused: Text | None = None
     requests: Size = 0
@@ -299,6 +264,7 @@ class ExplorerReport(Record):
     workers: Size = 0
     group: str | None = None
     received: str | None = None
+    of_another_job: bool = False
     bench: Step | None = None
     starting: Text | None = None
     sync: SyncTerms | None = None
@@ -306,14 +272,30 @@ class ExplorerReport(Record):
     follows_ahead: bool = False
     time: float
 
-    def lag(self, latest: Latest | None) -> tuple[int | None, int | None]:
-        """By how many versions and steps the newest is newer than what is served, if known."""
+    def served(self, newest: Version | None, run: str | None) -> Version | None:
+        """The version that counts as served; None before the first one.
+
+        For weights from a broadcast of the trainer's ``run`` see :func:`.after_broadcast`.
+        """
+        if self.sequence is None or self.step is None:
+            return None
+        held = Version(self.sequence, self.step, self.received or self.save_id)
+        if self.received is None or newest is None or held.run != run:
+            return held
+        return after_broadcast(held, newest)
+
+    def lag(self, latest: Latest | None, run: str | None) -> tuple[int | None, int | None]:
+        """By how many versions and steps the newest is newer than what is served, if known.
+
+        ``run`` is the trainer's. For the steps see :func:`.policy.lag`.
+        """
         if latest is None or self.bench is not None:
             return None, None
-        newest = (self.follows_ahead and latest.ahead) or latest
-        steps = None if self.step is None else max(0, newest.step - self.step)
+        newest = Version.of((self.follows_ahead and latest.ahead) or latest)
+        held = self.served(newest, run)
         # One that no longer follows ahead can serve a version above LATEST.
-        return max(0, newest.sequence - (self.sequence or 0)), steps
+        versions = max(0, newest.sequence - (held.sequence if held else 0))
+        return versions, None if held is None else lag(held, newest)
 
 
 class ResumedFrom(Part):

@@ -49,7 +49,13 @@ from syncd.storage.errnos import (
     is_unreadable,
     unwritable_storage,
 )
-from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT, Storage
+from syncd.storage.fsio import (
+    LONG_RECORD_LIMIT,
+    RECORD_LIMIT,
+    Signature,
+    Storage,
+    signature,
+)
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +218,8 @@ class Job:
         """The format on disk. If it is missing, write it by a hard link, which replaces no file."""
         storage, layout = self.storage, self.layout
         if not storage.exists(layout.format):
-            ours = Format(lease_time=DEFAULT_LEASE_TIME if lease_time is None else lease_time)
+            seconds = DEFAULT_LEASE_TIME if lease_time is None else lease_time
+            ours = Format(lease_time=seconds, id=secrets.token_hex(16))
             mine = layout.state / f"{TEMPORARY}format-{secrets.token_hex(6)}"
             if not storage.write_first(layout.format, encode(ours), mine):
                 storage.sync_folder(layout.state)  # another process was first: its format counts
@@ -315,6 +322,37 @@ class Job:
             report = self.read(ExplorerReport, self.layout.explorers / name, policy)
             if report is not None:
                 yield report
+
+
+class Identity:
+    """Tells whether another job has taken the place of a job: at its path, or behind a link to it.
+
+    Nobody can tell while ``format.json`` is missing, cannot be read, or has no ``id``.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._known: str | None = None
+        self._seen: Signature | None = None
+        self.changed()
+
+    def changed(self) -> tuple[Format, bool] | None:
+        """If the file is another one than at the last look: the format, and True for another job.
+
+        A restored job has another file, but is the same job.
+        """
+        path = self.job.layout.format
+        status = self.job.storage.status(path)
+        now = status and signature(status)
+        if now is None or now == self._seen:
+            return None
+        found = self.job.read(Format, path, OF_OTHERS)
+        self._seen = now
+        if found is None:
+            return None
+        before = self._known
+        self._known = found.id or before
+        return found, before not in {None, self._known}
 
 
 def no_folder(path: object) -> JobUnavailableError:

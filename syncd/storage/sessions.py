@@ -131,11 +131,26 @@ class Session(Closing):
 
     def __init__(self, layout: JobLayout, lease_time: float, *, prefix: str = "") -> None:
         self.id = new_session_id(prefix)
-        self.lease_time = lease_time
+        self.lease_time, self._layout = lease_time, layout
         self._closed = threading.Event()
         self._changing = threading.Lock()
         self._lock = _lease_file(layout, layout.session(self.id), lease_time, self._renew_soon)
         self._lock.take()
+
+    def begin_again(self, lease_time: float) -> None:
+        """Make the heartbeat in the job that is at the path now, with that job's lease time."""
+        with self._changing:
+            self._lock.release()
+            self.lease_time = lease_time
+            self._lock = _lease_file(
+                self._layout, self._layout.session(self.id), lease_time, self._renew_soon
+            )
+            if self._closed.is_set():
+                return
+            try:
+                self._lock.take()
+            except (OSError, Timeout, LeaseSettingsMismatch):
+                threading.Thread(target=self._renew, name="syncd-session", daemon=True).start()
 
     def close(self) -> None:
         """Remove the heartbeat. Afterwards other processes can remove this session's leases."""

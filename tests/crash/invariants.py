@@ -21,7 +21,7 @@ from syncd.protocol.names import (
     parse_step_folder,
     parse_version_folder,
 )
-from syncd.protocol.records import Latest
+from syncd.protocol.records import Format, Latest
 from syncd.storage.job import Job
 from syncd.storage.judge import Judge
 from syncd.storage.leases import Lease
@@ -95,6 +95,8 @@ def latest_sequence(layout: JobLayout) -> int:
 def check(job: SmallJob, before: Seen) -> None:
     """What must hold at every moment, also before anything is restarted."""
     layout = job.layout
+    if layout.state.exists():
+        assert read(Format, layout.format).lease_time == LEASE_TIME
     sequence = latest_sequence(layout)
     assert sequence >= before.sequence, "LATEST went back"
     if sequence:
@@ -189,6 +191,7 @@ def check_converged(job: SmallJob, before: Seen) -> None:
         back = read_manifest(FastStorage(), layout.version(job.latest.sequence)).rolled_back
         assert back or job.latest.step == pointed, "what the pointer names is not served"
     assert leftovers(job) == []
+    assert job.read_format().id
     if "ask" in before.asked:
         served = read_manifest(FastStorage(), layout.version(job.latest.sequence))
         assert served.rolled_back is not None, "a request was not carried out"

@@ -23,7 +23,7 @@ from syncd.coordination.waiting import Wait
 from syncd.deltas.link_index import SavedPiece
 from syncd.protocol.names import DELTA, master_name, part_name, shard_name
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import RollbackRequest, SaveId, encode
+from syncd.protocol.records import Format, RollbackRequest, SaveId, encode
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
@@ -294,8 +294,9 @@ def _strays(job: SmallJob) -> None:
 
 
 def dirty(job: SmallJob) -> None:
-    """What three daemons left that were killed at unlucky moments."""
+    """What three daemons of 0.3.0 left that were killed at unlucky moments."""
     published(job, 1, 2)
+    job.layout.format.write_bytes(encode(Format(lease_time=LEASE_TIME)))
     rooms = job.layout.epochs
     for name in ("7-00000000", "9-00000000"):
         for home in ("building", "trash", "doomed"):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from syncd.coordination.participant import HeldName, read_claim
+from syncd.protocol.claims import Claim
 from syncd.protocol.errors import NameTakenError
-from syncd.protocol.reports import Claim
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.sessions import Session, _process, boot_id, has_ended, this_process

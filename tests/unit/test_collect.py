@@ -11,8 +11,9 @@ import pytest
 
 from syncd.daemon.collect import Collector
 from syncd.daemon.config import DaemonConfig
+from syncd.protocol.claims import Claim
 from syncd.protocol.errors import JobUnavailableError
-from syncd.protocol.reports import Claim, ExplorerReport
+from syncd.protocol.reports import ExplorerReport
 from syncd.storage.job import Job
 from syncd.storage.probe_room import ProbeRoom
 from syncd.storage.reserve import Reserve

@@ -14,7 +14,6 @@ from syncd.protocol.policy import (
     check_transition,
     explorer_sync_is_due,
     explorer_syncs,
-    may_produce,
     must_wait_for_explorers,
     pull_decision,
     trainer_decision,
@@ -229,20 +228,6 @@ def test_versions_are_compared_by_their_sequence(
 
 
 NEWEST = Version(9, 20)
-HELD = [None, Version(9, 20), Version(8, 19), Version(5, 12), Version(7, 30), Version(10, 22)]
-LAGS = [20, 0, 1, 8, 1, 0]
-
-
-@pytest.mark.parametrize(("held", "lag"), [*zip(HELD, LAGS, strict=True)])
-def test_staleness_and_back_pressure_count_the_steps_that_an_explorer_lags(
-    held: Version | None, lag: int
-) -> None:
-    for most in (*range(25), None):
-        enough = most is None or lag <= most
-        assert may_produce(SyncSettings(max_staleness=most), held, NEWEST) is enough
-        settings = SyncSettings(max_explorer_lag=most)
-        assert must_wait_for_explorers(settings, NEWEST, [NEWEST, held]) is not enough
-    assert may_produce(SyncSettings(max_staleness=0), held, None)
 
 
 def test_nobody_waits_for_explorers_that_are_not_there() -> None:

@@ -234,6 +234,8 @@ class GoingLive:
     def __post_init__(self) -> None:
         self._told_before = 0  # for explorers that are not in _on_record
         self._looks: dict[str, _LastLook] = {}
+        #: The highest sequence in a report.
+        self.highest = 0
         #: Explorer → its session, and whether it follows ahead.
         self._live: dict[str, tuple[SessionId, bool]] = {}
         self._round = 0
@@ -269,6 +271,7 @@ class GoingLive:
             report = self.job.read(ExplorerReport, self.job.layout.explorer(name), OF_OTHERS)
             self._live.pop(name, None)
             if report is not None:
+                self.highest = max(self.highest, report.sequence or 0)
                 if report.status != "stopped":
                     self._live[name] = report.session, report.follows_ahead
                 yield from self._loads(name, report, latest)

@@ -94,7 +94,7 @@ _GAUGES: Final = {
     "free_inodes": "Number of files that still fit on the job's filesystem, if known.",
     "explorer_up": "1 while the explorer's heartbeat goes on, 0 if it is lost.",
     "explorer_lag_versions": "Versions behind LATEST or ahead; absent in evaluations.",
-    "explorer_lag_steps": "Steps behind LATEST or ahead.",
+    "explorer_lag_steps": "Steps behind LATEST or ahead; of another run, at least the versions.",
     "explorer_pause_seconds": "Time without service during the last load, if reported.",
     "explorer_load_seconds": "Time of the engine's last load, if reported.",
     "explorer_full_bytes": "Bytes of the version's files that the last load read, if reported.",
@@ -328,7 +328,7 @@ class _JobMeter(Meter):
             latest = self.job.read(Latest, layout.latest, OF_OTHERS)
             for report in self.job.explorer_reports(names[begin : begin + share], OF_OTHERS):
                 if report.status != "stopped":
-                    self._explorer(report, latest)
+                    self._explorer(report, latest, trainer.run_id if trainer else None)
         fresh = self._fresh
         self.metrics.forget(
             self._label,
@@ -340,8 +340,8 @@ class _JobMeter(Meter):
         watched = report.session in self._watched and report.status != "stopped"
         return report.session in self._living if watched else None
 
-    def _explorer(self, report: ExplorerReport, latest: Latest | None) -> None:
-        reload, (lag, steps), delta = report.reload, report.lag(latest), None
+    def _explorer(self, report: ExplorerReport, latest: Latest | None, run: str | None) -> None:
+        reload, (lag, steps), delta = report.reload, report.lag(latest, run), None
         if reload is not None and reload.full_bytes is not None:
             delta = reload.delta_bytes or 0
         self._set(
