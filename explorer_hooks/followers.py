@@ -127,8 +127,8 @@ def ready_file(
     """Open a hook; in the block touch ``path`` every 2 s while the server is ready, or remove it.
 
     The server is ready if it has the hook's version, and is at most ``max_behind`` versions behind
-    the newest. While LATEST cannot be read, the file stays as it is, and gets too old for the
-    probe.
+    the newest, of the job that is at the path now. While LATEST cannot be read, the file stays as
+    it is, and gets too old for the probe.
 
     ``engine`` is for the server of the hook's engine, and is closed at the end. It is not the
     hook's engine, because that one belongs to the hook's thread.
@@ -143,6 +143,8 @@ def ready_file(
             if version is None or hook.fault:
                 return False
             if max_behind is not None:
+                if hook.synchronizer.is_elsewhere():
+                    return False
                 newest = hook.synchronizer.wait_new_model_state_dict(version, no_wait=True)
                 if newest and newest.sequence > version.sequence + max_behind:
                     return False

@@ -92,7 +92,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         self._stack.callback(self._group.close)
         self._weights = WeightWaits(
             self._me, self._roster, self._versions, self._transfer,
-            is_elsewhere=self._is_elsewhere, compare=self._compare_settings,
+            is_elsewhere=self.is_elsewhere, compare=self._compare_settings,
             terms=SyncTerms.of(self.settings), root=self._job.layout.root,
             clock=self._clock, poll=self._poll,
         )  # fmt: skip
@@ -247,7 +247,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             OSError: storage failed.
         """
         if no_wait:
-            return self._versions.newest(None if self._is_elsewhere() else current, ahead=True)
+            return self._versions.newest(None if self.is_elsewhere() else current, ahead=True)
         with self._wait(timeout, cancel) as wait:
             found = self._weights.newer(current, wait, ends_with_trainer=True)
         return found if isinstance(found, Version) else current
@@ -344,7 +344,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         trainer = self._roster.running_trainer()
         return trainer.run_id if trainer else None
 
-    def _is_elsewhere(self) -> bool:
+    def is_elsewhere(self) -> bool:
         """True if another job is at the job's path, and none of its versions is served yet.
 
         Its numbers begin anew, so this explorer then takes any version of it.
@@ -367,7 +367,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         """
         if self.settings.max_staleness is None:
             return True
-        if self._is_elsewhere():
+        if self.is_elsewhere():
             return False
         me = self._me.record  # before LATEST, which must not be older
         newest, trainer, resumed = self._versions.newest(ahead=True), None, None

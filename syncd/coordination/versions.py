@@ -255,6 +255,7 @@ class Versions:
     def begin_again(self, lease_time: float) -> None:
         """Go on in the job that is at the path now, with its lease time."""
         self.lease_time = self._judge.lease_time = lease_time
+        self.passed = 0 if math.isfinite(self.passed) else self.passed
         if self._own is not None:
             self._own.begin_again(lease_time)
 

@@ -164,3 +164,15 @@ def test_follow_opens_more_links_than_its_soft_limit_of_files(
             assert b'"version": 2,' in process.stdout.readline()
         finally:
             process.terminate()
+
+
+def test_what_is_ahead_in_another_job_is_served_whatever_its_number(
+    linked: LinkedJob, hook: ExplorerHook, tmp_path: Path
+) -> None:
+    linked.link()
+    pulls(hook, 4, 4)
+    hook.synchronizer.passes(4)
+    shutil.rmtree(linked.job.root)
+    (tmp_path / "folds").rename(tmp_path / "folds of the other")
+    LinkedJob(SmallJob(linked.job.root), tmp_path)
+    pulls(hook, 3, 3)

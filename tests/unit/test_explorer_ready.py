@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -205,3 +206,14 @@ def test_a_server_that_fails_or_lacks_a_route_is_not_ready(tmp_path: Path) -> No
     fake.faults["/model_info"] = "out of memory"
     assert not engine.is_loaded()
     assert not SGLangServer("http://host", transport=lacking.transport).is_loaded()
+
+
+def test_a_server_with_weights_of_another_job_is_not_ready(job: SmallJob, watched: Watched) -> None:
+    publish(job, 1, 2)
+    with watched.serving(9) as hook:
+        shutil.rmtree(job.root)
+        again = SmallJob(job.root)
+        wait_for(lambda: not watched.path.exists())
+        publish(again, 3)
+        hook.pull(LONG)
+        wait_for(watched.path.exists)
