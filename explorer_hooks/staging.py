@@ -47,7 +47,7 @@ from syncd.protocol.errors import (
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import MANIFEST
 from syncd.protocol.policy import check_above_0
-from syncd.protocol.records import Ahead, encode
+from syncd.protocol.records import Ahead, Manifest, encode
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 
@@ -144,7 +144,10 @@ class Staging:
         """
         try:
             return self._get(
-                *_named(version), lambda name: self._make(version, name, cancel), cancel
+                *_named(version),
+                lambda name: self._make(version, name, cancel),
+                cancel,
+                version.manifest,
             )
         except (OSError, VerificationError) as error:
             raise NotStagedError(
@@ -215,16 +218,21 @@ class Staging:
         self._copies.tidy()
 
     def _get(
-        self, name: str, source: Path, make: Callable[[str], None], cancel: Check
+        self,
+        name: str,
+        source: Path,
+        make: Callable[[str], None],
+        cancel: Check,
+        published: Manifest | None = None,
     ) -> LeasedVersion:
         self.fetched = Fetched()
         # What this process has neither made nor waited for may have been damaged since.
-        copy, is_damaged = self._sound(name, source, cancel)
+        copy, is_damaged = self._sound(name, source, cancel, published)
         if copy is None:
             with self._copies.elected(self._patience, cancel):
                 # The process that held the lock before may have made this copy.
                 if is_damaged:
-                    copy, is_damaged = self._sound(name, source, cancel)
+                    copy, is_damaged = self._sound(name, source, cancel, published)
                 else:
                     copy = self._copies.hold(name, source)
                 if is_damaged:
@@ -236,12 +244,18 @@ class Staging:
             raise FileNotFoundError(f"{self._copies.room / name} was removed")
         return copy
 
-    def _sound(self, name: str, source: Path, cancel: Check) -> tuple[LeasedVersion | None, bool]:
-        """Hold a copy whose bytes are the manifest's; else None, and whether it is damaged."""
+    def _sound(
+        self, name: str, source: Path, cancel: Check, published: Manifest | None
+    ) -> tuple[LeasedVersion | None, bool]:
+        """Hold a copy whose bytes are the manifest's; else None, and whether it is damaged.
+
+        The published manifest counts, if there is one: the same save may have been published again
+        in a job that was made anew, for example with other names.
+        """
         copy = self._copies.hold(name, source)
         is_sound = False
         try:
-            is_sound = copy is not None and self._is_sound(copy, cancel)
+            is_sound = copy is not None and self._is_sound(copy, published, cancel)
         finally:
             if copy is not None and not is_sound:
                 copy.release()
@@ -295,7 +309,7 @@ class Staging:
                 self._copies.sweep()  # does not remove the base, because it is held
                 self._fold_from(base, job.storage, chain, target, cancel, name)
             except (LinkError, VerificationError, FileNotFoundError):
-                if is_last or self._is_sound(base, cancel):
+                if is_last or self._is_sound(base, None, cancel):
                     raise
                 self._copies.remove(base_name, "it is damaged")
             else:
@@ -364,9 +378,10 @@ class Staging:
                     at += done
         return link._replace(folder=here)
 
-    def _is_sound(self, copy: LeasedVersion, cancel: Check) -> bool:
+    def _is_sound(self, copy: LeasedVersion, published: Manifest | None, cancel: Check) -> bool:
+        manifest = published or copy.manifest
         try:
-            verify_version(self._storage, copy.folder, copy.manifest, cancel=cancel)
+            verify_version(self._storage, copy.folder, manifest, cancel=cancel)
         except VerificationError as error:
             log.warning("%s", error)
             return False

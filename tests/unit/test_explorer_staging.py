@@ -245,6 +245,24 @@ def test_jobs_of_one_host_do_not_take_each_others_versions(tmp_path: Path, stage
     found[2].verify()
 
 
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_copy_of_a_job_that_was_made_anew_counts_only_if_its_bytes_are_the_versions(
+    job: SmallJob, memory: Path, is_held: bool
+) -> None:
+    """Also if the save has the same id: it may have been published again by other settings."""
+    publish(job, 1)
+    before = take(job, Staging(memory))
+    if not is_held:
+        before.release()
+    shutil.rmtree(job.root)
+    anew = SmallJob(job.root)
+    assert anew.save(1, 4.0) == before.manifest.save_id
+    anew.run()
+    copy = take(anew, Staging(memory))
+    assert contents(copy.folder) == contents(anew.version(1))
+    assert copies(memory) == ["v000001"]
+
+
 def test_copies_of_an_earlier_start_of_the_host_go_and_are_never_used(
     job: SmallJob, stage: Path
 ) -> None:
