@@ -19,7 +19,12 @@ from explorer_hooks.staging import NotStagedError, Staging
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.versions import Lead
 from syncd.coordination.waiting import Cancellation
-from syncd.protocol.errors import EngineBrokenError, InvalidSettingsError, VerificationError
+from syncd.protocol.errors import (
+    EngineBrokenError,
+    InvalidSettingsError,
+    VerificationError,
+    VersionGoneError,
+)
 from syncd.protocol.policy import Version
 from syncd.protocol.records import SaveId
 from syncd.protocol.reports import Reload
@@ -59,7 +64,6 @@ class Pipeline:
     _is_elsewhere: bool = False
     _was_elsewhere: bool = False
     _looked: float = -math.inf
-    _is_verified: bool = True
     _said: set[str] = field(default_factory=set)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -376,7 +380,7 @@ class Pipeline:
         with self._changed:
             before, self.held, self._benches = self.held, ready, benches
             self.last, self._refused, self._broken = told, None, None
-            self._received, self._is_verified, self._is_elsewhere = None, True, False
+            self._received, self._is_elsewhere = None, False
             self._changed.notify_all()
         if self.fast_path is not None:
             self.fast_path.fits = True
@@ -393,19 +397,27 @@ class Pipeline:
             told.pause,
         )
 
-    def restore(self) -> None:
-        """If the engine is broken, load its version again; EngineBrokenError if it stays broken."""
-        held = self.held
-        if self._broken is None or held is None:
+    def restore(self, cancel: Cancellation) -> None:
+        """If the engine is broken, load its version again; EngineBrokenError if it stays broken.
+
+        A copy that was damaged since the last load is made again.
+        """
+        held, broken = self.held, self._broken
+        if broken is None or held is None:
             return
-        if not self._is_verified:
+        try:
             try:
-                held.verify()
-                self._is_verified = True
-            except (VerificationError, OSError) as error:
-                raise EngineBrokenError(
-                    f"{self._broken}. Version {held.sequence} cannot be loaded again: {error}"
-                ) from error
+                held.verify(cancel=cancel.check)
+            except VerificationError:
+                again, refused = Version(held.sequence, held.step), self._refused
+                if held.folder == held.source or not self.take(again, cancel, exactly=True):
+                    raise
+                self._refused = refused  # a newer version
+                return
+        except (OSError, VerificationError, VersionGoneError, RefusedError) as error:
+            raise EngineBrokenError(
+                f"{broken}. Version {held.sequence} cannot be loaded again: {error}"
+            ) from error
         try:
             self.reloader.restore(held)
         except EngineBrokenError as error:
@@ -415,7 +427,7 @@ class Pipeline:
             raise
         log.info("the engine serves version %d again", held.sequence)
         with self._changed:
-            self._broken, self._received, self._is_verified = None, None, True
+            self._broken, self._received = None, None
         self.report()
 
     def check_engine(self) -> None:
@@ -474,7 +486,6 @@ class Pipeline:
     def _adopt(self, version: LeasedVersion) -> None:
         with self._changed:
             before, self.held = self.held, version
-            self._is_verified = False
             if self._refused is not None and self._refused[0].sequence < version.sequence:
                 self._refused = None
             self._changed.notify_all()

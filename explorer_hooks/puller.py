@@ -74,7 +74,7 @@ class Puller:
                 except Exception:
                     if was_broken and not self.cancel.is_done:
                         try:
-                            self.pipeline.restore()
+                            self.pipeline.restore(self.cancel)
                         except EngineBrokenError as error:
                             log.warning("%s", error)
                     raise
@@ -202,7 +202,7 @@ class Puller:
             except EngineBrokenError as error:
                 log.warning("%s", error)
         try:
-            self.pipeline.restore()
+            self.pipeline.restore(self.cancel)
         except EngineBrokenError as error:
             # Its previous version may be deleted.
             newest, floor = self.sync.get_latest_model_version(), self.pipeline.floor
@@ -211,7 +211,7 @@ class Puller:
             log.warning("%s; loading version %d instead", error, newest.sequence)
 
     def _look(self) -> None:
-        self.pipeline.restore()
+        self.pipeline.restore(self.cancel)
         self.pipeline.check_engine()
 
     def _look_again(self, error: Exception, deadline: float) -> None:

@@ -161,6 +161,7 @@ class Reloader:
             return
         log.warning("loading the previous version %d again: %s", before.sequence, error)
         try:
+            before.verify()  # its files may have been damaged since they were loaded
             self.taker(before).load(before)
             self.engine.reset_cache()
         except Exception as again:  # noqa: BLE001 - raised with the error that came before it

@@ -21,6 +21,7 @@ from syncd.protocol.errors import (
     ServerRefusedError,
     ServerUnreachableError,
     SyncdError,
+    VerificationError,
 )
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class ServerEngine(ABC):
         self._start_timeout = start_timeout
         self._cancel = cancel
         self._kinds = frozenset({"full", "adapter"})
-        self._loaded: dict[str, str] = {}
+        self._loaded: dict[str, str | LeasedVersion] = {}
         self._told_waiting: Callable[[str], object] = lambda _: None
 
     # -- the engine's protocol ---------------------------------------------------------------------
@@ -271,7 +272,7 @@ class ServerEngine(ABC):
         if version.kind == "full":
             self._loaded = {}  # adapters of the previous model do not fit this one
             self._fits.learn(version.manifest)
-        self._loaded[version.kind] = str(version.folder)
+        self._loaded[version.kind] = version
 
     def reset_cache(self) -> None:
         """Empty the server's prefix cache; EngineBrokenError if the server refuses to."""
@@ -465,10 +466,11 @@ class ServerEngine(ABC):
 
     def _give_back(self, version: LeasedVersion, name: str, error: ServerRefusedError) -> bool:
         """Load the old weights again after a refused load; return True if the server has them."""
-        folder = self._loaded.get(version.kind)
-        if folder is None:
+        before = self._loaded.get(version.kind)
+        if before is None:
             # Without a previous adapter nothing was lost. A model's weights are unknown.
             return version.kind == "adapter"
+        folder = before if isinstance(before, str) else str(before.folder)
         log.warning(
             "%s refused a load, so the previous weights in %s are loaded again: %s",
             self._whose,
@@ -476,8 +478,10 @@ class ServerEngine(ABC):
             error,
         )
         try:
+            if isinstance(before, LeasedVersion):
+                before.verify()  # its files may have been damaged since they were loaded
             self._load_folder(version.kind, folder, name)
-        except (ServerRefusedError, OSError) as again:
+        except (ServerRefusedError, VerificationError, OSError) as again:
             self._torn = f"it failed to load version {version.sequence}, and then {folder}: {again}"
             return False
         return True
