@@ -1,7 +1,6 @@
 """An explorer with a stage serves a save before any full version of it exists."""
 
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -99,24 +98,6 @@ def test_a_damaged_link_is_passed_over_and_the_fold_or_a_later_save_is_served(
     away.rename(linked.links[0].folder)
     linked.link()
     pulls(hook, 4, 4)
-
-
-def test_a_flipped_byte_in_the_served_copy_is_not_in_the_next(
-    linked: LinkedJob, hook: ExplorerHook, memory: Path
-) -> None:
-    hook.pull(0)
-    assert hook.folder is not None
-    path = hook.folder / "model-00002-of-00002.safetensors"
-    with open(path, "r+b") as file:
-        file.seek(-9, os.SEEK_END)
-        (byte,) = file.read(1)
-        file.seek(-9, os.SEEK_END)
-        file.write(bytes([byte ^ 1]))
-    linked.link()
-    pulls(hook, 4, 4)
-    assert copies(memory) == ["v000004"]
-    with hook._pipeline.hold_again() as copy:
-        linked.check(copy, 4)
 
 
 def test_what_is_served_never_goes_back_and_a_rollback_is_newer(
