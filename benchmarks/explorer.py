@@ -14,6 +14,10 @@ disk.
 In place: one version is loaded repeatedly into a module on the CPU, beside ``memmove`` and
 ``Tensor.copy_`` of as many bytes.
 
+Late: an explorer joins a published job, and its seconds are those from its hook's start, after the
+imports, until it serves. Another explorer of the host holds a copy in the stage, which is compared;
+or there is no stage; or a stage without a copy, which is made.
+
 Bytes: explorers on one host read these bytes in the job directory for one version, divided by the
 size of its files. Without a stage each explorer reads all files twice: to verify and to load.
 """
@@ -46,7 +50,7 @@ from syncd.protocol.records import Receipt, encode, parse
 
 _RANKS = 4
 _ENDING = 30.0
-_PARTS = ("live", "in-place", "bytes")
+_PARTS = ("live", "in-place", "late", "bytes")
 NAIVE = "naive"
 #: The name of an explorer → its engine, and True if it stages.
 _ENGINES = {
@@ -70,13 +74,14 @@ class _Explorer:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def hear(self) -> dict[str, Any]:
+    def hear(self, step: int | None = None) -> dict[str, Any]:
+        """The next line, of this step if one is given."""
         assert self._process.stdout is not None  # noqa: S101 - for the type checker
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"an explorer ended with {self._process.wait()}")
         found: dict[str, Any] = json.loads(line)
-        return found
+        return found if step in {None, found.get("step")} else self.hear(step)
 
     def close(self) -> None:
         assert self._process.stdin is not None  # noqa: S101 - for the type checker
@@ -170,9 +175,7 @@ def _live(trainer: _Trainer, name: str, given: argparse.Namespace) -> dict[str, 
             os.sync()
             time.sleep(random.random())  # noqa: S311 - not in step with polls once a second
             begun = trainer.announce()
-            told = explorer.hear()
-            while told["step"] != step:
-                told = explorer.hear()
+            told = explorer.hear(step)
             if number:  # the first round makes files that later rounds use again
                 found["copy"].append(copied)
                 found["live"].append(told["live"] - begun)
@@ -202,10 +205,12 @@ def _print_live(report: Report, trainer: _Trainer, given: argparse.Namespace) ->
         table.row(name, *(f"{1000 * seconds:.0f}" for seconds in cells), ratio)
 
 
-def _print_copying(report: Report, trainer: _Trainer, given: argparse.Namespace) -> None:
-    explorer = _Explorer("copying", "--job", str(trainer.layout.root),
-                         "--gigabytes", str(given.gigabytes),
-                         "--rounds", str(given.rounds))  # fmt: skip
+def _print_seconds(
+    report: Report, trainer: _Trainer, given: argparse.Namespace, what: str, *bases: str
+) -> None:
+    explorer = _Explorer(what, "--job", str(trainer.layout.root),
+                         "--gigabytes", str(given.gigabytes), "--rounds", str(given.rounds),
+                         "--stage", str(given.stage_dir))  # fmt: skip
     with daemon(trainer.layout.root):
         trainer.make_ready()
         trainer.announce()
@@ -215,15 +220,13 @@ def _print_copying(report: Report, trainer: _Trainer, given: argparse.Namespace)
     seconds = told["seconds"]
 
     def row(name: str) -> tuple[str, ...]:
-        ratios = (
-            median_ratio(seconds[name], seconds[base]) for base in ("memmove", "Tensor.copy_")
-        )
+        ratios = (median_ratio(seconds[name], seconds[base]) for base in bases)
         ms = (f"{1000 * value:.1f}" for value in (median(seconds[name]), max(seconds[name])))
         return (name, *ms, *(f"{ratio:.2f}" for ratio in ratios))
 
     report.whole_table(
-        f"In place on the CPU, {told['size'] / 1e9:.3f} GB, {given.rounds} rounds",
-        ("load", "median ms", "max", "x memmove", "x copy_"),
+        f"Of one explorer on the CPU, {told['size'] / 1e9:.3f} GB, {given.rounds} rounds",
+        (what, "median ms", "max", *(f"x {base}" for base in bases)),
         [row(name) for name in seconds],
     )
 
@@ -245,12 +248,8 @@ def _bytes(trainer: _Trainer, count: int, stage: Path | None, gigabytes: float) 
         with daemon(trainer.layout.root):
             step = trainer.make_ready()
             trainer.announce()
-            read = 0
-            for explorer in explorers:
-                told = explorer.hear()
-                while told["step"] != step:  # an explorer first loads the previous version
-                    told = explorer.hear()
-                read += told["read"]
+            # An explorer first loads the previous version.
+            read = sum(explorer.hear(step)["read"] for explorer in explorers)
     folder = max(trainer.layout.published.glob("v*"))
     return read / sum(path.stat().st_size for path in folder.iterdir())
 
@@ -292,7 +291,9 @@ def main() -> None:
         if "live" in given.parts:
             _print_live(report, trainer, given)
         if "in-place" in given.parts:
-            _print_copying(report, trainer, given)
+            _print_seconds(report, trainer, given, "copying", "memmove", "Tensor.copy_")
+        if "late" in given.parts:
+            _print_seconds(report, trainer, given, "joining", "no stage")
         if "bytes" in given.parts:
             _print_bytes(report, work, given)
 

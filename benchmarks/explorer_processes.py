@@ -8,19 +8,39 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.machine import turns
-from benchmarks.shared_storage import Counting
 from syncd.protocol.errors import CancelledError, WaitTimeoutError
 from syncd.protocol.layout import JobLayout
+from syncd.storage.fsio import Storage
 
 if TYPE_CHECKING:
     from torch import nn
 
 _TIMEOUT = 600.0
+
+
+class _Counting(Storage):
+    """Counts the bytes that the calls below read."""
+
+    bytes_read = 0
+
+
+def _counted(name: str) -> Callable[..., Any]:
+    def call(storage: _Counting, *given: Any) -> Any:
+        done = getattr(Storage, name)(storage, *given)
+        storage.bytes_read += done if isinstance(done, int) else len(done)
+        return done
+
+    return call
+
+
+for _name in ("pread", "pread_into", "read_part", "copy_file_range", "sendfile"):
+    setattr(_Counting, _name, _counted(_name))
 
 
 def _module(gigabytes: float) -> nn.Module:
@@ -74,7 +94,7 @@ def _follow(given: argparse.Namespace) -> None:
     """Load each new version, and report it, until stdin ends."""
     from explorer_hooks.hook import ExplorerHook  # noqa: PLC0415
 
-    storage = Counting()
+    storage = _Counting()
     engine = _engine(given.engine, given.gigabytes)
     hook = ExplorerHook(given.job, given.name, engine, storage=storage, **_options(given.stage))
     # Give the name back, so that the next process can claim it at once.
@@ -144,26 +164,61 @@ def _copying(given: argparse.Namespace) -> None:
             staged.prepare(version)
             staged.load(version)
 
-        ways: dict[str, Callable[[], object]] = {
+        ways = {
             "memmove": lambda: ctypes.memmove(other.data_ptr(), one.data_ptr(), size),
             "Tensor.copy_": lambda: other.copy_(one),
             "staged: load, read ahead": prepared,
             "staged: read and load": whole,
             "direct: load": lambda: direct.load(version),
         }
-        found: dict[str, list[float]] = {name: [] for name in ways}
-        for number in range(given.rounds + 1):
-            for name in turns(ways, number):
-                if name == "staged: load, read ahead":
-                    staged.prepare(version)
-                begun = time.perf_counter()
-                ways[name]()
-                found[name].append(time.perf_counter() - begun)
+        before = {"staged: load, read ahead": lambda: staged.prepare(version)}
+        _measure(ways, before, size, given.rounds)
         version.release()
+
+
+def _joining(given: argparse.Namespace) -> None:
+    from explorer_hooks.hook import ExplorerHook  # noqa: PLC0415
+    from explorer_hooks.reader import Reader  # noqa: PLC0415
+    from explorer_hooks.staging import Staging  # noqa: PLC0415
+
+    engine, late = _engine("staged", given.gigabytes), ExitStack()
+
+    def join(stage: Path | None) -> None:
+        options = _options(stage)
+        late.enter_context(ExplorerHook(given.job, "late", engine, **options)).pull(_TIMEOUT)
+
+    with Reader(given.job, "first") as reader, late:
+        version = reader.next_version(0, _TIMEOUT)
+        copy = Staging(given.stage).stage(version)
+        _say(ready=True)
+        ways: dict[str, Callable[[], object]] = {
+            "no stage": lambda: join(None),
+            "copy in the stage": lambda: join(given.stage),
+            "  of this, comparing": copy.verify,
+            "no copy in the stage": lambda: join(given.stage / "new"),
+        }
+        _measure(ways, dict.fromkeys(ways, late.close), version.manifest.size, given.rounds)
+
+
+def _measure(
+    ways: Mapping[str, Callable[[], object]],
+    before: Mapping[str, Callable[[], object]],
+    size: int,
+    rounds: int,
+) -> None:
+    """Report the seconds of each way in each round but the first, without what is done before."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name in turns(ways, number):
+            if name in before:
+                before[name]()
+            begun = time.perf_counter()
+            ways[name]()
+            found[name].append(time.perf_counter() - begun)
     _say(size=size, seconds={name: times[1:] for name, times in found.items()})
 
 
-_WAYS = {"follow": _follow, "naive": _naive, "copying": _copying}
+_WAYS = {"follow": _follow, "naive": _naive, "copying": _copying, "joining": _joining}
 
 
 def main() -> None:
@@ -174,7 +229,7 @@ def main() -> None:
     parser.add_argument("--name", help="of the explorer")
     parser.add_argument("--engine", help="of one that follows")
     parser.add_argument("--stage", type=Path, help="the stage folder")
-    parser.add_argument("--rounds", type=int, help="of one that copies")
+    parser.add_argument("--rounds", type=int, help="of one that copies or joins")
     given = parser.parse_args()
     try:
         _WAYS[given.what](given)

@@ -9,27 +9,16 @@ wake-up is a voluntary context switch of any thread.
 """
 
 import os
-import subprocess
-import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.machine import cpu_seconds, parser, prepared, status, wait_until
-from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import (
-    FULL,
-    FULL_STATE_DICT,
-    RECEIPTS,
-    extra_state_name,
-    optimizer_name,
-    receipt_name,
-    shard_name,
-)
-from syncd.protocol.records import Receipt, SaveOutcome, SaveOutcomes, encode
+from benchmarks.machine import cpu_seconds, daemon, parser, prepared, status, wait_until
+from syncd.protocol.names import FULL, extra_state_name, optimizer_name, shard_name
+from syncd.protocol.records import SaveOutcome, SaveOutcomes, encode
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job
-from tests.jobs import receipt_of, weights
+from tests.jobs import SmallJob
 
 _SETTLE = 5.0
 
@@ -63,11 +52,10 @@ def _scenarios(folders: int) -> tuple[Scenario, ...]:
     )
 
 
-def make_job(root: Path, scenario: Scenario) -> JobLayout:
+def make_job(root: Path, scenario: Scenario, storage: Storage | None = None) -> SmallJob:
     """A job of so many old steps, and one that is to be published."""
-    layout = JobLayout(root)
-    root.mkdir()
-    Job(Storage(durable=False), layout).open()
+    job = SmallJob(root, storage)
+    layout = job.layout
     for step in range(1, scenario.folders + 1):
         actor = layout.actor(step)
         actor.mkdir(parents=True)
@@ -78,17 +66,9 @@ def make_job(root: Path, scenario: Scenario) -> JobLayout:
         outcome = SaveOutcome(identity="benchmark-0-0", outcome="published", sequence=1)
         saves = SaveOutcomes(steps=dict.fromkeys(range(1, scenario.folders + 1), outcome))
         layout.saves.write_bytes(encode(saves))
-    newest = scenario.folders + 1
-    actor = layout.actor(newest)
-    (actor / RECEIPTS).mkdir(parents=True)
-    content = weights(1, 2, 3, 4)
-    (actor / FULL_STATE_DICT).write_bytes(content)
-    save_id, told = f"benchmark-{newest}-0", receipt_of(content)
-    receipt = Receipt(save_id=save_id, step=newest, rank=0, world_size=1, files=(told,))
-    (actor / RECEIPTS / receipt_name(0)).write_bytes(encode(receipt))
     layout.checkpoint_pointer.write_text(f"{scenario.folders}\n")
-    layout.state_pointer.write_text(f"{newest}\n")
-    return layout
+    job.save(scenario.folders + 1)
+    return job
 
 
 def spent(pid: int) -> Spent:
@@ -102,30 +82,19 @@ def spent(pid: int) -> Spent:
 
 
 def _measure(work: Path, scenarios: tuple[Scenario, ...], seconds: float) -> list[list[str]]:
-    layouts = [make_job(work / f"job-{n}", scenario) for n, scenario in enumerate(scenarios)]
+    jobs = [make_job(work / f"job-{n}", scenario) for n, scenario in enumerate(scenarios)]
     os.sync()
-    with (work / "log").open("wb") as log:
-        processes = [
-            subprocess.Popen(
-                (sys.executable, "-m", "syncd", "run", str(layout.root)), stdout=log, stderr=log
-            )
-            for layout in layouts
-        ]
-    try:
-        for scenario, layout, process in zip(scenarios, layouts, processes, strict=True):
-            wait_until(layout.latest.exists, process, 0.05)
+    with ExitStack() as stack:
+        processes = [stack.enter_context(daemon(job.root)) for job in jobs]
+        for scenario, job, process in zip(scenarios, jobs, processes, strict=True):
+            wait_until(job.layout.latest.exists, process, 0.05)
             if scenario.pointer is not None:
-                layout.state_pointer.write_bytes(scenario.pointer)
+                job.state_pointer.write_bytes(scenario.pointer)
         time.sleep(_SETTLE)
         before = [(spent(process.pid), time.monotonic()) for process in processes]
         time.sleep(seconds)
         after = [(spent(process.pid), time.monotonic()) for process in processes]
         peaks = [status(Path(f"/proc/{process.pid}/status"), "VmHWM") for process in processes]
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait(30)
     rows = []
     for scenario, (first, begun), (last, ended), peak in zip(
         scenarios, before, after, peaks, strict=True

@@ -174,8 +174,8 @@ def wait_until(true: Callable[[], bool], process: subprocess.Popen[bytes], every
 
 
 @contextmanager
-def daemon(job: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    command = (sys.executable, "-m", "syncd", "run", str(job), *options)
+def daemon(*arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = (sys.executable, "-m", "syncd", "run", *arguments)
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         try:
             yield process

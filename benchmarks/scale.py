@@ -29,7 +29,7 @@ from pathlib import Path
 
 from benchmarks.coordination import measure
 from benchmarks.idle import Scenario, make_job, spent
-from benchmarks.machine import Report, parser, prepare_process, status, wait_until
+from benchmarks.machine import Report, daemon, parser, prepare_process, status, wait_until
 from syncd.daemon.loop import Loop
 from syncd.daemon.telling.metrics import Metrics, _JobMeter
 from syncd.protocol.records import Latest, encode, parse
@@ -146,12 +146,8 @@ def _jobs(work: Path, count: int) -> Row:
     for job in jobs:
         job.save(1)
     os.sync()
-    with (work / "log").open("wb") as log:
-        begun = time.monotonic()
-        process = subprocess.Popen(
-            (sys.executable, "-m", "syncd", "run", "--root", str(root)), stdout=log, stderr=log
-        )
-    try:
+    begun = time.monotonic()
+    with daemon("--root", root) as process:
         wait_until(lambda: all(_step(job) == 1 for job in jobs), process, 0.1)
         start = time.monotonic() - begun
         time.sleep(_SETTLE)
@@ -185,9 +181,6 @@ def _jobs(work: Path, count: int) -> Row:
         row["burst"] = 1000 * (time.monotonic() - moved) / count
         row["burst_cpu"] = 1000 * (spent(process.pid).cpu - before.cpu) / count
         row["p50"], row["worst"] = statistics.median(latencies), max(latencies)
-    finally:
-        process.terminate()
-        process.wait(60)
     return row
 
 
@@ -236,8 +229,7 @@ def _explorers(work: Path, count: int) -> Row:
 
 def _steps(work: Path, count: int) -> Row:
     storage, clock = RuledStorage(), Clock()
-    layout = make_job(work / "job", Scenario("", count))
-    job = SmallJob(layout.root, storage)
+    job = make_job(work / "job", Scenario("", count), storage)
     counted = _Counted([], [])
     with job.daemon(clock=clock) as loop:
         loop.run_once()
