@@ -217,8 +217,7 @@ class Pipeline:
             )
         except OSError as error:
             log.warning(
-                "%s cannot report its state to the job, so 'syncd status' may show an older one: "
-                "%s",
+                "%s cannot report to the job, so 'syncd status' may show an older state: %s",
                 self.sync.name,
                 error,
             )
@@ -369,7 +368,8 @@ class Pipeline:
             # Cannot be cancelled from here on: the engine reads the files.
             told = told.model_copy(update=self._reload(ready))
         except BaseException as error:
-            _release(*using)
+            for each in using:
+                each.release()
             if blames and refuses(error):
                 refusal = self._refusal(Version.of(leased.manifest), error)
                 if not isinstance(error, EngineBrokenError):
@@ -398,10 +398,7 @@ class Pipeline:
         )
 
     def restore(self, cancel: Cancellation) -> None:
-        """If the engine is broken, load its version again; EngineBrokenError if it stays broken.
-
-        A copy that was damaged since the last load is made again.
-        """
+        """If the engine is broken, load its version again; EngineBrokenError if it stays broken."""
         held, broken = self.held, self._broken
         if broken is None or held is None:
             return
@@ -409,10 +406,10 @@ class Pipeline:
             try:
                 held.verify(cancel=cancel.check)
             except VerificationError:
-                again, refused = Version(held.sequence, held.step), self._refused
+                again, refused = Version.of(held.manifest), self._refused
                 if held.folder == held.source or not self.take(again, cancel, exactly=True):
                     raise
-                self._refused = refused  # a newer version
+                self._refused = refused  # a newer version stays refused
                 return
         except (OSError, VerificationError, VersionGoneError, RefusedError) as error:
             raise EngineBrokenError(
@@ -452,7 +449,9 @@ class Pipeline:
         self._let_go(held)
 
     def _let_go(self, *versions: LeasedVersion | None) -> None:
-        _release(*versions)
+        for version in versions:
+            if version is not None:
+                version.release()
         if self.staging is not None:
             self.staging.tidy()
 
@@ -499,9 +498,3 @@ class Pipeline:
         self._refused = version, f"{what}: {error}"
         self.report()
         return RefusedError(error)
-
-
-def _release(*versions: LeasedVersion | None) -> None:
-    for version in versions:
-        if version is not None:
-            version.release()
