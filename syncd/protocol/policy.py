@@ -405,7 +405,8 @@ def may_produce(
 ) -> bool:
     """True if an explorer may go on producing with its version (``settings.max_staleness``).
 
-    See :func:`lag` for the versions.
+    ``held`` is None before the explorer's first version; ``newest`` is None before any publication.
+    ``resumed`` is the save from which a live trainer has resumed, until it saves itself.
     """
     most = settings.max_staleness
     return most is None or lag(held, newest, resumed=resumed) <= most
