@@ -20,6 +20,7 @@ from syncd.storage.fsio import Storage
 from trainer_hooks.fast_path import TrainerBroadcasts
 from trainer_hooks.planning import Planner
 from trainer_hooks.ranks import LedRanks, Plan, Ranks
+from trainer_hooks.resuming.loaded import forget, loaded_into
 from trainer_hooks.saver import ClosingSaver, Saver, raise_first
 from trainer_hooks.saves import Save
 from trainer_hooks.settings import SaveSettings
@@ -118,6 +119,7 @@ class TrainerHook(ClosingSaver, Replaceable):
             saving=saving,
             name=name,
             memory_dir=memory_dir,
+            resumed=loaded_into(model),
             storage=storage,
         )
         broadcast = _BROADCAST_WAITS * settings.broadcast_timeout
@@ -141,6 +143,7 @@ class TrainerHook(ClosingSaver, Replaceable):
         )
         self._trained.prove(ranks)
         saver.open_together(ranks)
+        forget(model)
         # Of all ranks, also without deltas, because the settings of a rank may differ.
         reasons = ranks.gathered(self._trained.why_no_links(settings, saving.layout))
         why = next(filter(None, reasons), None)

@@ -19,6 +19,7 @@ from syncd.protocol.policy import check_step
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.resuming.loaded import remember
 from trainer_hooks.resuming.loading import Loading, loadings
 from trainer_hooks.resuming.resumable import (
     FullCheckpoint,
@@ -208,6 +209,7 @@ def load_checkpoint(
             stacklevel=3,
         )
     log.info("resumed from %s", saved)
+    remember(model, chosen)
     return Resumed(chosen.step, extra.get(USER_STATE), chosen.save_id, chosen.world_size, is_exact)
 
 
