@@ -211,6 +211,10 @@ class TrainerSynchronizer(Member[TrainerReport]):
         with self._wait(min(versions.lease_time, self.settings.sync_timeout), None) as wait:
             while not versions.serves(resumed.save_id) or versions.is_merging():
                 if not versions.daemon_lives() or not wait.more():
+                    hint = versions.daemon_hint()
+                    log.warning(
+                        "step %d is not served again, so the next is synced: %s", step, hint
+                    )
                     return False
         # Explorers may have received a later step of the lost run since that version.
         return not (was_served and self.settings.method is SyncMethod.NCCL)
