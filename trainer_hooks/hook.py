@@ -62,6 +62,8 @@ class TrainerHook(ClosingSaver, Replaceable):
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
         model: a plain module, or one under DDP, FSDP1, FSDP2 or tensor parallelism. PEFT adapters
             are saved without the base model, or merged into the weights (``SaveSettings.lora``).
+            If ``load_checkpoint`` has filled it, the hook waits at most a lease time until a live
+            daemon has published that checkpoint again.
         optimizer, scheduler: saved in full checkpoints. Each is one object, or a sequence of
             several, such as Muon and AdamW. Several optimizers must be ``torch.optim.Optimizer``.
         tokenizer: its files become part of each version, and so does ``model.config``.
@@ -366,6 +368,7 @@ class TrainerHook(ClosingSaver, Replaceable):
 
     def _end(self) -> list[SaveFailedError]:
         self._fast_path.close()
+        forget(self._trained.model)  # it can be loaded after this hook was made
         errors = self._saver.close()
         self._trained.close()
         return errors

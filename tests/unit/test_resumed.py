@@ -309,9 +309,16 @@ def test_a_wrapper_before_or_after_the_load_changes_nothing(
         assert job.pointed == "8\n"
 
 
-def test_a_second_hook_of_the_trained_model_moves_no_pointer(job: SmallJob) -> None:
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_second_hook_of_the_trained_model_moves_no_pointer(job: SmallJob, is_late: bool) -> None:
     lost(job)
-    with resumed(job) as (hook, model):
+    model = model_of()
+    if not is_late:
+        load_checkpoint(job.root, model)
+    with TrainerHook(job.root, model, settings=SELDOM) as hook:
+        if is_late:
+            load_checkpoint(job.root, model)
+        hook.after_step(12)
         hook.save_state_dict(12)
     with TrainerHook(job.root, model, settings=SELDOM):
         assert job.pointed == "12\n"

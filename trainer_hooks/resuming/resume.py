@@ -121,7 +121,8 @@ def load_checkpoint(
 
     Args:
         job_dir: the job directory; nothing in it is changed.
-        model: gets the actor's weights, in place.
+        model: gets the actor's weights, in place. A hook that is made of it lets explorers serve
+            them before the first step.
         optimizer: gets the saved state. It is a ``torch.optim.Optimizer`` of this model; a sequence
             of several, in any order; or any other object with ``load_state_dict``, which can resume
             only on the same number of ranks. If None, the saved state is ignored.
