@@ -20,7 +20,7 @@ from syncd.storage.fsio import Storage
 from trainer_hooks.fast_path import TrainerBroadcasts
 from trainer_hooks.planning import Planner
 from trainer_hooks.ranks import LedRanks, Plan, Ranks
-from trainer_hooks.resuming.loaded import forget, loaded_into
+from trainer_hooks.resuming.loaded import forget, held_by, remember
 from trainer_hooks.saver import ClosingSaver, Saver, raise_first
 from trainer_hooks.saves import Save
 from trainer_hooks.settings import SaveSettings
@@ -121,7 +121,7 @@ class TrainerHook(ClosingSaver, Replaceable):
             saving=saving,
             name=name,
             memory_dir=memory_dir,
-            resumed=loaded_into(model),
+            held=held_by(model),
             storage=storage,
         )
         broadcast = _BROADCAST_WAITS * settings.broadcast_timeout
@@ -287,6 +287,7 @@ class TrainerHook(ClosingSaver, Replaceable):
                 log.error("%s", other)
             raise
         errors += self._end()
+        remember(self._trained.model, self._saver.writer.job.layout.root)
         self._planner.ranks.wait_until_sent()
         raise_first(errors)
 

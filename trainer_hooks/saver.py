@@ -69,6 +69,7 @@ class Saver:
 
     Attributes:
         run_id: part of the save ids; the same on all ranks.
+        held: the content of the model; see :mod:`~trainer_hooks.resuming.loaded`.
         patience: the longest wait for one save, in seconds.
         writer: writes into the job.
         memory: writes into a memory filesystem, on rank 0 alone.
@@ -87,7 +88,7 @@ class Saver:
     saving: SaveSettings
     name: str = "trainer"
     memory_dir: str | Path | None = None
-    resumed: ResumedFrom | None = None
+    held: ResumedFrom | Path | None = None
     storage: Storage | None = None
 
     def __post_init__(self) -> None:
@@ -146,13 +147,13 @@ class Saver:
                     memory_dir=self.memory_dir,
                     run_id=self.run_id,
                     world_size=self.world_size,
-                    resumed_from=self.resumed,
+                    resumed_from=self.held if isinstance(self.held, ResumedFrom) else None,
                     seams=Seams(storage=self.storage),
                 )
                 self.explorers = Explorers(synchronizer)
                 synchronizer.set_trainer_status(RunningStatus.RUNNING)
-                is_here = partial(is_in, self.writer.job, self.resumed)
-                self.is_served = bool(self.explorers.serve_resumed(is_here))
+                served = self.explorers.serve_resumed(partial(is_in, self.writer.job, self.held))
+                self.is_served = bool(served) or self.held == self.writer.job.layout.root
         except OSError as error:
             raise unwritable_storage(error, self.job_dir) or JobUnavailableError(
                 f"cannot use {self.job_dir} now: {error}"

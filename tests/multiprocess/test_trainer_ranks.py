@@ -146,7 +146,7 @@ def test_ranks_agree_whether_the_first_step_after_a_resume_syncs(job: Path) -> N
         assert newest(job).step == 2
         assert numbers(JobLayout(job).version(3)) == {2.0}
         assert not any("time/sync_weight" in one for one in ranks.all("step", 3))
-        ranks.all("close")
+        ranks.all("fail")
 
         ranks.all("open", seldom)  # it loads by itself, or not at all
         assert all("time/sync_weight" in one for one in ranks.all("step", 5))

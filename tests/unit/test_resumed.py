@@ -310,7 +310,7 @@ def test_a_wrapper_before_or_after_the_load_changes_nothing(
 
 
 @pytest.mark.parametrize("is_late", [True, False])
-def test_a_second_hook_of_the_trained_model_moves_no_pointer(job: SmallJob, is_late: bool) -> None:
+def test_a_second_hook_of_the_trained_model_goes_on(job: SmallJob, is_late: bool) -> None:
     lost(job)
     model = model_of()
     if not is_late:
@@ -318,8 +318,18 @@ def test_a_second_hook_of_the_trained_model_moves_no_pointer(job: SmallJob, is_l
     with TrainerHook(job.root, model, settings=SELDOM) as hook:
         if is_late:
             load_checkpoint(job.root, model)
-        hook.after_step(12)
-        hook.save_state_dict(12)
-    with TrainerHook(job.root, model, settings=SELDOM):
-        assert job.pointed == "12\n"
+        hook.after_step(7)
+        hook.save_state_dict(7)
+    with TrainerHook(job.root, model, settings=SELDOM) as hook:
+        assert job.pointed == "7\n"
         assert report(job).resumed_from is None
+        assert not first_step_syncs(hook)
+
+
+def test_a_hook_after_a_failed_training_syncs_the_first_step(job: SmallJob) -> None:
+    lost(job)
+    model = model_of()
+    with pytest.raises(ZeroDivisionError), TrainerHook(job.root, model, settings=SELDOM) as hook:
+        raise ZeroDivisionError
+    with TrainerHook(job.root, model, settings=SELDOM) as hook:
+        assert first_step_syncs(hook)

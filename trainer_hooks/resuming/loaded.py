@@ -1,7 +1,8 @@
-"""The checkpoints that models hold, from their loading until a hook takes over."""
+"""The content of models while no hook trains them: a checkpoint, or the work of the last hook."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
@@ -15,30 +16,36 @@ if TYPE_CHECKING:
 
     from syncd.storage.job import Job
 
-#: By the module inside all wrappers, because a model can get a wrapper after its loading.
-_loaded: Final[WeakKeyDictionary[nn.Module, ResumedFrom]] = WeakKeyDictionary()
+#: A path is that of the job whose hook has trained the model. Models are known by the module inside
+#: all wrappers, because a model can get a wrapper after its loading.
+_held: Final[WeakKeyDictionary[nn.Module, ResumedFrom | Path]] = WeakKeyDictionary()
 
 
-def remember(model: nn.Module, checkpoint: FullCheckpoint) -> None:
-    """Remember that a model holds a checkpoint."""
-    resumed = ResumedFrom(step=checkpoint.step, save_id=checkpoint.identity)
-    _loaded[unwrapped(trained_model(model))] = resumed
+def remember(model: nn.Module, held: FullCheckpoint | Path) -> None:
+    """Remember that a model holds a checkpoint, or what a hook of this job has trained."""
+    if isinstance(held, Path):
+        _held[_inner(model)] = held
+    else:
+        _held[_inner(model)] = ResumedFrom(step=held.step, save_id=held.identity)
 
 
-def loaded_into(model: nn.Module) -> ResumedFrom | None:
-    """The checkpoint that was loaded into a model last."""
-    return _loaded.get(unwrapped(trained_model(model)))
+def held_by(model: nn.Module) -> ResumedFrom | Path | None:
+    """What a model holds; None if it is not known."""
+    return _held.get(_inner(model))
 
 
 def forget(model: nn.Module) -> None:
-    """Forget the checkpoint, because the model is trained now."""
-    _loaded.pop(unwrapped(trained_model(model)), None)
+    """Forget what a model holds, because it is trained now."""
+    _held.pop(_inner(model), None)
 
 
-def is_in(job: Job, resumed: ResumedFrom | None) -> bool:
+def _inner(model: nn.Module) -> nn.Module:
+    return unwrapped(trained_model(model))
+
+
+def is_in(job: Job, held: ResumedFrom | Path | None) -> bool:
     """True if a job has this save as a full checkpoint; False for an archive's."""
-    if resumed is None:
+    if not isinstance(held, ResumedFrom):
         return False
-    is_pointed = pointed_step(job) == resumed.step
-    found = look_at_checkpoint(job, resumed.step, is_pointed=is_pointed)
-    return isinstance(found, FullCheckpoint) and found.identity == resumed.save_id
+    found = look_at_checkpoint(job, held.step, is_pointed=pointed_step(job) == held.step)
+    return isinstance(found, FullCheckpoint) and found.identity == held.save_id
