@@ -70,6 +70,7 @@ class Explorers:
         self.synchronizer.begin_save(save_id.step, save_id, base)
 
     set_model_state_dict = tried(TrainerSynchronizer.set_model_state_dict)
+    serve_resumed = tried(TrainerSynchronizer.serve_resumed)
     explorer_requires_sync = tried(TrainerSynchronizer.explorer_requires_sync)
     save_is_on_its_way = tried(TrainerSynchronizer.save_is_on_its_way)
     takes_links = tried(TrainerSynchronizer.takes_links)

@@ -20,6 +20,7 @@ from syncd.storage.fsio import Storage
 from trainer_hooks.fast_path import TrainerBroadcasts
 from trainer_hooks.planning import Planner
 from trainer_hooks.ranks import LedRanks, Plan, Ranks
+from trainer_hooks.resuming.loaded import forget, held_by, remember
 from trainer_hooks.saver import ClosingSaver, Saver, raise_first
 from trainer_hooks.saves import Save
 from trainer_hooks.settings import SaveSettings
@@ -61,6 +62,8 @@ class TrainerHook(ClosingSaver, Replaceable):
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
         model: a plain module, or one under DDP, FSDP1, FSDP2 or tensor parallelism. PEFT adapters
             are saved without the base model, or merged into the weights (``SaveSettings.lora``).
+            If ``load_checkpoint`` has filled it, the hook waits at most a lease time until a live
+            daemon has published that checkpoint again.
         optimizer, scheduler: saved in full checkpoints. Each is one object, or a sequence of
             several, such as Muon and AdamW. Several optimizers must be ``torch.optim.Optimizer``.
         tokenizer: its files become part of each version, and so does ``model.config``.
@@ -118,6 +121,7 @@ class TrainerHook(ClosingSaver, Replaceable):
             saving=saving,
             name=name,
             memory_dir=memory_dir,
+            held=held_by(model),
             storage=storage,
         )
         broadcast = _BROADCAST_WAITS * settings.broadcast_timeout
@@ -141,6 +145,7 @@ class TrainerHook(ClosingSaver, Replaceable):
         )
         self._trained.prove(ranks)
         saver.open_together(ranks)
+        forget(model)
         # Of all ranks, also without deltas, because the settings of a rank may differ.
         reasons = ranks.gathered(self._trained.why_no_links(settings, saving.layout))
         why = next(filter(None, reasons), None)
@@ -282,6 +287,7 @@ class TrainerHook(ClosingSaver, Replaceable):
                 log.error("%s", other)
             raise
         errors += self._end()
+        remember(self._trained.model, self._saver.writer.job.layout.root)
         self._planner.ranks.wait_until_sent()
         raise_first(errors)
 
@@ -363,6 +369,7 @@ class TrainerHook(ClosingSaver, Replaceable):
 
     def _end(self) -> list[SaveFailedError]:
         self._fast_path.close()
+        forget(self._trained.model)  # it can be loaded after this hook was made
         errors = self._saver.close()
         self._trained.close()
         return errors

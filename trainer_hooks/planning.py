@@ -53,7 +53,7 @@ class Planner:
         #: Whether a sync and a full checkpoint of the same step are one save.
         self._one_save = self.saver.memory is None
         self._skipped_at = -1
-        self._owed = Plan.NOTHING
+        self._owed = Plan.NOTHING if self.saver.is_served else Plan.SYNC
         #: The last broadcast, successful or not. A save of the same step is this save.
         self._sent = _NO_SAVE
 
@@ -174,6 +174,7 @@ class Planner:
 
     def _goes_to_explorers(self, save: Save) -> None:
         self.synced = self.last_sync = save
+        self._owed &= ~Plan.SYNC
         self.fast_path.cadence.saved(save.id.step)
 
     def _next(self, step: int, plan: Plan) -> Save:

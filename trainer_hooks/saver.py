@@ -25,12 +25,14 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings
 from syncd.protocol.records import SaveId
+from syncd.protocol.reports import ResumedFrom
 from syncd.storage.errnos import unwritable_storage
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from trainer_hooks.explorers import Explorers
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.refusals import Refusals
+from trainer_hooks.resuming.loaded import is_in
 from trainer_hooks.resuming.resumable import failed_checkpoint
 from trainer_hooks.saves import Copies, Save, let_go
 from trainer_hooks.settings import SaveLayout, SaveSettings
@@ -67,11 +69,13 @@ class Saver:
 
     Attributes:
         run_id: part of the save ids; the same on all ranks.
+        held: the content of the model; see :mod:`~trainer_hooks.resuming.loaded`.
         patience: the longest wait for one save, in seconds.
         writer: writes into the job.
         memory: writes into a memory filesystem, on rank 0 alone.
         explorers: only rank 0 communicates with them.
         announced: on rank 0, the step that was announced last.
+        is_served: False if explorers may serve other weights than those that training begins with.
         has_promised: on rank 0, True if a full checkpoint was checked for resuming.
         stopped: ends the waits for other ranks, so that unfinished saves fail.
     """
@@ -84,6 +88,7 @@ class Saver:
     saving: SaveSettings
     name: str = "trainer"
     memory_dir: str | Path | None = None
+    held: ResumedFrom | Path | None = None
     storage: Storage | None = None
 
     def __post_init__(self) -> None:
@@ -93,6 +98,7 @@ class Saver:
         self.memory: RankWriter | None = None
         self.explorers = Explorers()
         self.announced: int | None = None
+        self.is_served = True
         self.stopped = threading.Event()
         self._count = 0
         self._changed = threading.Condition()
@@ -131,12 +137,7 @@ class Saver:
             if self.memory_dir is not None:  # only rank 0 can reach it
                 job = self._job(self.memory_dir, opens=self.rank == 0)
                 self.memory = RankWriter(
-                    job,
-                    self.rank,
-                    1,
-                    save_timeout=timeout,
-                    is_gathered=True,
-                    stopped=self.stopped,
+                    job, self.rank, 1, save_timeout=timeout, is_gathered=True, stopped=self.stopped
                 )
             if self.rank == 0:
                 synchronizer = TrainerSynchronizer(
@@ -146,10 +147,13 @@ class Saver:
                     memory_dir=self.memory_dir,
                     run_id=self.run_id,
                     world_size=self.world_size,
+                    resumed_from=self.held if isinstance(self.held, ResumedFrom) else None,
                     seams=Seams(storage=self.storage),
                 )
                 self.explorers = Explorers(synchronizer)
                 synchronizer.set_trainer_status(RunningStatus.RUNNING)
+                served = self.explorers.serve_resumed(partial(is_in, self.writer.job, self.held))
+                self.is_served = bool(served) or self.held == self.writer.job.layout.root
         except OSError as error:
             raise unwritable_storage(error, self.job_dir) or JobUnavailableError(
                 f"cannot use {self.job_dir} now: {error}"
@@ -159,12 +163,12 @@ class Saver:
         """Open on all ranks, or raise an error on all of them. Collective."""
         try:
             ranks.together(self.open)
-            told = ranks.gathered((self.run_id, str(self.writer.job.layout.root)))
+            told = ranks.gathered((self.run_id, self.is_served, str(self.writer.job.layout.root)))
         except BaseException:
             self.close()
             raise
-        self.run_id, root = told[0]
-        for rank, (_, other) in enumerate(told):
+        self.run_id, self.is_served, root = told[0]
+        for rank, (_, _, other) in enumerate(told):
             if self.rank == 0 and other != root:  # perhaps another mount of the same folder
                 log.warning(
                     "rank 0 saves in %s, but rank %d saves in %s. If these are not the same "

@@ -189,6 +189,7 @@ class Synchronizer:
 
     takers = in_thread(TrainerSynchronizer.takers)
     have_received = in_thread(TrainerSynchronizer.have_received)
+    serve_resumed = in_thread(TrainerSynchronizer.serve_resumed)
     takes_links = in_thread(TrainerSynchronizer.takes_links)
     say_no_links = in_thread(TrainerSynchronizer.say_no_links)
     has_missed = in_thread(TrainerSynchronizer.has_missed)

@@ -19,6 +19,7 @@ from syncd.protocol.errors import BroadcastError, InvalidSettingsError, SyncdErr
 from syncd.protocol.names import REMOTE_PATH
 from syncd.protocol.policy import (
     RunningStatus,
+    SyncMethod,
     SyncSettings,
     may_produce,
     must_wait_for_explorers,
@@ -26,7 +27,13 @@ from syncd.protocol.policy import (
     with_sent,
 )
 from syncd.protocol.records import SaveId
-from syncd.protocol.reports import DaemonReport, ExplorerReport, SyncTerms, TrainerReport
+from syncd.protocol.reports import (
+    DaemonReport,
+    ExplorerReport,
+    ResumedFrom,
+    SyncTerms,
+    TrainerReport,
+)
 from syncd.storage.job import IF_ANY, make_step_folder
 from syncd.torch_extra import require_torch
 
@@ -48,6 +55,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         run_id: the run id for the trainer's report; the id of its session by default.
         world_size: the number of ranks that write a save.
         writer: writes the state dicts that are passed to :meth:`set_model_state_dict`.
+        resumed_from: the save that the model holds, for the report.
     """
 
     def __init__(
@@ -60,6 +68,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         run_id: str | None = None,
         world_size: int = 1,
         writer: WriteStateDict | None = None,
+        resumed_from: ResumedFrom | None = None,
         seams: Seams | None = None,
     ) -> None:
         super().__init__(
@@ -77,6 +86,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
                 session=session,
                 sync=SyncTerms.of(settings),
                 deltas=settings is not None and settings.deltas,
+                resumed_from=resumed_from,
                 time=0.0,
             ),
         )
@@ -174,6 +184,39 @@ class TrainerSynchronizer(Member[TrainerReport]):
             self._writer(model_state_dict, trainer_step)
         self._saved_step = trainer_step
         self._answered |= asked
+        self._holds_own_weights()
+
+    def serve_resumed(self, is_here: Callable[[], bool]) -> bool:
+        """Make the save that this trainer resumed from the served one.
+
+        The pointer goes back to it, unless LATEST names it already. Then this method waits at most
+        a lease time for LATEST, if a daemon is live. ``is_here`` returns False if the job does not
+        have the save.
+
+        Returns:
+            False if explorers may serve other weights than those that the trainer begins with.
+        """
+        versions, resumed = self._versions, self._me.record.resumed_from
+        if resumed is None:
+            return versions.pointed() is None and read_latest(versions.job) is None
+        step, was_served = resumed.step, versions.serves(resumed.save_id)
+        if not versions.follows(self._job) or versions.is_refused(step) or not is_here():
+            return was_served
+        # A save of the lost run that is not published yet would replace the served one.
+        is_next = not was_served or versions.on_its_way() is not None
+        if is_next and versions.pointed() != step:
+            log.info("%s names step %d again", versions.job.layout.state_pointer, step)
+            versions.point(step)
+        with self._wait(min(versions.lease_time, self.settings.sync_timeout), None) as wait:
+            while not versions.serves(resumed.save_id) or versions.is_merging():
+                if not versions.daemon_lives() or not wait.more():
+                    hint = versions.daemon_hint()
+                    log.warning(
+                        "step %d is not served again, so the next is synced: %s", step, hint
+                    )
+                    return False
+        # Explorers may have received a later step of the lost run since that version.
+        return not (was_served and self.settings.method is SyncMethod.NCCL)
 
     def save_is_on_its_way(self) -> bool:
         """True if the daemon has neither published nor refused the last announced save.
@@ -390,6 +433,11 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def _point(self, step: int) -> None:
         self.begin_save(step)
         super()._point(step)
+        self._holds_own_weights()
+
+    def _holds_own_weights(self) -> None:
+        if self._me.record.resumed_from is not None:
+            self._me.update(resumed_from=None)
 
     def _worth_a_look(self) -> dict[Path, frozenset[str]]:
         reports = (self._job.layout.explorer(one.name).name for one in self._roster.explorers())

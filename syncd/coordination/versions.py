@@ -146,6 +146,20 @@ class Versions:
                 log.info("%s; checking again for a newer version", error)
         return None
 
+    def serves(self, save_id: str | None) -> bool:
+        """True if LATEST names this save as the newest one."""
+        latest = read_latest(self.job)
+        return latest is not None and (latest.ahead or latest).save_id == save_id
+
+    def follows(self, job: Job) -> bool:
+        """True if the daemon publishes what :meth:`point` makes the newest save of ``job``."""
+        return self.job is job and self._pointer() == self._layout.state_pointer
+
+    def is_merging(self) -> bool:
+        """True if the daemon reports a merge."""
+        daemon = self.job.read(DaemonReport, self._layout.daemon_report)
+        return daemon is not None and daemon.state == "merging"
+
     def is_refused(self, step: int) -> bool:
         """True if the daemon has refused a step's save, and the step was not saved again since."""
         outcome = self.job.outcome(step)

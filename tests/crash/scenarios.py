@@ -18,13 +18,15 @@ from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.save import ADAPTER, look_at_save
 from syncd.coordination.benching import Bench
 from syncd.coordination.leased_version import LeasedVersion
+from syncd.coordination.member import Seams
+from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Wait
 from syncd.deltas.link_index import SavedPiece
 from syncd.protocol.names import DELTA, master_name, part_name, shard_name
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import Format, RollbackRequest, SaveId, encode
-from syncd.protocol.reports import TrainerReport
+from syncd.protocol.reports import ResumedFrom, TrainerReport
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.sessions import Session
@@ -335,6 +337,21 @@ def explore(job: SmallJob, _: Clock) -> None:
         first.release()
 
 
+def _full_and_lost(job: SmallJob) -> None:
+    _full_before(job)
+    published(job, 3)
+
+
+def _resume(job: SmallJob, run: str) -> None:
+    """A trainer that loaded step 2 serves it again, and saves step 3."""
+    resumed, seams = ResumedFrom(step=2, save_id="before-2-0"), Seams(storage=job.storage)
+    with TrainerSynchronizer(job.root, run_id=run, resumed_from=resumed, seams=seams) as trainer:
+        trainer.set_trainer_status(RunningStatus.RUNNING)
+        trainer.serve_resumed(lambda: True)
+        ranks_save(job, run, 3)
+        trainer.set_model_state_dict(None, 3)
+
+
 def _open(job: SmallJob, _: Clock) -> None:
     Job.at(job.root, job.storage).open()
 
@@ -382,3 +399,6 @@ SCENARIOS = (
     Scenario("explorer that evaluates steps", _to_bench, _evaluate),
     Scenario("open", _emptied, _open, _open),
 )  # fmt: skip
+#: A trainer has a claim and a heartbeat, which only the end of its process frees at once.
+RESUME = Scenario("resume", _full_and_lost, lambda job, _: _resume(job, "run"),
+                  lambda job, _: _resume(job, "again"), frozenset({3}))  # fmt: skip

@@ -86,6 +86,15 @@ class Ahead(Daemons):
         if trainer.stage == "dead" and len(state.saves) <= self.saves:
             run = Trainer(trainer.run + 1, 1, last=0, copy=0, announced=False)
             yield f"run {run.run} resumes from step 1", state._replace(trainer=run)
+            for step in range(1, state.disk.pointer):
+                if state.written(state.disk.folders[step][0]):
+                    yield (
+                        f"run {run.run} resumes from step {step}, and points to it",
+                        state._replace(
+                            trainer=run._replace(step=step),
+                            disk=state.disk._replace(pointer=step),
+                        ),
+                    )
         if state.faults:
             for text, after in self._faults(state._replace(faults=0)):
                 if text.startswith(self.faults):

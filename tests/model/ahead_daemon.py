@@ -120,7 +120,12 @@ class Daemons:
             yield f"link the files of {what}", state.by(number, begun._replace(place="linking"))
         elif does == "merge":
             yield f"merge {what}", state.by(number, begun._replace(place="building"))
-        elif does == "reached" and link and not (found.nan and rules.nan_never_ahead):
+        elif (
+            does == "reached"
+            and link
+            and link.number > latest.number
+            and not (found.nan and rules.nan_never_ahead)
+        ):
             ahead = latest._replace(number=link.number, ahead=save)
             yield f"{save} is linked", state.by(number, me._replace(place="naming", then=ahead))
         elif does == "none":

@@ -17,6 +17,7 @@ from tests.multiprocess.processes import (
     DEADLINE,
     LEASE_TIME,
     Daemon,
+    newest,
     wait_for_step,
     wait_until_gone,
 )
@@ -127,6 +128,31 @@ def test_ranks_decide_alike_and_a_rank_that_fails_fails_the_save_alone(
         assert numbers(layout.actor(13) / "huggingface") == {13.0}
         assert len(list(layout.actor(13).glob("model_world_size_2_*.pt"))) == 2
         assert latest_checkpoint(job) == 13
+
+
+def test_ranks_agree_whether_the_first_step_after_a_resume_syncs(job: Path) -> None:
+    seldom = {"save_timeout": 60, "sync_interval": 100}
+    with started(Rank, job, 2) as ranks, Daemon(job):
+        ranks.all("open", seldom)
+        ranks.all("save", 2)
+        ranks.all("checkpoint", 2)
+        wait_for_step(job, 2)
+        ranks.all("save", 4)
+        ranks.all("close")
+        wait_for_step(job, 4)
+
+        ranks.all("load")
+        ranks.all("open", seldom)
+        assert newest(job).step == 2
+        assert numbers(JobLayout(job).version(3)) == {2.0}
+        assert not any("time/sync_weight" in one for one in ranks.all("step", 3))
+        ranks.all("fail")
+
+        ranks.all("open", seldom)  # it loads by itself, or not at all
+        assert all("time/sync_weight" in one for one in ranks.all("step", 5))
+        assert not any("time/sync_weight" in one for one in ranks.all("step", 6))
+        ranks.all("close")
+        wait_for_step(job, 6)
 
 
 def test_a_killed_rank_costs_its_save_alone(job: Path) -> None:

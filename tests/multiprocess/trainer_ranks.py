@@ -22,7 +22,7 @@ from tests.hooks import DEADLINE, over
 from tests.multiprocess.peers import Told
 from tests.process_groups import join
 from tests.storages import CHANGES, RuledStorage
-from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, ranks
+from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint, ranks
 
 
 @contextmanager
@@ -117,6 +117,9 @@ class Rank(Told):
         with torch.no_grad():
             self._model(torch.ones(2, 6))  # an evaluation, which leaves the root unsharded
         return self.hook.save_checkpoint(step, block_until_saved=True)
+
+    def load(self) -> None:
+        assert load_checkpoint(self._job, self._model, optimizer=self._optimizer) is not None
 
     def over(self) -> None:
         over(self.hook)

@@ -66,6 +66,7 @@ class FullCheckpoint:
 
     Attributes:
         save_id: None for a save of another trainer.
+        identity: the daemon's name of the save.
         weights: the names, inside ``actor/``, of the files that hold the actor's weights.
         vouched: ``actor`` or ``critic`` → file name → the file's entry in its receipt. Empty if
             there are no receipts.
@@ -74,6 +75,7 @@ class FullCheckpoint:
     step: int
     world_size: int
     save_id: str | None
+    identity: str
     weights: tuple[str, ...]
     vouched: dict[str, dict[str, ReceiptFile]] = field(default_factory=dict)
 
@@ -170,7 +172,8 @@ def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoi
         return str(error)
     world_size, save_id = _identity(receipts[0])
     vouched = _by_folder(receipts)
-    return FullCheckpoint(step, world_size, save_id, _weights(vouched[ACTOR], world_size), vouched)
+    weights = _weights(vouched[ACTOR], world_size)
+    return FullCheckpoint(step, world_size, save_id, save_id, weights, vouched)
 
 
 def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ...]:
@@ -194,7 +197,7 @@ def _foreign(job: Job, step: int, names: list[str], *, is_marked: bool) -> FullC
         return str(error)
     # If one of these files is missing, the step is damaged, so loading it must fail.
     weights = masters or save.weights
-    return FullCheckpoint(step, len(weights), None, weights)
+    return FullCheckpoint(step, len(weights), None, save.identity, weights)
 
 
 def _full_receipts(storage: Storage, folder: Path) -> list[Receipt]:

@@ -19,6 +19,7 @@ from syncd.protocol.policy import check_step
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.resuming.loaded import remember
 from trainer_hooks.resuming.loading import Loading, loadings
 from trainer_hooks.resuming.resumable import (
     FullCheckpoint,
@@ -120,7 +121,8 @@ def load_checkpoint(
 
     Args:
         job_dir: the job directory; nothing in it is changed.
-        model: gets the actor's weights, in place.
+        model: gets the actor's weights, in place. A hook that is made of it lets explorers serve
+            them before the first step.
         optimizer: gets the saved state. It is a ``torch.optim.Optimizer`` of this model; a sequence
             of several, in any order; or any other object with ``load_state_dict``, which can resume
             only on the same number of ranks. If None, the saved state is ignored.
@@ -208,6 +210,7 @@ def load_checkpoint(
             stacklevel=3,
         )
     log.info("resumed from %s", saved)
+    remember(model, chosen)
     return Resumed(chosen.step, extra.get(USER_STATE), chosen.save_id, chosen.world_size, is_exact)
 
 
