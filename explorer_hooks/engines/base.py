@@ -73,7 +73,7 @@ class Engine(Protocol):
         """
 
     def reset_cache(self) -> None:
-        """Drop results of the old weights, for example cached prefixes of prompts."""
+        """Drop results of the old weights: cached prefixes of prompts, encoded images."""
 
     def resume(self) -> None:
         """Serve again. Must also work when the engine is not paused."""

@@ -263,6 +263,8 @@ class ServerEngine(ABC):
             if self._uncached is not None:
                 name = f"{loading}-{_GIVEN_BACK}"
             if self._give_back(version, name, error):
+                if version.kind == "full":
+                    self._must(self._reset_cache)  # a hook without a previous version does not
                 self._set_label(name)
                 self._torn = torn if version.kind == "adapter" else None
                 self._model_is_torn &= version.kind == "adapter"
@@ -275,7 +277,7 @@ class ServerEngine(ABC):
         self._loaded[version.kind] = version
 
     def reset_cache(self) -> None:
-        """Empty the server's prefix cache; EngineBrokenError if the server refuses to."""
+        """Empty all of the server's caches of results; EngineBrokenError if it refuses to."""
         self._must(self._reset_cache)
         name = self._uncached
         if name is not None:
@@ -405,7 +407,7 @@ class ServerEngine(ABC):
 
     @abstractmethod
     def _reset_cache(self) -> None:
-        """Empty the prefix cache."""
+        """Empty all caches of results of the weights, also the encoder's."""
 
     @abstractmethod
     def _load_folder(self, kind: str, folder: str, name: str) -> None:

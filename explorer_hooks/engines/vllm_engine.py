@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,6 +42,9 @@ EXTENSION: Final = "explorer_hooks.engines.vllm_worker.SyncdWorker"
 #: tests showed.
 _BY_BOTH: Final = frozenset({"olmoe", "qwen2_moe", "qwen3_moe"})
 
+#: The parts of a model's config that describe an encoder have such names, as ``vision_config``.
+_ENCODER: Final = re.compile("audio|image|speech|video|vision|visual")
+
 #: Seconds for an answer, in addition to those of the call itself.
 _GRACE: Final = 60.0
 
@@ -58,8 +62,8 @@ class LLM(Protocol):
     def collective_rpc(self, method: str, *, kwargs: dict[str, Any]) -> object:
         """Call a method of each worker."""
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache; return whether the cache is empty now."""
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        """Empty the prefix cache, or also its connector's; return whether it is empty now."""
 
     def get_default_sampling_params(self) -> Any:
         """The default options of a request."""
@@ -108,14 +112,15 @@ class VLLMEngine(InProcessEngine):
         Raises:
             EngineMismatchError: the version's kind, or its tensors or their names, do not fit. Or
                 vLLM runs on a CPU without syncd's extension, and would keep some of the old
-                weights.
+                weights. Or the model has an encoder, and this vLLM cannot reset its cache.
         """
         check_kind(version, self.kinds)
         if not takes_names_of(version, self._fits):
             check_names(version, "this vLLM")
         self._fits.check(version)
-        engine = getattr(self._llm, "llm_engine", None)
-        self._workers.check_reload(version, getattr(engine, "vllm_config", None))
+        if self._reset_encoder is None:
+            check_encoder(version, self._config, "this vLLM")
+        self._workers.check_reload(version, self._config)
 
     def load(self, version: LeasedVersion) -> None:
         """Let each worker load the version's folder, and let the LLM generate a token.
@@ -131,7 +136,9 @@ class VLLMEngine(InProcessEngine):
     @cached_property
     def workers(self) -> int:
         """The number of the LLM's ranks in a weight group; 0 if the LLM cannot take broadcasts."""
-        return workers_of(self._llm.llm_engine.vllm_config.parallel_config)
+        if self._reset_encoder is None and encodes(self._config):
+            return 0
+        return workers_of(self._config.parallel_config)
 
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
         """Let the workers receive and load a transfer, and let the LLM generate a token.
@@ -164,12 +171,25 @@ class VLLMEngine(InProcessEngine):
             raise EngineBrokenError(f"vLLM generated no token after it had loaded {what}")
 
     def reset_cache(self) -> None:
-        """Empty the prefix cache; raise EngineBrokenError if a request is running."""
-        if not self._llm.reset_prefix_cache():
+        """Empty all caches of results; raise EngineBrokenError if a request is running."""
+        has_connector = getattr(self._config, "kv_transfer_config", None) is not None
+        options = {"reset_connector": True} if has_connector else {}
+        if not self._llm.reset_prefix_cache(**options):
             raise EngineBrokenError(
                 "vLLM's prefix cache still holds entries of the old weights, because vLLM is still "
                 "generating. Call pull() only between calls of generate()"
             )
+        if self._reset_encoder is not None:
+            self._reset_encoder()
+
+    @property
+    def _config(self) -> Any:
+        return getattr(getattr(self._llm, "llm_engine", None), "vllm_config", None)
+
+    @property
+    def _reset_encoder(self) -> Callable[[], None] | None:
+        """Drops the encoder's outputs, by which vLLM answers repeated images; since vLLM 0.16."""
+        return getattr(getattr(self._llm, "llm_engine", None), "reset_encoder_cache", None)
 
 
 def workers_of(parallel_config: object) -> int:
@@ -328,6 +348,40 @@ class VLLMWorkers:
                 f"{self.whose} gave an unexpected answer to {method}: {shown(str(told))}"
             )
         return [one for one in answers if one["failed"] is not None]
+
+
+def encodes(vllm_config: object) -> bool | None:
+    """True if the served model encodes images or sounds; None if the config does not tell."""
+    model = _fields(_fields(vllm_config).get("model_config"))
+    return bool(model["multimodal_config"]) if "multimodal_config" in model else None
+
+
+def check_encoder(version: LeasedVersion, vllm_config: object, whose: str) -> None:
+    """Refuse a version for a vLLM that cannot drop the outputs of the model's encoder.
+
+    An adapter changes them only if the vLLM applies adapters to the encoder.
+
+    Raises:
+        EngineMismatchError: vLLM would answer repeated images or sounds by the old weights, or end.
+    """
+    if version.kind == "adapter":
+        lora = _fields(_fields(vllm_config).get("lora_config"))
+        stays = bool(lora.get("enable_tower_connector_lora"))
+    else:
+        known = encodes(vllm_config)
+        stays = _has_encoder(_config_of(version)) if known is None else known
+    if stays:
+        raise EngineMismatchError(
+            f"cannot load {named(version)} into {whose}: the model encodes images or sounds, and "
+            "this release keeps what it encoded with the old weights. Use vLLM 0.16 or newer"
+        )
+
+
+def _has_encoder(config: object) -> bool:
+    return isinstance(config, dict) and any(
+        isinstance(part, dict) and (_ENCODER.search(name) is not None or _has_encoder(part))
+        for name, part in config.items()
+    )
 
 
 def takes_names_of(version: LeasedVersion, fits: Fits) -> bool:

@@ -22,6 +22,8 @@ from explorer_hooks.engines.http_server import (
 from explorer_hooks.engines.server_engine import ServerEngine
 from explorer_hooks.engines.vllm_engine import (
     VLLMWorkers,
+    check_encoder,
+    encodes,
     label_received,
     takes_names_of,
     workers_of,
@@ -121,7 +123,8 @@ class VLLMServer(ServerEngine):
         if self._world is None:
             try:
                 config = self._find_config()
-                self._world = workers_of(config.get("parallel_config")) if config else 0
+                can_load = config and (self._server.has(_RESET_ENCODER) or not encodes(config))
+                self._world = workers_of(config.get("parallel_config")) if can_load else 0
             except ServerError as error:
                 log.warning(
                     "%s does not report its configuration, so it receives no broadcasts now: %s",
@@ -170,19 +173,23 @@ class VLLMServer(ServerEngine):
     # -- weights from folders ----------------------------------------------------------------------
 
     def check(self, version: LeasedVersion) -> None:
-        """See :meth:`ServerEngine.check`. Also check that vLLM's reload changes all weights.
+        """See :meth:`ServerEngine.check`. Also check that nothing of the old weights would stay.
 
         Raises:
             EngineMismatchError: the version does not fit. Or vLLM runs on a CPU without syncd's
-                extension, and would keep some of the old weights.
+                extension, and would keep some of the old weights. Or the model has an encoder, and
+                this vLLM cannot reset its cache.
         """
         super().check(version)
-        if version.kind != "full" or self._has_transfer():
-            return
         try:
-            self._workers.check_reload(version, self._told_config())
+            if not self._server.has(_RESET_ENCODER):
+                check_encoder(version, self._told_config(), self._whose)
+            if version.kind == "full" and not self._has_transfer():
+                self._workers.check_reload(version, self._told_config())
         except EngineMismatchError:
-            self._forget_config()  # the user may restart it with the extension or the transfer
+            # The user may restart it: with the extension or the transfer, or a newer release.
+            self._forget_config()
+            self._server.forget_routes()
             raise
 
     def _has_transfer(self) -> bool:
@@ -269,8 +276,11 @@ class VLLMServer(ServerEngine):
         told = self._ask(_RESET, reset_running_requests="true", reset_external="true")
         if told.get("success") is False:
             raise ServerRefusedError("the prefix cache still holds entries of the old weights")
-        if self._transfers and self._server.has(_RESET_ENCODER):
-            self._server.ask(_RESET_ENCODER)  # reload_weights does this itself
+        # By reload_weights only the workers drop what the encoder made, and vLLM would still count
+        # on it. Adapters can be of the encoder, too. The processor's cache has no results of
+        # weights, and a reset while requests arrive could lose their images.
+        if self._server.has(_RESET_ENCODER):
+            self._server.ask(_RESET_ENCODER)
 
     def _load_folder(self, kind: str, folder: str, name: str) -> None:
         if kind == "adapter":

@@ -39,7 +39,7 @@ class Trainer:
             workers: of the only explorer.
             deadline: of the group, where it is a new one.
             more: ``signal``, by which it ends or stops itself between two buckets; ``cut``, for a
-                model that lacks a tensor; ``tied``, for the tied model.
+                model that lacks a tensor; ``tied`` or ``sees``, for another kind of model.
         """
         self._tell({"step": step, "seed": seed, "workers": workers, "deadline": deadline, **more})
         return parse(Rendezvous, self._line().encode(), "what the trainer said")
@@ -88,6 +88,7 @@ def main() -> None:
     from syncd.coordination.broadcast.addresses import listen  # noqa: PLC0415 # as above
     from syncd.coordination.broadcast.group import KeptGroup, WeightGroup  # noqa: PLC0415 # as above
     from syncd.protocol.errors import BroadcastError  # noqa: PLC0415 # as above
+    from tests.engines import tiny_vision  # noqa: PLC0415 # as above
     from tests.engines.tiny_models import CONFIG, TIED, model  # noqa: PLC0415 # as above
     from trainer_hooks.fast_path import WeightSender  # noqa: PLC0415 # as above
 
@@ -130,7 +131,10 @@ def main() -> None:
             )
         meeting = meeting.model_copy(update={"save_id": f"run-{told['step']}-{counter}"})
         print(encode(meeting).decode().strip(), flush=True)
-        sent = model(told["seed"], TIED if told.get("tied") else CONFIG)
+        if told.get("sees"):
+            sent = tiny_vision.model(told["seed"])
+        else:
+            sent = model(told["seed"], TIED if told.get("tied") else CONFIG)
         if told.get("cut"):
             del sent.model.norm
         failed = None

@@ -24,8 +24,8 @@ from packaging.requirements import Requirement
 RELEASES = ("0.32.0", "0.31.0", "0.30.0", "0.29.0", "0.28.0")
 #: The torch that all of them need.
 TORCH = "torch==2.13.0"
-#: Of its requirements not installed: torch is pinned above, and what is tested has no images or
-#: sounds, for which the others are.
+#: Of its requirements not installed: torch is pinned above, and no model that is tested needs the
+#: others.
 _LEFT_OUT = frozenset({"torch", "torchvision", "torchaudio", "torchcodec"})
 _ROOT = Path(__file__).resolve().parents[2]
 

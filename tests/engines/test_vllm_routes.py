@@ -74,8 +74,8 @@ class Routes:
     ) -> None:
         self.asked: list[str] = []
         self.answers = dict(answers or {})
-        self.refuses = False
-        self._paths = (*ROUTES, *labels, *more)
+        self.refuses: bool | str = False  # all folders, or one
+        self.paths = {*ROUTES, *labels, *more}
         self.told: dict[str, Any] = {
             "/v1/models": {"data": [{"id": "policy", "root": "elsewhere"}]},
             "/weight_info": {"weight_version": label},
@@ -107,7 +107,7 @@ class Routes:
     def _answer(self, request: httpx2.Request) -> httpx2.Response:
         path = request.url.path.removeprefix("/v")
         if path == "/openapi.json":
-            paths = {one: {"get": {}, "post": {}} for one in self._paths}
+            paths = {one: {"get": {}, "post": {}} for one in self.paths}
             return httpx2.Response(200, json={"paths": paths})
         if path == "/collective_rpc":
             method = json.loads(request.content)["method"]
@@ -123,9 +123,9 @@ class Routes:
             return httpx2.Response(200, json={"choices": [{"text": "a"}]})
         elif path == "/update_weights":
             self.asked.append(path)
-            if self.refuses:
-                return httpx2.Response(500, text="a file is missing")
             told = json.loads(request.content)["update_info"]
+            if self.refuses in {True, told["folder"]}:
+                return httpx2.Response(500, text="a file is missing")
             self.answers[STATE] = states(True, True, holds=told["label"])
         elif path not in self.told:
             self.asked.append(f"{path} {request.url.params.get('mode', '')}".strip())

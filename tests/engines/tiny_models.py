@@ -108,8 +108,7 @@ def adapter(seed: int) -> PeftModel:
 
 def publish_adapter(job: SmallJob, step: int, peft: PeftModel) -> None:
     """Save the adapter of a PEFT model alone, and let a daemon publish it."""
-    config = peft.peft_config["default"].to_dict() | {"target_modules": ["q_proj"]}
-    told = json.dumps(config, default=str).encode()
+    told = json.dumps(peft.peft_config["default"].to_dict(), default=list).encode()
     tensors = get_peft_model_state_dict(peft)
     weights = f"{LORA_ADAPTER}/{ADAPTER_WEIGHTS}"
     save_step(job, step, weights, tensors, {f"{LORA_ADAPTER}/{ADAPTER_CONFIG}": told})
