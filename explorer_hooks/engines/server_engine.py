@@ -259,9 +259,7 @@ class ServerEngine(ABC):
             self._load_folder(version.kind, str(version.folder), name)
             self._loaded_well(version)
         except ServerRefusedError as error:
-            name = before or _GIVEN_BACK
-            if self._uncached is not None:
-                name = f"{loading}-{_GIVEN_BACK}"
+            name = f"{loading}-{_GIVEN_BACK}" if self._uncached else before or _GIVEN_BACK
             if self._give_back(version, name, error):
                 if version.kind == "full":
                     self._must(self._reset_cache)  # a hook without a previous version does not
@@ -279,8 +277,7 @@ class ServerEngine(ABC):
     def reset_cache(self) -> None:
         """Empty all of the server's caches of results; EngineBrokenError if it refuses to."""
         self._must(self._reset_cache)
-        name = self._uncached
-        if name is not None:
+        if (name := self._uncached) is not None:
             self._must(lambda: self._set_label(name))
             self._uncached = None
 
