@@ -359,9 +359,8 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveU
     save = seen.save
     if save is None:
         return (), f"step {seen.pointer.step} has not been examined yet"
-    if save.known_as is not None and (
-        seen.outcome == "quarantined" or save.known_as == seen.published_save
-    ):
+    is_served = save.known_as == seen.published_save and seen.ahead is None
+    if save.known_as is not None and (seen.outcome == "quarantined" or is_served):
         return (), ""
     if isinstance(save, Unfinished):
         patience = config.tick if save.is_certain else _PATH_TIME
@@ -378,15 +377,16 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveU
 
 def _link(save: Links, seen: Observation) -> tuple[New, ...]:
     chain, way = seen.chains.get(save.identity), seen.way
-    if chain is not None:
-        named, sequence = seen.ahead.sequence if seen.ahead else seen.latest, chain[-1].sequence
-        return (MakeLinks(way.saves[:1], sequence),) if sequence > named else ()
-    if way.joins and not seen.closed:
-        return (MakeLinks(way.saves[::-1]),)
-    if way.full is not None:
+    named = seen.ahead.sequence if seen.ahead else seen.latest
+    sequence = chain[-1].sequence if chain else 0
+    if sequence > named or (chain is None and way.joins and not seen.closed):
+        return (MakeLinks(way.saves[:1] if sequence else way.saves[::-1], sequence),)
+    if sequence != named and any(one.full for one in seen.steps if one.step == save.step):
+        return (Publish(save),)  # by the weights to resume from: the trainer has gone back
+    if chain is None and way.full is not None:
         return (Publish(way.full),)
     settled = (seen.closed or not seen.latest) and seen.outcome == "skipped"
-    return () if settled else (CloseLinks(save),)
+    return () if settled or chain is not None else (CloseLinks(save),)
 
 
 def _fold(seen: Observation, config: DaemonConfig) -> tuple[Fold, ...]:

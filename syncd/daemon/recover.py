@@ -69,7 +69,7 @@ def look_back(job: Job) -> FoundVersions:
     layout = job.layout
     # This client's cache of these folders may be older than the take-over.
     # Also sync: the daemon before may have ended between a rename and its fsync.
-    for folder in (layout.state, layout.published, layout.leases):
+    for folder in (layout.root, layout.state, layout.published, layout.leases):
         job.storage.refresh(folder)
         job.storage.sync_folder(folder)
     for folder in (layout.explorers, layout.requests, layout.deltas):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.merging.options import MergeOptions, Work
@@ -24,6 +25,7 @@ from syncd.protocol.records import Ahead, NonFinite, SaveId
 from syncd.protocol.reports import ExplorerReport, Load, TrainerReport
 from syncd.storage.sessions import Session
 from tests.commands import invoke
+from tests.crash.scenarios import ranks_save
 from tests.jobs import LEASE_TIME, Rounds, SmallJob, edit, flip, nothing
 from tests.made_deltas import work
 from tests.refusals import no_checkpoint
@@ -602,3 +604,31 @@ def test_a_step_that_is_saved_again_while_it_is_linked_does_not_close_the_links(
         storage.once("link", again, where="rank_0")
         loop.run_once()
         assert job.latest.closed is None
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_full_checkpoint_below_ahead_is_served_again_when_its_trainer_goes_back(
+    job: SmallJob, step: int
+) -> None:
+    with daemon(job) as loop:
+        for number in (1, 2, 3):
+            ranks_save(job, "run", number, full=number < 3, link=number > 1)
+            loop.run_once()
+        assert (job.latest.sequence, ahead_of(job).sequence) == (1, 3)
+        job.layout.state_pointer.write_text(f"{step}\n")
+        loop.run_once()
+        assert (job.latest.sequence, job.latest.step, job.latest.ahead) == (4, step, None)
+        assert job.latest.save_id == f"run-{step}-0"
+        assert load_file(job.version(4) / "model.safetensors")["weight"].tolist() == [step] * 3
+        loop.rounds(4, 600)
+        assert job.latest.sequence == 4
+
+
+def test_a_link_below_ahead_whose_weights_are_nowhere_whole_is_left_alone(job: SmallJob) -> None:
+    with daemon(job, 3) as loop:
+        job.layout.state_pointer.write_text("2\n")
+        loop.run_once()
+        assert (job.latest.sequence, job.latest.ahead) == (1, ahead(3))
+        outcome = job.outcome(2)
+        assert outcome is not None
+        assert outcome.outcome == "published"
