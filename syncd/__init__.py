@@ -4,6 +4,6 @@ The daemon is in :mod:`syncd.daemon`, and the on-disk protocol in :mod:`syncd.pr
 import ``trainer_hooks``, and explorers import ``explorer_hooks``.
 """
 
-__version__ = "0.3.0"
+__version__ = "0.3.1"
 
 __all__ = ["__version__"]
