@@ -350,14 +350,14 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         Its numbers begin anew, so this explorer then takes any version of it.
         """
         with self._loading:
-            is_another = self._change_of_job()
-            if is_another:
-                moved = {"loads": (), "of_another_job": True}
-                self._me.record = self._me.record.model_copy(update=moved)
-                self.on_other_job()
-            elif is_another is not None:
+            for is_another in self._changes_of_job():
                 with suppress(OSError):  # the next report tells what this explorer serves
-                    self._me.update()
+                    if is_another:
+                        moved = {"loads": (), "of_another_job": True}
+                        self._me.record = self._me.record.model_copy(update=moved)
+                        self.on_other_job()
+                    else:
+                        self._me.update()
         return self._me.record.of_another_job
 
     def may_produce(self) -> bool:

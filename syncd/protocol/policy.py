@@ -368,6 +368,11 @@ class Version:
         """The version in a record."""
         return cls(named.sequence, named.step, named.save_id)
 
+    def is_same(self, other: Version) -> bool:
+        """True unless the sequences, the steps or the known saves differ, as in another job."""
+        saves = {self.save_id, other.save_id} - {None}
+        return self == other and len(saves) < 2
+
     @property
     def run(self) -> str | None:
         """The run id of the trainer that saved it; None if it is not known."""
