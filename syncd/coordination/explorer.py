@@ -247,7 +247,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             OSError: storage failed.
         """
         if no_wait:
-            return self._versions.newest(None if self.is_elsewhere() else current, ahead=True)
+            return self._weights.newest(current)
         with self._wait(timeout, cancel) as wait:
             found = self._weights.newer(current, wait, ends_with_trainer=True)
         return found if isinstance(found, Version) else current

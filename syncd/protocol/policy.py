@@ -356,12 +356,14 @@ class Version:
     """A version that an engine serves: its sequence, which only grows, and the trainer's step.
 
     The sequence is 0 if the engine evaluates a step that was not published as a version. Two
-    versions are equal whatever their ``save_id``, which is None if it is not known.
+    versions are equal whatever their ``save_id``, which is None if it is not known. ``is_first`` if
+    this version was found in a job that took the place of the explorer's job.
     """
 
     sequence: int
     step: int
     save_id: str | None = field(default=None, compare=False, repr=False)
+    is_first: bool = field(default=False, compare=False, repr=False)
 
     @classmethod
     def of(cls, named: Latest | Ahead | Manifest) -> Self:
@@ -391,11 +393,13 @@ class Pull(Enum):
 def pull_decision(held: Version | None, newest: Version | None) -> Pull:
     """The action of an explorer on the newest version.
 
-    An explorer never loads a lower sequence than it holds. ``ADOPT`` means that the explorer need
-    not load its first version: the version has step 0, and the engine began with these weights. An
-    ``ExplorerHook`` loads this version nevertheless. ``held`` is None before the engine's first
-    version; ``newest`` is None before any publication.
+    An explorer never loads a lower sequence than it holds, except of another job. ``ADOPT`` means
+    that the explorer need not load its first version: the version has step 0, and the engine began
+    with these weights. An ``ExplorerHook`` loads this version nevertheless. ``held`` is None before
+    the engine's first version; ``newest`` is None before any publication.
     """
+    if held is not None and newest is not None and newest.is_first and not newest.is_same(held):
+        return Pull.LOAD
     if newest is None or (held is not None and newest.sequence <= held.sequence):
         return Pull.NOTHING_NEW
     return Pull.ADOPT if held is None and newest.step == 0 else Pull.LOAD
@@ -410,7 +414,7 @@ def may_produce(
 ) -> bool:
     """True if an explorer may go on producing with its version (``settings.max_staleness``).
 
-    See :func:`lag` for the versions.
+    For ``held``, ``newest`` and ``resumed`` see :func:`lag`.
     """
     most = settings.max_staleness
     return most is None or lag(held, newest, resumed=resumed) <= most

@@ -16,7 +16,7 @@ from explorer_hooks.reader import Reader
 from syncd.coordination import ExplorerSynchronizer
 from syncd.coordination.member import Seams
 from syncd.operate.job_state import look
-from syncd.protocol.policy import RunningStatus, SyncSettings, Version
+from syncd.protocol.policy import Pull, RunningStatus, SyncSettings, Version, pull_decision
 from syncd.protocol.records import Format, encode
 from syncd.storage.job import Job
 from tests.engines.waiting import wait_for
@@ -142,6 +142,36 @@ def test_a_participant_of_the_user_gets_the_versions_of_another_job(
         mine.set_explorer_version(found)
         assert not report(other, "mine").of_another_job
         assert mine.wait_new_model_state_dict(found, no_wait=True) == found
+
+
+@pytest.mark.parametrize("reports", [True, False])
+@pytest.mark.parametrize("no_wait", [True, False])
+def test_the_loop_of_synchronizer_md_loads_each_version_of_another_job_once(
+    single: SmallJob, reports: bool, no_wait: bool
+) -> None:
+    loaded: list[str | None] = []
+    with ExplorerSynchronizer(single.root, "mine", seams=Seams(poll=0.02)) as mine:
+        mine.set_explorer_status(RunningStatus.RUNNING)
+        version: Version | None = None
+
+        def turn() -> None:
+            nonlocal version
+            newest = mine.wait_new_model_state_dict(version, no_wait=no_wait)
+            if pull_decision(version, newest) is Pull.LOAD:
+                assert newest is not None
+                loaded.append(newest.save_id)
+            version = newest
+            if reports and version is not None:
+                mine.set_explorer_version(version)
+
+        turn()
+        other = with_the_same_number(single.root)
+        for _ in range(3):
+            turn()
+        publish(other, 2)
+        for _ in range(3):
+            turn()
+    assert loaded == ["run-1-0", "run-1-1", "run-2-0"]
 
 
 @replaced
