@@ -380,7 +380,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             # Weights that come by the files count once published, as with any other method.
             is_sent = offer is not None and offer.decided in {None, "go"}
             if offer and offer.session == trainer.session and is_sent:
-                newest = with_sent(newest, trainer.run_id, offer.step)
+                newest, resumed = with_sent(newest, trainer.run_id, offer.step), None
         held = me.served(newest, trainer.run_id if trainer else None)
         return may_produce(self.settings, held, newest, resumed=resumed)
 

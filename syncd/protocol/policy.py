@@ -437,11 +437,9 @@ def after_broadcast(held: Version, newest: Version) -> Version:
 
     ``held`` has the broadcast's step, and the newest sequence whose files the explorer loaded. If
     ``newest`` is of an earlier run, or has no later step, the explorer lacks nothing, so the result
-    has at least the sequence of ``newest``.
+    is ``newest``.
     """
-    if _is_later(newest, held):
-        return held
-    return replace(held, sequence=max(held.sequence, newest.sequence))
+    return held if _is_later(newest, held) else newest
 
 
 def with_sent(newest: Version, run: str, step: int) -> Version:
@@ -484,8 +482,8 @@ def lag(held: Version | None, newest: Version | None, *, resumed: Version | None
         # At least 1 for a newer version, because a rollback may have a lower step. One that no
         # longer follows ahead can serve a version above LATEST.
         return 0 if versions < 0 else max(ahead, min(versions, 1))
-    if versions == 0:  # else a broadcast of a later run
-        return max(0, ahead) if None in {run, newest.run} else 0
+    if versions == 0 and None in {run, newest.run}:  # else the lost one of a restored copy
+        return max(0, ahead)
     return max(abs(ahead), versions, 1)
 
 
