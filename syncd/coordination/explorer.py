@@ -100,6 +100,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             self._weights.unlike = self._compare_settings(trainer, self._me.record, trainer.session)
         if follows_ahead:
             self._versions.passed = 0
+        self._is_elsewhere = False
         self.on_other_job: Callable[[], None] = lambda: self.report(None)
         self._counts_loads = memory_dir is None  # else the versions belong to another job
         self._loading = threading.RLock()
@@ -175,6 +176,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         if loaded is not None:
             changes["follows_ahead"] = self._versions.passed <= loaded.sequence
         with self._loading:  # so that no load of another thread is lost
+            self._is_elsewhere &= version is None
             loads = loads_with(self._me.record.loads, loaded, self._wall(), reload)
             self._me.update(
                 sequence=version.sequence if version else None,
@@ -353,12 +355,14 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             for is_another in self._changes_of_job():
                 with suppress(OSError):  # the next report tells what this explorer serves
                     if is_another:
-                        moved = {"loads": (), "of_another_job": True}
-                        self._me.record = self._me.record.model_copy(update=moved)
+                        self._is_elsewhere, me = True, self._me.record
+                        serves = me.sequence is not None or me.bench is not None
+                        moved = {"loads": (), "of_another_job": me.of_another_job or serves}
+                        self._me.record = me.model_copy(update=moved)
                         self.on_other_job()
                     else:
                         self._me.update()
-        return self._me.record.of_another_job
+        return self._is_elsewhere
 
     def may_produce(self) -> bool:
         """True if this explorer's weights are fresh enough for producing (``max_staleness``).

@@ -113,6 +113,21 @@ def test_an_explorer_takes_the_versions_of_another_job_and_says_so_once(
     assert said(caplog) == 1
 
 
+def test_an_explorer_without_weights_serves_none_of_another_job(
+    tmp_path: Path, engine: FakeEngine
+) -> None:
+    root = SmallJob(tmp_path / "empty").root
+    with ExplorerHook(root, "explorer", engine, settings=SETTINGS, poll=0.02) as hook:
+        assert hook.may_produce()
+        other = made_again(root)
+        assert not hook.may_produce()
+        [seen] = look(other).explorers
+        assert (seen.liveness, seen.trouble) == ("alive", None)
+        publish(other, 1)
+        pulls(hook, 1, 1)
+        assert hook.may_produce()
+
+
 @replaced
 def test_a_thread_that_follows_and_whoever_waits_for_it_go_on_in_another_job(
     job: SmallJob, hook: ExplorerHook, replace: Callable[[Path], SmallJob], sequence: int
@@ -251,13 +266,15 @@ def test_a_load_that_ends_after_the_change_gives_weights_of_the_job_before(
     class Slow(FakeEngine):
         def resume(self) -> None:
             super().resume()
-            if not others:
+            if hook.version and not others:
                 others.append(replace_folder(job, replace))
                 assert not hook.may_produce()
 
     engine = Slow()
     with ExplorerHook(job.root, "explorer", engine, settings=SETTINGS, poll=0.02) as hook:
         pulls(hook, 3, 30)
+        publish(job, 31)
+        pulls(hook, 4, 31)
         assert not hook.may_produce()
         assert report(others[0]).of_another_job
         publish(others[0], 1)
