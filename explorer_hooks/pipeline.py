@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 
 from explorer_hooks.engines.fitting import check_kind, named
@@ -494,6 +494,6 @@ class Pipeline:
     def _refusal(self, version: Version, error: BaseException) -> RefusedError:
         what = f"version {version.sequence}" if version.sequence else f"step {version.step}"
         log.error("refusing %s: %s", what, error)
-        self._refused = version, f"{what}: {error}"
+        self._refused = replace(version, is_first=not self._is_late), f"{what}: {error}"
         self.report()
         return RefusedError(error)

@@ -16,6 +16,7 @@ from explorer_hooks.reader import Reader
 from syncd.coordination import ExplorerSynchronizer
 from syncd.coordination.member import Seams
 from syncd.operate.job_state import look
+from syncd.protocol.errors import EngineMismatchError
 from syncd.protocol.policy import Pull, RunningStatus, SyncSettings, Version, pull_decision
 from syncd.protocol.records import Format, encode
 from syncd.storage.job import Job
@@ -255,6 +256,20 @@ def test_a_reader_leases_a_version_with_the_number_of_the_held_one(single: Small
         assert found.manifest.save_id != before.manifest.save_id
         before.release()
         assert leased(other) == [1]
+
+
+def test_a_version_of_another_job_is_refused_once(
+    job: SmallJob, hook: ExplorerHook, engine: FakeEngine
+) -> None:
+    other = replace_folder(job, made_again)
+    publish(other, 1)
+    engine.fail("check", EngineMismatchError("another model"))
+    with pytest.raises(EngineMismatchError):
+        hook.pull(0)
+    assert hook.pull(0) is None
+    assert not hook.may_produce()
+    publish(other, 2)
+    pulls(hook, 2, 2)
 
 
 @replaced
