@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 
 from explorer_hooks.engines.fitting import check_kind, named
@@ -62,6 +62,8 @@ class Pipeline:
     _abandoned: str | None = None
     _refused: tuple[Version, str] | None = None
     _is_elsewhere: bool = False
+    #: True if the job was replaced since the version was leased that is loaded now.
+    _is_late: bool = False
     _was_elsewhere: bool = False
     _looked: float = -math.inf
     _said: set[str] = field(default_factory=set)
@@ -103,10 +105,7 @@ class Pipeline:
 
     @property
     def floor(self) -> Version | None:
-        """The served version, or a newer refused version. The next version must be newer.
-
-        None if the served version is of another job.
-        """
+        """The served version of this job, or a newer refused one. The next must be newer."""
         served = None if self._is_elsewhere else self.version
         if self._refused is None or (served and served.sequence > self._refused[0].sequence):
             return served
@@ -169,16 +168,16 @@ class Pipeline:
     def changes_job(self) -> None:
         """Record that another job is at the job's path, whose numbers begin anew."""
         with self._changed:
-            self._is_elsewhere = self._was_elsewhere = True
+            self._is_elsewhere = self._is_late = self._was_elsewhere = True
             self._refused = None
         self.report()
 
     def is_newer(self, version: Version | None, than: Version | None) -> bool:
         """True if ``version`` is newer. A broadcast changes only its step."""
-        return version is not None and (
-            than is None
-            or (version != than and (version.sequence >= than.sequence or self._was_elsewhere))
-        )
+        if version is None or than is None:
+            return version is not None
+        is_higher = self._was_elsewhere or version.sequence >= than.sequence
+        return is_higher and not version.is_same(than)
 
     def follows(self) -> None:
         """Record that a background thread follows the job."""
@@ -271,7 +270,7 @@ class Pipeline:
             EngineBrokenError: the weights that the engine serves are unknown.
             Exception: storage, the engine or a callback failed. The next try may succeed.
         """
-        begun = time.monotonic()
+        begun, self._is_late = time.monotonic(), False
         lead = self.sync.lead(version)
         if lead is not None and self.staging is not None:
             copy = self._follow(self.staging, lead, cancel)
@@ -330,7 +329,7 @@ class Pipeline:
         """
         taker = self.reloader.taker(leased)
         using = [leased]  # to release if the load fails
-        blames = True
+        blames, self._is_late = True, self._is_late and not benches
         try:
             check_kind(leased, taker.kinds)
             ready, why = leased, None
@@ -380,7 +379,7 @@ class Pipeline:
         with self._changed:
             before, self.held, self._benches = self.held, ready, benches
             self.last, self._refused, self._broken = told, None, None
-            self._received, self._is_elsewhere = None, False
+            self._received, self._is_elsewhere = None, self._is_late
             self._changed.notify_all()
         if self.fast_path is not None:
             self.fast_path.fits = True
@@ -484,7 +483,7 @@ class Pipeline:
 
     def _adopt(self, version: LeasedVersion) -> None:
         with self._changed:
-            before, self.held = self.held, version
+            before, self.held, self._is_elsewhere = self.held, version, self._is_late
             if self._refused is not None and self._refused[0].sequence < version.sequence:
                 self._refused = None
             self._changed.notify_all()
@@ -495,6 +494,6 @@ class Pipeline:
     def _refusal(self, version: Version, error: BaseException) -> RefusedError:
         what = f"version {version.sequence}" if version.sequence else f"step {version.step}"
         log.error("refusing %s: %s", what, error)
-        self._refused = version, f"{what}: {error}"
+        self._refused = replace(version, is_first=not self._is_late), f"{what}: {error}"
         self.report()
         return RefusedError(error)

@@ -114,7 +114,8 @@ class Puller:
                     step, timeout=_left(deadline), cancel=self.cancel
                 )
                 try:
-                    if version is not None and version != self.pipeline.version:
+                    served = self.pipeline.version
+                    if version is not None and not (served and version.is_same(served)):
                         self.pipeline.take(version, self.cancel, exactly=True)
                     return self._served()
                 except VersionGoneError as error:
@@ -196,6 +197,7 @@ class Puller:
         If that fails, the caller can load a newer published version; without one, raise
         EngineBrokenError.
         """
+        self.sync.is_elsewhere()  # then any version is newer
         if not self.pipeline.is_broken:
             try:
                 self.pipeline.check_engine()

@@ -103,8 +103,9 @@ class Reader(Closing):
         deadline = self._clock() + (math.inf if timeout is None else timeout)
         while True:
             self.check_open()
+            floor = self._floor(newer_than)  # before LATEST, which must not be older
             latest = self.latest()
-            if latest is not None and latest.sequence > self._floor(newer_than):
+            if latest is not None and latest.sequence > floor:
                 return latest
             left = deadline - self._clock()
             if left <= 0:
@@ -132,6 +133,7 @@ class Reader(Closing):
         if found is not None and is_another:
             JobReplaced(self._job.layout.root, self.name).tell(log)
             self._session.begin_again(found.lease_time)
+            self._holds.forget()
             self._is_elsewhere, self._loads = True, ()
         return 0 if self._is_elsewhere else newer_than
 

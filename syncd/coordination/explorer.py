@@ -100,6 +100,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             self._weights.unlike = self._compare_settings(trainer, self._me.record, trainer.session)
         if follows_ahead:
             self._versions.passed = 0
+        self._is_elsewhere = False
         self.on_other_job: Callable[[], None] = lambda: self.report(None)
         self._counts_loads = memory_dir is None  # else the versions belong to another job
         self._loading = threading.RLock()
@@ -175,6 +176,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         if loaded is not None:
             changes["follows_ahead"] = self._versions.passed <= loaded.sequence
         with self._loading:  # so that no load of another thread is lost
+            self._is_elsewhere &= version is None
             loads = loads_with(self._me.record.loads, loaded, self._wall(), reload)
             self._me.update(
                 sequence=version.sequence if version else None,
@@ -247,7 +249,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             OSError: storage failed.
         """
         if no_wait:
-            return self._versions.newest(None if self.is_elsewhere() else current, ahead=True)
+            return self._weights.newest(current)
         with self._wait(timeout, cancel) as wait:
             found = self._weights.newer(current, wait, ends_with_trainer=True)
         return found if isinstance(found, Version) else current
@@ -350,15 +352,17 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         Its numbers begin anew, so this explorer then takes any version of it.
         """
         with self._loading:
-            is_another = self._change_of_job()
-            if is_another:
-                moved = {"loads": (), "of_another_job": True}
-                self._me.record = self._me.record.model_copy(update=moved)
-                self.on_other_job()
-            elif is_another is not None:
+            for is_another in self._changes_of_job():
                 with suppress(OSError):  # the next report tells what this explorer serves
-                    self._me.update()
-        return self._me.record.of_another_job
+                    if is_another:
+                        self._is_elsewhere, me = True, self._me.record
+                        serves = me.sequence is not None or me.bench is not None
+                        moved = {"loads": (), "of_another_job": me.of_another_job or serves}
+                        self._me.record = me.model_copy(update=moved)
+                        self.on_other_job()
+                    else:
+                        self._me.update()
+        return self._is_elsewhere
 
     def may_produce(self) -> bool:
         """True if this explorer's weights are fresh enough for producing (``max_staleness``).
@@ -380,7 +384,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             # Weights that come by the files count once published, as with any other method.
             is_sent = offer is not None and offer.decided in {None, "go"}
             if offer and offer.session == trainer.session and is_sent:
-                newest = with_sent(newest, trainer.run_id, offer.step)
+                newest, resumed = with_sent(newest, trainer.run_id, offer.step), None
         held = me.served(newest, trainer.run_id if trainer else None)
         return may_produce(self.settings, held, newest, resumed=resumed)
 

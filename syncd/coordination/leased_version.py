@@ -291,6 +291,12 @@ class Holds:
             for folder, lease in list(self._unreleased.items()):
                 self._end(folder, lease)
 
+    def forget(self) -> None:
+        """Forget all leases: their files were in another job, whose versions had the same paths."""
+        with self._lock:
+            self._held.clear()
+            self._unreleased.clear()
+
     def _lease(self, sequence: int) -> Lease:
         try:
             return Lease.take(self.job, sequence, self.name, self.session)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -443,24 +443,23 @@ class Member(Closing, Generic[Report]):
         self._compared.add(other)
         return unlike
 
-    def _change_of_job(self) -> bool | None:
+    def _changes_of_job(self) -> Iterator[bool]:
         """Go on in the job that is at the path now, with its lease time.
 
-        Returns True, once, if it is another job, False for a restored one, and else None.
+        Yields True, once, if it is another job, and False for a restored one.
         """
-        changes = []
         for identity in self._identities:
             if (change := identity.changed()) is None:
                 continue
             found, is_another = change
-            changes.append(is_another)
             if is_another:
                 JobReplaced(identity.job.layout.root, self.name).tell(log)
-            self._versions.begin_again(found.lease_time)
+            if identity.job is self._versions.job:
+                self._versions.begin_again(found.lease_time, is_another=is_another)
             if identity.job is self._job:
                 self._me.begin_again(found.lease_time)
                 self._roster.begin_again(found.lease_time)
-        return any(changes) if changes else None
+            yield is_another
 
     def _worth_a_look(self) -> dict[Path, frozenset[str]]:
         return {self._versions.job.layout.state: frozenset({self._versions.job.layout.latest.name})}

@@ -82,8 +82,6 @@ class HeldName:
             NameTakenError: a live participant has the name.
         """
         held = cls(job, job.layout.claim(role, name), session.id, name)
-        # Parent folders are not made, because nothing may be made in an unmounted job.
-        job.storage.make_folder(job.layout.claims, below=job.layout.state)
         watch = _Holder(job, held.path, session.lease_time, clock)
         has_said = False
         while not held._create():
@@ -146,7 +144,10 @@ class HeldName:
 
     def _create(self) -> bool:
         """Make the claim, with all its content at once; True if this session has the name now."""
-        draft = self.job.layout.drafts / f"{TEMPORARY}claim-{secrets.token_hex(6)}"
+        layout = self.job.layout
+        # Parent folders are not made, because nothing may be made in an unmounted job.
+        self.job.storage.make_folder(layout.claims, below=layout.state)
+        draft = layout.drafts / f"{TEMPORARY}claim-{secrets.token_hex(6)}"
         claim = Claim(session=self.session, name=self.name, process=this_process())
         # The claim is ours too if the server made the link, but its answer was lost.
         return self.job.storage.write_first(self.path, encode(claim), draft) or (
@@ -294,7 +295,6 @@ class Participant(Generic[Report]):
 
     def begin_again(self, lease_time: float) -> None:
         """Be a participant of the job that is at the path now; the next update claims the name."""
-        self._job.storage.make_folder(self._job.layout.claims, below=self._job.layout.state)
         self.session.begin_again(lease_time)
 
     def close(self) -> None:

@@ -266,10 +266,12 @@ class Versions:
             path, room = self._layout.trainer_report, self._layout.drafts
             self._storage.replace(path, encode(here), room=room)
 
-    def begin_again(self, lease_time: float) -> None:
+    def begin_again(self, lease_time: float, *, is_another: bool) -> None:
         """Go on in the job that is at the path now, with its lease time."""
         self.lease_time = self._judge.lease_time = lease_time
-        self.passed = 0 if math.isfinite(self.passed) else self.passed
+        if is_another:
+            self.passed = 0 if math.isfinite(self.passed) else self.passed
+            self.holds.forget()
         if self._own is not None:
             self._own.begin_again(lease_time)
 

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -72,6 +72,16 @@ class WeightWaits:
                     "directory"
                 )
 
+    def newest(self, current: Version | None, *, sure: bool = False) -> Version | None:
+        """LATEST's version, if it is newer or of another job than ``current``; else ``current``."""
+        is_first = self.is_elsewhere()
+        if current is not None and is_first and not current.is_first:
+            current = None
+        newest = self.versions.newest(current, sure=sure, ahead=True)
+        if newest is None or newest is current:
+            return newest
+        return replace(newest, is_first=is_first)
+
     def newer(
         self,
         current: Version | None,
@@ -95,11 +105,11 @@ class WeightWaits:
                 if offer is not None:
                     missed = False
                     return offer
-                if self.is_elsewhere():
-                    current = request.current = None
                 if not self.transfer.has_joined:  # else the offer's members wait for us
-                    newest = self.versions.newest(current, sure=is_over, ahead=True)
-                    if newest != current:
+                    newest = self.newest(current, sure=is_over)
+                    if newest is None:  # also if the job was replaced
+                        current = request.current = None
+                    elif newest is not current:
                         missed = False
                         return newest
                     if is_over:

@@ -313,7 +313,8 @@ class _Look:
                 seen["trouble"] = f"refuses {reason}"
             elif report.of_another_job:
                 seen["trouble"] = "serves weights of another job"
-            elif latest is not None and (report.sequence or 0) > latest.newest:
+            # Without loads, its versions are those of a memory directory.
+            elif latest and report.loads and (report.sequence or 0) > latest.newest:
                 seen["trouble"] = f"serves lost weights (v{report.sequence})"
         behind, steps = report.lag(latest, run)
         return report.model_copy(update=seen | {"behind": behind or 0, "behind_steps": steps})

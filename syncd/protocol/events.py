@@ -401,8 +401,8 @@ class JobReplaced(WarningEvent):
     """Another job is at a job's path; its numbers of versions begin anew."""
 
     text = (
-        "{path} is another job now: {name} takes its versions, and until the first one its engine "
-        "serves weights of the job that was there before"
+        "{path} is another job now: {name} takes its versions, and keeps the weights that it has "
+        "until the first one"
     )
     path: Path
     name: str

@@ -356,17 +356,24 @@ class Version:
     """A version that an engine serves: its sequence, which only grows, and the trainer's step.
 
     The sequence is 0 if the engine evaluates a step that was not published as a version. Two
-    versions are equal whatever their ``save_id``, which is None if it is not known.
+    versions are equal whatever their ``save_id``, which is None if it is not known. ``is_first`` if
+    this version was found in a job that took the place of the explorer's job.
     """
 
     sequence: int
     step: int
     save_id: str | None = field(default=None, compare=False, repr=False)
+    is_first: bool = field(default=False, compare=False, repr=False)
 
     @classmethod
     def of(cls, named: Latest | Ahead | Manifest) -> Self:
         """The version in a record."""
         return cls(named.sequence, named.step, named.save_id)
+
+    def is_same(self, other: Version) -> bool:
+        """True unless the sequences, the steps or the known saves differ, as in another job."""
+        saves = {self.save_id, other.save_id} - {None}
+        return self == other and len(saves) < 2
 
     @property
     def run(self) -> str | None:
@@ -386,11 +393,13 @@ class Pull(Enum):
 def pull_decision(held: Version | None, newest: Version | None) -> Pull:
     """The action of an explorer on the newest version.
 
-    An explorer never loads a lower sequence than it holds. ``ADOPT`` means that the explorer need
-    not load its first version: the version has step 0, and the engine began with these weights. An
-    ``ExplorerHook`` loads this version nevertheless. ``held`` is None before the engine's first
-    version; ``newest`` is None before any publication.
+    An explorer never loads a lower sequence than it holds, except of another job. ``ADOPT`` means
+    that the explorer need not load its first version: the version has step 0, and the engine began
+    with these weights. An ``ExplorerHook`` loads this version nevertheless. ``held`` is None before
+    the engine's first version; ``newest`` is None before any publication.
     """
+    if held is not None and newest is not None and newest.is_first and not newest.is_same(held):
+        return Pull.LOAD
     if newest is None or (held is not None and newest.sequence <= held.sequence):
         return Pull.NOTHING_NEW
     return Pull.ADOPT if held is None and newest.step == 0 else Pull.LOAD
@@ -429,11 +438,9 @@ def after_broadcast(held: Version, newest: Version) -> Version:
 
     ``held`` has the broadcast's step, and the newest sequence whose files the explorer loaded. If
     ``newest`` is of an earlier run, or has no later step, the explorer lacks nothing, so the result
-    has at least the sequence of ``newest``.
+    is ``newest``.
     """
-    if _is_later(newest, held):
-        return held
-    return replace(held, sequence=max(held.sequence, newest.sequence))
+    return held if _is_later(newest, held) else newest
 
 
 def with_sent(newest: Version, run: str, step: int) -> Version:
@@ -476,8 +483,8 @@ def lag(held: Version | None, newest: Version | None, *, resumed: Version | None
         # At least 1 for a newer version, because a rollback may have a lower step. One that no
         # longer follows ahead can serve a version above LATEST.
         return 0 if versions < 0 else max(ahead, min(versions, 1))
-    if versions == 0:  # else a broadcast of a later run
-        return max(0, ahead) if None in {run, newest.run} else 0
+    if versions == 0 and None in {run, newest.run}:  # else the lost one of a restored copy
+        return max(0, ahead)
     return max(abs(ahead), versions, 1)
 
 

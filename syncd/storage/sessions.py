@@ -140,14 +140,14 @@ class Session(Closing):
     def begin_again(self, lease_time: float) -> None:
         """Make the heartbeat in the job that is at the path now, with that job's lease time."""
         with self._changing:
-            self._lock.release()
-            self.lease_time = lease_time
+            before, self.lease_time = self._lock, lease_time
             self._lock = _lease_file(
                 self._layout, self._layout.session(self.id), lease_time, self._renew_soon
             )
             if self._closed.is_set():
                 return
             try:
+                before.release()
                 self._lock.take()
             except (OSError, Timeout, LeaseSettingsMismatch):
                 threading.Thread(target=self._renew, name="syncd-session", daemon=True).start()

@@ -1,9 +1,11 @@
 """A job that takes the place of another one: made again, renamed, behind a link, or restored."""
 
+import errno
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,14 @@ from explorer_hooks.reader import Reader
 from syncd.coordination import ExplorerSynchronizer
 from syncd.coordination.member import Seams
 from syncd.operate.job_state import look
-from syncd.protocol.policy import RunningStatus, SyncSettings, Version
+from syncd.protocol.errors import EngineMismatchError
+from syncd.protocol.policy import Pull, RunningStatus, SyncSettings, Version, pull_decision
 from syncd.protocol.records import Format, encode
 from syncd.storage.job import Job
-from tests.explorers import LONG, publish, pulls, report
+from tests.engines.waiting import wait_for
+from tests.explorers import LONG, leased, publish, pulls, report
 from tests.jobs import LEASE_TIME, SmallJob, read
+from tests.storages import RuledStorage
 
 SETTINGS = SyncSettings(max_staleness=100)
 
@@ -109,6 +114,21 @@ def test_an_explorer_takes_the_versions_of_another_job_and_says_so_once(
     assert said(caplog) == 1
 
 
+def test_an_explorer_without_weights_serves_none_of_another_job(
+    tmp_path: Path, engine: FakeEngine
+) -> None:
+    root = SmallJob(tmp_path / "empty").root
+    with ExplorerHook(root, "explorer", engine, settings=SETTINGS, poll=0.02) as hook:
+        assert hook.may_produce()
+        other = made_again(root)
+        assert not hook.may_produce()
+        [seen] = look(other).explorers
+        assert (seen.liveness, seen.trouble) == ("alive", None)
+        publish(other, 1)
+        pulls(hook, 1, 1)
+        assert hook.may_produce()
+
+
 @replaced
 def test_a_thread_that_follows_and_whoever_waits_for_it_go_on_in_another_job(
     job: SmallJob, hook: ExplorerHook, replace: Callable[[Path], SmallJob], sequence: int
@@ -140,6 +160,36 @@ def test_a_participant_of_the_user_gets_the_versions_of_another_job(
         assert mine.wait_new_model_state_dict(found, no_wait=True) == found
 
 
+@pytest.mark.parametrize("reports", [True, False])
+@pytest.mark.parametrize("no_wait", [True, False])
+def test_the_loop_of_synchronizer_md_loads_each_version_of_another_job_once(
+    single: SmallJob, reports: bool, no_wait: bool
+) -> None:
+    loaded: list[str | None] = []
+    with ExplorerSynchronizer(single.root, "mine", seams=Seams(poll=0.02)) as mine:
+        mine.set_explorer_status(RunningStatus.RUNNING)
+        version: Version | None = None
+
+        def turn() -> None:
+            nonlocal version
+            newest = mine.wait_new_model_state_dict(version, no_wait=no_wait)
+            if pull_decision(version, newest) is Pull.LOAD:
+                assert newest is not None
+                loaded.append(newest.save_id)
+            version = newest
+            if reports and version is not None:
+                mine.set_explorer_version(version)
+
+        turn()
+        other = with_the_same_number(single.root)
+        for _ in range(3):
+            turn()
+        publish(other, 2)
+        for _ in range(3):
+            turn()
+    assert loaded == ["run-1-0", "run-1-1", "run-2-0"]
+
+
 @replaced
 def test_a_reader_gets_the_versions_of_another_job(
     job: SmallJob, caplog: pytest.LogCaptureFixture,
@@ -156,6 +206,126 @@ def test_a_reader_gets_the_versions_of_another_job(
         assert other.layout.session(reader.session_id).exists()
         found.release()
     assert said(caplog) == 1
+
+
+def with_the_same_number(root: Path) -> SmallJob:
+    """Another job, whose first version has the number and the step of the version before."""
+    shutil.rmtree(root)
+    other = SmallJob(root)
+    other.save(1, counter=1)
+    with other.daemon() as loop:
+        loop.run_once()
+    return other
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> SmallJob:
+    """A job with one version."""
+    job = SmallJob(tmp_path / "single")
+    publish(job, 1)
+    return job
+
+
+@pytest.mark.parametrize("door", ["pull", "pull_step", "start"])
+def test_a_version_with_the_number_of_the_served_one_is_leased_and_loaded(
+    single: SmallJob, engine: FakeEngine, door: str
+) -> None:
+    with ExplorerHook(single.root, "explorer", engine, poll=0.02) as hook:
+        pulls(hook, 1, 1)
+        before, loads = hook.version, len(engine.asked("load"))
+        other = with_the_same_number(single.root)
+        if door == "pull":
+            pulls(hook, 1, 1)
+        elif door == "pull_step":
+            hook.pull_step(1)
+        else:
+            hook.start()
+            assert hook.wait_until_served(LONG, newer_than=before) == before
+        assert hook.version is not None
+        assert before is not None
+        assert hook.version.save_id != before.save_id
+        assert len(engine.asked("load")) > loads
+        assert leased(other) == [1]
+
+
+def test_a_reader_leases_a_version_with_the_number_of_the_held_one(single: SmallJob) -> None:
+    with Reader(single.root, "reader", poll=0.02) as reader:
+        before = reader.next_version(0, LONG)
+        other = with_the_same_number(single.root)
+        found = reader.next_version(1, LONG)
+        assert found.manifest.save_id != before.manifest.save_id
+        before.release()
+        assert leased(other) == [1]
+
+
+def test_a_version_of_another_job_is_refused_once(
+    job: SmallJob, hook: ExplorerHook, engine: FakeEngine
+) -> None:
+    other = replace_folder(job, made_again)
+    publish(other, 1)
+    engine.fail("check", EngineMismatchError("another model"))
+    with pytest.raises(EngineMismatchError):
+        hook.pull(0)
+    assert hook.pull(0) is None
+    assert not hook.may_produce()
+    publish(other, 2)
+    pulls(hook, 2, 2)
+
+
+@replaced
+def test_a_load_that_ends_after_the_change_gives_weights_of_the_job_before(
+    job: SmallJob, replace: Callable[[Path], SmallJob], sequence: int
+) -> None:
+    others: list[SmallJob] = []
+
+    class Slow(FakeEngine):
+        def resume(self) -> None:
+            super().resume()
+            if hook.version and not others:
+                others.append(replace_folder(job, replace))
+                assert not hook.may_produce()
+
+    engine = Slow()
+    with ExplorerHook(job.root, "explorer", engine, settings=SETTINGS, poll=0.02) as hook:
+        pulls(hook, 3, 30)
+        publish(job, 31)
+        pulls(hook, 4, 31)
+        assert not hook.may_produce()
+        assert report(others[0]).of_another_job
+        publish(others[0], 1)
+        pulls(hook, sequence, 1)
+        assert hook.may_produce()
+
+
+@pytest.mark.parametrize("method", ["mkdir", "unlink", "create", "status"])
+def test_a_change_that_storage_interrupts_is_not_forgotten(job: SmallJob, method: str) -> None:
+    storage = RuledStorage()
+    seams = Seams(storage=storage, poll=0.02)
+    with ExplorerSynchronizer(job.root, "mine", settings=SETTINGS, seams=seams) as mine:
+        mine.set_explorer_status(RunningStatus.RUNNING)
+        held = mine.wait_for_newer(None, timeout=LONG)
+        mine.set_explorer_version(held)
+        other = replace_folder(job, made_again)
+        storage.refuse(method, errno.EIO, where=str(job.root))
+        with suppress(OSError):
+            mine.may_produce()
+        storage.rules.clear()
+        assert not mine.may_produce()
+        publish(other, 1)
+        assert mine.wait_for_newer(held, timeout=LONG) == Version(1, 1)
+        wait_for(other.layout.session(mine.session_id).exists)
+
+
+def test_a_server_that_restarts_with_another_job_gets_its_versions(
+    job: SmallJob, engine: FakeEngine
+) -> None:
+    settings = SyncSettings(sync_interval=1)
+    with ExplorerHook(job.root, "explorer", engine, settings=settings, poll=0.02) as hook:
+        pulls(hook, 3, 30)
+        other = replace_folder(job, made_again)
+        publish(other, 1)
+        engine.restart()
+        assert hook.after_step(1) == Version(1, 1)
 
 
 def test_a_memory_directory_that_was_cleared_begins_anew(
@@ -221,6 +391,17 @@ def test_a_restored_copy_names_who_serves_lost_weights_until_its_numbers_are_hig
     publish(job, 31)
     pulls(hook, 6, 31)
     assert look(job).explorers[0].trouble is None
+
+
+def test_weights_of_a_memory_directory_are_not_lost(
+    tmp_path: Path, job: SmallJob, engine: FakeEngine
+) -> None:
+    memory = SmallJob(tmp_path / "memory")
+    publish(memory, 1, 2, 3, 4, 5)
+    with ExplorerHook(job.root, "explorer", engine, memory_dir=memory.root, poll=0.02) as hook:
+        pulls(hook, 5, 5)
+        [seen] = look(job).explorers
+        assert (seen.sequence, seen.trouble) == (5, None)
 
 
 def test_numbers_go_above_a_report_that_comes_after_the_take_over(

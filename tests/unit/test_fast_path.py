@@ -1,5 +1,6 @@
 """Which sync goes how, and what an explorer that has weights by a broadcast makes of versions."""
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 
@@ -20,6 +21,7 @@ from syncd.protocol.errors import BroadcastError
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version, may_produce
 from syncd.protocol.records import SaveId
 from syncd.protocol.reports import Rendezvous
+from tests.engines.waiting import wait_for
 from tests.explorers import LONG, leased, publish, pulls, report
 from tests.jobs import SmallJob
 from tests.refusals import engine_broken, too_late
@@ -252,6 +254,25 @@ def test_versions_of_an_earlier_trainer_are_not_newer_than_a_broadcast(
     publish_save(job, 11, 2)
     assert has_nothing_newer(hook)
     assert engine.asked("load") == [1, 3]
+
+
+def test_weights_of_a_broadcast_stay_when_their_job_is_made_again(
+    job: SmallJob, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
+) -> None:
+    receives(hook, step=7, counter=4)
+    shutil.rmtree(job.root)
+    again = SmallJob(job.root)
+    assert not hook.may_produce()
+    trainer.add_module()
+    wait_for(lambda: hook.synchronizer.current_run() == "run")
+    again.save(7, counter=4)
+    with again.daemon() as loop:
+        loop.run_once()
+    assert has_nothing_newer(hook)
+    assert hook.may_produce()
+    said = report(job)
+    assert (said.of_another_job, said.step, said.received) == (False, 7, "run-7-4")
+    assert (engine.asked("load"), leased(again)) == ([1], [1])
 
 
 def test_a_step_that_is_to_be_evaluated_is_loaded_also_after_a_later_broadcast(

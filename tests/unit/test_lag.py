@@ -39,6 +39,8 @@ RESUMED = of(0, 8, "old")
         (of(26, 13, "old"), 1),
         (of(26, 14, "old"), 1),
         (of(30, 20, "old"), 6),  # of a restored job
+        (of(27, 14, "old"), 1),  # of a restored job that gave the number again
+        (of(27, 20, "old"), 6),  # a broadcast of the lost run
         (of(20, 20, None), 7),  # a trainer without receipts
         (of(26, 2, None), 12),
         (of(27, 14, None), 0),  # a report of 0.3.0

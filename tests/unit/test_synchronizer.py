@@ -35,9 +35,9 @@ from syncd.protocol.errors import (
     WaitTimeoutError,
 )
 from syncd.protocol.names import FULL
-from syncd.protocol.policy import RunningStatus, SyncSettings, Version
+from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings, Version
 from syncd.protocol.records import Ahead, SaveId, SaveOutcome, SaveOutcomes, encode
-from syncd.protocol.reports import ExplorerReport, TrainerReport
+from syncd.protocol.reports import ExplorerReport, ResumedFrom, TrainerReport
 from tests.doc_blocks import blocks
 from tests.jobs import SmallJob, read
 from tests.multiprocess.processes import wait_until
@@ -838,6 +838,25 @@ def test_who_takes_part_in_a_transfer_has_time_to_load_it_and_who_came_after_has
     assert trainer.has_missed(sent), "it does not say so"
     takes.report(Version(version.sequence, 4), received=str(sent))
     assert not trainer.has_missed(sent)
+
+
+def test_what_a_resumed_trainer_sent_counts_instead_of_what_it_resumed_from(
+    members: Members,
+) -> None:
+    settings = SyncSettings(method=SyncMethod.NCCL, max_staleness=1)
+    trainer = members.trainer(settings=settings, run_id="new")
+    version = members.publish(2)
+    takes, late = (members.explorer(name, settings=settings) for name in ("takes", "late"))
+    for explorer in (takes, late):
+        explorer.set_explorer_version(version)
+    trainer._me.update(resumed_from=ResumedFrom(step=2, save_id=version.save_id))
+    assert late.may_produce()
+    ready = [members.aside(one.ready_to_nccl_sync, timeout=LONG) for one in (takes, late)]
+    assert trainer.ready_to_nccl_sync(6, timeout=LONG) == 6
+    assert [one.result(LONG) for one in ready] == [6, 6]
+    takes.report(Version(version.sequence, 6), received=str(SaveId("new", 6, 1)))
+    assert takes.may_produce()
+    assert not late.may_produce()
 
 
 def test_no_transfer_without_explorers_or_without_a_trainer(
