@@ -152,7 +152,7 @@ class Saver:
                 )
                 self.explorers = Explorers(synchronizer)
                 synchronizer.set_trainer_status(RunningStatus.RUNNING)
-                served = self.explorers.serve_resumed(partial(is_in, self.writer.job, self.held))
+                served = self.explorers.serve_resumed(partial(is_in, self.writer.job))
                 self.is_served = bool(served) or self.held == self.writer.job.layout.root
         except OSError as error:
             raise unwritable_storage(error, self.job_dir) or JobUnavailableError(

@@ -172,7 +172,7 @@ class VLLMEngine(InProcessEngine):
 
     def reset_cache(self) -> None:
         """Empty all caches of results; raise EngineBrokenError if a request is running."""
-        has_connector = getattr(self._config, "kv_transfer_config", None) is not None
+        has_connector = self._config.kv_transfer_config is not None
         options = {"reset_connector": True} if has_connector else {}
         if not self._llm.reset_prefix_cache(**options):
             raise EngineBrokenError(
@@ -184,12 +184,12 @@ class VLLMEngine(InProcessEngine):
 
     @property
     def _config(self) -> Any:
-        return getattr(getattr(self._llm, "llm_engine", None), "vllm_config", None)
+        return self._llm.llm_engine.vllm_config
 
     @property
     def _reset_encoder(self) -> Callable[[], None] | None:
         """Drops the encoder's outputs, by which vLLM answers repeated images; since vLLM 0.16."""
-        return getattr(getattr(self._llm, "llm_engine", None), "reset_encoder_cache", None)
+        return getattr(self._llm.llm_engine, "reset_encoder_cache", None)
 
 
 def workers_of(parallel_config: object) -> int:

@@ -186,7 +186,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         self._answered |= asked
         self._holds_own_weights()
 
-    def serve_resumed(self, is_here: Callable[[], bool]) -> bool:
+    def serve_resumed(self, is_here: Callable[[ResumedFrom], bool]) -> bool:
         """Make the save that this trainer resumed from the served one.
 
         The pointer goes back to it, unless LATEST names it already. Then this method waits at most
@@ -200,7 +200,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         if resumed is None:
             return versions.pointed() is None and read_latest(versions.job) is None
         step, was_served = resumed.step, versions.serves(resumed.save_id)
-        if not versions.follows(self._job) or versions.is_refused(step) or not is_here():
+        if not versions.follows(self._job) or versions.is_refused(step) or not is_here(resumed):
             return was_served
         # A save of the lost run that is not published yet would replace the served one.
         is_next = not was_served or versions.on_its_way() is not None

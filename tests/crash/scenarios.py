@@ -347,7 +347,7 @@ def _resume(job: SmallJob, run: str) -> None:
     resumed, seams = ResumedFrom(step=2, save_id="before-2-0"), Seams(storage=job.storage)
     with TrainerSynchronizer(job.root, run_id=run, resumed_from=resumed, seams=seams) as trainer:
         trainer.set_trainer_status(RunningStatus.RUNNING)
-        trainer.serve_resumed(lambda: True)
+        trainer.serve_resumed(lambda _: True)
         ranks_save(job, run, 3)
         trainer.set_model_state_dict(None, 3)
 

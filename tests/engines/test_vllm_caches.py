@@ -14,7 +14,6 @@ from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import ServerRefusedError
 from tests.engines.test_vllm_routes import (
-    MEETING,
     OPTIONS,
     STATE,
     TRANSFER,
@@ -27,7 +26,7 @@ from tests.refusals import engine_broken, unfit
 ENCODER = "/reset_encoder_cache"
 RESETS = ["/reset_prefix_cache", ENCODER]
 ADAPTER = "/v1/load_lora_adapter"
-LOADS = {"/update_weights", "reload_weights", "syncd_load_folder", "syncd_load", ADAPTER}
+LOADS = {"reload_weights", "syncd_load_folder", ADAPTER}
 VISION: dict[str, object] = {"vision_config": {"hidden_size": 8}, "text_config": {}}
 SOUND: dict[str, object] = {"thinker_config": {"audio_config": {"d_model": 8}}}
 TEXT: dict[str, object] = {"hidden_size": 8, "vision_config": None, "rope_scaling": {"factor": 2}}
@@ -46,22 +45,18 @@ def load(engine: VLLMServer, version: LeasedVersion) -> None:
     engine.resume()
 
 
-@pytest.mark.parametrize("kind", ["transfer", "reload", "extension", "adapter", "broadcast"])
-def test_every_load_resets_every_cache_before_the_server_serves(tmp_path: Path, kind: str) -> None:
-    more = {"transfer": TRANSFER, "extension": OPTIONS, "adapter": (ADAPTER,)}.get(kind, ())
-    device = "cpu" if kind == "extension" else None
+@pytest.mark.parametrize(
+    ("more", "device", "kind"),
+    [((), None, "full"), (OPTIONS, "cpu", "full"), ((ADAPTER,), None, "adapter")],
+)
+def test_every_load_resets_every_cache_before_the_server_serves(
+    tmp_path: Path, more: tuple[str, ...], device: str | None, kind: Any
+) -> None:
+    """By syncd's transfer, and by broadcast: see the routes."""
     routes = Routes(*more, ENCODER, extension=EXTENSION, device=device)
-    routes.answers[STATE] = states(False)
-    engine = routes.engine()
-    if kind == "broadcast":
-        engine.pause()
-        engine.receive(MEETING, 1, 5.0)
-        engine.reset_cache()
-        engine.resume()
-    else:
-        load(engine, version_of(tmp_path / "v1", kind="adapter" if kind == "adapter" else "full"))
-    loaded = max(at for at, call in enumerate(routes.asked) if call in LOADS)
-    rest = [call for call in routes.asked[loaded + 1 :] if call in {*RESETS, "/resume"}]
+    load(routes.engine(), version_of(tmp_path / "v1", kind=kind))
+    (loaded,) = (at for at, call in enumerate(routes.asked) if call in LOADS)
+    rest = [call for call in routes.asked[loaded:] if call in {*RESETS, "/resume"}]
     assert rest == [*RESETS, "/resume"]
 
 

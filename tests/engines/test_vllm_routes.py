@@ -315,7 +315,7 @@ def test_who_takes_broadcasts_is_looked_for_and_no_method_that_is_not_there_is_c
 
 
 def test_a_broadcast_is_held_by_all_workers_before_the_first_one_changes() -> None:
-    routes = Routes(*OPTIONS, extension=EXTENSION)
+    routes = Routes(*OPTIONS, "/reset_encoder_cache", extension=EXTENSION)
     engine = routes.engine()
     engine.pause()
     engine.receive(MEETING, 1, 5.0)
@@ -327,6 +327,7 @@ def test_a_broadcast_is_held_by_all_workers_before_the_first_one_changes() -> No
         f"label {LOADING}-full-step-7-broadcast-run-7-3",
         "syncd_load",
         "/reset_prefix_cache",
+        "/reset_encoder_cache",
         "label step-7-broadcast-run-7-3",
         "/resume",
     ]

@@ -95,9 +95,10 @@ def publish_model(
     _publish(job, step, names)
 
 
-def adapter(seed: int) -> PeftModel:
-    """Model 0 with an adapter that changes what it says."""
-    made = get_peft_model(model(0), LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj"]))
+def adapter(seed: int, base: PreTrainedModel | None = None, layers: str = "") -> PeftModel:
+    """A model, by default model 0, with an adapter that changes what it says."""
+    config = LoraConfig(r=4, lora_alpha=64, target_modules=layers or ["q_proj"])
+    made = get_peft_model(base or model(0), config)
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in made.named_parameters():

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import Blip2Config, Blip2ForConditionalGeneration, PreTrainedTokenizerFast
 
+from tests.engines import tiny_models
 from tests.engines.vllm_process import MODEL, VLLMProcess
 
 SIDE, QUERIES, VOCABULARY = 28, 4, 128
@@ -82,13 +83,7 @@ def save_model(folder: Path, seed: int) -> Path:
 
 def adapter(seed: int) -> PeftModel:
     """Model 0 with an adapter of its vision tower."""
-    config = LoraConfig(r=4, lora_alpha=64, target_modules=r"vision_model.*fc1")
-    made = get_peft_model(model(0), config)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.5)
+    made = tiny_models.adapter(seed, model(0), r"vision_model.*fc1")
     made.peft_config["default"].target_modules = ["fc1"]  # vLLM takes a list alone
     return made.eval()
 

@@ -150,9 +150,7 @@ def test_ranks_agree_whether_the_first_step_after_a_resume_syncs(job: Path) -> N
 
         ranks.all("open", seldom)  # it loads by itself, or not at all
         assert all("time/sync_weight" in one for one in ranks.all("step", 5))
-        assert not any("time/sync_weight" in one for one in ranks.all("step", 6))
         ranks.all("close")
-        wait_for_step(job, 6)
 
 
 def test_a_killed_rank_costs_its_save_alone(job: Path) -> None:

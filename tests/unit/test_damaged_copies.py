@@ -11,7 +11,6 @@ import pytest
 from explorer_hooks.engines.base import Engine
 from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.engines.sglang_server import SGLangServer
-from explorer_hooks.follow import LinkEngine
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.staged_copies import copy_name
 from explorer_hooks.staging import Staging
@@ -176,12 +175,3 @@ def test_a_version_that_was_damaged_in_memory_is_not_loaded_again(
     assert engine.served is None
     publish(SmallJob(host.options["memory_dir"]), 2)
     pulls(hook, 2, 2)
-
-
-def test_a_link_leads_to_sound_bytes_after_each_load(host: Host, tmp_path: Path) -> None:
-    publish(host.job, 1)
-    damage(host.hook(LinkEngine(tmp_path / "first")))
-    host.hook(LinkEngine(tmp_path / "late"), "late")
-    for link in ("first", "late"):
-        weights = (tmp_path / link / "model.safetensors").read_bytes()
-        assert weights == (host.job.version(1) / "model.safetensors").read_bytes()

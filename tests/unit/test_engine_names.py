@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx2
@@ -205,9 +206,10 @@ def test_vllm_gets_the_trainers_names_only_if_it_finds_them(
 ) -> None:
     files = {MODEL_CONFIG: json.dumps({"model_type": model_type}).encode()}
     folder = made(tmp_path, base, 9).folder if base is not None else None
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=None))
     engines = [
-        VLLMEngine(cast("LLM", object()), base=folder),
-        VLLMServer("http://vllm", base=folder, transport=httpx2.MockTransport(_nowhere)),
+        VLLMEngine(cast("LLM", llm), base=folder),
+        VLLMServer("http://vllm", base=folder, transport=httpx2.MockTransport(_without_routes)),
     ]
     for engine in engines:
         engine.check(made(tmp_path / type(engine).__name__, "hub", 1, files=files))
@@ -242,8 +244,8 @@ def reload(engine: SGLangServer, version: LeasedVersion) -> None:
     engine.resume()
 
 
-def _nowhere(_: httpx2.Request) -> httpx2.Response:
-    return httpx2.Response(404)
+def _without_routes(_: httpx2.Request) -> httpx2.Response:
+    return httpx2.Response(200, json={"paths": {}})
 
 
 @pytest.mark.parametrize("mmap", [False, True])

@@ -1,9 +1,8 @@
 """A trainer that resumes makes its weights the served ones before its first step."""
 
 import errno
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +13,29 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from syncd.daemon.config import DaemonConfig
+from syncd.daemon.service import Service
 from syncd.protocol.names import CHECKPOINT_POINTER, RECEIPTS, STATE_POINTER
-from syncd.protocol.records import Pause, SaveOutcome, SaveOutcomes
+from syncd.protocol.records import Pause, SaveOutcomes
 from syncd.protocol.reports import ResumedFrom, TrainerReport
 from syncd.storage.fsio import Storage
-from tests.checkpoints import Net, same
+from tests.checkpoints import Net
 from tests.hooks import written
 from tests.jobs import SmallJob, read
+from tests.multiprocess import processes
 from tests.storages import RuledStorage
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
 from trainer_hooks.settings import SaveLayout
 
-CONFIG = DaemonConfig(keep=99, prune_steps=False)
+CONFIG = DaemonConfig(keep=99, prune_steps=False, tick=0.05)
 #: Seldom enough that no later step is due.
 SELDOM = SyncSettings(sync_interval=1000)
-#: The same, where LATEST does not come and the trainer waits in vain.
-VAIN = SyncSettings(sync_interval=1000, sync_timeout=0.2)
 
 
-def model_of(value: float = 0.0) -> nn.Module:
-    model = Net()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    return model
-
-
-def train(job: SmallJob, *syncs: int, full: int = 8, **saving: Any) -> TrainerHook:
+def train(job: SmallJob, *syncs: int, full: int = 8, **saving: Any) -> None:
     """A trainer that syncs steps, makes one of them a full checkpoint, and is gone then."""
     settings = SyncSettings(sync_interval=1)
     saves = SaveSettings(final=False, **saving)
-    model = model_of()
+    model = Net()
     with TrainerHook(job.root, model, settings=settings, saving=saves) as hook:
         for step in syncs:
             with torch.no_grad():
@@ -53,37 +44,27 @@ def train(job: SmallJob, *syncs: int, full: int = 8, **saving: Any) -> TrainerHo
             if step == full:
                 hook.save_checkpoint(step)
             written(hook)
-    return hook
 
 
 @contextmanager
-def serving(job: SmallJob, config: DaemonConfig = CONFIG) -> Iterator[None]:
+def serving(job: SmallJob) -> Iterator[None]:
     """A daemon works until the end of the block."""
-    ended = threading.Event()
-
-    def work() -> None:
-        while not ended.wait(0.01):
-            loop.run_once()
-
-    with job.daemon(config) as loop:
-        thread = threading.Thread(target=work)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
+    with processes.serving(Service(job.root, CONFIG)):
+        processes.wait_until(job.layout.daemon_lock.exists, "it is live")
+        yield
 
 
 @contextmanager
 def resumed(
-    job: SmallJob, settings: SyncSettings = SELDOM, source: Path | None = None, **more: Any
+    job: SmallJob,
+    settings: SyncSettings = SELDOM,
+    source: Path | None = None,
+    step: int | None = None,
+    **more: Any,
 ) -> Iterator[tuple[TrainerHook, nn.Module]]:
     """A trainer that has loaded a checkpoint, before its first step."""
-    step = more.pop("step", None)
-    model = model_of()
-    found = load_checkpoint(source or job.root, model, step=step)
-    assert found is not None
+    model = Net()
+    assert load_checkpoint(source or job.root, model, step=step) is not None
     saving = SaveSettings(final=False)
     with TrainerHook(job.root, model, settings=settings, saving=saving, **more) as hook:
         yield hook, model
@@ -122,10 +103,9 @@ def test_the_resumed_weights_are_served_before_the_first_step(
     with serving(job), resumed(job) as (hook, model):
         assert job.latest.step == 8
         assert job.latest.sequence > before
-        dtype = torch.bfloat16 if saving.get("sync_dtype") else torch.float32
-        truth = {name: value.to(dtype) for name, value in model.named_parameters()}
-        assert same(truth, {name: load_file(job.version(before + 1) / "model.safetensors")[name]
-                            for name in truth})  # fmt: skip
+        served = load_file(job.version(before + 1) / "model.safetensors")
+        for name, value in model.named_parameters():
+            assert torch.equal(served[name], value.to(served[name].dtype))
         assert not first_step_syncs(hook)
 
 
@@ -172,17 +152,16 @@ def _in_memory(job: SmallJob) -> dict[str, Any]:
 
 def _refused(job: SmallJob) -> dict[str, Any]:
     saves = read(SaveOutcomes, job.layout.saves)
-    identity = saves.steps[8].identity
-    refusal = SaveOutcome(identity=identity, outcome="quarantined", time=0.0)
-    steps = saves.steps | {8: refusal}
+    steps = saves.steps | {8: saves.steps[8].model_copy(update={"outcome": "quarantined"})}
     job.put_record(job.layout.saves, saves.model_copy(update={"steps": steps}))
     return {}
 
 
 def _followed_otherwise(job: SmallJob) -> dict[str, Any]:
-    job.run(CONFIG.model_copy(update={"pointer": CHECKPOINT_POINTER}))
+    config = CONFIG.model_copy(update={"pointer": CHECKPOINT_POINTER})
+    job.run(config)
     train(job, 16, full=16)
-    job.run(CONFIG.model_copy(update={"pointer": CHECKPOINT_POINTER}))
+    job.run(config)
     return {"step": 8}
 
 
@@ -195,13 +174,6 @@ def test_the_first_step_syncs_if_the_resumed_save_cannot_be_served(
     before = job.state_pointer.read_bytes()
     with resumed(job, **more) as (hook, _):
         assert job.state_pointer.read_bytes() == before
-        assert first_step_syncs(hook)
-
-
-def test_the_first_step_syncs_if_the_trainer_loads_by_itself(job: SmallJob) -> None:
-    lost(job)
-    with TrainerHook(job.root, model_of(8), settings=SELDOM) as hook:
-        assert job.pointed == "15\n"
         assert first_step_syncs(hook)
 
 
@@ -221,7 +193,8 @@ def test_a_daemon_that_publishes_nothing_delays_training_for_the_timeout_only(
 ) -> None:
     lost(job)
     job.put_record(job.layout.paused, Pause(id="p", by="someone", time=0.0))
-    with serving(job), resumed(job, VAIN) as (hook, _):
+    settings = SyncSettings(sync_interval=1000, sync_timeout=0.2)
+    with serving(job), resumed(job, settings) as (hook, _):
         assert job.latest.step == 15
         assert job.pointed == "8\n"
         assert first_step_syncs(hook)
@@ -230,16 +203,13 @@ def test_a_daemon_that_publishes_nothing_delays_training_for_the_timeout_only(
 def test_loading_alone_changes_nothing_on_disk(job: SmallJob) -> None:
     lost(job)
     before = {path: path.stat().st_mtime_ns for path in job.root.rglob("*")}
-    assert load_checkpoint(job.root, model_of()) is not None
+    assert load_checkpoint(job.root, Net()) is not None
     assert {path: path.stat().st_mtime_ns for path in job.root.rglob("*")} == before
 
 
 def test_a_fresh_start_syncs_by_its_interval(job: SmallJob) -> None:
-    model = model_of()
-    assert load_checkpoint(job.root, model) is None
-    with serving(job), TrainerHook(job.root, model, settings=SELDOM) as hook:
+    with TrainerHook(job.root, Net(), settings=SELDOM) as hook:
         assert not first_step_syncs(hook)
-        assert report(job).resumed_from is None
 
 
 def test_the_report_has_the_resumed_save_until_the_first_announced_one(job: SmallJob) -> None:
@@ -291,7 +261,6 @@ def _as_it_is(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (nn.DataParallel, _as_it_is),
         (AveragedModel, _as_it_is),
         (_as_it_is, nn.DataParallel),
         pytest.param(_as_it_is, torch.compile, marks=pytest.mark.slow),
@@ -303,7 +272,7 @@ def test_a_wrapper_before_or_after_the_load_changes_nothing(
     after: Callable[[nn.Module], nn.Module],
 ) -> None:
     lost(job)
-    model = before(model_of())
+    model = before(Net())
     load_checkpoint(job.root, model)
     with TrainerHook(job.root, after(model), settings=SELDOM):
         assert job.pointed == "8\n"
@@ -312,7 +281,7 @@ def test_a_wrapper_before_or_after_the_load_changes_nothing(
 @pytest.mark.parametrize("is_late", [True, False])
 def test_a_second_hook_of_the_trained_model_goes_on(job: SmallJob, is_late: bool) -> None:
     lost(job)
-    model = model_of()
+    model = Net()
     if not is_late:
         load_checkpoint(job.root, model)
     with TrainerHook(job.root, model, settings=SELDOM) as hook:
@@ -326,10 +295,13 @@ def test_a_second_hook_of_the_trained_model_goes_on(job: SmallJob, is_late: bool
         assert not first_step_syncs(hook)
 
 
-def test_a_hook_after_a_failed_training_syncs_the_first_step(job: SmallJob) -> None:
+def test_weights_of_a_failed_training_are_synced_at_the_first_step(job: SmallJob) -> None:
+    """As are those that a trainer loads by itself."""
     lost(job)
-    model = model_of()
-    with pytest.raises(ZeroDivisionError), TrainerHook(job.root, model, settings=SELDOM) as hook:
+    model = Net()
+    with suppress(ZeroDivisionError), TrainerHook(job.root, model, settings=SELDOM):
+        load_checkpoint(job.root, model)
         raise ZeroDivisionError
     with TrainerHook(job.root, model, settings=SELDOM) as hook:
+        assert job.pointed == "15\n"
         assert first_step_syncs(hook)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
-from syncd.protocol.reports import ResumedFrom
 from trainer_hooks.resuming.resumable import FullCheckpoint, look_at_checkpoint
 from trainer_hooks.state.wrappers import trained_model, unwrapped
 from trainer_hooks.writing.retire import pointed_step
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
 
+    from syncd.protocol.reports import ResumedFrom
     from syncd.storage.job import Job
 
 #: A path is that of the job whose hook has trained the model. Models are known by the module inside
@@ -21,12 +22,9 @@ if TYPE_CHECKING:
 _held: Final[WeakKeyDictionary[nn.Module, ResumedFrom | Path]] = WeakKeyDictionary()
 
 
-def remember(model: nn.Module, held: FullCheckpoint | Path) -> None:
+def remember(model: nn.Module, held: ResumedFrom | Path) -> None:
     """Remember that a model holds a checkpoint, or what a hook of this job has trained."""
-    if isinstance(held, Path):
-        _held[_inner(model)] = held
-    else:
-        _held[_inner(model)] = ResumedFrom(step=held.step, save_id=held.identity)
+    _held[_inner(model)] = held
 
 
 def held_by(model: nn.Module) -> ResumedFrom | Path | None:
@@ -43,9 +41,7 @@ def _inner(model: nn.Module) -> nn.Module:
     return unwrapped(trained_model(model))
 
 
-def is_in(job: Job, held: ResumedFrom | Path | None) -> bool:
+def is_in(job: Job, save: ResumedFrom) -> bool:
     """True if a job has this save as a full checkpoint; False for an archive's."""
-    if not isinstance(held, ResumedFrom):
-        return False
-    found = look_at_checkpoint(job, held.step, is_pointed=pointed_step(job) == held.step)
-    return isinstance(found, FullCheckpoint) and found.identity == held.save_id
+    found = look_at_checkpoint(job, save.step, is_pointed=pointed_step(job) == save.step)
+    return isinstance(found, FullCheckpoint) and found.identity == save.save_id

@@ -16,6 +16,7 @@ from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import ACTOR, CRITIC, extra_state_name
 from syncd.protocol.policy import check_step
+from syncd.protocol.reports import ResumedFrom
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from trainer_hooks.ranks import Ranks
@@ -210,7 +211,7 @@ def load_checkpoint(
             stacklevel=3,
         )
     log.info("resumed from %s", saved)
-    remember(model, chosen)
+    remember(model, ResumedFrom(step=chosen.step, save_id=chosen.identity))
     return Resumed(chosen.step, extra.get(USER_STATE), chosen.save_id, chosen.world_size, is_exact)
 
 
