@@ -109,6 +109,16 @@ def test_the_resumed_weights_are_served_before_the_first_step(
         assert not first_step_syncs(hook)
 
 
+def test_a_full_checkpoint_is_the_first_sync_too(job: SmallJob) -> None:
+    lost(job)
+    with resumed(job) as (hook, _):  # nobody publishes what it has loaded
+        hook.save_checkpoint(9, block_until_saved=True)
+        assert hook._saver.announced == 9
+        hook.after_step(10)
+        written(hook)
+        assert hook._saver.announced == 9
+
+
 def test_a_lost_save_that_is_not_published_yet_never_is(job: SmallJob) -> None:
     train(job, 5, 8)
     job.run(CONFIG)
