@@ -294,7 +294,7 @@ class ExplorerReport(Record):
         newest = Version.of((self.follows_ahead and latest.ahead) or latest)
         held = self.served(newest, run)
         # One that no longer follows ahead can serve a version above LATEST.
-        versions = max(0, newest.sequence - (held.sequence if held else 0))
+        versions = max(0, newest.sequence - ((held or self).sequence or 0))
         return versions, None if held is None else lag(held, newest)
 
 
