@@ -87,7 +87,8 @@ FOLLOW = "syncd follow job --name f --stage stage --link link"
 def test_a_daemon_is_started_and_upgraded(host: Host) -> None:
     assert "watching" in host.types(START)
     serve(host.job, Constant(), 1)
-    assert "healthy" in host.types(UPGRADE, RELEASE="syncd.whl")
+    assert "v1" in host.types(UPGRADE, RELEASE="syncd.whl")
+    wait_until(lambda: "healthy" in host.types("syncd status JOB"), "the new daemon works")
     told = (host.folder / "told").read_text().splitlines()
     assert told[1:] == [
         "pip install --upgrade syncd.whl",
