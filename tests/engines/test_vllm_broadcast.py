@@ -14,7 +14,7 @@ from syncd.protocol.reports import Rendezvous
 from tests.engines.broadcast_trainer import DEADLINE, Trainer, trainer
 from tests.engines.test_vllm import PROMPTS, said
 from tests.engines.tiny_models import publish_model
-from tests.engines.vllm_process import VLLMProcess
+from tests.engines.vllm_process import VLLMProcess, load
 from tests.engines.waiting import LONG
 from tests.jobs import SmallJob
 from tests.refusals import engine_broken
@@ -66,14 +66,6 @@ def receive(engine: VLLMServer, where: Rendezvous, deadline: float = DEADLINE) -
         engine.reset_cache()
     finally:
         engine.resume()
-
-
-def load(engine: VLLMServer, version: LeasedVersion) -> None:
-    engine.check(version)
-    engine.pause()
-    engine.load(version)
-    engine.reset_cache()
-    engine.resume()
 
 
 def test_it_says_what_it_says_with_the_same_weights_from_files(

@@ -10,7 +10,6 @@ import pytest
 
 from explorer_hooks.engines.conformance import make_version
 from explorer_hooks.engines.vllm_engine import EXTENSION, VLLMEngine
-from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import ServerRefusedError
 from tests.engines.test_vllm_routes import (
@@ -21,6 +20,7 @@ from tests.engines.test_vllm_routes import (
     Routes,
     states,
 )
+from tests.engines.vllm_process import load
 from tests.refusals import engine_broken, unfit
 
 ENCODER = "/reset_encoder_cache"
@@ -35,14 +35,6 @@ TEXT: dict[str, object] = {"hidden_size": 8, "vision_config": None, "rope_scalin
 def version_of(folder: Path, config: object = TEXT, **options: Any) -> LeasedVersion:
     files = {"config.json": json.dumps(config).encode()}
     return make_version(folder, {"weight": WEIGHT}, files=files, **options)
-
-
-def load(engine: VLLMServer, version: LeasedVersion) -> None:
-    engine.check(version)
-    engine.pause()
-    engine.load(version)
-    engine.reset_cache()
-    engine.resume()
 
 
 @pytest.mark.parametrize(
