@@ -37,16 +37,16 @@ _POLL = 0.002
 _REAPED = 2.0
 _PROGRAM = str(ROOT / "benchmarks" / "delta_processes.py")
 _HEADS = ("way", "trainer", "daemon", "explorers", "sum", "daemon by /proc", "until named",
-                 "links", "s", "max", "faster", "stall ms")  # fmt: skip
+                 "deltas", "s", "max", "faster", "stall ms")  # fmt: skip
 
 
 class _Sync(NamedTuple):
-    """Seconds, the daemon's bytes until it names the save, and the number of loads by links."""
+    """Seconds, the daemon's bytes until it names the save, and the number of loads by deltas."""
 
     live: float
     stall: float
     until_named: int
-    by_links: int
+    by_deltas: int
 
 
 def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -117,10 +117,10 @@ def _run(
             stall = answer(trainer)["stall"]
             loads = [answer(host) for host in explorers]
             seconds = max(load["live"] for load in loads) - moved
-            by_links = sum(load["by_delta"] for load in loads)
-            syncs.append(_Sync(seconds, stall, until_named, by_links))
+            by_deltas = sum(load["by_delta"] for load in loads)
+            syncs.append(_Sync(seconds, stall, until_named, by_deltas))
             time.sleep(max(0.0, given.pause - (time.monotonic() - begin)))
-        time.sleep(_REAPED)  # links since the last fold stay links
+        time.sleep(_REAPED)  # deltas since the last fold stay deltas
         moved_bytes = [end - at for end, at in zip(counts(), first, strict=True)]
     return syncs[_WARM:], moved_bytes
 
@@ -142,14 +142,14 @@ def _print_hosts(report: Report, work: Path, stages: Path, given: argparse.Names
             for way in ("full", "deltas", "0.2") if given.before else ("full", "deltas"):
                 name = f"{hosts}-{number}-{way}"
                 syncs, moved = _run(work / name, stages / name, way, given, hosts)
-                seconds, stalls, until_named, by_links = zip(*syncs, strict=True)
+                seconds, stalls, until_named, by_deltas = zip(*syncs, strict=True)
                 full = full or median(seconds)
                 moved.insert(3, sum(moved[:3]))
                 table.row(
                     way,
                     *(f"{count / size / given.syncs:.3f}" for count in moved),
                     f"{median(until_named) / size:.4f}",
-                    f"{sum(by_links)}/{hosts * given.syncs}",
+                    f"{sum(by_deltas)}/{hosts * given.syncs}",
                     f"{median(seconds):.2f}",
                     f"{max(seconds):.2f}",
                     f"{full / median(seconds):.2f}",

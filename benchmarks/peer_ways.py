@@ -416,7 +416,7 @@ class _Named(_Syncd):
         self._side.save(step + 1, self.tensors)
 
 
-class _Ahead(_Named):
+class _Tip(_Named):
     added = "deltas/d{1:06}"
     copy = "syncd-*/v*/*.safetensors"
     settings = SyncSettings(deltas=True)
@@ -445,7 +445,7 @@ WAYS: dict[str, type[Way]] = {
     "ModelExpress": _ModelExpress,
     "syncd, full": _Syncd,
     "syncd, named": _Named,
-    "syncd, ahead": _Ahead,
+    "syncd, ahead": _Tip,
 }
 
 

@@ -60,7 +60,7 @@ _NOT_RUN = {
     "NeMo-RL, stitch, TRL's bucket": "need Ray, Modal or the Hub",
 }
 _FORK = multiprocessing.get_context("fork")
-#: The base, and those until syncd's daemon offers links.
+#: The base, and those until syncd's daemon offers deltas.
 _FIRST = 4
 #: The most steps after a fault.
 _MORE = 20
@@ -127,7 +127,7 @@ class _Run:
         self.digests.append(told["digest"])
         if self.daemon:
             latest = JobLayout(self.shared).latest
-            with suppress(RuntimeError):  # a link whose base is missing is never named
+            with suppress(RuntimeError):  # a delta whose base is missing is never named
                 wait_for(latest, step + 1, "ahead", self._patience)
         return told
 

@@ -9,7 +9,7 @@ each contender, the ranks change their parameters in place, meet, and save. The 
 rank counts. Each contender's background work ends before the next contender begins. The first round
 makes buffers, and is reported separately.
 
-With deltas a link is saved, because each rank is a daemon that offers links.
+With deltas changes are saved, because each rank is a daemon that offers deltas.
 
 - ``bare clone`` copies the local shards into new memory.
 - ``bare copy`` copies them into existing memory (pinned, for a GPU): the least for a save.
@@ -52,19 +52,19 @@ from syncd.protocol.layout import JobLayout
 _TIMEOUT = 600.0
 HOOK = "TrainerHook.after_step"
 CAST = "TrainerHook.after_step, cast"
-LINKS = "TrainerHook.after_step, deltas"
+DELTAS = "TrainerHook.after_step, deltas"
 TORCH_SAVE = "torch.save in the loop"
 ASYNC = "async_save"
 ASYNC_KEPT = "async_save, staging memory kept"
 CLONE = "bare clone of the local shards"
 COPY = "bare copy into memory that is there"
 _CONTENDERS = {
-    "cpu": (CLONE, COPY, HOOK, LINKS, TORCH_SAVE, ASYNC),
-    "cuda": (CLONE, COPY, HOOK, LINKS, TORCH_SAVE, ASYNC, ASYNC_KEPT),
+    "cpu": (CLONE, COPY, HOOK, DELTAS, TORCH_SAVE, ASYNC),
+    "cuda": (CLONE, COPY, HOOK, DELTAS, TORCH_SAVE, ASYNC, ASYNC_KEPT),
 }
 
 #: What a rank does while its memory is measured.
-_SAVING = {"saving": HOOK, "casting": CAST, "linking": LINKS}
+_SAVING = {"saving": HOOK, "casting": CAST, "linking": DELTAS}
 
 #: Saves the step with this number; returns a function that waits for its end.
 Save = Callable[[int], Callable[[], object]]
@@ -174,7 +174,7 @@ class _Rank:
 
     @contextmanager
     def hook(self, name: str, when_busy: str = "skip") -> Iterator[Save]:
-        from tests.link_saves import offered  # noqa: PLC0415
+        from tests.delta_saves import offered  # noqa: PLC0415
         from trainer_hooks import SaveSettings, SyncSettings, TrainerHook  # noqa: PLC0415
         from trainer_hooks.settings import WhenBusy  # noqa: PLC0415
 
@@ -197,7 +197,7 @@ class _Rank:
             TrainerHook(
                 layout.root,
                 self.model,
-                settings=SyncSettings(deltas=name == LINKS),
+                settings=SyncSettings(deltas=name == DELTAS),
                 saving=saving,
             ) as hook,
         ):

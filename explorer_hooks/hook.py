@@ -23,7 +23,7 @@ from explorer_hooks.reload import (
 )
 from explorer_hooks.staging import Staging
 from syncd.coordination.explorer import ExplorerSynchronizer
-from syncd.coordination.member import POLL, Seams
+from syncd.coordination.member import POLL, Doubles
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import (
     CancelledError,
@@ -122,12 +122,12 @@ class ExplorerHook:
             memory_dir=memory_dir,
             workers=0,  # until there is a version to fall back to
             hub_names=isinstance(engine, TakesHubNames) and engine.hub_names,
-            follows_ahead=staging is not None
+            follows_tip=staging is not None
             and memory_dir is None
             and engine.is_local
             and "full" in engine.kinds
             and staging.follows(Path(job_dir)),
-            seams=Seams(storage=storage, poll=poll),
+            doubles=Doubles(storage=storage, poll=poll),
         )
         fast_path = None
         try:
@@ -347,7 +347,7 @@ class ExplorerHook:
             if self._waits(step):
                 self._puller.after_step(self._settings.sync_timeout)
             else:  # the engine may lack versions that were published as files
-                self._puller.what_is_there()
+                self._puller.newest_now()
         except RefusedError:
             pass  # it is in the log and in the report
         except (OSError, OnRemoteError) as error:

@@ -185,7 +185,7 @@ class Pipeline:
             self._abandoned = None
             self.report()
 
-    def follows_no_more(self, why: str) -> None:
+    def abandon(self, why: str) -> None:
         """Record that the background thread has died."""
         with self._changed:
             self._abandoned = why
@@ -294,17 +294,17 @@ class Pipeline:
         return True
 
     def _follow(self, staging: Staging, lead: Lead, cancel: Cancellation) -> LeasedVersion | None:
-        """A copy of the save that LATEST names as ahead; None if it is not to be loaded."""
-        if not self._has_received(lead.ahead.save_id):
+        """A copy of the save that LATEST names as its tip; None if it is not to be loaded."""
+        if not self._has_received(lead.tip.save_id):
             served = Version.of(lead.latest)
             try:
                 return staging.follow(lead, lambda: self.sync.hold(served), cancel=cancel.check)
             except NotStagedError as error:
                 self._say(
-                    f"{self.sync.name} does not load step {lead.ahead.step} before its full "
+                    f"{self.sync.name} does not load step {lead.tip.step} before its full "
                     f"version: {error}"
                 )
-        self.sync.passes(lead.ahead.sequence)
+        self.sync.passes(lead.tip.sequence)
         self.report()
         return None
 

@@ -99,7 +99,7 @@ class Puller:
                 except (VersionGoneError, JobUnavailableError) as error:
                     self._look_again(error, deadline)
 
-    def what_is_there(self) -> None:
+    def newest_now(self) -> None:
         """Load newer weights if they are published already."""
         with suppress(WaitTimeoutError), self._turn(0):
             self._restore()
@@ -340,7 +340,7 @@ class Follower:
             if self._thread is not threading.current_thread():
                 return  # its own callback stopped it; another thread may follow by now
             self._error = error
-            self.serving.follows_no_more(
+            self.serving.abandon(
                 "the background thread died, so this explorer does not follow the job any more: "
                 f"{error!r}"
             )

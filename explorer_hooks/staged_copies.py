@@ -23,7 +23,7 @@ from syncd.protocol.amounts import size
 from syncd.protocol.errors import InvalidSettingsError, RecordError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import TEMPORARY, version_folder
-from syncd.storage.calls import Kind
+from syncd.storage.calls import FileKind
 from syncd.storage.fsio import Storage
 from syncd.storage.sessions import boot_id
 
@@ -165,7 +165,7 @@ class StagedCopies:
 
     def _names(self) -> list[str]:
         found = self.storage.kinds(self.room)
-        return [name for name, kind in found.items() if kind is Kind.FOLDER and name[0] != "."]
+        return [name for name, kind in found.items() if kind is FileKind.FOLDER and name[0] != "."]
 
     def _size(self, copy: Path) -> int:
         total = 0
@@ -173,7 +173,7 @@ class StagedCopies:
         while pending:
             folder = pending.pop()
             for name, kind in self.storage.kinds(folder).items():
-                if kind is Kind.FOLDER:
+                if kind is FileKind.FOLDER:
                     pending.append(folder / name)
                 else:
                     status = self.storage.status(folder / name)
@@ -193,13 +193,13 @@ class StagedCopies:
         for name, kind in self.storage.kinds(self.room).items():
             if name.startswith(TEMPORARY):
                 self._discard(self.room / name)
-            elif kind is Kind.FOLDER and name != self.kept:
+            elif kind is FileKind.FOLDER and name != self.kept:
                 with StagedCopy.unheld(self.storage, self.room / name) as is_free:
                     if is_free:
                         self.remove(name, "no process holds it")
         for name, kind in self.storage.kinds(self.folder).items():
             left = name.startswith(self._rooms) and name != self.room.name
-            if left and not (kind is Kind.FOLDER and self._is_held(self.folder / name)):
+            if left and not (kind is FileKind.FOLDER and self._is_held(self.folder / name)):
                 log.info(
                     "removing %s, which is from before this host's last restart", self.folder / name
                 )
@@ -208,7 +208,7 @@ class StagedCopies:
     def _is_held(self, room: Path) -> bool:
         """True if a copy in the folder is held, perhaps by a process on another host."""
         for name, kind in self.storage.kinds(room).items():
-            if kind is Kind.FOLDER:
+            if kind is FileKind.FOLDER:
                 with StagedCopy.unheld(self.storage, room / name) as is_free:
                     if not is_free:
                         return True

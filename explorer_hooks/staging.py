@@ -13,8 +13,8 @@ One rename commits a copy, when it is whole and verified. Both locks are flocks,
 drops a flock when its process dies. Nothing is synced to disk, because copies from before the last
 boot are never used.
 
-If this host has a copy of an older save, a newer copy is made from it and from links (the trainer's
-changes), in new files. So it can be of a save of which there is no version yet: LATEST's ``ahead``.
+If this host has a copy of an older save, a newer copy is made from it and from deltas (the trainer's
+changes), in new files. So it can be of a save of which there is no version yet: LATEST's ``tip``.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.version import verify_version
 from syncd.coordination.leased_version import LeasedVersion, read_latest
 from syncd.coordination.versions import Lead
-from syncd.deltas.fold_process import why_not_here
-from syncd.deltas.limits import LinkError
-from syncd.deltas.link_index import LinkFolder, find_links
+from syncd.deltas.delta_index import DeltaFolder, find_deltas
+from syncd.deltas.fold_process import missing_extra
+from syncd.deltas.limits import DeltaError
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import (
     CancelledError,
@@ -47,7 +47,7 @@ from syncd.protocol.errors import (
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import MANIFEST
 from syncd.protocol.policy import check_above_0
-from syncd.protocol.records import Ahead, Manifest, encode
+from syncd.protocol.records import Manifest, Tip, encode
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 
@@ -63,10 +63,10 @@ class Fetched:
 
     Attributes:
         full_bytes: read from versions.
-        delta_bytes: read from links; None if no link was used.
-        fetch: seconds to read the links; None likewise.
+        delta_bytes: read from deltas; None if no delta was used.
+        fetch: seconds to read the deltas; None likewise.
         rebuild: seconds to make the copy from them, and to compare all digests; None likewise.
-        no_delta: the reason why no link was used; None also if syncd did not look for one.
+        no_delta: the reason why no delta was used; None also if syncd did not look for one.
     """
 
     full_bytes: int = 0
@@ -161,7 +161,7 @@ class Staging:
         *,
         cancel: Callable[[], None] = lambda: None,
     ) -> LeasedVersion:
-        """Make a copy of the save that LATEST names as ahead, from links and a copy on this host.
+        """Make a copy of the save that LATEST names as its tip, from deltas and a copy on this host.
 
         ``lead`` names the save. If there is no such copy, or it is damaged, ``hold`` gives LATEST's
         version, which is copied first. For the rest see :meth:`stage`.
@@ -169,10 +169,10 @@ class Staging:
         Raises:
             NotStagedError: the copy cannot be made now. A later save may be possible.
         """
-        job, latest, ahead = lead
-        source = job.layout.version(ahead.sequence)
-        name = copy_name(source, ahead.sequence, ahead.save_id, latest.dtype)
-        make = partial(self._fold, job, ahead, {latest.save_id: hold}, cancel)
+        job, latest, tip = lead
+        source = job.layout.version(tip.sequence)
+        name = copy_name(source, tip.sequence, tip.save_id, latest.dtype)
+        make = partial(self._fold, job, tip, {latest.save_id: hold}, cancel)
         with _never_an_end():
             copy = self._get(name, source, make, cancel)
             try:
@@ -180,16 +180,16 @@ class Staging:
             except BaseException:
                 copy.release()
                 raise
-            if now and now.closed and now.sequence > ahead.sequence:  # perhaps rolled back
+            if now and now.no_deltas and now.sequence > tip.sequence:  # perhaps rolled back
                 copy.release()
-                raise NotStagedError(now.closed)
+                raise NotStagedError(now.no_deltas)
             return copy
 
     def follows(self, job_dir: Path) -> bool:
-        """True if copies of this job's versions can be made from links here."""
+        """True if copies of this job's versions can be made from deltas here."""
         if not self._is_elsewhere(self._storage, job_dir):
             return False
-        if (why := why_not_here()) is not None:
+        if (why := missing_extra()) is not None:
             log.info("versions are copied whole, because %s", why)
         return why is None
 
@@ -266,7 +266,7 @@ class Staging:
         reason = None if is_elsewhere else "the stage folder is on the job's filesystem"
         if version.kind == "full" and version.sequence and is_elsewhere:
             job = Job(version.storage, JobLayout(version.source.parent.parent))
-            target = Ahead(
+            target = Tip(
                 sequence=version.sequence, step=version.step, save_id=version.manifest.save_id
             )
             try:
@@ -289,26 +289,26 @@ class Staging:
     def _fold(
         self,
         job: Job,
-        target: Ahead,
+        target: Tip,
         wholes: Mapping[str, Callable[[], LeasedVersion]],
         cancel: Check,
         name: str,
     ) -> None:
-        """Make a copy from links and a copy here, or a version of one of the saves ``wholes``."""
-        if (why := why_not_here()) is not None:
-            raise LinkError(why)
+        """Make a copy from deltas and a copy here, or a version of one of the saves ``wholes``."""
+        if (why := missing_extra()) is not None:
+            raise DeltaError(why)
         for is_last in (False, True):
             here = self._copies.of_job(job.layout)
-            chain = find_links(job, target.sequence, target.save_id, here, wholes)
-            save_id = chain[0].link.base
+            chain = find_deltas(job, target.sequence, target.save_id, here, wholes)
+            save_id = chain[0].record.base
             base_name, source = here.get(save_id) or self._whole(wholes[save_id], cancel)
             base = self._copies.hold(base_name, source)
             if base is None:
-                raise LinkError(f"{self._copies.room / base_name} was removed")
+                raise DeltaError(f"{self._copies.room / base_name} was removed")
             try:
                 self._copies.sweep()  # does not remove the base, because it is held
                 self._fold_from(base, job.storage, chain, target, cancel, name)
-            except (LinkError, VerificationError, FileNotFoundError):
+            except (DeltaError, VerificationError, FileNotFoundError):
                 if is_last or self._is_sound(base, None, cancel):
                     raise
                 self._copies.remove(base_name, "it is damaged")
@@ -331,28 +331,28 @@ class Staging:
         self,
         base: LeasedVersion,
         storage: Storage,
-        chain: list[LinkFolder],
-        target: Ahead,
+        chain: list[DeltaFolder],
+        target: Tip,
         cancel: Check,
         name: str,
     ) -> None:
-        # NumPy is imported once there is a link to apply.
+        # NumPy is imported once there is a delta to apply.
         from syncd.deltas.folding import fold, manifest_of  # noqa: PLC0415
 
         full = base.manifest.size
-        size = sum(file.size for each in chain for file in each.link.files)
+        size = sum(file.size for each in chain for file in each.record.files)
         if size > full:
-            raise LinkError(f"the links have {size} bytes, and a version only {full}")
+            raise DeltaError(f"the deltas have {size} bytes, and a version only {full}")
         whole, to = WholeVersion(base.folder, base.manifest), self._storage
         with (
             self._copies.draft(name, full + size) as draft,
-            self._copies.temporary("links") as folder,
+            self._copies.temporary("deltas") as folder,
         ):
             begun = self._clock()
-            links = [self._fetch(storage, link, folder, cancel) for link in chain]
+            deltas = [self._fetch(storage, delta, folder, cancel) for delta in chain]
             fetched = self._clock()
-            merged = fold(to, whole, links, draft, to=to, work=Work(cancel))
-            manifest = manifest_of(whole, merged, target, links[-1].link.nonfinite)
+            merged = fold(to, whole, deltas, draft, to=to, work=Work(cancel))
+            manifest = manifest_of(whole, merged, target, deltas[-1].record.nonfinite)
             to.write_new(draft / MANIFEST, encode(manifest))
         self.fetched = replace(
             self.fetched,
@@ -361,13 +361,15 @@ class Staging:
             rebuild=self._clock() - fetched,
         )
 
-    def _fetch(self, storage: Storage, link: LinkFolder, folder: Path, cancel: Check) -> LinkFolder:
-        """Copy the files of a link to this host, so that nobody reads or deletes them meanwhile."""
-        here = folder / link.folder.name
+    def _fetch(
+        self, storage: Storage, delta: DeltaFolder, folder: Path, cancel: Check
+    ) -> DeltaFolder:
+        """Copy the files of a delta to this host, so that nobody reads or deletes them meanwhile."""
+        here = folder / delta.folder.name
         self._storage.mkdir(here)
-        for file in link.link.files:
+        for file in delta.record.files:
             with (
-                storage.reading(link.folder / file.name) as source,
+                storage.reading(delta.folder / file.name) as source,
                 self._storage.closing(self._storage.create(here / file.name)) as copy,
             ):
                 at = 0
@@ -376,7 +378,7 @@ class Staging:
                 ):
                     cancel()
                     at += done
-        return link._replace(folder=here)
+        return delta._replace(folder=here)
 
     def _is_sound(self, copy: LeasedVersion, published: Manifest | None, cancel: Check) -> bool:
         manifest = published or copy.manifest
@@ -402,12 +404,12 @@ def _named(version: LeasedVersion) -> tuple[str, Path]:
 
 @contextmanager
 def _never_an_end() -> Iterator[None]:
-    """Let each error but a cancellation be a NotStagedError, because links refuse no version."""
+    """Let each error but a cancellation be a NotStagedError, because deltas refuse no version."""
     try:
         yield
     except (CancelledError, NotStagedError):
         raise
     except Exception as error:
-        if not isinstance(error, (LinkError, SyncdError, OSError, MemoryError)):
-            log.warning("a link cannot be used", exc_info=True)
+        if not isinstance(error, (DeltaError, SyncdError, OSError, MemoryError)):
+            log.warning("a delta cannot be used", exc_info=True)
         raise NotStagedError(str(error) or type(error).__name__) from error

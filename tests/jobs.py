@@ -155,8 +155,8 @@ class SmallJob(Job):
     def explorer(self, name: str) -> Path:
         return self.layout.explorer(name)
 
-    def link(self, sequence: int) -> Path:
-        return self.layout.link(sequence)
+    def delta(self, sequence: int) -> Path:
+        return self.layout.delta(sequence)
 
     def save(
         self,

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from syncd.storage.calls import Kind, kind_of
+from syncd.storage.calls import FileKind, kind_of
 from syncd.storage.errnos import is_gone
 from tests.storages import SEAM, AnswerLost, Clock, FastStorage, Rule, RuledStorage, asking
 
@@ -88,7 +88,7 @@ class _Remembered:
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    kinds: dict[str, Kind]
+    kinds: dict[str, FileKind]
     until: float
 
 
@@ -383,14 +383,14 @@ class LaggingStorage(FastStorage):
                 return []
             raise
 
-    def kinds(self, path: Path) -> dict[str, Kind]:
+    def kinds(self, path: Path) -> dict[str, FileKind]:
         return dict(self._list(path))
 
-    def _list(self, path: Path) -> dict[str, Kind]:
+    def _list(self, path: Path) -> dict[str, FileKind]:
         folder, name = self._walk(path)
         return self._listed(self._step(folder, name, path, anew=False), path)
 
-    def _listed(self, folder: Handle | None, path: Path) -> dict[str, Kind]:
+    def _listed(self, folder: Handle | None, path: Path) -> dict[str, FileKind]:
         if folder is not None:
             known = self._listings.get(folder.key)
             if known is not None and self._clock() < known.until:

@@ -1,7 +1,7 @@
 """Folds without a child process."""
 
 from syncd.daemon.folds import FoldWork
-from tests.saved_links import InThisProcess
+from tests.saved_deltas import InThisProcess
 
 
 def work() -> FoldWork:

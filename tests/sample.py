@@ -26,7 +26,7 @@ _KINDS = {
     "property": (
         "test_decide_property.py",
         "test_deltas_property.py",
-        "test_links_property.py",
+        "test_delta_files_property.py",
         "test_merge_property.py",
         "test_plan_property.py",
         "test_records_property.py",

@@ -18,7 +18,7 @@ from syncd.protocol.errors import BroadcastError, OutOfStepError, SaveFailedErro
 from syncd.protocol.policy import SyncMethod, SyncSettings
 from syncd.protocol.records import NonFinite, SaveId
 from trainer_hooks.explorers import Explorers
-from trainer_hooks.ranks import Plan, Ranks
+from trainer_hooks.ranks import Due, Ranks
 from trainer_hooks.state.full_file import agree_on_plan
 from trainer_hooks.state.gather import full_tensor
 from trainer_hooks.state.state_dict import sharded_state_dict, tensors_of
@@ -109,7 +109,7 @@ class TrainerBroadcasts:
         """On rank 0: True if all receivers serve ``sent``, and it is of this step."""
         return self.is_on and sent.step == step and self.explorers.have_received(sent) is True
 
-    def open(self, save_id: SaveId) -> Plan | None:
+    def open(self, save_id: SaveId) -> Due | None:
         """On rank 0, decide whether to broadcast; wait until all receivers are ready.
 
         Returns:
@@ -122,7 +122,7 @@ class TrainerBroadcasts:
             return None
         if not takers.working and not self.cadence.is_save_due:
             self.cadence.passed(step)
-            return Plan.NOTHING
+            return Due.NOTHING
         if not takers.by_broadcast:
             return None
         if not self.cadence.may_try():
@@ -135,8 +135,8 @@ class TrainerBroadcasts:
         except Exception as error:  # noqa: BLE001 - after any error the step is saved as files
             self._failed(step, error)
             explorers.goes_by_files(step)
-            return Plan.SYNC
-        return Plan.BROADCAST
+            return Due.SYNC
+        return Due.BROADCAST
 
     def send(self, step: int) -> bool:
         """Send the weights. Collective. On rank 0, return True if all receivers have the weights.

@@ -19,10 +19,10 @@ from syncd.protocol.policy import SyncMethod, SyncSettings, check_step, given_or
 from syncd.storage.fsio import Storage
 from trainer_hooks.fast_path import TrainerBroadcasts
 from trainer_hooks.planning import Planner
-from trainer_hooks.ranks import LedRanks, Plan, Ranks
+from trainer_hooks.ranks import Due, LedRanks, Ranks
 from trainer_hooks.resuming.loaded import forget, held_by, remember
 from trainer_hooks.saver import ClosingSaver, Saver, raise_first
-from trainer_hooks.saves import Save
+from trainer_hooks.saves import OwnSave
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.full_checkpoint import Replaceable, Some, Stateful
 from trainer_hooks.state.lora import base_vocabulary, check_methods
@@ -147,7 +147,7 @@ class TrainerHook(ClosingSaver, Replaceable):
         saver.open_together(ranks)
         forget(model)
         # Of all ranks, also without deltas, because the settings of a rank may differ.
-        reasons = ranks.gathered(self._trained.why_no_links(settings, saving.layout))
+        reasons = ranks.gathered(self._trained.why_no_deltas(settings, saving.layout))
         why = next(filter(None, reasons), None)
         saver.copies.keeps = why is None
         if why is None:
@@ -156,7 +156,7 @@ class TrainerHook(ClosingSaver, Replaceable):
                 saver.copies.first_ranks |= dict.fromkeys(own, rank)
         elif settings.deltas and saver.rank == 0:
             log.warning("deltas=True has no effect, so every save is full: %s", why)
-            saver.explorers.say_no_links(why)
+            saver.explorers.say_no_deltas(why)
         self._fast_path = TrainerBroadcasts(model, settings, saver.explorers, self._trained.cast)
         self._planner = Planner(ranks, saver, self._fast_path)
         self._step: int | None = None
@@ -193,7 +193,7 @@ class TrainerHook(ClosingSaver, Replaceable):
             waited = time.monotonic()
             self._planner.wait_for_explorers()
             metrics["time/wait_for_explorers"] = time.monotonic() - waited
-        return self._told(metrics, begun)
+        return self._with_counters(metrics, begun)
 
     @_disable_dynamo
     def sync_while_waiting(self) -> dict[str, float]:
@@ -209,7 +209,7 @@ class TrainerHook(ClosingSaver, Replaceable):
         """
         begun = self._begun()
         plan = self._planner.by_policy(self._step, waiting=True)
-        return self._told(self._carry_out(plan), begun)
+        return self._with_counters(self._carry_out(plan), begun)
 
     @_disable_dynamo
     def save_state_dict(self, step: int) -> dict[str, float]:
@@ -223,7 +223,7 @@ class TrainerHook(ClosingSaver, Replaceable):
                 broadcast; end this training.
         """
         begun = self._finished(step)
-        return self._told(self._carry_out(self._planner.sync(step)), begun)
+        return self._with_counters(self._carry_out(self._planner.sync(step)), begun)
 
     @_disable_dynamo
     def save_checkpoint(
@@ -252,7 +252,7 @@ class TrainerHook(ClosingSaver, Replaceable):
         if block_until_saved:
             self._saver.wait()
             metrics["time/save_checkpoint"] = time.monotonic() - begun
-        return self._told(metrics, begun)
+        return self._with_counters(metrics, begun)
 
     @_disable_dynamo
     def close(self) -> None:
@@ -317,29 +317,29 @@ class TrainerHook(ClosingSaver, Replaceable):
         self._step = step
         return begun
 
-    def _carry_out(self, plan: Plan) -> dict[str, float]:
+    def _carry_out(self, plan: Due) -> dict[str, float]:
         metrics: dict[str, float] = {}
         step = self._step
         if step is None or not plan:
             return metrics
         last_sync, first = self._planner.last_sync, time.monotonic()
-        if plan & Plan.BROADCAST:
+        if plan & Due.BROADCAST:
             plan = self._planner.broadcast(plan, step)
             metrics["time/broadcast"] = time.monotonic() - first
         begun = time.monotonic()
         plan = self._planner.begin(plan, step)
-        if plan & Plan.SYNC:
+        if plan & Due.SYNC:
             writer = self._saver.memory or self._saver.writer
-            self._save(self._planner.synced, Plan.SYNC, writer)
+            self._save(self._planner.synced, Due.SYNC, writer)
             metrics["time/sync_weight"] = time.monotonic() - begun
         half, full, writer = time.monotonic(), self._planner.full, self._saver.writer
-        if plan & Plan.FULL:
-            if plan & Plan.PROMISE:
+        if plan & Due.FULL:
+            if plan & Due.PROMISE:
                 full.promise = self._trained.promise()
             self._save(full, plan, writer)
-        elif plan & Plan.HUGGING_FACE:
+        elif plan & Due.HUGGING_FACE:
             self._saver.add_hugging_face(full, self._trained.full_weights)
-        if plan & (Plan.FULL | Plan.HUGGING_FACE):
+        if plan & (Due.FULL | Due.HUGGING_FACE):
             metrics["time/save_checkpoint"] = time.monotonic() - half
         if self._planner.last_sync is not last_sync:
             if self._last_sync_time is not None:
@@ -347,12 +347,12 @@ class TrainerHook(ClosingSaver, Replaceable):
             self._last_sync_time = first
         return metrics
 
-    def _save(self, save: Save, plan: Plan, writer: RankWriter) -> None:
-        is_link = save.base is not None
-        make = partial(self._trained.part, writer, plan, save.id.step, is_link=is_link)
+    def _save(self, save: OwnSave, plan: Due, writer: RankWriter) -> None:
+        is_delta = save.base is not None
+        make = partial(self._trained.part, writer, plan, save.id.step, is_delta=is_delta)
         self._saver.save(save, make, writer)
 
-    def _told(self, metrics: dict[str, float], begun: float) -> dict[str, float]:
+    def _with_counters(self, metrics: dict[str, float], begun: float) -> dict[str, float]:
         saver = self._saver
         saver.raise_failure()
         written = saver.take_written()

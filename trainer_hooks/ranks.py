@@ -48,7 +48,7 @@ _ALL: Final = "all"
 _NO_STEP: Final = -1
 
 
-class Plan(IntFlag):
+class Due(IntFlag):
     """The actions that all ranks take now.
 
     - ``SYNC``: save the weights for explorers.
@@ -62,7 +62,7 @@ class Plan(IntFlag):
     - ``BROADCAST``: send the weights to the weight group. In the decision after a broadcast: the
       weights have arrived.
     - ``UNDECIDED``: rank 0 could not decide.
-    - ``LINK``: write only what changed since the newest save for explorers.
+    - ``DELTA``: write only what changed since the newest save for explorers.
     - ``PROMISE``: with ``FULL``, plan how it will be loaded.
     """
 
@@ -76,7 +76,7 @@ class Plan(IntFlag):
     AGAIN = 64
     UNDECIDED = 128
     BROADCAST = 256
-    LINK = 512
+    DELTA = 512
     PROMISE = 1024
 
 
@@ -156,7 +156,7 @@ class LedRanks(Ranks):
             )
         self._sent: list[tuple[Any, torch.Tensor]] = []
 
-    def agree(self, decide: Callable[[], Plan], *, step: int | None = None) -> Plan:
+    def agree(self, decide: Callable[[], Due], *, step: int | None = None) -> Due:
         """Return rank 0's decision on all ranks; ``decide`` is called only on rank 0.
 
         Raises:
@@ -166,7 +166,7 @@ class LedRanks(Ranks):
         if self._group is None:
             return decide()
         if self.rank == 0:
-            plan = Plan.UNDECIDED
+            plan = Due.UNDECIDED
             try:
                 plan = decide()
             finally:
@@ -186,9 +186,9 @@ class LedRanks(Ranks):
                 f"rank 0 called the hook with step {first}, but rank {self.rank} with step "
                 f"{step}. End this training, and call the hook with the same step on all ranks"
             )
-        if Plan(decided) & Plan.UNDECIDED:
+        if Due(decided) & Due.UNDECIDED:
             raise SaveFailedError("rank 0 could not decide what to save. See the log of rank 0")
-        return Plan(decided)
+        return Due(decided)
 
     def wait_until_sent(self) -> None:
         """On rank 0, wait until all decisions are sent; warn if one takes too long."""
@@ -270,7 +270,7 @@ class LedRanks(Ranks):
         except ValueError:
             return True  # another group has replaced it
 
-    def _send(self, plan: Plan, step: int | None) -> None:
+    def _send(self, plan: Due, step: int | None) -> None:
         told = [plan.value, _NO_STEP if step is None else step]
         word = torch.tensor(told, dtype=torch.int64, device="cpu")
         # The sent memory must stay unchanged until it has arrived.

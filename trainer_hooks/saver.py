@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
-from syncd.coordination.member import Seams
+from syncd.coordination.member import Doubles
 from syncd.coordination.trainer import TrainerSynchronizer
-from syncd.deltas.fold_process import why_not_here
+from syncd.deltas.fold_process import missing_extra
 from syncd.protocol.errors import (
     InvalidSettingsError,
     JobUnavailableError,
@@ -34,11 +34,11 @@ from trainer_hooks.ranks import Ranks
 from trainer_hooks.refusals import Refusals
 from trainer_hooks.resuming.loaded import is_in
 from trainer_hooks.resuming.resumable import failed_checkpoint
-from trainer_hooks.saves import Copies, Save, let_go
+from trainer_hooks.saves import OwnSave, SaveMemory, let_go
 from trainer_hooks.settings import SaveLayout, SaveSettings
 from trainer_hooks.state.host_buffers import HostBuffers
-from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.pieces import pieces_of
+from trainer_hooks.state.weights_in_memory import WeightsInMemory
 from trainer_hooks.writing.rank_files import RankContents
 from trainer_hooks.writing.retire import retire_old
 from trainer_hooks.writing.writer import RankWriter
@@ -102,7 +102,7 @@ class Saver:
         self.stopped = threading.Event()
         self._count = 0
         self._changed = threading.Condition()
-        self.copies = Copies(_LIMIT, self._changed)
+        self.copies = SaveMemory(_LIMIT, self._changed)
         #: The unfinished work and its steps. The first is under way.
         self._queue: list[tuple[int, Callable[[], object]]] = []
         self._closed = False
@@ -123,7 +123,7 @@ class Saver:
         """
         in_job = self.settings.method is SyncMethod.MEMORY and self.memory_dir is None
         timeout = self.settings.save_timeout
-        if self.settings.deltas and (why := why_not_here()):
+        if self.settings.deltas and (why := missing_extra()):
             raise InvalidSettingsError(f"deltas=True cannot be used, because {why}")
         try:
             self.writer = RankWriter(
@@ -148,7 +148,7 @@ class Saver:
                     run_id=self.run_id,
                     world_size=self.world_size,
                     resumed_from=self.held if isinstance(self.held, ResumedFrom) else None,
-                    seams=Seams(storage=self.storage),
+                    doubles=Doubles(storage=self.storage),
                 )
                 self.explorers = Explorers(synchronizer)
                 synchronizer.set_trainer_status(RunningStatus.RUNNING)
@@ -183,14 +183,14 @@ class Saver:
         """The id that the next new save gets, if it is of this step."""
         return SaveId(self.run_id, step, self._count)
 
-    def new(self, step: int) -> Save:
+    def new(self, step: int) -> OwnSave:
         """Return a new save. All ranks must number the same saves."""
-        save = Save(self.coming_id(step))
+        save = OwnSave(self.coming_id(step))
         self._count += 1
         return save
 
     def save(
-        self, save: Save, make: MakeContents, writer: RankWriter | None = None, name: str = ""
+        self, save: OwnSave, make: MakeContents, writer: RankWriter | None = None, name: str = ""
     ) -> None:
         """Make this rank's part of a save, and queue it. Waits if two saves are unfinished.
 
@@ -226,7 +226,9 @@ class Saver:
         self.refuse(name or f"step {step}")
         self._leave_out(save, writer)
 
-    def add_hugging_face(self, save: Save, gather: Callable[[ExitStack], HostPart | None]) -> None:
+    def add_hugging_face(
+        self, save: OwnSave, gather: Callable[[ExitStack], WeightsInMemory | None]
+    ) -> None:
         """Add the full weights that rank 0 gathers to a full checkpoint.
 
         An error of ``gather`` is raised; any other failure is kept for :meth:`raise_failure`.
@@ -329,7 +331,7 @@ class Saver:
             job.storage.refresh(job.layout.root)
         return job
 
-    def _leave_out(self, save: Save, writer: RankWriter) -> None:
+    def _leave_out(self, save: OwnSave, writer: RankWriter) -> None:
         """Tell the other ranks that this rank will not write its part."""
         save.has_failed = True
         self.submit(save.id.step, lambda: writer.say_failed(save.id))
@@ -386,7 +388,7 @@ class Saver:
 
     def write(
         self,
-        save: Save,
+        save: OwnSave,
         contents: RankContents,
         writer: RankWriter | None = None,
         at_end: ExitStack | None = None,
@@ -417,7 +419,7 @@ class Saver:
         with self._changed:
             self._written = size + (self._written or 0)
 
-    def _write_hugging_face(self, save: Save, spool: HostPart, at_end: ExitStack) -> None:
+    def _write_hugging_face(self, save: OwnSave, spool: WeightsInMemory, at_end: ExitStack) -> None:
         with at_end:
             try:
                 self.writer.add_hugging_face(save.id, spool)
@@ -425,7 +427,7 @@ class Saver:
                 save.has_hugging_face = False
                 raise
 
-    def _announced(self, save: Save, writer: RankWriter, is_checkpoint: bool) -> None:
+    def _announced(self, save: OwnSave, writer: RankWriter, is_checkpoint: bool) -> None:
         if is_checkpoint:
             save.is_checkpoint = True
             if save.promise is not None and save.promise.check(self.writer.job, save.id.step):

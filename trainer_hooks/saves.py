@@ -1,4 +1,4 @@
-"""Saves, and which of them are links: rank 0's rule, and each rank's copy of its last save."""
+"""Saves, and which of them are deltas: rank 0's rule, and each rank's copy of its last save."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer_hooks.state.host_buffers import HostBuffers
 
 
 @dataclass(eq=False)
-class Save:
+class OwnSave:
     """A save, and its outcome as this rank knows it. A broadcast is a save without files.
 
     The writing thread sets the outcome, the training thread reads it. It needs no lock, because
@@ -40,19 +40,19 @@ class Save:
     promise: Promise | None = None
 
     def __post_init__(self) -> None:
-        self._root = self.id  # the full save that links lead from
+        self._root = self.id  # the full save that deltas lead from
 
-    def link_to(self, base: Save) -> None:
-        """Make this a link."""
+    def delta_of(self, base: OwnSave) -> None:
+        """Make this a delta."""
         self.base, self._root = base.id, base._root
 
-    def takes_link(self, step: int, explorers: Explorers) -> bool:
-        """On rank 0, True if a later save, of ``step``, can be a link to this one."""
+    def takes_delta(self, step: int, explorers: Explorers) -> bool:
+        """On rank 0, True if a later save, of ``step``, can be a delta from this one."""
         is_base = self.is_announced and 0 <= self.id.step < step
-        return is_base and bool(explorers.takes_links(self._root))
+        return is_base and bool(explorers.takes_deltas(self._root))
 
 
-class Copies:
+class SaveMemory:
     """The memory of the unfinished saves of one rank.
 
     Args:
@@ -60,8 +60,8 @@ class Copies:
         changed: notified when a copy is free.
 
     Attributes:
-        keeps: whether the copy of the last save is kept, because the next save can be a link to it.
-        first_ranks: the first rank that has each plain tensor, for links.
+        keeps: whether the copy of the last save is kept, because the next save can be a delta from it.
+        first_ranks: the first rank that has each plain tensor, for deltas.
     """
 
     def __init__(self, count: int, changed: threading.Condition) -> None:
@@ -82,12 +82,12 @@ class Copies:
         at_end.callback(self._give_back, buffers)
         return buffers
 
-    def keep(self, save: Save, model: Mapping[str, Any], buffers: HostBuffers) -> None:
+    def keep(self, save: OwnSave, model: Mapping[str, Any], buffers: HostBuffers) -> None:
         """Remember the copy of the last save."""
         self._last = save.id, model, buffers
 
-    def base_of(self, save: Save, at_end: ExitStack) -> Mapping[str, Any] | None:
-        """Take the copy of a link's base until the end; None if this rank lacks it.
+    def base_of(self, save: OwnSave, at_end: ExitStack) -> Mapping[str, Any] | None:
+        """Take the copy of a delta's base until the end; None if this rank lacks it.
 
         No save may be unfinished.
         """

@@ -16,7 +16,7 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.tensor_rules import shown
 from syncd.coordination.leased_version import read_latest
 from syncd.coordination.trainer import TrainerSynchronizer
-from syncd.deltas.link_index import read_index
+from syncd.deltas.delta_index import read_index
 from syncd.protocol.errors import InvalidSettingsError, SaveFailedError, WaitTimeoutError
 from syncd.protocol.names import (
     NAME_MAP,
@@ -37,11 +37,11 @@ from syncd.protocol.tensor_names import NameMapRecord
 from syncd.storage.errnos import PASSING
 from syncd.storage.fsio import Draft, Storage
 from trainer_hooks.saver import ClosingSaver, Saver
-from trainer_hooks.saves import Save
+from trainer_hooks.saves import OwnSave
 from trainer_hooks.settings import SaveSettings
-from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.model_files import Pretrained, files_of
 from trainer_hooks.state.small_files import SmallFiles
+from trainer_hooks.state.weights_in_memory import WeightsInMemory
 from trainer_hooks.writing.rank_files import RankContents, RankFiles
 from trainer_hooks.writing.writer import RankWriter
 
@@ -120,8 +120,8 @@ class WeightStream(ClosingSaver):
             storage=storage,
         )
         # With deltas, the first one is the copy of the save before, while the last one is written.
-        self._parts = deque(HostPart() for _ in range(1 + settings.deltas))
-        self._synced = Save(SaveId("", -1, 0))  # on rank 0, the last save
+        self._parts = deque(WeightsInMemory() for _ in range(1 + settings.deltas))
+        self._synced = OwnSave(SaveId("", -1, 0))  # on rank 0, the last save
         self._found: _Tensors = {}
         self._before: _Tensors = {}  # of the save that was announced last
         self._run: str | None = None  # of a rank 0 that lives
@@ -210,7 +210,7 @@ class WeightStream(ClosingSaver):
                     )
                     raise SaveFailedError(f"step {save.step} was {outcome.outcome}{why}")
                 latest = _unless_passing(lambda: read_latest(job))
-                # A linked save has the number of the version to come.
+                # The save of a delta has the number of the version to come.
                 if latest is not None and latest.sequence >= outcome.sequence:
                     return Version(outcome.sequence, save.step)
             if time.monotonic() >= until:
@@ -226,10 +226,10 @@ class WeightStream(ClosingSaver):
         saver = self._saver
         if saver.rank == 0:
             save, last = saver.new(step), self._synced
-            if saver.settings.deltas and last.takes_link(step, saver.explorers):
-                save.link_to(last)
+            if saver.settings.deltas and last.takes_delta(step, saver.explorers):
+                save.delta_of(last)
             self._synced, self._last = save, save.id
-            contents = self._as_link(save, contents)._replace(
+            contents = self._as_delta(save, contents)._replace(
                 # The tensors have the hub's names already; and they are not others than before.
                 model_files=partial(
                     self._small_files.files,
@@ -244,10 +244,10 @@ class WeightStream(ClosingSaver):
                 self._before = self._found
             return
         save = self._save_of_rank_0(step)
-        self._writer.save(save.id, self._as_link(save, contents))
+        self._writer.save(save.id, self._as_delta(save, contents))
         self._wait_for_end(save.id)
 
-    def _as_link(self, save: Save, contents: RankContents) -> RankContents:
+    def _as_delta(self, save: OwnSave, contents: RankContents) -> RankContents:
         part, old = contents.whole, self._parts[0]
         if part is None or isinstance(part, _NoCopy):
             return contents
@@ -257,7 +257,7 @@ class WeightStream(ClosingSaver):
             return contents
         return contents._replace(base=str(save.base), pieces=partial(part.pieces, base))
 
-    def _compare(self, save: Save) -> None:
+    def _compare(self, save: OwnSave) -> None:
         """Refuse a save of all writers whose names, shapes or dtypes are not those expected."""
         found: _Tensors = {}
         faults = []
@@ -286,7 +286,7 @@ class WeightStream(ClosingSaver):
             )
         self._found = found
 
-    def _written_by(self, rank: int, save: Save) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    def _written_by(self, rank: int, save: OwnSave) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         """Name, dtype and shape of each tensor in the file of a rank."""
         job, world_size = self._writer.job, self._saver.world_size
         actor = job.layout.actor(save.id.step)
@@ -295,12 +295,12 @@ class WeightStream(ClosingSaver):
                 yield from (entry[:3] for entry in file.entries)
             return
         receipt = RankFiles(job, rank, world_size, save.id).receipt(receipt_name(rank))
-        for link in receipt.files if receipt is not None else ():
-            if link.over == "index":
-                pieces = read_index(job.storage, actor / link.name, link.size, link.digest)
+        for delta in receipt.files if receipt is not None else ():
+            if delta.over == "index":
+                pieces = read_index(job.storage, actor / delta.name, delta.size, delta.digest)
                 yield from ((piece.name, piece.dtype, piece.box.shape) for piece in pieces)
 
-    def _save_of_rank_0(self, step: int) -> Save:
+    def _save_of_rank_0(self, step: int) -> OwnSave:
         """Wait until rank 0 begins the save of this step; return the save."""
         until = time.monotonic() + self._saver.settings.save_timeout
         while True:
@@ -353,7 +353,7 @@ class WeightStream(ClosingSaver):
     def _writer(self) -> RankWriter:
         return self._saver.writer
 
-    def _saving(self) -> Save | None:
+    def _saving(self) -> OwnSave | None:
         """The save that a live rank 0 has begun."""
         report = self._report()
         if report is None or report.saving is None:
@@ -364,7 +364,7 @@ class WeightStream(ClosingSaver):
         saving = SaveId.parse(report.saving)
         if saving is None:
             return None
-        return Save(saving, base=SaveId.parse(report.base or ""))
+        return OwnSave(saving, base=SaveId.parse(report.base or ""))
 
     def _check_run(self, report: TrainerReport) -> None:
         if self._run not in {None, report.run_id}:
@@ -390,7 +390,7 @@ class WeightStream(ClosingSaver):
         return _unless_passing(lambda: self._files_of_rank_0(save_id).failed(0))
 
 
-class _NoCopy(HostPart):
+class _NoCopy(WeightsInMemory):
     """Stands for tensors that could not be copied: its save fails on all ranks."""
 
     def write(self, draft: Draft) -> ReceiptFile:  # noqa: ARG002 - there is nothing to write

@@ -19,7 +19,7 @@ from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import ACTOR, CRITIC, FULL_STATE_DICT, master_name
 from syncd.protocol.policy import SyncMethod, SyncSettings
-from trainer_hooks.ranks import Plan, Ranks
+from trainer_hooks.ranks import Due, Ranks
 from trainer_hooks.resuming.promise import Promise, Saved
 from trainer_hooks.settings import SaveLayout, SaveLora, SyncDtype
 from trainer_hooks.state.casting import casting_of
@@ -37,7 +37,6 @@ from trainer_hooks.state.full_checkpoint import (
 from trainer_hooks.state.full_file import gather_full
 from trainer_hooks.state.gather import Derived
 from trainer_hooks.state.host_buffers import HostBuffers, host_copy
-from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.hub_names import HubNames
 from trainer_hooks.state.lora import PeftState, base_name
 from trainer_hooks.state.pieces import why_no_pieces
@@ -52,6 +51,7 @@ from trainer_hooks.state.state_dict import (
     tensors_of,
 )
 from trainer_hooks.state.ties import KnownTies
+from trainer_hooks.state.weights_in_memory import WeightsInMemory
 from trainer_hooks.state.wrappers import adapters_of, part_described, unwrapped
 from trainer_hooks.writing.rank_files import RankContents
 from trainer_hooks.writing.writer import RankWriter
@@ -92,7 +92,7 @@ class Trained:
         self.cast = casting_of(self.model, self.sync_dtype)
         # Reused like the other buffers, because allocating takes longer than copying.
         self._masters: deque[HostBuffers] = deque(maxlen=1)
-        self._wholes: deque[HostPart] = deque(maxlen=2)
+        self._wholes: deque[WeightsInMemory] = deque(maxlen=2)
 
     def prove(self, ranks: Ranks) -> None:
         """Write the small files once, for their errors, and find names under which the model loads.
@@ -133,16 +133,16 @@ class Trained:
     def part(
         self,
         writer: RankWriter,
-        plan: Plan,
+        plan: Due,
         step: int,
         buffers: HostBuffers | None,
         at_end: ExitStack,
         *,
-        is_link: bool = False,
+        is_delta: bool = False,
     ) -> RankContents:
         """Copy this rank's part of the save of a step, in the buffers if there are any.
 
-        ``is_link`` is True if the weights for explorers are written as nothing but a link.
+        ``is_delta`` is True if the weights for explorers are written as nothing but a delta.
 
         Collective if ranks gather. ``at_end`` must be closed at the end of the save.
 
@@ -152,16 +152,16 @@ class Trained:
                 loaded again.
             CheckpointError: the model is quantized, so ``sync_dtype`` cannot cast it.
         """
-        completes, is_full = bool(plan & Plan.COMPLETE), bool(plan & Plan.FULL)
+        completes, is_full = bool(plan & Due.COMPLETE), bool(plan & Due.FULL)
         is_peft = bool(adapters_of(self.model))
         sharded = not (writer.is_gathered or is_peft)
-        hugging_face = bool(plan & Plan.HUGGING_FACE) and is_full
+        hugging_face = bool(plan & Due.HUGGING_FACE) and is_full
         state: dict[str, Any] = {}
         cast = self.cast
         if (
             not completes
             or (hugging_face and sharded)
-            or (is_full and (is_peft or cast or is_link))
+            or (is_full and (is_peft or cast or is_delta))
         ):
             state = sharded_state_dict(self.model)
             if sharded or is_full:  # a gathered file has only tensors
@@ -194,7 +194,7 @@ class Trained:
                 masters = self._masters.pop() if self._masters else HostBuffers()
                 at_end.callback(self._masters.append, masters)
                 rest |= {"trained": masters.copy(state), "trained_name": master_name}
-            elif is_link and buffers is not None:
+            elif is_delta and buffers is not None:
                 trained = buffers.copy(state) if model is None else model
                 rest |= {"trained": trained, "trained_name": master_name}
         names: Files = {}
@@ -215,20 +215,20 @@ class Trained:
             hugging_face=in_hugging_face,
             links_hugging_face=hugging_face and is_shared and self.rank == 0,
             sync_dtype=None if cast is None else self.sync_dtype,
-            fp32=_kept_by(cast, state) if is_link else (),
+            fp32=_kept_by(cast, state) if is_delta else (),
             completes=completes,
             tied=self._tied,
             **rest,
         )
 
-    def why_no_links(self, settings: SyncSettings, layout: SaveLayout) -> str | None:
-        """The reason why this rank cannot save links, as a clause; None if it can."""
+    def why_no_deltas(self, settings: SyncSettings, layout: SaveLayout) -> str | None:
+        """The reason why this rank cannot save deltas, as a clause; None if it can."""
         if not settings.deltas:
             return "a rank has deltas=False"
         if settings.method is not SyncMethod.CHECKPOINT or layout is SaveLayout.FULL:
-            return "only method checkpoint with layout sharded has links"
+            return "only method checkpoint with layout sharded has deltas"
         if adapters_of(self.model) or fsdp_version(self.model) == 1:
-            return "a model under PEFT or FSDP1 has no links"
+            return "a model under PEFT or FSDP1 has no deltas"
         try:
             return why_no_pieces(sharded_state_dict(self.model))
         except InvalidSettingsError as error:
@@ -246,7 +246,7 @@ class Trained:
         promise = Promise(saved)
         return promise if self.rank == 0 else None
 
-    def full_weights(self, at_end: ExitStack) -> HostPart | None:
+    def full_weights(self, at_end: ExitStack) -> WeightsInMemory | None:
         """Gather the full weights for a complete full checkpoint. Collective.
 
         Raises:
@@ -311,11 +311,11 @@ class Trained:
         cast: Casting | None = None,
         *,
         is_adapter: bool = False,
-    ) -> HostPart | None:
+    ) -> WeightsInMemory | None:
         """Gather weights into rank 0's memory, which is free again after ``at_end``. Collective."""
         part = None
         if self.rank == 0 and has_room:
-            part = self._wholes.pop() if self._wholes else HostPart()
+            part = self._wholes.pop() if self._wholes else WeightsInMemory()
             at_end.callback(self._wholes.append, part)
         model, derived = self.model, dict[str, Derived]()
         if peft is not None and is_adapter:

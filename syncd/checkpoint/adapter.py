@@ -34,7 +34,7 @@ from syncd.checkpoint.placement import Shape
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import LORA_ADAPTER
-from syncd.protocol.records import AdaptedModel, Part
+from syncd.protocol.records import AdaptedModel, Fields
 
 #: All names in a PeftModel and in PEFT's files begin with this.
 PREFIX: Final = "base_model.model."
@@ -75,7 +75,7 @@ def are_two_models(one: str, other: str) -> bool | None:
     return None
 
 
-class AdapterConfig(Part):
+class AdapterConfig(Fields):
     """The keys of ``adapter_config.json`` that syncd uses.
 
     Attributes:

@@ -27,7 +27,7 @@ from syncd.checkpoint.model_folder import (
 from syncd.checkpoint.open_save import open_save
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.save import (
-    Links,
+    Delta,
     Remote,
     Save,
     SavedWeights,
@@ -77,7 +77,7 @@ def build_model_folder(
     The result is a Hugging Face model folder, or an adapter's folder for PEFT and vLLM. An
     adapter's folder lacks the base model's config, so that it does not look like a model.
 
-    ``save`` must be the latest result of ``look_at_save``; a link must be a full checkpoint. No
+    ``save`` must be the latest result of ``look_at_save``; a delta must be a full checkpoint. No
     other process may read ``folder``, and the caller must sync its parent. ``sequence`` is 0 for a
     step that is built only for evaluation, and None if no explorer loads the folder.
 
@@ -245,14 +245,14 @@ def _write_manifest(storage: Storage, actor: Path, folder: Path, manifest: Manif
 def _mergeable(
     storage: Storage, actor: Path, save: SavedWeights, options: MergeOptions
 ) -> tuple[SavedWeights, MergeOptions]:
-    """In place of a link the weights to resume from, with the cast for explorers."""
-    if not isinstance(save, Links):
+    """In place of a delta the weights to resume from, with the cast for explorers."""
+    if not isinstance(save, Delta):
         return save, options
     if storage.exists(actor.parent / SAVING):
         raise SaveNotReadyError(f"{actor.parent} is still being saved")
     is_full = storage.exists(actor.parent / FULL)
     found = in_models_dtype(storage, actor, save) if is_full else save
-    if isinstance(found, Links):
+    if isinstance(found, Delta):
         raise CheckpointError(save.refusal(actor))
     cast = next((one for one in get_args(Cast) if one == save.sync_dtype), None)
     return found, options._replace(cast=options.cast or cast)
@@ -300,7 +300,7 @@ class FreeSpace:
             SaveNotReadyError: the save changed, or is not whole.
             CheckpointError: this save can never be merged.
         """
-        if isinstance(save, Links):
+        if isinstance(save, Delta):
             save, options = _mergeable(self.storage, actor, save, options)
         needed = 0
         for name in save.weights:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from syncd.checkpoint.model_folder import warn_once
 from syncd.checkpoint.name_map import kept_by_type, unknown_types
-from syncd.checkpoint.save import Links, SavedWeights
+from syncd.checkpoint.save import Delta, SavedWeights
 from syncd.checkpoint.tensor_rules import Cast, Casting, general, shown
 from syncd.protocol.version_events import CastTwice
 
@@ -21,7 +21,7 @@ def casting_of(
     if cast is None:
         return None
     if cast == save.sync_dtype:
-        if not isinstance(save, Links):
+        if not isinstance(save, Delta):
             return None  # the trainer has asked the model what to keep
         kept = {name for receipt in save.receipts for name in receipt.fp32}
         return Casting(cast, lambda name: general(name) in kept)

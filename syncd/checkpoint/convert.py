@@ -17,7 +17,7 @@ from syncd.checkpoint.masters import in_models_dtype
 from syncd.checkpoint.merging.options import MergeOptions, Progress, Work, unheard
 from syncd.checkpoint.model_folder import INDEX
 from syncd.checkpoint.save import (
-    Links,
+    Delta,
     LoraAdapter,
     SavedWeights,
     Unfinished,
@@ -69,7 +69,7 @@ def look_at_step(job: Job, step: int) -> SavedWeights:
     save = look_at_save(job.storage, actor, step)
     if FULL not in names and not (foreign and any(map(is_resumable_state, inside))):
         advice = f"merge its shards into a folder of your own with 'syncd merge {actor} FOLDER'"
-        if isinstance(save, Links):
+        if isinstance(save, Delta):
             advice = save.refusal(actor)
         raise InvalidSettingsError(f"{actor.parent} holds no full checkpoint: {advice}")
     if SAVING in names:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from syncd.checkpoint.save import (
     RECEIPTS_LIMIT,
+    Delta,
     FullStateDict,
-    Links,
     SavedWeights,
     Shards,
     read_receipt,
@@ -46,7 +46,7 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
                 "dtype. If the folder is a copy, copy the whole folder again"
             )
         return Shards(save.step, save.identity, masters) if masters else save
-    if save.sync_dtype is None and not isinstance(save, Links):
+    if save.sync_dtype is None and not isinstance(save, Delta):
         return save
     full, left = [], RECEIPTS_LIMIT
     try:

@@ -30,7 +30,7 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import Manifest, VersionFile
 from syncd.protocol.version_events import ModelFilesWrong
-from syncd.storage.calls import Kind
+from syncd.storage.calls import FileKind
 from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)
@@ -288,11 +288,11 @@ def _regular_files(
         # The merge writes weights itself; temporary files are not part of the model.
         if path == PurePosixPath(MANIFEST) or is_weights_name(name) or name.startswith(TEMPORARY):
             continue
-        if kind is Kind.FOLDER and recursive:
+        if kind is FileKind.FOLDER and recursive:
             yield from _regular_files(storage, root, path, cancel, recursive=True)
-        elif kind is Kind.FILE:
+        elif kind is FileKind.FILE:
             yield path
-        elif kind is Kind.LINK:
+        elif kind is FileKind.LINK:
             reason = (
                 f"syncd does not publish {shown(str(path))}, because it follows no links in a "
                 "save. Replace this link by its file or folder (cp -RL), and save again"

@@ -35,10 +35,10 @@ from syncd.protocol.names import (
     MODEL_FOLDERS,
     RECEIPTS,
     TEMPORARY,
+    delta_name,
     is_dcp_file,
     is_other_state,
     is_weights_name,
-    link_name,
     parse_master_name,
     parse_part_name,
     part_name,
@@ -114,7 +114,7 @@ class _WholeSave:
 
     @property
     def base(self) -> str | None:
-        """The save that the link files of all ranks are relative to; None without such files."""
+        """The save that the delta files of all ranks are relative to; None without such files."""
         bases = {receipt.base for receipt in self.receipts}
         return bases.pop() if len(bases) == 1 else None
 
@@ -155,8 +155,8 @@ class Shards(_WholeSave):
     """A ``torch.save`` file of each rank."""
 
 
-class Links(_WholeSave):
-    """Only what changed since the save ``base``: a link file of each rank."""
+class Delta(_WholeSave):
+    """Only what changed since the save ``base``: a delta file of each rank."""
 
     def refusal(self, actor: Path) -> str:
         """Why nothing can be made of these files alone, for a message."""
@@ -195,7 +195,7 @@ def _model_folder(weights: tuple[str, ...]) -> str:
 
 
 #: A whole save that has its weights in ``actor/``.
-SavedWeights: TypeAlias = Shards | FullStateDict | LoraAdapter | Dcp | HuggingFaceParts | Links
+SavedWeights: TypeAlias = Shards | FullStateDict | LoraAdapter | Dcp | HuggingFaceParts | Delta
 #: A whole save.
 WholeSave: TypeAlias = SavedWeights | Remote
 #: The state of a step's folder at the last look.
@@ -274,11 +274,11 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | Save
             )
         receipts.append(receipt)
     told = {file.name for receipt in receipts for file in receipt.files}
-    shards, parts, links = (
+    shards, parts, deltas = (
         tuple(name_of(first.world_size, rank) for rank in range(first.world_size))
-        for name_of in (shard_name, part_name, link_name)
+        for name_of in (shard_name, part_name, delta_name)
     )
-    kinds = ((ADAPTER,), (PICKLED_ADAPTER,), shards, (FULL_STATE_DICT,), parts, links)
+    kinds = ((ADAPTER,), (PICKLED_ADAPTER,), shards, (FULL_STATE_DICT,), parts, deltas)
     weights = next(filter(told.issuperset, kinds), None)
     if weights is None:
         return Unfinished(step, f"{actor}: the receipts of save {first.save_id} list no weights")
@@ -375,7 +375,7 @@ def _whole(
         ADAPTER_WEIGHTS: LoraAdapter,
         ADAPTER_PICKLE: LoraAdapter,
         DCP_METADATA: Dcp,
-        link_name(len(weights), 0): Links,
+        delta_name(len(weights), 0): Delta,
     }
     first = weights[0].rpartition("/")[2]
     kind = kinds.get(first, Shards if parse_part_name(first) is None else HuggingFaceParts)

@@ -19,7 +19,7 @@ from syncd.checkpoint.placement import Shape
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import ADAPTER_CONFIG, HUGGINGFACE
-from syncd.protocol.records import Part
+from syncd.protocol.records import Fields
 
 _PLAIN: Final = re.compile(
     re.escape(PREFIX) + r"(.+)\.lora_(embedding_)?([AB])(?(2)|\.weight)", re.DOTALL
@@ -27,7 +27,7 @@ _PLAIN: Final = re.compile(
 _REMEDY: Final = f"Write the adapter's {ADAPTER_CONFIG} into {HUGGINGFACE}/ beside the shards"
 
 
-class TrainedLora(Part):
+class TrainedLora(Fields):
     """The keys of ``lora_train_meta.json``."""
 
     r: pydantic.PositiveInt

@@ -64,8 +64,8 @@ def _outcome(version: VersionHistory) -> str:
         return "kept"
     if version.pruned is not None:
         return f"pruned {moment(version.pruned)}"
-    is_link = version.published is None and version.linked is not None
-    return "linked" if is_link else "gone"
+    is_delta = version.published is None and version.linked is not None
+    return "linked" if is_delta else "gone"
 
 
 def _live(loads: list[Live]) -> Text:

@@ -12,9 +12,9 @@ from syncd.cli import options
 from syncd.cli.bars import at_work
 from syncd.daemon.config import PruningRules
 from syncd.daemon.configuration import load
-from syncd.daemon.decide import DropLease, PruneLink, PruneStep, Pruning, RetireVersion
+from syncd.daemon.decide import DropLease, PruneDelta, PruneStep, Pruning, RetireVersion
 from syncd.operate.offline import prune_now, would_prune
-from syncd.protocol.names import link_folder, printable, step_folder, version_folder
+from syncd.protocol.names import delta_folder, printable, step_folder, version_folder
 from syncd.storage.job import Job
 
 
@@ -56,7 +56,7 @@ def _told(action: Pruning) -> tuple[str, str, str]:
             return "lease", f"{version_folder(action.sequence)}/{action.marker}", action.why
         case RetireVersion():
             return "version", version_folder(action.sequence), action.why
-        case PruneLink():
-            return "delta", link_folder(action.sequence), action.why
+        case PruneDelta():
+            return "delta", delta_folder(action.sequence), action.why
         case PruneStep():
             return "step", step_folder(action.seen.step), action.why

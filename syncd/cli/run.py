@@ -24,7 +24,7 @@ from syncd.daemon.configuration import (
 from syncd.daemon.host.services import RootServices, Services
 from syncd.daemon.signs import HangGuard, ServiceManager
 from syncd.daemon.telling.journal import MeterOf, unmetered
-from syncd.deltas.fold_process import why_not_here
+from syncd.deltas.fold_process import missing_extra
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.events import Misspelt, RootServed
 from syncd.protocol.names import printable
@@ -78,7 +78,7 @@ def _load(file: Path | None, said: dict[str, GivenValue]) -> Configuration:
     configuration = load(file, os.environ, said)
     if configuration.config.cast is not None:
         require_torch(f"cast, set by {printable(configuration.sources['cast'])},")
-    if configuration.config.deltas == "on" and (why := why_not_here()) is not None:
+    if configuration.config.deltas == "on" and (why := missing_extra()) is not None:
         source = printable(configuration.sources["deltas"])
         raise InvalidSettingsError(f'deltas = "on", set by {source}, cannot be used: {why}')
     return configuration

@@ -84,7 +84,7 @@ def command(
 
     def print_json() -> None:
         look_again()
-        states = [job.model_dump() for job in seen]
+        states = [job.model_dump(by_alias=True) for job in seen]
         shown = states[0] if is_one else {"jobs": states}
         click.echo(json.dumps(shown, indent=None if watch else 2))
 
@@ -223,10 +223,10 @@ def _facts(seen: DirectoryState, now: float) -> list[tuple[str, str]]:
     if latest:
         kinds = [kind for kind in (latest.kind, latest.dtype) if kind not in {"full", None}]
         more = f" ({', '.join(kinds)})" if kinds else ""
-        if ahead := latest.ahead:
-            links = seen.links
-            more += f"; ahead: step {ahead.step}, by {len(links)} link{'s'[: len(links) != 1]}"
-            more += f" ({size(sum(link.bytes for link in links))})"
+        if tip := latest.tip:
+            deltas = seen.deltas
+            more += f"; ahead: step {tip.step}, by {len(deltas)} delta{'s'[: len(deltas) != 1]}"
+            more += f" ({size(sum(delta.bytes for delta in deltas))})"
         served = f"version {latest.sequence}, step {latest.step}{more}"
     facts += [("latest", served), ("names", _names(seen))]
     facts += [
@@ -250,7 +250,7 @@ def _facts(seen: DirectoryState, now: float) -> list[tuple[str, str]]:
     pinned = ", ".join(map(str, seen.pinned_steps))
     free = seen.free["bytes"] if seen.free else None
     facts += [
-        ("no links", seen.no_links or ""),
+        ("no deltas", seen.no_deltas or ""),
         ("on disk", ", ".join(leased) or "no version"),
         ("pinned", f"steps {pinned}" if pinned else ""),
         ("refused", ", ".join(seen.quarantined)),
@@ -377,11 +377,11 @@ def _event(event: JournalLine | AuditLine) -> str:  # noqa: PLR0911 - one return
         case "refused":
             return f"no rollback to v{event.of} for {by}: {event.why}"
         case "linked":
-            return f"linked step {step} as {version}: {size(event.delta_bytes or 0)}"
+            return f"made the delta of step {step} as {version}: {size(event.delta_bytes or 0)}"
         case "skipped":
             return f"skipped step {step}: a newer one was announced"
         case "quarantined" | "closed":
-            what = "refused" if event.event == "quarantined" else "cannot link"
+            what = "refused" if event.event == "quarantined" else "no delta of"
             return f"{what} step {step}: {event.why}"
         case "live":
             return f"{version} is live on {event.explorer}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from syncd.checkpoint.save import Links, look_at_save
+from syncd.checkpoint.save import Delta, look_at_save
 from syncd.cli import options
 from syncd.cli.bars import at_work
 from syncd.operate.control import Control
@@ -31,7 +31,7 @@ def pin(job: Path, target: options.Target) -> options.Answer:
     if target.is_step:
         folder = found.layout.step(target.number)
         save = look_at_save(found.storage, folder / ACTOR, target.number)
-        if isinstance(save, Links) and not found.storage.exists(folder / FULL):
+        if isinstance(save, Delta) and not found.storage.exists(folder / FULL):
             raise InvalidSettingsError(save.refusal(folder))
     (pin_step if target.is_step else pin_version)(found, target.number)
     answer = {"job": str(job), "folder": str(target), "pinned": True}

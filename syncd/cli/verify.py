@@ -1,4 +1,4 @@
-"""``syncd verify``: compare versions and links with their manifests."""
+"""``syncd verify``: compare versions and deltas with their manifests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from syncd.checkpoint.model_folder import flaws_in
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.cli import options
 from syncd.cli.bars import bar
-from syncd.deltas.limits import LinkError
-from syncd.deltas.link_index import LinkRecord, read_index
+from syncd.deltas.delta_index import DeltaRecord, read_index
+from syncd.deltas.limits import DeltaError
 from syncd.protocol.errors import InvalidSettingsError, RecordError, VerificationError
 from syncd.protocol.names import (
     DELTA,
@@ -22,7 +22,7 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import parse
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job, link_folders, version_folders
+from syncd.storage.job import Job, delta_folders, version_folders
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class _Verified:
 
 @options.as_command("verify /shared/jobs/qwen-grpo")
 def command(path: options.Existing, *, as_json: options.Json = False) -> None:
-    """Compare the versions of a job with their manifests, and the indexes of its links.
+    """Compare the versions of a job with their manifests, and the indexes of its deltas.
 
     PATH is a job directory, or one folder with a manifest: a version, or a folder that 'syncd
     merge' or 'syncd convert' filled. Reads every byte of these. Exits with 7 if a digest or a size
@@ -48,10 +48,10 @@ def command(path: options.Existing, *, as_json: options.Json = False) -> None:
     """
     storage = Storage(path)
     job = Job.at(path, storage)
-    folders, links = [path], []
+    folders, deltas = [path], []
     if not storage.exists(path / MANIFEST):
         folders = list(map(job.layout.version, version_folders(job)))
-        links = list(map(job.layout.link, link_folders(job)))
+        deltas = list(map(job.layout.delta, delta_folders(job)))
     if not folders:
         raise InvalidSettingsError(
             f"{path} is neither a version nor a job with published versions. If this is "
@@ -59,11 +59,11 @@ def command(path: options.Existing, *, as_json: options.Json = False) -> None:
             "give the folder of a version or of a job"
         )
     results = []
-    for folder in (*folders, *links):
-        verified = _verified_link if folder in links else _verified
+    for folder in (*folders, *deltas):
+        verified = _verified_delta if folder in deltas else _verified
         try:
             result = verified(storage, folder)
-        except (LinkError, VerificationError, RecordError, OSError) as error:
+        except (DeltaError, VerificationError, RecordError, OSError) as error:
             result = _Verified(folder.name, "damaged", str(error))
             if not storage.exists(folder):
                 result = _Verified(folder.name, "pruned", "pruned meanwhile")
@@ -79,11 +79,11 @@ def command(path: options.Existing, *, as_json: options.Json = False) -> None:
         raise VerificationError(f"these folders differ from their manifests: {', '.join(wrong)}")
 
 
-def _verified_link(storage: Storage, folder: Path) -> _Verified:
-    link = parse(LinkRecord, storage.read(folder / DELTA), folder / DELTA)
-    for file in link.files:
+def _verified_delta(storage: Storage, folder: Path) -> _Verified:
+    delta = parse(DeltaRecord, storage.read(folder / DELTA), folder / DELTA)
+    for file in delta.files:
         read_index(storage, folder / file.name, file.size, file.digest or "")
-    said = f"link from {link.base}, whole (sizes, digests of the indexes)"
+    said = f"delta from {delta.base}, whole (sizes, digests of the indexes)"
     return _Verified(folder.name, "whole", said, kind="link")
 
 

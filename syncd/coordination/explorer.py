@@ -13,7 +13,7 @@ from syncd.coordination.benching import Bench
 from syncd.coordination.broadcast.meeting import ExplorerGroup
 from syncd.coordination.broadcast.offer import ExplorerSide
 from syncd.coordination.leased_version import LeasedVersion
-from syncd.coordination.member import Member, Seams
+from syncd.coordination.member import Doubles, Member
 from syncd.coordination.participant import become
 from syncd.coordination.versions import Lead
 from syncd.coordination.waiting import Cancellation
@@ -49,7 +49,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     Args:
         workers: the explorer's number of ranks in a weight group; 0 to join no transfers.
         hub_names: True if this explorer also accepts the hub's names (``syncd run --names``).
-        follows_ahead: True if it makes saves from links (:meth:`lead`).
+        follows_tip: True if it makes saves from deltas (:meth:`lead`).
 
     Attributes:
         on_other_job: called if another job has taken the place of this explorer's job.
@@ -64,8 +64,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         memory_dir: str | Path | None = None,
         workers: int = 1,
         hub_names: bool = False,
-        follows_ahead: bool = False,
-        seams: Seams | None = None,
+        follows_tip: bool = False,
+        doubles: Doubles | None = None,
     ) -> None:
         super().__init__(
             job_dir,
@@ -73,7 +73,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             name,
             settings=settings,
             memory_dir=memory_dir,
-            seams=seams,
+            doubles=doubles,
             first=lambda session: ExplorerReport(
                 name=name,
                 session=session,
@@ -82,7 +82,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
                 loads=self._job.previous_loads(name),
                 sync=SyncTerms.of(settings),
                 hub_names=hub_names,
-                follows_ahead=follows_ahead,
+                follows_tip=follows_tip,
                 time=0.0,
             ),
         )
@@ -98,7 +98,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         )  # fmt: skip
         if (trainer := self._trainer_there()) is not None:
             self._weights.unlike = self._compare_settings(trainer, self._me.record, trainer.session)
-        if follows_ahead:
+        if follows_tip:
             self._versions.passed = 0
         self._is_elsewhere = False
         self.on_other_job: Callable[[], None] = lambda: self.report(None)
@@ -174,7 +174,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         self._me.check_process()
         loaded = version if self._counts_loads and received is None else None
         if loaded is not None:
-            changes["follows_ahead"] = self._versions.passed <= loaded.sequence
+            changes["follows_tip"] = self._versions.passed <= loaded.sequence
         with self._loading:  # so that no load of another thread is lost
             self._is_elsewhere &= version is None
             loads = loads_with(self._me.record.loads, loaded, self._wall(), reload)
@@ -255,11 +255,11 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         return found if isinstance(found, Version) else current
 
     def lead(self, version: Version) -> Lead | None:
-        """The save to make from links, if this version is not published, but only ahead."""
+        """The save to make from deltas, if this version is not published, but only the tip."""
         return self._versions.lead(version)
 
     def passes(self, sequence: int) -> None:
-        """Wait for this save no longer while it is ahead, but for its version, or a later save."""
+        """Wait for this save no longer while it is the tip, but for its version, or a later save."""
         self._versions.passed = sequence
 
     def wait_for_newer(
@@ -374,7 +374,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         if self.is_elsewhere():
             return False
         me = self._me.record  # before LATEST, which must not be older
-        newest, trainer, resumed = self._versions.newest(ahead=True), None, None
+        newest, trainer, resumed = self._versions.newest(tip=True), None, None
         with suppress(JobUnavailableError):  # LATEST tells if the storage is not there
             trainer = self._roster.running_trainer()
         if trainer is not None and (found := trainer.resumed_from) is not None:

@@ -56,7 +56,7 @@ class Module:
     alive: bool
 
 
-class Seams(NamedTuple):
+class Doubles(NamedTuple):
     """Substitutes that tests use for the real storage, clocks and poll interval."""
 
     storage: Storage | None = None
@@ -107,21 +107,21 @@ class Member(Closing, Generic[Report]):
         *,
         settings: SyncSettings | None,
         memory_dir: str | Path | None,
-        seams: Seams | None,
+        doubles: Doubles | None,
         first: FirstReport[Report],
     ) -> None:
         self.role: Role = role
         self.name = checked_name(name, f"the {role}'s name")
         self.settings = given_or_default("settings", SyncSettings, settings)
-        seams = seams or Seams()
-        self._clock = seams.clock
-        self._wall = seams.wall
+        doubles = doubles or Doubles()
+        self._clock = doubles.clock
+        self._wall = doubles.wall
         self._compared: set[str | None] = set()
-        self._job = job = Job.at(Path(job_dir).absolute(), seams.storage)
+        self._job = job = Job.at(Path(job_dir).absolute(), doubles.storage)
         layout = job.layout
         lease_time = job.open().lease_time
-        self._poll = min(seams.poll, lease_time / 4)
-        self._waits = Waits(name, self._worth_a_look, poll=self._poll, clock=seams.clock)
+        self._poll = min(doubles.poll, lease_time / 4)
+        self._waits = Waits(name, self._worth_a_look, poll=self._poll, clock=doubles.clock)
         self._offers = Offers(job)
         self._state = StateFile(job, layout.saved_state(role, name))
         with registering(layout), ExitStack() as stack:
@@ -130,16 +130,16 @@ class Member(Closing, Generic[Report]):
                 job, role, name, lease_time,
                 path=layout.trainer_report if role == "trainer" else layout.explorer(name),
                 first=first,
-                clock=seams.clock, wall=seams.wall,
+                clock=doubles.clock, wall=doubles.wall,
             )  # fmt: skip
             stack.callback(self._me.close)
-            self._roster = Roster(job, lease_time, clock=seams.clock)
+            self._roster = Roster(job, lease_time, clock=doubles.clock)
             stack.callback(self._roster.close)
             if memory_dir is None:
-                self._versions = Versions(job, name, self._me.session, clock=seams.clock)
+                self._versions = Versions(job, name, self._me.session, clock=doubles.clock)
             else:
                 self._versions = Versions(
-                    Job.at(Path(memory_dir).absolute()), name, None, clock=seams.clock
+                    Job.at(Path(memory_dir).absolute()), name, None, clock=doubles.clock
                 )
             stack.callback(self._versions.close)
             jobs = dict.fromkeys((job, self._versions.job))

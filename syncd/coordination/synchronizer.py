@@ -190,8 +190,8 @@ class Synchronizer:
     takers = in_thread(TrainerSynchronizer.takers)
     have_received = in_thread(TrainerSynchronizer.have_received)
     serve_resumed = in_thread(TrainerSynchronizer.serve_resumed)
-    takes_links = in_thread(TrainerSynchronizer.takes_links)
-    say_no_links = in_thread(TrainerSynchronizer.say_no_links)
+    takes_deltas = in_thread(TrainerSynchronizer.takes_deltas)
+    say_no_deltas = in_thread(TrainerSynchronizer.say_no_deltas)
     has_missed = in_thread(TrainerSynchronizer.has_missed)
     goes_by_files = in_thread(TrainerSynchronizer.goes_by_files)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from syncd.coordination.broadcast.meeting import MeetingPlace, TrainerGroup
 from syncd.coordination.broadcast.offer import Takers, TrainerSide
 from syncd.coordination.leased_version import read_latest
-from syncd.coordination.member import Member, Seams
+from syncd.coordination.member import Doubles, Member
 from syncd.coordination.participant import become
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import BroadcastError, InvalidSettingsError, SyncdError
@@ -69,7 +69,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         world_size: int = 1,
         writer: WriteStateDict | None = None,
         resumed_from: ResumedFrom | None = None,
-        seams: Seams | None = None,
+        doubles: Doubles | None = None,
     ) -> None:
         super().__init__(
             job_dir,
@@ -77,7 +77,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
             name,
             settings=settings,
             memory_dir=memory_dir,
-            seams=seams,
+            doubles=doubles,
             first=lambda session: TrainerReport(
                 run_id=run_id or session,
                 world_size=world_size,
@@ -146,7 +146,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
 
         The pruner then keeps the folders of this step and of higher steps, because a trainer that
         resumed at a lower step will write these folders again. Writers without a process group
-        learn the ``save_id``, and the ``base`` of a link, from the report.
+        learn the ``save_id``, and the ``base`` of a delta, from the report.
         """
         saving, relative_to = (None if one is None else str(one) for one in (save_id, base))
         self._me.update(step=step, saving=saving, base=relative_to)
@@ -229,17 +229,17 @@ class TrainerSynchronizer(Member[TrainerReport]):
         published = newest is not None and newest.step == self._saved_step
         return not published and self._versions.job.outcome(self._saved_step) is None
 
-    def say_no_links(self, reason: str) -> None:
-        """Report why all saves are full although the settings ask for links."""
-        self._me.update(no_links=reason)
+    def say_no_deltas(self, reason: str) -> None:
+        """Report why all saves are full although the settings ask for deltas."""
+        self._me.update(no_deltas=reason)
 
-    def takes_links(self, root: SaveId) -> bool:
-        """True if the daemon can use a link that leads from ``root``, a full save of this run."""
+    def takes_deltas(self, root: SaveId) -> bool:
+        """True if the daemon can use a delta that leads from ``root``, a full save of this run."""
         daemon = self._job.read(DaemonReport, self._job.layout.daemon_report)
-        if daemon is None or not daemon.links or not self._roster.is_alive(daemon.session):
+        if daemon is None or not daemon.takes_deltas or not self._roster.is_alive(daemon.session):
             return False
         latest = read_latest(self._job)
-        if latest is not None and latest.closed is not None:
+        if latest is not None and latest.no_deltas is not None:
             return False
         published = SaveId.parse(latest.save_id) if latest else None
         if published is not None and published.run == root.run:
@@ -280,12 +280,12 @@ class TrainerSynchronizer(Member[TrainerReport]):
         waited_for = [
             one for one in self._roster.working() if one.refused is None and one.bench is None
         ]
-        for ahead in {one.follows_ahead for one in waited_for}:
-            newest = self._versions.newest(ahead=ahead)
+        for tip in {one.follows_tip for one in waited_for}:
+            newest = self._versions.newest(tip=tip)
             held = [
                 one.served(newest, self._me.record.run_id)
                 for one in waited_for
-                if one.follows_ahead is ahead
+                if one.follows_tip is tip
             ]
             if must_wait_for_explorers(self.settings, newest, held):
                 return True

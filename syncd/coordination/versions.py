@@ -24,7 +24,7 @@ from syncd.protocol.names import (
     shard_name,
 )
 from syncd.protocol.policy import Pull, Version, pull_decision
-from syncd.protocol.records import Ahead, Latest, Receipt, SaveOutcome, encode
+from syncd.protocol.records import Latest, Receipt, SaveOutcome, Tip, encode
 from syncd.protocol.reports import DaemonReport, TrainerReport
 from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring
 from syncd.storage.job import Job, ask_server, point
@@ -38,11 +38,11 @@ _ATTEMPTS: Final = 10
 
 
 class Lead(NamedTuple):
-    """A save that is not published yet, and LATEST, which names it as ahead."""
+    """A save that is not published yet, and LATEST, which names it as its tip."""
 
     job: Job
     latest: Latest
-    ahead: Ahead
+    tip: Tip
 
 
 class Versions:
@@ -77,37 +77,37 @@ class Versions:
         self._clock = clock
         self._look_at = -math.inf
         self.holds = Holds(job, name, session.id)
-        #: The newest save that this participant does not take from links.
+        #: The newest save that this participant does not take from deltas.
         self.passed = math.inf
 
     def newest(
-        self, known: Version | None = None, *, sure: bool = False, ahead: bool = False
+        self, known: Version | None = None, *, sure: bool = False, tip: bool = False
     ) -> Version | None:
         """LATEST's version if it is newer than ``known``; else ``known``.
 
-        With ``sure`` the method asks the file server instead of this client's cache. With ``ahead``
-        the result can be the save that LATEST names as ahead, unless its number is ``passed``.
+        With ``sure`` the method asks the file server instead of this client's cache. With ``tip``
+        the result can be the save that LATEST names as its tip, unless its number is ``passed``.
         """
         if sure:
             self._storage.refresh(self._layout.state)
         self.holds.settle()
         latest = read_latest(self.job)
-        found = self._named(latest, ahead=ahead) if latest is not None else None
+        found = self._named(latest, tip=tip) if latest is not None else None
         return known if pull_decision(known, found) is Pull.NOTHING_NEW else found
 
-    def _named(self, latest: Latest, *, ahead: bool) -> Version:
-        link = latest.ahead if ahead else None
-        if link is not None and link.sequence > max(latest.sequence, self.passed):
-            return Version.of(link)
+    def _named(self, latest: Latest, *, tip: bool) -> Version:
+        delta = latest.tip if tip else None
+        if delta is not None and delta.sequence > max(latest.sequence, self.passed):
+            return Version.of(delta)
         return Version.of(latest)
 
     def lead(self, version: Version) -> Lead | None:
-        """What LATEST names as ahead, if that is this save, or a newer one, and not published."""
+        """What LATEST names as its tip, if that is this save, or a newer one, and not published."""
         latest = read_latest(self.job) if version.sequence > self.passed else None
-        if latest is None or (ahead := latest.ahead) is None:
+        if latest is None or (tip := latest.tip) is None:
             return None
-        is_found = latest.sequence < version.sequence <= ahead.sequence
-        return Lead(self.job, latest, ahead) if is_found else None
+        is_found = latest.sequence < version.sequence <= tip.sequence
+        return Lead(self.job, latest, tip) if is_found else None
 
     def is_latest_damaged(self) -> bool:
         """True if LATEST exists but names no version; False if storage does not answer."""
@@ -149,7 +149,7 @@ class Versions:
     def serves(self, save_id: str | None) -> bool:
         """True if LATEST names this save as the newest one."""
         latest = read_latest(self.job)
-        return latest is not None and (latest.ahead or latest).save_id == save_id
+        return latest is not None and (latest.tip or latest).save_id == save_id
 
     def follows(self, job: Job) -> bool:
         """True if the daemon publishes what :meth:`point` makes the newest save of ``job``."""
@@ -191,8 +191,8 @@ class Versions:
             return None
         outcome, latest = self.job.outcome(step), read_latest(self.job)
         if outcome is not None:
-            # A linked save has the number of the version to come.
-            served = self._named(latest, ahead=True).sequence if latest else math.inf
+            # The save of a delta has the number of the version to come.
+            served = self._named(latest, tip=True).sequence if latest else math.inf
             folds = (outcome.sequence or 0) > served
             return None if self._is_of_now(step, outcome) and not folds else step
         # The daemon writes LATEST first; on a full disk the outcome comes much later.

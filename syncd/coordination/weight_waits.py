@@ -77,7 +77,7 @@ class WeightWaits:
         is_first = self.is_elsewhere()
         if current is not None and is_first and not current.is_first:
             current = None
-        newest = self.versions.newest(current, sure=sure, ahead=True)
+        newest = self.versions.newest(current, sure=sure, tip=True)
         if newest is None or newest is current:
             return newest
         return replace(newest, is_first=is_first)

@@ -34,7 +34,7 @@ class Arrival:
     _served: frozenset[str | None] = frozenset()
 
     def look(self, seen: Observation, served: frozenset[str | None]) -> None:
-        """See what the pointer names; ``served`` are the saves of LATEST, and of its ahead."""
+        """See what the pointer names; ``served`` are the saves of LATEST, and of its tip."""
         if seen.pointer.state is PointerState.EMPTY:
             return  # some trainers write it in place
         known = seen.save.known_as if seen.save else None

@@ -9,19 +9,19 @@ from typing import Final
 
 from syncd.checkpoint.merging.options import Progress
 from syncd.checkpoint.model_folder import changed_settings
-from syncd.checkpoint.save import Links, Save, SavedWeights, WholeSave
+from syncd.checkpoint.save import Delta, Save, SavedWeights, WholeSave
 from syncd.daemon.blocks import Obstacle
 from syncd.daemon.collect import Tidying
 from syncd.daemon.decide import Fold
+from syncd.daemon.delta_making import make_delta
 from syncd.daemon.folds import Folds
-from syncd.daemon.linking import link_save
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
 from syncd.daemon.steering import Steering
 from syncd.daemon.telling.journal import lasting
 from syncd.daemon.tenure import Tenure
 from syncd.daemon.turns import LateError
-from syncd.deltas.limits import LinkError
+from syncd.deltas.limits import DeltaError
 from syncd.protocol.errors import (
     CheckpointError,
     NoRoomError,
@@ -32,16 +32,16 @@ from syncd.protocol.errors import (
     VersionGoneError,
 )
 from syncd.protocol.names import printable
-from syncd.protocol.records import Ahead, Manifest, RollbackRequest
+from syncd.protocol.records import Manifest, RollbackRequest, Tip
 from syncd.protocol.reports import MergeProgress
 from syncd.protocol.version_events import (
+    DeltaMade,
+    DeltasStopped,
     FoldDelayed,
-    LinksClosed,
     MergeEnded,
     ModelConfigChanged,
     RollbackRefused,
     SaveFault,
-    SaveLinked,
     SaveQuarantined,
     VersionFolded,
     VersionNonfinite,
@@ -63,7 +63,7 @@ class Attempts:
     Attributes:
         may_overtake: True if the last attempt ended, or missed only room.
         obstacle: of the last attempt, until one succeeds.
-        late: why LATEST is closed, although the daemon still tries to make links.
+        late: LATEST's ``no_deltas``, although the daemon still tries to make deltas.
     """
 
     tenure: Tenure
@@ -155,10 +155,10 @@ class Attempts:
             return self._journal.waiting_for
         return "paused" if self._steering.is_paused() else ""
 
-    def link(self, saves: Sequence[SavedWeights], sequence: int) -> str:
-        """Link saves, the oldest first, unless the last one is linked as ``sequence``.
+    def make_deltas(self, saves: Sequence[SavedWeights], sequence: int) -> str:
+        """Make deltas of saves, the oldest first, unless the delta of the last one is ``sequence``.
 
-        Then LATEST names the last one as ahead, unless it has NaN and the daemon refuses it. For
+        Then LATEST names the last one as its tip, unless it has NaN and the daemon refuses it. For
         the result and errors see :meth:`publish`.
         """
         for save in () if sequence else saves:
@@ -167,20 +167,20 @@ class Attempts:
                 return reason
             begun = self._clock()
             try:
-                sequence = link_save(self.tenure, self.publisher, save, latest)
-            except (LinkError, RecordError, MemoryError) as error:
+                sequence = make_delta(self.tenure, self.publisher, save, latest)
+            except (DeltaError, RecordError, MemoryError) as error:
                 why = str(error) or "the daemon has no memory left"
-                self._close(save.step, save.identity, why)
+                self._stop(save.step, save.identity, why)
                 return ""
             except (SaveNotReadyError, OSError) as error:
                 self._job.check_is_there()
                 return self._try_later(
-                    save, f"step {save.step} could not be linked: {error}", error
+                    save, f"step {save.step} could not be taken as a delta: {error}", error
                 )
             self._ended()
             size = sum(file.size for file in save.vouched().values() if file.over == "index")
             seconds = round(self._clock() - begun, 3)
-            self._tell(SaveLinked(sequence, save.step, size, seconds))
+            self._tell(DeltaMade(sequence, save.step, size, seconds))
         save = saves[-1]
         try:
             self.publisher.check_finite(save)
@@ -188,22 +188,22 @@ class Attempts:
             self.give_up(save, error)
             return ""
         self.publisher.outcomes.published(save.step, save.identity, sequence)
-        self.publisher.advance(Ahead(sequence=sequence, step=save.step, save_id=save.identity))
+        self.publisher.advance(Tip(sequence=sequence, step=save.step, save_id=save.identity))
         return ""
 
-    def close_links(self, save: WholeSave) -> None:
-        """Record that a save cannot be linked, once the server has been asked."""
-        why = "its base is neither linked nor published"
+    def stop_deltas(self, save: WholeSave) -> None:
+        """Record that a save cannot be taken as a delta, once the server has been asked."""
+        why = "its base is neither a delta nor published"
         self._lose_patience(save, why, OSError(errno.ENOENT, why))
 
     def _lose_patience(self, save: WholeSave, why: str, error: Exception) -> None:
-        """Close the links if later saves would wait for one that fails."""
-        is_link, layout = isinstance(save, Links), self._job.layout
-        if not (is_link or self.reporter.no_links is None):
+        """Stop the deltas if later saves would wait for one that fails."""
+        is_delta, layout = isinstance(save, Delta), self._job.layout
+        if not (is_delta or self.reporter.no_deltas is None):
             return
         if self._is_over("save", save.identity, error):
-            late = not (is_link and _cannot_heal(error))
-            self._close(save.step, save.identity, why, late=late)
+            late = not (is_delta and _cannot_heal(error))
+            self._stop(save.step, save.identity, why, late=late)
             return
         for folder in (layout.root, layout.step(save.step), layout.actor(save.step)):
             with Ignoring(GONE | REFUSED_HERE):
@@ -217,14 +217,14 @@ class Attempts:
         missed, self._missed[work] = self._missed.get(work), of
         return missed == of or not isinstance(error, OSError)
 
-    def _close(self, step: int, save_id: str, reason: str, *, late: bool = False) -> None:
+    def _stop(self, step: int, save_id: str, reason: str, *, late: bool = False) -> None:
         """Let the trainer save whole weights; unless it is only late, never try this save again."""
         latest, reason = self.publisher.latest, printable(reason)
         outcome = self.publisher.outcomes.of_step.get(step)
-        is_told = latest.closed if latest else outcome and outcome.identity == save_id
+        is_told = latest.no_deltas if latest else outcome and outcome.identity == save_id
         if not is_told:
-            self.publisher.advance(latest.ahead if latest else None, reason)
-            self._tell(LinksClosed(step, reason))
+            self.publisher.advance(latest.tip if latest else None, reason)
+            self._tell(DeltasStopped(step, reason))
         if not (is_told and late):
             self.late = reason if late else ""
         if latest is None or not late:
@@ -232,7 +232,7 @@ class Attempts:
 
     def fold(self, fold: Fold) -> None:
         """Begin or continue a fold, and publish it once it is ready."""
-        latest, folds, ahead = self.publisher.latest, self.folds, fold.ahead
+        latest, folds, tip = self.publisher.latest, self.folds, fold.tip
         if latest is None:
             return
         if folds.obstacle is not None:
@@ -242,15 +242,15 @@ class Attempts:
             if manifest is None or folds.folder is None or self._steering.is_paused():
                 return
             self.publisher.publish_fold(manifest, folds.folder)
-        except (LinkError, RecordError, NoRoomError, OSError) as error:
+        except (DeltaError, RecordError, NoRoomError, OSError) as error:
             is_over = self._is_over("fold", latest.sequence, error)
-            damaged, event = is_over and _cannot_heal(error), FoldDelayed(ahead.step, error)
+            damaged, event = is_over and _cannot_heal(error), FoldDelayed(tip.step, error)
             folds.end(None if damaged else Obstacle.of(str(event), error))
             self._job.check_is_there()
             if is_over:
-                self._close(ahead.step, ahead.save_id, str(error), late=not damaged)
+                self._stop(tip.step, tip.save_id, str(error), late=not damaged)
             if damaged:
-                folds.damaged = ahead.sequence
+                folds.damaged = tip.sequence
             else:
                 self.tidying.after(error)
                 self._tell(event)
@@ -344,7 +344,7 @@ class Attempts:
         try:
             self.publisher.check_room(save)
         except NoRoomError as error:
-            if not self.tidying.gave_up_links(error):
+            if not self.tidying.gave_up_deltas(error):
                 raise
             self.publisher.check_room(save)
 
@@ -366,4 +366,4 @@ def _cannot_heal(error: Exception) -> bool:
     """True if a file is damaged, missing, or no regular file, so that waiting does not help."""
     if isinstance(error, OSError):
         return is_gone(error) or is_no_record(error)
-    return isinstance(error, LinkError | RecordError)
+    return isinstance(error, DeltaError | RecordError)

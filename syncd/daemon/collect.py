@@ -16,7 +16,7 @@ from syncd.daemon.tenure import Tenure
 from syncd.protocol.claims import session_of
 from syncd.protocol.events import CleanupDelayed, LeftoverRemoved, ReserveShort
 from syncd.protocol.names import HUGGINGFACE, LORA_ADAPTER, RECEIPTS, TEMPORARY
-from syncd.storage.calls import Kind
+from syncd.storage.calls import FileKind
 from syncd.storage.errnos import GONE, NO_ROOM, NOT_EMPTY, REFUSED_HERE, Ignoring, is_gone
 from syncd.storage.job import Job, step_folders
 from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness
@@ -69,19 +69,19 @@ class Tidying:
         """Schedule a cleanup after a failure; if the disk is full, free space at once."""
         self._untidy = True
         if isinstance(error, OSError):
-            self.gave_up_links(error)
+            self.gave_up_deltas(error)
             self._reserve.relieve(error)
 
     def leftovers(self) -> None:
         """Schedule a cleanup of unfinished files."""
         self._untidy = True
 
-    def gave_up_links(self, error: Exception) -> bool:
-        """If ``error`` means a full disk, delete links; see :meth:`Pruner.prune_links`."""
+    def gave_up_deltas(self, error: Exception) -> bool:
+        """If ``error`` means a full disk, delete deltas; see :meth:`Pruner.prune_deltas`."""
         if isinstance(error, OSError) and error.errno not in NO_ROOM:
             return False
         try:
-            return self.pruner.prune_links("the disk has no room for a version")
+            return self.pruner.prune_deltas("the disk has no room for a version")
         except OSError as refused:
             self._tell(CleanupDelayed(refused))
             return False
@@ -251,11 +251,11 @@ class Collector:
                 log.debug("cannot list %s now: %s", folder, error)
             return
         for name, kind in found.items():
-            if kind is Kind.FILE and (name.startswith(TEMPORARY) or ".lock.break." in name):
+            if kind is FileKind.FILE and (name.startswith(TEMPORARY) or ".lock.break." in name):
                 yield folder / name
-            elif kind is Kind.FOLDER and name.startswith(TEMPORARY):
+            elif kind is FileKind.FOLDER and name.startswith(TEMPORARY):
                 yield from self._draft(folder / name)
-            elif kind is Kind.FOLDER and depth:
+            elif kind is FileKind.FOLDER and depth:
                 yield from self._temporaries(folder / name, depth=depth - 1)
 
     def _draft(self, path: Path) -> Iterator[Path]:
@@ -263,7 +263,7 @@ class Collector:
         with Ignoring(GONE | NOT_EMPTY):
             inside = self._storage.kinds(path)
             for name, kind in inside.items():
-                if kind is Kind.FOLDER:
+                if kind is FileKind.FOLDER:
                     yield from self._draft(path / name)
                 else:
                     yield path / name

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final
 
-from syncd.checkpoint.save import Links, Save, SavedWeights, Unfinished, WholeSave
+from syncd.checkpoint.save import Delta, Save, SavedWeights, Unfinished, WholeSave
+from syncd.daemon.chains import Chain, DeltaSeen
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.ways import LinkSeen, Way
 from syncd.protocol.names import STATE_POINTER, printable, version_folder
-from syncd.protocol.records import Ahead, Pause, RollbackRequest, SaveId, SaveOutcome
+from syncd.protocol.records import Pause, RollbackRequest, SaveId, SaveOutcome, Tip
 
 #: Seconds to wait for a step's remote path, which trainers write right after they make the folder.
 _PATH_TIME: Final = 60.0
-#: The most seconds that a client's cache may hide files on the way back.
+#: The most seconds that a client's cache may hide files on the chain back.
 _HIDDEN: Final = 120.0
-#: Fold after this many links, because a reader keeps a file of each open,
-_MANY_LINKS: Final = 32
+#: Fold after this many deltas, because a reader keeps a file of each open,
+_MANY_DELTAS: Final = 32
 #: or after this many seconds without a save, which is longer than between most runs' saves,
 _QUIET: Final = 600.0
 #: or after this many ticks if the daemon ends when it is idle.
@@ -98,9 +98,9 @@ class Known:
         full_bytes, nonfinite: the bytes of LATEST's files, and its tensors with NaN or Inf.
         sessions: of participants to judge, beside those with a lease or a build → what names them.
         save_id: the save of LATEST's version.
-        ahead, closed: as in LATEST; ``closed`` is also set while LATEST is a rollback.
-        must_fold: True if a live explorer cannot follow ahead now, or a fold has begun.
-        may_fold: False if a link to ahead is damaged.
+        tip, no_deltas: as in LATEST; ``no_deltas`` is also set while LATEST is a rollback.
+        must_fold: True if a live explorer cannot follow the tip now, or a fold has begun.
+        may_fold: False if a delta to the tip is damaged.
     """
 
     latest: int = 0
@@ -111,8 +111,8 @@ class Known:
     nonfinite: int = 0
     sessions: Mapping[str, Callable[[], str]] = field(default_factory=dict)
     save_id: str | None = None
-    ahead: Ahead | None = None
-    closed: bool = False
+    tip: Tip | None = None
+    no_deltas: bool = False
     must_fold: bool = False
     may_fold: bool = False
 
@@ -134,8 +134,8 @@ class Observation(Known):
         announced_step: the step that the trainer began to save last; None without its report, 0
             if the report names no step or is unreadable.
         living: the sessions with a heartbeat, of those that have a lease, a build or a report.
-        way: the way back from the pointer's save.
-        chains: the links that lead from LATEST's version to each save, oldest first.
+        chain: the chain back from the pointer's save.
+        deltas_to: the deltas that lead from LATEST's version to each save, oldest first.
         outcome: of the pointer's save, if any.
     """
 
@@ -145,7 +145,7 @@ class Observation(Known):
     save: Save | None = None
     save_still_for: float = 0.0
     versions: tuple[int, ...] = ()
-    links: tuple[LinkSeen, ...] = ()
+    deltas: tuple[DeltaSeen, ...] = ()
     lease_folders: tuple[int, ...] = ()
     leases: tuple[LeaseSeen, ...] = ()
     steps: tuple[StepSeen, ...] = ()
@@ -156,8 +156,8 @@ class Observation(Known):
     living: Collection[str] = ()
     pause: Pause | None = None
     rollbacks: Sequence[RollbackRequest] = ()
-    way: Way = field(default_factory=Way)
-    chains: Mapping[str, Sequence[LinkSeen]] = field(default_factory=dict)
+    chain: Chain = field(default_factory=Chain)
+    deltas_to: Mapping[str, Sequence[DeltaSeen]] = field(default_factory=dict)
     outcome: str = ""
 
     @property
@@ -175,10 +175,10 @@ class Publish:
 
 
 @dataclass(frozen=True)
-class MakeLinks:
-    """Make links of these saves, the oldest first, and let LATEST name the last one as ahead.
+class MakeDeltas:
+    """Make deltas of these saves, the oldest first, and let LATEST name the last one as its tip.
 
-    The last one is the pointer's. If it is linked, ``sequence`` is the number of its link.
+    The last one is the pointer's. If it has a delta, ``sequence`` is the number of its delta.
     """
 
     saves: tuple[SavedWeights, ...]
@@ -186,19 +186,19 @@ class MakeLinks:
 
 
 @dataclass(frozen=True)
-class CloseLinks:
-    """Take no more links until the next full version, because a save cannot be linked."""
+class StopDeltas:
+    """Take no more deltas until the next full version, because a save cannot be taken as a delta."""
 
     save: WholeSave
 
 
 @dataclass(frozen=True)
 class Fold:
-    """Make a full version of LATEST's, of ``size`` bytes, and links to ``ahead``, or publish it."""
+    """Make a full version of LATEST's, of ``size`` bytes, and deltas to ``tip``, or publish it."""
 
-    chain: Sequence[LinkSeen]
+    chain: Sequence[DeltaSeen]
     size: int
-    ahead: Ahead
+    tip: Tip
 
 
 @dataclass(frozen=True)
@@ -264,8 +264,8 @@ class CloseLeaseFolder:
 
 
 @dataclass(frozen=True)
-class PruneLink:
-    """Delete a link."""
+class PruneDelta:
+    """Delete a delta."""
 
     sequence: int
     why: str
@@ -287,9 +287,9 @@ class Learn:
 
 
 #: The actions that delete data of the job.
-Pruning = DropLease | RetireVersion | PruneLink | PruneStep
-#: The actions that make new versions or links.
-New = Publish | MakeLinks | CloseLinks | Fold | Republish
+Pruning = DropLease | RetireVersion | PruneDelta | PruneStep
+#: The actions that make new versions or deltas.
+New = Publish | MakeDeltas | StopDeltas | Fold | Republish
 Action = New | GiveUp | AnswerRequest | Skip | Forget | CloseLeaseFolder | Learn | Pruning
 
 
@@ -316,13 +316,13 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
         new, waiting_for = (), f"paused by {printable(seen.pause.by)}, until 'syncd resume'"
     else:
         new, waiting_for = _publish(seen, config)
-        if all(isinstance(action, MakeLinks) for action in new):
+        if all(isinstance(action, MakeDeltas) for action in new):
             new = (*new, *_fold(seen, config))  # saves may come each round
     records: tuple[Action, ...] = (
         *(
             Skip(save.step, save.identity)
             for save in seen.unrecorded
-            if save.identity and save not in seen.way.saves
+            if save.identity and save not in seen.chain.saves
         ),
         *(Forget(step) for step in seen.vanished),
     )
@@ -333,10 +333,10 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
     prunings: tuple[Action, ...] = (
         *_leases(seen, config),
         *_versions(seen, config),
-        *_links(seen, config),
+        *_deltas(seen, config),
         *_steps(seen, config),
     )
-    pending = bool(new) or by_waiting or (seen.ahead is not None and seen.may_fold)
+    pending = bool(new) or by_waiting or (seen.tip is not None and seen.may_fold)
     return Decision((*new, *records, *prunings), waiting_for, pending=pending)
 
 
@@ -344,7 +344,7 @@ def _rollback(request: RollbackRequest, seen: Observation) -> Republish | Answer
     if request.id == seen.served_request:
         return AnswerRequest(request, made=seen.latest)
     name = version_folder(request.sequence)
-    if request.sequence == seen.latest and seen.ahead is None:
+    if request.sequence == seen.latest and seen.tip is None:
         return AnswerRequest(request, why=f"{name} is already LATEST")
     leasable = set(seen.versions) & set(seen.lease_folders)
     if request.sequence > seen.latest or request.sequence not in leasable:
@@ -359,7 +359,7 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveU
     save = seen.save
     if save is None:
         return (), f"step {seen.pointer.step} has not been examined yet"
-    is_served = save.known_as == seen.published_save and seen.ahead is None
+    is_served = save.known_as == seen.published_save and seen.tip is None
     if save.known_as is not None and (seen.outcome == "quarantined" or is_served):
         return (), ""
     if isinstance(save, Unfinished):
@@ -372,36 +372,36 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveU
             f"have not changed for {config.tick:g} s"
         )
         return (), why
-    return (_link(save, seen) if isinstance(save, Links) else (Publish(save),)), ""
+    return (_delta(save, seen) if isinstance(save, Delta) else (Publish(save),)), ""
 
 
-def _link(save: Links, seen: Observation) -> tuple[New, ...]:
-    chain, way = seen.chains.get(save.identity), seen.way
-    named = seen.ahead.sequence if seen.ahead else seen.latest
-    sequence = chain[-1].sequence if chain else 0
-    if sequence > named or (chain is None and way.joins and not seen.closed):
-        return (MakeLinks(way.saves[:1] if sequence else way.saves[::-1], sequence),)
+def _delta(save: Delta, seen: Observation) -> tuple[New, ...]:
+    deltas, chain = seen.deltas_to.get(save.identity), seen.chain
+    named = seen.tip.sequence if seen.tip else seen.latest
+    sequence = deltas[-1].sequence if deltas else 0
+    if sequence > named or (deltas is None and chain.joins and not seen.no_deltas):
+        return (MakeDeltas(chain.saves[:1] if sequence else chain.saves[::-1], sequence),)
     if sequence != named and any(one.full for one in seen.steps if one.step == save.step):
         return (Publish(save),)  # by the weights to resume from: the trainer has gone back
-    if chain is None and way.full is not None:
-        return (Publish(way.full),)
-    settled = (seen.closed or not seen.latest) and seen.outcome == "skipped"
-    return () if settled or chain is not None else (CloseLinks(save),)
+    if deltas is None and chain.full is not None:
+        return (Publish(chain.full),)
+    settled = (seen.no_deltas or not seen.latest) and seen.outcome == "skipped"
+    return () if settled or deltas is not None else (StopDeltas(save),)
 
 
 def _fold(seen: Observation, config: DaemonConfig) -> tuple[Fold, ...]:
-    """Fold by need: for explorers of whole versions, to spare links, or if no save comes."""
-    if seen.ahead is None or not seen.may_fold:
+    """Fold by need: for explorers of whole versions, to spare deltas, or if no save comes."""
+    if seen.tip is None or not seen.may_fold:
         return ()
-    chain, size = seen.chains.get(seen.ahead.save_id, ()), seen.full_bytes or 0
+    chain, size = seen.deltas_to.get(seen.tip.save_id, ()), seen.full_bytes or 0
     quiet = _IDLE_TICKS * config.tick if config.exit_when_idle else _QUIET
     needed = (
         seen.must_fold,
-        len(chain) >= _MANY_LINKS,
-        sum(link.bytes for link in chain) > size / 4,
+        len(chain) >= _MANY_DELTAS,
+        sum(delta.bytes for delta in chain) > size / 4,
         seen.save_still_for >= quiet,
     )
-    return (Fold(chain, size, seen.ahead),) if chain and any(needed) else ()
+    return (Fold(chain, size, seen.tip),) if chain and any(needed) else ()
 
 
 def _leases(seen: Observation, config: DaemonConfig) -> Iterable[DropLease]:
@@ -433,25 +433,25 @@ def _versions(
             yield CloseLeaseFolder(sequence)
 
 
-def _links(seen: Observation, config: DaemonConfig) -> Iterable[PruneLink]:
-    """Links to delete. A chain of links larger than half a version helps no explorer.
+def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
+    """Deltas to delete. A chain of deltas larger than half a version helps no explorer.
 
-    Every chain ends with the newest link, so all links older than a pruned one are pruned too.
+    Every chain ends with the newest delta, so all deltas older than a pruned one are pruned too.
     """
     together, count, at_most = 0, 0, (seen.full_bytes or math.inf) / 2
-    for link in sorted(seen.links, key=lambda link: -link.sequence):
-        if link.sequence > seen.latest:
-            if link.base is not None and link not in seen.chains.get(link.target, ()):
-                yield PruneLink(link.sequence, "it does not lead from LATEST's version")
+    for delta in sorted(seen.deltas, key=lambda delta: -delta.sequence):
+        if delta.sequence > seen.latest:
+            if delta.base is not None and delta not in seen.deltas_to.get(delta.target, ()):
+                yield PruneDelta(delta.sequence, "it does not lead from LATEST's version")
             continue
-        together, count = together + link.bytes, count + 1
+        together, count = together + delta.bytes, count + 1
         if config.deltas == "off":
-            yield PruneLink(link.sequence, "deltas are off")
+            yield PruneDelta(delta.sequence, "deltas are off")
         elif count > config.keep_deltas:
-            yield PruneLink(link.sequence, f"not among the newest {config.keep_deltas}")
+            yield PruneDelta(delta.sequence, f"not among the newest {config.keep_deltas}")
         elif together > at_most:
             why = "this and all newer ones together exceed half the bytes of a version"
-            yield PruneLink(link.sequence, why)
+            yield PruneDelta(delta.sequence, why)
 
 
 def newest(sequences: Iterable[int], count: int) -> frozenset[int]:
@@ -475,15 +475,15 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
     if seen.pointer.step is None:
         return ""
     announced = seen.pointer.step if seen.announced_step is None else seen.announced_step
-    on_way, ended = {save.step for save in seen.way.saves}, step.outcome.outcome
-    # Also those that are linked already, because a rollback ends their links.
-    on_way.update(saved.step for one in seen.chains if (saved := SaveId.parse(one)))
+    on_chain, ended = {save.step for save in seen.chain.saves}, step.outcome.outcome
+    # Also those that have deltas already, because a rollback ends these.
+    on_chain.update(saved.step for one in seen.deltas_to if (saved := SaveId.parse(one)))
     doubts = (
         ended not in {"published", "skipped"},
         step.found != step.outcome.identity,
-        step.step in {seen.pointer.step, seen.checkpoint.step, *seen.benched, *on_way},
+        step.step in {seen.pointer.step, seen.checkpoint.step, *seen.benched, *on_chain},
         # The save may be a base that an old cache still hides, but not for ever.
-        step.has_receipts and not seen.way.is_seen and seen.save_still_for < _HIDDEN,
+        step.has_receipts and not seen.chain.is_seen and seen.save_still_for < _HIDDEN,
         step.step >= announced,
         step.saving or step.full or step.pinned,
         not step.has_receipts and config.pointer != STATE_POINTER and not config.prune_foreign,

@@ -1,4 +1,4 @@
-"""Folds: full versions that a child process makes in the background, of LATEST's and links."""
+"""Folds: full versions that a child process makes in the background, of LATEST's and deltas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from syncd.daemon.blocks import Obstacle
 from syncd.daemon.decide import Fold
 from syncd.daemon.tenure import Tenure
-from syncd.deltas.fold_process import FoldChild, why_not_here
+from syncd.deltas.fold_process import FoldChild, missing_extra
 from syncd.protocol.errors import NoRoomError
 from syncd.protocol.names import version_folder
 from syncd.protocol.records import Latest, Manifest
@@ -26,7 +26,7 @@ class FoldWork:
     """Begins a fold, and gives the reason if this host cannot; tests replace both."""
 
     fold: Callable[[Job, Latest, Sequence[int], Path], FoldChild] = FoldChild
-    why_not_here: Callable[[], str | None] = why_not_here
+    missing_extra: Callable[[], str | None] = missing_extra
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Folds:
     Attributes:
         folder: the new version, in the daemon's room; None if nothing is folded.
         begun: when the last fold was begun.
-        damaged: the number of the last link to which a damaged one leads, if any.
+        damaged: the number of the last delta to which a damaged one leads, if any.
         obstacle: of the last fold, if it failed.
     """
 
@@ -67,22 +67,22 @@ class Folds:
         Call :meth:`end` when it is published, or after an error.
 
         Raises:
-            LinkError: a link is damaged.
+            DeltaError: a delta is damaged.
             NoRoomError, OSError: the fold can be tried again.
         """
         if self._child is None:
             if self._clock() < self._again_at:
                 return None
             free = self.tenure.job.storage.free(self._epoch.building).bytes
-            self.begun, self._step = self._clock(), fold.ahead.step
+            self.begun, self._step = self._clock(), fold.tip.step
             if free is not None and free < fold.size:
                 need = f"a fold needs {fold.size / 1e6:.1f} MB, {free / 1e6:.1f} are free"
                 raise NoRoomError(need)
-            chain = [link.sequence for link in fold.chain]
+            chain = [delta.sequence for delta in fold.chain]
             name = f"fold-{version_folder(chain[-1])}"
             self.folder = self._epoch.start_build(name)
             self._epoch.in_background.add(name)
-            latest = latest.model_copy(update={"ahead": fold.ahead})
+            latest = latest.model_copy(update={"tip": fold.tip})
             self._child = self.work.fold(self.tenure.job, latest, chain, self.folder)
         return self._child.poll()
 

@@ -15,7 +15,6 @@ from syncd.daemon.decide import (
     Action,
     AnswerRequest,
     CloseLeaseFolder,
-    CloseLinks,
     Decision,
     DropLease,
     Fold,
@@ -23,17 +22,18 @@ from syncd.daemon.decide import (
     GiveUp,
     Known,
     Learn,
-    MakeLinks,
+    MakeDeltas,
     New,
     Observation,
     PointerState,
-    PruneLink,
+    PruneDelta,
     PruneStep,
     Pruning,
     Publish,
     Republish,
     RetireVersion,
     Skip,
+    StopDeltas,
     decide,
 )
 from syncd.daemon.folds import Folds, FoldWork
@@ -95,7 +95,7 @@ class Loop:
         self._attempts = Attempts(
             tenure, self._publisher, self._reporter, self._tidying, self._folds
         )
-        self._follow_ahead: list[bool] = []  # for each live explorer
+        self._follow_tip: list[bool] = []  # for each live explorer
         self._prunings_left = False
         self._stuck: dict[int, Obstacle] = {}  # the steps that cannot be pruned
 
@@ -160,7 +160,7 @@ class Loop:
         is_told = any(what in waiting_for or waiting_for in what for what in told)
         self._journal.waiting(waiting_for, is_told=is_told)
         self._reporter.pause = seen.pause.id if seen.pause else None
-        self._reporter.no_links, self._reporter.fold = self._no_links(), self._folds.progress
+        self._reporter.no_deltas, self._reporter.fold = self._no_deltas(), self._folds.progress
         self._reporter.report("watching", waiting_for)
         self.tenure.meter.round_ended(self._clock() - started)
         return decision
@@ -203,7 +203,7 @@ class Loop:
                 self._pruner.close_leases(sequence)
             case Learn(step):
                 self._learn_in_turn(step)
-            case DropLease() | RetireVersion() | PruneLink() | PruneStep():
+            case DropLease() | RetireVersion() | PruneDelta() | PruneStep():
                 if self._prune(action):
                     self.pruned.append(action)
         return ""
@@ -216,10 +216,10 @@ class Loop:
             case Republish(request):
                 self._folds.end()
                 self._attempts.roll_back(request)
-            case MakeLinks(saves, sequence):
-                return self._attempts.link(saves, sequence)
-            case CloseLinks(save):
-                self._attempts.close_links(save)
+            case MakeDeltas(saves, sequence):
+                return self._attempts.make_deltas(saves, sequence)
+            case StopDeltas(save):
+                self._attempts.stop_deltas(save)
             case Fold():
                 self._attempts.fold(action)
         return ""
@@ -230,8 +230,8 @@ class Loop:
                 what, gone = "lease", self._pruner.drop_lease(action)
             case RetireVersion():
                 what, gone = "version", self._pruner.retire_version(action)
-            case PruneLink():
-                what, gone = "delta", self._pruner.prune_link(action)
+            case PruneDelta():
+                what, gone = "delta", self._pruner.prune_delta(action)
             case PruneStep() if self._must_keep(action):
                 return False
             case PruneStep():
@@ -274,9 +274,9 @@ class Loop:
     def _look_at_arrival(self, seen: Observation) -> None:
         """See which save waits: before it is pruned by, and after a publication."""
         latest, arrival = self._publisher.latest, self._reporter.arrival
-        ahead = latest.ahead.save_id if latest and latest.ahead else None
+        tip = latest.tip.save_id if latest and latest.tip else None
         arrival.is_normal = seen.pause is not None or self._refused_turn
-        arrival.look(seen, frozenset({self._publisher.known.published_save, ahead}))
+        arrival.look(seen, frozenset({self._publisher.known.published_save, tip}))
 
     def _meet_obstacles(self, seen: Observation) -> None:
         """End the round of what is blocked, with what no action of this round met."""
@@ -313,40 +313,40 @@ class Loop:
         latest = self._publisher.latest  # published in this round: explorers may have it already
         try:
             self._publisher.naming.look()
-            sequence = (latest.ahead or latest).sequence if latest else 0
+            sequence = (latest.tip or latest).sequence if latest else 0
             for load in self._going_live.look(sequence, seen.living):
                 self._journal.live(load)
             self._publisher.count_above(self._going_live.highest)
-            self._follow_ahead = self._going_live.follow_ahead(seen.living)
+            self._follow_tip = self._going_live.follow_tip(seen.living)
         except OSError as error:
             self._job.check_is_there()
             self.tenure.meter.failed(error)  # the next round looks again
 
     def _known(self) -> Known:
         latest, folds = self._publisher.latest, self._folds
-        ahead = latest.ahead if latest else None
+        tip = latest.tip if latest else None
         return replace(
             self._publisher.known,
             latest=latest.sequence if latest else 0,
             outcomes=self._outcomes.of_step,
             sessions=self._going_live.sessions,
-            ahead=ahead,
-            closed=bool(latest and latest.closed not in {None, self._attempts.late}),
-            must_fold=not all(self._follow_ahead) or folds.folder is not None,
-            may_fold=folds.damaged != (ahead and ahead.sequence),
+            tip=tip,
+            no_deltas=bool(latest and latest.no_deltas not in {None, self._attempts.late}),
+            must_fold=not all(self._follow_tip) or folds.folder is not None,
+            may_fold=folds.damaged != (tip and tip.sequence),
         )
 
-    def _no_links(self) -> str | None:
-        """The reason why the trainer may not save links; None if it may."""
+    def _no_deltas(self) -> str | None:
+        """The reason why the trainer may not save deltas; None if it may."""
         config = self.config
         if config.deltas == "off" or not (config.digests and self.publishes) or config.cast:
             return "deltas are off, or versions are cast or have no digests"
-        if not any(self._follow_ahead):
+        if not any(self._follow_tip):
             return (
-                "no live explorer follows ahead, which needs a stage folder on another filesystem, "
+                "no live explorer follows the tip, which needs a stage folder on another filesystem, "
                 "and syncd[deltas]"
             )
-        why = self.work.why_not_here()
+        why = self.work.missing_extra()
         return why and f"on the daemon's host {why}"
 
     def _publish_in_turn(self, action: Publish, whole_since: float) -> str:

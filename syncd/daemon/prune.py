@@ -1,4 +1,4 @@
-"""Pruning of versions, links, step folders and dead leases, with a line in the audit log."""
+"""Pruning of versions, deltas, step folders and dead leases, with a line in the audit log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from syncd.daemon.decide import (
     DropLease,
-    PruneLink,
+    PruneDelta,
     PruneStep,
     RetireVersion,
     StepSeen,
@@ -26,7 +26,7 @@ from syncd.protocol.names import (
     LORA_ADAPTER,
     RECEIPTS,
     SAVING,
-    parse_link_folder,
+    parse_delta_folder,
     parse_step_folder,
     parse_version_folder,
     step_folder,
@@ -35,10 +35,10 @@ from syncd.protocol.names import (
 from syncd.protocol.records import Latest, SaveOutcome, encode
 from syncd.protocol.version_events import Pruned, PutBack
 from syncd.storage.append import append
-from syncd.storage.calls import Kind
+from syncd.storage.calls import FileKind
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import GONE, NO_ROOM, NOT_EMPTY, Ignoring, is_gone
-from syncd.storage.job import Job, link_folders
+from syncd.storage.job import Job, delta_folders
 from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ _What = Literal["version", "step", "lease", "delta"]
 _FOLDERS: Final[dict[_What, Callable[[str], int | None]]] = {
     "step": parse_step_folder,
     "version": parse_version_folder,
-    "delta": parse_link_folder,
+    "delta": parse_delta_folder,
 }
 _LEFT: Final = "marked for deletion, but not yet deleted when this daemon took over"
 
@@ -81,9 +81,9 @@ class Pruner:
         version = self._layout.version(action.sequence)
         return self.close_leases(action.sequence) and self._delete("version", version, action.why)
 
-    def prune_link(self, action: PruneLink) -> bool:
-        """Delete a link. Links have no leases, because readers can read the version instead."""
-        return self._delete("delta", self._layout.link(action.sequence), action.why)
+    def prune_delta(self, action: PruneDelta) -> bool:
+        """Delete a delta. Deltas have no leases, because readers can read the version instead."""
+        return self._delete("delta", self._layout.delta(action.sequence), action.why)
 
     def _delete(self, what: _What, folder: Path, why: str) -> bool:
         """Delete a folder, on record; returns whether it is gone."""
@@ -95,13 +95,13 @@ class Pruner:
         self._storage.remove_tree(doomed)
         return True
 
-    def prune_links(self, why: str) -> bool:
-        """Delete all links up to LATEST; returns whether any is gone."""
+    def prune_deltas(self, why: str) -> bool:
+        """Delete all deltas up to LATEST; returns whether any is gone."""
         latest = self.job.read(Latest, self._layout.latest)
         gone, refused, last = False, None, latest.sequence if latest else 0
-        for sequence in (number for number in link_folders(self.job) if number <= last):
+        for sequence in (number for number in delta_folders(self.job) if number <= last):
             try:
-                gone |= self.prune_link(PruneLink(sequence, why))
+                gone |= self.prune_delta(PruneDelta(sequence, why))
             except OSError as error:
                 refused = refused or error  # raised last, so that the others go
         if refused is not None and not gone:
@@ -230,7 +230,7 @@ class Pruner:
         self._storage.make_folder(folder, below=self._layout.root)
         self._storage.refresh(trash)  # a renamed folder keeps this client's cache
         for name, kind in self._storage.kinds(trash).items():
-            if kind is Kind.FOLDER:
+            if kind is FileKind.FOLDER:
                 self._link_back(trash / name, folder / name)
             elif name != SAVING:  # a trainer that saves there makes its own
                 with suppress(FileExistsError):  # the newer file stays

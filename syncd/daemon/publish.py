@@ -32,7 +32,6 @@ from syncd.protocol.errors import (
 from syncd.protocol.events import CleanupDelayed, RecordUnwritten
 from syncd.protocol.names import parse_version_folder, version_folder
 from syncd.protocol.records import (
-    Ahead,
     Latest,
     Manifest,
     PublishNotice,
@@ -41,9 +40,10 @@ from syncd.protocol.records import (
     RolledBack,
     SaveOutcome,
     SaveOutcomes,
+    Tip,
     encode,
 )
-from syncd.protocol.version_events import LinkDiscarded, VersionDiscarded
+from syncd.protocol.version_events import DeltaDiscarded, VersionDiscarded
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import GONE, Ignoring, is_gone
 from syncd.storage.job import Job
@@ -101,15 +101,15 @@ class Publisher:
         if found.adopted is not None:
             served = found.adopted
             self._epoch.open_leasing(served.sequence)
-            self._write_latest(served, stays_closed=True)
+            self._write_latest(served, keeps_no_deltas=True)
         elif self.latest is not None and not self._storage.exists(
             self._layout.lease_folder(self.latest.sequence)
         ):
             self._epoch.open_leasing(self.latest.sequence)
         for sequence in found.strays:
-            self._discard_link(sequence)
-        ahead = self.latest.ahead if self.latest else None
-        if ahead is not None and ahead.save_id not in found.chains:
+            self._discard_delta(sequence)
+        tip = self.latest.tip if self.latest else None
+        if tip is not None and tip.save_id not in found.deltas_to:
             self.advance(None)
         if served is None:
             return None
@@ -119,11 +119,11 @@ class Publisher:
             self.outcomes.found_published(served)
         return found.adopted
 
-    def _discard_link(self, sequence: int) -> None:
-        """Discard a link above LATEST; a failure is harmless."""
-        LinkDiscarded(sequence).tell(log)
+    def _discard_delta(self, sequence: int) -> None:
+        """Discard a delta above LATEST; a failure is harmless."""
+        DeltaDiscarded(sequence).tell(log)
         try:
-            self._epoch.condemn(self._layout.link(sequence))
+            self._epoch.condemn(self._layout.delta(sequence))
         except OSError as error:
             if not is_gone(error):
                 CleanupDelayed(error).tell(log)
@@ -183,7 +183,7 @@ class Publisher:
         )
 
     def publish_fold(self, folded: Manifest, folder: Path) -> Manifest:
-        """Publish a version that was made of links in this daemon's room, and make it LATEST.
+        """Publish a version that was made of deltas in this daemon's room, and make it LATEST.
 
         For the errors see :meth:`publish`.
         """
@@ -194,18 +194,18 @@ class Publisher:
 
         return self._make_version(folded.step, build, folded.sequence)
 
-    def advance(self, ahead: Ahead | None, closed: str | None = None) -> None:
-        """Let LATEST name this as ahead; ``closed`` is a reason to take no links."""
+    def advance(self, tip: Tip | None, no_deltas: str | None = None) -> None:
+        """Let LATEST name this as its tip; ``no_deltas`` is a reason to take no deltas."""
         if self.latest is not None:
-            closed = self.latest.closed or closed
-            self._name(self.latest.model_copy(update={"ahead": ahead, "closed": closed}))
+            no_deltas = self.latest.no_deltas or no_deltas
+            self._name(self.latest.model_copy(update={"tip": tip, "no_deltas": no_deltas}))
 
     def _name(self, latest: Latest) -> None:
         self._epoch.replace_file(self._layout.latest, encode(latest))
         self.latest = latest
 
     def reserve(self) -> int:
-        """A new sequence, for a link."""
+        """A new sequence, for a delta."""
         self._floor = self._next_sequence()
         return self._floor
 
@@ -228,10 +228,10 @@ class Publisher:
             raise VersionGoneError(f"{source} is damaged: its manifest is of another version")
 
         def build(folder: Path, sequence: int) -> Manifest:
-            ahead = self.latest.ahead if self.latest else None
+            tip = self.latest.tip if self.latest else None
             back = RolledBack(
                 sequence=request.sequence,
-                instead_of=ahead.save_id if ahead else self.known.published_save,
+                instead_of=tip.save_id if tip else self.known.published_save,
                 request=request.id,
             )
             manifest = old.model_copy(
@@ -263,7 +263,7 @@ class Publisher:
     ) -> Manifest:
         """Publish a version; this method defines the order of all writes.
 
-        ``sequence`` is a fold's, that of its last link. An attempt whose LATEST could not be
+        ``sequence`` is a fold's, that of its last delta. An attempt whose LATEST could not be
         written is finished here.
 
         All files are made in this daemon's room. They leave it by a rename, which fails after
@@ -275,7 +275,7 @@ class Publisher:
         elif self._storage.exists(self._layout.version(sequence)):
             manifest = read_manifest(self._storage, self._layout.version(sequence))
             self._storage.sync_folder(self._layout.published)
-            self._write_latest(manifest, stays_closed=True)
+            self._write_latest(manifest, keeps_no_deltas=True)
             self._serve(manifest)
             return manifest
         with epoch.build(version_folder(sequence)) as folder:  # mkdir building/VERSION
@@ -292,7 +292,7 @@ class Publisher:
                 # Rename building/VERSION to published/VERSION. Fsync published/.
                 epoch.publish_version(sequence)
                 # Write LATEST with an fsync, and rename it. Fsync .syncd/. Explorers see LATEST.
-                self._write_latest(manifest, stays_closed=is_fold)
+                self._write_latest(manifest, keeps_no_deltas=is_fold)
             finally:
                 if epoch.is_live():  # else publish.lock belongs to the successor
                     self._take_notice_down()
@@ -338,12 +338,12 @@ class Publisher:
         except OSError as error:  # the file is only a hint
             CleanupDelayed(error).tell(log)
 
-    def _write_latest(self, manifest: Manifest, *, stays_closed: bool) -> None:
+    def _write_latest(self, manifest: Manifest, *, keeps_no_deltas: bool) -> None:
         before, back = self.latest, manifest.rolled_back
-        ahead = before.ahead if before else None
-        closed = before.closed if before and stays_closed else None
+        tip = before.tip if before else None
+        no_deltas = before.no_deltas if before and keeps_no_deltas else None
         if back is not None:
-            closed = f"{version_folder(back.sequence)} is served again"
+            no_deltas = f"{version_folder(back.sequence)} is served again"
         self._name(
             Latest(
                 sequence=manifest.sequence,
@@ -353,8 +353,8 @@ class Publisher:
                 dtype=manifest.dtype,
                 names=self.naming.kept_with(manifest),
                 save_id=manifest.save_id,
-                ahead=ahead if ahead and ahead.sequence > manifest.sequence else None,
-                closed=closed,
+                tip=tip if tip and tip.sequence > manifest.sequence else None,
+                no_deltas=no_deltas,
             )
         )
 

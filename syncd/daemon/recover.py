@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.version import read_manifest
-from syncd.daemon.ways import LinkSeen, chains_from, look_at_link
+from syncd.daemon.chains import DeltaSeen, deltas_to_each, look_at_delta
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
 from syncd.protocol.events import LeftAlone, RecordMissed
 from syncd.protocol.names import MANIFEST, parse_version_folder
@@ -25,7 +25,7 @@ from syncd.storage.errnos import (
     is_refused_here,
 )
 from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT
-from syncd.storage.job import OF_OTHERS, Job, ReadPolicy, link_folders, version_folders
+from syncd.storage.job import OF_OTHERS, Job, ReadPolicy, delta_folders, version_folders
 
 log = logging.getLogger(__name__)
 
@@ -44,16 +44,16 @@ class FoundVersions:
         adopted: the manifest of the highest finished version above LATEST, if any.
         unfinished: the incomplete, unleased versions above ``adopted``; above LATEST if ``adopted``
             is None.
-        chains: the links that lead from ``adopted``, or from LATEST's version if ``adopted`` is
+        deltas_to: the deltas that lead from ``adopted``, or from LATEST's version if ``adopted`` is
             None, to each save.
-        strays: the other links above that version; no explorer can use them.
+        strays: the other deltas above that version; no explorer can use them.
     """
 
     latest: Latest | None = None
     served: Manifest | None = None
     adopted: Manifest | None = None
     unfinished: list[int] = field(default_factory=list)
-    chains: dict[str, tuple[LinkSeen, ...]] = field(default_factory=dict)
+    deltas_to: dict[str, tuple[DeltaSeen, ...]] = field(default_factory=dict)
     strays: list[int] = field(default_factory=list)
     outcomes: dict[int, SaveOutcome] = field(default_factory=dict)
     highest: int = 0
@@ -82,8 +82,8 @@ def look_back(job: Job) -> FoundVersions:
     found.outcomes = dict(saves.steps) if saves else {}
     known = found.latest.sequence if found.latest else 0
     published = version_folders(job)
-    links = look.links()
-    found.highest = look.highest_sequence(found, known, [*published, *links])
+    deltas = look.deltas()
+    found.highest = look.highest_sequence(found, known, [*published, *deltas])
     for sequence in reversed(published):
         version = layout.version(sequence)
         if sequence <= known:
@@ -109,11 +109,11 @@ def look_back(job: Job) -> FoundVersions:
             LatestUnusable(layout.version(known), error).tell(log)
     newest = found.adopted or found.served
     last = newest.sequence if newest else known
-    for sequence in (number for number in links if number > last + BELIEVED):
-        LeftAlone(layout.link(sequence), "no daemon made it").tell(log)
-    above = [look_at_link(job, number) for number in links if last < number <= last + BELIEVED]
-    found.chains = chains_from(last, newest.save_id if newest else None, above)
-    found.strays = [one.sequence for one in above if one not in found.chains.get(one.target, ())]
+    for sequence in (number for number in deltas if number > last + BELIEVED):
+        LeftAlone(layout.delta(sequence), "no daemon made it").tell(log)
+    above = [look_at_delta(job, number) for number in deltas if last < number <= last + BELIEVED]
+    found.deltas_to = deltas_to_each(last, newest.save_id if newest else None, above)
+    found.strays = [one.sequence for one in above if one not in found.deltas_to.get(one.target, ())]
     return found
 
 
@@ -145,9 +145,9 @@ class _Look:
         except OSError as error:
             log.debug("cannot open %s: %s; trying again", path, error)
 
-    def links(self) -> list[int]:
+    def deltas(self) -> list[int]:
         try:
-            return link_folders(self.job)
+            return delta_folders(self.job)
         except OSError as error:
             if not is_refused_here(error):
                 raise
@@ -179,7 +179,7 @@ class _Look:
             if size != file.size:
                 VersionDamaged(path, f"its size is not {file.size} bytes").tell(log)
                 return None
-        told = (manifest, latest, latest.ahead if latest else None)
+        told = (manifest, latest, latest.tip if latest else None)
         saves = {(one.step, one.save_id) for one in told if one and one.sequence == sequence}
         if manifest.sequence != sequence or len(saves) > 1:
             VersionDamaged(folder, f"{MANIFEST} is of another version").tell(log)
@@ -205,8 +205,8 @@ class _Look:
         )
         ours = self._told_sequence(layout.daemon_report, DaemonReport)
         saves = (outcome.sequence or 0 for outcome in found.outcomes.values())
-        ahead = found.latest.ahead if found.latest else None
-        numbers = (known, ahead.sequence if ahead else 0, ours, *named, *leased, *told, *saves)
+        tip = found.latest.tip if found.latest else None
+        numbers = (known, tip.sequence if tip else 0, ours, *named, *leased, *told, *saves)
         return max(number for number in numbers if number <= known + BELIEVED)
 
     def has_content(self, folder: Path) -> bool:

@@ -33,7 +33,7 @@ class Reporter:
     Attributes:
         arrival: of the announced save.
         pause: the id of the pause in force, if any.
-        no_links: why the trainer may not save links; None if it may.
+        no_deltas: why the trainer may not save deltas; None if it may.
         fold: the progress of the fold, if any.
     """
 
@@ -45,7 +45,7 @@ class Reporter:
         self._clock = self.tenure.clock
         self.arrival = Arrival(self.tenure.session.lease_time, self._clock)
         self.pause: str | None = None
-        self.no_links: str | None = "the daemon has just begun"
+        self.no_deltas: str | None = "the daemon has just begun"
         self.fold: MergeProgress | None = None
         self._reported: DaemonReport | None = None
         self._reported_at = 0.0
@@ -75,8 +75,8 @@ class Reporter:
                 "merge": merge,
                 "builds": config.model_dump(),
                 "names": self.publisher.naming.newest,
-                "links": self.no_links is None,
-                "no_links": self.no_links,
+                "takes_deltas": self.no_deltas is None,
+                "no_deltas": self.no_deltas,
                 "fold": self.fold,
                 "pointer": config.pointer,
                 "process": this_process(),

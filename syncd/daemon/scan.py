@@ -11,11 +11,11 @@ from typing import Final
 
 from syncd.checkpoint.save import Save, Unfinished, is_saved_over
 from syncd.checkpoint.step_save import look_into_step
+from syncd.daemon.chains import Chain, DeltaSeen, chain_to, deltas_to_each, look_at_delta
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Known, LeaseSeen, Observation, Pointer, PointerState
-from syncd.daemon.steering import LetBe, Steering
+from syncd.daemon.steering import QuietPaths, Steering
 from syncd.daemon.steps import LOOK_AGAIN, Steps
-from syncd.daemon.ways import LinkSeen, Way, chains_from, look_at_link, way_back
 from syncd.protocol.errors import RecordError
 from syncd.protocol.names import (
     CHECKPOINT_POINTER,
@@ -31,7 +31,7 @@ from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.errnos import REFUSED_HERE, UNREADABLE, is_gone
 from syncd.storage.fsio import Signature
-from syncd.storage.job import Job, has_marks, link_folders, numbers_in, version_folders
+from syncd.storage.job import Job, delta_folders, has_marks, numbers_in, version_folders
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout
 
 log = logging.getLogger(__name__)
@@ -68,9 +68,9 @@ class Scanner:
         self._living: frozenset[str] = frozenset()
         self._benches: list[str] = []
         self.dead_benches: list[str] = []
-        self._links_seen: dict[int, LinkSeen] = {}  # a link that can be read never changes
+        self._deltas_seen: dict[int, DeltaSeen] = {}  # a delta that can be read never changes
         self._steps = Steps(self.job, self.clock)
-        self._let_be = LetBe(clock=self.clock)
+        self._quiet_paths = QuietPaths(clock=self.clock)
         self._steering = Steering(self.job)
         self._below: str | None = None  # a hint about a job in a subfolder, once looked for
 
@@ -80,8 +80,8 @@ class Scanner:
         self._lookout.tick = min(config.tick, self._longest_tick)
         pointer, pointer_key = self._pointer(self._pointer_file)
         checkpoint, checkpoint_key = self._pointer(self._layout.checkpoint_pointer)
-        links = self._links()
-        chains = chains_from(known.latest, known.save_id, links)
+        deltas = self._deltas()
+        deltas_to = deltas_to_each(known.latest, known.save_id, deltas)
         self._look_at_pointed(pointer, pointer_key, known)
         benched = self._benched()
         save = self._save
@@ -106,7 +106,7 @@ class Scanner:
             save=save,
             save_still_for=self.clock() - self._save_since,
             versions=tuple(versions),
-            links=links,
+            deltas=deltas,
             lease_folders=tuple(lease_folders),
             leases=tuple(self._leases(lease_folders, known.sessions)),
             living=self._living,
@@ -117,8 +117,8 @@ class Scanner:
             announced_step=self._announced() if steps else None,
             pause=self._steering.pause(),
             rollbacks=self._steering.rollbacks(),
-            way=self._way(known, chains),
-            chains=chains,
+            chain=self._chain(known, deltas_to),
+            deltas_to=deltas_to,
             outcome=ended,
         )
 
@@ -197,7 +197,7 @@ class Scanner:
             self._save = self._settled = self._looked = None
             return
         if (
-            self._settled == (key, known.published_save, known.ahead)
+            self._settled == (key, known.published_save, known.tip)
             and self._save is not None
             and self.clock() - self._settled_at < LOOK_AGAIN
         ):
@@ -220,7 +220,7 @@ class Scanner:
         if seen is None or (save.step, save.known_as) != (seen.step, seen.known_as):
             self._save_since = self.clock()
         settled = save.identity is not None and (
-            save.identity in {known.published_save, known.ahead and known.ahead.save_id}
+            save.identity in {known.published_save, known.tip and known.tip.save_id}
             or (
                 outcome is not None
                 and outcome.identity == save.identity
@@ -231,25 +231,25 @@ class Scanner:
         # save, and a listing shows it even longer.
         before, self._looked = self._looked, (key, save.identity)
         settled = settled and before == self._looked
-        self._settled = (key, known.published_save, known.ahead) if settled else None
+        self._settled = (key, known.published_save, known.tip) if settled else None
         self._settled_at = self.clock()
 
-    def _links(self) -> tuple[LinkSeen, ...]:
-        before = self._links_seen
+    def _deltas(self) -> tuple[DeltaSeen, ...]:
+        before = self._deltas_seen
         numbers = sorted(before)
-        with self._let_be.ignoring(self._layout.deltas, UNREADABLE):
-            numbers = link_folders(self.job)
-        links = tuple(before.get(n) or look_at_link(self.job, n) for n in numbers)
-        self._links_seen = {link.sequence: link for link in links if link.base is not None}
-        return links
+        with self._quiet_paths.ignoring(self._layout.deltas, UNREADABLE):
+            numbers = delta_folders(self.job)
+        deltas = tuple(before.get(n) or look_at_delta(self.job, n) for n in numbers)
+        self._deltas_seen = {delta.sequence: delta for delta in deltas if delta.base is not None}
+        return deltas
 
-    def _way(self, known: Known, linked: Iterable[str]) -> Way:
+    def _chain(self, known: Known, reached: Iterable[str]) -> Chain:
         def look(step: int) -> Save:
             return look_into_step(self._storage, self._layout.step(step), step)
 
         refused = {one.identity for one in known.outcomes.values() if one.outcome == "quarantined"}
-        joined = {*linked, known.save_id or ""}
-        return way_back(self._save, joined, refused | {known.published_save or ""}, look)
+        joined = {*reached, known.save_id or ""}
+        return chain_to(self._save, joined, refused | {known.published_save or ""}, look)
 
     def _leases(
         self, sequences: Iterable[int], others: Mapping[str, Callable[[], str]]
@@ -292,7 +292,7 @@ class Scanner:
     def _markers(self, folder: Path, errnos: Collection[int] = REFUSED_HERE) -> list[str]:
         """The names of leases or builds; an unreadable folder counts as one unnamed lease."""
         names = [""]
-        with self._let_be.ignoring(folder, errnos):
+        with self._quiet_paths.ignoring(folder, errnos):
             names[:] = self._storage.names(folder)
         return names
 

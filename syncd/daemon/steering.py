@@ -19,7 +19,7 @@ from syncd.storage.repeats import Repeats
 log = logging.getLogger(__name__)
 
 
-class LetBe(Repeats):
+class QuietPaths(Repeats):
     """Ignores paths that someone must fix, and logs the error of each path now and then."""
 
     @contextmanager
@@ -45,8 +45,8 @@ class Steering:
     job: Job
 
     def __post_init__(self) -> None:
-        self._let_be = LetBe()
-        self._policy = ReadPolicy(damaged=is_unreadable, say=self._let_be.say)
+        self._quiet_paths = QuietPaths()
+        self._policy = ReadPolicy(damaged=is_unreadable, say=self._quiet_paths.say)
 
     def pause(self) -> Pause | None:
         """The pause in force, if any; a damaged record counts as a pause."""
@@ -66,7 +66,7 @@ class Steering:
         if asked:
             asked = []
             # After ESTALE the round ends with an error, before what is asked for is pruned.
-            with self._let_be.ignoring(folder, GONE - {errno.ESTALE} | REFUSED_HERE):
+            with self._quiet_paths.ignoring(folder, GONE - {errno.ESTALE} | REFUSED_HERE):
                 # This shows whether an answer may be written, and makes the server show answers of
                 # another daemon that came after this client's last look.
                 self.job.storage.refresh(folder)
@@ -85,7 +85,7 @@ class Steering:
     def _requests(self) -> Iterator[RollbackRequest]:
         job, folder = self.job, self.job.layout.requests
         names: list[str] = []
-        with self._let_be.ignoring(folder):
+        with self._quiet_paths.ignoring(folder):
             names = job.storage.names(folder)
         for path in (folder / name for name in names if not name.startswith(TEMPORARY)):
             request = job.read(RollbackRequest, path, self._policy)

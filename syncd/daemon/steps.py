@@ -11,7 +11,7 @@ from typing import Final
 from syncd.checkpoint.save import Save
 from syncd.checkpoint.step_save import look_into_step
 from syncd.daemon.decide import Pointer, StepSeen
-from syncd.daemon.steering import LetBe
+from syncd.daemon.steering import QuietPaths
 from syncd.protocol.names import (
     ACTOR,
     CRITIC,
@@ -56,7 +56,7 @@ class Steps:
         self._passed: frozenset[int] = frozenset()
         #: Step and save → the pointer when this later save was first seen below it.
         self._saved_again: dict[tuple[int, str | None], int] = {}
-        self._let_be = LetBe(clock=self.clock)
+        self._quiet_paths = QuietPaths(clock=self.clock)
 
     @property
     def has_more(self) -> bool:
@@ -83,7 +83,7 @@ class Steps:
             step = self._due.popleft()
             outcome = outcomes.get(step)
             folder = self.job.layout.step(step)
-            with self._let_be.ignoring(folder, UNREADABLE):
+            with self._quiet_paths.ignoring(folder, UNREADABLE):
                 if outcome is not None:
                     look = look_at_step(self.job.storage, folder, step, outcome)
                     if look is None:

@@ -1,4 +1,4 @@
-"""The encoding of one block of a link: which elements changed, and by how much.
+"""The encoding of one block of a delta: which elements changed, and by how much.
 
 An encoded block is a byte for its kind, followed by:
 

@@ -1,4 +1,4 @@
-"""The child process that folds links; :class:`~.fold_process.FoldChild` starts it."""
+"""The child process that folds deltas; :class:`~.fold_process.FoldChild` starts it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.merging.options import Work
-from syncd.deltas.limits import LinkError
+from syncd.deltas.limits import DeltaError
 from syncd.protocol.errors import SyncdError
 from syncd.protocol.records import Latest, parse
 from syncd.storage.fsio import named
@@ -44,7 +44,7 @@ def run() -> None:
             _tell(0, size, size)
         except BrokenPipeError:
             raise
-        except (LinkError, SyncdError) as error:
+        except (DeltaError, SyncdError) as error:
             _tell(0, why=str(error))
         except (OSError, ImportError, MemoryError) as error:
             code = error.errno if isinstance(error, OSError) else None

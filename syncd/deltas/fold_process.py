@@ -1,4 +1,4 @@
-"""Starts the child process that folds links, if this host can use them."""
+"""Starts the child process that folds deltas, if this host can use them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Final
 from syncd.checkpoint.sandbox.child_process import SAME_MODULES, ChildProcess, EndedError, described
 from syncd.checkpoint.version import read_manifest
 from syncd.closing import Closing
-from syncd.deltas.limits import LinkError
+from syncd.deltas.limits import DeltaError
 from syncd.protocol.records import Latest, Manifest
 from syncd.storage.job import Job
 
@@ -21,7 +21,7 @@ from syncd.storage.job import Job
 _WALL_SECONDS: Final = 300.0
 
 
-def why_not_here() -> str | None:
+def missing_extra() -> str | None:
     """The reason, as a clause, why this host cannot use deltas; None if it can.
 
     Imports neither NumPy nor zstd.
@@ -48,7 +48,7 @@ class FoldChild(Closing):
         self.done = self.total = 0
         self._storage, self._folder, self._line = job.storage, folder, b""
         self._child = ChildProcess(
-            "deltas.fold_child", chain, str(folder), task="fold links for",
+            "deltas.fold_child", chain, str(folder), task="fold deltas for",
             flags=SAME_MODULES, cancel=lambda: None, wall_seconds=_WALL_SECONDS,
         )  # fmt: skip
         told = [str(job.layout.root), str(folder), latest.model_dump()]
@@ -58,18 +58,18 @@ class FoldChild(Closing):
         """The new version, once it is there.
 
         Raises:
-            LinkError: a link or the base is damaged.
+            DeltaError: a delta or the base is damaged.
             OSError: the storage failed, or the child has ended.
         """
         try:
             *lines, self._line = (self._line + self._child.read_some()).split(b"\n")
         except EndedError:
-            why = f"the process that folds links ended with {described(self._child.end())}"
+            why = f"the process that folds deltas ended with {described(self._child.end())}"
             raise OSError(errno.ECHILD, why) from None
         for line in lines:
             code, self.done, self.total, why = json.loads(line)
             if why:
-                raise OSError(code, why) if code else LinkError(why)
+                raise OSError(code, why) if code else DeltaError(why)
         whole = lines and self.done == self.total
         return read_manifest(self._storage, self._folder) if whole else None
 

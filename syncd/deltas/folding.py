@@ -1,4 +1,4 @@
-"""Make a whole version from an older one, and from links that lead from it."""
+"""Make a whole version from an older one, and from deltas that lead from it."""
 
 from __future__ import annotations
 
@@ -17,52 +17,52 @@ from syncd.checkpoint.safetensors_file import with_digests
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.checkpoint.version import copy_file, read_manifest
 from syncd.checkpoint.whole_files import Merged, written_file
+from syncd.deltas.delta_file import DeltaReader
+from syncd.deltas.delta_index import DeltaFolder, DeltaRecord, read_index
+from syncd.deltas.delta_plan import DeltaPlan, PieceKey, Place, key_of, plan_delta
 from syncd.deltas.encoding import Decoder
-from syncd.deltas.limits import BLOCK, LinkError
-from syncd.deltas.link_file import LinkReader
-from syncd.deltas.link_index import LinkFolder, LinkRecord, read_index
-from syncd.deltas.link_plan import LinkPlan, PieceKey, Place, key_of, plan_links
+from syncd.deltas.limits import BLOCK, DeltaError
 from syncd.deltas.whole_version import Places, WholeVersion, open_weights
 from syncd.protocol.names import DELTA, MANIFEST
-from syncd.protocol.records import Ahead, Latest, Manifest, NonFinite, encode, parse
+from syncd.protocol.records import Latest, Manifest, NonFinite, Tip, encode, parse
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 
 #: Bytes between two fsyncs, because an fsync of gigabytes could not be interrupted.
 _SYNC_EVERY: Final = 256 * 1024 * 1024
 _MOST_THREADS: Final = 4
-#: The most link files that stay open.
+#: The most delta files that stay open.
 _MOST_OPEN: Final = 256
 
 
 def fold(
     storage: Storage,
     base: WholeVersion,
-    chain: Sequence[LinkFolder],
+    chain: Sequence[DeltaFolder],
     folder: Path,
     *,
     to: Storage,
     work: Work,
 ) -> Merged:
-    """Write all files of the version to which links lead, except the manifest; sync the files.
+    """Write all files of the version to which deltas lead, except the manifest; sync the files.
 
     Args:
-        storage: the storage of the links.
+        storage: the storage of the deltas.
         base: a whole version. Nobody may delete it during the call.
-        chain: the links from the base's save on, in order.
+        chain: the deltas from the base's save on, in order.
         folder: an empty folder. The caller must sync its parent, or remove the folder on errors.
         to: the storage of the folder and of the base.
         work: its callbacks are called in this thread.
 
     Raises:
-        LinkError: a link is damaged, or the base is, or they do not fit.
+        DeltaError: a delta is damaged, or the base is, or they do not fit.
         VerificationError: a small file of the base is damaged.
         OSError: a file is missing, or a storage failed.
     """
     with ExitStack() as stack:
-        stay_open = sum(len(each.link.files) for each in chain) <= _MOST_OPEN
-        links = [_open(storage, each, stack, stay_open=stay_open) for each in chain]
-        plan = plan_links([reader.pieces for reader in links[-1]], base, to, cancel=work.cancel)
+        stay_open = sum(len(each.record.files) for each in chain) <= _MOST_OPEN
+        deltas = [_open(storage, each, stack, stay_open=stay_open) for each in chain]
+        plan = plan_delta([reader.pieces for reader in deltas[-1]], base, to, cancel=work.cancel)
         places = stack.enter_context(open_weights(to, base))
         files = {file.path.name: file for file, _ in places.values()}
         made = {(folder / file.name).parent for file in base.manifest.files}
@@ -72,7 +72,7 @@ def fold(
             if file.name not in files:
                 copy_file(to, base.folder, to, folder, file, {}, work.cancel)
         fds = {name: stack.enter_context(to.closing(to.create(folder / name))) for name in files}
-        folding = _Folding(to, [_by_key(readers) for readers in links], plan, places, fds)
+        folding = _Folding(to, [_by_key(readers) for readers in deltas], plan, places, fds)
         total = sum(entry.end - entry.begin for _, entry in places.values())
 
         def look() -> None:
@@ -103,35 +103,35 @@ def fold(
 def fold_version(
     job: Job, latest: Latest, chain: Sequence[int], folder: Path, work: Work
 ) -> Manifest:
-    """Fold links into LATEST's version; the new one is what LATEST names as ahead.
+    """Fold deltas into LATEST's version; the new one is what LATEST names as its tip.
 
     The folder must be empty; the caller must sync its parent. For the errors see :func:`fold`.
     """
-    storage, source, ahead = job.storage, job.layout.version(latest.sequence), latest.ahead
+    storage, source, tip = job.storage, job.layout.version(latest.sequence), latest.tip
     version = WholeVersion(source, read_manifest(storage, source))
-    links = [
-        LinkFolder(path, parse(LinkRecord, storage.read(path / DELTA), path / DELTA))
-        for path in map(job.layout.link, chain)
+    deltas = [
+        DeltaFolder(path, parse(DeltaRecord, storage.read(path / DELTA), path / DELTA))
+        for path in map(job.layout.delta, chain)
     ]
-    # From the version to ahead each save is told twice.
-    bases, targets = zip(*((link.base, link.target) for _, link in links), strict=True)
-    if ahead is None or (version.manifest.save_id, *bases, ahead.save_id) != (
+    # From the version to the tip each save is told twice.
+    bases, targets = zip(*((delta.base, delta.target) for _, delta in deltas), strict=True)
+    if tip is None or (version.manifest.save_id, *bases, tip.save_id) != (
         latest.save_id,
         latest.save_id,
         *targets,
     ):
-        raise LinkError(f"{source} and the links above are of other saves than LATEST says")
-    merged = fold(storage, version, links, folder, to=storage, work=work)
-    manifest = manifest_of(version, merged, ahead, links[-1].link.nonfinite)
+        raise DeltaError(f"{source} and the deltas above are of other saves than LATEST says")
+    merged = fold(storage, version, deltas, folder, to=storage, work=work)
+    manifest = manifest_of(version, merged, tip, deltas[-1].record.nonfinite)
     storage.write_new(folder / MANIFEST, encode(manifest))
     storage.sync_folder(folder)
     return manifest
 
 
 def manifest_of(
-    base: WholeVersion, merged: Merged, target: Ahead, nonfinite: NonFinite | None
+    base: WholeVersion, merged: Merged, target: Tip, nonfinite: NonFinite | None
 ) -> Manifest:
-    """The manifest of the version ``target``, which links make of ``base``."""
+    """The manifest of the version ``target``, which deltas make of ``base``."""
     return base.manifest.model_copy(
         update={
             **dict(target),
@@ -145,17 +145,19 @@ def manifest_of(
 
 
 def _open(
-    storage: Storage, at: LinkFolder, stack: ExitStack, *, stay_open: bool
-) -> list[LinkReader]:
+    storage: Storage, at: DeltaFolder, stack: ExitStack, *, stay_open: bool
+) -> list[DeltaReader]:
     readers = []
-    for file in at.link.files:
+    for file in at.record.files:
         path = at.folder / file.name
         pieces = read_index(storage, path, file.size, file.digest or "")
-        readers.append(stack.enter_context(LinkReader(storage, path, pieces, stays_open=stay_open)))
+        readers.append(
+            stack.enter_context(DeltaReader(storage, path, pieces, stays_open=stay_open))
+        )
     return readers
 
 
-def _by_key(readers: Iterable[LinkReader]) -> dict[PieceKey, tuple[LinkReader, int]]:
+def _by_key(readers: Iterable[DeltaReader]) -> dict[PieceKey, tuple[DeltaReader, int]]:
     return {
         key_of(piece): (reader, number)
         for reader in readers
@@ -164,7 +166,7 @@ def _by_key(readers: Iterable[LinkReader]) -> dict[PieceKey, tuple[LinkReader, i
     }
 
 
-def _units(plan: LinkPlan) -> Iterator[list[PieceKey]]:
+def _units(plan: DeltaPlan) -> Iterator[list[PieceKey]]:
     """Groups of pieces, each with all pieces of some tensors, for one thread each."""
     last = {place.tensor: number for number, key in enumerate(plan) for place in plan[key]}
     unit: list[PieceKey] = []
@@ -192,8 +194,8 @@ class _Folding:
     """Writes pieces. Several threads can call :meth:`write`, for different tensors."""
 
     to: Storage
-    links: Sequence[Mapping[PieceKey, tuple[LinkReader, int]]]
-    plan: LinkPlan
+    deltas: Sequence[Mapping[PieceKey, tuple[DeltaReader, int]]]
+    plan: DeltaPlan
     places: Places
     fds: Mapping[str, int]
     digests: dict[str, bytes] = field(default_factory=dict)
@@ -223,10 +225,10 @@ class _Folding:
 
     def _new(self, key: PieceKey, decoder: Decoder) -> Iterator[memoryview]:
         blocks = self._old(key)
-        for link in self.links:
-            if key not in link:
-                raise LinkError("the links divide the tensors in different ways")
-            reader, number = link[key]
+        for delta in self.deltas:
+            if key not in delta:
+                raise DeltaError("the deltas divide the tensors in different ways")
+            reader, number = delta[key]
             blocks = reader.apply(number, blocks, decoder)
         return blocks
 
@@ -241,5 +243,5 @@ class _Folding:
                 file, entry = self.places[tensor]
                 count = self.to.pread_fully(file.fd, part[at], entry.begin + offset)
                 if count < at.stop - at.start:
-                    raise LinkError(f"{file.path} became shorter while it was read")
+                    raise DeltaError(f"{file.path} became shorter while it was read")
             yield part

@@ -10,7 +10,7 @@ from pathlib import Path
 from syncd.checkpoint.safetensors_file import SafetensorsFile, file_digest
 from syncd.checkpoint.safetensors_header import HeaderEntry
 from syncd.checkpoint.version import WEIGHTS
-from syncd.deltas.limits import LinkError
+from syncd.deltas.limits import DeltaError
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError
 from syncd.protocol.records import Manifest
 from syncd.storage.fsio import Storage
@@ -33,7 +33,7 @@ def open_weights(storage: Storage, version: WholeVersion) -> Iterator[Places]:
     """Open all weight files of a version, and check their headers.
 
     Raises:
-        LinkError: a file does not match the manifest.
+        DeltaError: a file does not match the manifest.
         OSError: a file is missing, or cannot be read.
     """
     with ExitStack() as stack:
@@ -45,13 +45,13 @@ def open_weights(storage: Storage, version: WholeVersion) -> Iterator[Places]:
             try:
                 file = stack.enter_context(SafetensorsFile.open(storage, version.folder / name))
             except (CheckpointError, SaveNotReadyError) as error:
-                raise LinkError(str(error)) from error
+                raise DeltaError(str(error)) from error
             told = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors.values()}
             same = told == {entry.name: (entry.dtype, entry.shape) for entry in file.entries}
             if same and (digest := digests[name]) is not None:  # the new file gets this header
                 known = [bytes.fromhex(tensors[one.name].digest or "") for one in file.entries]
                 same = file_digest(file.header, known) == digest
             if not same:
-                raise LinkError(f"{file.path}: its header is not what the manifest says")
+                raise DeltaError(f"{file.path}: its header is not what the manifest says")
             places.update((entry.name, (file, entry)) for entry in file.entries)
         yield places

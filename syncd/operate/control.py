@@ -82,7 +82,7 @@ class Control:
         if not storage.exists(layout.version(sequence)):
             raise VersionGoneError(
                 f"{layout.root} has no {version_folder(sequence)}: it was retired, is "
-                "only linked, or never published; 'syncd status' lists the published versions"
+                "only a delta, or never published; 'syncd status' lists the published versions"
             )
         request = RollbackRequest(
             id=new_session_id(), sequence=sequence, by=_person(), time=time.time()

@@ -41,7 +41,7 @@ class VersionHistory:
 
     Attributes:
         saved: when a daemon first saw the complete save.
-        linked: when the save became ahead, before there was a version of it.
+        linked: when the save became the tip, before there was a version of it.
         merge_seconds: from the start of the merge to the update of LATEST.
         published: when LATEST began to name the version.
         of, by: for a rollback, the version that was published again, and the requesting user.

@@ -11,9 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from syncd.daemon.chains import DeltaSeen, deltas_to_each, look_at_delta
 from syncd.daemon.steering import Steering
 from syncd.daemon.telling.journal import read_journal
-from syncd.daemon.ways import LinkSeen, chains_from, look_at_link
 from syncd.operate.health import health_of, problems_of, problems_of_work
 from syncd.operate.liveness import Liveness, Watch
 from syncd.operate.models import (
@@ -33,8 +33,8 @@ from syncd.protocol.journal_lines import AuditLine, JournalLine
 from syncd.protocol.names import (
     PINNED,
     TEMPORARY,
+    parse_delta_folder,
     parse_lease_marker,
-    parse_link_folder,
     parse_step_folder,
     parse_version_folder,
 )
@@ -206,8 +206,8 @@ class _Look:
                 for markers in [set(self._names(layout.lease_folder(sequence)))]
                 for leases in [markers - {PINNED}]
             ],
-            links=self._links(latest),
-            no_links=_no_links(report, latest, trainer),
+            deltas=self._deltas(latest),
+            no_deltas=_no_deltas(report, latest, trainer),
             pinned_steps=[
                 step
                 for name in self._names(layout.root)
@@ -362,11 +362,11 @@ class _Look:
                     return Holder.of(content).process
         return ""
 
-    def _links(self, latest: Latest | None) -> list[LinkSeen]:
-        """The links that lead from LATEST's version, oldest first."""
-        numbers = filter(None, map(parse_link_folder, self._names(self._layout.deltas)))
-        seen = [look_at_link(self._job, number) for number in numbers]
-        chains = chains_from(latest.sequence, latest.save_id, seen) if latest else {}
+    def _deltas(self, latest: Latest | None) -> list[DeltaSeen]:
+        """The deltas that lead from LATEST's version, oldest first."""
+        numbers = filter(None, map(parse_delta_folder, self._names(self._layout.deltas)))
+        seen = [look_at_delta(self._job, number) for number in numbers]
+        chains = deltas_to_each(latest.sequence, latest.save_id, seen) if latest else {}
         return [chain[-1] for chain in chains.values()]
 
     def _events(self) -> list[JournalLine | AuditLine]:
@@ -389,11 +389,11 @@ class _Look:
         return shown[::-1]
 
 
-def _no_links(
+def _no_deltas(
     daemon: DaemonReport | None, latest: Latest | None, trainer: TrainerReport | None
 ) -> str | None:
-    """Why the trainer's saves are full although its settings ask for links."""
+    """Why the trainer's saves are full although its settings ask for deltas."""
     if trainer is None or not trainer.deltas:
         return None
-    closed = latest.closed if latest else None
-    return trainer.no_links or closed or (daemon.no_links if daemon else None)
+    no_deltas = latest.no_deltas if latest else None
+    return trainer.no_deltas or no_deltas or (daemon.no_deltas if daemon else None)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import JsonValue, field_serializer
+from pydantic import Field, JsonValue, field_serializer
 
-from syncd.daemon.ways import LinkSeen
+from syncd.daemon.chains import DeltaSeen
 from syncd.operate.liveness import Liveness
 from syncd.protocol.journal_lines import AuditLine, JournalLine
-from syncd.protocol.records import Latest, Part, Pause, RollbackRequest
+from syncd.protocol.records import Fields, Latest, Pause, RollbackRequest
 from syncd.protocol.reports import DaemonReport, ExplorerReport, Problem, TrainerReport
 
 
-class Process(Part):
+class Process(Fields):
     """What a view adds to a process's report.
 
     Attributes:
@@ -54,7 +54,7 @@ class ExplorerState(Process, ExplorerReport):
     loads: tuple[dict[str, int | float | None], ...] = ()  # type: ignore[assignment] # only shown
 
 
-class VersionState(Part):
+class VersionState(Fields):
     """A version on disk, and the explorers that have a lease of it."""
 
     sequence: int
@@ -62,7 +62,7 @@ class VersionState(Part):
     pinned: bool
 
 
-class Health(Part):
+class Health(Fields):
     """A job's problems, the worst first; ``text`` is a line, and ``level`` that of the worst."""
 
     level: int
@@ -70,7 +70,7 @@ class Health(Part):
     problems: list[Problem]
 
 
-class Unseen(Part):
+class Unseen(Fields):
     """A directory that cannot be read, and why."""
 
     job: str
@@ -83,7 +83,7 @@ class UnseenJob(Unseen):
     health: Health
 
 
-class DirectoryState(Part):
+class DirectoryState(Fields):
     """The state of a job directory, or of a memory directory."""
 
     job: str
@@ -96,8 +96,8 @@ class DirectoryState(Part):
     latest: Latest | None
     trainer: TrainerState | None
     versions: list[VersionState]
-    links: list[LinkSeen]
-    no_links: str | None
+    deltas: Annotated[list[DeltaSeen], Field(alias="links")]
+    no_deltas: Annotated[str | None, Field(alias="no_links")]
     pinned_steps: list[int]
     explorers: list[ExplorerState]
     quarantined: list[str]

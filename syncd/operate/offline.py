@@ -50,8 +50,8 @@ def would_prune(job: Job, config: DaemonConfig) -> list[Pruning]:
     outcomes = dict(known.outcomes)
     scanner = Scanner(job, config.pointer, Judge(job.storage, lease_time))
     found: dict[Pruning, None] = {}
-    ahead = known.ahead.save_id if known.ahead else None
-    arrival, served = Arrival(lease_time, time.monotonic), frozenset({known.published_save, ahead})
+    tip = known.tip.save_id if known.tip else None
+    arrival, served = Arrival(lease_time, time.monotonic), frozenset({known.published_save, tip})
     # A daemon first records skipped saves, and may then delete them.
     while True:
         seen = scanner.scan(replace(known, outcomes=outcomes), config)
@@ -159,5 +159,5 @@ def _known(job: Job) -> Known:
         saves.steps,
         full_bytes=served.size,
         save_id=served.save_id,
-        ahead=latest.ahead,
+        tip=latest.tip,
     )

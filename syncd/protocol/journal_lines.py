@@ -27,8 +27,8 @@ class JournalLine(Record):
         event: the action. The less obvious ones are:
             - ``active``: a daemon began to serve the job;
             - ``adopted``: a version that an earlier daemon had finished became LATEST;
-            - ``linked``: the save became ahead, under the number of the version to come;
-            - ``closed``: no save is linked until the next full version;
+            - ``linked``: the save became the tip, under the number of the version to come;
+            - ``closed``: no delta is made until the next full version;
             - ``live``: an explorer began to serve the version;
             - ``refused``: the daemon refused a rollback;
             - ``names``: new versions changed from the trainer's tensor names to the hub's, or back;
@@ -42,7 +42,7 @@ class JournalLine(Record):
             LATEST named the version.
         of: the version that is published again.
         by: the person or process that asked for a rollback.
-        delta_bytes: the size of the link.
+        delta_bytes: the size of the delta.
         why: the reason. For ``published``: the tensors with NaN or Inf, if any. For ``names``: why
             the trainer's names are used, if no setting asks for them.
     """

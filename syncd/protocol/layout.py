@@ -10,7 +10,7 @@ from syncd.protocol.names import (
     ACTOR,
     CHECKPOINT_POINTER,
     STATE_POINTER,
-    link_folder,
+    delta_folder,
     step_folder,
     version_folder,
 )
@@ -60,11 +60,11 @@ class JobLayout:
         return self.published / version_folder(sequence)
 
     deltas = Below("deltas")
-    """The folder of all links; missing before the first one."""
+    """The folder of all deltas; missing before the first one."""
 
-    def link(self, sequence: int) -> Path:
-        """``deltas/d000017``: the immutable link that has the number of its version to come."""
-        return self.deltas / link_folder(sequence)
+    def delta(self, sequence: int) -> Path:
+        """``deltas/d000017``: the immutable delta that has the number of its version to come."""
+        return self.deltas / delta_folder(sequence)
 
     state = Below(".syncd")
     """``.syncd``: all files of syncd except versions and deltas."""

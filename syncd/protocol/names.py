@@ -54,7 +54,7 @@ TEMPORARY: Final = ".tmp-"
 
 _STEP = re.compile(r"global_step_(0|[1-9][0-9]{0,17})", re.ASCII)
 _VERSION = re.compile(r"v([0-9]{6}|[1-9][0-9]{6,17})", re.ASCII)
-_LINK = re.compile(r"d([0-9]{6}|[1-9][0-9]{6,17})", re.ASCII)
+_DELTA = re.compile(r"d([0-9]{6}|[1-9][0-9]{6,17})", re.ASCII)
 _SHARD = re.compile(
     r"(model|master)_world_size_([1-9][0-9]{0,6})_rank_(0|[1-9][0-9]{0,6})\.pt", re.ASCII
 )
@@ -117,14 +117,14 @@ def parse_version_folder(name: str) -> int | None:
     return _number(_VERSION, name)
 
 
-def link_folder(sequence: int) -> str:
-    """The folder name of a link, e.g. ``d000017``."""
+def delta_folder(sequence: int) -> str:
+    """The folder name of a delta, e.g. ``d000017``."""
     return f"d{sequence:06d}"
 
 
-def parse_link_folder(name: str) -> int | None:
-    """The sequence in a link folder's name; None for other names."""
-    return _number(_LINK, name)
+def parse_delta_folder(name: str) -> int | None:
+    """The sequence in a delta folder's name; None for other names."""
+    return _number(_DELTA, name)
 
 
 def shard_name(world_size: int, rank: int) -> str:
@@ -137,8 +137,8 @@ def master_name(world_size: int, rank: int) -> str:
     return f"master_world_size_{world_size}_rank_{rank}.pt"
 
 
-def link_name(world_size: int, rank: int) -> str:
-    """The name of a rank's link: what changed since an earlier save."""
+def delta_name(world_size: int, rank: int) -> str:
+    """The name of a rank's delta: what changed since an earlier save."""
     return f"link_world_size_{world_size}_rank_{rank}"
 
 

@@ -15,7 +15,7 @@ from numbers import Integral, Real
 from typing import Final, Self, TypeVar
 
 from syncd.protocol.errors import InvalidSettingsError, InvalidTransitionError
-from syncd.protocol.records import Ahead, Latest, Manifest, SaveId
+from syncd.protocol.records import Latest, Manifest, SaveId, Tip
 
 #: The names that users may rely on; the other names are for syncd itself.
 __all__ = [
@@ -366,7 +366,7 @@ class Version:
     is_first: bool = field(default=False, compare=False, repr=False)
 
     @classmethod
-    def of(cls, named: Latest | Ahead | Manifest) -> Self:
+    def of(cls, named: Latest | Tip | Manifest) -> Self:
         """The version in a record."""
         return cls(named.sequence, named.step, named.save_id)
 
@@ -481,7 +481,7 @@ def lag(held: Version | None, newest: Version | None, *, resumed: Version | None
     versions = newest.sequence - held.sequence
     if run is not None and run == newest.run:
         # At least 1 for a newer version, because a rollback may have a lower step. One that no
-        # longer follows ahead can serve a version above LATEST.
+        # longer follows the tip can serve a version above LATEST.
         return 0 if versions < 0 else max(ahead, min(versions, 1))
     if versions == 0 and None in {run, newest.run}:  # else the lost one of a restored copy
         return max(0, ahead)

@@ -72,13 +72,16 @@ def _names_a_heartbeat(session: str) -> str:
 SessionId = Annotated[str, AfterValidator(_names_a_heartbeat)]
 
 
-class Part(BaseModel):
-    """Base of the parts of records: immutable, tolerant of new keys."""
+class Fields(BaseModel):
+    """Base of the parts of records: immutable, tolerant of new keys.
 
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+    The alias of a field is its key on disk, as 0.3 named it.
+    """
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False, populate_by_name=True)
 
 
-class Record(Part):
+class Record(Fields):
     """Base of all records, which are tagged with the protocol version."""
 
     protocol: int = PROTOCOL
@@ -138,7 +141,7 @@ def _refuse_newer(record: Record, where: object) -> None:
 
 def encode(record: Record) -> bytes:
     """The bytes of a record: one JSON object, whose last key is a digest of it, and a newline."""
-    body = record.model_dump_json(exclude_none=True).encode()[:-1]
+    body = record.model_dump_json(by_alias=True, exclude_none=True).encode()[:-1]
     return b'%b%b%b"}\n' % (body, _SEAL, _digest(body))
 
 
@@ -166,8 +169,8 @@ class Format(Record):
 VersionDtype = Annotated[str, Field(max_length=200)] | None
 
 
-class Ahead(Part):
-    """The newest save that links lead to from LATEST's version, and the number of its link."""
+class Tip(Fields):
+    """The newest save that deltas lead to from LATEST's version, and the number of its delta."""
 
     sequence: Sequence
     step: Step
@@ -181,7 +184,7 @@ class Latest(Record):
         names: the origin of the tensor names that the job keeps. None if the hub's names and the
             trainer's names never differed.
         save_id: the save that the version was made from.
-        closed: the reason why the daemon takes no link until the next full version, if any.
+        no_deltas: the reason why the daemon takes no delta until the next full version, if any.
     """
 
     sequence: Sequence
@@ -191,16 +194,16 @@ class Latest(Record):
     kind: Kind = "full"
     dtype: VersionDtype = None
     names: Names | None = None
-    ahead: Ahead | None = None
-    closed: Text | None = None
+    tip: Annotated[Tip | None, Field(alias="ahead")] = None
+    no_deltas: Annotated[Text | None, Field(alias="closed")] = None
 
     @property
     def newest(self) -> int:
         """The highest sequence that it names."""
-        return max(self.sequence, self.ahead.sequence if self.ahead else 0)
+        return max(self.sequence, self.tip.sequence if self.tip else 0)
 
 
-class VersionFile(Part):
+class VersionFile(Fields):
     """A file of a version; ``digest`` is the xxh3-128 of its bytes.
 
     For a safetensors file, ``digest`` is the xxh3-128 of the header bytes, followed by the digests
@@ -227,7 +230,7 @@ class TensorEntry:
     digest: Digest | None = None
 
 
-class RolledBack(Part):
+class RolledBack(Fields):
     """The origin of a version that republishes the older version ``sequence``.
 
     Attributes:
@@ -240,7 +243,7 @@ class RolledBack(Part):
     request: str
 
 
-class AdaptedModel(Part):
+class AdaptedModel(Fields):
     """The base model of an adapter, as ``adapter_config.json`` names it.
 
     ``name`` is a hub model or a folder on the trainer's host. ``revision`` is None for the newest.
@@ -250,7 +253,7 @@ class AdaptedModel(Part):
     revision: Annotated[str, Field(max_length=4096)] | None = None
 
 
-class NonFinite(Part):
+class NonFinite(Fields):
     """The tensors with NaN or Inf, of one or several files.
 
     Attributes:
@@ -388,11 +391,11 @@ def _check_step(save_id: str, step: int) -> None:
         raise ValueError(f"step is {step}, but save_id names step {saved.step}")
 
 
-class ReceiptFile(Part):
+class ReceiptFile(Fields):
     """A file that a receipt lists; ``nonfinite`` is None if the writer did not check.
 
     ``digest`` is the xxh3-128 of the part that ``over`` names: a torch.save file's zip central
-    directory (which holds the CRC-32 of every record), a safetensors header, a link's index, or all
+    directory (which holds the CRC-32 of every record), a safetensors header, a delta's index, or all
     content.
     """
 
@@ -410,9 +413,9 @@ class Receipt(Record):
         files: relative to ``actor/``; rank 0 also lists ``huggingface/`` and ``lora_adapter/``.
         sync_dtype: the dtype (``bf16`` or ``fp16``) to which this rank cast the published floating
             tensors; None if it cast no tensor.
-        fp32: with a link: the tensors that this cast keeps in fp32, with ``#`` in
+        fp32: with a delta: the tensors that this cast keeps in fp32, with ``#`` in
             place of each number in a name.
-        base: the earlier save that the rank's link file is relative to; None without such a file.
+        base: the earlier save that the rank's delta file is relative to; None without such a file.
         tied: the names that versions leave out → the names of the tensors that they are tied to;
             None if the config says what is tied.
     """
@@ -433,7 +436,7 @@ class Receipt(Record):
         return self
 
 
-class SaveOutcome(Part):
+class SaveOutcome(Fields):
     """The outcome of a save.
 
     ``model_only`` is True if a DCP save holds only a model; None if nobody has checked.

@@ -9,9 +9,9 @@ from pydantic import Field, JsonValue, model_validator
 from syncd.protocol.names import STATE_POINTER, PointerName
 from syncd.protocol.policy import SyncSettings, SyncStyle, Version, after_broadcast, lag
 from syncd.protocol.records import (
+    Fields,
     Latest,
     Names,
-    Part,
     Record,
     Seconds,
     Sequence,
@@ -22,7 +22,7 @@ from syncd.protocol.records import (
 )
 
 
-class OfferedMember(Part):
+class OfferedMember(Fields):
     """An explorer that receives an offer; ``workers`` is the number of its ranks."""
 
     name: str
@@ -106,7 +106,7 @@ class SavedState(Record):
 LOADS_KEPT: Final = 16
 
 
-class Load(Part):
+class Load(Fields):
     """A load: an explorer began to serve a version from files.
 
     Attributes:
@@ -118,7 +118,7 @@ class Load(Part):
     pause: Seconds | None = None
 
 
-class Reload(Part):
+class Reload(Fields):
     """Durations of the load of an engine's present version, in seconds by the explorer's clock.
 
     Attributes:
@@ -132,10 +132,10 @@ class Reload(Part):
         not_staged: the reason why there was no such copy, although staging is on.
         full_bytes: the bytes of the version's own files that were read from the job to make the
             copy; 0 if another process made the copy; None if staging is off.
-        delta_bytes: the bytes of links that were read, if any.
-        fetch, rebuild: the parts of ``verify`` in which the links were read, and in which the copy
+        delta_bytes: the bytes of deltas that were read, if any.
+        fetch, rebuild: the parts of ``verify`` in which the deltas were read, and in which the copy
             was made from them and all digests were compared.
-        no_delta: the reason why links were not used.
+        no_delta: the reason why deltas were not used.
     """
 
     sequence: Size
@@ -173,7 +173,7 @@ def loads_with(
     return (*loads, load)[-LOADS_KEPT:]
 
 
-class SyncTerms(Part):
+class SyncTerms(Fields):
     """Sync settings that must be equal in a trainer and its explorers. Intervals are in steps."""
 
     style: Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")]
@@ -244,7 +244,7 @@ class ExplorerReport(Record):
         starting: the reason why the explorer waits before its first run. Its status is then
             ``stopped``, so that nobody waits for it.
         hub_names: True if the explorer also accepts versions with the hub's names.
-        follows_ahead: True if the explorer makes its copies from links; False after it could not,
+        follows_tip: True if the explorer makes its copies from deltas; False after it could not,
             until it serves this save or a later one.
     """
 
@@ -269,7 +269,7 @@ class ExplorerReport(Record):
     starting: Text | None = None
     sync: SyncTerms | None = None
     hub_names: bool = False
-    follows_ahead: bool = False
+    follows_tip: Annotated[bool, Field(alias="follows_ahead")] = False
     time: float
 
     def served(self, newest: Version | None, run: str | None) -> Version | None:
@@ -291,14 +291,14 @@ class ExplorerReport(Record):
         """
         if latest is None or self.bench is not None:
             return None, None
-        newest = Version.of((self.follows_ahead and latest.ahead) or latest)
+        newest = Version.of((self.follows_tip and latest.tip) or latest)
         held = self.served(newest, run)
-        # One that no longer follows ahead can serve a version above LATEST.
+        # One that no longer follows the tip can serve a version above LATEST.
         versions = max(0, newest.sequence - ((held or self).sequence or 0))
         return versions, None if held is None else lag(held, newest)
 
 
-class ResumedFrom(Part):
+class ResumedFrom(Fields):
     """The save from which a trainer resumed; ``save_id`` as in LATEST, None if it is not known."""
 
     step: Step
@@ -311,9 +311,9 @@ class TrainerReport(Record):
     Attributes:
         step: the step of the save that was begun last; None before the first save.
         saving: the id of the save that was begun last, until it is announced.
-        base: the save that ``saving`` is relative to, if it is a link.
-        deltas: True if the trainer's settings ask for links.
-        no_links: why it makes none, unless the daemon has the reason.
+        base: the save that ``saving`` is relative to, if it is a delta.
+        deltas: True if the trainer's settings ask for deltas.
+        no_deltas: why it makes none, unless the daemon has the reason.
         resumed_from: the save that its model holds; None after its first save.
         name, session: None if the trainer does not register. Then only ``status`` shows whether the
             trainer works.
@@ -327,7 +327,7 @@ class TrainerReport(Record):
     saving: Annotated[str, Field(max_length=200)] | None = None
     base: Annotated[str, Field(max_length=200)] | None = None
     deltas: bool = False
-    no_links: Text | None = None
+    no_deltas: Annotated[Text | None, Field(alias="no_links")] = None
     resumed_from: ResumedFrom | None = None
     name: str | None = None
     session: SessionId | None = None
@@ -336,7 +336,7 @@ class TrainerReport(Record):
     time: float
 
 
-class DaemonCounters(Part):
+class DaemonCounters(Fields):
     """Counters of a daemon's work since it took over."""
 
     published: Size = 0
@@ -350,7 +350,7 @@ class DaemonCounters(Part):
     merged_bytes: Size = 0
 
 
-class MergeProgress(Part):
+class MergeProgress(Fields):
     """The progress of the current merge: bytes of tensors, and seconds since the merge began."""
 
     step: Step
@@ -359,7 +359,7 @@ class MergeProgress(Part):
     seconds: Seconds
 
 
-class BuildSettings(Part):
+class BuildSettings(Fields):
     """The daemon's settings for its versions; explorers build the steps that they evaluate so.
 
     ``names`` is None if the daemon chooses. A save without receipts is built once it has not
@@ -388,7 +388,7 @@ def tens(seconds: float) -> float:
     return seconds // 10 * 10
 
 
-class Problem(Part):
+class Problem(Fields):
     """Something that somebody should know.
 
     Attributes:
@@ -414,7 +414,7 @@ class Blocked(Problem):
     seconds: Seconds = 0.0
 
 
-class Unpublished(Part):
+class Unpublished(Fields):
     """The announced save, which is neither served nor overtaken by a served one of its run.
 
     Attributes:
@@ -439,9 +439,9 @@ class DaemonReport(Record):
         merge: the progress in state ``merging``, possibly some seconds old.
         names: the origin of the tensor names in LATEST's version; None if the hub's names and the
             trainer's names are the same.
-        links: True if the trainer may save links now: the daemon takes them, and a live explorer
-            follows ahead.
-        no_links: why not.
+        takes_deltas: True if the trainer may save deltas now: the daemon takes them, and a live explorer
+            follows the tip.
+        no_deltas: why not.
         fold: the progress of the fold, if any.
     """
 
@@ -459,8 +459,8 @@ class DaemonReport(Record):
     counters: DaemonCounters = DaemonCounters()
     merge: MergeProgress | None = None
     names: Names | None = None
-    links: bool = False
-    no_links: Text | None = None
+    takes_deltas: Annotated[bool, Field(alias="links")] = False
+    no_deltas: Annotated[Text | None, Field(alias="no_links")] = None
     fold: MergeProgress | None = None
     pointer: PointerName = STATE_POINTER
     process: Text = ""

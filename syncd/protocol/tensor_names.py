@@ -6,10 +6,10 @@ from typing import Annotated, Final
 
 from pydantic import FailFast, Field
 
-from syncd.protocol.records import Part, Record, Size, Text, encode
+from syncd.protocol.records import Fields, Record, Size, Text, encode
 
 
-class HubPiece(Part):
+class HubPiece(Fields):
     """A part of a trainer's tensor: one or several hub tensors, or a part of a hub tensor.
 
     :class:`~syncd.checkpoint.name_map.NameMap` explains the fields, and the order in which they
@@ -23,7 +23,7 @@ class HubPiece(Part):
     at: Size | None = None
 
 
-class MappedTensor(Part):
+class MappedTensor(Fields):
     """A trainer's tensor: its shape, and its pieces on the hub."""
 
     shape: Annotated[tuple[Size, ...], FailFast()]

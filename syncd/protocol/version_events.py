@@ -1,4 +1,4 @@
-"""The events of saves, versions and links."""
+"""The events of saves, versions and deltas."""
 
 from __future__ import annotations
 
@@ -87,9 +87,10 @@ class SaveQuarantined(ErrorEvent):
     path: Path
 
 
-class SaveLinked(InfoEvent):
-    """The save is linked, under the number of a version to come."""
+class DeltaMade(InfoEvent):
+    """The save is a delta, under the number of a version to come."""
 
+    event_name = "save_linked"
     line = counter = "linked"
     renamed = Event.renamed | {"bytes": "delta_bytes"}
     version: int
@@ -99,24 +100,25 @@ class SaveLinked(InfoEvent):
 
     def __str__(self) -> str:
         return (
-            f"linked step {self.step} for version {self.version}: {size(self.bytes)} in "
+            f"made the delta of step {self.step} for version {self.version}: {size(self.bytes)} in "
             f"{self.seconds:.2f} s"
         )
 
 
-class LinksClosed(WarningEvent):
-    """No save is linked until the next full version."""
+class DeltasStopped(WarningEvent):
+    """No delta is made until the next full version."""
 
-    text = "no links after step {step}: {reason}. The trainer saves whole weights next"
+    event_name = "links_closed"
+    text = "no deltas after step {step}: {reason}. The trainer saves whole weights next"
     line = "closed"
     step: int
     reason: str
 
 
 class FoldDelayed(WarningEvent):
-    """Links could not be folded into a full version; the daemon tries again."""
+    """Deltas could not be folded into a full version; the daemon tries again."""
 
-    text = "the links to step {step} could not be folded: {reason}"
+    text = "the deltas to step {step} could not be folded: {reason}"
     step: int
     reason: object
 
@@ -292,10 +294,10 @@ class VersionPublished(InfoEvent):
 
 
 class VersionFolded(VersionPublished):
-    """Links became a full version; ``seconds`` begins with the fold."""
+    """Deltas became a full version; ``seconds`` begins with the fold."""
 
     def __str__(self) -> str:
-        return f"{super().__str__()}, folded from links"
+        return f"{super().__str__()}, folded from deltas"
 
 
 class VersionRolledBack(InfoEvent):
@@ -310,14 +312,14 @@ class VersionRolledBack(InfoEvent):
     kind_: Kind
 
 
-# -- links ---------------------------------------------------------------------------------------
+# -- deltas ---------------------------------------------------------------------------------------
 
 
-class LinkDiscarded(WarningEvent):
-    """The daemon removes a link above LATEST that does not lead from LATEST's version."""
+class DeltaDiscarded(WarningEvent):
+    """The daemon removes a delta above LATEST that does not lead from LATEST's version."""
 
     event_name = "delta_discarded"
-    text = "discarding the link d{version:06}, which does not lead from LATEST's version"
+    text = "discarding the delta d{version:06}, which does not lead from LATEST's version"
     version: int
 
 

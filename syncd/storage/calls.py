@@ -27,7 +27,7 @@ _FOLDER: Final = os.O_DIRECTORY | os.O_CLOEXEC
 _FICLONERANGE: Final = 0x4020940D
 
 
-class Kind(Enum):
+class FileKind(Enum):
     """The kind of a name in a folder. Links are not followed."""
 
     FILE = "file"
@@ -215,7 +215,7 @@ class Calls:
         finally:
             os.close(fd)
 
-    def kinds(self, path: Path) -> dict[str, Kind]:
+    def kinds(self, path: Path) -> dict[str, FileKind]:
         """The entries of a folder: name → kind. Raises NotADirectoryError for a link or a file."""
         status = self.status(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):
@@ -280,13 +280,13 @@ class Calls:
         return status
 
 
-def kind_of(entry: os.DirEntry[str]) -> Kind:
+def kind_of(entry: os.DirEntry[str]) -> FileKind:
     """The kind of an entry of a listing."""
     if entry.is_symlink():
-        return Kind.LINK
+        return FileKind.LINK
     if entry.is_dir(follow_symlinks=False):
-        return Kind.FOLDER
-    return Kind.FILE if entry.is_file(follow_symlinks=False) else Kind.OTHER
+        return FileKind.FOLDER
+    return FileKind.FILE if entry.is_file(follow_symlinks=False) else FileKind.OTHER
 
 
 class Beneath:

@@ -20,7 +20,7 @@ from typing import Final
 
 from syncd.protocol.errors import JobUnavailableError, SupersededError
 from syncd.protocol.names import version_folder
-from syncd.storage.calls import Kind
+from syncd.storage.calls import FileKind
 from syncd.storage.errnos import GONE, NOT_EMPTY, Ignoring, is_gone
 from syncd.storage.fsio import Draft, Storage
 from syncd.storage.job import Job, move_away
@@ -149,13 +149,13 @@ class Epoch:
         """Commit a built version: rename it to ``published/``, which uses up its sequence."""
         return self.commit_build(version_folder(sequence), self._job.layout.version(sequence))
 
-    def commit_link(self, name: str) -> None:
-        """Commit a link. ``deltas/`` itself is also made by a rename."""
-        links = self._job.layout.deltas
-        if not self._storage.exists(links):
-            self.start_build(links.name)
-            self.commit_build(links.name, links)
-        self.commit_build(name, links / name)
+    def commit_delta(self, name: str) -> None:
+        """Commit a delta. ``deltas/`` itself is also made by a rename."""
+        deltas = self._job.layout.deltas
+        if not self._storage.exists(deltas):
+            self.start_build(deltas.name)
+            self.commit_build(deltas.name, deltas)
+        self.commit_build(name, deltas / name)
 
     def commit_build(self, name: str, target: Path) -> Path:
         """Commit a build by one rename.
@@ -280,11 +280,11 @@ class Epoch:
             for folder, home in homes.items():
                 if folder != room and not _is_folder(self._storage, folder):
                     continue  # for example a link: it is moved with the other names in the room
-                names: dict[str, Kind] = {}
+                names: dict[str, FileKind] = {}
                 with Ignoring(GONE):
                     names = self._storage.kinds(folder)
                 for name, kind in names.items():
-                    if kind is not Kind.FOLDER or folder / name not in homes:
+                    if kind is not FileKind.FOLDER or folder / name not in homes:
                         with Ignoring(GONE):  # this daemon or a third may have moved it already
                             self._move(folder / name, home)
                 gone = self._removed(folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, Self, TypeVar
 
 from syncd.protocol.names import TEMPORARY
-from syncd.storage.calls import Calls, Kind
+from syncd.storage.calls import Calls, FileKind
 from syncd.storage.errnos import GONE, NOT_EMPTY, Ignoring, again, is_gone
 
 #: Errors if one way of copying does not work between two files, but another way may work.
@@ -202,7 +202,7 @@ class Storage(Calls):
                 continue
             emptied.append(folder)
             for name, kind in found.items():
-                if kind is Kind.FOLDER:
+                if kind is FileKind.FOLDER:
                     pending.append((folder / name, depth + 1))
                     continue
                 try:

@@ -23,7 +23,7 @@ from syncd.protocol.events import LeftAlone, RecordLost
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
     TEMPORARY,
-    parse_link_folder,
+    parse_delta_folder,
     parse_step_folder,
     parse_version_folder,
 )
@@ -374,7 +374,7 @@ def registering(layout: JobLayout) -> Iterator[None]:
 
 
 def numbers_in(storage: Storage, folder: Path, parse: Callable[[str], int | None]) -> list[int]:
-    """The numbers of the versions, links or steps in a folder, lowest first."""
+    """The numbers of the versions, deltas or steps in a folder, lowest first."""
     return sorted(n for name in storage.names(folder) if (n := parse(name)) is not None)
 
 
@@ -388,9 +388,9 @@ def version_folders(job: Job) -> list[int]:
     return numbers_in(job.storage, job.layout.published, parse_version_folder)
 
 
-def link_folders(job: Job) -> list[int]:
-    """The numbers of the links that have a folder, lowest first."""
-    return numbers_in(job.storage, job.layout.deltas, parse_link_folder)
+def delta_folders(job: Job) -> list[int]:
+    """The numbers of the deltas that have a folder, lowest first."""
+    return numbers_in(job.storage, job.layout.deltas, parse_delta_folder)
 
 
 def has_marks(job: Job) -> bool:

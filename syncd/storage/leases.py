@@ -163,5 +163,5 @@ def _make(storage: Storage, marker: Path) -> None:
 def _gone(layout: JobLayout, sequence: int) -> str:
     return (
         f"{layout.root} has no {version_folder(sequence)} to pin: it was retired, is only "
-        "linked, or never published; 'syncd status' lists the versions"
+        "a delta, or never published; 'syncd status' lists the versions"
     )

@@ -13,7 +13,7 @@ from typing import Final
 
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.names import step_folder
-from syncd.storage.calls import Kind
+from syncd.storage.calls import FileKind
 from syncd.storage.errnos import SHARE, is_refused_here, masked, read_only
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job, step_folders
@@ -129,7 +129,7 @@ def _kept_from_us(storage: Storage, step: Path) -> Path | None:
         if not is_refused_here(error):
             raise
         return step
-    folders = (step / name for name, kind in inner.items() if kind is Kind.FOLDER)
+    folders = (step / name for name, kind in inner.items() if kind is FileKind.FOLDER)
     return next((folder for folder in folders if not storage.may_change(folder)), None)
 
 

@@ -150,7 +150,7 @@ class _Job:
 
 def _status(folder: Path, watch: Watch) -> dict[str, Any]:
     (state,) = look_at_all([folder], watch, waits=False)
-    return state.model_dump()
+    return state.model_dump(by_alias=True)
 
 
 def _history(folder: Path, limit: int) -> dict[str, Any]:

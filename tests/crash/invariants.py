@@ -10,7 +10,7 @@ import torch
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.daemon import collect
 from syncd.daemon.config import DaemonConfig
-from syncd.deltas.link_index import LinkRecord, read_index
+from syncd.deltas.delta_index import DeltaRecord, read_index
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
     DELTA,
@@ -103,10 +103,10 @@ def check(job: SmallJob, before: Seen) -> None:
         folder = layout.version(sequence)
         verify_version(FastStorage(), folder, read_manifest(FastStorage(), folder))
         assert layout.lease_folder(sequence).is_dir(), "LATEST cannot be leased"
-        check_ahead(layout)
+        check_tip(layout)
     check_resumable(job)
     for path in layout.deltas.glob("d*"):  # none where there is no such folder
-        check_link(path)
+        check_delta(path)
     found = {path.name: path for path in versions(layout)}
     for name, content in before.versions.items():
         if name in found:
@@ -128,25 +128,25 @@ def check_resumable(job: SmallJob) -> None:
             assert saved.tolist() == ([found.step] * 3 if found.save_id else [1, 2, 3])
 
 
-def check_ahead(layout: JobLayout) -> None:
-    """Links lead from LATEST's version to ahead."""
+def check_tip(layout: JobLayout) -> None:
+    """Deltas lead from LATEST's version to the tip."""
     latest = read(Latest, layout.latest)
-    if (ahead := latest.ahead) is None:
+    if (tip := latest.tip) is None:
         return
-    assert ahead.sequence > latest.sequence, "ahead is not above LATEST"
-    links: dict[str, str] = {}
+    assert tip.sequence > latest.sequence, "the tip is not above LATEST"
+    deltas: dict[str, str] = {}
     for path in layout.deltas.glob("d*"):
-        link = read(LinkRecord, path / DELTA)
-        links[link.target] = link.base
-    save_id = ahead.save_id
+        delta = read(DeltaRecord, path / DELTA)
+        deltas[delta.target] = delta.base
+    save_id = tip.save_id
     while save_id != latest.save_id:
-        assert save_id in links, f"no link leads to {save_id}"
-        save_id = links[save_id]
+        assert save_id in deltas, f"no delta leads to {save_id}"
+        save_id = deltas[save_id]
 
 
-def check_link(folder: Path) -> None:
-    """It is a whole link."""
-    for file in read(LinkRecord, folder / DELTA).files:
+def check_delta(folder: Path) -> None:
+    """It is a whole delta."""
+    for file in read(DeltaRecord, folder / DELTA).files:
         read_index(FastStorage(), folder / file.name, file.size, file.digest or "")
 
 

@@ -18,11 +18,11 @@ from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.save import ADAPTER, look_at_save
 from syncd.coordination.benching import Bench
 from syncd.coordination.leased_version import LeasedVersion
-from syncd.coordination.member import Seams
+from syncd.coordination.member import Doubles
 from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Wait
-from syncd.deltas.link_index import SavedPiece
+from syncd.deltas.delta_index import SavedPiece
 from syncd.protocol.names import DELTA, master_name, part_name, shard_name
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import Format, RollbackRequest, SaveId, encode
@@ -41,10 +41,10 @@ from tests.crash.invariants import (
 )
 from tests.jobs import LEASE_TIME, SmallJob, edit, nothing
 from tests.made_deltas import work
-from tests.saved_links import save_full, save_link
+from tests.saved_deltas import save_delta, save_full
 from tests.storages import Clock, FastStorage
-from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.pieces import pieces_of
+from trainer_hooks.state.weights_in_memory import WeightsInMemory
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
 
@@ -96,7 +96,7 @@ def ranks_save(
     adapter: bool = False,
     cast: bool = False,
     named: bool = False,
-    link: bool = False,
+    delta: bool = False,
 ) -> None:
     """Two ranks' parts of one save, the one after the other; rank 0 announces it."""
     report = TrainerReport(run_id=run, world_size=2, status="running", step=step, time=0.0)
@@ -104,16 +104,16 @@ def ranks_save(
     trained = {"weight": torch.full((3,), float(step))}  # plain: the same on every rank
     model = {"weight": trained["weight"].bfloat16()} if cast else trained
     for rank in (1, 0):
-        part = HostPart()
+        part = WeightsInMemory()
         part.fill(_adapter(step) if adapter else [(f"{rank}", trained["weight"])])
         contents = RankContents(
             model=None if adapter or named else model,
             whole=part if named or (adapter and rank == 0) else None,
             whole_name=ADAPTER if adapter else part_name(2, rank),
-            trained=trained if (adapter or cast or link) and full else None,
-            trained_name=master_name if cast or link else shard_name,
-            base=f"{run}-{step - 1}-0" if link else None,
-            pieces=partial(_pieces, model, rank) if link else None,
+            trained=trained if (adapter or cast or delta) and full else None,
+            trained_name=master_name if cast or delta else shard_name,
+            base=f"{run}-{step - 1}-0" if delta else None,
+            pieces=partial(_pieces, model, rank) if delta else None,
             sync_dtype="bf16" if cast else None,
             adapter_files=_adapter_config if adapter and rank == 0 else dict,
             optimizer={"state": torch.zeros(2)} if full else None,
@@ -182,9 +182,9 @@ def _saves(run: str = "run", **how: bool) -> Callable[[SmallJob, Clock], None]:
     return lambda job, _: ranks_save(job, run, 2, **how)
 
 
-def _saves_link(job: SmallJob, _: Clock, *, completes: bool = False) -> None:
-    """A link, and then a save that needs no base."""
-    ranks_save(job, "run", 2, full=True, link=True, completes=completes)
+def _saves_delta(job: SmallJob, _: Clock, *, completes: bool = False) -> None:
+    """A delta, and then a save that needs no base."""
+    ranks_save(job, "run", 2, full=True, delta=True, completes=completes)
     ranks_save(job, "run", 3)
 
 
@@ -258,29 +258,29 @@ def _evaluate(job: SmallJob, clock: Clock) -> None:
         held.release()
 
 
-def to_link(job: SmallJob) -> None:
-    """Two links are to be made, one of them of a save that the pointer has passed."""
+def to_make_deltas(job: SmallJob) -> None:
+    """Two deltas are to be made, one of them of a save that the pointer has passed."""
     save_full(job, 1)
     job.run(CONFIG)
-    save_link(job, 2, 1, world_size=2)
-    save_link(job, 3, 2, world_size=2)
+    save_delta(job, 2, 1, world_size=2)
+    save_delta(job, 3, 2, world_size=2)
 
 
-def linked(job: SmallJob) -> None:
-    """Two links lead to ahead."""
-    to_link(job)
+def with_deltas(job: SmallJob) -> None:
+    """Two deltas lead to the tip."""
+    to_make_deltas(job)
     job.run(CONFIG)
 
 
-def _ahead_to_roll_back(job: SmallJob) -> None:
-    linked(job)
+def _tip_to_roll_back(job: SmallJob) -> None:
+    with_deltas(job)
     job.layout.requests.mkdir(exist_ok=True)
     job.ask_rollback(1)
 
 
 def _strays(job: SmallJob) -> None:
-    """A link that leads from no save, and a fold that LATEST does not name."""
-    linked(job)
+    """A delta that leads from no save, and a fold that LATEST does not name."""
+    with_deltas(job)
     before = job.layout.latest.read_bytes()
     clock, config = Clock(), CONFIG.model_copy(update={"keep": 100, "keep_deltas": 100})
     with job.daemon(config, clock=clock, deltas=work()) as loop:
@@ -289,9 +289,9 @@ def _strays(job: SmallJob) -> None:
             pass_time(job, clock)
     assert job.latest.sequence == 3
     job.put(job.layout.latest, before)
-    save_link(job, 4, 3, world_size=2)
-    stray = job.link(9)
-    shutil.copytree(job.link(3), stray)
+    save_delta(job, 4, 3, world_size=2)
+    stray = job.delta(9)
+    shutil.copytree(job.delta(3), stray)
     edit(stray / DELTA, "run-2-2", "run-7-7")
 
 
@@ -344,8 +344,10 @@ def _full_and_lost(job: SmallJob) -> None:
 
 def _resume(job: SmallJob, run: str) -> None:
     """A trainer that loaded step 2 serves it again, and saves step 3."""
-    resumed, seams = ResumedFrom(step=2, save_id="before-2-0"), Seams(storage=job.storage)
-    with TrainerSynchronizer(job.root, run_id=run, resumed_from=resumed, seams=seams) as trainer:
+    resumed, doubles = ResumedFrom(step=2, save_id="before-2-0"), Doubles(storage=job.storage)
+    with TrainerSynchronizer(
+        job.root, run_id=run, resumed_from=resumed, doubles=doubles
+    ) as trainer:
         trainer.set_trainer_status(RunningStatus.RUNNING)
         trainer.serve_resumed(lambda _: True)
         ranks_save(job, run, 3)
@@ -377,18 +379,18 @@ SCENARIOS = (
     Scenario("full save of a step that was synced in another dtype", partial(_synced, cast=True),
              _saves(full=True, completes=True, cast=True), _saves("again", full=True, cast=True),
              _SECOND),
-    Scenario("full save whose weights are a link", _first_save, _saves_link,
+    Scenario("full save whose weights are a delta", _first_save, _saves_delta,
              _saves("again", full=True), _SECOND),
-    Scenario("full save of a step that was synced as a link", partial(_synced, link=True),
-             partial(_saves_link, completes=True), _saves("again", full=True), _SECOND),
+    Scenario("full save of a step that was synced as a delta", partial(_synced, delta=True),
+             partial(_saves_delta, completes=True), _saves("again", full=True), _SECOND),
     Scenario("full save of an adapter", _first_save, _saves(full=True, adapter=True),
              _saves("again", full=True, adapter=True), _SECOND),
     Scenario("publish", _to_publish, rounds(1)),
     Scenario("publish named tensors", _named_to_publish, rounds(1)),
-    Scenario("link", to_link, rounds(2)),
-    Scenario("fold", linked, rounds(8)),
-    Scenario("roll back from ahead", _ahead_to_roll_back, rounds(2)),
-    Scenario("take-over of links", _strays, rounds(2)),
+    Scenario("delta", to_make_deltas, rounds(2)),
+    Scenario("fold", with_deltas, rounds(8)),
+    Scenario("roll back from the tip", _tip_to_roll_back, rounds(2)),
+    Scenario("take-over of deltas", _strays, rounds(2)),
     Scenario("merge and publish", _to_merge, rounds(2)),
     Scenario("prune", to_prune, rounds(14)),
     Scenario("roll back", _to_roll_back, rounds(2)),

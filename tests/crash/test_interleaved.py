@@ -58,7 +58,7 @@ from tests.crash.actors import (
     explorer,
     pruner,
 )
-from tests.crash.invariants import check_link, latest_sequence, leftovers, restart, serve, versions
+from tests.crash.invariants import check_delta, latest_sequence, leftovers, restart, serve, versions
 from tests.jobs import SmallJob
 from tests.storages import Clock, FastStorage
 
@@ -154,8 +154,8 @@ class Promises:
         """Look at all that daemons have committed."""
         found = self._check_versions()
         self._check_latest(found)
-        for link in self.layout.deltas.glob("d*"):  # none where there is no such folder
-            check_link(link)
+        for delta in self.layout.deltas.glob("d*"):  # none where there is no such folder
+            check_delta(delta)
         self._check_leases(found)
         assert not any(self.layout.quarantine.iterdir()), "a save was quarantined"
 

@@ -18,8 +18,8 @@ from syncd.protocol.names import (
     SAVING,
     STATE_POINTER,
     TEMPORARY,
-    link_folder,
-    parse_link_folder,
+    delta_folder,
+    parse_delta_folder,
     parse_pointer,
     parse_step_folder,
     parse_version_folder,
@@ -151,7 +151,7 @@ class Witness:
                 assert content == self.disk.file(node).now, f"{path} is torn"
             parent, _, name = path.rpartition("/")
             if (parent == "published" and parse_version_folder(name) is not None) or (
-                parent == "deltas" and parse_link_folder(name) is not None
+                parent == "deltas" and parse_delta_folder(name) is not None
             ):
                 assert loss.below(path) == self.named[node][1], f"{path} is not whole"
             elif name == FULL and parse_step_folder(parent) is not None:
@@ -176,8 +176,8 @@ class Witness:
             name = version_folder(latest)
             assert f"published/{name}" in loss.tree, f"LATEST names {name}, which is not there"
             assert f".syncd/leases/{name}" in loss.tree, "LATEST cannot be leased"
-            ahead = named.ahead if named else None
-            assert not ahead or f"deltas/{link_folder(ahead.sequence)}" in loss.tree, "ahead went"
+            tip = named.tip if named else None
+            assert not tip or f"deltas/{delta_folder(tip.sequence)}" in loss.tree, "the tip went"
         for leased in self.before.leased:
             assert f"published/{version_folder(leased)}" in loss.tree, "a leased version went"
 
@@ -490,8 +490,8 @@ BROKEN = (
     Broken("publish", "sync_folder", r"/published$", "LATEST names v000002"),
     Broken("publish", "sync_folder", r"/leases$", "cannot be leased"),
     Broken("publish", "sync_folder", r"/\.syncd$", "did not survive"),
-    Broken("link", "fsync", r"building/d000002/delta\.json$", "not whole"),
-    Broken("link", "sync_folder", r"building/d000002$", "not whole"),
+    Broken("delta", "fsync", r"building/d000002/delta\.json$", "not whole"),
+    Broken("delta", "sync_folder", r"building/d000002$", "not whole"),
     Broken("merge and publish", "fsync", r"building/.*safetensors$", "not whole"),
     Broken("prune", "fsync", r"audit\.jsonl$", "nothing says so"),
     Broken("prune", "sync_folder", r"/doomed$", "lost|back|went"),

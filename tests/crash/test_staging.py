@@ -29,7 +29,7 @@ from tests.crash.test_kill import STRIDE, DeadlyStorage
 from tests.deltas import contents
 from tests.explorers import LONG, publish
 from tests.jobs import SmallJob
-from tests.staged_links import LinkedJob, state
+from tests.staged_deltas import DeltaChain, state
 from tests.storages import RuledStorage
 
 
@@ -88,27 +88,27 @@ def check(stage: Path, versions: list[LeasedVersion], moment: int) -> None:
     held.release()
 
 
-# -- from links ----------------------------------------------------------------------------------
+# -- from deltas ----------------------------------------------------------------------------------
 
 
-def first_copy(linked: LinkedJob, stage: Path) -> LeasedVersion:
+def first_copy(chain: DeltaChain, stage: Path) -> LeasedVersion:
     """Have the copy of version 1 and nothing else."""
     for room in stage.iterdir():
         shutil.rmtree(room)
-    return Staging(stage).stage(linked.version(1))
+    return Staging(stage).stage(chain.version(1))
 
 
 @dataclass
 class Host:
-    """A host with a whole copy of version 1, in a job with links to saves 2 and 3.
+    """A host with a whole copy of version 1, in a job with deltas to saves 2 and 3.
 
     Attributes:
-        linked: the job.
+        chain: the job.
         folder: the stage folder, on another filesystem.
         is_held: whether a process that lives holds the copy.
     """
 
-    linked: LinkedJob
+    chain: DeltaChain
     folder: Path
     is_held: bool
 
@@ -116,15 +116,15 @@ class Host:
         self.begin()
 
     def begin(self) -> None:
-        self._base = first_copy(self.linked, self.folder)
+        self._base = first_copy(self.chain, self.folder)
         self._state = state(self._base.folder)
         if not self.is_held:
             self._base.release()
 
     def stage(self, storage: Storage | None = None) -> Staging:
-        """Make a copy of what is ahead, check it, and leave no other."""
+        """Make a copy of the tip, check it, and leave no other."""
         staging = Staging(self.folder, storage=storage)
-        copy = self.linked.follow(staging)
+        copy = self.chain.follow(staging)
         staging.tidy()
         copy.release()
         return staging
@@ -134,9 +134,9 @@ class Host:
         has_base = self._base.folder.exists()
         if self.is_held or has_base:
             assert state(self._base.folder) == self._state, when
-        before = self.linked.holds
+        before = self.chain.holds
         fetched = self.stage().fetched
-        assert self.linked.holds == before or not has_base, when
+        assert self.chain.holds == before or not has_base, when
         assert fetched.delta_bytes or not fetched.full_bytes, when
         Staging(self.folder).tidy()
         (room,) = self.folder.iterdir()
@@ -146,24 +146,24 @@ class Host:
 
 
 @pytest.fixture
-def linked(job: SmallJob, tmp_path: Path) -> LinkedJob:
-    return LinkedJob(job, tmp_path)
+def chain(job: SmallJob, tmp_path: Path) -> DeltaChain:
+    return DeltaChain(job, tmp_path)
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-def test_whatever_change_is_the_last_one_links_make_the_save_in_the_end(
-    linked: LinkedJob, memory: Path, is_held: bool
+def test_whatever_change_is_the_last_one_deltas_make_the_save_in_the_end(
+    chain: DeltaChain, memory: Path, is_held: bool
 ) -> None:
-    host = Host(linked, memory, is_held=is_held)
+    host = Host(chain, memory, is_held=is_held)
     for moment in killed_at(DeadlyStorage, host.stage):
         host.check(f"moment {moment}")
         host.begin()
 
 
-def test_killed_at_random_moments_links_make_the_save_in_the_end(
-    linked: LinkedJob, memory: Path
+def test_killed_at_random_moments_deltas_make_the_save_in_the_end(
+    chain: DeltaChain, memory: Path
 ) -> None:
-    host = Host(linked, memory, is_held=True)
+    host = Host(chain, memory, is_held=True)
     begun = time.monotonic()
     host.check("not killed")
     took = time.monotonic() - begun
@@ -180,29 +180,29 @@ def test_killed_at_random_moments_links_make_the_save_in_the_end(
 
 @pytest.mark.parametrize("where", ["job", "stage"])
 def test_whatever_call_fails_the_copy_is_whole_or_none(
-    linked: LinkedJob, memory: Path, where: str
+    chain: DeltaChain, memory: Path, where: str
 ) -> None:
     """And then the explorer serves on, and the next one makes it."""
-    before = state(linked.job.root)
+    before = state(chain.job.root)
     number = 0
     while True:
-        base = first_copy(linked, memory)
+        base = first_copy(chain, memory)
         kept = state(base.folder)
         failing = FailingStorage(1 + number, CODES[number % len(CODES)], on=False)
-        lead = linked.lead()
+        lead = chain.lead()
         if where == "job":
-            lead = lead._replace(job=Job(failing, linked.job.layout))
+            lead = lead._replace(job=Job(failing, chain.job.layout))
         with suppress(NotStagedError, InvalidSettingsError):
             staging = Staging(memory, storage=failing if where == "stage" else None)
-            linked.check(staging.follow(lead, linked.hold), 3)
+            chain.check(staging.follow(lead, chain.hold), 3)
         assert state(base.folder) == kept
-        linked.follow(Staging(memory)).release()
+        chain.follow(Staging(memory)).release()
         base.release()
         if not failing.failed:
             break
         number += 1
     assert number > 10
-    assert state(linked.job.root) == before
+    assert state(chain.job.root) == before
 
 
 class ShortStorage(RuledStorage):
@@ -221,14 +221,14 @@ class ShortStorage(RuledStorage):
         return 0 if self.left == 0 else super().copy_file_range(source, target, count, at, to)
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_no_copy(linked: LinkedJob, memory: Path) -> None:
+def test_a_file_that_is_cut_while_it_is_read_is_no_copy(chain: DeltaChain, memory: Path) -> None:
     call = 0
     while True:
         call += 1
-        base = first_copy(linked, memory)
+        base = first_copy(chain, memory)
         short = ShortStorage(call)
         with suppress(NotStagedError):
-            linked.follow(Staging(memory, storage=short)).release()
+            chain.follow(Staging(memory, storage=short)).release()
         base.release()
         if short.left > 0:
             break

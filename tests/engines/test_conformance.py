@@ -17,7 +17,7 @@ from syncd.protocol.policy import Version
 from syncd.storage.fsio import Storage
 from tests.engines.subjects import SUBJECTS
 from tests.jobs import SmallJob
-from tests.staged_links import LinkedJob
+from tests.staged_deltas import DeltaChain
 
 
 @pytest.fixture(scope="module", params=SUBJECTS.values(), ids=SUBJECTS.keys())
@@ -37,16 +37,16 @@ def test_an_engine_has_the_bits_of_what_is_ahead(
     job: SmallJob, tmp_path: Path, memory: Path, name: str
 ) -> None:
     subject = SUBJECTS[name]()
-    linked = LinkedJob(job, tmp_path, shapes=subject.tensors, small=subject.files)
+    chain = DeltaChain(job, tmp_path, shapes=subject.tensors, small=subject.files)
     engine = subject.make()
     with ExplorerHook(job.root, "explorer", engine, staging=Staging(memory)) as hook:
         for number in (3, 4):
             assert hook.pull(0) == Version(number, number)
             assert job.latest.sequence == 1
             with hook._pipeline.hold_again() as copy:
-                linked.check(copy, number)
+                chain.check(copy, number)
                 assert subject.served(engine) == subject.expected(copy)
-            linked.link()
+            chain.add_delta()
 
 
 TENSORS = {"a": TensorSpec("F32", (2, 3)), "b": TensorSpec("BF16", (4,))}

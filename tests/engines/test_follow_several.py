@@ -36,13 +36,13 @@ from tests.multiprocess.processes import DEADLINE, explorer_report, read_by
 from tests.ports import free_port
 from tests.programs import completed
 from tests.rank_programs import ENVIRONMENT
-from tests.staged_links import LinkedJob
+from tests.staged_deltas import DeltaChain
 
 
 def test_each_server_is_loaded_with_what_is_ahead_and_one_that_is_down_is_waited_for_alone(
     job: SmallJob, tmp_path: Path, memory: Path
 ) -> None:
-    linked = LinkedJob(job, tmp_path, saves=1)
+    chain = DeltaChain(job, tmp_path, saves=1)
     base = str(job.version(1))
     up, down = free_port(), free_port()
     urls = [word for port in (up, down) for word in ("--url", f"http://127.0.0.1:{port}")]
@@ -69,17 +69,17 @@ def test_each_server_is_loaded_with_what_is_ahead_and_one_that_is_down_is_waited
                 assert next(lines) == {"explorer": "server-1", "version": 1, "step": 1}
                 report = explorer_report(job.root, "server-1")
                 assert (report.status, report.starting) == ("running", None)
-                linked.link()
+                chain.add_delta()
                 assert {next(lines)["explorer"] for _ in ready} == {"server-0", "server-1"}
                 assert job.latest.sequence == 1
-                whole = contents(linked.whole[1].folder)
+                whole = contents(chain.whole[1].folder)
                 del whole[MANIFEST]
                 wait_for(lambda: all(file.exists() for file in ready))
                 for port in (up, down):
                     told = httpx2.get(f"http://127.0.0.1:{port}/model_info", trust_env=False)
                     served = contents(Path(told.json()["model_path"]))
                     assert served | whole == served
-                size = sum(file.size for file in linked.links[0].link.files)
+                size = sum(file.size for file in chain.deltas[0].record.files)
                 assert read_by(job.root, 2, "server-0", "server-1") == [(0, 0), (0, size)]
                 process.terminate()
                 assert process.wait(DEADLINE) == 0

@@ -72,7 +72,7 @@ BY_BROADCAST = WAITING.replace("TEST", "takes_part").replace(
     "SyncSettings(", "SyncSettings(method='nccl', master_address='127.0.0.1', "
 )
 #: Each step changes 3 % of the weights, so much that the model says something else.
-BY_LINKS = (
+BY_DELTAS = (
     WAITING.replace("TEST", "follows")
     .replace("SyncSettings(", "SyncSettings(deltas=True, ")
     .replace("settings=settings", "settings=settings, saving=SaveSettings(sync_dtype='bf16')")
@@ -88,9 +88,9 @@ def takes_part(job: str, _: int) -> bool:
 
 
 def follows(job: str, step: int) -> bool:
-    """Whether the server has the step, and the next save can be a link."""
+    """Whether the server has the step, and the next save can be a delta."""
     has_it = explorer_report(Path(job), "server-0").step == step
-    return has_it and read(DaemonReport, JobLayout(Path(job)).daemon_report).links
+    return has_it and read(DaemonReport, JobLayout(Path(job)).daemon_report).takes_deltas
 
 
 @pytest.mark.engine
@@ -100,9 +100,9 @@ def follows(job: str, step: int) -> bool:
     [
         (BY_FILES, (), "version-"),
         (BY_BROADCAST, ("--broadcast",), "broadcast-"),
-        (BY_LINKS, (), "version-"),
+        (BY_DELTAS, (), "version-"),
     ],
-    ids=["files", "broadcast", "links"],
+    ids=["files", "broadcast", "deltas"],
 )
 def test_what_the_server_says_is_what_the_trainer_says_at_the_step_that_it_reports(
     vllm: VLLMProcess,
@@ -148,11 +148,11 @@ def test_what_the_server_says_is_what_the_trainer_says_at_the_step_that_it_repor
             tokens = torch.randint(0, CONFIG.vocab_size, (4, 16), generator=torch.manual_seed(0))
             prompt = tokens[0].tolist()
             answer = vllm.generate(prompt, 1, logprobs=20)
-            if program is BY_LINKS:
-                ((of_version, of_links),) = read_by(job, STEPS, "server-0")
+            if program is BY_DELTAS:
+                ((of_version, of_deltas),) = read_by(job, STEPS, "server-0")
                 assert (read(Latest, JobLayout(job).latest).sequence, of_version) == (1, 0)
-                assert of_links > 0
-        if program is BY_LINKS:
+                assert of_deltas > 0
+        if program is BY_DELTAS:
             with ExplorerHook(job, "server-0", VLLMServer(vllm.url)) as hook:
                 while hook.pull(LONG).step < STEPS:
                     assert vllm.generate(prompt, 1, logprobs=20).logprobs != answer.logprobs

@@ -41,8 +41,8 @@ from tests.wrappings import mesh, unit
 from trainer_hooks.fast_path import WeightSender
 from trainer_hooks.state.full_file import gather_full
 from trainer_hooks.state.host_buffers import HostBuffers, _parts
-from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.state_dict import sharded_state_dict
+from trainer_hooks.state.weights_in_memory import WeightsInMemory
 from trainer_hooks.state.wrappers import unwrapped
 from trainer_hooks.writing.parts import save_state_dict
 
@@ -80,7 +80,7 @@ def gathered(
     cast: Casting | None = None,
 ) -> None:
     """A full state dict, as rank 0 writes it; ``limit`` is the size of its buckets."""
-    part = HostPart(limit)
+    part = WeightsInMemory(limit)
     gather_full(state, dist.get_rank(), part, tied=tied, cast=cast)
     if dist.get_rank() != 0:
         return
@@ -254,7 +254,7 @@ def refused() -> dict[str, str]:
 
 def _refusal(state: dict[str, Any]) -> str:
     try:
-        gather_full(state, dist.get_rank(), HostPart())
+        gather_full(state, dist.get_rank(), WeightsInMemory())
     except SaveFailedError as error:
         return str(error)
     return "nothing"

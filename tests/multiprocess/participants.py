@@ -15,7 +15,7 @@ from typing import Any
 
 from explorer_hooks.reader import Reader
 from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
-from syncd.coordination.member import Seams
+from syncd.coordination.member import Doubles
 from syncd.protocol.policy import (
     RunningStatus,
     SyncMethod,
@@ -59,12 +59,12 @@ class Saver:
 class Trainer:
     """Trains, waits for data, and syncs as the policy says."""
 
-    def __init__(self, given: argparse.Namespace, settings: SyncSettings, seams: Seams) -> None:
+    def __init__(self, given: argparse.Namespace, settings: SyncSettings, doubles: Doubles) -> None:
         self._given, self._settings = given, settings
         run = f"{time.time_ns() % 2**32:x}"
         self._sync = TrainerSynchronizer(
             given.job, given.name, settings=settings, memory_dir=given.memory, run_id=run,
-            writer=Saver(given, run), seams=seams,
+            writer=Saver(given, run), doubles=doubles,
         )  # fmt: skip
         self._last: int | None = None
 
@@ -114,10 +114,10 @@ class Trainer:
 class Explorer:
     """Rolls out, and pulls as the policy says, until it has the last step or its work is done."""
 
-    def __init__(self, given: argparse.Namespace, settings: SyncSettings, seams: Seams) -> None:
+    def __init__(self, given: argparse.Namespace, settings: SyncSettings, doubles: Doubles) -> None:
         self._given, self._settings = given, settings
         self._sync = ExplorerSynchronizer(
-            given.job, given.name, settings=settings, memory_dir=given.memory, seams=seams
+            given.job, given.name, settings=settings, memory_dir=given.memory, doubles=doubles
         )
         self._reader = Reader(given.memory or given.job, given.name)
         self._version: Version | None = None
@@ -185,7 +185,7 @@ def main(arguments: list[str], heard: Connection) -> None:
     parser.add_argument("--pipeline", action="store_true")
     parser.add_argument("--clock-offset", type=float, default=0.0)
     given = parser.parse_args(arguments)
-    seams = Seams(
+    doubles = Doubles(
         clock=lambda: time.monotonic() + given.clock_offset,
         wall=lambda: time.time() + given.clock_offset,
     )
@@ -193,4 +193,4 @@ def main(arguments: list[str], heard: Connection) -> None:
     if given.memory is not None:
         assert settings.method is SyncMethod.MEMORY
     role = Trainer if given.role == "trainer" else Explorer
-    role(given, settings, seams).run()
+    role(given, settings, doubles).run()

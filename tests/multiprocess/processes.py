@@ -81,7 +81,7 @@ def explorer_report(job: Path, name: str) -> ExplorerReport:
 
 
 def read_by(job: Path, sequence: int, *names: str) -> list[tuple[int, int]]:
-    """The bytes of versions and of links that explorers read for a version, in ascending order."""
+    """The bytes of versions and of deltas that explorers read for a version, in ascending order."""
 
     def sizes(name: str) -> tuple[int, int]:
         wait_until(lambda: explorer_report(job, name).sequence == sequence, "it has reported")

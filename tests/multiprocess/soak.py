@@ -264,7 +264,7 @@ class Soak:
         )
         self._wait(
             lambda: used_by(layout.deltas) <= MEGABYTES * 1e6 / 2,
-            lambda: f"links of half a version at most: {os.listdir(layout.deltas)}",
+            lambda: f"deltas of half a version at most: {os.listdir(layout.deltas)}",
         )
         for explorer in self._explorers:
             explorer.terminate()
@@ -277,7 +277,7 @@ class Soak:
             if status := daemon.terminate(DEADLINE):
                 self.found.violated(f"a daemon ended with {status}: {daemon.log[-20:]}")
             self._check_log(daemon)
-        for what in ("copies made from links", "served before their full version"):
+        for what in ("copies made from deltas", "served before their full version"):
             if not self.found.counts[what]:
                 self.found.violated(f"nothing was {what}")
         for folder in (layout.sessions, layout.lease_folder(max(self.found.numbers))):

@@ -23,7 +23,7 @@ from tests.multiprocess.soak_programs import ERA, Away, holding
 from tests.multiprocess.soak_ranks import SoakRank
 from tests.multiprocess.soak_watch import Findings
 
-#: The engine of each explorer, and whether it stages, and so follows ahead; they are on the one
+#: The engine of each explorer, and whether it stages, and so follows the tip; they are on the one
 #: host and on the other by turns. The first two are never killed.
 EXPLORERS = (
     ("loaded", False),

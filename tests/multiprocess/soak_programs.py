@@ -1,7 +1,7 @@
 """An explorer of a soak: ``python -m tests.multiprocess.soak_programs JOB NAME AWAY KIND [STAGE]``.
 
 It loads one version after the other, reads all of each when it takes it and before it lets it go,
-and says so on stdout as JSON lines. With a stage folder it holds copies there, and follows ahead.
+and says so on stdout as JSON lines. With a stage folder it holds copies there, and follows the tip.
 """
 
 import json
@@ -28,7 +28,7 @@ from tests.multiprocess.processes import latest
 
 #: Of each version, in all tensors together.
 MEGABYTES = 1.0
-#: So many saves differ in few elements, and links lead from one to the next.
+#: So many saves differ in few elements, and deltas lead from one to the next.
 ERA = 20
 _AGAIN = 0.2
 
@@ -46,7 +46,7 @@ def holding(manifest: Manifest, found: set[float], job: Path) -> dict[str, Any]:
         "step": manifest.step,
         "number": max(found),
         "is_back": manifest.rolled_back is not None,
-        "is_ahead": newest is not None and newest.sequence < manifest.sequence,
+        "is_tip": newest is not None and newest.sequence < manifest.sequence,
     }
 
 
@@ -128,7 +128,7 @@ class Explorer:
         self._away = away
         self._staging: Staging | None = None
         if stage is not None:
-            # With the first link otherwise: the memory that it takes is no growth.
+            # With the first delta otherwise: the memory that it takes is no growth.
             import syncd.deltas.folding  # noqa: F401, PLC0415
 
             self._staging = Staging(stage)

@@ -74,9 +74,9 @@ class Findings:
         no_delta: str | None,
         not_staged: str | None,
     ) -> None:
-        """A stage has a copy of a version: by links, by a full read, or from another process."""
+        """A stage has a copy of a version: by deltas, by a full read, or from another process."""
         if delta_bytes is not None:
-            self.count("copies made from links")
+            self.count("copies made from deltas")
         elif full_bytes or not_staged:
             self.count("full reads")
             with self._changing:
@@ -92,12 +92,12 @@ class Findings:
         number: float,
         *,
         is_back: bool,
-        is_ahead: bool,
+        is_tip: bool,
         read: dict[str, Any] | None = None,
     ) -> None:
         """A version was read whole: it is the save that it says, and newer than those before it."""
         self.count("leases taken")
-        if is_ahead:
+        if is_tip:
             self.count("served before their full version")
         if read is not None:
             self.copied(**read)

@@ -1,4 +1,4 @@
-"""Folds of links are equal to merges of the same steps, whichever rank and daemon die meanwhile."""
+"""Folds of deltas are equal to merges of the same steps, whichever rank and daemon die meanwhile."""
 
 from pathlib import Path
 from random import Random
@@ -7,11 +7,11 @@ import pytest
 
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
+from tests.delta_saves import follower, full, is_delta
 from tests.deltas import contents
 from tests.jobs import SmallJob
-from tests.link_saves import follower, full, is_link
 from tests.merging import assert_equal, loaded
-from tests.multiprocess.link_ranks import LinkRank, StageRank
+from tests.multiprocess.delta_ranks import DeltaRank, StageRank
 from tests.multiprocess.peers import started
 from tests.multiprocess.processes import Daemon, dying_at, epoch_content, wait_until
 
@@ -21,8 +21,8 @@ OPTIONS = ("--keep", "99", "--keep-deltas", "1")
 #: met the others. None: it is killed from outside, when the other one has died.
 PHASES: dict[str, tuple[str | None, list[str]]] = {
     "announce": ("latest_state_dict", []),
-    "link": ("world_size_4", ["deltas/d"]),
-    "ahead": (None, ["deltas/d", ".syncd/LATEST"]),
+    "delta": ("world_size_4", ["deltas/d"]),
+    "tip": (None, ["deltas/d", ".syncd/LATEST"]),
     "fold": (None, ["fold-v"]),
     "prune": (None, ["doomed/global_step"]),
 }
@@ -38,25 +38,25 @@ PHASES: dict[str, tuple[str | None, list[str]]] = {
 def test_each_fold_has_the_files_of_a_merge(
     job: Path, tmp_path: Path, dtype: str, saving: dict[str, str], rounds: int
 ) -> None:
-    random, step, linked = Random(rounds), 0, set[int]()
+    random, step, deltas = Random(rounds), 0, set[int]()
     here, other = SmallJob(job), SmallJob(tmp_path / "whole")
     pointer = here.state_pointer
 
-    def is_linked() -> bool:
-        if not here.layout.latest.exists() or not here.daemon_says.links:
+    def is_tip() -> bool:
+        if not here.layout.latest.exists() or not here.daemon_says.takes_deltas:
             return False
-        return (here.latest.ahead or here.latest).step == step
+        return (here.latest.tip or here.latest).step == step
 
     def is_folded() -> bool:
         return not pointer.exists() or here.latest.step == int(pointer.read_text())
 
-    with follower(here, "ahead"), follower(here, "whole", ahead=False):
+    with follower(here, "tip"), follower(here, "whole", tip=False):
         for phase in [*random.sample([*PHASES], 5) * rounds, None]:
             place, words = PHASES[phase] if phase else (None, [])
             dying = dying_at(*words, after=random.choice([True, False]))
             with (
                 Daemon(job, *OPTIONS, program=dying) as daemon,
-                started(LinkRank, job, 4, dtype) as ranks,
+                started(DeltaRank, job, 4, dtype) as ranks,
             ):
                 wait_until(lambda: is_folded() or not daemon.running, "the last save is folded")
                 ranks.all("open", DELTAS, saving)
@@ -65,9 +65,9 @@ def test_each_fold_has_the_files_of_a_merge(
                     step += 1
                     ranks.all("train", step)
                     ranks.all("over")
-                    if is_link(here, step):
-                        linked.add(step)
-                    wait_until(lambda: is_linked() or not daemon.running, f"{step} is linked")
+                    if is_delta(here, step):
+                        deltas.add(step)
+                    wait_until(lambda: is_tip() or not daemon.running, f"{step} is a delta")
                 if phase is None:
                     ranks.all("close_whole")
                     ranks.all("close")
@@ -85,7 +85,7 @@ def test_each_fold_has_the_files_of_a_merge(
                     victim.kill()
                 victim.wait_until_killed()
                 daemon.kill()
-    assert here.latest.closed is None
+    assert here.latest.no_deltas is None
     assert not any(epoch_content(job).values())
     folds = set()
     with other.daemon(DaemonConfig(keep=99, prune_steps=False)) as merging:
@@ -98,18 +98,18 @@ def test_each_fold_has_the_files_of_a_merge(
             made, merged = contents(version), contents(other.version(other.latest.sequence))
             assert made.pop("manifest.json") != merged.pop("manifest.json")
             assert made == merged
-            folds |= {step} & linked
+            folds |= {step} & deltas
     assert len(folds) >= 2 * rounds
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_pipeline_stages_are_linked_folded_and_resumed(
+def test_pipeline_stages_are_saved_as_deltas_folded_and_resumed(
     job: Path, tmp_path: Path, world_size: int
 ) -> None:
     here, other = SmallJob(job), SmallJob(tmp_path / "whole")
     with (
-        follower(here, "ahead"),
-        follower(here, "whole", ahead=False),
+        follower(here, "tip"),
+        follower(here, "whole", tip=False),
         Daemon(job, *OPTIONS),
         started(StageRank, job, world_size, "bfloat16") as ranks,
     ):
@@ -122,8 +122,8 @@ def test_pipeline_stages_are_linked_folded_and_resumed(
                 lambda step=step: here.layout.latest.exists() and here.latest.step == step,
                 f"{step} is folded",
             )
-            wait_until(lambda: here.daemon_says.links, "the next save may be a link")
-            assert is_link(here, step) is (step > 1)
+            wait_until(lambda: here.daemon_says.takes_deltas, "the next save may be a delta")
+            assert is_delta(here, step) is (step > 1)
             made = loaded(here.layout.version(here.latest.sequence))
             assert_equal(made, full(other, step))
         ranks.all("checkpoint_now", 3)

@@ -43,7 +43,7 @@ from tests.multiprocess.processes import (
 )
 from tests.multiprocess.saves import Constant, save, save_meanwhile, serve, trainer
 from tests.refusals import save_fails
-from tests.saved_links import save_full, save_link
+from tests.saved_deltas import save_delta, save_full
 from tests.storages import Clock, RuledStorage, os_error
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
@@ -173,20 +173,20 @@ def test_syncd_prune_makes_room_on_a_full_disk(job: Path, filler: Filler, kind: 
 @each_kind
 @pytest.mark.parametrize(
     ("last", "refused"),
-    [(3, "step 3 could not be linked"), (2, "to step 2 could not be folded")],
+    [(3, "step 3 could not be taken as a delta"), (2, "to step 2 could not be folded")],
 )
-def test_links_above_latest_outlive_a_full_disk_and_become_a_version_later(
+def test_deltas_above_latest_outlive_a_full_disk_and_become_a_version_later(
     job: Path, filler: Filler, kind: Kind, last: int, refused: str
 ) -> None:
     made = SmallJob(job)
     save_full(made, 1)
     with Daemon(job, "--keep", "1", "--no-prune-steps", program=IMPATIENT) as daemon:
         wait_for_step(job, 1)
-        save_link(made, 2, 1)
-        wait_until(lambda: made.latest.ahead, "step 2 is ahead")
+        save_delta(made, 2, 1)
+        wait_until(lambda: made.latest.tip, "step 2 is the tip")
         daemon.pause()
         for step in range(3, last + 1):
-            save_link(made, step, step - 1)
+            save_delta(made, step, step - 1)
         for kept in made.layout.reserve.iterdir():
             kept.unlink()
         filler.fill(kind)

@@ -17,9 +17,9 @@ from explorer_hooks.reader import LeasedVersion, Reader
 from syncd.cli import cli
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import FULL, RETIRED
+from tests.delta_saves import follower, is_delta
 from tests.hooks import written
 from tests.jobs import SmallJob
-from tests.link_saves import follower, is_link
 from tests.multiprocess.processes import (
     DEADLINE,
     Daemon,
@@ -229,7 +229,7 @@ def test_a_job_of_the_release_before_is_served_on(job: Path) -> None:
     assert [one["version"] for one in again["versions"]] == [*range(1, 8)]
 
 
-def test_an_explorer_and_a_standby_of_the_release_before_take_links(
+def test_an_explorer_and_a_standby_of_the_release_before_take_deltas(
     tmp_path: Path, before: Path
 ) -> None:
     here, model = SmallJob(tmp_path / "new"), Model(0).bfloat16()
@@ -242,7 +242,7 @@ def test_an_explorer_and_a_standby_of_the_release_before_take_links(
             model.lm_head.weight[0, 0] = -step
         hook.after_step(step)
         written(hook)
-        return is_link(here, step)
+        return is_delta(here, step)
 
     def serve(step: int) -> bool:
         is_small = save(step)
@@ -252,7 +252,7 @@ def test_an_explorer_and_a_standby_of_the_release_before_take_links(
 
     settings = SyncSettings(deltas=True, sync_interval=1)
     with ExitStack() as stack:
-        stack.enter_context(follower(here, "ahead"))
+        stack.enter_context(follower(here, "tip"))
         hook = stack.enter_context(TrainerHook(here.root, model, settings=settings))
         old = subprocess.Popen(explorer, env=environment(before), stdout=subprocess.PIPE, text=True)
         stack.callback(old.kill)
@@ -261,17 +261,17 @@ def test_an_explorer_and_a_standby_of_the_release_before_take_links(
         assert not serve(1)
         second = subprocess.Popen(standby, env=environment(before), stderr=subprocess.DEVNULL)
         stack.callback(second.kill)
-        wait_until(lambda: here.daemon_says.links, "links are offered")
+        wait_until(lambda: here.daemon_says.takes_deltas, "deltas are offered")
         assert serve(2)
         assert save(3)
         assert daemon.wait() == -9
-        assert here.latest.ahead is not None
+        assert here.latest.tip is not None
         wait_until(lambda: here.daemon_says.pid == second.pid, "the standby has taken over")
         serve(4)
         second.terminate()
         assert second.wait(DEADLINE) == 0
         stack.enter_context(Daemon(here.root, *DAEMON))
-        wait_until(lambda: here.daemon_says.links, "links are offered")
+        wait_until(lambda: here.daemon_says.takes_deltas, "deltas are offered")
         serve(5)
         serve(6)
         assert old.wait(DEADLINE) == 0

@@ -38,7 +38,7 @@ from tests.multiprocess.processes import (
     wait_until_gone,
 )
 from tests.multiprocess.shared_job import SharedJob
-from tests.saved_links import save_full, save_link, values_of
+from tests.saved_deltas import save_delta, save_full, values_of
 
 pytestmark = pytest.mark.mounts
 
@@ -94,16 +94,16 @@ def test_links_are_served_elsewhere_survive_a_take_over_and_end_with_a_rollback(
 ) -> None:
     trainer, seen = SmallJob(shared.a.job), SmallJob(shared.seen.root)
 
-    def is_ahead(step: int) -> Callable[[], bool]:
-        return lambda: seen.latest.ahead is not None and seen.latest.ahead.step == step
+    def is_tip(step: int) -> Callable[[], bool]:
+        return lambda: seen.latest.tip is not None and seen.latest.tip.step == step
 
     save_full(trainer, 1)
     hook = ExplorerHook(shared.b.job, "explorer", FakeEngine(), staging=Staging(memory), poll=0.1)
     with hook, Daemon(shared.a, "--keep", "99") as first:
         assert hook.pull(DEADLINE).step == 1
         for step in (2, 3):
-            save_link(trainer, step, step - 1, world_size=2)
-            wait_until(is_ahead(step), f"step {step} is ahead")
+            save_delta(trainer, step, step - 1, world_size=2)
+            wait_until(is_tip(step), f"step {step} is the tip")
         first.kill()
         assert hook.pull(DEADLINE).step == 3
         assert seen.latest.step == 1
@@ -111,20 +111,20 @@ def test_links_are_served_elsewhere_survive_a_take_over_and_end_with_a_rollback(
         served = (hook.folder / "model.safetensors").read_bytes()
         assert served.endswith(weights(*values_of(3))[-12:])
     with Daemon(shared.b, "--keep", "99", program=IMPATIENT):
-        save_link(trainer, 4, 3, world_size=2)
+        save_delta(trainer, 4, 3, world_size=2)
         folded = wait_for_step(seen.root, 4)
         verified(shared.a.job, folded.sequence)
-        save_link(trainer, 5, 4, world_size=2)
-        wait_until(is_ahead(5), "step 5 is ahead")
+        save_delta(trainer, 5, 4, world_size=2)
+        wait_until(is_tip(5), "step 5 is the tip")
         trainer.ask_rollback(1)
         back = wait_for_step(seen.root, 1)
-        assert (back.ahead, back.sequence > folded.sequence + 1) == (None, True)
-        save_link(trainer, 6, 5, world_size=2)
-        wait_until(lambda: seen.outcomes.get(6) == "skipped", "nothing is linked any more")
+        assert (back.tip, back.sequence > folded.sequence + 1) == (None, True)
+        save_delta(trainer, 6, 5, world_size=2)
+        wait_until(lambda: seen.outcomes.get(6) == "skipped", "no delta is taken any more")
         save_full(trainer, 7)
         verified(shared.a.job, wait_for_step(seen.root, 7).sequence)
-        save_link(trainer, 8, 7, world_size=2)
-        wait_until(is_ahead(8), "step 8 is ahead")
+        save_delta(trainer, 8, 7, world_size=2)
+        wait_until(is_tip(8), "step 8 is the tip")
 
 
 def test_clients_that_were_cut_off_for_longer_than_a_lease_do_no_harm(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_what_is_ours_of_a_name_is_one_component_below_the_job(name: str) -> Non
 def test_what_we_name_is_read_back(number: int, other: int) -> None:
     assert names.parse_step_folder(names.step_folder(number)) == number
     assert names.parse_version_folder(names.version_folder(number)) == number
-    assert names.parse_link_folder(names.link_folder(number)) == number
+    assert names.parse_delta_folder(names.delta_folder(number)) == number
     save_id = records.SaveId("run", number, other)
     assert records.SaveId.parse(str(save_id)) == save_id
 

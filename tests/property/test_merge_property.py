@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from syncd.checkpoint.merging.merge import run_plan
 from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.merging.plan import MergePlan, plan_merge
-from syncd.checkpoint.merging.tiling import Part, Run
+from syncd.checkpoint.merging.tiling import Run, Tile
 from syncd.checkpoint.placement import (
     Chunks,
     Local,
@@ -395,11 +395,11 @@ def test_the_first_of_equal_boxes_is_used_and_the_order_of_files_says_nothing_el
     assert _resolved(_parts(planned(ranks)), ranks) == in_order
 
 
-def _parts(plan: MergePlan) -> tuple[Part, ...]:
+def _parts(plan: MergePlan) -> tuple[Tile, ...]:
     return plan.files[0].tensors[0].parts
 
 
-def _runs(parts: Sequence[Part]) -> Iterator[Run]:
+def _runs(parts: Sequence[Tile]) -> Iterator[Run]:
     for part in parts:
         if isinstance(part, Run):
             yield part
@@ -407,7 +407,7 @@ def _runs(parts: Sequence[Part]) -> Iterator[Run]:
             yield from _runs(part.parts)
 
 
-def _resolved(parts: Sequence[Part], ranks: Sequence[Rank]) -> list[Any]:
+def _resolved(parts: Sequence[Tile], ranks: Sequence[Rank]) -> list[Any]:
     """Parts with the bytes of their runs."""
     return [
         ranks[part.source].content[part.offset : part.offset + part.length]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from syncd.checkpoint.merging.file_copy import TensorStream
 from syncd.checkpoint.merging.source_reader import SourceReader
-from syncd.checkpoint.merging.tiling import Part, Run, Weave, leaves
+from syncd.checkpoint.merging.tiling import Run, Tile, Weave, leaves
 from syncd.checkpoint.torch_files.shard_file import ZipRecord
 from tests.storages import STORAGE
 
@@ -25,7 +25,7 @@ class Source:
 
 
 @st.composite
-def parts(draw: st.DrawFn, factor: int = 1, depth: int = 0) -> Part:
+def parts(draw: st.DrawFn, factor: int = 1, depth: int = 0) -> Tile:
     """A part whose runs can all be cut into ``factor`` equal slices."""
     if depth == 2 or draw(st.booleans()):
         length = factor * draw(st.integers(1, 9) | st.sampled_from([16, 64, 300]))
@@ -35,7 +35,7 @@ def parts(draw: st.DrawFn, factor: int = 1, depth: int = 0) -> Part:
     return Weave(turns, tuple(draw(inner)))
 
 
-def expanded(part: Part, contents: list[bytes]) -> bytes:
+def expanded(part: Tile, contents: list[bytes]) -> bytes:
     """The bytes of a part by the definition of a weave."""
     if isinstance(part, Run):
         return contents[part.source][part.offset : part.offset + part.length]
@@ -43,7 +43,7 @@ def expanded(part: Part, contents: list[bytes]) -> bytes:
     return b"".join(b"".join(turn) for turn in zip(*slices, strict=True))
 
 
-def _turns(part: Part, count: int, contents: list[bytes]) -> list[bytes]:
+def _turns(part: Tile, count: int, contents: list[bytes]) -> list[bytes]:
     """What a part is in each of ``count`` turns: its runs are cut, and then put together."""
     if isinstance(part, Run):
         whole, size = expanded(part, contents), part.length // count
@@ -62,7 +62,7 @@ def _turns(part: Part, count: int, contents: list[bytes]) -> list[bytes]:
     seed=st.randoms(use_true_random=False),
 )
 def test_any_parts_are_read_in_order_into_buffers_of_any_size(
-    made: list[Part], sizes: list[int], seed: object
+    made: list[Tile], sizes: list[int], seed: object
 ) -> None:
     longest = 60 + sum(part.length for part in made)
     contents = [seed.randbytes(longest) for _ in range(3)]  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ def test_any_parts_are_read_in_order_into_buffers_of_any_size(
 
 
 @given(made=st.lists(parts(), max_size=4))
-def test_leaves_are_runs_or_weaves_of_runs_and_as_many_bytes(made: list[Part]) -> None:
+def test_leaves_are_runs_or_weaves_of_runs_and_as_many_bytes(made: list[Tile]) -> None:
     found = list(leaves(made))
     assert sum(leaf.length for leaf in found) == sum(part.length for part in made)
     assert all(

@@ -18,10 +18,10 @@ from explorer_hooks import ExplorerHook, Staging, TransformersModel
 from explorer_hooks.weights import WeightsReader
 from syncd.protocol.policy import SyncSettings
 from tests.checkpoints import Net, same, train
+from tests.delta_saves import full, is_delta, offered, rebuilt
 from tests.explorers import held
 from tests.hooks import written
 from tests.jobs import SmallJob
-from tests.link_saves import full, is_link, linked, offered
 from tests.merging import assert_equal
 from tests.unit.test_weight_transfer import filled, received
 from tests.weight_groups import transfer
@@ -94,7 +94,7 @@ def test_the_modes_of_a_program_change_no_bit(modes: list[Any]) -> None:
                 train(model, optimizer, 1)
                 call(compiled if step % 2 else hook.after_step, step)
                 written(hook)
-                seen = linked(job, step, seen) if is_link(job, step) else full(job, step)
+                seen = rebuilt(job, step, seen) if is_delta(job, step) else full(job, step)
                 state = model.state_dict().items()
                 assert_equal(
                     seen, {name: one.to(dtype if one.ndim else one.dtype) for name, one in state}

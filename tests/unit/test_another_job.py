@@ -14,7 +14,7 @@ from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import Reader
 from syncd.coordination import ExplorerSynchronizer
-from syncd.coordination.member import Seams
+from syncd.coordination.member import Doubles
 from syncd.operate.job_state import look
 from syncd.protocol.errors import EngineMismatchError
 from syncd.protocol.policy import Pull, RunningStatus, SyncSettings, Version, pull_decision
@@ -146,7 +146,7 @@ def test_a_thread_that_follows_and_whoever_waits_for_it_go_on_in_another_job(
 def test_a_participant_of_the_user_gets_the_versions_of_another_job(
     job: SmallJob, replace: Callable[[Path], SmallJob], sequence: int
 ) -> None:
-    with ExplorerSynchronizer(job.root, "mine", seams=Seams(poll=0.02)) as mine:
+    with ExplorerSynchronizer(job.root, "mine", doubles=Doubles(poll=0.02)) as mine:
         mine.set_explorer_status(RunningStatus.RUNNING)
         held = mine.wait_for_newer(None, timeout=LONG)
         mine.set_explorer_version(held)
@@ -166,7 +166,7 @@ def test_the_loop_of_synchronizer_md_loads_each_version_of_another_job_once(
     single: SmallJob, reports: bool, no_wait: bool
 ) -> None:
     loaded: list[str | None] = []
-    with ExplorerSynchronizer(single.root, "mine", seams=Seams(poll=0.02)) as mine:
+    with ExplorerSynchronizer(single.root, "mine", doubles=Doubles(poll=0.02)) as mine:
         mine.set_explorer_status(RunningStatus.RUNNING)
         version: Version | None = None
 
@@ -300,8 +300,8 @@ def test_a_load_that_ends_after_the_change_gives_weights_of_the_job_before(
 @pytest.mark.parametrize("method", ["mkdir", "unlink", "create", "status"])
 def test_a_change_that_storage_interrupts_is_not_forgotten(job: SmallJob, method: str) -> None:
     storage = RuledStorage()
-    seams = Seams(storage=storage, poll=0.02)
-    with ExplorerSynchronizer(job.root, "mine", settings=SETTINGS, seams=seams) as mine:
+    doubles = Doubles(storage=storage, poll=0.02)
+    with ExplorerSynchronizer(job.root, "mine", settings=SETTINGS, doubles=doubles) as mine:
         mine.set_explorer_status(RunningStatus.RUNNING)
         held = mine.wait_for_newer(None, timeout=LONG)
         mine.set_explorer_version(held)

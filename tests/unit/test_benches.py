@@ -20,7 +20,7 @@ from explorer_hooks.staging import Staging
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.version import read_manifest
 from syncd.coordination import TrainerSynchronizer
-from syncd.coordination.member import Seams
+from syncd.coordination.member import Doubles
 from syncd.daemon.config import DaemonConfig
 from syncd.operate.offline import prune_now
 from syncd.protocol.errors import (
@@ -425,7 +425,7 @@ def test_a_trainer_does_not_wait_for_an_explorer_that_evaluates_a_step(served: S
     settings = SyncSettings(max_explorer_lag=0)
     with (
         hook_of(served) as hook,
-        TrainerSynchronizer(served.root, settings=settings, seams=Seams(poll=0.02)) as trainer,
+        TrainerSynchronizer(served.root, settings=settings, doubles=Doubles(poll=0.02)) as trainer,
     ):
         trainer.set_trainer_status(RunningStatus.RUNNING)
         hook.load_step(4, LONG)

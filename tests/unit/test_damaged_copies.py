@@ -19,7 +19,7 @@ from tests.engines.sglang_fake import FakeSGLang
 from tests.explorers import publish, pulls
 from tests.jobs import SmallJob, flip
 from tests.refusals import engine_broken
-from tests.staged_links import LinkedJob
+from tests.staged_deltas import DeltaChain
 
 
 class Host:
@@ -69,13 +69,13 @@ def in_memory(host: Host, tmp_path: Path) -> None:
     host.options = {"memory_dir": memory.root}
 
 
-def ahead(host: Host, tmp_path: Path) -> None:
+def tip(host: Host, tmp_path: Path) -> None:
     """A save of which there is no version yet."""
-    LinkedJob(host.job, tmp_path)
+    DeltaChain(host.job, tmp_path)
 
 
 each_place = pytest.mark.parametrize(
-    "place", [published, benched, built, in_memory, ahead], ids=lambda place: place.__name__
+    "place", [published, benched, built, in_memory, tip], ids=lambda place: place.__name__
 )
 
 

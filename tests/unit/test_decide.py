@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from syncd.checkpoint.save import Shards, Unfinished
+from syncd.daemon.chains import DeltaSeen
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
     AnswerRequest,
@@ -14,7 +15,7 @@ from syncd.daemon.decide import (
     Observation,
     Pointer,
     PointerState,
-    PruneLink,
+    PruneDelta,
     PruneStep,
     Publish,
     Republish,
@@ -23,7 +24,6 @@ from syncd.daemon.decide import (
     StepSeen,
     decide,
 )
-from syncd.daemon.ways import LinkSeen
 from syncd.protocol.names import CHECKPOINT_POINTER
 from syncd.protocol.records import Pause, Receipt, RollbackRequest, SaveOutcome
 
@@ -169,10 +169,10 @@ def test_the_lease_folder_of_a_version_that_is_gone_is_closed_when_it_is_empty()
 def test_deltas_beyond_half_a_version_or_the_number_to_keep_go_newest_first(
     sizes: dict[int, int], full_bytes: int | None, keep_deltas: int, gone: list[int]
 ) -> None:
-    found = tuple(LinkSeen(sequence, size) for sequence, size in sizes.items())
+    found = tuple(DeltaSeen(sequence, size) for sequence, size in sizes.items())
     config = DaemonConfig(keep_deltas=keep_deltas)
-    decided = actions(job(links=found, full_bytes=full_bytes), config)
-    assert [action.sequence for action in decided if isinstance(action, PruneLink)] == gone
+    decided = actions(job(deltas=found, full_bytes=full_bytes), config)
+    assert [action.sequence for action in decided if isinstance(action, PruneDelta)] == gone
 
 
 def test_a_dead_lease_is_dropped_after_the_grace() -> None:

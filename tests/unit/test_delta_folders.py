@@ -29,7 +29,7 @@ def published(job: SmallJob, steps: int) -> None:
 def add_deltas(job: SmallJob, *sequences: int) -> None:
     """Deltas of ten bytes, as a daemon has committed them, as far as this is about folders."""
     for sequence in sequences:
-        folder = job.link(sequence)
+        folder = job.delta(sequence)
         folder.mkdir(parents=True)
         (folder / "delta.json").write_bytes(b"{}")
         (folder / "blocks").write_bytes(b"x" * 8)
@@ -49,8 +49,8 @@ def test_a_delta_above_latest_is_discarded_on_record_and_its_number_not_used_aga
 ) -> None:
     published(job, 2)
     add_deltas(job, 2, 3, 7)
-    (job.link(7) / "delta.json").unlink()
-    (job.link(7) / "delta.json").mkdir()
+    (job.delta(7) / "delta.json").unlink()
+    (job.delta(7) / "delta.json").mkdir()
     with job.daemon() as loop:
         assert deltas(job) == ["d000002"]
         assert {("delta", "d000003"), ("delta", "d000007")} <= set(job.audit)
@@ -102,7 +102,7 @@ def test_a_delta_of_an_unbelievable_number_is_nobodys(job: SmallJob) -> None:
     add_deltas(job, 10**17)
     one_round(job)
     assert job.latest.sequence == 2
-    assert job.link(10**17).exists()
+    assert job.delta(10**17).exists()
 
 
 @pytest.mark.parametrize("thing", ["file", "foreign names"])
@@ -144,7 +144,7 @@ def test_old_deltas_go_by_number_and_by_bytes_each_with_an_audit_line(job: Small
     assert deltas(job) == ["d000003", "d000004", "d000005", "d000006"]
     full = sum(path.stat().st_size for path in job.version(6).iterdir())
     full -= (job.version(6) / "manifest.json").stat().st_size
-    (job.link(4) / "more").write_bytes(b"x" * (full // 2 - 30))
+    (job.delta(4) / "more").write_bytes(b"x" * (full // 2 - 30))
     job.hosts.settle()
     one_round(job, keep_deltas=4)
     assert deltas(job) == ["d000004", "d000005", "d000006"]
@@ -181,7 +181,7 @@ def test_deltas_give_way_to_a_version_that_finds_no_room(
     real = job.storage.free
 
     def free(path: Path) -> Any:
-        return real(path)._replace(bytes=0 if job.link(2).exists() else 10**12)
+        return real(path)._replace(bytes=0 if job.delta(2).exists() else 10**12)
 
     monkeypatch.setattr(job.storage, "free", free)
     with job.daemon(DaemonConfig(keep=99)) as loop:

@@ -14,10 +14,10 @@ from syncd.daemon.config import DaemonConfig
 from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import TensorEntry
 from tests.commands import invoke
+from tests.delta_saves import follower, is_delta
 from tests.hooks import written
 from tests.hub_tables import classes, default_model, model_types, shapes
 from tests.jobs import SmallJob
-from tests.link_saves import follower, is_link
 from tests.tiny_language import model as language_model
 from tests.tiny_models import tiny_model
 from trainer_hooks import SaveSettings, TrainerHook
@@ -175,7 +175,7 @@ def test_links_go_on_though_a_version_has_another_dtype_in_its_config(job: Small
     model = language_model()  # float32, and published in bfloat16
     settings = SyncSettings(deltas=True, save_timeout=60)
     saving = SaveSettings(sync_dtype="bf16", final=False)
-    with follower(job, "ahead"), job.daemon(DaemonConfig()) as daemon:
+    with follower(job, "tip"), job.daemon(DaemonConfig()) as daemon:
         daemon.rounds(1, 0.5)
         with TrainerHook(job.root, model, settings=settings, saving=saving) as hook:
             for step in (1, 2, 3):
@@ -184,6 +184,6 @@ def test_links_go_on_though_a_version_has_another_dtype_in_its_config(job: Small
                 hook.after_step(step)
                 written(hook)
                 daemon.rounds(6, 1.0)
-        assert is_link(job, 2)
-        assert is_link(job, 3)
+        assert is_delta(job, 2)
+        assert is_delta(job, 3)
     assert json.loads((job.layout.version(1) / "config.json").read_text())["dtype"] == "bfloat16"

@@ -17,7 +17,7 @@ from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import Reader
 from syncd.coordination import TrainerSynchronizer
-from syncd.coordination.member import Seams
+from syncd.coordination.member import Doubles
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import (
     CancelledError,
@@ -38,12 +38,12 @@ from tests.refusals import engine_broken, invalid, too_late, unfit
 from tests.storages import RuledStorage
 from tests.unit.test_benches import at_work
 
-SEAMS = Seams(poll=0.02)
+DOUBLES = Doubles(poll=0.02)
 
 
 @pytest.fixture
 def trainer(job: SmallJob) -> Iterator[TrainerSynchronizer]:
-    with TrainerSynchronizer(job.root, seams=SEAMS) as made:
+    with TrainerSynchronizer(job.root, doubles=DOUBLES) as made:
         made.set_trainer_status(RunningStatus.RUNNING)
         yield made
 
@@ -606,7 +606,7 @@ def test_a_bench_loads_the_latest_and_a_step_once_and_knows_the_full_checkpoints
         assert bench.step(hook, 2, LONG).step == 2
         assert list(bench.every_full_checkpoint(hook, root, after=4)) == []
         assert len(engine.asked("load")) == 2
-        with TrainerSynchronizer(root, seams=SEAMS) as trainer:
+        with TrainerSynchronizer(root, doubles=DOUBLES) as trainer:
             trainer.set_trainer_status(RunningStatus.RUNNING)
             assert bench.step(hook, 1, LONG) == Version(1, 1)
             with invalid("the trainer is running"):

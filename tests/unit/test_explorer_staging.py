@@ -18,7 +18,7 @@ from tests.deltas import contents
 from tests.explorers import held, publish
 from tests.jobs import SmallJob, flip
 from tests.refusals import invalid
-from tests.staged_links import copies
+from tests.staged_deltas import copies
 from tests.storages import FastStorage, RuledStorage, once, refuse
 
 HOLDER = """

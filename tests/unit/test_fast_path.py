@@ -16,7 +16,7 @@ from syncd.checkpoint.tensor_rules import Casting
 from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
 from syncd.coordination.broadcast.group import WeightGroup
 from syncd.coordination.broadcast.weight_meta import Header
-from syncd.coordination.member import Seams
+from syncd.coordination.member import Doubles
 from syncd.protocol.errors import BroadcastError
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version, may_produce
 from syncd.protocol.records import SaveId
@@ -176,8 +176,8 @@ class Steady(Taker):
 @pytest.fixture
 def trainer(job: SmallJob) -> Iterator[TrainerSynchronizer]:
     """That of the saves of :class:`Job`."""
-    root, seams = job.root, Seams(poll=0.02)
-    with TrainerSynchronizer(root, run_id="run", seams=seams) as made:
+    root, doubles = job.root, Doubles(poll=0.02)
+    with TrainerSynchronizer(root, run_id="run", doubles=doubles) as made:
         made.set_trainer_status(RunningStatus.RUNNING)
         yield made
 

@@ -16,16 +16,16 @@ from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.safetensors_file import DIGESTS
 from syncd.checkpoint.version import verify_version
-from syncd.deltas.fold_process import FoldChild, why_not_here
+from syncd.deltas.delta_index import DeltaFolder
+from syncd.deltas.fold_process import FoldChild, missing_extra
 from syncd.deltas.folding import fold
-from syncd.deltas.limits import LinkError
-from syncd.deltas.link_index import LinkFolder
+from syncd.deltas.limits import DeltaError
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import VerificationError
 from syncd.protocol.records import Manifest
 from tests.deltas import STORAGE, changed, contents, random_tensors, same_files, write_version
 from tests.jobs import SmallJob, flip, nothing
-from tests.saved_links import link_folder, save_full, save_link
+from tests.saved_deltas import delta_folder, save_delta, save_full
 
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "embed.weight": ("BF16", (7, 3)),
@@ -40,10 +40,10 @@ FILES = [["embed.weight", "scale", "nothing"], ["big", "layer.weight", "bias"]]
 
 def chain_of(
     folder: Path, versions: list[dict[str, Any]], world_size: int, *, raw: bool = False
-) -> list[LinkFolder]:
+) -> list[DeltaFolder]:
     pairs = pairwise(versions)
     return [
-        link_folder(
+        delta_folder(
             folder / f"d{number}",
             f"run-{number}-{number}",
             f"run-{number + 1}-{number + 1}",
@@ -55,7 +55,7 @@ def chain_of(
     ]
 
 
-def folded(base: WholeVersion, chain: list[LinkFolder], folder: Path) -> Manifest:
+def folded(base: WholeVersion, chain: list[DeltaFolder], folder: Path) -> Manifest:
     folder.mkdir()
     merged = fold(STORAGE, base, chain, folder, to=STORAGE, work=Work(nothing))
     return base.manifest.model_copy(update={"files": merged.files, "tensors": merged.tensors})
@@ -143,11 +143,11 @@ def test_pieces_with_the_trainers_names_fill_the_hubs_tensors(tmp_path: Path) ->
     assert like(last, made)
     untied = saved(new) | {"lm_head.weight": ("BF16", new["q"][1].repeat(2, 0)[:5])}
     chain = chain_of(tmp_path / "later", [saved(old), untied], 2)
-    with pytest.raises(LinkError, match="should be equal"):
+    with pytest.raises(DeltaError, match="should be equal"):
         folded(base, chain, tmp_path / "other")
 
 
-@pytest.mark.parametrize("damage", ["link", "base", "small file", "missing link", "shape", "gap"])
+@pytest.mark.parametrize("damage", ["delta", "base", "small file", "missing delta", "shape", "gap"])
 def test_damage_and_misfits_are_found(tmp_path: Path, damage: str) -> None:
     old = random_tensors(0, a=("BF16", (9, 2)), b=("F32", (300, 3)))
     new = changed(old, 0.3)
@@ -160,30 +160,30 @@ def test_damage_and_misfits_are_found(tmp_path: Path, damage: str) -> None:
     chain = (
         chain_of(tmp_path, [old, wrong], 2)
         if damage != "shape"
-        else [link_folder(tmp_path / "d1", "run-1-1", "run-2-2", None, wrong)]
+        else [delta_folder(tmp_path / "d1", "run-1-1", "run-2-2", None, wrong)]
     )
-    if damage == "link":
+    if damage == "delta":
         flip(chain[0].folder / "rank-1", 40)
     if damage == "base":
         flip(base.folder / "model.safetensors")
     if damage == "small file":
         flip(base.folder / "config.json", 1)
-    if damage == "missing link":
+    if damage == "missing delta":
         (chain[0].folder / "rank-1").unlink()
-    errors = {"small file": VerificationError, "missing link": FileNotFoundError}
-    with pytest.raises(errors.get(damage, LinkError)):
+    errors = {"small file": VerificationError, "missing delta": FileNotFoundError}
+    with pytest.raises(errors.get(damage, DeltaError)):
         folded(base, chain, tmp_path / "made")
 
 
-def test_links_that_divide_the_tensors_differently_do_not_fit(tmp_path: Path) -> None:
+def test_deltas_that_divide_the_tensors_differently_do_not_fit(tmp_path: Path) -> None:
     tensors = [random_tensors(0, a=("BF16", (9, 2)))]
     tensors += [changed(tensors[0], 0.3, seed) for seed in (1, 2)]
     base = write_version(tmp_path, 1, tensors[0])
     chain = [
-        link_folder(tmp_path / "d1", "run-1-1", "run-2-2", tensors[0], tensors[1], 2),
-        link_folder(tmp_path / "d2", "run-2-2", "run-3-3", tensors[1], tensors[2], 3),
+        delta_folder(tmp_path / "d1", "run-1-1", "run-2-2", tensors[0], tensors[1], 2),
+        delta_folder(tmp_path / "d2", "run-2-2", "run-3-3", tensors[1], tensors[2], 3),
     ]
-    with pytest.raises(LinkError, match="different ways"):
+    with pytest.raises(DeltaError, match="different ways"):
         folded(base, chain, tmp_path / "made")
     assert contents(base.folder)
 
@@ -196,7 +196,7 @@ def test_a_child_process_folds_and_tells_what_is_damaged(
     save_full(job, 1)
     with job.daemon() as loop:
         loop.run_once()
-        save_link(job, 2, 1, world_size=2)
+        save_delta(job, 2, 1, world_size=2)
         loop.run_once()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for number in (0, 1, 2):
@@ -214,7 +214,7 @@ def test_a_child_process_folds_and_tells_what_is_damaged(
         except OSError as error:
             found = number, error.errno, str(folder) in str(error)
             assert found == (0, errno.EFBIG, True)
-        except LinkError as error:
+        except DeltaError as error:
             assert number == 2
             assert "rank-1" in str(error)  # noqa: PT017 - the first round must not raise
         else:
@@ -225,11 +225,11 @@ def test_a_child_process_folds_and_tells_what_is_damaged(
         finally:
             child.close()
         if number == 1:
-            flip(job.link(2) / "rank-1", 2)
+            flip(job.delta(2) / "rank-1", 2)
 
 
 def test_this_host_can_fold() -> None:
-    assert why_not_here() is None
+    assert missing_extra() is None
 
 
 def test_a_fold_opens_few_of_many_files(tmp_path: Path) -> None:

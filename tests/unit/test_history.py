@@ -15,7 +15,7 @@ from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import Reader
 from explorer_hooks.staging import Staging
 from syncd.coordination.explorer import ExplorerSynchronizer
-from syncd.coordination.member import Seams
+from syncd.coordination.member import Doubles
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.telling.journal import Journal, Meter, read_journal
 from syncd.operate.history import history
@@ -59,7 +59,7 @@ def tells(job: SmallJob, name: str, loads: list[Load], time: float) -> None:
 
 
 def synchronizer(job: SmallJob, name: str, **more: Any) -> ExplorerSynchronizer:
-    return ExplorerSynchronizer(job.root, name, seams=Seams(storage=job.explorers), **more)
+    return ExplorerSynchronizer(job.root, name, doubles=Doubles(storage=job.explorers), **more)
 
 
 def lives(job: SmallJob) -> list[tuple[int | None, str | None]]:

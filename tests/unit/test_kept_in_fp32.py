@@ -24,10 +24,10 @@ from syncd.daemon.config import DaemonConfig
 from syncd.protocol.policy import SyncSettings
 from syncd.storage.job import Job
 from tests.commands import invoke
+from tests.delta_saves import full, is_delta, offered, rebuilt
 from tests.hooks import DEADLINE, checkpoint, saved, written
 from tests.hub_tables import classes
 from tests.jobs import SmallJob
-from tests.link_saves import full, is_link, linked, offered
 from tests.merging import assert_equal, loaded
 from tests.refusals import no_checkpoint
 from tests.tiny_models import save_by_hand, tensors_in, tiny_config, tiny_model
@@ -216,7 +216,7 @@ def test_a_broadcast_keeps_it_too(tmp_path: Path) -> None:
     assert_equal(received.result(), expected)
 
 
-# -- links -------------------------------------------------------------------------------------
+# -- deltas -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def offering(tmp_path: Path) -> Iterator[Job]:
         yield job
 
 
-def test_links_and_their_masters_give_the_same_bits(offering: Job, tmp_path: Path) -> None:
+def test_deltas_and_their_masters_give_the_same_bits(offering: Job, tmp_path: Path) -> None:
     model, settings = own(), SyncSettings(deltas=True, save_timeout=60)
     root = offering.layout.root
     with TrainerHook(
@@ -241,8 +241,8 @@ def test_links_and_their_masters_give_the_same_bits(offering: Job, tmp_path: Pat
             model.inner[0].weight[0] += 1
         checkpoint(hook, 2)
         expected = truth(model, "bf16", tmp_path / "truth")
-        assert is_link(offering, 2)
-        assert_equal(linked(offering, 2, before), expected)
+        assert is_delta(offering, 2)
+        assert_equal(rebuilt(offering, 2, before), expected)
     with ExplorerHook(root, "bench", FakeEngine()) as bench:
         bench.load_step(2, DEADLINE)
         assert_equal(loaded(bench.folder or root), expected)

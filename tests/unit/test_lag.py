@@ -13,7 +13,7 @@ from syncd.protocol.policy import (
     must_wait_for_explorers,
     with_sent,
 )
-from syncd.protocol.records import Ahead, Latest
+from syncd.protocol.records import Latest, Tip
 from syncd.protocol.reports import ExplorerReport
 
 
@@ -33,7 +33,7 @@ RESUMED = of(0, 8, "old")
         (of(22, 9, "new"), 5),
         (of(25, 14, "new"), 1),  # the same step, saved again
         (of(26, 20, "new"), 1),  # LATEST names a rollback
-        (of(28, 15, "new"), 0),  # of links that nobody follows any more
+        (of(28, 15, "new"), 0),  # of deltas that nobody follows any more
         (of(20, 20, "old"), 7),  # the lost run: seven versions, and six steps of label
         (of(26, 20, "old"), 6),
         (of(26, 13, "old"), 1),
@@ -118,7 +118,7 @@ def test_what_a_broadcast_of_the_trainers_run_brought_is_later_than_any_earlier_
         ({"sequence": 26, "step": 20, "save_id": "new-20-2"}, (1, 1)),
         ({"sequence": 20, "step": 15, "received": "new-15-4"}, (0, 0)),
         ({"sequence": 20, "step": 20, "received": "old-20-4"}, (7, 7)),
-        ({"sequence": 27, "step": 14, "save_id": "new-14-3", "follows_ahead": True}, (1, 2)),
+        ({"sequence": 27, "step": 14, "save_id": "new-14-3", "follows_tip": True}, (1, 2)),
         ({}, (27, None)),
         ({"bench": 3}, (None, None)),
     ],
@@ -126,7 +126,7 @@ def test_what_a_broadcast_of_the_trainers_run_brought_is_later_than_any_earlier_
 def test_views_count_as_the_policy_does(
     served: dict[str, object], lags: tuple[int | None, int | None]
 ) -> None:
-    ahead = Ahead(sequence=28, step=16, save_id="new-16-4")
-    latest = Latest(sequence=27, step=14, folder="v000027", save_id="new-14-3", ahead=ahead)
+    tip = Tip(sequence=28, step=16, save_id="new-16-4")
+    latest = Latest(sequence=27, step=14, folder="v000027", save_id="new-14-3", tip=tip)
     told = {"name": "e", "session": "e", "status": "running", "time": 0.0, **served}
     assert ExplorerReport.model_validate(told).lag(latest, "new") == lags

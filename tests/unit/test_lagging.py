@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from syncd.storage.calls import Kind
+from syncd.storage.calls import FileKind
 from tests.lagging import LAG, AnswerLostLagging, LagClock, LaggingStorage, RuledLagging
 from tests.storages import FastStorage, fails, refuse
 
@@ -47,7 +47,7 @@ def test_a_listing_is_as_it_was_fetched_for_the_lag_and_not_longer(
     assert client.kinds(folder) == {}
     clock.advance(1)
     assert client.names(folder) == ["file"]
-    assert client.kinds(folder) == {"file": Kind.FILE}
+    assert client.kinds(folder) == {"file": FileKind.FILE}
 
 
 def test_a_status_and_a_name_that_was_not_there_are_remembered_for_the_lag(

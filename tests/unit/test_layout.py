@@ -19,7 +19,7 @@ OTHERS: dict[Callable[[str], object], list[str]] = {
         "optim_world_size_2_rank_1.pt", "model_world_size_2_rank_1.pt.tmp", ".model_world_size_2",
     ],
     names.parse_lease_marker: ["", "a", ".s", "a.", "a.b.c", "a/b.c", ".nfs0001"],
-    names.parse_link_folder: ["d1", "v000001", "d0000001", "d00001x", "d-00001", "D000001"],
+    names.parse_delta_folder: ["d1", "v000001", "d0000001", "d00001x", "d-00001", "D000001"],
 }  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_all_of_ours_is_below_dot_syncd_published_or_deltas() -> None:
         for name, value in vars(layout.JobLayout).items()
         if isinstance(value, layout.Below) and name not in {"state_pointer", "checkpoint_pointer"}
     ]
-    ours += [job.version(1), job.link(1), job.lease_folder(1), job.session("s"), job.explorer("e")]
+    ours += [job.version(1), job.delta(1), job.lease_folder(1), job.session("s"), job.explorer("e")]
     assert len(ours) > 15
     for path in ours:
         assert path.parts[2] in {".syncd", "published", "deltas"}

@@ -84,20 +84,20 @@ def test_publish_latency_begins_with_the_first_look_at_the_whole_save(
 def test_links_and_folds_are_measured(job: SmallJob, said: Measured) -> None:
     pytest.importorskip("numpy")
     from tests.made_deltas import work  # noqa: PLC0415 # they need NumPy
-    from tests.saved_links import save_full, save_link  # noqa: PLC0415 # likewise
+    from tests.saved_deltas import save_delta, save_full  # noqa: PLC0415 # likewise
 
     save_full(job, 1)
     with said.daemon(deltas=work()) as loop:
         loop.run_once()
         for step in (2, 3):
-            save_link(job, step, step - 1)
+            save_delta(job, step, step - 1)
             loop.run_once()
         loop.run_once()
         assert (said("latest_version"), said("ahead_version"), said("links")) == (1, 3, 2)
         assert (said("link_bytes") or 0) > 0
         loop.rounds(3, 600)
         assert (said("latest_version"), said("ahead_version"), said("links")) == (3, 3, 0)
-        save_link(job, 5, 4)
+        save_delta(job, 5, 4)
         loop.rounds(3, 1)
     assert said("saves_total", outcome="linked") == 2
     assert said("folds_total", outcome="made") == said("fold_seconds_count") == 1
@@ -156,7 +156,7 @@ def test_an_explorer_s_metrics_come_with_its_report_and_go_with_it(
 ) -> None:
     with said.daemon() as loop:
         loop.publish(1, 2, 3)
-        report(job, "fast", 4)  # it follows ahead
+        report(job, "fast", 4)  # it follows the tip
         report(job, "slow", 1, refused="it does not fit")
         report(job, "new", None)
         (job.layout.explorers / "odd.json").write_bytes(b"odd")

@@ -12,7 +12,7 @@ from syncd.checkpoint.merging.plan import (
     ShardIndex,
     plan_merge,
 )
-from syncd.checkpoint.merging.tiling import Part, Run, Weave, leaves
+from syncd.checkpoint.merging.tiling import Run, Tile, Weave, leaves
 from syncd.checkpoint.placement import Chunks, Local, Position, Shape
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 from tests.refusals import uncovered
@@ -119,7 +119,7 @@ WOVEN = (
         ),
     ],
 )
-def test_boxes_of_ranks_are_put_together(boxes: list[Local], parts: Sequence[Part]) -> None:
+def test_boxes_of_ranks_are_put_together(boxes: list[Local], parts: Sequence[Tile]) -> None:
     tensor = only(plan(*({"weight": own} for own in boxes)))
     assert (tensor.parts, tensor.copies) == (tuple(parts), ())
 

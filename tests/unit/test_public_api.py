@@ -19,7 +19,7 @@ from tests.public_api import MODULES, Callee, callees, described, public
 _PIN = Path(__file__).with_name("public_api.txt")
 _PAGES = ("../README.md", *sorted(path.name for path in DOCS.glob("*.md")))
 #: What goes without saying, and what is a seam for tests.
-_PLAIN = {"self", "message", "storage", "clock", "seams", "transport", "cancel", "look"}
+_PLAIN = {"self", "message", "storage", "clock", "doubles", "transport", "cancel", "look"}
 _WITHOUT_TORCH = (
     "explorer_hooks.bench",
     "explorer_hooks.engines.base",

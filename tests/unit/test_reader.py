@@ -273,7 +273,7 @@ def test_what_an_explorer_does_is_on_record(job: SmallJob, reader: Reader) -> No
     report = read(ExplorerReport, job.explorer("explorer"))
     assert (report.status, report.sequence, report.step) == ("require_sync", 3, 9)
     assert (report.nothing_new, report.refused) == (2, "why")
-    assert not report.follows_ahead
+    assert not report.follows_tip
     assert job.session(report.session).exists()
 
 

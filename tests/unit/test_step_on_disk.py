@@ -9,7 +9,7 @@ from explorer_hooks import bench
 from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook
 from syncd.coordination import TrainerSynchronizer
-from syncd.coordination.member import Seams
+from syncd.coordination.member import Doubles
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import SaveNotReadyError
 from syncd.protocol.names import FULL
@@ -57,7 +57,7 @@ def test_a_step_that_is_not_on_disk_is_an_error_at_once_and_nothing_is_pointed_t
 def test_a_trainer_that_asks_for_a_step_that_is_not_on_disk_announces_nothing(
     job: SmallJob,
 ) -> None:
-    with TrainerSynchronizer(job.root, seams=Seams(storage=job.explorers)) as trainer:
+    with TrainerSynchronizer(job.root, doubles=Doubles(storage=job.explorers)) as trainer:
         trainer.set_trainer_status(RunningStatus.RUNNING)
         with pytest.raises(SaveNotReadyError, match="step 99 is not on disk"):
             trainer.set_model_state_dict_with_step_num(99)

@@ -22,7 +22,7 @@ from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import Reader
 from syncd.coordination import ExplorerSynchronizer, Synchronizer, TrainerSynchronizer
-from syncd.coordination.member import Seams
+from syncd.coordination.member import Doubles
 from syncd.coordination.waiting import Cancellation, Waits
 from syncd.protocol.errors import (
     CancelledError,
@@ -36,7 +36,7 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.names import FULL
 from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings, Version
-from syncd.protocol.records import Ahead, SaveId, SaveOutcome, SaveOutcomes, encode
+from syncd.protocol.records import SaveId, SaveOutcome, SaveOutcomes, Tip, encode
 from syncd.protocol.reports import ExplorerReport, ResumedFrom, TrainerReport
 from tests.doc_blocks import blocks
 from tests.jobs import SmallJob, read
@@ -47,7 +47,7 @@ from tests.storages import Clock, RuledStorage, fails
 
 RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
 LONG = 60.0
-SEAMS = Seams(poll=0.02)
+DOUBLES = Doubles(poll=0.02)
 
 
 class Members:
@@ -58,15 +58,15 @@ class Members:
         self.stack = stack
         self.threads = stack.enter_context(ThreadPoolExecutor(8))
         self.storage = RuledStorage()
-        self.seams = Seams(storage=self.storage, poll=0.02)
+        self.doubles = Doubles(storage=self.storage, poll=0.02)
 
     def trainer(self, **options: Any) -> TrainerSynchronizer:
-        made = TrainerSynchronizer(self.job.root, **{"seams": SEAMS, **options})
+        made = TrainerSynchronizer(self.job.root, **{"doubles": DOUBLES, **options})
         made.set_trainer_status(RUNNING)
         return self.stack.enter_context(made)
 
     def explorer(self, name: str = "explorer", **options: Any) -> ExplorerSynchronizer:
-        made = ExplorerSynchronizer(self.job.root, name, **{"seams": self.seams, **options})
+        made = ExplorerSynchronizer(self.job.root, name, **{"doubles": self.doubles, **options})
         made.set_explorer_status(RUNNING)
         return self.stack.enter_context(made)
 
@@ -284,7 +284,7 @@ def test_a_wait_says_once_that_no_daemon_works_or_that_the_job_has_gone(
         layout.daemon_lock.touch()
     why = f"{layout.format} is not there" if gone == "job" else "no daemon works there"
     said = f"waits for weights from {layout.root}, but {why}"
-    explorer = members.explorer(seams=Seams(clock=clock, poll=0.02))
+    explorer = members.explorer(doubles=Doubles(clock=clock, poll=0.02))
 
     def is_said() -> bool:
         clock.advance(60.0 if gone else 0.0)  # without a lock it says so at once
@@ -307,7 +307,7 @@ def test_a_trainer_whose_saves_no_daemon_takes_says_so_later_and_once(
     members: Members, caplog: pytest.LogCaptureFixture, daemon: str
 ) -> None:
     clock, lock = Clock(), members.job.layout.daemon_lock
-    trainer = members.trainer(seams=Seams(clock=clock))
+    trainer = members.trainer(doubles=Doubles(clock=clock))
     if daemon == "was killed":
         lock.touch()
     for step in range(9):
@@ -475,7 +475,7 @@ def test_a_request_that_storage_refuses_is_made_again_by_the_wait(
 
 
 def test_a_transfer_that_storage_refuses_to_begin_can_be_begun_again(members: Members) -> None:
-    trainer, explorer = members.trainer(seams=members.seams), members.explorer()
+    trainer, explorer = members.trainer(doubles=members.doubles), members.explorer()
     for name in ("trainer.json", "explorer.json"):
         members.storage.refuse("rename", errno.EIO, where=name)
     for refused in (partial(trainer.ready_to_nccl_sync, 4), explorer.ready_to_nccl_sync):
@@ -754,16 +754,16 @@ def test_the_trainer_waits_for_the_slowest_explorer_and_not_for_ever(members: Me
     assert waiting.result(LONG)
 
 
-def test_the_trainer_waits_for_those_who_follow_ahead_until_they_serve_it(
+def test_the_trainer_waits_for_those_who_follow_the_tip_until_they_serve_it(
     members: Members,
 ) -> None:
     trainer = members.trainer(settings=SyncSettings(max_explorer_lag=1, sync_timeout=LONG))
-    follower, other = members.explorer("follower", follows_ahead=True), members.explorer("other")
+    follower, other = members.explorer("follower", follows_tip=True), members.explorer("other")
     version = members.publish(1)
     for explorer in (follower, other):
         explorer.set_explorer_version(version)
-    ahead = Ahead(sequence=2, step=9, save_id="run-9-2")
-    latest = members.job.latest.model_copy(update={"ahead": ahead})
+    tip = Tip(sequence=2, step=9, save_id="run-9-2")
+    latest = members.job.latest.model_copy(update={"tip": tip})
     members.job.layout.latest.write_bytes(encode(latest))
     assert not trainer.wait_for_explorers(0.1)
     follower.set_explorer_version(Version(2, 9))
@@ -819,7 +819,9 @@ def test_who_takes_part_in_a_transfer_has_time_to_load_it_and_who_came_after_has
     members: Members, clock: Clock
 ) -> None:
     settings = SyncSettings(max_staleness=1, broadcast_timeout=1.0)
-    trainer = members.trainer(settings=settings, run_id="run", seams=Seams(poll=0.02, clock=clock))
+    trainer = members.trainer(
+        settings=settings, run_id="run", doubles=Doubles(poll=0.02, clock=clock)
+    )
     sent = SaveId("run", 4, 1)
     version = members.publish(2)
     assert not trainer.has_missed(sent), "nobody is there"
@@ -898,8 +900,8 @@ def test_the_awaited_methods_do_what_their_twins_do(members: Members) -> None:
 
     async def scenario() -> None:
         async with (
-            await Synchronizer.open(root, "trainer", "t", seams=SEAMS) as trainer,
-            await Synchronizer.open(root, "explorer", "e", seams=SEAMS) as explorer,
+            await Synchronizer.open(root, "trainer", "t", doubles=DOUBLES) as trainer,
+            await Synchronizer.open(root, "explorer", "e", doubles=DOUBLES) as explorer,
         ):
             await trainer.set_trainer_status(RUNNING)
             await explorer.set_explorer_status(RUNNING)
@@ -995,8 +997,8 @@ def test_a_task_that_is_cancelled_again_and_again_has_put_the_status_back(
             assert may_go_on.wait(LONG)
 
     async def scenario() -> None:
-        seams = Seams(storage=storage, poll=0.02)
-        async with await Synchronizer.open(root, "explorer", "e", seams=seams) as explorer:
+        doubles = Doubles(storage=storage, poll=0.02)
+        async with await Synchronizer.open(root, "explorer", "e", doubles=doubles) as explorer:
             await explorer.set_explorer_status(RUNNING)
             waiting = asyncio.create_task(explorer.wait_new_model_state_dict(None))
             await asyncio.to_thread(members.wait_for_status, REQUIRE_SYNC, "e")
@@ -1022,8 +1024,10 @@ def test_an_open_that_is_cancelled_leaves_nobody_behind(members: Members) -> Non
     storage.once("link", hold_up, where="claims")
 
     async def scenario() -> None:
-        seams = Seams(storage=storage)
-        opening = asyncio.create_task(Synchronizer.open(layout.root, "explorer", "e", seams=seams))
+        doubles = Doubles(storage=storage)
+        opening = asyncio.create_task(
+            Synchronizer.open(layout.root, "explorer", "e", doubles=doubles)
+        )
         while not any(method == "link" for method, _ in storage.calls):
             await asyncio.sleep(0.01)
         opening.cancel()
@@ -1042,7 +1046,7 @@ def test_a_stream_that_ends_after_its_synchronizer_lets_the_version_go(members: 
     leases = members.job.lease_folder(1)
 
     async def scenario() -> None:
-        explorer = await Synchronizer.open(members.job.root, "explorer", "e", seams=SEAMS)
+        explorer = await Synchronizer.open(members.job.root, "explorer", "e", doubles=DOUBLES)
         async with aclosing(explorer.get_model_state_dict_iterator()) as tensors:
             assert (await anext(tensors))[0] == "weight"
             assert len(list(leases.iterdir())) == 1

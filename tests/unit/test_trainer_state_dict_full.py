@@ -18,7 +18,7 @@ from tests.merging import STORAGE, assert_equal, build, loaded
 from tests.refusals import save_fails
 from trainer_hooks.state.full_file import _outline, gather_full
 from trainer_hooks.state.gather import Derived
-from trainer_hooks.state.host_part import HostPart
+from trainer_hooks.state.weights_in_memory import WeightsInMemory
 
 DEADLINE = 60.0
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -29,7 +29,7 @@ def put(
 ) -> ReceiptFile:
     """A whole save with its receipt."""
     (actor / RECEIPTS).mkdir(parents=True, exist_ok=True)
-    part = HostPart(bucket)
+    part = WeightsInMemory(bucket)
     gather_full(state, 0, part, tied=tied)
     with Draft(STORAGE, actor / FULL_STATE_DICT) as draft:
         told = part.write(draft)
@@ -122,11 +122,11 @@ def test_a_tied_head_that_differs_is_an_error_that_names_both(tmp_path: Path) ->
 )
 def test_what_no_file_can_hold_is_said_by_name(state: dict[str, Any], said: str) -> None:
     with save_fails(said):
-        gather_full(state, 0, HostPart())
+        gather_full(state, 0, WeightsInMemory())
 
 
 def test_a_rank_that_is_not_the_first_copies_nothing() -> None:
-    part = HostPart()
+    part = WeightsInMemory()
     gather_full({"weight": values(2)}, 1, part)
     assert part.nbytes == 0
 
@@ -144,7 +144,7 @@ def test_a_tensor_that_cannot_be_made_fails_after_the_others_were_gathered() -> 
 
     derived = {name: Derived({}, make) for name, make in (("a", fails), ("b", makes))}
     with save_fails("no merge"):
-        gather_full({"a": values(2), "b": values(2)}, 0, HostPart(), derived=derived)
+        gather_full({"a": values(2), "b": values(2)}, 0, WeightsInMemory(), derived=derived)
     assert made
 
 

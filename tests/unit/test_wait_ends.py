@@ -12,7 +12,7 @@ import pytest
 from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook
 from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
-from syncd.coordination.member import Seams
+from syncd.coordination.member import Doubles
 from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings, SyncStyle, Version
 from syncd.protocol.records import SaveOutcome, SaveOutcomes
 from tests.explorers import LONG, publish, report
@@ -53,7 +53,7 @@ def waits(aside: Any, job: SmallJob) -> Callable[..., Future[Any]]:
 
 @pytest.fixture
 def trainer(job: SmallJob) -> Iterator[TrainerSynchronizer]:
-    with TrainerSynchronizer(job.root, seams=Seams(poll=0.02)) as made:
+    with TrainerSynchronizer(job.root, doubles=Doubles(poll=0.02)) as made:
         made.set_trainer_status(RunningStatus.RUNNING)
         yield made
 
@@ -64,8 +64,8 @@ def explorer(job: SmallJob) -> Iterator[ExplorerSynchronizer]:
 
 
 def explorer_of(job: SmallJob, clock: Callable[[], float] = time.monotonic) -> Iterator[Any]:
-    seams = Seams(storage=job.explorers, poll=0.02, clock=clock)
-    with ExplorerSynchronizer(job.root, "explorer", seams=seams) as made:
+    doubles = Doubles(storage=job.explorers, poll=0.02, clock=clock)
+    with ExplorerSynchronizer(job.root, "explorer", doubles=doubles) as made:
         made.set_explorer_status(RunningStatus.RUNNING)
         job.hosts.let_time_pass()
         yield made

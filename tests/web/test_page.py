@@ -28,7 +28,7 @@ from tests.jobs import SmallJob
 from tests.made_deltas import work
 from tests.multiprocess.processes import DEADLINE
 from tests.ports import free_port
-from tests.saved_links import save_full, save_link
+from tests.saved_deltas import save_delta, save_full
 from tests.storages import FastStorage
 from tests.web.chromium import ENTER, RIGHT, SPACE, TAB, Browser, browser
 from tests.web.served import daemon, explorer, served
@@ -146,7 +146,7 @@ def test_ahead_its_links_and_why_saves_are_full_are_seen(page: Browser, tmp_path
     job.put_record(job.layout.trainer_report, trainer)
     with shown(page, job.root) as server, job.daemon(deltas=work()) as loop:
         loop.run_once()
-        save_link(job, 2, 1)
+        save_delta(job, 2, 1)
         loop.rounds(2, 1)
         page.open(server.address)
         page.sees("ahead: step 2, by 1 link (", ".tiles")

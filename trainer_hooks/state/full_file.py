@@ -24,15 +24,15 @@ from syncd.protocol.names import FULL_STATE_DICT
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.state.gather import Derived, flat_bytes, full_tensor
 from trainer_hooks.state.host_buffers import memory_of
-from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.state_dict import dtype_name, shape_of, tensors_of
+from trainer_hooks.state.weights_in_memory import WeightsInMemory
 
 
 @without_modes()
 def gather_full(
     state: Mapping[str, Any],
     rank: int,
-    part: HostPart | None,
+    part: WeightsInMemory | None,
     *,
     tied: Ties = False,
     derived: Mapping[str, Derived] = MappingProxyType({}),

@@ -1,4 +1,4 @@
-"""A rank's part of a state as pieces of a link, and what such pieces cannot hold."""
+"""A rank's part of a state as pieces of a delta, and what such pieces cannot hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from syncd.checkpoint.boxes import Box, whole
 from syncd.checkpoint.merging.plan import Ties
 from syncd.checkpoint.tensor_rules import is_output_embedding
-from syncd.deltas.link_index import Content, SavedPiece
+from syncd.deltas.delta_index import Content, SavedPiece
 from trainer_hooks.state.gather import flat_bytes
 from trainer_hooks.state.host_buffers import memory_of
 from trainer_hooks.state.state_dict import dtype_name, tensors_of
@@ -27,7 +27,7 @@ class _Place(NamedTuple):
 
 
 def why_no_pieces(state: Mapping[str, Any]) -> str | None:
-    """The reason, as a clause, why this state is saved without links; None if there is none."""
+    """The reason, as a clause, why this state is saved without deltas; None if there is none."""
     for name, value in tensors_of(state).items():
         if _place(value) is None or not dtype_name(value.dtype):
             return f"{name} is neither a plain tensor nor sharded along dimension 0 alone"

@@ -26,8 +26,8 @@ from syncd.protocol.records import ReceiptFile
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Draft, Storage
 from syncd.storage.job import Job
-from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.small_files import Files
+from trainer_hooks.state.weights_in_memory import WeightsInMemory
 
 #: For tensors this large, padding to pages (half a page on average) adds less than 1 %.
 _LARGE: Final = 256 * 1024
@@ -44,7 +44,7 @@ def write_tensors(storage: Storage, path: Path, state: Mapping[str, Any]) -> Rec
         return ReceiptFile(name=path.name, size=size, digest=digest, over="central-directory")
 
 
-def write_part(job: Job, actor: Path, name: str, part: HostPart) -> ReceiptFile:
+def write_part(job: Job, actor: Path, name: str, part: WeightsInMemory) -> ReceiptFile:
     """Write whole tensors; return the file's receipt entry.
 
     The temporary file is in ``.syncd/drafts/``. The daemon deletes it if this process is killed.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from syncd.checkpoint.merging.plan import Ties
 from syncd.checkpoint.save import ADAPTER
-from syncd.deltas.link_index import SavedPiece
+from syncd.deltas.delta_index import SavedPiece
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import (
     CRITIC,
@@ -26,12 +26,12 @@ from syncd.protocol.names import (
     RETIRED,
     SAVING,
     TEMPORARY,
+    delta_name,
     extra_state_name,
     failure_name,
     full_receipt_name,
     is_full_receipt_name,
     is_weights_name,
-    link_name,
     master_name,
     optimizer_name,
     part_name,
@@ -42,8 +42,8 @@ from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, SaveId, enco
 from syncd.storage.errnos import GONE, Ignoring
 from syncd.storage.fsio import Draft
 from syncd.storage.job import Job, make_step_folder
-from trainer_hooks.state.host_part import HostPart
 from trainer_hooks.state.small_files import Files
+from trainer_hooks.state.weights_in_memory import WeightsInMemory
 from trainer_hooks.writing.parts import (
     link_or_copy,
     make_mark,
@@ -77,14 +77,14 @@ class RankContents(NamedTuple):
         written_by: a function that writes the rank's shard itself, in place of ``model``. If
             storage fails for a moment, it is called again and must start over.
         sync_dtype: the dtype to which published weights were cast; None if no tensor changed.
-        fp32: for a link, the tensors that the cast keeps in fp32 (see ``Receipt``).
+        fp32: for a delta, the tensors that the cast keeps in fp32 (see ``Receipt``).
         completes: True if the weights are announced already, so that only the rest is written.
-        base: the save_id of a link's base; None for a full save.
-        pieces: makes the pieces of a link; adds the names of tensors with NaN or Inf to the list,
+        base: the save_id of a delta's base; None for a full save.
+        pieces: makes the pieces of a delta; adds the names of tensors with NaN or Inf to the list,
             if the caller does not know them.
         needs_base: closed when this rank's weights are written, because then ``pieces`` no longer
             reads the copy of the base.
-        tied: the tied tensors, which a link leaves out.
+        tied: the tied tensors, which a delta leaves out.
     """
 
     model: Mapping[str, Any] | None = None
@@ -93,7 +93,7 @@ class RankContents(NamedTuple):
     model_files: Callable[[], Files] = dict
     fsdp_version: int | None = None
     is_full: bool = False
-    whole: HostPart | None = None
+    whole: WeightsInMemory | None = None
     whole_name: str = FULL_STATE_DICT
     confirm: Callable[[], object] = lambda: None
     adapter_files: Callable[[], Files] = dict
@@ -101,7 +101,7 @@ class RankContents(NamedTuple):
     trained_name: Callable[[int, int], str] = shard_name
     critic: Mapping[str, Any] | None = None
     critic_optimizer: Mapping[str, Any] | None = None
-    hugging_face: HostPart | None = None
+    hugging_face: WeightsInMemory | None = None
     links_hugging_face: bool = False
     written_by: Callable[[], object] | None = None
     sync_dtype: str | None = None
@@ -211,9 +211,9 @@ class RankFiles:
         files = write_files(self.storage, self.actor / LORA_ADAPTER, contents.adapter_files())
         if contents.pieces is not None:
             found: list[str] = []
-            link = self._write_link(contents.pieces(found))
+            delta = self._write_delta(contents.pieces(found))
             nonfinite = NonFinite.of_all([nonfinite, NonFinite.of(found)])
-            files.append(link.model_copy(update={"nonfinite": nonfinite}))
+            files.append(delta.model_copy(update={"nonfinite": nonfinite}))
         elif contents.whole is not None:
             files.append(write_part(self.job, self.actor, contents.whole_name, contents.whole))
         elif contents.model is not None:
@@ -232,12 +232,12 @@ class RankFiles:
                 )
         return files
 
-    def _write_link(self, pieces: Iterator[SavedPiece]) -> ReceiptFile:
-        from syncd.deltas.link_file import write_link  # noqa: PLC0415 - imports NumPy and zstd
+    def _write_delta(self, pieces: Iterator[SavedPiece]) -> ReceiptFile:
+        from syncd.deltas.delta_file import write_delta  # noqa: PLC0415 - imports NumPy and zstd
 
-        path = self.actor / self.name(link_name)
+        path = self.actor / self.name(delta_name)
         with Draft(self.storage, path, room=self.job.layout.drafts) as draft:
-            digest = write_link(draft.write, pieces)
+            digest = write_delta(draft.write, pieces)
             draft.commit()
         return ReceiptFile(name=path.name, size=draft.size, digest=digest, over="index")
 
@@ -336,7 +336,7 @@ class RankFiles:
             self.storage.make_folder(folder, below=self.folder)
             link_or_copy(self.storage, self.actor / FULL_STATE_DICT, folder / FULL_STATE_DICT)
 
-    def add_hugging_face(self, weights: HostPart) -> None:
+    def add_hugging_face(self, weights: WeightsInMemory) -> None:
         """Add the full weights to a complete full checkpoint."""
         self._mark(SAVING)
         self.storage.make_folder(self.actor / HUGGINGFACE, below=self.folder)
@@ -353,7 +353,7 @@ class RankFiles:
         if any(file.name == ADAPTER for file in receipt.files):
             weights_are = self.storage.exists(self.actor / ADAPTER)
         else:
-            name_of = shard_name if receipt.base is None else link_name
+            name_of = shard_name if receipt.base is None else delta_name
             shards = {name_of(self.world_size, rank) for rank in ranks}
             weights_are = shards <= set(names) or FULL_STATE_DICT in names
         return weights_are and {receipt_name(rank) for rank in ranks} <= set(receipts)
@@ -377,7 +377,7 @@ class RankFiles:
         shard, optimizer = self.name(shard_name), self.name(optimizer_name)
         paths: list[Path] = []
         if not self.weights_stay:
-            paths += [self.receipts / receipt_name(self.rank), actor / self.name(link_name)]
+            paths += [self.receipts / receipt_name(self.rank), actor / self.name(delta_name)]
             if not (self.rest_stays and self._is_there(actor / optimizer)):
                 paths += [actor / shard, actor / self.name(part_name)]
             if self.rank == 0:

@@ -18,8 +18,8 @@ from syncd.protocol.names import (
     CRITIC,
     FULL_STATE_DICT,
     SAVING,
+    delta_name,
     full_receipt_name,
-    link_name,
     receipt_name,
     shard_name,
 )
@@ -27,7 +27,7 @@ from syncd.protocol.records import NonFinite, ReceiptFile, SaveId
 from syncd.storage.errnos import GONE, NO_ROOM, PASSING, is_gone
 from syncd.storage.job import Job, point
 from trainer_hooks.state.host_buffers import nonfinite_names
-from trainer_hooks.state.host_part import HostPart
+from trainer_hooks.state.weights_in_memory import WeightsInMemory
 from trainer_hooks.writing.rank_files import RankContents, RankFiles
 
 __all__ = ["RankContents", "RankWriter"]
@@ -123,7 +123,7 @@ class RankWriter:
             f"{text}{hint}"
         )
 
-    def add_hugging_face(self, save_id: SaveId, weights: HostPart) -> None:
+    def add_hugging_face(self, save_id: SaveId, weights: WeightsInMemory) -> None:
         """On rank 0, add the full weights to a complete full checkpoint.
 
         Raises:
@@ -213,7 +213,7 @@ class RankWriter:
             written = files.write_rest(contents)
             kept = weights
             if contents.trained is not None:  # training must not resume from published weights
-                published = {files.name(shard_name), files.name(link_name), FULL_STATE_DICT}
+                published = {files.name(shard_name), files.name(delta_name), FULL_STATE_DICT}
                 kept = [file for file in weights if file.name not in published]
             self._write_receipt(files, full_receipt_name, [*kept, *written])
             return written

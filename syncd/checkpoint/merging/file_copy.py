@@ -23,7 +23,7 @@ from syncd.checkpoint.merging.cast import Caster
 from syncd.checkpoint.merging.options import Checked, MergeOptions
 from syncd.checkpoint.merging.plan import PlannedFile, PlannedTensor
 from syncd.checkpoint.merging.source_reader import Source, SourceReader, shorter
-from syncd.checkpoint.merging.tiling import Bytes, Part, Run, Weave, leaves, source_at
+from syncd.checkpoint.merging.tiling import Bytes, Run, Tile, Weave, leaves, source_at
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.safetensors_header import PAGE
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
@@ -90,7 +90,7 @@ class FileCopy:
         return found
 
     def _parts(
-        self, parts: Iterable[Part], hasher: xxhash.xxh3_128 | None, *, in_kernel: bool
+        self, parts: Iterable[Tile], hasher: xxhash.xxh3_128 | None, *, in_kernel: bool
     ) -> None:
         for part in parts:
             left = part
@@ -241,7 +241,7 @@ class TensorStream:
     source. A tile is at most as large as the buffer.
     """
 
-    def __init__(self, reader: SourceReader, parts: Iterable[Part]) -> None:
+    def __init__(self, reader: SourceReader, parts: Iterable[Tile]) -> None:
         self._reader = reader
         self._leaves = leaves(parts)
         self._leaf: Bytes = Run(0, 0, 0)

@@ -8,7 +8,7 @@ from itertools import chain, takewhile
 from typing import NamedTuple, TypeAlias
 
 from syncd.checkpoint.gc_pause import uncollected
-from syncd.checkpoint.merging.tiling import Block, Part, Run, Tiled, Transposed, cut, ends, tile
+from syncd.checkpoint.merging.tiling import Block, Run, Tile, Tiled, Transposed, cut, ends, tile
 from syncd.checkpoint.name_map import HubPart, NameMap
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.placement import Chunks, Local, Shape, agreed
@@ -44,7 +44,7 @@ class Duplicate(NamedTuple):
     """
 
     tied: str | None
-    parts: tuple[Part, ...]
+    parts: tuple[Tile, ...]
 
 
 class PlannedTensor(NamedTuple):
@@ -61,7 +61,7 @@ class PlannedTensor(NamedTuple):
     dtype: str
     shape: Shape
     source_dtype: str
-    parts: tuple[Part, ...]
+    parts: tuple[Tile, ...]
     copies: tuple[Duplicate, ...]
 
     @property
@@ -286,9 +286,9 @@ class _Stacked:
         begin = 0 if part.index is None else part.index * math.prod(inner)
         begin += 0 if part.rows is None else part.rows[0] * math.prod(inner[1:])
         length = math.prod(part.shape) * itemsize
-        cuts: list[tuple[Part, ...]] = []
+        cuts: list[tuple[Tile, ...]] = []
         for parts, stops in self._parts:
-            own: tuple[Part, ...] = tuple(
+            own: tuple[Tile, ...] = tuple(
                 cut(parts, stops, begin * itemsize, begin * itemsize + length)
             )
             if part.transposed and length:

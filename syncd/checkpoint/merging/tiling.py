@@ -47,7 +47,7 @@ class Transposed(NamedTuple):
     rows: int
     columns: int
     itemsize: int
-    parts: tuple[Part, ...]
+    parts: tuple[Tile, ...]
 
     @property
     def length(self) -> int:
@@ -69,10 +69,10 @@ class Transposed(NamedTuple):
 #: Bytes in an order that a cut keeps.
 Bytes = Run | Weave
 #: Bytes of an output file, in order.
-Part = Bytes | Transposed
+Tile = Bytes | Transposed
 
 
-def leaves(parts: Iterable[Part]) -> Iterator[Bytes]:
+def leaves(parts: Iterable[Tile]) -> Iterator[Bytes]:
     """The same bytes as runs, and as weaves that hold only runs."""
     for part in parts:
         if isinstance(part, Transposed):
@@ -97,12 +97,12 @@ def _slices(part: Bytes, begin: int, end: int, count: int) -> Bytes:
     return part._replace(parts=inner)
 
 
-def ends(parts: Iterable[Part]) -> list[int]:
+def ends(parts: Iterable[Tile]) -> list[int]:
     """The number of bytes up to the end of each part, for :func:`cut`."""
     return list(accumulate(part.length for part in parts))
 
 
-def cut(parts: Sequence[Part], stops: Sequence[int], begin: int, end: int) -> Iterator[Bytes]:
+def cut(parts: Sequence[Tile], stops: Sequence[int], begin: int, end: int) -> Iterator[Bytes]:
     """Cut the bytes ``begin`` to ``end - 1`` out of runs and weaves that end at ``stops``."""
     number = bisect_right(stops, begin)
     while begin < end:
@@ -113,7 +113,7 @@ def cut(parts: Sequence[Part], stops: Sequence[int], begin: int, end: int) -> It
         begin, number = upto, number + 1
 
 
-def _within(part: Part, begin: int, end: int) -> Iterator[Bytes]:
+def _within(part: Tile, begin: int, end: int) -> Iterator[Bytes]:
     if isinstance(part, Run):
         yield Run(part.source, part.offset + begin, end - begin)
         return
@@ -133,7 +133,7 @@ def _within(part: Part, begin: int, end: int) -> Iterator[Bytes]:
         begin = upto
 
 
-def source_at(parts: Iterable[Part], offset: int) -> int:
+def source_at(parts: Iterable[Tile], offset: int) -> int:
     """The index of the source of the byte at ``offset``; IndexError if it is beyond the end."""
     for part in leaves(parts):
         if offset >= part.length:

@@ -32,7 +32,7 @@ from syncd.protocol.events import (
 )
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import STATE_POINTER
-from syncd.storage.calls import Kind
+from syncd.storage.calls import FileKind
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job, has_marks, no_folder, step_folders
 from syncd.storage.judge import Clock
@@ -169,7 +169,7 @@ class Discovery:
         finally:
             self.answered()
         self._repeats.forget(self.root)
-        there = {name for name, kind in kinds.items() if kind is Kind.FOLDER and name[0] != "."}
+        there = {name for name, kind in kinds.items() if kind is FileKind.FOLDER and name[0] != "."}
         with self._lock:
             new = there - self._hanging - (self._missed or {}).keys()
         come = []

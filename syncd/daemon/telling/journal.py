@@ -29,7 +29,7 @@ from syncd.protocol.reports import (
     TrainerReport,
 )
 from syncd.protocol.version_events import (
-    SaveLinked,
+    DeltaMade,
     VersionAdopted,
     VersionLive,
     VersionPublished,
@@ -137,7 +137,7 @@ class Journal:
                 self.meter.failed(it)
         if isinstance(event, VersionPublished):
             self._count("merged_bytes", event.bytes)
-        if isinstance(event, SaveLinked | VersionAdopted | VersionPublished | VersionRolledBack):
+        if isinstance(event, DeltaMade | VersionAdopted | VersionPublished | VersionRolledBack):
             self._named_at[event.version] = self.clock()
             if len(self._named_at) > _REMEMBERED:
                 del self._named_at[min(self._named_at)]
@@ -236,7 +236,7 @@ class GoingLive:
         self._looks: dict[str, _LastLook] = {}
         #: The highest sequence in a report.
         self.highest = 0
-        #: Explorer → its session, and whether it follows ahead.
+        #: Explorer → its session, and whether it follows the tip.
         self._live: dict[str, tuple[SessionId, bool]] = {}
         self._round = 0
         self._trainer: dict[SessionId, Callable[[], str]] = {}
@@ -244,7 +244,7 @@ class GoingLive:
     def look(self, latest: int, living: Collection[str]) -> Iterator[VersionLive]:
         """Read reports and yield new loads; each yielded load counts as journaled afterwards.
 
-        ``living`` is as for :meth:`follow_ahead`.
+        ``living`` is as for :meth:`follow_tip`.
 
         Raises:
             OSError: storage does not answer; the next call continues with the other reports.
@@ -273,7 +273,7 @@ class GoingLive:
             if report is not None:
                 self.highest = max(self.highest, report.sequence or 0)
                 if report.status != "stopped":
-                    self._live[name] = report.session, report.follows_ahead
+                    self._live[name] = report.session, report.follows_tip
                 yield from self._loads(name, report, latest)
 
     @property
@@ -295,13 +295,13 @@ class GoingLive:
         }
         return explorers | self._trainer
 
-    def follow_ahead(self, living: Collection[str]) -> list[bool]:
-        """For each live explorer, whether it follows ahead.
+    def follow_tip(self, living: Collection[str]) -> list[bool]:
+        """For each live explorer, whether it follows the tip.
 
         Explorers that serve from a copy on their host hold no lease. ``living`` are the sessions
         with a heartbeat, of :attr:`sessions` before the last :meth:`look`.
         """
-        return [ahead for session, ahead in self._live.values() if session in living]
+        return [tip for session, tip in self._live.values() if session in living]
 
     def _loads(self, name: str, report: ExplorerReport, latest: int) -> Iterator[VersionLive]:
         self._looks[name] = _LastLook(self._round, min(report.sequence or 0, latest))

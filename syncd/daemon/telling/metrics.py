@@ -37,8 +37,8 @@ from syncd.protocol.names import TEMPORARY, printable
 from syncd.protocol.records import Latest
 from syncd.protocol.reports import Blocked, ExplorerReport, Reason, TrainerReport
 from syncd.protocol.version_events import (
+    DeltasStopped,
     FoldDelayed,
-    LinksClosed,
     VersionFolded,
     VersionLive,
     VersionPublished,
@@ -79,9 +79,9 @@ _GAUGES: Final = {
     "latest_step": "The step of LATEST; -1 before the first version.",
     "version_bytes": "Bytes of LATEST's version; 0 before the first version.",
     "nonfinite_tensors": "Tensors of LATEST's version with NaN or Inf, by the trainer's hook.",
-    "ahead_version": "The sequence of ahead; of LATEST if no links lead from it.",
-    "links": "Number of links above LATEST.",
-    "link_bytes": "Bytes of these links.",
+    "ahead_version": "The sequence of the tip; of LATEST if no deltas lead from it.",
+    "links": "Number of deltas above LATEST.",
+    "link_bytes": "Bytes of these deltas.",
     "last_publish_timestamp_seconds": (
         "Time of LATEST's last change, by the storage's clock; absent before the first version."
     ),
@@ -93,8 +93,8 @@ _GAUGES: Final = {
     "free_bytes": "Free space on the job's filesystem; a quota may leave less.",
     "free_inodes": "Number of files that still fit on the job's filesystem, if known.",
     "explorer_up": "1 while the explorer's heartbeat goes on, 0 if it is lost.",
-    "explorer_lag_versions": "Versions behind LATEST or ahead; absent in evaluations.",
-    "explorer_lag_steps": "Steps behind LATEST or ahead; of another run, at least the versions.",
+    "explorer_lag_versions": "Versions behind LATEST or the tip; absent in evaluations.",
+    "explorer_lag_steps": "Steps behind LATEST or the tip; of another run, at least the versions.",
     "explorer_pause_seconds": "Time without service during the last load, if reported.",
     "explorer_load_seconds": "Time of the engine's last load, if reported.",
     "explorer_full_bytes": "Bytes of the version's files that the last load read, if reported.",
@@ -103,12 +103,12 @@ _GAUGES: Final = {
     "explorer_broken": "1 if the explorer reports that its engine's weights are unknown.",
 }
 _COUNTERS: Final = {
-    "saves": "Saves linked, published (also by folds), skipped or quarantined.",
+    "saves": "Saves made deltas (linked), published (also by folds), skipped or quarantined.",
     "rollbacks": "Old versions that were published again.",
     "pruned": "Deletions: version, delta, step, lease.",
     "merge_bytes": "Bytes of published versions.",
-    "folds": "Attempts to fold links into a version: made or delayed.",
-    "links_closed": "Times when no more saves were linked until the next full version.",
+    "folds": "Attempts to fold deltas into a version: made or delayed.",
+    "links_closed": "Times when no more deltas were made until the next full version.",
     "errors": "Refusals and failures, by error class; each attempt counts.",
 }
 #: Counter → the values of its label that begin at 0.
@@ -241,9 +241,9 @@ class _JobMeter(Meter):
             latest_step=latest.step if latest else -1,
             version_bytes=seen.full_bytes or 0,
             nonfinite_tensors=seen.nonfinite,
-            ahead_version=seen.ahead.sequence if seen.ahead else seen.latest,
-            links=len(seen.chains),
-            link_bytes=sum(chain[-1].bytes for chain in seen.chains.values()),
+            ahead_version=seen.tip.sequence if seen.tip else seen.latest,
+            links=len(seen.deltas_to),
+            link_bytes=sum(chain[-1].bytes for chain in seen.deltas_to.values()),
         )
 
     def round_ended(self, seconds: float) -> None:
@@ -268,7 +268,7 @@ class _JobMeter(Meter):
                 self._observe("fold_seconds", event.seconds)
             case FoldDelayed():
                 self._count("folds", "delayed")
-            case LinksClosed():
+            case DeltasStopped():
                 self._count("links_closed")
             case VersionPublished():
                 self._count("merge_bytes", by=event.bytes)

@@ -1,10 +1,10 @@
-"""The daemons of the model of ahead (ahead.py): link, name ahead, fold, roll back, prune."""
+"""The daemons of the model of the tip (tip.py): make deltas, name the tip, fold, roll back, prune."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from .ahead_state import BAD, WRONG, Daemon, Latest, Link, Rules, State, Version
+from .tip_state import BAD, WRONG, Daemon, Delta, Latest, Rules, State, Version
 
 Step: TypeAlias = tuple[str, State]
 Steps: TypeAlias = Iterator[Step]
@@ -28,7 +28,7 @@ class Daemons:
     """Whether one save may have NaN."""
     rollback: bool = False
     eager: bool = False
-    """The trainer links whenever it may, and its run does not end with the last save."""
+    """The trainer saves deltas whenever it may, and its run does not end with the last save."""
     rules: Rules = field(default_factory=Rules)
 
     def daemon(self, state: State, number: int, me: Daemon) -> Steps:
@@ -43,8 +43,8 @@ class Daemons:
             me = me._replace(dirty="")
         if me.place == "read":
             yield self._read(state, number, me)
-        elif me.place == "linking":
-            yield self._link(state, number, me)
+        elif me.place == "making":
+            yield self._delta(state, number, me)
         elif me.place == "building":
             yield self._commit(state, number, me)
         elif me.place == "naming":
@@ -64,9 +64,9 @@ class Daemons:
         disk = state.disk  # it asks the server
         latest, top = disk.latest, disk.published[-1]
         numbers = [top.sequence, latest.sequence, latest.number]
-        floor = max(numbers + [link.number for link in disk.links])
-        if not self.reached(state, latest, latest.ahead):
-            latest = latest._replace(number=0, ahead=0)
+        floor = max(numbers + [delta.number for delta in disk.deltas])
+        if not self.reached(state, latest, latest.tip):
+            latest = latest._replace(number=0, tip=0)
         ready = me.ready(latest, floor)
         if top.sequence > latest.sequence:
             ready = ready._replace(place="naming", then=_follow(latest, top))
@@ -77,18 +77,18 @@ class Daemons:
         return one == other or by_step
 
     def reached(self, state: State, latest: Latest, save: int) -> bool:
-        """Whether links above LATEST lead from its save to this one."""
+        """Whether deltas above LATEST lead from its save to this one."""
         while save and not self._same(state, save, latest.save):
-            link = state.link_of(save)
-            if link is None or link.number <= latest.sequence:
+            delta = state.delta_of(save)
+            if delta is None or delta.number <= latest.sequence:
                 return False
             save = state.saves[save].base
         return save > 0
 
     def _work(
         self, state: State, latest: Latest, save: int
-    ) -> tuple[Literal["link", "merge", "none", "reached"], int]:
-        """What to do first, on the way back from a save."""
+    ) -> tuple[Literal["delta", "merge", "none", "reached"], int]:
+        """What to do first, on the chain back from a save."""
         rules, found = self.rules, state.saves[save]
         if self.reached(state, latest, save):
             return "reached", save
@@ -97,9 +97,9 @@ class Daemons:
         if found.base and not (latest.instead_of and rules.none_after_rollback):
             does, what = self._work(state, latest, found.base)
             if does == "reached":
-                return "link", save
+                return "delta", save
             if does != "none":
-                allowed = rules.walks_back and (does == "link" or rules.merges_passed_root)
+                allowed = rules.walks_back and (does == "delta" or rules.merges_passed_root)
                 return (does, what) if allowed else ("none", save)
         return ("merge" if found.full and not found.nan else "none"), save
 
@@ -107,7 +107,7 @@ class Daemons:
         """What becomes of the pointer's save."""
         latest, rules, seen = me.latest, self.rules, state.to("the daemon")
         save = seen.pointed()
-        if save in (0, latest.save, latest.ahead, latest.instead_of):
+        if save in (0, latest.save, latest.tip, latest.instead_of):
             return
         found = state.saves[save]
         does, what = self._work(seen, latest, save)
@@ -115,35 +115,35 @@ class Daemons:
             does, what = self._work(state, latest, save)
         parts = state.disk.folders[state.saves[what].step]
         begun = me._replace(work=Version(me.floor + 1, what), parts=parts)
-        link = seen.link_of(save)
-        if does == "link" and me.floor < 4 * self.saves:
-            yield f"link the files of {what}", state.by(number, begun._replace(place="linking"))
+        delta = seen.delta_of(save)
+        if does == "delta" and me.floor < 4 * self.saves:
+            yield f"take the files of {what}", state.by(number, begun._replace(place="making"))
         elif does == "merge":
             yield f"merge {what}", state.by(number, begun._replace(place="building"))
         elif (
             does == "reached"
-            and link
-            and link.number > latest.number
-            and not (found.nan and rules.nan_never_ahead)
+            and delta
+            and delta.number > latest.number
+            and not (found.nan and rules.nan_never_tip)
         ):
-            ahead = latest._replace(number=link.number, ahead=save)
-            yield f"{save} is linked", state.by(number, me._replace(place="naming", then=ahead))
+            tip = latest._replace(number=delta.number, tip=save)
+            yield f"{save} is a delta", state.by(number, me._replace(place="naming", then=tip))
         elif does == "none":
             if latest.instead_of and rules.merges_after_rollback and self.available(state, save):
                 begun = begun._replace(place="building", parts=(what, what))
-                yield f"merge the links to {save}", state.by(number, begun)
-            elif rules.closes and not latest.closed:
-                closed = me._replace(place="naming", then=latest._replace(closed=True))
-                yield f"{save} cannot be linked", state.by(number, closed)
+                yield f"merge the deltas to {save}", state.by(number, begun)
+            elif rules.stops and not latest.no_deltas:
+                no_deltas = me._replace(place="naming", then=latest._replace(no_deltas=True))
+                yield f"{save} cannot be a delta", state.by(number, no_deltas)
 
-    def _link(self, state: State, number: int, me: Daemon) -> Step:
+    def _delta(self, state: State, number: int, me: Daemon) -> Step:
         (sequence, save, _), disk, parts = me.work, state.disk, me.parts
         if parts != (save, save) and self.rules.index_digests:
             return "the save has changed", state.by(number, me.ready(me.latest, me.floor))
-        link = Link(sequence, save, parts[0] if parts[0] == parts[1] else BAD)
+        delta = Delta(sequence, save, parts[0] if parts[0] == parts[1] else BAD)
         disk = disk._replace(
-            links=(*disk.links, link),
-            unsynced=(*disk.unsynced, ("deltas", link)),
+            deltas=(*disk.deltas, delta),
+            unsynced=(*disk.unsynced, ("deltas", delta)),
         )
         after = me.ready(me.latest, sequence, "deltas")
         return f"rename to deltas/d{sequence}: {save}", state.by(number, after, disk)
@@ -159,8 +159,8 @@ class Daemons:
             unsynced=(*disk.unsynced, ("published", version)),
         )
         then = _follow(me.latest, version)
-        if version.instead_of and not self.rules.rollback_ends_ahead:
-            then = then._replace(number=me.latest.number, ahead=me.latest.ahead)
+        if version.instead_of and not self.rules.rollback_ends_tip:
+            then = then._replace(number=me.latest.number, tip=me.latest.tip)
         after = me.ready(me.latest, max(me.floor, version.sequence), "published")
         after = after._replace(place="naming", then=then)
         text = f"rename to published/v{version.sequence}: {version.save}"
@@ -172,7 +172,7 @@ class Daemons:
         named = disk._replace(latest=latest, unsynced=unsynced)
         after = state.by(number, me.ready(latest, me.floor, "state"), named)
         if latest.instead_of and latest.sequence > disk.latest.sequence:
-            replaced = disk.latest.ahead or disk.latest.save
+            replaced = disk.latest.tip or disk.latest.save
             after = after._replace(asked=False, replaced=replaced)
         return f"LATEST: {_text(latest)}", after
 
@@ -180,9 +180,9 @@ class Daemons:
         rules, latest = self.rules, me.latest
         sequence, save, base = me.fold
         if not sequence:
-            if latest.ahead and rules.folds:
-                begun = me._replace(fold=(latest.number, latest.ahead, latest.sequence))
-                yield f"begin a fold of {latest.ahead}", state.by(number, begun)
+            if latest.tip and rules.folds:
+                begun = me._replace(fold=(latest.number, latest.tip, latest.sequence))
+                yield f"begin a fold of {latest.tip}", state.by(number, begun)
             return
         me = me._replace(fold=(0, 0, 0))
         ready, there, source = state.by(number, me), state.version(sequence), state.version(base)
@@ -195,11 +195,11 @@ class Daemons:
             naming = me._replace(place="naming", then=_follow(latest, there))
             yield f"v{sequence} is there already", state.by(number, naming)
         elif not made:
-            yield f"the links to {save} are gone", ready
+            yield f"the deltas to {save} are gone", ready
         elif made == BAD and rules.digests:
-            closed = latest._replace(closed=rules.closes)
-            text = f"a link to {save} is damaged"
-            yield text, state.by(number, me._replace(place="naming", then=closed))
+            no_deltas = latest._replace(no_deltas=rules.stops)
+            text = f"a delta to {save} is damaged"
+            yield text, state.by(number, me._replace(place="naming", then=no_deltas))
         else:
             folded = me._replace(work=Version(sequence, made), parts=(made, made))
             text, after = self._commit(state, number, folded)
@@ -208,10 +208,10 @@ class Daemons:
     def _roll_back(self, state: State, number: int, me: Daemon) -> Steps:
         latest, rules, refusal = me.latest, self.rules, True
         for version in state.disk.published:
-            newest = latest.ahead if rules.rollback_to_latest else 0
+            newest = latest.tip if rules.rollback_to_latest else 0
             if version.sequence < latest.sequence + (newest > 0):
                 refusal = False
-                instead_of = latest.ahead * rules.rollback_of_ahead or latest.save
+                instead_of = latest.tip * rules.rollback_of_tip or latest.save
                 work = Version(me.floor + 1, version.save, instead_of)
                 parts = (version.save, version.save)
                 begun = me._replace(place="building", work=work, parts=parts)
@@ -221,88 +221,88 @@ class Daemons:
 
     def _prune(self, state: State, number: int, me: Daemon) -> Steps:
         rules, latest, seen = self.rules, me.latest, state.to("the daemon")
-        ways = self._way_back(seen)
-        way = ways or [0]
-        is_known = ways is not None or not rules.unknown_keeps_all
+        chains = self._chain_to(seen)
+        chain = chains or [0]
+        is_known = chains is not None or not rules.unknown_keeps_all
         synced = state.disk.sync("published", "deltas")
         leased = {lease for reader in state.readers for lease in reader.leases}
         for version in state.disk.published:
-            is_root = rules.keeps_root and (version.save == way[-1] or not is_known)
+            is_root = rules.keeps_root and (version.save == chain[-1] or not is_known)
             is_kept = is_root or state.asked or version.sequence in leased
             if version.sequence < latest.sequence and not is_kept:
                 gone = state.by(number, me, synced.without(version))
                 yield f"retire v{version.sequence}", gone
-        for link in state.disk.links:
-            above = link.number > latest.sequence
-            leads = self.reached(state, latest, link.save) and rules.keeps_links_above
-            on_way = rules.keeps_links_of_way and (link.save in way or not is_known)
-            if not (above and leads) and not on_way:
-                yield f"delete d{link.number}", state.by(number, me, synced.without(link))
+        for delta in state.disk.deltas:
+            above = delta.number > latest.sequence
+            leads = self.reached(state, latest, delta.save) and rules.keeps_deltas_above
+            on_chain = rules.keeps_deltas_of_chain and (delta.save in chain or not is_known)
+            if not (above and leads) and not on_chain:
+                yield f"delete d{delta.number}", state.by(number, me, synced.without(delta))
         for step in range(1, seen.disk.pointer):
             save = state.disk.folders[step][0]
             writes = save == state.trainer.last and not state.trainer.announced
             if not state.written(save) or not seen.written(save) or writes:
                 continue
-            on_way = save in way[:-1] and rules.keeps_way_back
-            if is_known and not on_way:
+            on_chain = save in chain[:-1] and rules.keeps_chain
+            if is_known and not on_chain:
                 gone = state.by(number, me, synced.write(step, (0, 0)))
                 yield f"prune step {step}", gone
 
-    def _way_back(self, state: State) -> list[int] | None:
-        """The saves on the way back from the pointer's; the last one is published, or 0."""
+    def _chain_to(self, state: State) -> list[int] | None:
+        """The saves on the chain back from the pointer's; the last one is published, or 0."""
         published = {version.save for version in state.disk.published}
-        save, way = state.pointed(), list[int]()
+        save, chain = state.pointed(), list[int]()
         while save not in published:
-            linked = state.link_of(save) is not None
+            linked = state.delta_of(save) is not None
             if not linked and not state.written(save):
                 return None
             if not linked or self.rules.keeps_until_full:
-                way.append(save)
+                chain.append(save)
             save = state.saves[save].base
             if not save:
                 break
-        return [*way, save]
+        return [*chain, save]
 
-    # -- links -------------------------------------------------------------------------------------
+    # -- deltas -------------------------------------------------------------------------------------
 
     def made(self, state: State, base: int, save: int) -> int:
-        """The bytes that links make of a base; 0 if they do not lead to the save."""
-        path = list[Link]()
+        """The bytes that deltas make of a base; 0 if they do not lead to the save."""
+        path = list[Delta]()
         while not self._same(state, save, base):
-            link = state.link_of(save)
-            if link is None:
+            delta = state.delta_of(save)
+            if delta is None:
                 return 0
-            path.append(link)
+            path.append(delta)
             save = state.saves[save].base
-        for link in reversed(path):
-            found = state.saves[link.save]
+        for delta in reversed(path):
+            found = state.saves[delta.save]
             if base != found.base or found.against not in (0, base):
                 return WRONG
-            if link.files != link.save:
+            if delta.files != delta.save:
                 return BAD
-            base = link.save
+            base = delta.save
         return base
 
     def available(self, state: State, save: int) -> bool:
         """Whether a save can be made from what is on disk."""
         if any(version.save == save for version in state.disk.published):
             return True
-        found, link = state.saves[save], state.link_of(save)
+        found, delta = state.saves[save], state.delta_of(save)
         written = state.written(save) and found.base == found.base_1
         if written and found.full and not found.nan:
             return True
-        there = written or (link is not None and link.files == save)
+        there = written or (delta is not None and delta.files == save)
         return there and found.base > 0 and self.available(state, found.base)
 
 
 def _text(latest: Latest) -> str:
-    ahead = f", ahead {latest.number} = {latest.ahead}" if latest.ahead else ""
-    return f"v{latest.sequence} = {latest.save}{ahead}{', closed' * latest.closed}"
+    tip = f", tip {latest.number} = {latest.tip}" if latest.tip else ""
+    return f"v{latest.sequence} = {latest.save}{tip}{', closed' * latest.no_deltas}"
 
 
 def _follow(latest: Latest, version: Version) -> Latest:
-    """LATEST with a new version: ahead stays if it is above, and only a rollback is closed."""
+    """LATEST with a new version: the tip stays if it is above, and only a rollback takes no deltas."""
     sequence, save, instead_of = version
     if latest.number > sequence and not instead_of:
-        return Latest(sequence, save, latest.number, latest.ahead)
-    return Latest(sequence, save, closed=instead_of > 0, instead_of=instead_of)
+        return Latest(sequence, save, latest.number, latest.tip)
+    return Latest(sequence, save, no_deltas=instead_of > 0, instead_of=instead_of)

@@ -12,20 +12,20 @@ from torch import nn
 from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook
 from syncd.operate.job_state import look
-from syncd.protocol.names import link_name, master_name, shard_name
+from syncd.protocol.names import delta_name, master_name, shard_name
 from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import SaveOutcome, SaveOutcomes, encode
 from syncd.protocol.reports import DaemonReport
 from syncd.storage.job import Job
+from tests.delta_saves import full, is_delta, offered, publish, rebuilt, receipts
 from tests.fsdp_models import Config
 from tests.hooks import DEADLINE, Gate, checkpoint, written
 from tests.jobs import read
-from tests.link_saves import full, is_link, linked, offered, publish, receipts
 from tests.merging import assert_equal, loaded
 from tests.storages import RuledStorage
 from trainer_hooks import SaveSettings, TrainerHook, load_checkpoint
 
-SHARD, LINK, MASTER = (name_of(1, 0) for name_of in (shard_name, link_name, master_name))
+SHARD, DELTA, MASTER = (name_of(1, 0) for name_of in (shard_name, delta_name, master_name))
 
 
 def model_of(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -72,7 +72,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 @pytest.mark.parametrize("cast", [None, "bf16"])
-def test_each_save_after_the_first_is_a_link_to_the_one_before(job: Job, cast: Any) -> None:
+def test_each_save_after_the_first_is_a_delta_from_the_one_before(job: Job, cast: Any) -> None:
     model = model_of(torch.float32 if cast else torch.bfloat16)
     with hook_of(job, model, SaveSettings(sync_dtype=cast)) as hook:
         save(hook, 1)
@@ -83,7 +83,7 @@ def test_each_save_after_the_first_is_a_link_to_the_one_before(job: Job, cast: A
             assert receipt.base == receipts(job, step - 1)[0].save_id
             assert receipt.sync_dtype == cast
             assert not (job.layout.actor(step) / SHARD).exists()
-            before = linked(job, step, before)
+            before = rebuilt(job, step, before)
             assert_equal(before, halved(state(model)))
             assert int(job.layout.state_pointer.read_text()) == step
 
@@ -95,7 +95,7 @@ def test_the_save_of_close_is_full(job: Job) -> None:
         change(model)
         hook.after_step(3)  # not due
     assert_equal(full(job, 3), state(model))
-    assert not {LINK, MASTER} & {path.name for path in job.layout.actor(3).iterdir()}
+    assert not {DELTA, MASTER} & {path.name for path in job.layout.actor(3).iterdir()}
     assert load_checkpoint(job.layout.root, other) is not None
     assert_equal(state(other), state(model))
 
@@ -103,7 +103,7 @@ def test_the_save_of_close_is_full(job: Job) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_training_resumes_from_a_full_checkpoint_whose_weights_are_a_link(
+def test_training_resumes_from_a_full_checkpoint_whose_weights_are_a_delta(
     job: Job, dtype: Any, at_once: bool
 ) -> None:
     model = model_of(torch.float32 if dtype else torch.bfloat16)
@@ -119,11 +119,11 @@ def test_training_resumes_from_a_full_checkpoint_whose_weights_are_a_link(
         written(hook)
         truth = state(model)
         actor = job.layout.actor(2)
-        assert (actor / LINK).exists()
+        assert (actor / DELTA).exists()
         assert (actor / MASTER).exists()
         assert not (actor / SHARD).exists()
         save(hook, 3)
-        assert_equal(linked(job, 3, synced), halved(state(model)))
+        assert_equal(rebuilt(job, 3, synced), halved(state(model)))
     other = model_of(torch.float32 if dtype else torch.bfloat16)
     assert load_checkpoint(job.layout.root, other, step=2) is not None
     assert_equal(state(other), truth)
@@ -142,7 +142,7 @@ def test_a_save_while_a_checkpoint_is_written_is_full(job: Job) -> None:
         change(model)
         hook.save_checkpoint(2)
         assert gate.reached.wait(DEADLINE)  # the weights are announced, and the rest is written
-        assert is_link(job, 2)
+        assert is_delta(job, 2)
         middle = state(model)
         change(model)
         hook.save_state_dict(3)  # in the memory of step 1's copy
@@ -150,7 +150,7 @@ def test_a_save_while_a_checkpoint_is_written_is_full(job: Job) -> None:
         written(hook)
         assert_equal(full(job, 3), state(model))
         save(hook, 4)
-        assert is_link(job, 4)
+        assert is_delta(job, 4)
     resumed = model_of()
     load_checkpoint(job.layout.root, resumed, step=2)
     assert_equal(state(resumed), middle)
@@ -161,10 +161,10 @@ def test_saves_use_the_memory_of_two_copies(job: Job) -> None:
     with hook_of(job, model, storage=storage) as hook:
         copies = hook._saver.copies
         save(hook, 1)
-        gate = Gate(storage, "create", LINK)
+        gate = Gate(storage, "create", DELTA)
         hook.save_state_dict(2)
         assert gate.reached.wait(DEADLINE)
-        assert len(copies) == 0  # the link still reads both
+        assert len(copies) == 0  # the delta still reads both
         gate.opened.set()
         for step in range(3, 6):
             save(hook, step)
@@ -172,7 +172,7 @@ def test_saves_use_the_memory_of_two_copies(job: Job) -> None:
         change(model)
         checkpoint(hook, 6)
         written(hook)
-        assert is_link(job, 6)
+        assert is_delta(job, 6)
         part = sum(tensor.nbytes for tensor in model.state_dict().values())
         assert [buffers.nbytes for buffers in copies._free] == [part, part]
         assert not hook._trained._masters
@@ -189,7 +189,7 @@ def test_a_tied_output_embedding_is_left_out(job: Job) -> None:
         save(hook, 2)
         after = state(model)
     del before["lm_head.weight"], after["lm_head.weight"]
-    assert_equal(linked(job, 2, before), after)
+    assert_equal(rebuilt(job, 2, before), after)
 
 
 def published(**more: Any) -> Callable[[Job], None]:
@@ -201,10 +201,10 @@ def dead(job: Job) -> None:
         pass
 
 
-def without_links(job: Job) -> None:
+def without_deltas(job: Job) -> None:
     path = job.layout.daemon_report
     report = read(DaemonReport, path)
-    job.storage.replace(path, encode(report.model_copy(update={"links": False})))
+    job.storage.replace(path, encode(report.model_copy(update={"takes_deltas": False})))
 
 
 def foreign(job: Job) -> None:
@@ -218,25 +218,25 @@ def foreign_after_ours(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("daemon", "links"),
+    ("daemon", "deltas"),
     [
         (dead, False),
-        (without_links, False),
+        (without_deltas, False),
         (published(), True),
         (published(closed="a rollback"), False),
         (foreign, True),  # the full save of this run is still to be merged
         (foreign_after_ours, False),
     ],
 )
-def test_links_follow_what_the_daemon_says(
-    job: Job, daemon: Callable[[Job], None], links: bool
+def test_deltas_follow_what_the_daemon_says(
+    job: Job, daemon: Callable[[Job], None], deltas: bool
 ) -> None:
     model = model_of()
     with hook_of(job, model) as hook:
         save(hook, 1)
         daemon(job)
         save(hook, 2)
-        assert is_link(job, 2) is links
+        assert is_delta(job, 2) is deltas
 
 
 def test_a_step_that_is_not_higher_is_saved_whole(job: Job) -> None:
@@ -246,13 +246,13 @@ def test_a_step_that_is_not_higher_is_saved_whole(job: Job) -> None:
         save(hook, 3)
         assert_equal(full(job, 3), state(model))
         save(hook, 4)
-        assert is_link(job, 4)
+        assert is_delta(job, 4)
 
 
 @pytest.mark.parametrize(
     ("settings", "saving"), [({"method": "memory"}, {}), ({}, {"layout": "full"})]
 )
-def test_what_links_do_not_cover_is_saved_whole_after_one_warning(
+def test_what_deltas_do_not_cover_is_saved_whole_after_one_warning(
     job: Job,
     settings: dict[str, Any],
     saving: dict[str, Any],
@@ -263,24 +263,24 @@ def test_what_links_do_not_cover_is_saved_whole_after_one_warning(
         with hook_of(job, model, SaveSettings(**saving), **settings) as hook:
             save(hook, 1)
             save(hook, 2)
-            assert not is_link(job, 2)
-            assert "only method" in look(job).no_links
+            assert not is_delta(job, 2)
+            assert "only method" in look(job).no_deltas
         told = [one for one in caplog.messages if "every save is full: only method" in one]
         assert len(told) == 1
 
 
-def test_a_link_of_few_changes_has_a_fiftieth_of_a_full_save(job: Job) -> None:
+def test_a_delta_of_few_changes_has_a_fiftieth_of_a_full_save(job: Job) -> None:
     model = nn.Linear(2048, 1024).bfloat16()
     with hook_of(job, model) as hook:
         save(hook, 1)
         bits = model.weight.detach().view(torch.int16)
         bits[torch.rand(bits.shape) < 0.033] += 1
         save(hook, 2, 0)
-        whole, changed = (job.layout.actor(1) / SHARD, job.layout.actor(2) / LINK)
+        whole, changed = (job.layout.actor(1) / SHARD, job.layout.actor(2) / DELTA)
         assert 0.005 < changed.stat().st_size / whole.stat().st_size <= 0.02
 
 
-def test_a_link_names_tensors_with_nan(job: Job) -> None:
+def test_a_delta_names_tensors_with_nan(job: Job) -> None:
     model = model_of()
     with hook_of(job, model) as hook:
         save(hook, 1)

@@ -1,4 +1,4 @@
-"""Links on real ranks: each is the full save of the same step, whatever happens to a rank."""
+"""Deltas on real ranks: each is the full save of the same step, whatever happens to a rank."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from syncd.protocol.names import link_name, master_name
+from syncd.protocol.names import delta_name, master_name
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
-from tests.link_saves import full, is_link, linked, offered, receipts
+from tests.delta_saves import full, is_delta, offered, rebuilt, receipts
 from tests.merging import assert_equal
-from tests.multiprocess.link_ranks import LinkRank
+from tests.multiprocess.delta_ranks import DeltaRank
 from tests.multiprocess.peers import Ranks, started
 from tests.multiprocess.processes import LEASE_TIME
 from trainer_hooks import latest_checkpoint
@@ -44,7 +44,7 @@ def there(job: Path) -> Iterator[Job]:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Job:
-    """A job without links, to compare with."""
+    """A job without deltas, to compare with."""
     path = tmp_path / "whole"
     path.mkdir()
     job = Job.at(path, Storage())
@@ -52,10 +52,10 @@ def other(tmp_path: Path) -> Job:
     return job
 
 
-def test_each_link_of_replicated_shards_is_the_full_save_of_its_step(
+def test_each_delta_of_replicated_shards_is_the_full_save_of_its_step(
     job: Path, there: Job, other: Job
 ) -> None:
-    with started(LinkRank, job, 4, "bfloat16", 2) as ranks:
+    with started(DeltaRank, job, 4, "bfloat16", 2) as ranks:
         open_both(ranks, other)
         train(ranks, 1)
         made = full(there, 1)
@@ -63,16 +63,16 @@ def test_each_link_of_replicated_shards_is_the_full_save_of_its_step(
             if step == 4:
                 ranks[1]("forget")  # so it writes its part whole
             train(ranks, step)
-            made = linked(there, step, made)
+            made = rebuilt(there, step, made)
             assert_equal(made, full(other, step))
             small, large = (receipt.files[0].size for receipt in receipts(there, step)[:2])
             assert (small < large / 2) is (step == 4)
 
 
-def test_training_resumes_on_another_world_size_from_a_link(
+def test_training_resumes_on_another_world_size_from_a_delta(
     job: Path, there: Job, other: Job
 ) -> None:
-    with started(LinkRank, job, 4, "bfloat16") as ranks:
+    with started(DeltaRank, job, 4, "bfloat16") as ranks:
         open_both(ranks, other)
         train(ranks, 1, 2, 3)
         ranks.all("checkpoint_now", 3)
@@ -80,9 +80,9 @@ def test_training_resumes_on_another_world_size_from_a_link(
         assert latest_checkpoint(job) == 3
         names = {path.name for path in there.layout.actor(3).iterdir()}
         for rank in range(4):
-            assert {link_name(4, rank), master_name(4, rank)} <= names
+            assert {delta_name(4, rank), master_name(4, rank)} <= names
         truth = full(other, 3)
-    with started(LinkRank, job, 3, "bfloat16") as ranks:
+    with started(DeltaRank, job, 3, "bfloat16") as ranks:
         ranks.all("resume", 3)
         open_both(ranks, other)
         ranks.all("save_whole", 4)
@@ -103,10 +103,10 @@ def test_training_resumes_on_another_world_size_from_a_link(
         (0, "rename", "rank_0.json"),
     ],
 )
-def test_a_rank_that_fails_costs_its_link_alone(
+def test_a_rank_that_fails_costs_its_delta_alone(
     job: Path, there: Job, other: Job, rank: int, method: str, where: str
 ) -> None:
-    with started(LinkRank, job, 2, "bfloat16") as ranks:
+    with started(DeltaRank, job, 2, "bfloat16") as ranks:
         open_both(ranks, other)
         train(ranks, 1, 2)
         before = full(other, 2)
@@ -138,13 +138,13 @@ def test_a_rank_that_fails_costs_its_link_alone(
         (0, "rename", "latest_state_dict"),
     ],
 )
-def test_a_rank_that_is_killed_costs_its_link_alone(
+def test_a_rank_that_is_killed_costs_its_delta_alone(
     job: Path, there: Job, other: Job, rank: int, method: str, where: str
 ) -> None:
-    with started(LinkRank, job, 2, "bfloat16") as ranks:
+    with started(DeltaRank, job, 2, "bfloat16") as ranks:
         ranks.all("open", DELTAS | {"save_timeout": 3})
         train(ranks, 1, 2)
-        before = linked(there, 2, full(there, 1))
+        before = rebuilt(there, 2, full(there, 1))
         ranks[rank]("die_at", method, where)
         for peer in ranks:
             peer.tell("train", 3)
@@ -153,7 +153,7 @@ def test_a_rank_that_is_killed_costs_its_link_alone(
         if rank == 1:
             ranks[0]("over")
         assert_still(there, before)
-    with started(LinkRank, job, 2, "bfloat16") as ranks:
+    with started(DeltaRank, job, 2, "bfloat16") as ranks:
         open_both(ranks, other)
         train(ranks, 3, 4)  # the same step again, by another run
         assert_equal(full(there, 3), full(other, 3))
@@ -161,21 +161,21 @@ def test_a_rank_that_is_killed_costs_its_link_alone(
 
 
 def same_as_whole(there: Job, other: Job, step: int) -> None:
-    """The link of a step on the full save before it is what the other hook has saved."""
-    assert_equal(linked(there, step, full(there, step - 1)), full(other, step))
+    """The delta of a step on the full save before it is what the other hook has saved."""
+    assert_equal(rebuilt(there, step, full(there, step - 1)), full(other, step))
 
 
 def assert_still(there: Job, before: dict[str, torch.Tensor]) -> None:
-    """The pointer names step 2, and its link is what it was."""
+    """The pointer names step 2, and its delta is what it was."""
     assert int(there.layout.state_pointer.read_text()) == 2
-    assert_equal(linked(there, 2, full(there, 1)), before)
+    assert_equal(rebuilt(there, 2, full(there, 1)), before)
 
 
 @pytest.mark.parametrize("asking", [(0, 1), (0,), (1,)])
-def test_what_some_rank_cannot_link_is_saved_whole_after_a_warning_of_rank_0(
+def test_what_some_rank_cannot_save_as_a_delta_is_saved_whole_after_a_warning_of_rank_0(
     job: Path, there: Job, asking: tuple[int, ...]
 ) -> None:
-    with started(LinkRank, job, 2, "bfloat16") as ranks:
+    with started(DeltaRank, job, 2, "bfloat16") as ranks:
         if len(asking) == 2:
             ranks.all("shard_columns")
         for rank, peer in enumerate(ranks):
@@ -185,4 +185,4 @@ def test_what_some_rank_cannot_link_is_saved_whole_after_a_warning_of_rank_0(
         assert len(first) == (0 in asking)
         assert all(("dimension 0" if 1 in asking else "deltas=False") in line for line in first)
         train(ranks, 1, 2)
-        assert not is_link(there, 2)
+        assert not is_delta(there, 2)

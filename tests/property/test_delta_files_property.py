@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from syncd.checkpoint.boxes import Box
 from syncd.checkpoint.tensor_rules import ITEMSIZE
-from syncd.deltas.limits import BLOCK, LinkError
-from syncd.deltas.link_index import LENGTH, SavedPiece, read_index
-from tests.links import STORAGE, applied, written
+from syncd.deltas.delta_index import LENGTH, SavedPiece, read_index
+from syncd.deltas.limits import BLOCK, DeltaError
+from tests.delta_files import STORAGE, applied, written
 
 DTYPES = sorted(ITEMSIZE)
 DIGEST = xxhash.xxh3_128_hexdigest(b"")
@@ -46,14 +46,14 @@ def parts(draw: st.DrawFn) -> tuple[str, Box, bytes, bytes | None]:
 
 
 @given(st.lists(parts(), max_size=6))
-def test_every_piece_of_a_link_comes_out_bit_for_bit(
+def test_every_piece_of_a_delta_comes_out_bit_for_bit(
     drawn: list[tuple[str, Box, bytes, bytes | None]],
 ) -> None:
     pieces = [
         piece(f"t{at}", dtype, box, new, old) for at, (dtype, box, new, old) in enumerate(drawn)
     ]
     with TemporaryDirectory() as folder:
-        path = Path(folder, "link")
+        path = Path(folder, "delta")
         digest = written(path, pieces)
         read = index_at(path, digest)
         assert [(one.name, one.dtype, one.box) for one in read] == [one[:3] for one in pieces]
@@ -76,7 +76,7 @@ def test_a_piece_of_several_blocks_is_written_by_blocks(tmp_path: Path, dtype: s
     new[5 * width] ^= 1
     new[-1] ^= 128  # in the last, short block; the middle one has no entry
     box = Box((11,), (elements,))
-    path = tmp_path / "link"
+    path = tmp_path / "delta"
     digest = written(path, [piece("t", dtype, box, new.tobytes(), old.tobytes())])
     (read,) = index_at(path, digest)
     assert [(block.number, block.changed) for block in read.blocks] == [(0, 1), (2, 1)]
@@ -84,7 +84,7 @@ def test_a_piece_of_several_blocks_is_written_by_blocks(tmp_path: Path, dtype: s
     assert applied(path, digest, {"t": old.tobytes()}) == {"t": new.tobytes()}
 
 
-def test_every_flipped_byte_of_a_link_is_found_and_any_of_the_base(tmp_path: Path) -> None:
+def test_every_flipped_byte_of_a_delta_is_found_and_any_of_the_base(tmp_path: Path) -> None:
     old = np.random.default_rng(1).integers(0, 256, 900, np.uint8).tobytes()
     new = bytearray(old)
     new[10:40:2] = bytes(15)
@@ -94,7 +94,7 @@ def test_every_flipped_byte_of_a_link_is_found_and_any_of_the_base(tmp_path: Pat
         piece("same", "I64", Box((), ()), b"12345678", b"12345678"),
         piece("elsewhere", "F32", Box((0,), (4,)), b"n" * 16, b"o" * 16, is_replica=True),
     ]
-    path = tmp_path / "link"
+    path = tmp_path / "delta"
     digest = written(path, pieces)
     olds = {"sparse": old, "raw": bytes(6), "same": b"12345678"}
     good = path.read_bytes()
@@ -104,18 +104,18 @@ def test_every_flipped_byte_of_a_link_is_found_and_any_of_the_base(tmp_path: Pat
             bad = bytearray(good)
             bad[at] ^= flip
             path.write_bytes(bad)
-            with pytest.raises(LinkError):
+            with pytest.raises(DeltaError):
                 applied(path, digest, olds)
     path.write_bytes(good)
     for name in ("sparse", "same"):
         bad = bytearray(olds[name])
         bad[5] ^= 4
-        with pytest.raises(LinkError, match=name):
+        with pytest.raises(DeltaError, match=name):
             applied(path, digest, olds | {name: bytes(bad)})
 
 
 def stored(path: Path, index: object, blocks: bytes = b"") -> str:
-    """Write a link with any index; return the index's digest."""
+    """Write a delta with any index; return the index's digest."""
     content = json.dumps(index).encode()
     path.write_bytes(blocks + content + LENGTH.pack(len(content)))
     return xxhash.xxh3_128_hexdigest(content)
@@ -158,50 +158,50 @@ HOSTILE = {
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_index_is_refused(tmp_path: Path, what: str) -> None:
-    path, index = tmp_path / "link", HOSTILE[what]
+    path, index = tmp_path / "delta", HOSTILE[what]
     # The blocks that it lists are in the file, so that it is refused only for its own fault.
     length = sum(block[1] for one in index["pieces"] for block in one.get("blocks", []))
     digest = stored(path, index, bytes(length))
-    with pytest.raises(LinkError):
+    with pytest.raises(DeltaError):
         index_at(path, digest)
 
 
 def test_an_index_that_the_hostile_ones_resemble_is_accepted(tmp_path: Path) -> None:
-    path, index = tmp_path / "link", one_piece(blocks=[entry()])
+    path, index = tmp_path / "delta", one_piece(blocks=[entry()])
     digest = stored(path, index, bytes(5))
     assert len(index_at(path, digest)) == 1
     stored(path, index, bytes(6))
-    with pytest.raises(LinkError, match="as long as"):
+    with pytest.raises(DeltaError, match="as long as"):
         index_at(path, digest)
 
 
 def test_an_index_above_the_limit_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "link"
+    path = tmp_path / "delta"
     with path.open("wb") as file:
         file.truncate(2**40)
         file.seek(0, 2)
         file.write(LENGTH.pack(2**39))
-    with pytest.raises(LinkError, match="too long"):
+    with pytest.raises(DeltaError, match="too long"):
         index_at(path, DIGEST)
 
 
 @pytest.mark.parametrize("size", [0, 7, 100])
 def test_a_file_that_is_too_short_or_of_another_size_is_refused(tmp_path: Path, size: int) -> None:
-    path = tmp_path / "link"
+    path = tmp_path / "delta"
     digest = stored(path, {"pieces": []})
     if size < 100:
         path.write_bytes(bytes(size))
-    with pytest.raises(LinkError, match="bytes"):
+    with pytest.raises(DeltaError, match="bytes"):
         read_index(STORAGE, path, size, digest)
 
 
 @given(st.binary(max_size=300), st.integers(0, 300))
 def test_any_bytes_are_read_or_refused(content: bytes, length: int) -> None:
     with TemporaryDirectory() as folder:
-        path = Path(folder, "link")
+        path = Path(folder, "delta")
         path.write_bytes(content + LENGTH.pack(length))
         index = content[len(content) - length :] if length <= len(content) else b""
         try:
             index_at(path, xxhash.xxh3_128_hexdigest(index))
-        except LinkError:
+        except DeltaError:
             pass

@@ -1,4 +1,4 @@
-"""A job with a version, links that lead from it, and the versions that folds would make of them."""
+"""A job with a version, deltas that lead from it, and the versions that folds would make of them."""
 
 import shutil
 from collections.abc import Mapping
@@ -9,14 +9,14 @@ from explorer_hooks.staging import Staging
 from syncd.checkpoint.version import verify_version
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.coordination.versions import Lead
-from syncd.deltas.link_index import LinkFolder
+from syncd.deltas.delta_index import DeltaFolder
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.names import MANIFEST, version_folder
-from syncd.protocol.records import Ahead, Latest
+from syncd.protocol.records import Latest, Tip
 from syncd.storage.job import Job
 from tests.deltas import STORAGE, changed, contents, random_tensors, write_version
 from tests.jobs import SmallJob
-from tests.saved_links import link_folder
+from tests.saved_deltas import delta_folder
 from tests.storages import RuledStorage
 
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -34,21 +34,21 @@ class Unheld:
         """Do nothing."""
 
 
-class LinkedJob:
-    """Version 1 of a job, and links to the next saves, of which the last is ahead.
+class DeltaChain:
+    """Version 1 of a job, and deltas to the next saves, of which the last is the tip.
 
     Args:
         job: the job.
         folder: for the versions that folds would make.
         saves: the number of saves, the first of which is published.
-        world_size: the number of files of a link.
+        world_size: the number of files of a delta.
         shapes: the dtype and shape of each tensor.
         small: the other files of a version.
 
     Attributes:
         storage: of the explorers.
         whole: the versions, from the first on; only the first is published.
-        links: the link to the second save, and so on.
+        deltas: the delta to the second save, and so on.
         holds: the number of times that LATEST's version was held.
     """
 
@@ -75,28 +75,28 @@ class LinkedJob:
         given = {"files": [others, [first]], "small": small, "metadata": {"format": "pt"}}
         self._given = given
         self.whole = [write_version(job.layout.published, 1, self.tensors[0], **given)]
-        self.links: list[LinkFolder] = []
+        self.deltas: list[DeltaFolder] = []
         self._publish(self.whole[0])
         for _ in range(saves - 1):
-            self.link()
+            self.add_delta()
 
-    def link(self) -> None:
-        """Let the next save be ahead."""
+    def add_delta(self) -> None:
+        """Let the next save be the tip."""
         old, number = self.tensors[-1], len(self.tensors) + 1
         new = changed(old, 0.03, number)
         self.tensors.append(new)
         self.whole.append(write_version(self._folds, number, new, **self._given))
         base, target = (f"run-{n}-{n}" for n in (number - 1, number))
-        folder = self.job.layout.link(number)
-        self.links.append(link_folder(folder, base, target, old, new, self._world_size))
-        self.put(ahead=Ahead(sequence=number, step=number, save_id=target))
+        folder = self.job.layout.delta(number)
+        self.deltas.append(delta_folder(folder, base, target, old, new, self._world_size))
+        self.put(tip=Tip(sequence=number, step=number, save_id=target))
 
     def put(self, **changes: object) -> None:
         """Change LATEST."""
         self.job.put_record(self.job.layout.latest, self.latest.model_copy(update=changes))
 
     def publish(self, number: int) -> None:
-        """Publish the fold of a save; nothing is ahead."""
+        """Publish the fold of a save; there is no tip."""
         whole = self.whole[number - 1]
         shutil.move(whole.folder, folder := self.job.layout.version(number))  # another filesystem
         self.whole[number - 1] = WholeVersion(folder, whole.manifest)
@@ -119,8 +119,8 @@ class LinkedJob:
 
     def lead(self) -> Lead:
         """What explorers find in LATEST."""
-        assert self.latest.ahead is not None
-        return Lead(Job(self.storage, self.job.layout), self.latest, self.latest.ahead)
+        assert self.latest.tip is not None
+        return Lead(Job(self.storage, self.job.layout), self.latest, self.latest.tip)
 
     def version(self, number: int) -> LeasedVersion:
         """A published version."""
@@ -132,9 +132,9 @@ class LinkedJob:
         return self.version(self.latest.sequence)
 
     def follow(self, staging: Staging) -> LeasedVersion:
-        """Make a copy of what is ahead, and compare it with the fold."""
+        """Make a copy of the tip, and compare it with the fold."""
         copy = staging.follow(self.lead(), self.hold)
-        self.check(copy, self.lead().ahead.sequence)
+        self.check(copy, self.lead().tip.sequence)
         return copy
 
     def check(self, copy: LeasedVersion, number: int) -> None:

@@ -22,12 +22,12 @@ from syncd.storage.fsio import Draft
 from tests.jobs import nothing
 from tests.merging import STORAGE, assert_equal
 from tests.refusals import invalid
-from trainer_hooks.state.host_part import HostPart
+from trainer_hooks.state.weights_in_memory import WeightsInMemory
 
 KINDS = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.bool, torch.int64]
 
 
-def write(part: HostPart, path: Path) -> ReceiptFile:
+def write(part: WeightsInMemory, path: Path) -> ReceiptFile:
     with Draft(STORAGE, path) as draft:
         return part.write(draft)
 
@@ -52,7 +52,7 @@ def test_any_tensors_in_any_buckets_come_back(
 ) -> None:
     path = tmp_path_factory.mktemp("part") / "model.safetensors"
     tensors = {f"t{number}": made(*kind) for number, kind in enumerate(kinds)}
-    part = HostPart(bucket)
+    part = WeightsInMemory(bucket)
     for _ in range(2):  # the second save uses the same memory
         assert part.fill(tensors.items()) == sum(one.nbytes for one in tensors.values())
         file = write(part, path)
@@ -73,7 +73,7 @@ def test_a_generator_may_use_its_memory_again(tmp_path: Path) -> None:
         for number in range(5):
             yield f"t{number}", memory.fill_(number)
 
-    part = HostPart(999)
+    part = WeightsInMemory(999)
     part.fill(reusing())
     memory.fill_(-1)
     write(part, tmp_path / "a.safetensors")
@@ -94,7 +94,7 @@ def test_arrays_of_other_libraries_are_taken(tmp_path: Path) -> None:
     read_only = np.arange(6, dtype=np.float32).reshape(2, 3).T
     read_only.flags.writeable = False
     expected = torch.arange(8).to(torch.bfloat16)
-    part = HostPart()
+    part = WeightsInMemory()
     part.fill(
         {
             "numpy": read_only,
@@ -138,11 +138,11 @@ def test_what_is_no_whole_tensor_is_refused_by_name_after_the_rest_was_asked_for
             yield name, value
 
     with invalid(message):
-        HostPart().fill(noted())
+        WeightsInMemory().fill(noted())
     assert asked[-1] == "last"
 
 
 def test_nan_and_inf_are_counted(tmp_path: Path) -> None:
-    part = HostPart(3)
+    part = WeightsInMemory(3)
     part.fill([("good", torch.ones(9)), ("bad", torch.tensor([1.0, float("nan"), 2.0]))])
     assert write(part, tmp_path / "a.safetensors").nonfinite == NonFinite.of(["bad"])

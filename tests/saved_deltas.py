@@ -1,4 +1,4 @@
-"""Small jobs whose trainer saves links, and folds of them without a child process."""
+"""Small jobs whose trainer saves deltas, and folds of them without a child process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from syncd.checkpoint.boxes import Box
 from syncd.checkpoint.merging.options import Work
+from syncd.deltas.delta_index import Content, DeltaFolder, DeltaRecord, SavedPiece
 from syncd.deltas.folding import fold_version
-from syncd.deltas.link_index import Content, LinkFolder, LinkRecord, SavedPiece
-from syncd.protocol.names import DELTA, RECEIPTS, link_name, receipt_name
+from syncd.protocol.names import DELTA, RECEIPTS, delta_name, receipt_name
 from syncd.protocol.records import (
     Latest,
     Manifest,
@@ -23,9 +23,9 @@ from syncd.protocol.records import (
     encode,
 )
 from syncd.storage.job import Job
+from tests.delta_files import written
 from tests.deltas import Tensors
 from tests.jobs import SmallJob, nothing
-from tests.links import written
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,10 +48,10 @@ class InThisProcess:
         self.closed = True
 
 
-def write_links(
+def write_delta_files(
     folder: Path, old: Tensors | None, new: Tensors, world_size: int, names: Sequence[str]
 ) -> list[ReceiptFile]:
-    """Write the link files of all ranks, each with uneven rows of the tensors.
+    """Write the delta files of all ranks, each with uneven rows of the tensors.
 
     Tensors without rows are replicas on all ranks but the first. ``old`` is None for raw blocks.
     """
@@ -83,19 +83,19 @@ def _bytes(values: NDArray[Any]) -> Content:
     return lambda begin, end: content[begin:end]
 
 
-def link_folder(
+def delta_folder(
     folder: Path, base: str, target: str, old: Tensors | None, new: Tensors, world_size: int = 1
-) -> LinkFolder:
-    """A link as the daemon makes it."""
+) -> DeltaFolder:
+    """A delta as the daemon makes it."""
     folder.mkdir()
     names = [f"rank-{rank}" for rank in range(world_size)]
     files = tuple(
         VersionFile(name=one.name, size=one.size, digest=one.digest)
-        for one in write_links(folder, old, new, world_size, names)
+        for one in write_delta_files(folder, old, new, world_size, names)
     )
-    link = LinkRecord(base=base, target=target, files=files)
-    (folder / DELTA).write_bytes(encode(link))
-    return LinkFolder(folder, link)
+    delta = DeltaRecord(base=base, target=target, files=files)
+    (folder / DELTA).write_bytes(encode(delta))
+    return DeltaFolder(folder, delta)
 
 
 def values_of(step: int) -> Values:
@@ -103,7 +103,7 @@ def values_of(step: int) -> Values:
     return (float(step), 2.0, 3.0)
 
 
-def save_link(
+def save_delta(
     job: SmallJob,
     step: int,
     base: int,
@@ -123,8 +123,10 @@ def save_link(
         {"weight": ("F32", np.array(values_of(one)[:shape], "<f4").view("<u4"))}
         for one in (base, step)
     )
-    names = [link_name(world_size, rank) for rank in range(world_size)]
-    for rank, file in enumerate(write_links(actor, None if raw else old, new, world_size, names)):
+    names = [delta_name(world_size, rank) for rank in range(world_size)]
+    for rank, file in enumerate(
+        write_delta_files(actor, None if raw else old, new, world_size, names)
+    ):
         record = Receipt(
             save_id=save_id,
             step=step,

@@ -20,7 +20,7 @@ from syncd.storage.job import Job
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import DEADLINE
 from tests.multiprocess.shared_job import SharedJob
-from tests.staged_links import LinkedJob
+from tests.staged_deltas import DeltaChain
 from tests.storages import RuledStorage
 
 pytestmark = pytest.mark.mounts
@@ -40,17 +40,17 @@ class Pause:
 
 
 @pytest.mark.parametrize("file", [DELTA, "rank-0", "rank-1"])
-def test_a_copy_is_whole_or_none_though_its_links_are_deleted_while_it_is_made(
+def test_a_copy_is_whole_or_none_though_its_deltas_are_deleted_while_it_is_made(
     shared: SharedJob, memory: Path, tmp_path: Path, file: str
 ) -> None:
-    trainer = LinkedJob(SmallJob(shared.a.job), tmp_path, saves=1)
+    trainer = DeltaChain(SmallJob(shared.a.job), tmp_path, saves=1)
     storage = RuledStorage()
     explorer = Versions(Job(storage, SmallJob(shared.b.job).layout), "host", None, clock=float)
     explorer.passed = 0
     staging = Staging(memory)
 
     def lead() -> Lead:
-        newest = explorer.newest(sure=True, ahead=True)
+        newest = explorer.newest(sure=True, tip=True)
         found = explorer.lead(newest or Version(0, 0))
         assert found is not None
         return found
@@ -62,12 +62,12 @@ def test_a_copy_is_whole_or_none_though_its_links_are_deleted_while_it_is_made(
         held = hold()
         base = staging.stage(held)
         held.release()
-        trainer.link()  # the first of all: this client has never seen the folder
+        trainer.add_delta()  # the first of all: this client has never seen the folder
         pause = Pause(file)
         storage.rules.append(pause)
         making = pool.submit(staging.follow, lead(), hold)
         assert pause.reached.wait(DEADLINE)
-        shutil.rmtree(trainer.links[-1].folder)
+        shutil.rmtree(trainer.deltas[-1].folder)
         pause.goes_on.set()
         with pytest.raises(NotStagedError):
             making.result(DEADLINE)
@@ -77,7 +77,7 @@ def test_a_copy_is_whole_or_none_though_its_links_are_deleted_while_it_is_made(
         copy = staging.stage(held)
         trainer.check(copy, 2)
         held.release()
-        trainer.link()
+        trainer.add_delta()
         found = lead()
         later = staging.follow(found, hold)
         trainer.check(later, 3)

@@ -1,4 +1,4 @@
-"""Ahead: saves that are links, and the folds that make full versions of them, as a model.
+"""The tip: saves that are deltas, and the folds that make full versions of them, as a model.
 
 A trainer of two ranks, two daemons that may stop for ever between any two steps, and readers. Each
 step is one operation on storage: a rename is visible at once, and the daemon syncs the folder as a
@@ -6,7 +6,7 @@ part of its next step, so that a power loss can undo a rename in between. One fa
 any moment. An old cache is a fault, too: one client goes on seeing the records or the folders of
 that moment, until it asks the server.
 
-The bytes of a save are its number: a link of save 3, whose base is 2, turns 2 into 3. The fence is
+The bytes of a save are its number: a delta of save 3, whose base is 2, turns 2 into 3. The fence is
 given here (fence.py): a rename out of a room whose successor has taken over fails. So are leases
 (lease.py).
 """
@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from .ahead_daemon import Daemons, Steps
-from .ahead_state import BAD, WRONG, Daemon, Disk, Latest, Reader, Save, State, Trainer, Version
+from .tip_daemon import Daemons, Steps
+from .tip_state import BAD, WRONG, Daemon, Disk, Latest, Reader, Save, State, Trainer, Version
 
 _READERS = {
     "c": Reader(stage=True, sequence=1, serves=1),
@@ -26,7 +26,7 @@ _READERS = {
 
 
 @dataclass(frozen=True)
-class Ahead(Daemons):
+class Tip(Daemons):
     """The model: `start`, `successors`, `violation` and `served` are for the search."""
 
     def start(self) -> State:
@@ -133,7 +133,7 @@ class Ahead(Daemons):
             against = trainer.copy if base_1 and has_copy else 0
             save = Save(trainer.run, step, full, base, base_1, against, bool(nan))
             yield (
-                f"plan {new}: step {step}{', full' * full}{f', a link on {base}' * (base > 0)}",
+                f"plan {new}: step {step}{', full' * full}{f', a delta on {base}' * (base > 0)}",
                 state._replace(
                     saves=(*state.saves, save),
                     trainer=Trainer(trainer.run, step, new, new, False, "planned"),
@@ -143,12 +143,12 @@ class Ahead(Daemons):
             )
 
     def _base(self, state: State, step: int) -> int:
-        """The base of the next save; 0 if there is to be no link."""
+        """The base of the next save; 0 if there is to be no delta."""
         trainer, rules, base = state.trainer, self.rules, state.saves[state.trainer.last]
         allowed = (
             trainer.announced or not rules.last_is_announced,
             any(d.place != "away" for d in state.daemons),
-            not state.to("the trainer").disk.latest.closed or not rules.not_closed,
+            not state.to("the trainer").disk.latest.no_deltas or not rules.not_stopped,
             step > base.step or not rules.above_base,
             not base.nan or base.base or not rules.finite_root,
         )
@@ -161,8 +161,8 @@ class Ahead(Daemons):
         latest = seen.disk.latest
         sequence, save = me.goal
         if not sequence:
-            ahead = me.stage and latest.ahead
-            goal = (latest.number, latest.ahead) if ahead else (latest.sequence, latest.save)
+            tip = me.stage and latest.tip
+            goal = (latest.number, latest.tip) if tip else (latest.sequence, latest.save)
             newer = goal[0] > me.sequence if rules.never_back else goal[0] != me.sequence
             version = state.version(latest.sequence)
             if newer and (me.stage or version):
@@ -207,16 +207,16 @@ class Ahead(Daemons):
         for number, daemon in enumerate(state.daemons):
             if daemon.room == disk.room < self.rooms:
                 yield f"kill daemon {number}", state.by(number, Daemon())
-            if daemon.place in ("linking", "building", "naming"):
+            if daemon.place in ("making", "building", "naming"):
                 back = daemon.ready(daemon.latest, daemon.floor, daemon.dirty)
                 yield f"EIO for daemon {number}", state.by(number, back)
         for number, reader in enumerate(state.readers):
             after = _with_reader(state, number, reader._replace(damaged=True))
             yield f"damage to the copy of reader {number}", after
-        for link in disk.links:
-            links = (*disk.without(link).links, link._replace(files=BAD))
-            after = state._replace(disk=disk._replace(links=tuple(sorted(links))))
-            yield f"damage to d{link.number}", after
+        for delta in disk.deltas:
+            deltas = (*disk.without(delta).deltas, delta._replace(files=BAD))
+            after = state._replace(disk=disk._replace(deltas=tuple(sorted(deltas))))
+            yield f"damage to d{delta.number}", after
         clients = ["the trainer", "the daemon", *(f"reader {n}" for n in range(len(state.readers)))]
         for client, records in product(clients, (True, False)):
             old = (client, records, Disk(Latest(), 0, (), ()).seen(records, disk), 0)
@@ -249,10 +249,10 @@ class Ahead(Daemons):
 
     def _served(self, before: State, after: State) -> Iterator[str]:
         latest = after.disk.latest
-        names = {latest.number: latest.ahead, latest.sequence: latest.save}
+        names = {latest.number: latest.tip, latest.sequence: latest.save}
         for old, now in zip(before.readers, after.readers, strict=True):
             if now.serves == WRONG:
-                yield "a link is applied to another base than its own"
+                yield "a delta is applied to another base than its own"
             if now.serves == BAD or after.saves[now.serves].nan:
                 yield "a reader serves what no save has, or NaN"
             if now.sequence < old.sequence:
@@ -268,18 +268,18 @@ class Ahead(Daemons):
         named = after.version(latest.sequence)
         if named is None or named.save != latest.save or latest.save < 0:
             yield f"LATEST names v{latest.sequence} = {latest.save}, which is not there"
-        if latest.ahead and latest.number <= latest.sequence:
-            yield "ahead is not above LATEST"
+        if latest.tip and latest.number <= latest.sequence:
+            yield "the tip is not above LATEST"
         if latest.sequence < was.sequence and before.faults == after.faults:
             yield "LATEST goes back"
-        if before.asked and not after.asked and was.ahead and latest == was:
-            yield "a rollback of ahead is refused"
+        if before.asked and not after.asked and was.tip and latest == was:
+            yield "a rollback of the tip is refused"
         replaced = before.replaced == after.replaced and after.replaced
-        if replaced and latest != was and replaced in (latest.save, latest.ahead):
+        if replaced and latest != was and replaced in (latest.save, latest.tip):
             yield "what people rolled back is published again"
-        if any(link.files not in (link.save, BAD) for link in after.disk.links):
-            yield "a link has the files of another save"
-        if not any(link.files == BAD for link in after.disk.links):
+        if any(delta.files not in (delta.save, BAD) for delta in after.disk.deltas):
+            yield "a delta has the files of another save"
+        if not any(delta.files == BAD for delta in after.disk.deltas):
             yield from self._lost(before, after)
 
     def _lost(self, before: State, after: State) -> Iterator[str]:
@@ -292,7 +292,7 @@ class Ahead(Daemons):
         writes = after.trainer != before.trainer and stage not in ("idle", "dead")
         if writes:
             return
-        for save in {before.pointed(), before.disk.latest.ahead} - {0}:
+        for save in {before.pointed(), before.disk.latest.tip} - {0}:
             if self.available(before, save) and not self.available(after, save):
                 yield f"{save}, which is announced, is lost"
 
@@ -307,9 +307,9 @@ class Ahead(Daemons):
         if self.eager and alive and not self._base(state, trainer.step + 1):
             return True  # the next save will be full, and heals all
         full = latest.sequence, latest.save
-        newest = (latest.number, latest.ahead) if latest.ahead else full
+        newest = (latest.number, latest.tip) if latest.tip else full
         is_settled = state.saves[save].nan or save == latest.instead_of
-        return (is_settled or save in (latest.save, latest.ahead)) and all(
+        return (is_settled or save in (latest.save, latest.tip)) and all(
             (reader.sequence, reader.serves) == (newest if reader.stage else full)
             and (is_settled or reader.serves == save)
             for reader in state.readers

@@ -1,4 +1,4 @@
-"""Write the pieces of one rank into a link, and make their new bytes from the old ones."""
+"""Write the pieces of one rank into a delta, and make their new bytes from the old ones."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import xxhash
 
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.closing import Closing
+from syncd.deltas.delta_index import LENGTH, DeltaBlock, DeltaIndex, DeltaPiece, SavedPiece
 from syncd.deltas.encoding import BlockError, Decoder, Encoder, as_elements, whole_block
-from syncd.deltas.limits import BLOCK, LinkError
-from syncd.deltas.link_index import LENGTH, LinkBlock, LinkIndex, LinkPiece, SavedPiece
+from syncd.deltas.limits import BLOCK, DeltaError
 from syncd.protocol.records import encode
 from syncd.storage.fsio import Storage
 
 
-def write_link(write: Callable[[bytes], object], pieces: Iterable[SavedPiece]) -> str:
-    """Write a link's blocks and index, and return the xxh3-128 of the index.
+def write_delta(write: Callable[[bytes], object], pieces: Iterable[SavedPiece]) -> str:
+    """Write a delta's blocks and index, and return the xxh3-128 of the index.
 
     ``write`` appends to the file.
     """
     encoder = Encoder()
-    written: list[LinkPiece] = []
+    written: list[DeltaPiece] = []
     for piece in pieces:
         width = ITEMSIZE[piece.dtype]
         size = piece.box.size * width
@@ -44,18 +44,18 @@ def write_link(write: Callable[[bytes], object], pieces: Iterable[SavedPiece]) -
             if count:
                 write(encoded)
                 digest = xxhash.xxh3_64_hexdigest(encoded)
-                blocks.append(LinkBlock(number, len(encoded), count, digest))
+                blocks.append(DeltaBlock(number, len(encoded), count, digest))
         name, dtype, box, _, _, is_replica = piece
         digest = hasher.hexdigest()
-        written.append(LinkPiece(name, dtype, box, digest, tuple(blocks), is_replica))
-    index = encode(LinkIndex(pieces=tuple(written)))
+        written.append(DeltaPiece(name, dtype, box, digest, tuple(blocks), is_replica))
+    index = encode(DeltaIndex(pieces=tuple(written)))
     write(index)
     write(LENGTH.pack(len(index)))
     return xxhash.xxh3_128_hexdigest(index)
 
 
-class LinkReader(Closing):
-    """An open link file, and its ``pieces`` (:func:`~.link_index.read_index`).
+class DeltaReader(Closing):
+    """An open delta file, and its ``pieces`` (:func:`~.delta_index.read_index`).
 
     Several threads can share a reader, if each has its own :class:`~.encoding.Decoder`. Unless it
     ``stays_open``, the file is opened for each block.
@@ -65,7 +65,7 @@ class LinkReader(Closing):
         self,
         storage: Storage,
         path: Path,
-        pieces: Sequence[LinkPiece],
+        pieces: Sequence[DeltaPiece],
         *,
         stays_open: bool = True,
     ) -> None:
@@ -87,10 +87,10 @@ class LinkReader(Closing):
         """Yield the new bytes of a piece, block by block, in the memory of the old ones.
 
         The memory must be writable; its content does not matter if the piece needs no base. Readers
-        of consecutive links can be nested, if their pieces have the same box.
+        of consecutive deltas can be nested, if their pieces have the same box.
 
         Raises:
-            LinkError: the link is damaged, or the old bytes are not the base's: at the latest
+            DeltaError: the delta is damaged, or the old bytes are not the base's: at the latest
                 after the last block.
         """
         piece = self.pieces[number]
@@ -115,5 +115,5 @@ class LinkReader(Closing):
         if hasher.hexdigest() != piece.digest:
             raise self._damaged(piece, "the new bytes do not have the digest in the index")
 
-    def _damaged(self, piece: LinkPiece, why: str) -> LinkError:
-        return LinkError(f"the link {self._path} cannot be used: {shown(piece.name)}: {why}")
+    def _damaged(self, piece: DeltaPiece, why: str) -> DeltaError:
+        return DeltaError(f"the delta {self._path} cannot be used: {shown(piece.name)}: {why}")

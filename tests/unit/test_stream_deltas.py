@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from syncd.protocol.errors import InvalidSettingsError, SaveFailedError, WaitTimeoutError
-from syncd.protocol.names import link_name, part_name
+from syncd.protocol.names import delta_name, part_name
 from syncd.protocol.policy import SyncSettings, Version
 from syncd.protocol.records import SaveOutcome, SaveOutcomes, encode
 from syncd.storage.job import Job
-from tests.link_saves import is_link, linked, offered, publish, receipts
-from tests.links import applied, written
+from tests.delta_files import applied, written
+from tests.delta_saves import is_delta, offered, publish, rebuilt, receipts
 from tests.merging import assert_equal
 from tests.refusals import save_fails
 from tests.storages import RuledStorage, refuse
 from trainer_hooks import WeightStream
-from trainer_hooks.state.host_part import HostPart
+from trainer_hooks.state.weights_in_memory import WeightsInMemory
 
 
 @pytest.fixture
@@ -71,26 +71,26 @@ def save(streams: list[WeightStream], weights: Weights, step: int) -> None:
         stream.wait()
 
 
-def test_each_save_after_the_first_is_a_link(job: Job, stack: ExitStack) -> None:
+def test_each_save_after_the_first_is_a_delta(job: Job, stack: ExitStack) -> None:
     streams, weights = pair(job, stack), Weights()
     save(streams, weights, 1)
-    assert not is_link(job, 1)
+    assert not is_delta(job, 1)
     made = weights.whole()
     for step in (2, 3, 4):
         save(streams, weights, step)
         for rank, receipt in enumerate(receipts(job, step)):
             assert receipt.base == receipts(job, step - 1)[0].save_id
             assert not (job.layout.actor(step) / part_name(2, rank)).exists()
-        made = linked(job, step, made)
+        made = rebuilt(job, step, made)
         assert_equal(made, weights.whole())
     publish(job, receipts(job, 1)[0].save_id, closed="for a reason")
     save(streams, weights, 5)
-    assert not is_link(job, 5)
+    assert not is_delta(job, 5)
     publish(job, receipts(job, 5)[0].save_id, sequence=2)
     made = weights.whole()
     weights.tensors["a"][3, 4] = float("nan")
     save(streams, weights, 6)
-    assert_equal(linked(job, 6, made), weights.whole())
+    assert_equal(rebuilt(job, 6, made), weights.whole())
     nonfinite = [receipt.files[0].nonfinite for receipt in receipts(job, 6)]
     assert [one.names for one in nonfinite if one is not None] == [("a",), ()]
 
@@ -103,7 +103,7 @@ def test_each_save_after_the_first_is_a_link(job: Job, stack: ExitStack) -> None
         (None, {"bx": torch.ones(7), "d": torch.tensor(3)}, ["b is missing; bx is new", "step 2"]),
     ],
 )
-def test_a_writer_that_fails_costs_its_link_alone(
+def test_a_writer_that_fails_costs_its_delta_alone(
     job: Job, stack: ExitStack, rule: Any, second: Any, why: list[str]
 ) -> None:
     storage = RuledStorage()
@@ -119,11 +119,11 @@ def test_a_writer_that_fails_costs_its_link_alone(
     storage.rules.clear()
     assert int(job.layout.state_pointer.read_text()) == 1
     save(streams, weights, 3)
-    assert not is_link(job, 3)
-    assert not (job.layout.actor(2) / link_name(2, 1)).exists()
+    assert not is_delta(job, 3)
+    assert not (job.layout.actor(2) / delta_name(2, 1)).exists()
     before = weights.whole()
     save(streams, weights, 4)
-    assert_equal(linked(job, 4, before), weights.whole())
+    assert_equal(rebuilt(job, 4, before), weights.whole())
 
 
 def test_a_writer_that_saved_alone_has_no_base(job: Job, stack: ExitStack) -> None:
@@ -138,10 +138,10 @@ def test_a_writer_that_saved_alone_has_no_base(job: Job, stack: ExitStack) -> No
         streams[1].wait()
     storage.rules.clear()
     save(streams, weights, 3)
-    assert_equal(linked(job, 3, before), weights.whole())
+    assert_equal(rebuilt(job, 3, before), weights.whole())
 
 
-def test_a_linked_save_is_published_when_latest_has_its_number(job: Job) -> None:
+def test_a_delta_is_published_when_latest_has_its_number(job: Job) -> None:
     with WeightStream(job.layout.root) as stream:
         stream.save(1, {"a": torch.ones(2)})
         stream.wait()
@@ -157,7 +157,7 @@ def test_a_linked_save_is_published_when_latest_has_its_number(job: Job) -> None
 
 @pytest.mark.parametrize("bucket", [7, 64, 100_000])
 def test_pieces_may_lie_in_several_buckets(tmp_path: Path, bucket: int) -> None:
-    weights, parts = Weights(), [HostPart(bucket), HostPart(2 * bucket + 1)]
+    weights, parts = Weights(), [WeightsInMemory(bucket), WeightsInMemory(2 * bucket + 1)]
     old = contents(weights.tensors)
     parts[0].fill(weights.whole().items())
     weights.change()
@@ -180,5 +180,5 @@ def test_a_writer_without_deltas_writes_its_part_whole(job: Job, stack: ExitStac
     save(streams, weights, 1)
     before = weights.whole()
     save(streams, weights, 2)
-    assert is_link(job, 2)
-    assert_equal(linked(job, 2, before), weights.whole())
+    assert is_delta(job, 2)
+    assert_equal(rebuilt(job, 2, before), weights.whole())

@@ -20,7 +20,7 @@ from syncd.checkpoint.safetensors_header import HeaderEntry, file_order, header_
 from syncd.checkpoint.tensor_rules import name_fault, shown
 from syncd.coordination.host_memory import HostMemory, wait_for_copies
 from syncd.coordination.tensors import torch_dtype
-from syncd.deltas.link_index import Content, SavedPiece
+from syncd.deltas.delta_index import Content, SavedPiece
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.records import NonFinite, ReceiptFile, SaveId
 from syncd.storage.fsio import Draft
@@ -32,7 +32,7 @@ from trainer_hooks.state.state_dict import dtype_name
 BUCKET: Final = 64 * 1024 * 1024
 
 
-class HostPart:
+class WeightsInMemory:
     """The whole tensors that one rank gives to a save; the next save uses the same memory.
 
     The memory holds the tensors' bytes, and less than one bucket more. It is pinned if the first
@@ -128,8 +128,8 @@ class HostPart:
         wait_for_copies({flat.device})  # the next tensor may come in the same memory
         self._entries[name] = HeaderEntry(name, dtype, shape, begin, self._end)
 
-    def pieces(self, old: HostPart | None, nonfinite: list[str]) -> Iterator[SavedPiece]:
-        """The tensors as pieces of a link, whose base has the tensors of ``old``.
+    def pieces(self, old: WeightsInMemory | None, nonfinite: list[str]) -> Iterator[SavedPiece]:
+        """The tensors as pieces of a delta, whose base has the tensors of ``old``.
 
         The names of tensors with NaN or Inf are added to ``nonfinite``.
         """

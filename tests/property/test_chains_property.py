@@ -1,25 +1,25 @@
-"""The way back from the pointer's save, and the links above LATEST, whatever lies there."""
+"""The chain back from the pointer's save, and the deltas above LATEST, whatever lies there."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncd.checkpoint.save import Links, Save, Shards, Unfinished
+from syncd.checkpoint.save import Delta, Save, Shards, Unfinished
+from syncd.daemon.chains import DeltaSeen, chain_to, deltas_to_each
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
-    CloseLinks,
     Fold,
-    MakeLinks,
+    MakeDeltas,
     Observation,
     Pointer,
     PointerState,
-    PruneLink,
+    PruneDelta,
     PruneStep,
     Publish,
     StepSeen,
+    StopDeltas,
     decide,
 )
-from syncd.daemon.ways import LinkSeen, chains_from, way_back
-from syncd.protocol.records import Ahead, Receipt, SaveOutcome
+from syncd.protocol.records import Receipt, SaveOutcome, Tip
 
 STEPS = 7
 NAMES = st.integers(1, STEPS).map(lambda step: f"run-{step}-{step}")
@@ -35,37 +35,37 @@ def folders(draw: st.DrawFn) -> dict[int, Save]:
     """Step folders: saves with and without a base, of two runs, also with loops of bases."""
     found: dict[int, Save] = {}
     for step in range(1, STEPS + 1):
-        kind = draw(st.sampled_from(["links", "links", "full", "missing"]))
+        kind = draw(st.sampled_from(["deltas", "deltas", "full", "missing"]))
         if kind == "missing":
             found[step] = Unfinished(step, "nothing is there")
             continue
         save_id = draw(st.sampled_from([f"run-{step}-{step}", f"other-{step}-{step}"]))
         base = draw(NAMES | FOREIGN | (st.none() if kind == "full" else st.nothing()))
         base = draw(st.just(f"{save_id.partition('-')[0]}-{step - 1}-{step - 1}") | st.just(base))
-        make = Links if kind == "links" else Shards
+        make = Delta if kind == "deltas" else Shards
         found[step] = make(step, save_id, receipts=(receipt(step, save_id, base),))
     return found
 
 
-LINKS = st.lists(
+DELTAS = st.lists(
     st.builds(
-        LinkSeen,
+        DeltaSeen,
         sequence=st.integers(1, 12),
         bytes=st.integers(0, 100),
         base=st.none() | NAMES | FOREIGN,
         target=NAMES | FOREIGN,
     ),
     max_size=8,
-    unique_by=lambda link: link.sequence,
+    unique_by=lambda delta: delta.sequence,
 )
 
 
 @settings(max_examples=300)
-@given(LINKS, st.integers(0, 6), st.none() | NAMES)
-def test_the_links_above_latest_lead_from_its_save_without_loops(
-    links: list[LinkSeen], latest: int, save_id: str | None
+@given(DELTAS, st.integers(0, 6), st.none() | NAMES)
+def test_the_deltas_above_latest_lead_from_its_save_without_loops(
+    deltas: list[DeltaSeen], latest: int, save_id: str | None
 ) -> None:
-    for target, chain in chains_from(latest, save_id, links).items():
+    for target, chain in deltas_to_each(latest, save_id, deltas).items():
         assert chain[0].sequence > latest
         assert chain[-1].target == target != save_id
         assert chain[0].base == save_id
@@ -81,17 +81,17 @@ def test_the_way_back_ends_at_a_known_save_or_says_what_to_merge(
     save = found[pointed]
     if isinstance(save, Unfinished):
         return
-    way = way_back(save, known, refused, lambda step: found.get(step, Unfinished(step, "")))
-    assert way.saves[0] == save
-    for later, earlier in zip(way.saves, way.saves[1:], strict=False):
+    chain = chain_to(save, known, refused, lambda step: found.get(step, Unfinished(step, "")))
+    assert chain.saves[0] == save
+    for later, earlier in zip(chain.saves, chain.saves[1:], strict=False):
         assert later.base == earlier.identity
-    last = way.saves[-1]
-    assert way.joins == (last.identity in known or last.base in known)
-    if way.full is not None:
-        assert not isinstance(way.full, Links)
-        assert way.full.identity not in refused
-    elif not way.joins:
-        assert all(isinstance(one, Links) or one.identity in refused for one in way.saves)
+    last = chain.saves[-1]
+    assert chain.joins == (last.identity in known or last.base in known)
+    if chain.full is not None:
+        assert not isinstance(chain.full, Delta)
+        assert chain.full.identity not in refused
+    elif not chain.joins:
+        assert all(isinstance(one, Delta) or one.identity in refused for one in chain.saves)
 
 
 @st.composite
@@ -100,11 +100,13 @@ def observed(draw: st.DrawFn) -> Observation:
     pointed = draw(st.integers(1, STEPS))
     save = found[pointed]
     latest, save_id = draw(st.integers(1, 6)), draw(NAMES)
-    links = draw(LINKS)
-    chains = chains_from(latest, save_id, links)
-    way = way_back(save, {*chains, save_id}, (), lambda step: found.get(step, Unfinished(step, "")))
-    to = draw(st.sampled_from([None, *chains]))
-    ahead = Ahead(sequence=chains[to][-1].sequence, step=1, save_id=to) if to else None
+    deltas = draw(DELTAS)
+    deltas_to = deltas_to_each(latest, save_id, deltas)
+    chain = chain_to(
+        save, {*deltas_to, save_id}, (), lambda step: found.get(step, Unfinished(step, ""))
+    )
+    to = draw(st.sampled_from([None, *deltas_to]))
+    tip = Tip(sequence=deltas_to[to][-1].sequence, step=1, save_id=to) if to else None
     steps = tuple(
         StepSeen(
             step, SaveOutcome(identity=one.identity, outcome="published"), one.identity,
@@ -121,13 +123,13 @@ def observed(draw: st.DrawFn) -> Observation:
         full_bytes=draw(st.integers(1, 1000)),
         versions=(latest,),
         lease_folders=(latest,),
-        links=tuple(links),
+        deltas=tuple(deltas),
         steps=steps,
         announced_step=99,
-        way=way,
-        chains=chains,
-        ahead=ahead,
-        closed=draw(st.booleans()),
+        chain=chain,
+        deltas_to=deltas_to,
+        tip=tip,
+        no_deltas=draw(st.booleans()),
         must_fold=draw(st.booleans()),
         may_fold=draw(st.booleans()),
         save_still_for=draw(st.sampled_from([0.0, 1000.0])),
@@ -136,32 +138,32 @@ def observed(draw: st.DrawFn) -> Observation:
 
 @settings(max_examples=500)
 @given(observed())
-def test_decisions_about_links(seen: Observation) -> None:
+def test_decisions_about_deltas(seen: Observation) -> None:
     for action in decide(seen, DaemonConfig()).actions:
         match action:
-            case MakeLinks((save,), sequence) if sequence:
+            case MakeDeltas((save,), sequence) if sequence:
                 assert save == seen.save
-                assert sequence > (seen.ahead.sequence if seen.ahead else seen.latest)
-            case MakeLinks(saves):
-                assert not seen.closed
+                assert sequence > (seen.tip.sequence if seen.tip else seen.latest)
+            case MakeDeltas(saves):
+                assert not seen.no_deltas
                 assert saves[-1] == seen.save
                 bases = [saves[0].base, *(one.identity for one in saves[:-1])]
                 assert [one.base for one in saves] == bases
             case Publish(save):
-                assert not isinstance(save, Links)
-                assert save in seen.way.saves
-            case CloseLinks(save):
+                assert not isinstance(save, Delta)
+                assert save in seen.chain.saves
+            case StopDeltas(save):
                 assert save == seen.save
-                assert all(isinstance(one, Links) for one in seen.way.saves)
+                assert all(isinstance(one, Delta) for one in seen.chain.saves)
             case Fold(chain):
                 assert seen.may_fold
-                assert seen.ahead is not None
-                assert chain[-1].target == seen.ahead.save_id
+                assert seen.tip is not None
+                assert chain[-1].target == seen.tip.save_id
                 assert chain[0].base == seen.published_save
             case PruneStep(step):
-                assert seen.way.is_seen or seen.save_still_for
-                assert step.step not in {one.step for one in seen.way.saves}
-                assert not any(step.outcome.identity == target for target in seen.chains)
-            case PruneLink(sequence):
-                leading = [chain[-1].sequence for chain in seen.chains.values()]
+                assert seen.chain.is_seen or seen.save_still_for
+                assert step.step not in {one.step for one in seen.chain.saves}
+                assert not any(step.outcome.identity == target for target in seen.deltas_to)
+            case PruneDelta(sequence):
+                leading = [chain[-1].sequence for chain in seen.deltas_to.values()]
                 assert sequence <= seen.latest or sequence not in leading

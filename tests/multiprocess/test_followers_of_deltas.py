@@ -10,8 +10,8 @@ from syncd.protocol.reports import DaemonReport
 from syncd.storage.job import Job
 from tests.deltas import contents
 from tests.jobs import read
+from tests.multiprocess.delta_ranks import DeltaRank
 from tests.multiprocess.explorer_processes import ended, following, serves
-from tests.multiprocess.link_ranks import LinkRank
 from tests.multiprocess.peers import started
 from tests.multiprocess.processes import (
     Daemon,
@@ -45,7 +45,7 @@ def test_two_explorers_serve_each_save_before_it_is_a_version(
     with (
         Daemon(job, "--keep", "9") as daemon,
         ExitStack() as stack,
-        started(LinkRank, job, 2, "bfloat16") as ranks,
+        started(DeltaRank, job, 2, "bfloat16") as ranks,
     ):
         for name in NAMES:
             options = ("--stage", memory, "--link", tmp_path / name)
@@ -54,18 +54,20 @@ def test_two_explorers_serve_each_save_before_it_is_a_version(
         ranks.all("train", 1)
         ranks.all("over")
         wait_until(lambda: all(serves(job, name, 1) for name in NAMES), "both serve the first")
-        wait_until(lambda: read(DaemonReport, layout.daemon_report).links, "links are offered")
+        wait_until(
+            lambda: read(DaemonReport, layout.daemon_report).takes_deltas, "deltas are offered"
+        )
         for step in (2, 3, 4):
             if step == 3:
                 flip((tmp_path / "one").resolve() / "model.safetensors")
             ranks.all("train", step)
             ranks.all("over")
-            nothing, (of_version, of_links) = read_by(job, step, *NAMES)
+            nothing, (of_version, of_deltas) = read_by(job, step, *NAMES)
             served = contents((tmp_path / "one").resolve())
             assert (tmp_path / "one").resolve() == (tmp_path / "two").resolve()
-            # One of them has read the links, and once the version, too.
+            # One of them has read the deltas, and once the version, too.
             assert nothing == (0, 0)
-            assert of_links > 0
+            assert of_deltas > 0
             assert (of_version > 0) == (step == 3)
             whole = folded(step)
             del served[MANIFEST], whole[MANIFEST]

@@ -1,4 +1,4 @@
-"""What a state of the model of ahead is, and the rules that can be left out (see ahead.py)."""
+"""What a state of the model of the tip is, and the rules that can be left out (see tip.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 BAD = -1
 """Bytes that are no save's, because a file is damaged; digests show it."""
 WRONG = -2
-"""What a link makes of another base than its own; it must never come to this."""
+"""What a delta makes of another base than its own; it must never come to this."""
 
 
 class Save(NamedTuple):
@@ -18,7 +18,7 @@ class Save(NamedTuple):
     step: int
     full: bool
     base: int = 0
-    """The base in rank 0's message, 0 for none. A full save with a base is a link, too."""
+    """The base in rank 0's message, 0 for none. A full save with a base is a delta, too."""
     base_1: int = 0
     """The base in the receipt of rank 1."""
     against: int = 0
@@ -27,13 +27,13 @@ class Save(NamedTuple):
 
 
 class Latest(NamedTuple):
-    """LATEST. `number` and `ahead` are the sequence and the save of ahead, 0 for none."""
+    """LATEST. `number` and `tip` are the sequence and the save of the tip, 0 for none."""
 
     sequence: int = 0
     save: int = 0
     number: int = 0
-    ahead: int = 0
-    closed: bool = False
+    tip: int = 0
+    no_deltas: bool = False
     instead_of: int = 0
     """What a rollback replaced; 0 if LATEST's version is none."""
 
@@ -46,7 +46,7 @@ class Version(NamedTuple):
     instead_of: int = 0
 
 
-class Link(NamedTuple):
+class Delta(NamedTuple):
     """deltas/dN: the save of delta.json, and the one that wrote the files in it."""
 
     number: int
@@ -55,8 +55,8 @@ class Link(NamedTuple):
 
 
 Folder = Literal["", "state", "published", "deltas"]
-Rename: TypeAlias = tuple[Folder, Latest | Version | Link]
-"""A rename that is not synced: the LATEST that went, or the version or the link that came."""
+Rename: TypeAlias = tuple[Folder, Latest | Version | Delta]
+"""A rename that is not synced: the LATEST that went, or the version or the delta that came."""
 
 
 class Disk(NamedTuple):
@@ -66,7 +66,7 @@ class Disk(NamedTuple):
     pointer: int
     folders: tuple[tuple[int, int], ...]
     published: tuple[Version, ...]
-    links: tuple[Link, ...] = ()
+    deltas: tuple[Delta, ...] = ()
     room: int = 1
     unsynced: tuple[Rename, ...] = ()
 
@@ -78,18 +78,18 @@ class Disk(NamedTuple):
         """Fsync folders."""
         return self._replace(unsynced=tuple(r for r in self.unsynced if r[0] not in folders))
 
-    def without(self, what: Version | Link) -> Disk:
-        """Take a version or a link away."""
+    def without(self, what: Version | Delta) -> Disk:
+        """Take a version or a delta away."""
         return self._replace(
             published=tuple(version for version in self.published if version != what),
-            links=tuple(link for link in self.links if link != what),
+            deltas=tuple(delta for delta in self.deltas if delta != what),
         )
 
     def seen(self, records: bool, old: Disk) -> Disk:
         """The disk to a client whose cache has old records, or old folders."""
         if records:
             return self._replace(latest=old.latest, pointer=old.pointer)
-        return self._replace(folders=old.folders, published=old.published, links=old.links)
+        return self._replace(folders=old.folders, published=old.published, deltas=old.deltas)
 
 
 class Trainer(NamedTuple):
@@ -106,7 +106,7 @@ class Trainer(NamedTuple):
 class Daemon(NamedTuple):
     """One daemon; a kill loses all of it."""
 
-    place: Literal["away", "read", "ready", "linking", "building", "naming"] = "away"
+    place: Literal["away", "read", "ready", "making", "building", "naming"] = "away"
     room: int = 0
     latest: Latest = Latest()
     floor: int = 0
@@ -116,9 +116,9 @@ class Daemon(NamedTuple):
     dirty: Folder = ""
     """The folder that it will sync next."""
     work: Version = Version()
-    """What it links or builds."""
+    """What it takes or builds."""
     parts: tuple[int, int] = (0, 0)
-    """The ranks' files that it has linked or opened."""
+    """The ranks' files that it has taken or opened."""
     then: Latest = Latest()
     """What LATEST is to be."""
 
@@ -184,9 +184,9 @@ class State(NamedTuple):
         """Whether all files and receipts of a save are in its step folder."""
         return save > 0 and self.disk.folders[self.saves[save].step] == (save, save)
 
-    def link_of(self, save: int) -> Link | None:
-        """The link of a save."""
-        return next((link for link in self.disk.links if link.save == save), None)
+    def delta_of(self, save: int) -> Delta | None:
+        """The delta of a save."""
+        return next((delta for delta in self.disk.deltas if delta.save == save), None)
 
     def version(self, sequence: int) -> Version | None:
         """What is at published/vN."""
@@ -197,64 +197,64 @@ class State(NamedTuple):
 class Rules:
     """The design, one switch a rule. All on is what syncd does."""
 
-    # The trainer plans a link only if ...
+    # The trainer plans a delta only if ...
     last_is_announced: bool = True
     """... the last planned save is announced;"""
-    not_closed: bool = True
-    """... LATEST has no `closed`;"""
+    not_stopped: bool = True
+    """... LATEST has no `no_deltas`;"""
     close_is_full: bool = True
     """... it is not the last save of the run;"""
     above_base: bool = True
     """... its step is above the step of its base;"""
     finite_root: bool = True
-    """... its base is no full save with NaN that has no link."""
+    """... its base is no full save with NaN that has no delta."""
     base_in_message: bool = True
     """Rank 0 tells the base, instead of each rank taking its own last copy."""
     whole_without_copy: bool = True
     """A rank whose copy is not the base writes its part whole."""
     # The daemon
     walks_back: bool = True
-    """It links all saves on the way back from the pointer, instead of only the pointer's."""
+    """It takes all saves on the chain back from the pointer, instead of only the pointer's."""
     merges_passed_root: bool = True
-    """It merges the full save at the end of this way, even if the pointer has passed it."""
+    """It merges the full save at the end of this chain, even if the pointer has passed it."""
     by_save_id: bool = True
     """A base is a save, instead of any save of its step."""
     index_digests: bool = True
-    """The files that it has linked are those of the receipts."""
-    nan_never_ahead: bool = True
-    """A save with NaN is linked, but ahead never names it."""
-    closes: bool = True
-    """If a save cannot be linked, or a link is damaged, LATEST gets `closed`."""
-    keeps_way_back: bool = True
-    """A step on the way back from the pointer is kept while its save is not linked;"""
+    """The files that it has taken are those of the receipts."""
+    nan_never_tip: bool = True
+    """A save with NaN becomes a delta, but the tip never names it."""
+    stops: bool = True
+    """If a save cannot be taken as a delta, or a delta is damaged, LATEST gets `no_deltas`."""
+    keeps_chain: bool = True
+    """A step on the chain back from the pointer is kept while its save is no delta;"""
     keeps_until_full: bool = True
-    """... and while it is not published: a rollback ends the links."""
+    """... and while it is not published: a rollback ends the deltas."""
     unknown_keeps_all: bool = True
-    """If the way back cannot be followed, nothing that may be on it is pruned."""
+    """If the chain back cannot be followed, nothing that may be on it is pruned."""
     keeps_root: bool = True
-    """The version at which the way back ends is kept, also below LATEST."""
-    keeps_links_of_way: bool = True
-    """A link on the way back is kept, also below LATEST."""
-    keeps_links_above: bool = True
-    """A link above LATEST is deleted only if LATEST's save does not lead to it."""
+    """The version at which the chain back ends is kept, also below LATEST."""
+    keeps_deltas_of_chain: bool = True
+    """A delta on the chain back is kept, also below LATEST."""
+    keeps_deltas_above: bool = True
+    """A delta above LATEST is deleted only if LATEST's save does not lead to it."""
     none_after_rollback: bool = True
-    """While LATEST is a rollback, nothing is linked."""
+    """While LATEST is a rollback, no delta is taken."""
     merges_after_rollback: bool = True
-    """A later save is then merged, if a version and links lead to it."""
+    """A later save is then merged, if a version and deltas lead to it."""
     rollback_first: bool = True
-    """While people ask for a rollback, nothing else is linked, named, or committed."""
-    rollback_ends_ahead: bool = True
-    """A rollback writes LATEST without ahead."""
-    rollback_of_ahead: bool = True
-    """`instead_of` is ahead's save, if there is one."""
+    """While people ask for a rollback, nothing else is taken, named, or committed."""
+    rollback_ends_tip: bool = True
+    """A rollback writes LATEST without the tip."""
+    rollback_of_tip: bool = True
+    """`instead_of` is the tip's save, if there is one."""
     rollback_to_latest: bool = True
-    """LATEST itself can be the target while there is an ahead."""
+    """LATEST itself can be the target while there is a tip."""
     folds: bool = True
-    """Full versions are made of links, under ahead's sequence,"""
+    """Full versions are made of deltas, under the tip's sequence,"""
     fold_above_latest: bool = True
     """... and published only above LATEST's sequence."""
     fold_reads_full: bool = True
-    """A fold of a full save reads its shards, not the links."""
+    """A fold of a full save reads its shards, not the deltas."""
     digests: bool = True
     """Readers and folds check the digest of every piece."""
     fence: bool = True
@@ -267,6 +267,6 @@ class Rules:
     never_back: bool = True
     """... serves only what has a higher sequence;"""
     falls_back: bool = True
-    """... reads LATEST's version if the links do not lead from its copy;"""
+    """... reads LATEST's version if the deltas do not lead from its copy;"""
     gives_up: bool = True
     """... forgets a goal whose files are missing, and reads LATEST again."""

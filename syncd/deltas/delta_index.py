@@ -1,9 +1,9 @@
-"""A link: the file in which one rank saves what changed since an earlier save, its base.
+"""A delta: the file in which one rank saves what changed since an earlier save, its base.
 
 ::
 
     blocks   the encoded blocks, one after the other, in the order of the index
-    index    a LinkIndex, as JSON
+    index    a DeltaIndex, as JSON
     length   of the index in bytes: 8 bytes, little endian
 
 A piece is a part of a tensor. Its elements in C order are divided into blocks of 2^20; the last can
@@ -24,13 +24,13 @@ from pydantic import FailFast, Field
 
 from syncd.checkpoint.boxes import Box, holds
 from syncd.checkpoint.tensor_rules import ITEMSIZE, NUMBER_LIMIT, name_fault, shape_of, shown
-from syncd.deltas.limits import BLOCK, LONGEST_CHAIN, LinkError
+from syncd.deltas.limits import BLOCK, LONGEST_CHAIN, DeltaError
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
 from syncd.protocol.names import DELTA
 from syncd.protocol.records import Digest, NonFinite, Record, Size, VersionFile, parse
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
-from syncd.storage.job import IF_ANY, Job, link_folders
+from syncd.storage.job import IF_ANY, Job, delta_folders
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ INDEX_LIMIT: Final = 32 * 1024 * 1024
 LENGTH: Final = struct.Struct("<Q")
 
 
-class LinkBlock(NamedTuple):
+class DeltaBlock(NamedTuple):
     """An entry: a block of a piece in which ``changed`` elements changed.
 
     ``length`` is that of the encoded block in bytes, and ``digest`` its xxh3-64.
@@ -52,7 +52,7 @@ class LinkBlock(NamedTuple):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, slots=True)
-class LinkPiece:
+class DeltaPiece:
     """A part of a tensor on one rank; ``digest`` is the xxh3-128 of its new bytes.
 
     If ``is_replica``, another rank has the blocks of this part, and this rank none.
@@ -62,7 +62,7 @@ class LinkPiece:
     dtype: str
     box: Box
     digest: Digest
-    blocks: Annotated[tuple[LinkBlock, ...], FailFast()] = ()
+    blocks: Annotated[tuple[DeltaBlock, ...], FailFast()] = ()
     is_replica: bool = False
 
     @property
@@ -72,14 +72,14 @@ class LinkPiece:
         return sum(one.length - 1 for one in self.blocks) < size
 
 
-class LinkIndex(Record):
+class DeltaIndex(Record):
     """The pieces of one rank."""
 
-    pieces: Annotated[tuple[LinkPiece, ...], FailFast()]
+    pieces: Annotated[tuple[DeltaPiece, ...], FailFast()]
 
 
-class LinkRecord(Record):
-    """``delta.json`` of a link: the save ``target``, as changes against the save ``base``.
+class DeltaRecord(Record):
+    """``delta.json`` of a delta: the save ``target``, as changes against the save ``base``.
 
     ``files`` has ``rank-R`` for each rank, in order; ``digest`` is the xxh3-128 of a file's index.
     """
@@ -90,11 +90,11 @@ class LinkRecord(Record):
     nonfinite: NonFinite | None = None
 
 
-class LinkFolder(NamedTuple):
-    """A link's folder and its record."""
+class DeltaFolder(NamedTuple):
+    """A delta's folder and its record."""
 
     folder: Path
-    link: LinkRecord
+    record: DeltaRecord
 
 
 #: The bytes of a piece from one offset to another.
@@ -117,29 +117,29 @@ class SavedPiece(NamedTuple):
     is_replica: bool = False
 
 
-def read_index(storage: Storage, path: Path, size: int, digest: str) -> tuple[LinkPiece, ...]:
-    """Read and check the pieces in a link file, but none of its blocks.
+def read_index(storage: Storage, path: Path, size: int, digest: str) -> tuple[DeltaPiece, ...]:
+    """Read and check the pieces in a delta file, but none of its blocks.
 
     ``size`` is the file's, ``digest`` the xxh3-128 of its index, as the receipt has them.
 
     Raises:
-        LinkError: the file is damaged, or another one.
+        DeltaError: the file is damaged, or another one.
         OSError: it is missing, or cannot be read.
     """
     with storage.reading(path) as fd:
         end = size - LENGTH.size
         if storage.fstat(fd).st_size != size or end < 0:
-            raise LinkError(f"{path} does not have {size} bytes, as its receipt says")
+            raise DeltaError(f"{path} does not have {size} bytes, as its receipt says")
         (length,) = LENGTH.unpack(storage.pread_all(fd, LENGTH.size, end))
         if length > min(end, INDEX_LIMIT):
-            raise LinkError(f"{path} declares an index of {length} bytes, which is too long")
+            raise DeltaError(f"{path} declares an index of {length} bytes, which is too long")
         content = storage.pread_all(fd, length, end - length)
     if xxhash.xxh3_128_hexdigest(content) != digest:
-        raise LinkError(f"the index of {path} does not have the digest in its receipt")
+        raise DeltaError(f"the index of {path} does not have the digest in its receipt")
     try:
-        pieces = parse(LinkIndex, content, path).pieces
+        pieces = parse(DeltaIndex, content, path).pieces
     except (ProtocolMismatchError, RecordError) as error:
-        raise LinkError(str(error)) from None
+        raise DeltaError(str(error)) from None
     names = set()
     for piece in pieces:
         why = name_fault(piece.name)
@@ -148,14 +148,14 @@ def read_index(storage: Storage, path: Path, size: int, digest: str) -> tuple[Li
         if why is None and (piece.name, piece.box.offsets) in names:
             why = "comes twice"
         if why is not None:
-            raise LinkError(f"{path}: {shown(piece.name)} {why}")
+            raise DeltaError(f"{path}: {shown(piece.name)} {why}")
         names.add((piece.name, piece.box.offsets))
     if sum(block.length for piece in pieces for block in piece.blocks) != end - length:
-        raise LinkError(f"the blocks of {path} are not as long as its index says")
+        raise DeltaError(f"the blocks of {path} are not as long as its index says")
     return pieces
 
 
-def _is_possible(piece: LinkPiece) -> bool:
+def _is_possible(piece: DeltaPiece) -> bool:
     ends = piece.box.ends if len(piece.box.offsets) == len(piece.box.shape) else None
     width, last = ITEMSIZE.get(piece.dtype), -1
     if width is None or ends is None or shape_of(ends) is None or not holds(ends, piece.box):
@@ -170,28 +170,28 @@ def _is_possible(piece: LinkPiece) -> bool:
     return piece.box.size < NUMBER_LIMIT and not (piece.is_replica and piece.blocks)
 
 
-def find_links(
+def find_deltas(
     job: Job, sequence: int, save_id: str, bases: Container[str], others: Container[str]
-) -> list[LinkFolder]:
-    """The links from one of the saves ``bases`` to the save of a version, in order.
+) -> list[DeltaFolder]:
+    """The deltas from one of the saves ``bases`` to the save of a version, in order.
 
     If there are none, those from one of the saves ``others``.
 
     Raises:
-        LinkError: there are none, or more than :data:`LONGEST_CHAIN`.
+        DeltaError: there are none, or more than :data:`LONGEST_CHAIN`.
         OSError: storage failed.
     """
     _refresh(job)
-    chain: list[LinkFolder] = []
+    chain: list[DeltaFolder] = []
     wanted, count = save_id, 0
-    # A link comes after the link to its base, so this ends even if links lead in a circle.
-    for number in (one for one in reversed(link_folders(job)) if one <= sequence):
-        folder = job.layout.link(number)
+    # A delta comes after the delta to its base, so this ends even if deltas lead in a circle.
+    for number in (one for one in reversed(delta_folders(job)) if one <= sequence):
+        folder = job.layout.delta(number)
         # The daemon can delete it any time, and one that cannot be read may be of no use here.
-        link = job.read(LinkRecord, folder / DELTA, IF_ANY)
-        if link is not None and link.target == wanted:
-            chain.append(LinkFolder(folder, link))
-            wanted = link.base
+        delta = job.read(DeltaRecord, folder / DELTA, IF_ANY)
+        if delta is not None and delta.target == wanted:
+            chain.append(DeltaFolder(folder, delta))
+            wanted = delta.base
             if wanted in bases:
                 return chain[::-1]
             if wanted in others:
@@ -200,11 +200,11 @@ def find_links(
                 break
     if count:
         return chain[:count][::-1]
-    raise LinkError(f"no links lead to version {sequence} from a version on this host")
+    raise DeltaError(f"no deltas lead to version {sequence} from a version on this host")
 
 
 def _refresh(job: Job) -> None:
-    """Make this host ask the server for the names of links."""
+    """Make this host ask the server for the names of deltas."""
     for folder in (job.layout.deltas, job.layout.root):  # the second if the first is not known yet
         try:
             job.storage.refresh(folder)

@@ -1,4 +1,4 @@
-"""Saves that consist of a full one and links, and a daemon that takes them."""
+"""Saves that consist of a full one and deltas, and a daemon that takes them."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,26 +10,26 @@ import torch
 
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.coordination.tensors import DTYPES
+from syncd.deltas.delta_file import DeltaReader
+from syncd.deltas.delta_index import DeltaPiece, read_index
 from syncd.deltas.encoding import Decoder
-from syncd.deltas.link_file import LinkReader
-from syncd.deltas.link_index import LinkPiece, read_index
 from syncd.protocol.names import RECEIPTS, receipt_name
 from syncd.protocol.records import Latest, Receipt, ReceiptFile, SaveId, encode, parse
 from syncd.protocol.reports import BuildSettings, DaemonReport, ExplorerReport
 from syncd.storage.job import Job
 from syncd.storage.sessions import Session
-from tests.links import STORAGE, blocks_of
+from tests.delta_files import STORAGE, blocks_of
 from tests.merging import build, loaded
 
 
 @contextmanager
 def offered(root: Path) -> Iterator[Job]:
-    """Be a daemon that takes links, and that has published nothing yet."""
+    """Be a daemon that takes deltas, and that has published nothing yet."""
     job = Job.at(root, STORAGE)
     lease_time = job.open().lease_time
     with Session(job.layout, lease_time) as session:
         report = DaemonReport(
-            session=session.id, host="h", pid=1, epoch=1, state="watching", links=True, time=0.0,
+            session=session.id, host="h", pid=1, epoch=1, state="watching", takes_deltas=True, time=0.0,
             builds=BuildSettings(max_shard_size=10**9, digests=True, tick=1),
         )  # fmt: skip
         job.storage.replace(job.layout.daemon_report, encode(report))
@@ -37,12 +37,12 @@ def offered(root: Path) -> Iterator[Job]:
 
 
 @contextmanager
-def follower(job: Job, name: str, *, ahead: bool = True) -> Iterator[None]:
-    """Be an explorer that follows ahead, or one that reads whole versions."""
+def follower(job: Job, name: str, *, tip: bool = True) -> Iterator[None]:
+    """Be an explorer that follows the tip, or one that reads whole versions."""
     with Session(job.layout, job.open().lease_time) as session:
         report = ExplorerReport(
             name=name, session=session.id, status="running", sequence=None, time=0.0,
-            follows_ahead=ahead,
+            follows_tip=tip,
         )  # fmt: skip
         job.storage.replace(job.layout.explorer(name), encode(report))
         yield
@@ -71,13 +71,13 @@ def receipts(job: Job, step: int) -> list[Receipt]:
     return [first, *(receipt(rank) for rank in range(1, first.world_size))]
 
 
-def link_in(receipt: Receipt) -> ReceiptFile | None:
-    """The receipt's entry of the link, if there is one."""
+def delta_in(receipt: Receipt) -> ReceiptFile | None:
+    """The receipt's entry of the delta, if there is one."""
     return next((file for file in receipt.files if file.over == "index"), None)
 
 
-def is_link(job: Job, step: int) -> bool:
-    """True if the save of a step is nothing but a link on each rank; False if it has no links."""
+def is_delta(job: Job, step: int) -> bool:
+    """True if the save of a step is nothing but a delta on each rank; False if it has no deltas."""
     found = receipts(job, step)
     kinds = {file.over for one in found for file in one.files} - {"content"}
     assert (kinds == {"index"}) is all(one.base is not None for one in found)
@@ -91,16 +91,16 @@ def full(job: Job, step: int) -> dict[str, torch.Tensor]:
         return loaded(Path(folder, "out"))
 
 
-def linked(job: Job, step: int, base: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a link, made from those of its base."""
+def rebuilt(job: Job, step: int, base: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a delta, made from those of its base."""
     made = {name: tensor.clone() for name, tensor in base.items()}
     covered = dict.fromkeys(made, 0)
     for receipt in receipts(job, step):
-        file = link_in(receipt)
+        file = delta_in(receipt)
         assert file is not None
         path = job.layout.actor(step) / file.name
         pieces = read_index(STORAGE, path, file.size, file.digest)
-        with LinkReader(STORAGE, path, pieces) as reader:
+        with DeltaReader(STORAGE, path, pieces) as reader:
             for number, piece in enumerate(pieces):
                 if piece.is_replica:
                     continue
@@ -112,7 +112,7 @@ def linked(job: Job, step: int, base: Mapping[str, torch.Tensor]) -> dict[str, t
     return made
 
 
-def _part(tensor: torch.Tensor, piece: LinkPiece) -> memoryview:
+def _part(tensor: torch.Tensor, piece: DeltaPiece) -> memoryview:
     """The memory of a piece, which is whole rows, in a whole tensor."""
     assert DTYPES[piece.dtype] == tensor.dtype
     begin = 0

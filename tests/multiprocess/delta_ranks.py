@@ -16,7 +16,7 @@ from tests.storages import refuse
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
 
 
-class LinkRank(Rank):
+class DeltaRank(Rank):
     """Shards of uneven sizes, of which the last rank has none; and buffers, which all ranks have.
 
     Args:
@@ -103,7 +103,7 @@ class LinkRank(Rank):
         fully_shard(self._model, shard_placement_fn=lambda one: Shard(one.ndim - 1))
 
 
-class StageRank(LinkRank):
+class StageRank(DeltaRank):
     """Pipeline stages: with two ranks each under FSDP2; else of one rank, without any DTensor."""
 
     def __init__(self, job: Path, store: Path, rank: int, world_size: int, dtype: str) -> None:

@@ -1,4 +1,4 @@
-"""The places of links' pieces in a version, and the proof that they make all its tensors."""
+"""The places of deltas' pieces in a version, and the proof that they make all its tensors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from syncd.checkpoint.name_map import NAME_MAP_LIMIT, NameMap
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.placement import Chunks, Local, Position, Shape
 from syncd.checkpoint.tensor_rules import ITEMSIZE, is_output_embedding, shown
-from syncd.deltas.limits import LinkError
-from syncd.deltas.link_index import LinkPiece
+from syncd.deltas.delta_index import DeltaPiece
+from syncd.deltas.limits import DeltaError
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import CheckpointError, RecordError
 from syncd.protocol.names import NAME_MAP
 from syncd.protocol.records import Manifest
 from syncd.storage.fsio import Storage
 
-#: The same in each link of a run: the tensor's name, and the box.
+#: The same in each delta of a run: the tensor's name, and the box.
 PieceKey = tuple[str, Shape, Shape]
 
 
@@ -36,25 +36,25 @@ class Place(NamedTuple):
 
 #: The places of all bytes of each piece, in order, except pieces of tensors that the version leaves
 #: out. If all pieces are written in this order, so are the bytes of each tensor.
-LinkPlan = dict[PieceKey, list[Place]]
+DeltaPlan = dict[PieceKey, list[Place]]
 
 
-def key_of(piece: LinkPiece) -> PieceKey:
+def key_of(piece: DeltaPiece) -> PieceKey:
     """The key of a piece."""
     return piece.name, *piece.box
 
 
-def plan_links(
-    ranks: Iterable[Sequence[LinkPiece]],
+def plan_delta(
+    ranks: Iterable[Sequence[DeltaPiece]],
     version: WholeVersion,
     storage: Storage,
     *,
     cancel: Check,
-) -> LinkPlan:
+) -> DeltaPlan:
     """Find the places of the pieces of all ranks in a version, by the rules of the merge.
 
     Raises:
-        LinkError: the pieces do not make exactly this version's tensors, or their bytes not in
+        DeltaError: the pieces do not make exactly this version's tensors, or their bytes not in
             order; or two equal pieces have different bytes.
         OSError: the version's config or name map cannot be read.
     """
@@ -77,26 +77,26 @@ def plan_links(
         tied = says_tied(read_model_config(storage, version.folder, manifest.files))
         tied = tied and not any(is_output_embedding(tensor.name) for tensor in manifest.tensors)
         merge = plan_merge(
-            [("the link", index)], max_file_size=2**63, tied=tied, hub=hub, cancel=cancel
+            [("the delta", index)], max_file_size=2**63, tied=tied, hub=hub, cancel=cancel
         )
     except (CheckpointError, RecordError) as error:
-        raise LinkError(str(error)) from error
+        raise DeltaError(str(error)) from error
     planned = {tensor.name: tensor for file in merge.files for tensor in file.tensors}
     _check_tensors(planned, manifest)
 
     def pieces_of(tensor: PlannedTensor, parts: Iterable[object]) -> list[tuple[int, Run]]:
         runs = [part for part in parts if isinstance(part, Run)]
         if sum(run.length for run in runs) != tensor.length:
-            raise LinkError(f"{shown(tensor.name)} is not cut into whole rows")
+            raise DeltaError(f"{shown(tensor.name)} is not cut into whole rows")
         return [(bisect_right(begins, run.offset) - 1, run) for run in runs]
 
-    plan: LinkPlan = {}
+    plan: DeltaPlan = {}
     for name in (tensor.name for tensor in manifest.tensors if tensor.name in planned):
         at, own = 0, pieces_of(planned[name], planned[name].parts)
         for copy in planned[name].copies:
             told = [pieces[number].digest for number, _ in pieces_of(planned[name], copy.parts)]
             if told != [pieces[number].digest for number, _ in own]:
-                raise LinkError(f"{shown(name)} and {shown(str(copy.tied))} should be equal")
+                raise DeltaError(f"{shown(name)} and {shown(str(copy.tied))} should be equal")
         for number, run in own:
             place = Place(run.offset - begins[number], run.length, name, at)
             plan.setdefault(key_of(pieces[number]), []).append(place)
@@ -107,22 +107,22 @@ def plan_links(
     return plan
 
 
-def _distinct(pieces: Sequence[LinkPiece]) -> list[LinkPiece]:
+def _distinct(pieces: Sequence[DeltaPiece]) -> list[DeltaPiece]:
     """The pieces without replicas, which must equal them."""
     found = {key_of(piece): piece for piece in pieces if not piece.is_replica}
     if len(found) + sum(piece.is_replica for piece in pieces) != len(pieces):
-        raise LinkError("two ranks have changes of the same part of a tensor")
+        raise DeltaError("two ranks have changes of the same part of a tensor")
     for piece in pieces:
         same = found.get(key_of(piece))
         if same is None or (same.digest, same.dtype) != (piece.digest, piece.dtype):
-            raise LinkError(f"{shown(piece.name)} differs between ranks")
+            raise DeltaError(f"{shown(piece.name)} differs between ranks")
     return sorted(found.values(), key=lambda piece: piece.box.offsets)
 
 
 def _chunks(name: str, parts: Sequence[Local]) -> Chunks:
     ends = [part.position.global_shape for part in parts if part.position]
     if len({(part.dtype, len(part.local_shape)) for part in parts}) != 1:
-        raise LinkError(f"{shown(name)} has several dtypes or numbers of dimensions")
+        raise DeltaError(f"{shown(name)} has several dtypes or numbers of dimensions")
     return Chunks(parts[0].dtype, tuple(map(max, zip(*ends, strict=True))), tuple(parts))
 
 
@@ -132,15 +132,15 @@ def _check_tensors(planned: dict[str, PlannedTensor], version: Manifest) -> None
     found = {name: (one.dtype, one.shape) for name, one in planned.items()}
     for name in {**wanted, **found}:
         if found.get(name) != wanted.get(name) and (name in found or 0 not in wanted[name][1]):
-            raise LinkError(
+            raise DeltaError(
                 f"{shown(name)} is {found.get(name, 'missing')}, but in version "
                 f"{version.sequence} {wanted.get(name, 'missing')}"
             )
 
 
-def _check_order(plan: LinkPlan) -> None:
+def _check_order(plan: DeltaPlan) -> None:
     ends: dict[str, int] = {}
     for _, length, tensor, offset in (place for places in plan.values() for place in places):
         if ends.get(tensor, 0) != offset:
-            raise LinkError(f"the parts of {shown(tensor)} cannot be written in order")
+            raise DeltaError(f"the parts of {shown(tensor)} cannot be written in order")
         ends[tensor] = offset + length

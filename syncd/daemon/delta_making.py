@@ -1,4 +1,4 @@
-"""Links: a save's files of changes get a second name in ``deltas/``, after they are checked."""
+"""Deltas: a save's files of changes get a second name in ``deltas/``, after they are checked."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from syncd.checkpoint.save import SavedWeights, confirm_unchanged
 from syncd.checkpoint.version import link_or_copy, read_manifest
 from syncd.daemon.publish import Publisher
 from syncd.daemon.tenure import Tenure
-from syncd.deltas.limits import LinkError
-from syncd.deltas.link_index import INDEX_LIMIT, LinkRecord, read_index
-from syncd.deltas.link_plan import plan_links
+from syncd.deltas.delta_index import INDEX_LIMIT, DeltaRecord, read_index
+from syncd.deltas.delta_plan import plan_delta
+from syncd.deltas.limits import DeltaError
 from syncd.deltas.whole_version import WholeVersion
-from syncd.protocol.names import DELTA, HUGGINGFACE, MODEL_CONFIG, link_folder, link_name
+from syncd.protocol.names import DELTA, HUGGINGFACE, MODEL_CONFIG, delta_folder, delta_name
 from syncd.protocol.records import Latest, VersionFile, encode
 from syncd.storage.fsio import Storage
 
@@ -22,11 +22,11 @@ from syncd.storage.fsio import Storage
 _MOST: Final = 4 * INDEX_LIMIT
 
 
-def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: Latest) -> int:
-    """Make a link whose base is linked, or LATEST's save; returns its sequence.
+def make_delta(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: Latest) -> int:
+    """Make a delta whose base is a delta, or LATEST's save; returns its sequence.
 
     Raises:
-        LinkError: the save cannot be linked.
+        DeltaError: the save cannot be taken as a delta.
         SaveNotReadyError, OSError: this can be tried again; for example, the save has changed.
         SupersededError: another daemon has taken over.
     """
@@ -34,13 +34,13 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
     actor, vouched = job.layout.actor(save.step), save.vouched()
     published = job.layout.version(latest.sequence)
     version = WholeVersion(published, read_manifest(job.storage, published))
-    with epoch.build(link_folder(sequence)) as folder:  # mkdir building/d000017
+    with epoch.build(delta_folder(sequence)) as folder:  # mkdir building/d000017
         files = []
         for rank in range(len(save.receipts)):
             publisher.cancel()
-            file = vouched.get(link_name(len(save.receipts), rank))
+            file = vouched.get(delta_name(len(save.receipts), rank))
             if file is None:
-                raise LinkError(f"the receipt of rank {rank} lists no link")
+                raise DeltaError(f"the receipt of rank {rank} lists no delta")
             target = folder / f"rank-{rank}"
             link_or_copy(job.storage, actor / file.name, target, publisher.cancel)
             files.append(VersionFile(name=target.name, size=file.size, digest=file.digest))
@@ -52,11 +52,11 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
             index = read_index(job.storage, folder / made.name, made.size, made.digest or "")
             size += made.size - sum(block.length for piece in index for block in piece.blocks)
             if size > _MOST:
-                raise LinkError(f"the indexes of its ranks have more than {_MOST} bytes")
+                raise DeltaError(f"the indexes of its ranks have more than {_MOST} bytes")
             pieces.append(index)
         _check_small_files(job.storage, actor, save, version)
-        plan_links(pieces, version, job.storage, cancel=publisher.cancel)
-        record = LinkRecord(
+        plan_delta(pieces, version, job.storage, cancel=publisher.cancel)
+        record = DeltaRecord(
             base=save.base or "",
             target=save.identity,
             files=tuple(files),
@@ -64,12 +64,12 @@ def link_save(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: 
         )
         job.storage.write_new(folder / DELTA, encode(record))
         job.storage.sync_folder(folder)
-        # First, because a link whose save has no outcome would count as skipped.
+        # First, because a delta whose save has no outcome would count as skipped.
         publisher.outcomes.published(save.step, save.identity, sequence)
         if error := publisher.outcomes.unwritten:
             raise error
         # Rename building/d000017 to deltas/d000017. Fsync deltas/.
-        epoch.commit_link(folder.name)
+        epoch.commit_delta(folder.name)
     return sequence
 
 
@@ -88,4 +88,4 @@ def _check_small_files(
             version.manifest,
             is_cast=save.sync_dtype is not None,
         ):
-            raise LinkError(f"{path} differs from that of version {version.manifest.sequence}")
+            raise DeltaError(f"{path} differs from that of version {version.manifest.sequence}")

@@ -1,4 +1,4 @@
-"""The daemon links the trainer's changes at once, and folds them into full versions."""
+"""The daemon takes the trainer's changes at once, and folds them into full versions."""
 
 import errno
 import shutil
@@ -16,12 +16,12 @@ from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.version import read_manifest
 from syncd.coordination.synchronizer import TrainerSynchronizer
 from syncd.coordination.versions import Versions
-from syncd.daemon import linking
+from syncd.daemon import delta_making
 from syncd.daemon.config import DaemonConfig
 from syncd.operate.history import history
 from syncd.operate.job_state import look
-from syncd.protocol.names import link_name
-from syncd.protocol.records import Ahead, NonFinite, SaveId
+from syncd.protocol.names import delta_name
+from syncd.protocol.records import NonFinite, SaveId, Tip
 from syncd.protocol.reports import ExplorerReport, Load, TrainerReport
 from syncd.storage.sessions import Session
 from tests.commands import invoke
@@ -29,16 +29,16 @@ from tests.crash.scenarios import ranks_save
 from tests.jobs import LEASE_TIME, Rounds, SmallJob, edit, flip, nothing
 from tests.made_deltas import work
 from tests.refusals import no_checkpoint
-from tests.saved_links import save_full, save_link
+from tests.saved_deltas import save_delta, save_full
 from tests.storages import STORAGE, Clock, RuledStorage, refuse
 
 CONFIG = DaemonConfig(keep=1)
-NO = Ahead(sequence=1, step=0, save_id="none")
+NO = Tip(sequence=1, step=0, save_id="none")
 
 
-def ahead(number: int) -> Ahead:
-    """The link of a save whose step is its number."""
-    return Ahead(sequence=number, step=number, save_id=f"run-{number}-{number}")
+def tip(number: int) -> Tip:
+    """The delta of a save whose step is its number."""
+    return Tip(sequence=number, step=number, save_id=f"run-{number}-{number}")
 
 
 @pytest.fixture
@@ -48,25 +48,25 @@ def job(ruled: SmallJob) -> SmallJob:
 
 @contextmanager
 def daemon(job: SmallJob, newest: int = 0, config: DaemonConfig = CONFIG) -> Iterator[Rounds]:
-    """A daemon that has published step 1 and linked all to ``newest``, or finds what is there."""
+    """A daemon that has published step 1 and taken all deltas to ``newest``, or finds what is there."""
     with job.daemon(config, deltas=work()) as loop:
         for step in range(1, newest + 1):
             if step == 1:
                 save_full(job, 1)
             else:
-                save_link(job, step, step - 1)
+                save_delta(job, step, step - 1)
             loop.run_once()
         yield loop
 
 
-def links(job: SmallJob) -> list[str]:
+def deltas(job: SmallJob) -> list[str]:
     return sorted(path.name for path in job.layout.deltas.iterdir())
 
 
 def live(loop: Rounds, session: str, rounds: int = 12, **changes: object) -> None:
     """Rounds in which an explorer lives, and serves version 1."""
     report = ExplorerReport(
-        name="e", session=session, status="running", sequence=1, time=0.0, follows_ahead=True
+        name="e", session=session, status="running", sequence=1, time=0.0, follows_tip=True
     )
     loop.job.put_record(loop.job.layout.explorer("e"), report.model_copy(update=changes))
     for _ in range(rounds):
@@ -87,9 +87,9 @@ def is_merge_of(job: SmallJob, sequence: int, step: int, tmp_path: Path) -> bool
     return one == two
 
 
-def link(loop: Rounds, step: int) -> None:
-    """A link from the step before is saved and seen."""
-    save_link(loop.job, step, step - 1)
+def delta(loop: Rounds, step: int) -> None:
+    """A delta from the step before is saved and seen."""
+    save_delta(loop.job, step, step - 1)
     loop.run_once()
 
 
@@ -112,35 +112,37 @@ def of_another_save(path: Path) -> None:
 
 
 def begins_again(loop: Rounds, step: int) -> None:
-    """After a whole save links are taken again."""
+    """After a whole save deltas are taken again."""
     save_full(loop.job, step)
     loop.run_once()
-    assert (loop.job.latest.step, loop.job.latest.closed) == (step, None)
-    link(loop, step + 1)
-    assert loop.job.latest.ahead is not None
+    assert (loop.job.latest.step, loop.job.latest.no_deltas) == (step, None)
+    delta(loop, step + 1)
+    assert loop.job.latest.tip is not None
 
 
-def ahead_of(job: SmallJob) -> Ahead:
-    return job.latest.ahead or NO
+def tip_of(job: SmallJob) -> Tip:
+    return job.latest.tip or NO
 
 
-def test_links_become_ahead_and_a_fold_is_equal_to_a_merge(job: SmallJob, tmp_path: Path) -> None:
+def test_deltas_become_the_tip_and_a_fold_is_equal_to_a_merge(
+    job: SmallJob, tmp_path: Path
+) -> None:
     with daemon(job, 1) as loop:
         assert job.latest.save_id == "run-1-1"
         for step in (2, 3, 4):
-            save_id = save_link(job, step, step - 1, world_size=2)
+            save_id = save_delta(job, step, step - 1, world_size=2)
             loop.run_once()
             assert job.latest.sequence < step
-            assert job.latest.ahead == ahead(step)
+            assert job.latest.tip == tip(step)
             loop.clock.advance(CONFIG.tick)
-        assert links(job) == ["d000002", "d000003", "d000004"]
+        assert deltas(job) == ["d000002", "d000003", "d000004"]
         fold(loop)
-        assert (job.latest.sequence, job.latest.ahead) == (4, None)
+        assert (job.latest.sequence, job.latest.tip) == (4, None)
         assert job.latest.save_id == save_id
         assert is_merge_of(job, 4, 4, tmp_path)
-        save_link(job, 5, 4, world_size=2)
+        save_delta(job, 5, 4, world_size=2)
         loop.run_once()
-        assert job.latest.ahead == ahead(5)
+        assert job.latest.tip == tip(5)
         fold(loop)
     assert is_merge_of(job, 5, 5, tmp_path / "5")
     assert job.versions == ["v000005"]
@@ -148,14 +150,14 @@ def test_links_become_ahead_and_a_fold_is_equal_to_a_merge(job: SmallJob, tmp_pa
     assert not job.leftovers()
 
 
-def test_a_link_without_its_base_closes_the_links_until_the_next_full_version(
+def test_a_delta_without_its_base_stops_deltas_until_the_next_full_version(
     job: SmallJob,
 ) -> None:
     with daemon(job, 1) as loop:
-        link(loop, 3)
-        assert job.latest.closed is None  # first it asks the server
+        delta(loop, 3)
+        assert job.latest.no_deltas is None  # first it asks the server
         loop.run_once()
-        assert job.latest.closed is not None
+        assert job.latest.no_deltas is not None
         assert job.outcomes[3] == "skipped"
         loop.run_once()
         begins_again(loop, 4)
@@ -163,15 +165,15 @@ def test_a_link_without_its_base_closes_the_links_until_the_next_full_version(
 
 @pytest.mark.parametrize(
     "fault",
-    ["config", "shape", "index", "short", "no version", "no link", "symlink", "folder", "many"],
+    ["config", "shape", "index", "short", "no version", "no delta", "symlink", "folder", "many"],
 )
-def test_a_link_that_does_not_fit_closes_the_links(
+def test_a_delta_that_does_not_fit_stops_deltas(
     job: SmallJob, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with daemon(job, 1) as loop:
-        save_link(job, 2, 1, shape=2 if fault == "shape" else 3)
+        save_delta(job, 2, 1, shape=2 if fault == "shape" else 3)
         actor = job.actor(2)
-        path = actor / link_name(1, 0)
+        path = actor / delta_name(1, 0)
         content = path.read_bytes()
         if fault == "index":
             job.put(path, content[:-12] + b"{" + content[-11:])
@@ -183,10 +185,10 @@ def test_a_link_that_does_not_fit_closes_the_links(
             line = '{"name":"huggingface/config.json","size":2,"digest":"%032d","over":"content"},'
             edit(actor / ".receipts" / "rank_0.json", '"files":[', '"files":[' + line % 0)
         if fault == "many":
-            monkeypatch.setattr(linking, "_MOST", 1)
+            monkeypatch.setattr(delta_making, "_MOST", 1)
         if fault == "no version":
             STORAGE.remove_tree(job.version(1))
-        missing = fault in {"no version", "no link", "symlink", "folder"}
+        missing = fault in {"no version", "no delta", "symlink", "folder"}
         if missing and fault != "no version":
             path.unlink()
         if fault == "symlink":
@@ -194,17 +196,17 @@ def test_a_link_that_does_not_fit_closes_the_links(
         if fault == "folder":
             path.mkdir()
         loop.run_once()
-        assert (job.latest.closed is None) is missing  # then the daemon asks the server first
+        assert (job.latest.no_deltas is None) is missing  # then the daemon asks the server first
         if missing:
-            save_link(job, 3, 2)
+            save_delta(job, 3, 2)
             loop.rounds(3, CONFIG.tick)
-        assert job.latest.closed is not None
-        assert job.latest.ahead is None
+        assert job.latest.no_deltas is not None
+        assert job.latest.tip is None
         loop.rounds(3, 0)
         assert set(job.outcomes.values()) == {"skipped"}
         save_full(job, 4)
         loop.run_once()
-        assert (job.latest.step, job.latest.closed) == (4, None)
+        assert (job.latest.step, job.latest.no_deltas) == (4, None)
     assert job.layout.journal.read_bytes().count(b'"closed"') == 1
 
 
@@ -219,22 +221,22 @@ def test_after_a_lease_time_of_errors_whole_weights_come_and_the_save_is_still_t
     with daemon(job, 1) as loop:
         live(loop, "living")
         base = 2 if where.startswith("actor") else 1
-        if base == 2:  # a full save, on which later links are based
+        if base == 2:  # a full save, on which later deltas are based
             save_full(job, base)
-        save_link(job, 3, base)
+        save_delta(job, 3, base)
         storage.refuse(kind, code, where=where)
         live(loop, "living", 4)
-        assert (job.latest.closed, job.latest.ahead) == (None, None)
+        assert (job.latest.no_deltas, job.latest.tip) == (None, None)
         live(loop, "living", 12)
-        assert job.latest.closed is not None
+        assert job.latest.no_deltas is not None
         assert 3 not in job.outcomes
         storage.rules.clear()
         live(loop, "living", 12)
-        assert ahead_of(job).step == 3
+        assert tip_of(job).step == 3
         begins_again(loop, 4)
 
 
-def test_a_first_save_that_cannot_be_merged_is_no_base_for_links(
+def test_a_first_save_that_cannot_be_merged_is_no_base_for_deltas(
     job: SmallJob, storage: RuledStorage
 ) -> None:
     with daemon(job) as loop:
@@ -244,54 +246,54 @@ def test_a_first_save_that_cannot_be_merged_is_no_base_for_links(
         live(loop, "living", 30, sequence=None)
         assert job.outcomes == {1: "skipped"}
         with TrainerSynchronizer(job.root) as trainer:
-            assert not trainer.takes_links(SaveId("run", 1, 1))
+            assert not trainer.takes_deltas(SaveId("run", 1, 1))
         storage.rules.clear()
         live(loop, "living", 12, sequence=None)
         assert (job.latest.step, job.outcomes) == (1, {1: "published"})
 
 
-def test_a_refused_save_with_nan_is_linked_but_never_ahead(job: SmallJob) -> None:
+def test_a_refused_save_with_nan_is_a_delta_but_never_the_tip(job: SmallJob) -> None:
     config = CONFIG.model_copy(update={"refuse_nonfinite": True})
     with daemon(job, 2, config) as loop:
-        save_link(job, 3, 2, nonfinite=NonFinite(count=1, names=("weight",)))
+        save_delta(job, 3, 2, nonfinite=NonFinite(count=1, names=("weight",)))
         loop.rounds(3, 0)
-        assert job.latest.ahead == ahead(2)
+        assert job.latest.tip == tip(2)
         assert job.outcomes[3] == "quarantined"
-        link(loop, 4)
-        assert job.latest.ahead == ahead(4)
-    assert links(job) == ["d000002", "d000003", "d000004"]
+        delta(loop, 4)
+        assert job.latest.tip == tip(4)
+    assert deltas(job) == ["d000002", "d000003", "d000004"]
     assert "cannot be" not in look(job).health.text
 
 
-def test_links_above_latest_stay_and_those_below_go_as_deltas_do(job: SmallJob) -> None:
+def test_deltas_above_latest_stay_and_those_below_go_as_deltas_do(job: SmallJob) -> None:
     config = CONFIG.model_copy(update={"keep_deltas": 1})
     with daemon(job, 1, config) as loop:
         for step in range(2, 8):
-            save_link(job, step, step - 1, raw=True)  # together they exceed a version
+            save_delta(job, step, step - 1, raw=True)  # together they exceed a version
             loop.run_once()
             if job.latest.sequence == 1:
-                assert len(links(job)) == step - 1
+                assert len(deltas(job)) == step - 1
         fold(loop)
     assert job.latest.sequence == 7
-    assert len(links(job)) <= 1
+    assert len(deltas(job)) <= 1
 
 
-def test_a_full_disk_takes_no_link_above_latest(job: SmallJob) -> None:
+def test_a_full_disk_takes_no_delta_above_latest(job: SmallJob) -> None:
     with daemon(job, 2) as loop:
         loop._tidying.after(OSError(errno.ENOSPC, "no room"))  # as a merge that found no room
         loop.run_once()
-        assert links(job) == ["d000002"]
+        assert deltas(job) == ["d000002"]
 
 
-def test_saves_that_the_pointer_has_passed_are_linked_first_and_kept(job: SmallJob) -> None:
+def test_saves_that_the_pointer_has_passed_become_deltas_first_and_kept(job: SmallJob) -> None:
     with daemon(job) as loop:
         job.save(1, counter=1, config=b'{"long": "%1000d"}' % 0)  # so that no fold is due
         loop.run_once()
         for step in (2, 3, 4):
-            save_link(job, step, step - 1)
+            save_delta(job, step, step - 1)
         loop.run_once()
-        assert links(job) == ["d000002", "d000003", "d000004"]
-        assert job.latest.ahead == ahead(4)
+        assert deltas(job) == ["d000002", "d000003", "d000004"]
+        assert job.latest.tip == tip(4)
         loop.rounds(2, 0)
         steps = {path.name for path in job.root.glob("global_step_*")}
         assert steps == {"global_step_2", "global_step_3", "global_step_4"}
@@ -300,92 +302,92 @@ def test_saves_that_the_pointer_has_passed_are_linked_first_and_kept(job: SmallJ
     assert steps == {"global_step_4"}
 
 
-def test_a_take_over_keeps_ahead_and_discards_links_that_do_not_lead_from_latest(
+def test_a_take_over_keeps_the_tip_and_discards_deltas_that_do_not_lead_from_latest(
     job: SmallJob,
 ) -> None:
     with daemon(job, 3):
         pass
-    stray = job.link(9)
+    stray = job.delta(9)
     stray.mkdir()
-    shutil.copy(job.link(3) / "delta.json", stray)
+    shutil.copy(job.delta(3) / "delta.json", stray)
     edit(stray / "delta.json", "run-2-2", "run-7-7")
     with daemon(job):
-        assert job.latest.ahead == ahead(3)
-        assert links(job) == ["d000002", "d000003"]
-    STORAGE.remove_tree(job.link(2))
-    with daemon(job) as loop:  # what LATEST calls ahead cannot be reached: it is linked again
-        assert job.latest.ahead is None
+        assert job.latest.tip == tip(3)
+        assert deltas(job) == ["d000002", "d000003"]
+    STORAGE.remove_tree(job.delta(2))
+    with daemon(job) as loop:  # LATEST's tip cannot be reached: it is made again
+        assert job.latest.tip is None
         loop.run_once()
-        assert ahead_of(job).step == 3
-        assert ahead_of(job).sequence > 3
+        assert tip_of(job).step == 3
+        assert tip_of(job).sequence > 3
 
 
-def test_ahead_that_was_linked_but_not_named_is_named_by_the_next_daemon(job: SmallJob) -> None:
+def test_a_tip_that_was_made_but_not_named_is_named_by_the_next_daemon(job: SmallJob) -> None:
     with daemon(job, 1) as loop:
         before = job.layout.latest.read_bytes()
-        link(loop, 2)
+        delta(loop, 2)
     job.put(job.layout.latest, before)
     with daemon(job) as loop:
         loop.run_once()
-        assert job.latest.ahead == ahead(2)
-    assert links(job) == ["d000002"]
+        assert job.latest.tip == tip(2)
+    assert deltas(job) == ["d000002"]
 
 
-def test_an_unnamed_fold_is_adopted_with_the_later_ahead(job: SmallJob) -> None:
+def test_an_unnamed_fold_is_adopted_with_the_later_tip(job: SmallJob) -> None:
     with daemon(job, 2) as loop:
         before = job.latest
         fold(loop)
         assert job.latest.sequence == 2
-        link(loop, 3)
-        assert job.latest.ahead == ahead(3)
-    job.put_record(job.layout.latest, before.model_copy(update={"ahead": ahead(3)}))
+        delta(loop, 3)
+        assert job.latest.tip == tip(3)
+    job.put_record(job.layout.latest, before.model_copy(update={"tip": tip(3)}))
     with daemon(job):
-        assert (job.latest.sequence, job.latest.ahead) == (2, ahead(3))
+        assert (job.latest.sequence, job.latest.tip) == (2, tip(3))
 
 
-def test_a_rollback_ends_ahead_and_links_until_the_next_full_version(job: SmallJob) -> None:
+def test_a_rollback_ends_the_tip_and_deltas_until_the_next_full_version(job: SmallJob) -> None:
     config = CONFIG.model_copy(update={"keep": 9})
     with daemon(job, 2, config) as loop:
-        job.ask_rollback(1)  # LATEST itself, because ahead is newer
+        job.ask_rollback(1)  # LATEST itself, because the tip is newer
         loop.run_once()
         assert job.serves == (3, 1)
-        assert job.latest.ahead is None
-        assert job.latest.closed is not None
+        assert job.latest.tip is None
+        assert job.latest.no_deltas is not None
         back = read_manifest(STORAGE, job.version(3)).rolled_back
         assert back is not None
         assert back.instead_of == "run-2-2"
         loop.rounds(3, 0)
-        assert job.latest.sequence == 3  # what was ahead does not come back
-        save_link(job, 4, 2)  # planned before the rollback
+        assert job.latest.sequence == 3  # the old tip does not come back
+        save_delta(job, 4, 2)  # planned before the rollback
         loop.rounds(3, 0)
         assert (job.latest.sequence, job.outcomes[4]) == (3, "skipped")
         begins_again(loop, 5)
 
 
-def test_a_pause_takes_no_link_and_publishes_no_fold(job: SmallJob) -> None:
+def test_a_pause_takes_no_delta_and_publishes_no_fold(job: SmallJob) -> None:
     with daemon(job, 2) as loop:
         pause = b'{"protocol":1,"id":"p","by":"me","time":0}'
         job.put(job.layout.paused, pause)
-        save_link(job, 3, 2)
+        save_delta(job, 3, 2)
         fold(loop)
-        assert (job.latest.sequence, job.latest.ahead) == (1, ahead(2))
+        assert (job.latest.sequence, job.latest.tip) == (1, tip(2))
         job.layout.paused.unlink()
         loop.run_once()
-        assert ahead_of(job).step == 3
+        assert tip_of(job).step == 3
 
 
 @pytest.mark.parametrize("name", ["rank-0", "delta.json"])
 @pytest.mark.parametrize("damage", [flip, Path.unlink, lost_in_a_folder, of_another_save])
-def test_the_fold_of_a_damaged_link_closes_the_links(
+def test_the_fold_of_a_damaged_delta_stops_deltas(
     job: SmallJob, name: str, damage: Callable[[Path], None]
 ) -> None:
     with daemon(job, 2) as loop:
-        link(loop, 3)
-        damage(job.link(2) / name)
+        delta(loop, 3)
+        damage(job.delta(2) / name)
         for _ in range(4):
             fold(loop)
         assert (job.latest.sequence, job.outcomes[3]) == (1, "skipped")
-        assert job.latest.closed is not None
+        assert job.latest.no_deltas is not None
         begins_again(loop, 4)
 
 
@@ -398,11 +400,11 @@ def test_storage_errors_put_a_fold_off_and_after_a_lease_time_whole_weights_come
         loop.rounds(2, 0)
         assert job.latest.sequence == 1
         assert "could not be folded" in job.daemon_says.blocked[0].what
-        save_link(job, 3, 2)  # links go on
+        save_delta(job, 3, 2)  # deltas go on
         loop.run_once()
-        assert (ahead_of(job).step, job.latest.closed) == (3, None)
+        assert (tip_of(job).step, job.latest.no_deltas) == (3, None)
         fold(loop)
-        assert job.latest.closed is not None
+        assert job.latest.no_deltas is not None
         storage.rules.clear()
         fold(loop)
         assert job.latest.sequence == 3
@@ -410,15 +412,15 @@ def test_storage_errors_put_a_fold_off_and_after_a_lease_time_whole_weights_come
 
 
 @pytest.mark.parametrize("gone", ["stopped", "dead", "report gone"])
-def test_the_report_offers_links_only_while_an_explorer_follows_ahead(
+def test_the_report_offers_deltas_only_while_an_explorer_follows_the_tip(
     job: SmallJob, gone: str
 ) -> None:
     with daemon(job, 1) as loop:
-        assert not job.daemon_says.links
-        assert "syncd[deltas]" in str(job.daemon_says.no_links)
+        assert not job.daemon_says.takes_deltas
+        assert "syncd[deltas]" in str(job.daemon_says.no_deltas)
         live(loop, "living", sequence=None)
-        assert job.daemon_says.links
-        assert job.daemon_says.no_links is None
+        assert job.daemon_says.takes_deltas
+        assert job.daemon_says.no_deltas is None
         if gone == "stopped":
             live(loop, "living", 1, sequence=None, status="stopped")
         elif gone == "report gone":
@@ -426,24 +428,24 @@ def test_the_report_offers_links_only_while_an_explorer_follows_ahead(
             loop.rounds(16, 0)
         else:
             loop.rounds(16, LEASE_TIME / 4)
-        assert not job.daemon_says.links
+        assert not job.daemon_says.takes_deltas
 
 
-def test_links_are_folded_at_once_for_an_explorer_that_cannot_follow_now(job: SmallJob) -> None:
+def test_deltas_are_folded_at_once_for_an_explorer_that_cannot_follow_now(job: SmallJob) -> None:
     with daemon(job, 1) as loop:
         live(loop, "living")
-        save_link(job, 2, 1)
+        save_delta(job, 2, 1)
         loop.rounds(3, 0)
         assert job.latest.sequence == 1
-        live(loop, "living", 0, follows_ahead=False)
+        live(loop, "living", 0, follows_tip=False)
         loop.rounds(3, 0)
         assert job.latest.sequence == 2
-        for step in range(3, 6):  # although each round has a save to link
-            link(loop, step)
+        for step in range(3, 6):  # although each round has a delta to make
+            delta(loop, step)
         assert job.latest.sequence == 4
 
 
-def test_a_load_of_a_link_is_history_before_it_is_folded(job: SmallJob) -> None:
+def test_a_load_of_a_delta_is_history_before_it_is_folded(job: SmallJob) -> None:
     with daemon(job, 2) as loop:
         live(loop, "living", 1, sequence=2, loads=(Load(sequence=2, time=0.0),))
     assert history(job, 1)[-1].live[0].seconds == LEASE_TIME / 5
@@ -454,23 +456,23 @@ def test_an_explorer_that_starts_anew_under_its_name_is_seen(job: SmallJob) -> N
     with daemon(job, 1) as loop:
         for session in ("before", "after"):
             live(loop, session)
-            assert job.daemon_says.links, session
+            assert job.daemon_says.takes_deltas, session
 
 
-def test_status_history_and_verify_tell_of_links(job: SmallJob) -> None:
+def test_status_history_and_verify_tell_of_deltas(job: SmallJob) -> None:
     trainer = TrainerReport(run_id="r", world_size=1, status="running", deltas=True, time=0.0)
     job.put_record(job.layout.trainer_report, trainer)
     with daemon(job, 2) as loop:
-        save_link(job, 4, 3)
+        save_delta(job, 4, 3)
         loop.rounds(2, 0)
     seen = look(job)
-    assert [link.sequence for link in seen.links] == [2]
+    assert [delta.sequence for delta in seen.deltas] == [2]
     assert seen.latest is not None
-    assert seen.latest.ahead is not None
-    assert seen.latest.ahead.step == 2
+    assert seen.latest.tip is not None
+    assert seen.latest.tip.step == 2
     text = invoke("status", job.root).output
-    assert "ahead: step 2, by 1 link (" in text
-    assert "no links its base is neither linked nor published" in text
+    assert "ahead: step 2, by 1 delta (" in text
+    assert "no deltas its base is neither a delta nor published" in text
     first, second = history(job, 9)
     assert (first.version, second.version) == (1, 2)
     assert first.published is not None
@@ -479,10 +481,10 @@ def test_status_history_and_verify_tell_of_links(job: SmallJob) -> None:
     assert "linked" in invoke("history", job.root).output
     told = invoke("verify", job.root)
     assert told.exit_code == 0
-    assert "d000002: link from run-1-1, whole" in told.output
+    assert "d000002: delta from run-1-1, whole" in told.output
 
 
-def test_what_needs_whole_weights_refuses_a_link_and_names_the_way(job: SmallJob) -> None:
+def test_what_needs_whole_weights_refuses_a_delta_and_names_the_way(job: SmallJob) -> None:
     with daemon(job, 2):
         pass
     for command in (
@@ -501,13 +503,13 @@ def test_what_needs_whole_weights_refuses_a_link_and_names_the_way(job: SmallJob
         )  # fmt: skip
 
 
-def test_an_explorer_waits_for_the_fold_of_a_linked_save(job: SmallJob) -> None:
+def test_an_explorer_waits_for_the_fold_of_a_delta(job: SmallJob) -> None:
     save_full(job, 1)
     with daemon(job) as loop, Session(job.layout, LEASE_TIME) as session:
         loop.run_once()
         versions = Versions(job, "explorer", session, clock=Clock())
         assert versions.on_its_way() is None
-        link(loop, 2)
+        delta(loop, 2)
         assert versions.on_its_way() == 2
 
 
@@ -527,28 +529,28 @@ def test_a_passed_full_save_is_merged_first_although_a_save_between_is_unseen(
 ) -> None:
     with daemon(job, 1) as loop:
         save_full(job, 2, point=False)
-        save_link(job, 4, 3)
+        save_delta(job, 4, 3)
         loop.rounds(3, 0)
-        save_link(job, 3, 2, point=False)
+        save_delta(job, 3, 2, point=False)
         loop._scanner.look_again()
         loop.rounds(3, 0)
-    assert (job.latest.step, ahead_of(job).step) == (2, 4)
+    assert (job.latest.step, tip_of(job).step) == (2, 4)
 
 
-def test_a_link_before_any_version_is_skipped_once(job: SmallJob) -> None:
+def test_a_delta_before_any_version_is_skipped_once(job: SmallJob) -> None:
     with daemon(job) as loop:
-        save_link(job, 2, 1)
+        save_delta(job, 2, 1)
         loop.rounds(5, 0)
     assert job.outcomes[2] == "skipped"
     assert job.layout.journal.read_bytes().count(b'"closed"') == 1
 
 
-def test_a_fold_keeps_the_reason_to_take_no_links(job: SmallJob) -> None:
+def test_a_fold_keeps_the_reason_to_take_no_deltas(job: SmallJob) -> None:
     with daemon(job, 2, DaemonConfig(exit_when_idle=True)) as loop:
-        save_link(job, 4, 3)
+        save_delta(job, 4, 3)
         loop.rounds(4, 20 * CONFIG.tick)
         assert job.latest.sequence == 2
-        assert job.latest.closed is not None
+        assert job.latest.no_deltas is not None
     assert job.layout.journal.read_bytes().count(b'"closed"') == 1
 
 
@@ -584,51 +586,51 @@ def test_a_fold_that_fails_waits_as_long_as_it_took(job: SmallJob) -> None:
 
     with job.daemon(CONFIG, clock=clock, deltas=replace(work(), fold=Slow)) as loop:
         loop.run_once()
-        link(loop, 2)
+        delta(loop, 2)
         while len(begun) < 3:
             clock.advance(10)
             loop.run_once()
     assert begun[2] - begun[1] >= 200
 
 
-def test_a_step_that_is_saved_again_while_it_is_linked_does_not_close_the_links(
+def test_a_step_that_is_saved_again_while_its_delta_is_made_does_not_stop_deltas(
     job: SmallJob,
     storage: RuledStorage,
 ) -> None:
     with daemon(job, 1) as loop:
-        save_link(job, 2, 1)
+        save_delta(job, 2, 1)
 
         def again(*_: Path) -> None:
-            save_link(job, 2, 1, run="later", raw=True)
+            save_delta(job, 2, 1, run="later", raw=True)
 
         storage.once("link", again, where="rank_0")
         loop.run_once()
-        assert job.latest.closed is None
+        assert job.latest.no_deltas is None
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_full_checkpoint_below_ahead_is_served_again_when_its_trainer_goes_back(
+def test_a_full_checkpoint_below_the_tip_is_served_again_when_its_trainer_goes_back(
     job: SmallJob, step: int
 ) -> None:
     with daemon(job) as loop:
         for number in (1, 2, 3):
-            ranks_save(job, "run", number, full=number < 3, link=number > 1)
+            ranks_save(job, "run", number, full=number < 3, delta=number > 1)
             loop.run_once()
-        assert (job.latest.sequence, ahead_of(job).sequence) == (1, 3)
+        assert (job.latest.sequence, tip_of(job).sequence) == (1, 3)
         job.layout.state_pointer.write_text(f"{step}\n")
         loop.run_once()
-        assert (job.latest.sequence, job.latest.step, job.latest.ahead) == (4, step, None)
+        assert (job.latest.sequence, job.latest.step, job.latest.tip) == (4, step, None)
         assert job.latest.save_id == f"run-{step}-0"
         assert load_file(job.version(4) / "model.safetensors")["weight"].tolist() == [step] * 3
         loop.rounds(4, 600)
         assert job.latest.sequence == 4
 
 
-def test_a_link_below_ahead_whose_weights_are_nowhere_whole_is_left_alone(job: SmallJob) -> None:
+def test_a_delta_below_the_tip_whose_weights_are_nowhere_whole_is_left_alone(job: SmallJob) -> None:
     with daemon(job, 3) as loop:
         job.layout.state_pointer.write_text("2\n")
         loop.run_once()
-        assert (job.latest.sequence, job.latest.ahead) == (1, ahead(3))
+        assert (job.latest.sequence, job.latest.tip) == (1, tip(3))
         outcome = job.outcome(2)
         assert outcome is not None
         assert outcome.outcome == "published"

@@ -1,0 +1,98 @@
+"""The deltas above LATEST, and the chain back from the pointer's save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from syncd.checkpoint.save import Delta, Remote, Save, SavedWeights, Unfinished
+from syncd.deltas.delta_index import DeltaRecord
+from syncd.deltas.limits import LONGEST_CHAIN
+from syncd.protocol.names import DELTA
+from syncd.protocol.records import SaveId
+from syncd.storage.job import OF_OTHERS, Job
+
+
+@dataclass(frozen=True)
+class DeltaSeen:
+    """A delta on disk, from the save ``base`` to the save ``target``.
+
+    ``sequence`` is that of its version to come. One whose record cannot be read has neither save.
+    """
+
+    sequence: int
+    bytes: int
+    base: str | None = None
+    target: str = ""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The chain back from the pointer's save, newest first.
+
+    Attributes:
+        joins: True if deltas can lead along the chain from LATEST's version to the pointer's save.
+        full: the newest save on the chain that can be merged, if any.
+        is_seen: False if a save on the chain cannot be seen, perhaps only now.
+    """
+
+    saves: tuple[SavedWeights, ...] = ()
+    joins: bool = False
+    full: SavedWeights | None = None
+    is_seen: bool = True
+
+
+def look_at_delta(job: Job, sequence: int) -> DeltaSeen:
+    """A delta on disk. No content of its folder causes an exception."""
+    folder, seen = job.layout.delta(sequence), DeltaSeen(sequence, 0)
+    with suppress(OSError):  # a fold says why
+        files = [job.storage.status(folder / name) for name in job.storage.names(folder)]
+        seen = replace(seen, bytes=sum(file.st_size for file in files if file is not None))
+        if delta := job.read(DeltaRecord, folder / DELTA, OF_OTHERS):
+            seen = replace(seen, base=delta.base, target=delta.target)
+    return seen
+
+
+def deltas_to_each(
+    version: int, save_id: str | None, deltas: Iterable[DeltaSeen]
+) -> dict[str, tuple[DeltaSeen, ...]]:
+    """The deltas above a version that lead from its save to each other save, oldest first."""
+    chains: dict[str, tuple[DeltaSeen, ...]] = {}
+    # A delta comes after the delta to its base, so deltas from a save to itself are no loop.
+    for delta in sorted(deltas, key=lambda delta: delta.sequence):
+        if delta.base and delta.sequence > version and delta.target != save_id:
+            before = () if delta.base == save_id else chains.get(delta.base)
+            if before is not None:
+                chains.setdefault(delta.target, (*before, delta))
+    return chains
+
+
+def chain_to(
+    save: Save | None,
+    known: Collection[str],
+    refused: Collection[str],
+    look: Callable[[int], Save],
+) -> Chain:
+    """Find the chain back from the pointer's save.
+
+    Args:
+        save: the pointer's save, if any.
+        known: LATEST's save, and those to which deltas lead from it.
+        refused: the saves that cannot be merged.
+        look: finds the save in the folder of a step.
+    """
+    if save is None or isinstance(save, Unfinished | Remote):
+        return Chain(is_seen=not isinstance(save, Unfinished))
+    chain, is_seen = [save], True
+    while chain[-1].identity not in known and (base := chain[-1].base) not in {None, *known}:
+        if (saved := SaveId.parse(base or "")) is None:
+            break
+        earlier = look(saved.step)
+        is_seen = earlier.identity == base and len(chain) < LONGEST_CHAIN
+        if not is_seen or isinstance(earlier, Unfinished | Remote):
+            break
+        chain.append(earlier)
+    joins = chain[-1].identity in known or chain[-1].base in known
+    fulls = (one for one in chain if not isinstance(one, Delta) and one.identity not in refused)
+    return Chain(tuple(chain), joins, next(fulls, None), is_seen)
