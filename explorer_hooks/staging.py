@@ -13,8 +13,9 @@ One rename commits a copy, when it is whole and verified. Both locks are flocks,
 drops a flock when its process dies. Nothing is synced to disk, because copies from before the last
 boot are never used.
 
-If this host has a copy of an older save, a newer copy is made from it and from deltas (the trainer's
-changes), in new files. So it can be of a save of which there is no version yet: LATEST's ``tip``.
+If this host has a copy of an older save, a newer copy is made from it and from deltas (the
+trainer's changes), in new files. So it can be of a save of which there is no version yet: LATEST's
+``tip``.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class Staging:
         *,
         cancel: Callable[[], None] = lambda: None,
     ) -> LeasedVersion:
-        """Make a copy of the save that LATEST names as its tip, from deltas and a copy on this host.
+        """Make a copy of LATEST's tip, from deltas and a copy on this host.
 
         ``lead`` names the save. If there is no such copy, or it is damaged, ``hold`` gives LATEST's
         version, which is copied first. For the rest see :meth:`stage`.
@@ -364,7 +365,7 @@ class Staging:
     def _fetch(
         self, storage: Storage, delta: DeltaFolder, folder: Path, cancel: Check
     ) -> DeltaFolder:
-        """Copy the files of a delta to this host, so that nobody reads or deletes them meanwhile."""
+        """Copy a delta's files to this host, so that nobody reads or deletes them meanwhile."""
         here = folder / delta.folder.name
         self._storage.mkdir(here)
         for file in delta.record.files:

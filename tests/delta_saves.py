@@ -29,8 +29,8 @@ def offered(root: Path) -> Iterator[Job]:
     lease_time = job.open().lease_time
     with Session(job.layout, lease_time) as session:
         report = DaemonReport(
-            session=session.id, host="h", pid=1, epoch=1, state="watching", takes_deltas=True, time=0.0,
-            builds=BuildSettings(max_shard_size=10**9, digests=True, tick=1),
+            session=session.id, host="h", pid=1, epoch=1, state="watching", time=0.0,
+            takes_deltas=True, builds=BuildSettings(max_shard_size=10**9, digests=True, tick=1),
         )  # fmt: skip
         job.storage.replace(job.layout.daemon_report, encode(report))
         yield job

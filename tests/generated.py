@@ -69,7 +69,10 @@ def records(_heading: str) -> str:
         "explorers/NAME.json": ExplorerReport,
         "reload": Reload,
     }
-    return listed(item([name], "", item(kind.model_fields, "")) for name, kind in kinds.items())
+    return listed(
+        item([name], "", item([field.alias or key for key, field in kind.model_fields.items()], ""))
+        for name, kind in kinds.items()
+    )
 
 
 def usage(heading: str) -> str:

@@ -1,4 +1,4 @@
-"""A job with a version, deltas that lead from it, and the versions that folds would make of them."""
+"""A job with a version, deltas that lead from it, and the versions that folds would make."""
 
 import shutil
 from collections.abc import Mapping

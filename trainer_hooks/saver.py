@@ -54,9 +54,9 @@ _FOREVER: Final = 1e9
 #: Seconds to clean up after a save that is given up.
 _LAST: Final = 30.0
 
-#: Makes this rank's part of a save, in the buffers if there are any. The stack closes at the end of
-#: the save.
+#: Makes this rank's part of a save, in buffers if any. The stack closes at the end of the save.
 MakeContents = Callable[[HostBuffers | None, ExitStack], RankContents]
+Gather = Callable[[ExitStack], WeightsInMemory | None]
 
 
 @dataclass
@@ -226,9 +226,7 @@ class Saver:
         self.refuse(name or f"step {step}")
         self._leave_out(save, writer)
 
-    def add_hugging_face(
-        self, save: OwnSave, gather: Callable[[ExitStack], WeightsInMemory | None]
-    ) -> None:
+    def add_hugging_face(self, save: OwnSave, gather: Gather) -> None:
         """Add the full weights that rank 0 gathers to a full checkpoint.
 
         An error of ``gather`` is raised; any other failure is kept for :meth:`raise_failure`.

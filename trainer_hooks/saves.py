@@ -60,7 +60,7 @@ class SaveMemory:
         changed: notified when a copy is free.
 
     Attributes:
-        keeps: whether the copy of the last save is kept, because the next save can be a delta from it.
+        keeps: whether the copy of the last save is kept, for a delta from it.
         first_ranks: the first rank that has each plain tensor, for deltas.
     """
 

@@ -377,7 +377,7 @@ def _event(event: JournalLine | AuditLine) -> str:  # noqa: PLR0911 - one return
         case "refused":
             return f"no rollback to v{event.of} for {by}: {event.why}"
         case "linked":
-            return f"made the delta of step {step} as {version}: {size(event.delta_bytes or 0)}"
+            return f"made a delta of step {step}, for {version}: {size(event.delta_bytes or 0)}"
         case "skipped":
             return f"skipped step {step}: a newer one was announced"
         case "quarantined" | "closed":

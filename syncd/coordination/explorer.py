@@ -255,11 +255,11 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         return found if isinstance(found, Version) else current
 
     def lead(self, version: Version) -> Lead | None:
-        """The save to make from deltas, if this version is not published, but only the tip."""
+        """The save to make from deltas, if this version is not published, but the tip."""
         return self._versions.lead(version)
 
     def passes(self, sequence: int) -> None:
-        """Wait for this save no longer while it is the tip, but for its version, or a later save."""
+        """Wait no longer for this save as the tip, but for its version, or for a later save."""
         self._versions.passed = sequence
 
     def wait_for_newer(

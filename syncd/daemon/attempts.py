@@ -193,7 +193,7 @@ class Attempts:
 
     def stop_deltas(self, save: WholeSave) -> None:
         """Record that a save cannot be taken as a delta, once the server has been asked."""
-        why = "its base is neither a delta nor published"
+        why = "its base has neither a delta nor a version"
         self._lose_patience(save, why, OSError(errno.ENOENT, why))
 
     def _lose_patience(self, save: WholeSave, why: str, error: Exception) -> None:

@@ -32,9 +32,9 @@ class Chain:
     """The chain back from the pointer's save, newest first.
 
     Attributes:
-        joins: True if deltas can lead along the chain from LATEST's version to the pointer's save.
-        full: the newest save on the chain that can be merged, if any.
-        is_seen: False if a save on the chain cannot be seen, perhaps only now.
+        joins: True if deltas can lead along it from LATEST's version to the pointer's save.
+        full: the newest save in it that can be merged, if any.
+        is_seen: False if a save in it cannot be seen, perhaps only now.
     """
 
     saves: tuple[SavedWeights, ...] = ()
@@ -58,14 +58,14 @@ def deltas_to_each(
     version: int, save_id: str | None, deltas: Iterable[DeltaSeen]
 ) -> dict[str, tuple[DeltaSeen, ...]]:
     """The deltas above a version that lead from its save to each other save, oldest first."""
-    chains: dict[str, tuple[DeltaSeen, ...]] = {}
+    found: dict[str, tuple[DeltaSeen, ...]] = {}
     # A delta comes after the delta to its base, so deltas from a save to itself are no loop.
     for delta in sorted(deltas, key=lambda delta: delta.sequence):
         if delta.base and delta.sequence > version and delta.target != save_id:
-            before = () if delta.base == save_id else chains.get(delta.base)
+            before = () if delta.base == save_id else found.get(delta.base)
             if before is not None:
-                chains.setdefault(delta.target, (*before, delta))
-    return chains
+                found.setdefault(delta.target, (*before, delta))
+    return found
 
 
 def chain_to(

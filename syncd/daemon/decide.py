@@ -16,7 +16,7 @@ from syncd.protocol.records import Pause, RollbackRequest, SaveId, SaveOutcome, 
 
 #: Seconds to wait for a step's remote path, which trainers write right after they make the folder.
 _PATH_TIME: Final = 60.0
-#: The most seconds that a client's cache may hide files on the chain back.
+#: The most seconds that a client's cache may hide files in the chain back.
 _HIDDEN: Final = 120.0
 #: Fold after this many deltas, because a reader keeps a file of each open,
 _MANY_DELTAS: Final = 32
@@ -187,7 +187,7 @@ class MakeDeltas:
 
 @dataclass(frozen=True)
 class StopDeltas:
-    """Take no more deltas until the next full version, because a save cannot be taken as a delta."""
+    """Take no more deltas until the next full version, because a save's cannot be taken."""
 
     save: WholeSave
 

@@ -343,8 +343,8 @@ class Loop:
             return "deltas are off, or versions are cast or have no digests"
         if not any(self._follow_tip):
             return (
-                "no live explorer follows the tip, which needs a stage folder on another filesystem, "
-                "and syncd[deltas]"
+                "no live explorer follows deltas, which needs a stage folder on another "
+                "filesystem, and syncd[deltas]"
             )
         why = self.work.missing_extra()
         return why and f"on the daemon's host {why}"

@@ -73,10 +73,7 @@ SessionId = Annotated[str, AfterValidator(_names_a_heartbeat)]
 
 
 class Fields(BaseModel):
-    """Base of the parts of records: immutable, tolerant of new keys.
-
-    The alias of a field is its key on disk, as 0.3 named it.
-    """
+    """Base of the parts of records: immutable, tolerant of new keys. An alias is 0.3's key."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, populate_by_name=True)
 
@@ -395,8 +392,8 @@ class ReceiptFile(Fields):
     """A file that a receipt lists; ``nonfinite`` is None if the writer did not check.
 
     ``digest`` is the xxh3-128 of the part that ``over`` names: a torch.save file's zip central
-    directory (which holds the CRC-32 of every record), a safetensors header, a delta's index, or all
-    content.
+    directory (which holds the CRC-32 of every record), a safetensors header, a delta's index, or
+    all content.
     """
 
     name: RelativePath

@@ -439,8 +439,8 @@ class DaemonReport(Record):
         merge: the progress in state ``merging``, possibly some seconds old.
         names: the origin of the tensor names in LATEST's version; None if the hub's names and the
             trainer's names are the same.
-        takes_deltas: True if the trainer may save deltas now: the daemon takes them, and a live explorer
-            follows the tip.
+        takes_deltas: True if the trainer may save deltas now: the daemon takes them, and a live
+            explorer follows the tip.
         no_deltas: why not.
         fold: the progress of the fold, if any.
     """

@@ -100,7 +100,7 @@ class DeltaMade(InfoEvent):
 
     def __str__(self) -> str:
         return (
-            f"made the delta of step {self.step} for version {self.version}: {size(self.bytes)} in "
+            f"made a delta of step {self.step} for version {self.version}: {size(self.bytes)} in "
             f"{self.seconds:.2f} s"
         )
 

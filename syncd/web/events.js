@@ -62,9 +62,9 @@ function words(event) {
     case "refused":
       return [`no rollback to ${of} for `, by, ": ", said(event.why)];
     case "linked":
-      return `linked step ${step} as ${version}`;
+      return `made a delta of step ${step}, for ${version}`;
     case "closed":
-      return [`cannot link step ${step}: `, said(event.why)];
+      return [`no delta of step ${step}: `, said(event.why)];
     case "skipped":
       return `skipped step ${step}: a newer one was announced`;
     case "quarantined":

@@ -142,7 +142,7 @@ function tiles(status, versions, now) {
       latest ? [`step ${latest.step}`, latest.kind === "full" ? "" : `, ${latest.kind}`,
         latest.dtype ? `, ${latest.dtype}` : "", ", ",
         publishedAgo(status, now, versions),
-        latest.ahead ? `; ahead: step ${latest.ahead.step}, by ${many(status.links.length, "link")} (${bytesOf(status.links)})` : ""]
+        latest.ahead ? `; ahead: step ${latest.ahead.step}, by ${many(status.links.length, "delta")} (${bytesOf(status.links)})` : ""]
         : "It appears after the first complete save."),
     tile("Slowest explorer", slowest ? (slowest.behind > 0 ? `${slowest.behind} behind` : "up to date") : "none yet",
       slowest ? [slowest.behind > 0 ? [slowest.behind_steps ? `or ${many(slowest.behind_steps, "step")}: ` : "",
@@ -167,7 +167,7 @@ function tiles(status, versions, now) {
 /** What the daemon does now: always there, so that nothing moves. */
 function doing({ fold, merge, state, detail }) {
   const work = merge ?? fold;
-  const words = work ? `${merge ? "Merging" : "Folding links to"} step ${work.step}: ${progress(work)}`
+  const words = work ? `${merge ? "Merging" : "Folding deltas to"} step ${work.step}: ${progress(work)}`
     : state === "merging" ? ["Merging ", said(detail)]
     : detail ? ["Waiting: ", said(detail)]
     : "Nothing is being merged.";
@@ -231,7 +231,7 @@ function details(status) {
     .map(([name, count]) => (name === "merged_bytes" ? `${size(count)} merged` : `${count} ${words(name)}`));
   const facts = [
     counters.length ? ["Done since the daemon began", counters.join(", ")] : null,
-    status.no_links ? ["No links, because", said(status.no_links)] : null,
+    status.no_links ? ["No deltas, because", said(status.no_links)] : null,
     status.pinned_steps.length ? ["Pinned steps", status.pinned_steps.join(", ")] : null,
   ].filter(Boolean);
   return facts.length === 0 ? null : h("section", { class: "panel", "data-key": "details" }, h("h2", null, "Details"),

@@ -1,4 +1,4 @@
-"""Deltas, the tip and folds keep their promises in every interleaving; each of their rules is needed.
+"""Deltas, tip and folds keep their promises in every interleaving; each of their rules is needed.
 
 `pytest -rP` prints the counterexamples.
 """

@@ -1,4 +1,4 @@
-"""The daemons of the model of the tip (tip.py): make deltas, name the tip, fold, roll back, prune."""
+"""The daemons of the model (tip.py): make deltas, name the tip, fold, roll back, prune."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -88,7 +88,7 @@ class Daemons:
     def _work(
         self, state: State, latest: Latest, save: int
     ) -> tuple[Literal["delta", "merge", "none", "reached"], int]:
-        """What to do first, on the chain back from a save."""
+        """What to do first, in the chain back from a save."""
         rules, found = self.rules, state.saves[save]
         if self.reached(state, latest, save):
             return "reached", save
@@ -221,9 +221,9 @@ class Daemons:
 
     def _prune(self, state: State, number: int, me: Daemon) -> Steps:
         rules, latest, seen = self.rules, me.latest, state.to("the daemon")
-        chains = self._chain_to(seen)
-        chain = chains or [0]
-        is_known = chains is not None or not rules.unknown_keeps_all
+        found = self._chain_to(seen)
+        chain = found or [0]
+        is_known = found is not None or not rules.unknown_keeps_all
         synced = state.disk.sync("published", "deltas")
         leased = {lease for reader in state.readers for lease in reader.leases}
         for version in state.disk.published:
@@ -249,7 +249,7 @@ class Daemons:
                 yield f"prune step {step}", gone
 
     def _chain_to(self, state: State) -> list[int] | None:
-        """The saves on the chain back from the pointer's; the last one is published, or 0."""
+        """The saves in the chain back from the pointer's; the last one is published, or 0."""
         published = {version.save for version in state.disk.published}
         save, chain = state.pointed(), list[int]()
         while save not in published:
@@ -263,7 +263,7 @@ class Daemons:
                 break
         return [*chain, save]
 
-    # -- deltas -------------------------------------------------------------------------------------
+    # -- deltas ------------------------------------------------------------------------------------
 
     def made(self, state: State, base: int, save: int) -> int:
         """The bytes that deltas make of a base; 0 if they do not lead to the save."""
@@ -297,11 +297,11 @@ class Daemons:
 
 def _text(latest: Latest) -> str:
     tip = f", tip {latest.number} = {latest.tip}" if latest.tip else ""
-    return f"v{latest.sequence} = {latest.save}{tip}{', closed' * latest.no_deltas}"
+    return f"v{latest.sequence} = {latest.save}{tip}{', no deltas' * latest.no_deltas}"
 
 
 def _follow(latest: Latest, version: Version) -> Latest:
-    """LATEST with a new version: the tip stays if it is above, and only a rollback takes no deltas."""
+    """LATEST with a new version: the tip stays if it is above; only a rollback takes no deltas."""
     sequence, save, instead_of = version
     if latest.number > sequence and not instead_of:
         return Latest(sequence, save, latest.number, latest.tip)

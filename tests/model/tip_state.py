@@ -214,7 +214,7 @@ class Rules:
     """A rank whose copy is not the base writes its part whole."""
     # The daemon
     walks_back: bool = True
-    """It takes all saves on the chain back from the pointer, instead of only the pointer's."""
+    """It takes all saves in the chain back from the pointer, instead of only the pointer's."""
     merges_passed_root: bool = True
     """It merges the full save at the end of this chain, even if the pointer has passed it."""
     by_save_id: bool = True
@@ -226,15 +226,15 @@ class Rules:
     stops: bool = True
     """If a save cannot be taken as a delta, or a delta is damaged, LATEST gets `no_deltas`."""
     keeps_chain: bool = True
-    """A step on the chain back from the pointer is kept while its save is no delta;"""
+    """A step in the chain back from the pointer is kept while its save is no delta;"""
     keeps_until_full: bool = True
     """... and while it is not published: a rollback ends the deltas."""
     unknown_keeps_all: bool = True
-    """If the chain back cannot be followed, nothing that may be on it is pruned."""
+    """If the chain back cannot be followed, nothing that may be in it is pruned."""
     keeps_root: bool = True
     """The version at which the chain back ends is kept, also below LATEST."""
     keeps_deltas_of_chain: bool = True
-    """A delta on the chain back is kept, also below LATEST."""
+    """A delta in the chain back is kept, also below LATEST."""
     keeps_deltas_above: bool = True
     """A delta above LATEST is deleted only if LATEST's save does not lead to it."""
     none_after_rollback: bool = True

@@ -1,4 +1,4 @@
-"""Folds of deltas are equal to merges of the same steps, whichever rank and daemon die meanwhile."""
+"""Folds of deltas are equal to merges of the same steps, whichever rank or daemon dies."""
 
 from pathlib import Path
 from random import Random

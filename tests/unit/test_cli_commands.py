@@ -114,7 +114,7 @@ def test_every_key_of_what_is_printed_as_json_is_documented(job: SmallJob) -> No
     (told,) = history(job, 1)
     told.live.append(Live("rollout-0", None, None, None))
     printed = {
-        "syncd status": look(job).model_dump(),
+        "syncd status": look(job).model_dump(by_alias=True),
         "syncd history": asdict(told),
     }
     for name, seen in printed.items():

@@ -1,3 +1,5 @@
+import json
+
 import pydantic
 import pytest
 
@@ -15,7 +17,13 @@ from syncd.protocol.records import (
     encode,
     parse,
 )
-from syncd.protocol.reports import ExplorerReport, GroupMember, Rendezvous
+from syncd.protocol.reports import (
+    DaemonReport,
+    ExplorerReport,
+    GroupMember,
+    Rendezvous,
+    TrainerReport,
+)
 
 LATEST = Latest(sequence=17, step=4, folder="v000017", save_id="run-4-0")
 
@@ -28,6 +36,32 @@ def test_a_record_is_one_line() -> None:
 def test_keys_of_a_later_minor_change_are_passed_over() -> None:
     content = encode(LATEST).replace(b"}", b', "added_later": [1]}', 1)
     assert parse(Latest, content, "LATEST") == LATEST
+
+
+REPORTED = {"session": "s", "status": "running", "time": 0.0}
+#: Records, and keys of them that have other names in the code.
+KEYS: dict[type[Record], tuple[dict[str, object], dict[str, object]]] = {
+    Latest: (
+        LATEST.model_dump(),
+        {"ahead": {"sequence": 18, "step": 5, "save_id": "run-5-0"}, "closed": "why"},
+    ),
+    ExplorerReport: ({"name": "e", "sequence": 17, **REPORTED}, {"follows_ahead": True}),
+    TrainerReport: ({"run_id": "r", "world_size": 1, **REPORTED}, {"no_links": "why"}),
+    DaemonReport: (
+        {"session": "s", "host": "h", "pid": 1, "epoch": 1, "state": "stopped", "time": 0.0,
+         "builds": {"max_shard_size": 1, "digests": True, "tick": 1.0}},
+        {"links": True, "no_links": "why"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KEYS, ids=lambda kind: kind.__name__)
+def test_keys_on_disk_stay_those_of_0_3(kind: type[Record]) -> None:
+    usual, keys = KEYS[kind]
+    record, without = (parse(kind, json.dumps(one).encode(), "") for one in (usual | keys, usual))
+    changed = {name for name, value in record if value != getattr(without, name)}
+    assert len(changed) == len(keys)
+    assert json.loads(encode(record)).items() >= keys.items()
 
 
 def test_a_newer_protocol_says_install_the_newer_syncd() -> None:

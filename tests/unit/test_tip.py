@@ -1,6 +1,7 @@
 """The daemon takes the trainer's changes at once, and folds them into full versions."""
 
 import errno
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,7 +49,7 @@ def job(ruled: SmallJob) -> SmallJob:
 
 @contextmanager
 def daemon(job: SmallJob, newest: int = 0, config: DaemonConfig = CONFIG) -> Iterator[Rounds]:
-    """A daemon that has published step 1 and taken all deltas to ``newest``, or finds what is there."""
+    """A daemon that has published step 1 and made deltas to ``newest``, or finds what is there."""
     with job.daemon(config, deltas=work()) as loop:
         for step in range(1, newest + 1):
             if step == 1:
@@ -472,16 +473,19 @@ def test_status_history_and_verify_tell_of_deltas(job: SmallJob) -> None:
     assert seen.latest.tip.step == 2
     text = invoke("status", job.root).output
     assert "ahead: step 2, by 1 delta (" in text
-    assert "no deltas its base is neither a delta nor published" in text
+    assert "no deltas its base has neither a delta nor a version" in text
+    told = json.loads(invoke("status", job.root, "--json").output)
+    assert (told["latest"]["ahead"]["step"], told["links"][0]["sequence"]) == (2, 2)
+    assert told["no_links"] == seen.no_deltas
     first, second = history(job, 9)
     assert (first.version, second.version) == (1, 2)
     assert first.published is not None
     assert second.published is None
     assert second.linked is not None
     assert "linked" in invoke("history", job.root).output
-    told = invoke("verify", job.root)
-    assert told.exit_code == 0
-    assert "d000002: delta from run-1-1, whole" in told.output
+    verified = invoke("verify", job.root)
+    assert verified.exit_code == 0
+    assert "d000002: delta from run-1-1, whole" in verified.output
 
 
 def test_what_needs_whole_weights_refuses_a_delta_and_names_the_way(job: SmallJob) -> None:

@@ -139,7 +139,7 @@ def test_an_explorer_that_read_deltas_is_seen(page: Browser, tmp_path: Path) -> 
         page.sees("250 ms, staged by delta", ".stack")
 
 
-def test_ahead_its_links_and_why_saves_are_full_are_seen(page: Browser, tmp_path: Path) -> None:
+def test_the_tip_its_deltas_and_why_saves_are_full_are_seen(page: Browser, tmp_path: Path) -> None:
     job = SmallJob(tmp_path / "job")
     save_full(job, 1)
     trainer = TrainerReport(run_id="r", world_size=1, status="running", deltas=True, time=0.0)
@@ -149,13 +149,13 @@ def test_ahead_its_links_and_why_saves_are_full_are_seen(page: Browser, tmp_path
         save_delta(job, 2, 1)
         loop.rounds(2, 1)
         page.open(server.address)
-        page.sees("ahead: step 2, by 1 link (", ".tiles")
+        page.sees("ahead: step 2, by 1 delta (", ".tiles")
         page.sees("linked", ".timeline")
         page.sees("no live explorer follows", ".facts")
-        page.sees("linked step 2 as v2", ".events")
+        page.sees("made a delta of step 2, for v2", ".events")
         fold = MergeProgress(step=2, done=10**9, total=4 * 10**9, seconds=1.0)
         daemon(job, time.time(), fold=fold)
-        page.sees("Folding links to step 2: 1.0 GB of 4.0 GB", ".doing")
+        page.sees("Folding deltas to step 2: 1.0 GB of 4.0 GB", ".doing")
 
 
 def test_what_others_wrote_is_text_and_nothing_else(page: Browser, tmp_path: Path) -> None:

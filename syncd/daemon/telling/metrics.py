@@ -103,7 +103,7 @@ _GAUGES: Final = {
     "explorer_broken": "1 if the explorer reports that its engine's weights are unknown.",
 }
 _COUNTERS: Final = {
-    "saves": "Saves made deltas (linked), published (also by folds), skipped or quarantined.",
+    "saves": "Saves linked as deltas, published (also by folds), skipped or quarantined.",
     "rollbacks": "Old versions that were published again.",
     "pruned": "Deletions: version, delta, step, lease.",
     "merge_bytes": "Bytes of published versions.",
