@@ -64,7 +64,7 @@ _CONTENDERS = {
 }
 
 #: What a rank does while its memory is measured.
-_SAVING = {"saving": HOOK, "casting": CAST, "linking": DELTAS}
+_SAVING = {"saving": HOOK, "casting": CAST, "deltas": DELTAS}
 
 #: Saves the step with this number; returns a function that waits for its end.
 Save = Callable[[int], Callable[[], object]]
@@ -390,7 +390,7 @@ def main() -> None:
             ("ranks", "MB", "local shards"),
         )
         for world_size in sizes:
-            for what in ("saving", "casting" if given.sync_dtype else "linking"):
+            for what in ("saving", "casting" if given.sync_dtype else "deltas"):
                 table.row(*_memory(what, world_size, given, work))
 
 

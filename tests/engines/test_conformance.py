@@ -33,7 +33,7 @@ def test_every_engine_does_what_the_protocol_promises(
 
 
 @pytest.mark.parametrize("name", ["module", "module, direct", "transformers"])
-def test_an_engine_has_the_bits_of_what_is_ahead(
+def test_an_engine_has_the_bits_of_the_tip(
     job: SmallJob, tmp_path: Path, memory: Path, name: str
 ) -> None:
     subject = SUBJECTS[name]()

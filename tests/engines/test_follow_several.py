@@ -39,7 +39,7 @@ from tests.rank_programs import ENVIRONMENT
 from tests.staged_deltas import DeltaChain
 
 
-def test_each_server_is_loaded_with_what_is_ahead_and_one_that_is_down_is_waited_for_alone(
+def test_each_server_is_loaded_with_the_tip_and_one_that_is_down_is_waited_for_alone(
     job: SmallJob, tmp_path: Path, memory: Path
 ) -> None:
     chain = DeltaChain(job, tmp_path, saves=1)

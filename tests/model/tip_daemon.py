@@ -253,10 +253,10 @@ class Daemons:
         published = {version.save for version in state.disk.published}
         save, chain = state.pointed(), list[int]()
         while save not in published:
-            linked = state.delta_of(save) is not None
-            if not linked and not state.written(save):
+            has_delta = state.delta_of(save) is not None
+            if not has_delta and not state.written(save):
                 return None
-            if not linked or self.rules.keeps_until_full:
+            if not has_delta or self.rules.keeps_until_full:
                 chain.append(save)
             save = state.saves[save].base
             if not save:

@@ -89,7 +89,7 @@ def test_what_was_retired_cannot_be_leased_by_who_remembers_it(shared: SharedJob
         newer.release()
 
 
-def test_links_are_served_elsewhere_survive_a_take_over_and_end_with_a_rollback(
+def test_deltas_are_served_elsewhere_survive_a_take_over_and_end_with_a_rollback(
     shared: SharedJob, memory: Path
 ) -> None:
     trainer, seen = SmallJob(shared.a.job), SmallJob(shared.seen.root)

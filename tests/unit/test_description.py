@@ -171,7 +171,7 @@ def test_faults_are_logged_once_a_run_and_told_by_verify(
     assert result.output.count("has no config.json") == 2
 
 
-def test_links_go_on_though_a_version_has_another_dtype_in_its_config(job: SmallJob) -> None:
+def test_deltas_go_on_though_a_version_has_another_dtype_in_its_config(job: SmallJob) -> None:
     model = language_model()  # float32, and published in bfloat16
     settings = SyncSettings(deltas=True, save_timeout=60)
     saving = SaveSettings(sync_dtype="bf16", final=False)
