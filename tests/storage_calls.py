@@ -1,4 +1,4 @@
-"""The storage calls of a merge, a publish and a pull, counted: ``python -m tests.storage_calls``.
+"""The storage calls of merge, publish, pull and delta, counted: ``python -m tests.storage_calls``.
 
 It uses only names that also the release before has, so that it can count there too::
 
@@ -16,14 +16,19 @@ from typing import Any
 
 import pytest
 from torch import nn
+from transformers import PreTrainedConfig
 
 from explorer_hooks import ExplorerHook, TorchModule
 from syncd.daemon.config import DaemonConfig
+from syncd.protocol.names import delta_name, receipt_name
 from syncd.storage.fsio import Storage
 from tests.commands import invoke
+from tests.delta_saves import offered
+from tests.hooks import written
 from tests.jobs import SmallJob
 from tests.places import FIXTURES
 from tests.storages import CHANGES, SEAM, Clock
+from trainer_hooks import SyncSettings, TrainerHook
 
 _SHARDS = FIXTURES / "torch-2.15.0" / "fsdp2"
 _HANGS = 60.0
@@ -88,8 +93,24 @@ def pull(folder: Path) -> Counter[str]:
     return calls
 
 
+def delta(folder: Path) -> Counter[str]:
+    """A trainer of one rank saves one changed element of a model with a config."""
+    model, settings = nn.Linear(3, 1), SyncSettings(deltas=True)
+    model.config = PreTrainedConfig()
+    with offered(folder) as job, TrainerHook(folder, model, settings=settings) as hook:
+        hook.save_state_dict(1)
+        written(hook)
+        model.weight.data[0, 0] += 1
+        with counted() as calls:
+            hook.save_state_dict(2)
+            written(hook)
+        files = filter(Path.is_file, job.layout.actor(2).rglob("*"))
+        assert {path.name for path in files} == {delta_name(1, 0), receipt_name(0)}
+    return calls
+
+
 #: What is counted, by its name.
-WORK = {"merge": merge, "publish": publish, "pull": pull}
+WORK = {"merge": merge, "publish": publish, "pull": pull, "delta": delta}
 
 
 def summary(calls: Counter[str]) -> dict[str, int]:

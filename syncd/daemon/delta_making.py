@@ -77,15 +77,20 @@ def _check_small_files(
     storage: Storage, actor: Path, save: SavedWeights, version: WholeVersion
 ) -> None:
     has = {file.name: (file.size, file.digest) for file in version.manifest.files}
-    for path, file in save.vouched().items():
+    of_base = {file.name: file for file in save.receipts[0].of_base}
+    for path, file in (of_base | save.vouched()).items():
         folder, _, name = path.partition("/")
         if folder != HUGGINGFACE or has.get(name) == (file.size, file.digest):
             continue
-        if name != MODEL_CONFIG or not has_config_of(
-            storage,
-            version.folder,
-            actor / HUGGINGFACE,
-            version.manifest,
-            is_cast=save.sync_dtype is not None,
+        # A config of the base was compared when that was merged or linked.
+        if name != MODEL_CONFIG or not (
+            path in of_base
+            or has_config_of(
+                storage,
+                version.folder,
+                actor / HUGGINGFACE,
+                version.manifest,
+                is_cast=save.sync_dtype is not None,
+            )
         ):
             raise DeltaError(f"{path} differs from that of version {version.manifest.sequence}")

@@ -408,13 +408,12 @@ class Receipt(Record):
 
     Attributes:
         files: relative to ``actor/``; rank 0 also lists ``huggingface/`` and ``lora_adapter/``.
-        sync_dtype: the dtype (``bf16`` or ``fp16``) to which this rank cast the published floating
-            tensors; None if it cast no tensor.
+        sync_dtype: ``bf16`` or ``fp16``, to which this rank cast published tensors; None if none.
         fp32: with a delta: the tensors that this cast keeps in fp32, with ``#`` in
             place of each number in a name.
         base: the earlier save that the rank's delta file is relative to; None without such a file.
-        tied: the names that versions leave out → the names of the tensors that they are tied to;
-            None if the config says what is tied.
+        tied: name that versions leave out → name of the same tensor; None if the config says it.
+        of_base: the small files of a delta that its base has too, so that they are not written.
     """
 
     save_id: Annotated[str, Field(min_length=1, max_length=200)]
@@ -426,6 +425,7 @@ class Receipt(Record):
     fp32: Annotated[tuple[str, ...], FailFast()] = ()
     base: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     tied: dict[str, str] | None = None
+    of_base: Annotated[tuple[ReceiptFile, ...], FailFast()] = ()
 
     @model_validator(mode="after")
     def _is_of_its_step(self) -> Self:

@@ -124,6 +124,8 @@ def ranks_save(
             completes=completes,
         )
         writer = RankWriter(job, rank, 2, save_timeout=5.0, pauses=(0.0, 0.0))
+        if delta:
+            writer._small = f"{contents.base}", contents.model_files(), []
         writer.save(SaveId(run, step, 0), contents)
 
 

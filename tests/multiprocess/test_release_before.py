@@ -17,7 +17,7 @@ from explorer_hooks.reader import LeasedVersion, Reader
 from syncd.cli import cli
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import FULL, RETIRED
-from tests.delta_saves import follower, is_delta
+from tests.delta_saves import follower, is_delta, receipts
 from tests.hooks import written
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import (
@@ -234,7 +234,7 @@ def test_an_explorer_and_a_standby_of_the_release_before_take_deltas(
 ) -> None:
     here, model = SmallJob(tmp_path / "new"), Model(0).bfloat16()
     program = EXPLORER_BEFORE.replace("Model()", "Model().bfloat16()")
-    explorer = [*PYTHON, "-c", program, str(here.root), "5"]
+    explorer = [*PYTHON, "-c", program, str(here.root), "6"]
     standby = [*PYTHON, "-m", "syncd", "run", str(here.root), *DAEMON]
 
     def save(step: int) -> bool:
@@ -244,10 +244,13 @@ def test_an_explorer_and_a_standby_of_the_release_before_take_deltas(
         written(hook)
         return is_delta(here, step)
 
+    def serves(step: int) -> bool:
+        assert old.stdout is not None
+        return old.stdout.readline().split() == [str(step), f"{-step}.0"]
+
     def serve(step: int) -> bool:
         is_small = save(step)
-        assert old.stdout is not None
-        assert old.stdout.readline().split() == [str(step), f"{-step}.0"]
+        assert serves(step)
         return is_small
 
     settings = SyncSettings(deltas=True, sync_interval=1)
@@ -267,7 +270,10 @@ def test_an_explorer_and_a_standby_of_the_release_before_take_deltas(
         assert daemon.wait() == -9
         assert here.latest.tip is not None
         wait_until(lambda: here.daemon_says.pid == second.pid, "the standby has taken over")
-        serve(4)
+        assert serves(3)
+        wait_until(lambda: here.daemon_says.takes_deltas, "deltas are offered")
+        assert serve(4)
+        assert receipts(here, 4)[0].of_base  # which the standby does not know
         second.terminate()
         assert second.wait(DEADLINE) == 0
         stack.enter_context(Daemon(here.root, *DAEMON))

@@ -81,6 +81,7 @@ def test_each_save_after_the_first_is_a_delta(job: Job, stack: ExitStack) -> Non
         for rank, receipt in enumerate(receipts(job, step)):
             assert receipt.base == receipts(job, step - 1)[0].save_id
             assert not (job.layout.actor(step) / part_name(2, rank)).exists()
+        assert not (job.layout.actor(step) / "huggingface").exists()  # of its base
         made = rebuilt(job, step, made)
         assert_equal(made, weights.whole())
     publish(job, receipts(job, 1)[0].save_id, closed="for a reason")

@@ -166,11 +166,15 @@ def test_a_delta_without_its_base_stops_deltas_until_the_next_full_version(
 
 @pytest.mark.parametrize(
     "fault",
-    ["config", "shape", "index", "short", "no version", "no delta", "symlink", "folder", "many"],
-)
+    [
+        "config", "base", "shape", "index", "short", "no version", "no delta", "symlink", "folder",
+        "many",
+    ],
+)  # fmt: skip
 def test_a_delta_that_does_not_fit_stops_deltas(
     job: SmallJob, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    line = f'{{"name":"huggingface/config.json","size":2,"digest":"{0:032}","over":"content"}}'
     with daemon(job, 1) as loop:
         save_delta(job, 2, 1, shape=2 if fault == "shape" else 3)
         actor = job.actor(2)
@@ -183,8 +187,10 @@ def test_a_delta_that_does_not_fit_stops_deltas(
         if fault == "config":
             (actor / "huggingface").mkdir()
             job.put(actor / "huggingface" / "config.json", b"{}")
-            line = '{"name":"huggingface/config.json","size":2,"digest":"%032d","over":"content"},'
-            edit(actor / ".receipts" / "rank_0.json", '"files":[', '"files":[' + line % 0)
+            edit(actor / ".receipts" / "rank_0.json", '"files":[', f'"files":[{line},')
+        if fault == "base":
+            line = line.replace("config", "tokenizer")
+            edit(actor / ".receipts" / "rank_0.json", '"of_base":[', f'"of_base":[{line}')
         if fault == "many":
             monkeypatch.setattr(delta_making, "_MOST", 1)
         if fault == "no version":

@@ -1,5 +1,6 @@
 """Saves of one process that hold only what changed."""
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,19 +9,23 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook
 from syncd.operate.job_state import look
-from syncd.protocol.names import delta_name, master_name, shard_name
+from syncd.protocol.names import NAME_MAP, RECEIPTS, delta_name, master_name, shard_name
 from syncd.protocol.policy import SyncSettings
-from syncd.protocol.records import SaveOutcome, SaveOutcomes, encode
+from syncd.protocol.records import ReceiptFile, SaveOutcome, SaveOutcomes, encode
 from syncd.protocol.reports import DaemonReport
+from syncd.protocol.tensor_names import NameMapRecord
 from syncd.storage.job import Job
-from tests.delta_saves import full, is_delta, offered, publish, rebuilt, receipts
+from tests.commands import invoke
+from tests.delta_saves import follower, full, is_delta, offered, publish, rebuilt, receipts
 from tests.fsdp_models import Config
 from tests.hooks import DEADLINE, Gate, checkpoint, written
-from tests.jobs import read
+from tests.jobs import SmallJob, read
+from tests.made_deltas import work
 from tests.merging import assert_equal, loaded
 from tests.storages import RuledStorage
 from trainer_hooks import SaveSettings, TrainerHook, load_checkpoint
@@ -30,7 +35,9 @@ SHARD, DELTA, MASTER = (name_of(1, 0) for name_of in (shard_name, delta_name, ma
 
 def model_of(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 48), nn.Embedding(100, 64), nn.LayerNorm(64)).to(dtype)
+    model = nn.Sequential(nn.Linear(64, 48), nn.Embedding(100, 64), nn.LayerNorm(64)).to(dtype)
+    model.config = PreTrainedConfig(architectures=["Tiny"])
+    return model
 
 
 def change(model: nn.Module, fraction: float = 0.03) -> None:
@@ -65,6 +72,12 @@ def save(hook: TrainerHook, step: int, fraction: float = 0.03) -> None:
     written(hook)
 
 
+def small_files(job: Job, step: int) -> dict[str, bytes]:
+    actor = job.layout.actor(step)
+    files = [actor / "fsdp_config.json", *(actor / "huggingface").iterdir()]
+    return {path.name: path.read_bytes() for path in files}
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     with offered(tmp_path) as job:
@@ -88,6 +101,39 @@ def test_each_save_after_the_first_is_a_delta_from_the_one_before(job: Job, cast
             assert int(job.layout.state_pointer.read_text()) == step
 
 
+@pytest.mark.parametrize("cast", [None, "bf16"])
+def test_a_delta_has_no_file_that_its_base_has(tmp_path: Path, cast: Any) -> None:
+    job, model = SmallJob(tmp_path), model_of(torch.float32)
+    with follower(job, "ahead"), job.daemon(deltas=work()) as loop:
+
+        def served() -> object:
+            loop.rounds(2, 1)
+            return (job.latest.tip or job.latest).step
+
+        with hook_of(job, model, SaveSettings(sync_dtype=cast)) as hook:
+            listed: dict[int, list[ReceiptFile]] = {}
+            for step in (1, 2, 3):
+                loop.run_once()
+                save(hook, step)
+                (receipt,) = receipts(job, step)
+                listed[step] = [*receipt.files, *receipt.of_base][1:]
+                assert listed[step] == listed[1] != []
+                assert served() == step
+                assert {path.name for path in job.actor(step).iterdir()} == {
+                    RECEIPTS, *({DELTA} if step > 1 else {SHARD, "fsdp_config.json", "huggingface"})
+                }  # fmt: skip
+            model.config = PreTrainedConfig(architectures=["Other"])
+            save(hook, 4)
+            assert is_delta(job, 4)
+            assert b"Other" in small_files(job, 4)["config.json"]
+            assert served() == 3
+            assert "config.json differs" in str(job.latest.no_deltas)
+            save(hook, 5)
+            assert served() == 5
+            config = job.version(job.latest.sequence) / "config.json"
+            assert json.loads(config.read_bytes())["architectures"] == ["Other"]
+
+
 def test_the_save_of_close_is_full(job: Job) -> None:
     model, other = model_of(), model_of()
     with hook_of(job, model, save_interval=100, sync_interval=2) as hook:
@@ -104,10 +150,12 @@ def test_the_save_of_close_is_full(job: Job) -> None:
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_training_resumes_from_a_full_checkpoint_whose_weights_are_a_delta(
-    job: Job, dtype: Any, at_once: bool
+    job: Job, dtype: Any, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of(torch.float32 if dtype else torch.bfloat16)
     with hook_of(job, model, SaveSettings(sync_dtype=dtype)) as hook:
+        names = {NAME_MAP: encode(NameMapRecord())}
+        monkeypatch.setattr(hook._trained._hub_names, "files", lambda *_: names)
         save(hook, 1)
         change(model)
         synced = halved(state(model))
@@ -119,6 +167,7 @@ def test_training_resumes_from_a_full_checkpoint_whose_weights_are_a_delta(
         written(hook)
         truth = state(model)
         actor = job.layout.actor(2)
+        assert small_files(job, 2) == small_files(job, 1)
         assert (actor / DELTA).exists()
         assert (actor / MASTER).exists()
         assert not (actor / SHARD).exists()
@@ -130,7 +179,10 @@ def test_training_resumes_from_a_full_checkpoint_whose_weights_are_a_delta(
     with ExplorerHook(job.layout.root, "bench", FakeEngine()) as bench:
         bench.load_step(2, DEADLINE)
         built = loaded(bench.folder or job.layout.root)
+        assert (bench.folder / "config.json").exists()
     assert_equal(built, halved(truth))
+    assert invoke("merge", actor, job.layout.root / "merged").exit_code == 0
+    assert (job.layout.root / "merged" / "config.json").exists()
 
 
 def test_a_save_while_a_checkpoint_is_written_is_full(job: Job) -> None:

@@ -125,6 +125,7 @@ class RankFiles:
         rest_stays: True if the other files for resuming must not be deleted, or do not exist.
         trained: the name of this rank's file of the trained model.
         contents: what the receipt describes.
+        of_base: the small files of a delta's base, which are not written.
     """
 
     job: Job
@@ -135,6 +136,7 @@ class RankFiles:
     rest_stays: bool = False
     trained: str | None = None
     contents: RankContents = field(default_factory=RankContents)
+    of_base: tuple[ReceiptFile, ...] = ()
 
     def __post_init__(self) -> None:
         step = self.save_id.step
@@ -241,13 +243,13 @@ class RankFiles:
             draft.commit()
         return ReceiptFile(name=path.name, size=draft.size, digest=digest, over="index")
 
-    def write_configs(self, contents: RankContents) -> list[ReceiptFile]:
+    def write_configs(self, contents: RankContents, small: Files) -> list[ReceiptFile]:
         """Write ``fsdp_config.json`` and ``huggingface/``, on rank 0."""
         config: dict[str, int] = {"world_size": self.world_size}
         if contents.fsdp_version is not None:
             config["FSDP_version"] = contents.fsdp_version
         write_small(self.storage, self.actor / FSDP_CONFIG, json.dumps(config).encode())
-        return write_files(self.storage, self.actor / HUGGINGFACE, contents.model_files())
+        return write_files(self.storage, self.actor / HUGGINGFACE, small)
 
     def vouch(self, name: str, files: list[ReceiptFile]) -> None:
         """Write a receipt of durable files. After an OSError, other ranks may see it."""
@@ -262,6 +264,7 @@ class RankFiles:
             fp32=contents.fp32,
             base=contents.base if name == receipt_name(self.rank) else None,
             tied=contents.tied if isinstance(contents.tied, Mapping) else None,
+            of_base=self.of_base,
         )
         self.storage.replace(self.receipts / name, encode(receipt))
 

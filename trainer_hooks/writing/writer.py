@@ -27,6 +27,7 @@ from syncd.protocol.records import NonFinite, ReceiptFile, SaveId
 from syncd.storage.errnos import GONE, NO_ROOM, PASSING, is_gone
 from syncd.storage.job import Job, point
 from trainer_hooks.state.host_buffers import nonfinite_names
+from trainer_hooks.state.small_files import Files
 from trainer_hooks.state.weights_in_memory import WeightsInMemory
 from trainer_hooks.writing.rank_files import RankContents, RankFiles
 
@@ -72,6 +73,8 @@ class RankWriter:
 
     def __post_init__(self) -> None:
         self._last: RankFiles | None = None
+        #: The last save's id, its small files, and their entries in its receipt.
+        self._small: tuple[str, Files, list[ReceiptFile]] = "", {}, []
 
     def save(
         self,
@@ -202,7 +205,7 @@ class RankWriter:
             nonfinite = NonFinite.of(nonfinite_names(contents.model or {}))
             written = files.write_weights(contents, nonfinite)
             if rank == 0:
-                written += files.write_configs(contents)
+                written += self._write_configs(files, contents)
             self._write_receipt(files, receipt_name, written)
             return written
 
@@ -211,6 +214,8 @@ class RankWriter:
                 files.remove_full_receipt()
                 files.remove_temporaries(files.actor)
             written = files.write_rest(contents)
+            if rank == 0 and contents.completes and any(file.over == "index" for file in weights):
+                written += self._write_configs(files, contents)
             kept = weights
             if contents.trained is not None:  # training must not resume from published weights
                 published = {files.name(shard_name), files.name(delta_name), FULL_STATE_DICT}
@@ -248,6 +253,16 @@ class RankWriter:
         if rank == 0:
             self._remove_saving(files)
         return size
+
+    def _write_configs(self, files: RankFiles, contents: RankContents) -> list[ReceiptFile]:
+        """Write config, tokenizer and so on; but a link only if its base has others."""
+        save_id, (of, before, listed) = str(files.save_id), self._small
+        small = before if of == save_id else contents.model_files()
+        has_base = of == contents.base and small == before and not contents.is_full
+        files.of_base = tuple(listed) if has_base else ()
+        written = [] if has_base else files.write_configs(contents, small)
+        self._small = save_id, small, listed if has_base else written
+        return written
 
     def _write_receipt(
         self,
