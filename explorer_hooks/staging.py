@@ -36,8 +36,8 @@ from syncd.checkpoint.version import verify_version
 from syncd.coordination.leased_version import LeasedVersion, read_latest
 from syncd.coordination.versions import Lead
 from syncd.deltas.delta_index import DeltaFolder, find_deltas
-from syncd.deltas.fold_process import missing_extra
 from syncd.deltas.limits import DeltaError
+from syncd.deltas.needs import missing_extra
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import (
     CancelledError,

@@ -13,9 +13,11 @@ import xxhash
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.daemon.blocks import Blocks
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import Decision
-from syncd.daemon.folds import FoldWork
+from syncd.daemon.decide import (
+    Decision,
+)
 from syncd.daemon.loop import Loop
+from syncd.daemon.makes import MakeWork
 from syncd.daemon.telling.journal import Meter
 from syncd.daemon.tenure import Tenure
 from syncd.protocol.errors import SupersededError
@@ -42,6 +44,7 @@ from syncd.storage.judge import Judge
 from syncd.storage.leases import Lease
 from syncd.storage.sessions import DaemonLock, Session
 from tests.lagging import Hosts
+from tests.makers import MakerHere
 from tests.storages import Clock, FastStorage
 
 LEASE_TIME = 30.0
@@ -284,7 +287,7 @@ class SmallJob(Job):
         clock: Clock | None = None,
         begin: bool = True,
         meter: Meter | None = None,
-        deltas: FoldWork | None = None,
+        deltas: MakeWork | None = None,
     ) -> Iterator[Rounds]:
         """An active daemon, from its take-over to its end, that a test moves round by round."""
         clock = clock or Clock()
@@ -305,7 +308,7 @@ class SmallJob(Job):
                 clock=clock,
                 wall=lambda: 0.0,
             )
-            loop = Rounds(tenure, config or DaemonConfig(), work=deltas or FoldWork())
+            loop = Rounds(tenure, config or DaemonConfig(), work=deltas or MakeWork(MakerHere))
             loop.job, loop.clock = self, clock
             try:
                 if begin:

@@ -9,43 +9,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncd.checkpoint.boxes import Box
-from syncd.checkpoint.merging.options import Work
 from syncd.deltas.delta_index import Content, DeltaFolder, DeltaRecord, SavedPiece
-from syncd.deltas.folding import fold_version
 from syncd.protocol.names import DELTA, RECEIPTS, delta_name, receipt_name
 from syncd.protocol.records import (
-    Latest,
-    Manifest,
     NonFinite,
     Receipt,
     ReceiptFile,
     VersionFile,
     encode,
 )
-from syncd.storage.job import Job
 from tests.delta_files import written
 from tests.deltas import Tensors
-from tests.jobs import SmallJob, nothing
+from tests.jobs import SmallJob
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Values = Sequence[float]
-
-
-class InThisProcess:
-    """A fold that is made at the first poll."""
-
-    def __init__(self, job: Job, latest: Latest, chain: Sequence[int], folder: Path) -> None:
-        self.done = self.total = 0
-        self.closed = False
-        self._work = (job, latest, chain, folder)
-
-    def poll(self) -> Manifest | None:
-        return fold_version(*self._work, Work(nothing))
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def write_delta_files(

@@ -16,7 +16,7 @@ from typing import Final, Self
 
 from syncd.coordination.member import Doubles
 from syncd.coordination.trainer import TrainerSynchronizer
-from syncd.deltas.fold_process import missing_extra
+from syncd.deltas.needs import missing_extra
 from syncd.protocol.errors import (
     InvalidSettingsError,
     JobUnavailableError,

@@ -54,7 +54,7 @@ _ABSENT: Final = object()
 #: Real folders have one or two levels.
 _DEPTH_LIMIT: Final = 64
 #: The jobs and kinds of flaws that were logged.
-_LOGGED: Final[set[tuple[Path, str]]] = set()
+LOGGED: Final[set[tuple[Path, str]]] = set()
 
 
 def copy_model_files(
@@ -149,8 +149,8 @@ def flaws_in(storage: Storage, folder: Path, manifest: Manifest) -> Iterator[tup
 def warn_once(actor: Path, flaw: str, reason: str, included: str = "") -> None:
     """Log a flaw of a save's small files, once a run for each kind; it says another one too."""
     key = actor.parent.parent, flaw
-    if key not in _LOGGED:
-        _LOGGED.update({key, (key[0], included)})
+    if key not in LOGGED:
+        LOGGED.update({key, (key[0], included)})
         ModelFilesWrong(actor, flaw, reason).tell(log)
 
 

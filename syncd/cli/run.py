@@ -24,7 +24,7 @@ from syncd.daemon.configuration import (
 from syncd.daemon.host.services import RootServices, Services
 from syncd.daemon.signs import HangGuard, ServiceManager
 from syncd.daemon.telling.journal import MeterOf, unmetered
-from syncd.deltas.fold_process import missing_extra
+from syncd.deltas.needs import missing_extra
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.events import Misspelt, RootServed
 from syncd.protocol.names import printable

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from syncd.checkpoint.merging.options import Progress
+from syncd.checkpoint.merging.options import Progress, Work
 from syncd.checkpoint.model_folder import changed_settings
 from syncd.checkpoint.save import Delta, Save, SavedWeights, WholeSave
 from syncd.daemon.blocks import Obstacle
 from syncd.daemon.collect import Tidying
-from syncd.daemon.decide import Fold
+from syncd.daemon.decide import (
+    Fold,
+)
 from syncd.daemon.delta_making import make_delta
-from syncd.daemon.folds import Folds
+from syncd.daemon.makes import Makes
+from syncd.daemon.orders import FoldOrder, MergeOrder
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
 from syncd.daemon.steering import Steering
@@ -33,7 +36,6 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.names import printable
 from syncd.protocol.records import Manifest, RollbackRequest, Tip
-from syncd.protocol.reports import MergeProgress
 from syncd.protocol.version_events import (
     DeltaMade,
     DeltasStopped,
@@ -70,7 +72,7 @@ class Attempts:
     publisher: Publisher
     reporter: Reporter
     tidying: Tidying
-    folds: Folds
+    makes: Makes
 
     def __post_init__(self) -> None:
         self._job, self._clock = self.tenure.job, self.tenure.clock
@@ -90,23 +92,20 @@ class Attempts:
     def publish(  # noqa: PLR0911 - one return for each way it ends
         self, save: WholeSave, whole_since: float, heard: Progress
     ) -> str:
-        """Publish a save, or quarantine it; returns the reason if the save has to wait, else "".
+        """Begin to merge a save, and publish it once it is merged, or quarantine it.
 
-        ``whole_since`` is the ``clock`` time when the save was first seen in its present state.
-        After the first failure the save waits a tick. Each further failure doubles the
-        wait, up to 30 s.
+        Returns the reason if the save has to wait, else "". ``whole_since`` is the ``clock`` time
+        when the save was first seen in its present state. After the first failure the save waits a
+        tick. Each further failure doubles the wait, up to 30 s.
 
         Raises:
             SyncdError: another daemon took over, a stop was requested, or the job is unavailable.
         """
-        if reason := self._not_now(save):
+        makes, before = self.makes, self.publisher.latest
+        if not makes.is_of(save) and (reason := self._not_now(save)):
             return reason
-        begun, before = self._clock(), self.publisher.latest
         try:
-            self.publisher.check_finite(save)
-            self._check_room(save)
-            self.reporter.report("merging", f"step {save.step}")
-            manifest = self.publisher.publish(save, progress=self._progress(save, begun, heard))
+            manifest = self._merged(save, whole_since, heard)
         except (SaveNotReadyError, NoRoomError) as error:
             return self._try_later(save, str(error), error)
         except CheckpointError as error:
@@ -130,9 +129,11 @@ class Attempts:
             self._tell(SaveFault(save.step, path, why, error))
             self._ended()
             return ""
+        if manifest is None:
+            return ""
         self._ended()
-        self._say_published(manifest, begun, whole_since)
-        self.reporter.arrival.pace = self._clock() - whole_since
+        self._say_published(manifest, makes.begun, makes.whole_since)
+        self.reporter.arrival.pace = self._clock() - makes.whole_since
         self._say_names()
         if before is not None:
             folders = [self._job.layout.version(one.sequence) for one in (before, manifest)]
@@ -147,6 +148,39 @@ class Attempts:
                 self._tell(event)
         self._journal.write()  # pruning, which comes next, may take long
         return ""
+
+    def _merged(self, save: WholeSave, whole_since: float, heard: Progress) -> Manifest | None:
+        """Begin to merge a save, or go on; the manifest once its version is published."""
+        publisher, makes, ended = self.publisher, self.makes, True
+        try:
+            if not makes.is_of(save):
+                makes.end()
+                self._begin(save, whole_since, heard)
+            manifest = makes.poll()
+            if manifest is None or self._steering.is_paused():
+                ended = False
+                return None
+            publisher.publish(save, manifest)
+        finally:
+            if ended:
+                makes.end()
+        return manifest
+
+    def _begin(self, save: WholeSave, whole_since: float, heard: Progress) -> None:
+        publisher, makes, begun = self.publisher, self.makes, self._clock()
+        self.may_overtake = False
+        publisher.check_finite(save)
+        self._check_room(save)
+        self.reporter.report("merging", f"step {save.step}")
+        sequence, options = publisher.next_sequence(), publisher.merge_options()
+        makes.save, makes.whole_since = save, whole_since
+        makes.begin(
+            sequence,
+            save.step,
+            lambda folder: MergeOrder(folder, save.step, save.identity, sequence, options),
+            Work(publisher.cancel, self._progress(save, heard), self._clock),
+        )
+        makes.begun = begun
 
     def _not_now(self, save: WholeSave) -> str:
         if save.identity != self._tried:
@@ -232,31 +266,33 @@ class Attempts:
 
     def fold(self, fold: Fold) -> None:
         """Begin or continue a fold, and publish it once it is ready."""
-        latest, folds, tip = self.publisher.latest, self.folds, fold.tip
+        latest, makes, tip = self.publisher.latest, self.makes, fold.tip
         if latest is None:
             return
-        if folds.obstacle is not None:
-            self.tenure.blocks.meet("fold", folds.obstacle, is_told=True)
+        if makes.obstacle is not None:
+            self.tenure.blocks.meet("fold", makes.obstacle, is_told=True)
+        chain = [delta.sequence for delta in fold.chain]
+        named = latest.model_copy(update={"tip": tip})
         try:
-            manifest = folds.poll(latest, fold)
-            if manifest is None or folds.folder is None or self._steering.is_paused():
+            manifest = makes.poll_fold(fold, lambda folder: FoldOrder(folder, named, chain))
+            if manifest is None or self._steering.is_paused():
                 return
-            self.publisher.publish_fold(manifest, folds.folder)
+            self.publisher.publish_fold(manifest)
         except (DeltaError, RecordError, NoRoomError, OSError) as error:
             is_over = self._is_over("fold", latest.sequence, error)
             damaged, event = is_over and _cannot_heal(error), FoldDelayed(tip.step, error)
-            folds.end(None if damaged else Obstacle.of(str(event), error))
+            makes.end(None if damaged else Obstacle.of(str(event), error))
             self._job.check_is_there()
             if is_over:
                 self._stop(tip.step, tip.save_id, str(error), late=not damaged)
             if damaged:
-                folds.damaged = tip.sequence
+                makes.damaged = tip.sequence
             else:
                 self.tidying.after(error)
                 self._tell(event)
         else:
-            folds.end()
-            self._say_published(manifest, folds.begun, folds.begun, VersionFolded)
+            makes.end()
+            self._say_published(manifest, makes.begun, makes.begun, VersionFolded)
 
     def give_up(self, save: Save, error: CheckpointError) -> None:
         """Quarantine a save."""
@@ -328,15 +364,13 @@ class Attempts:
     def _ended(self) -> None:
         self.may_overtake, self.obstacle, self._wait = True, None, 0.0
 
-    def _progress(self, save: WholeSave, begun: float, heard: Progress) -> Progress:
+    def _progress(self, save: WholeSave, heard: Progress) -> Progress:
         """A callback that reports the progress of a merge now and then."""
 
         def tell(done: int, total: int) -> None:
             heard(done, total)
             if self.reporter.may_say_more():
-                seconds = self._clock() - begun
-                merge = MergeProgress(step=save.step, done=done, total=total, seconds=seconds)
-                self.reporter.report("merging", f"step {save.step}", merge)
+                self.reporter.report("merging", f"step {save.step}", self.makes.progress)
 
         return tell
 

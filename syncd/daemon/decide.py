@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
-from syncd.checkpoint.save import Delta, Save, SavedWeights, Unfinished, WholeSave
-from syncd.daemon.chains import Chain, DeltaSeen
+from syncd.checkpoint.save import Delta, SavedWeights, Unfinished, WholeSave
+from syncd.daemon.chains import DeltaSeen
 from syncd.daemon.config import DaemonConfig
+from syncd.daemon.observation import Observation, StepSeen
 from syncd.protocol.names import STATE_POINTER, printable, version_folder
-from syncd.protocol.records import Pause, RollbackRequest, SaveId, SaveOutcome, Tip
+from syncd.protocol.records import RollbackRequest, SaveId, Tip
 
 #: Seconds to wait for a step's remote path, which trainers write right after they make the folder.
 _PATH_TIME: Final = 60.0
@@ -24,147 +24,6 @@ _MANY_DELTAS: Final = 32
 _QUIET: Final = 600.0
 #: or after this many ticks if the daemon ends when it is idle.
 _IDLE_TICKS: Final = 20
-
-
-class PointerState(Enum):
-    """The states of a pointer file."""
-
-    STEP = "names a step"
-    MISSING = "is not there"
-    EMPTY = "is empty"
-    TORN = "is not a number"
-    UNREADABLE = "cannot be read"
-    NEGATIVE = "is negative: no step yet"
-
-
-@dataclass(frozen=True)
-class Pointer:
-    """The content of a pointer file. ``why`` is the error if the file cannot be read."""
-
-    state: PointerState
-    step: int | None = None
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class LeaseSeen:
-    """A lease, of the explorer with this ``session`` if syncd made it.
-
-    ``dead_for``: seconds since the session was found dead; None if it is not dead.
-    """
-
-    sequence: int
-    marker: str
-    dead_for: float | None
-    session: str = ""
-
-
-@dataclass(frozen=True)
-class StepSeen:
-    """A step folder with a recorded outcome of its last save.
-
-    Attributes:
-        found: the identity of the save in the folder now; None if that save is not complete, or if
-            the folder cannot be pruned anyway.
-        has_receipts: True if syncd's hook wrote the save.
-        full, retired, saving, pinned: True if the folder has the mark of this name.
-        resumable: True if the folder holds more than weights, so that training may resume from it.
-        unread: True if the daemon must still read the save's ``.metadata`` to set the outcome's
-            ``model_only``. Until then ``resumable`` is True.
-    """
-
-    step: int
-    outcome: SaveOutcome
-    found: str | None
-    has_receipts: bool
-    full: bool
-    retired: bool
-    saving: bool
-    resumable: bool
-    critic: bool
-    pinned: bool = False
-    unread: bool = False
-
-
-@dataclass(frozen=True)
-class Known:
-    """The daemon's own knowledge of a job.
-
-    Attributes:
-        latest: LATEST's sequence; 0 before the first version.
-        published_save: the identity of the save that LATEST was made from; a rollback keeps it.
-        outcomes: of each step's last save.
-        served_request: the id of the rollback request that LATEST results from, if any.
-        full_bytes, nonfinite: the bytes of LATEST's files, and its tensors with NaN or Inf.
-        sessions: of participants to judge, beside those with a lease or a build → what names them.
-        save_id: the save of LATEST's version.
-        tip, no_deltas: as in LATEST; ``no_deltas`` is also set while LATEST is a rollback.
-        must_fold: True if a live explorer cannot follow the tip now, or a fold has begun.
-        may_fold: False if a delta to the tip is damaged.
-    """
-
-    latest: int = 0
-    published_save: str | None = None
-    outcomes: Mapping[int, SaveOutcome] = field(default_factory=dict)
-    served_request: str | None = None
-    full_bytes: int | None = None
-    nonfinite: int = 0
-    sessions: Mapping[str, Callable[[], str]] = field(default_factory=dict)
-    save_id: str | None = None
-    tip: Tip | None = None
-    no_deltas: bool = False
-    must_fold: bool = False
-    may_fold: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observation(Known):
-    """A job at one moment: what the daemon knows, and what it sees.
-
-    Attributes:
-        pointer: the pointer that names the step to publish.
-        checkpoint: the pointer that names the step to resume from.
-        instead: a hint if ``pointer`` is missing: the other pointer, or a subfolder like a job.
-        save: the save that ``pointer`` names, if any.
-        save_still_for: seconds since ``save`` was first seen in its present state.
-        lease_folders: the sequences of versions that can be leased.
-        unrecorded: complete saves of steps below the pointer, without a recorded outcome.
-        vanished: steps with a recorded outcome but without a folder.
-        benched: the steps that explorers build or evaluate.
-        announced_step: the step that the trainer began to save last; None without its report, 0
-            if the report names no step or is unreadable.
-        living: the sessions with a heartbeat, of those that have a lease, a build or a report.
-        chain: the chain back from the pointer's save.
-        deltas_to: the deltas that lead from LATEST's version to each save, oldest first.
-        outcome: of the pointer's save, if any.
-    """
-
-    pointer: Pointer
-    checkpoint: Pointer = Pointer(PointerState.MISSING)
-    instead: str = ""
-    save: Save | None = None
-    save_still_for: float = 0.0
-    versions: tuple[int, ...] = ()
-    deltas: tuple[DeltaSeen, ...] = ()
-    lease_folders: tuple[int, ...] = ()
-    leases: tuple[LeaseSeen, ...] = ()
-    steps: tuple[StepSeen, ...] = ()
-    unrecorded: tuple[Save, ...] = ()
-    vanished: tuple[int, ...] = ()
-    benched: frozenset[int] = frozenset()
-    announced_step: int | None = None
-    living: Collection[str] = ()
-    pause: Pause | None = None
-    rollbacks: Sequence[RollbackRequest] = ()
-    chain: Chain = field(default_factory=Chain)
-    deltas_to: Mapping[str, Sequence[DeltaSeen]] = field(default_factory=dict)
-    outcome: str = ""
-
-    @property
-    def no_step(self) -> str:
-        """Why the pointer names no step."""
-        why = self.pointer.why and f": {self.pointer.why}"
-        return self.pointer.state.value + why + (self.instead and f", but {self.instead}")
 
 
 @dataclass(frozen=True)
@@ -316,13 +175,16 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
         new, waiting_for = (), f"paused by {printable(seen.pause.by)}, until 'syncd resume'"
     else:
         new, waiting_for = _publish(seen, config)
+        if seen.making is not None and not _is_served(seen) and not _links_saves(new):
+            given_up = (action for action in new if isinstance(action, GiveUp))
+            new = (Publish(seen.making), *given_up)  # what has begun is finished
         if all(isinstance(action, MakeDeltas) for action in new):
             new = (*new, *_fold(seen, config))  # saves may come each round
     records: tuple[Action, ...] = (
         *(
             Skip(save.step, save.identity)
             for save in seen.unrecorded
-            if save.identity and save not in seen.chain.saves
+            if save.identity and save not in (*seen.chain.saves, seen.making)
         ),
         *(Forget(step) for step in seen.vanished),
     )
@@ -359,8 +221,7 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveU
     save = seen.save
     if save is None:
         return (), f"step {seen.pointer.step} has not been examined yet"
-    is_served = save.known_as == seen.published_save and seen.tip is None
-    if save.known_as is not None and (seen.outcome == "quarantined" or is_served):
+    if save.known_as is not None and (seen.outcome == "quarantined" or _is_served(seen)):
         return (), ""
     if isinstance(save, Unfinished):
         patience = config.tick if save.is_certain else _PATH_TIME
@@ -373,6 +234,16 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveU
         )
         return (), why
     return (_delta(save, seen) if isinstance(save, Delta) else (Publish(save),)), ""
+
+
+def _is_served(seen: Observation) -> bool:
+    """True if explorers can have the pointer's save already."""
+    served = seen.tip.save_id if seen.tip else seen.published_save
+    return seen.save is not None and seen.save.known_as == served is not None
+
+
+def _links_saves(new: Iterable[Action]) -> bool:
+    return any(isinstance(action, MakeDeltas) for action in new)
 
 
 def _delta(save: Delta, seen: Observation) -> tuple[New, ...]:
@@ -476,6 +347,7 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
         return ""
     announced = seen.pointer.step if seen.announced_step is None else seen.announced_step
     on_chain, ended = {save.step for save in seen.chain.saves}, step.outcome.outcome
+    on_chain.update({seen.making.step} if seen.making else ())
     # Also those that have deltas already, because a rollback ends these.
     on_chain.update(saved.step for one in seen.deltas_to if (saved := SaveId.parse(one)))
     doubts = (

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
 
+from syncd.checkpoint.save import Unfinished
 from syncd.daemon.attempts import Attempts
 from syncd.daemon.blocks import Obstacle
 from syncd.daemon.collect import Tidying
@@ -20,12 +22,9 @@ from syncd.daemon.decide import (
     Fold,
     Forget,
     GiveUp,
-    Known,
     Learn,
     MakeDeltas,
     New,
-    Observation,
-    PointerState,
     PruneDelta,
     PruneStep,
     Pruning,
@@ -36,7 +35,12 @@ from syncd.daemon.decide import (
     StopDeltas,
     decide,
 )
-from syncd.daemon.folds import Folds, FoldWork
+from syncd.daemon.makes import Makes, MakeWork
+from syncd.daemon.observation import (
+    Known,
+    Observation,
+    PointerState,
+)
 from syncd.daemon.own_records import OwnRecords
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
@@ -73,14 +77,13 @@ class Loop:
     publishes: bool = True
     turn: Turn = field(default_factory=Turn)
     notice: JobNotice = field(default_factory=JobNotice)
-    work: FoldWork = field(default_factory=FoldWork)
+    work: MakeWork = field(default_factory=MakeWork)
 
     def __post_init__(self) -> None:
         tenure, job = self.tenure, self.tenure.job
         self._job, self._clock, self._journal = job, tenure.clock, tenure.journal
         self.pruned: list[Pruning] = []
         self._refused_turn = False
-        self._merging: int | None = None  # the step of the save that is merged now
         self._scanner = Scanner(job, self.config.pointer, tenure.judge, clock=tenure.clock)
         self._pruner = Pruner(
             job, tenure.epoch, tenure.session.id, self._scanner.is_needed, tenure.wall
@@ -91,9 +94,9 @@ class Loop:
         self._reporter = Reporter(tenure, self._publisher, self.notice)
         self._records = OwnRecords(job, tenure.epoch, tenure.blocks, tenure.clock)
         self._tidying = Tidying(tenure, self._pruner)
-        self._folds = Folds(tenure, self.work)
+        self._makes = Makes(tenure, self.work, self.config.hang_time)
         self._attempts = Attempts(
-            tenure, self._publisher, self._reporter, self._tidying, self._folds
+            tenure, self._publisher, self._reporter, self._tidying, self._makes
         )
         self._follow_tip: list[bool] = []  # for each live explorer
         self._prunings_left = False
@@ -130,9 +133,10 @@ class Loop:
         # New weights first. After a merge the observation is too old to prune by, so the next round
         # prunes first; otherwise merges that follow each other would starve the pruning.
         actions = sorted(decision.actions, key=_is_pruning, reverse=self._prunings_left)
-        if not any(isinstance(action, Publish | Learn) for action in actions):
-            self.turn.leave()
+        self._drop_what_is_unwanted(seen, actions)
         self._prunings_left = self._refused_turn = False
+        if self._is_whole_save_coming(seen):
+            self._makes.maker.prepare()
         for action in actions:
             self.tenure.cancel()
             if _is_pruning(action) and self._clock() - begun > config.tick:
@@ -155,15 +159,22 @@ class Loop:
         self._tidy(seen)
         self._look_at_arrival(seen)
         self._meet_obstacles(seen)
+        self._report(seen, waiting_for)
+        self.tenure.meter.round_ended(self._clock() - started)
+        return decision
+
+    def _report(self, seen: Observation, waiting_for: str) -> None:
         told = [it.what for it in self.tenure.blocks.current]
         waiting_for = lasting(waiting_for or next(iter(told), ""))
         is_told = any(what in waiting_for or waiting_for in what for what in told)
         self._journal.waiting(waiting_for, is_told=is_told)
         self._reporter.pause = seen.pause.id if seen.pause else None
-        self._reporter.no_deltas, self._reporter.fold = self._no_deltas(), self._folds.progress
-        self._reporter.report("watching", waiting_for)
-        self.tenure.meter.round_ended(self._clock() - started)
-        return decision
+        makes, self._reporter.no_deltas = self._makes, self._no_deltas()
+        self._reporter.fold = makes.progress if makes.is_folding else None
+        if makes.save is None:
+            self._reporter.report("watching", waiting_for)
+        else:
+            self._reporter.report("merging", f"step {makes.save.step}", makes.progress)
 
     @property
     def has_more(self) -> bool:
@@ -176,7 +187,8 @@ class Loop:
 
     def leave(self) -> None:
         """End the background work; call this even if the loop ends with an error."""
-        self._folds.end()
+        self._makes.end()
+        self._makes.maker.close()
 
     def end(self) -> None:
         """Remove unfinished files; the caller must still release the lock."""
@@ -211,10 +223,9 @@ class Loop:
     def _make(self, action: New, whole_since: float) -> str:
         match action:
             case Publish():
-                self._folds.end()
                 return self._publish_in_turn(action, whole_since)
             case Republish(request):
-                self._folds.end()
+                self._makes.end()
                 self._attempts.roll_back(request)
             case MakeDeltas(saves, sequence):
                 return self._attempts.make_deltas(saves, sequence)
@@ -323,7 +334,7 @@ class Loop:
             self.tenure.meter.failed(error)  # the next round looks again
 
     def _known(self) -> Known:
-        latest, folds = self._publisher.latest, self._folds
+        latest, makes = self._publisher.latest, self._makes
         tip = latest.tip if latest else None
         return replace(
             self._publisher.known,
@@ -332,9 +343,26 @@ class Loop:
             sessions=self._going_live.sessions,
             tip=tip,
             no_deltas=bool(latest and latest.no_deltas not in {None, self._attempts.late}),
-            must_fold=not all(self._follow_tip) or folds.folder is not None,
-            may_fold=folds.damaged != (tip and tip.sequence),
+            making=makes.save,
+            must_fold=not all(self._follow_tip) or makes.is_folding,
+            may_fold=makes.damaged != (tip and tip.sequence),
         )
+
+    def _drop_what_is_unwanted(self, seen: Observation, actions: Sequence[Action]) -> None:
+        """Give the turn up if nothing needs it; end a merge if the pointer has gone back."""
+        if not any(isinstance(action, Publish | Learn) for action in actions):
+            self.turn.leave()
+        wanted = any(isinstance(action, Publish | MakeDeltas) for action in actions)
+        if self._makes.save and not (wanted or seen.pause):
+            self._makes.end()
+
+    def _is_whole_save_coming(self, seen: Observation) -> bool:
+        """True if a process for its merge should start now, which takes a part of a second."""
+        if not self.publishes or self._reporter.no_deltas is None:
+            return False
+        pointed = seen.pointer.step or 0
+        is_announced = seen.announced_step is not None and seen.announced_step > pointed
+        return is_announced or isinstance(seen.save, Unfinished)
 
     def _no_deltas(self) -> str | None:
         """The reason why the trainer may not save deltas; None if it may."""
@@ -351,15 +379,14 @@ class Loop:
 
     def _publish_in_turn(self, action: Publish, whole_since: float) -> str:
         save = action.save
-        if not self.turn.take(save.identity):
+        if not self._makes.is_of(save) and not self.turn.take(save.identity):
             self._refused_turn = True
             return OTHERS_FIRST
-        self._merging = save.step
         try:
             return self._attempts.publish(save, whole_since, self.turn.progress)
         finally:
-            self._merging = None
-            self.turn.leave()
+            if self._makes.save is None:
+                self.turn.leave()
 
     def _learn_in_turn(self, step: int) -> None:
         """Find out whether a save holds only a model, if this job may merge now.
@@ -367,7 +394,7 @@ class Loop:
         This needs a turn, because it uses as much memory as planning a merge. A save of this job
         that waits for a turn comes first.
         """
-        if not self._refused_turn and self.turn.take():
+        if not self._refused_turn and self._makes.save is None and self.turn.take():
             try:
                 self._outcomes.learn(step, prefix=self.config.dcp_prefix, cancel=self.tenure.cancel)
             finally:
@@ -377,9 +404,9 @@ class Loop:
     def _may_go_on(self) -> None:
         """Raise an error if the current work on a version must end."""
         self.tenure.cancel()
-        step = self._merging
-        if step is not None and self.turn.check(lambda: self._scanner.points_elsewhere(step)):
-            MergeLate(step, self._job.layout.actor(step)).tell(log)
+        save = self._makes.save
+        if save and self.turn.check(lambda: self._scanner.points_elsewhere(save.step)):
+            MergeLate(save.step, self._job.layout.actor(save.step)).tell(log)
 
 
 def _is_pruning(action: Action) -> bool:

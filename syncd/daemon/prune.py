@@ -15,6 +15,8 @@ from syncd.daemon.decide import (
     PruneDelta,
     PruneStep,
     RetireVersion,
+)
+from syncd.daemon.observation import (
     StepSeen,
 )
 from syncd.daemon.steps import look_at_step

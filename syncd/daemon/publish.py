@@ -12,21 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from syncd.checkpoint.build import FreeSpace, build_step
-from syncd.checkpoint.merging.options import MergeOptions, Progress, Work, unheard
-from syncd.checkpoint.model_folder import flaws_in, warn_once
+from syncd.checkpoint.build import FreeSpace
+from syncd.checkpoint.merging.options import MergeOptions
 from syncd.checkpoint.open_save import holds_model_only
 from syncd.checkpoint.save import Save, WholeSave
 from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.version import read_manifest, republish
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import Known
 from syncd.daemon.naming import Naming
+from syncd.daemon.observation import (
+    Known,
+)
 from syncd.daemon.recover import BELIEVED, look_back
 from syncd.daemon.tenure import Tenure
 from syncd.protocol.errors import (
     JobUnavailableError,
     NonFiniteError,
+    SaveNotReadyError,
     VersionGoneError,
 )
 from syncd.protocol.events import CleanupDelayed, RecordUnwritten
@@ -34,7 +36,6 @@ from syncd.protocol.names import parse_version_folder, version_folder
 from syncd.protocol.records import (
     Latest,
     Manifest,
-    PublishNotice,
     Quarantine,
     RollbackRequest,
     RolledBack,
@@ -90,7 +91,7 @@ class Publisher:
             ProtocolMismatchError: LATEST has a newer protocol version.
         """
         found = look_back(self._job)
-        self._take_notice_down()
+        take_notice_down(self._job)
         self.latest, self._floor = found.latest, found.highest
         self.naming.takes_over(found.latest)
         self.outcomes.of_step = found.outcomes
@@ -131,7 +132,7 @@ class Publisher:
     def check_room(self, save: WholeSave) -> None:
         """Raise NoRoomError if the disk lacks space; also raises the errors of :meth:`publish`."""
         self._free_space.check(
-            self._layout.actor(save.step), save, self._merge_options(), self.cancel
+            self._layout.actor(save.step), save, self.merge_options(), self.cancel
         )
 
     def check_finite(self, save: WholeSave) -> None:
@@ -143,36 +144,20 @@ class Publisher:
                 "(refuse_nonfinite). Resume training from an earlier checkpoint, and save again"
             )
 
-    def publish(self, save: WholeSave, *, progress: Progress = unheard) -> Manifest:
-        """Merge a complete save and make it LATEST.
-
-        ``progress`` is called with the bytes of tensors merged so far, and of all tensors.
+    def publish(self, save: WholeSave, merged: Manifest) -> None:
+        """Make the version LATEST that was made of a save in this daemon's room.
 
         Raises:
-            SaveNotReadyError: the save changed during the merge; nothing was published.
-            CheckpointError: the save can never be published as it is.
+            SaveNotReadyError: another version took its number meanwhile.
             SupersededError: another daemon has taken over.
         """
+        if merged.sequence != self.next_sequence():
+            raise SaveNotReadyError(f"{version_folder(merged.sequence)} is another version now")
+        self._commit(merged)
+        self.outcomes.published(save.step, save.identity, merged.sequence)
 
-        def build(folder: Path, sequence: int) -> Manifest:
-            manifest = build_step(
-                self._storage,
-                self._layout.step(save.step),
-                save,
-                folder,
-                options=self._merge_options(),
-                work=Work(self.cancel, progress, self._clock),
-                sequence=sequence,
-            )
-            for flaw, reason in flaws_in(self._storage, folder, manifest):
-                warn_once(self._layout.actor(save.step), flaw, reason)
-            return manifest
-
-        manifest = self._make_version(save.step, build)
-        self.outcomes.published(save.step, save.identity, manifest.sequence)
-        return manifest
-
-    def _merge_options(self) -> MergeOptions:
+    def merge_options(self) -> MergeOptions:
+        """The settings of a merge now."""
         return MergeOptions(
             max_file_size=self.config.max_shard_size,
             digests=self.config.digests,
@@ -182,17 +167,19 @@ class Publisher:
             may_keep=self.config.names is None,
         )
 
-    def publish_fold(self, folded: Manifest, folder: Path) -> Manifest:
-        """Publish a version that was made of deltas in this daemon's room, and make it LATEST.
+    def publish_fold(self, folded: Manifest) -> None:
+        """Make the version LATEST that was made of deltas in this daemon's room.
 
-        For the errors see :meth:`publish`.
+        An attempt whose LATEST could not be written is finished here.
         """
-
-        def build(empty: Path, _: int) -> Manifest:
-            self._storage.rename(folder, empty)
-            return folded
-
-        return self._make_version(folded.step, build, folded.sequence)
+        there = self._layout.version(folded.sequence)
+        if self._storage.exists(there):
+            folded = read_manifest(self._storage, there)
+            self._storage.sync_folder(self._layout.published)
+            self._write_latest(folded, keeps_no_deltas=True)
+            self._serve(folded)
+        else:
+            self._commit(folded, is_fold=True)
 
     def advance(self, tip: Tip | None, no_deltas: str | None = None) -> None:
         """Let LATEST name this as its tip; ``no_deltas`` is a reason to take no deltas."""
@@ -206,7 +193,7 @@ class Publisher:
 
     def reserve(self) -> int:
         """A new sequence, for a delta."""
-        self._floor = self._next_sequence()
+        self._floor = self.next_sequence()
         return self._floor
 
     def republish(self, request: RollbackRequest) -> Manifest:
@@ -227,25 +214,22 @@ class Publisher:
         if old.sequence != request.sequence:
             raise VersionGoneError(f"{source} is damaged: its manifest is of another version")
 
-        def build(folder: Path, sequence: int) -> Manifest:
-            tip = self.latest.tip if self.latest else None
-            back = RolledBack(
-                sequence=request.sequence,
-                instead_of=tip.save_id if tip else self.known.published_save,
-                request=request.id,
-            )
-            manifest = old.model_copy(
-                update={"sequence": sequence, "rolled_back": back, "timings": {}}
-            )
+        sequence, tip = self.next_sequence(), self.latest.tip if self.latest else None
+        back = RolledBack(
+            sequence=request.sequence,
+            instead_of=tip.save_id if tip else self.known.published_save,
+            request=request.id,
+        )
+        manifest = old.model_copy(update={"sequence": sequence, "rolled_back": back, "timings": {}})
+        with self._epoch.build(version_folder(sequence)) as folder:  # mkdir building/VERSION
             try:
                 republish(self._storage, source, folder, manifest, cancel=self.cancel)
             except FileNotFoundError as error:
                 if not self._storage.exists(folder):
                     raise
                 raise VersionGoneError(f"{source} is gone, or damaged: {error}") from error
-            return manifest
-
-        return self._make_version(old.step, build)
+            self._commit(manifest)
+        return manifest
 
     def answer(self, request: RollbackRequest, *, made: int | None, why: str) -> None:
         """Replace a rollback request by its answer; ``made`` is None for a refusal."""
@@ -255,49 +239,22 @@ class Publisher:
         if self._storage.exists(path):  # else the user has withdrawn the request
             self._epoch.replace_file(path, encode(answered))
 
-    def _make_version(
-        self,
-        step: int,
-        build: Callable[[Path, int], Manifest],
-        sequence: int | None = None,
-    ) -> Manifest:
-        """Publish a version; this method defines the order of all writes.
+    def _commit(self, manifest: Manifest, *, is_fold: bool = False) -> None:
+        """Publish the version in ``building/``; this method defines the order of all writes.
 
-        ``sequence`` is a fold's, that of its last delta. An attempt whose LATEST could not be
-        written is finished here.
-
-        All files are made in this daemon's room. They leave it by a rename, which fails after
+        All its files are synced, and it leaves this daemon's room by a rename, which fails after
         another daemon has taken over. docs/protocol.md ("The fence: epochs") has the reasons.
         """
-        epoch, is_fold = self._epoch, sequence is not None
-        if sequence is None:
-            sequence = self._next_sequence()
-        elif self._storage.exists(self._layout.version(sequence)):
-            manifest = read_manifest(self._storage, self._layout.version(sequence))
-            self._storage.sync_folder(self._layout.published)
-            self._write_latest(manifest, keeps_no_deltas=True)
-            self._serve(manifest)
-            return manifest
-        with epoch.build(version_folder(sequence)) as folder:  # mkdir building/VERSION
-            try:
-                # Write publish.lock and rename it, without fsync: the file is only a hint.
-                notice = PublishNotice(sequence=sequence, step=step, session=self.tenure.session.id)
-                epoch.replace_file(self._layout.publish_lock, encode(notice), durable=False)
-                # Write the files, and then manifest.json. Fsync each file, and then the folder.
-                manifest = build(folder, sequence)
-                # Rename the empty folder building/leases-VERSION to leases/VERSION. Fsync leases/.
-                epoch.open_leasing(sequence)
-                # Even after an error, because the rename may have taken place.
-                self._floor = max(self._floor, sequence)
-                # Rename building/VERSION to published/VERSION. Fsync published/.
-                epoch.publish_version(sequence)
-                # Write LATEST with an fsync, and rename it. Fsync .syncd/. Explorers see LATEST.
-                self._write_latest(manifest, keeps_no_deltas=is_fold)
-            finally:
-                if epoch.is_live():  # else publish.lock belongs to the successor
-                    self._take_notice_down()
+        epoch, sequence = self._epoch, manifest.sequence
+        # Rename the empty folder building/leases-VERSION to leases/VERSION. Fsync leases/.
+        epoch.open_leasing(sequence)
+        # Even after an error, because the rename may have taken place.
+        self._floor = max(self._floor, sequence)
+        # Rename building/VERSION to published/VERSION. Fsync published/.
+        epoch.publish_version(sequence)
+        # Write LATEST with an fsync, and rename it. Fsync .syncd/. Explorers see LATEST.
+        self._write_latest(manifest, keeps_no_deltas=is_fold)
         self._serve(manifest)
-        return manifest
 
     def _serve(self, manifest: Manifest) -> None:
         self.naming.serves(manifest)
@@ -315,7 +272,8 @@ class Publisher:
         if told <= (self.latest.sequence if self.latest else 0) + BELIEVED:
             self._floor = max(self._floor, told)
 
-    def _next_sequence(self) -> int:
+    def next_sequence(self) -> int:
+        """The number of the next version."""
         sequence = self._floor + 1
         while self._in_the_way(self._layout.version(sequence)) or self._in_the_way(
             self._layout.lease_folder(sequence)
@@ -331,12 +289,6 @@ class Publisher:
     def _in_the_way(self, path: Path) -> bool:
         status = self._storage.status(path)
         return status is not None and not stat.S_ISDIR(status.st_mode)
-
-    def _take_notice_down(self) -> None:
-        try:
-            self._storage.unlink_if_there(self._layout.publish_lock)
-        except OSError as error:  # the file is only a hint
-            CleanupDelayed(error).tell(log)
 
     def _write_latest(self, manifest: Manifest, *, keeps_no_deltas: bool) -> None:
         before, back = self.latest, manifest.rolled_back
@@ -357,6 +309,14 @@ class Publisher:
                 no_deltas=no_deltas,
             )
         )
+
+
+def take_notice_down(job: Job) -> None:
+    """Remove ``publish.lock``; a failure is harmless, because the file is only a hint."""
+    try:
+        job.storage.unlink_if_there(job.layout.publish_lock)
+    except OSError as error:
+        CleanupDelayed(error).tell(log)
 
 
 @dataclass

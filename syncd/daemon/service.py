@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from syncd.daemon.blocks import Blocks, Obstacle
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.loop import Loop
+from syncd.daemon.maker import MakerProcess
+from syncd.daemon.makes import MakeWork
 from syncd.daemon.signs import JobNotice
 from syncd.daemon.telling.journal import MeterOf, unmetered
 from syncd.daemon.tenure import Tenure
@@ -275,7 +278,8 @@ class Service:
             self._blocks,
             self._meter,
         )
-        loop = Loop(tenure, self.config, turn=self.turn, notice=self.notice)
+        work = MakeWork(partial(MakerProcess, wake_fd=self._watcher.fileno()))
+        loop = Loop(tenure, self.config, turn=self.turn, notice=self.notice, work=work)
         loop.begin()
         self._quiet_rounds, self._look_at = 0, -math.inf
         self._border: str | None = None

@@ -93,6 +93,10 @@ class Watcher(Closing):
                 pass  # another waiting thread has read it
         return bool(ready)
 
+    def fileno(self) -> int:
+        """The eventfd that wakes this watcher when somebody writes it, another process too."""
+        return self._event
+
     def wake(self) -> None:
         """End the current wait, or else the next one. Safe in any thread or signal handler."""
         os.eventfd_write(self._event, 1)

@@ -47,7 +47,7 @@ from syncd.storage.judge import Judge
 from syncd.storage.sessions import Session
 from tests.crash.invariants import CONFIG
 from tests.jobs import LEASE_TIME
-from tests.made_deltas import work
+from tests.makers import work
 from tests.storages import CHANGES, Clock, FastStorage, asking
 from trainer_hooks.writing.writer import RankContents, RankWriter
 

@@ -28,7 +28,7 @@ from syncd.storage.leases import Lease
 from syncd.storage.sessions import DaemonLock
 from tests.deltas import contents
 from tests.jobs import LEASE_TIME, SmallJob, read
-from tests.made_deltas import work
+from tests.makers import work
 from tests.storages import Clock, FastStorage
 from trainer_hooks.resuming.resumable import find_checkpoint
 

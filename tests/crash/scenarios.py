@@ -40,7 +40,7 @@ from tests.crash.invariants import (
     restart,
 )
 from tests.jobs import LEASE_TIME, SmallJob, edit, nothing
-from tests.made_deltas import work
+from tests.makers import work
 from tests.saved_deltas import save_delta, save_full
 from tests.storages import Clock, FastStorage
 from trainer_hooks.state.pieces import pieces_of

@@ -30,6 +30,13 @@ DEADLINE = 240.0 if IS_NETWORK else 60.0
 LEASE_TIME = 6.0 if IS_NETWORK else 2.0
 
 
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, and those that these have."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    own = [int(child) for task in tasks for child in task.read_text().split()]
+    return own + [below for child in own for below in children(child)]
+
+
 def wait_until(look: Callable[[], T | None], what: str, deadline: float = DEADLINE) -> T:
     """Look until something is true; another process makes it so."""
     end = time.monotonic() + deadline
@@ -270,10 +277,12 @@ class Daemon:
         return self._process.wait(deadline)
 
     def pause(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        for pid in (self.pid, *children(self.pid)):
+            os.kill(pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
+        for pid in (self.pid, *children(self.pid)):
+            os.kill(pid, signal.SIGCONT)
 
     def __enter__(self) -> Self:
         return self

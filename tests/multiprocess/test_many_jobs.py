@@ -9,17 +9,18 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from explorer_hooks.reader import Reader
+from syncd.daemon.blocks import Obstacle
 from syncd.daemon.config import DaemonConfig, RunConfig
 from syncd.daemon.host.services import RootServices
-from syncd.daemon.publish import Publisher
+from syncd.daemon.makes import Makes
 from syncd.daemon.service import Service
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import STATE_POINTER
+from syncd.protocol.records import Manifest
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.sessions import Session
@@ -228,24 +229,24 @@ def test_records_of_a_terabyte_of_zeros_in_three_jobs_stop_no_other(root: Path) 
 def test_no_more_jobs_merge_at_a_time_than_may_and_all_get_their_turn(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    merging: set[Path] = set()
-    most, changing, several = [0], threading.Lock(), threading.Event()
-    publish = Publisher.publish
+    merging: set[Makes] = set()
+    most, several = [0], threading.Event()
 
-    def counted(self: Publisher, save: Any, **given: Any) -> Any:
-        with changing:
-            merging.add(self._job.layout.root)
+    class Counted(Makes):
+        __hash__ = object.__hash__
+
+        def poll(self) -> Manifest | None:
+            merging.add(self)
             most[0] = max(most[0], len(merging))
             if len(merging) == 3:
                 several.set()
-        assert several.wait(DEADLINE)
-        try:
-            return publish(self, save, **given)
-        finally:
-            with changing:
-                merging.discard(self._job.layout.root)
+            return super().poll() if several.is_set() else None
 
-    monkeypatch.setattr(Publisher, "publish", counted)
+        def end(self, obstacle: Obstacle | None = None) -> None:
+            merging.discard(self)
+            super().end(obstacle)
+
+    monkeypatch.setattr("syncd.daemon.loop.Makes", Counted)
     jobs = [SmallJob(root / f"job-{number}") for number in range(9)]
     for job in jobs:
         job.save(1)

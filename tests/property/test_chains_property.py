@@ -9,15 +9,17 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
     Fold,
     MakeDeltas,
-    Observation,
-    Pointer,
-    PointerState,
     PruneDelta,
     PruneStep,
     Publish,
-    StepSeen,
     StopDeltas,
     decide,
+)
+from syncd.daemon.observation import (
+    Observation,
+    Pointer,
+    PointerState,
+    StepSeen,
 )
 from syncd.protocol.records import Receipt, SaveOutcome, Tip
 

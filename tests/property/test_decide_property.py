@@ -12,17 +12,19 @@ from syncd.daemon.decide import (
     Decision,
     DropLease,
     Forget,
-    LeaseSeen,
-    Observation,
-    Pointer,
-    PointerState,
     PruneStep,
     Publish,
     Republish,
     RetireVersion,
     Skip,
-    StepSeen,
     decide,
+)
+from syncd.daemon.observation import (
+    LeaseSeen,
+    Observation,
+    Pointer,
+    PointerState,
+    StepSeen,
 )
 from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER
 from syncd.protocol.records import Pause, Receipt, RollbackRequest, SaveOutcome

@@ -11,18 +11,20 @@ from syncd.daemon.decide import (
     CloseLeaseFolder,
     DropLease,
     Forget,
-    LeaseSeen,
-    Observation,
-    Pointer,
-    PointerState,
     PruneDelta,
     PruneStep,
     Publish,
     Republish,
     RetireVersion,
     Skip,
-    StepSeen,
     decide,
+)
+from syncd.daemon.observation import (
+    LeaseSeen,
+    Observation,
+    Pointer,
+    PointerState,
+    StepSeen,
 )
 from syncd.protocol.names import CHECKPOINT_POINTER
 from syncd.protocol.records import Pause, Receipt, RollbackRequest, SaveOutcome

@@ -16,10 +16,12 @@ from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.safetensors_file import DIGESTS
 from syncd.checkpoint.version import verify_version
+from syncd.daemon.maker import MakerProcess
+from syncd.daemon.orders import FoldOrder
 from syncd.deltas.delta_index import DeltaFolder
-from syncd.deltas.fold_process import FoldChild, missing_extra
 from syncd.deltas.folding import fold
 from syncd.deltas.limits import DeltaError
+from syncd.deltas.needs import missing_extra
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import VerificationError
 from syncd.protocol.records import Manifest
@@ -203,7 +205,8 @@ def test_a_child_process_folds_and_tells_what_is_damaged(
         folder = tmp_path / f"made-{number}"
         folder.mkdir()
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft if number else 100, hard))
-        child = FoldChild(job, job.latest, [2], folder)
+        child = MakerProcess(job)
+        child.begin(FoldOrder(folder, job.latest, [2]), Work(nothing))
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         deadline = time.monotonic() + 60
         made = None

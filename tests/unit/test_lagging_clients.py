@@ -11,7 +11,9 @@ import pytest
 from explorer_hooks.reader import Reader
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import RetireVersion
+from syncd.daemon.decide import (
+    RetireVersion,
+)
 from syncd.daemon.loop import Loop
 from syncd.daemon.prune import Pruner
 from syncd.daemon.tenure import Tenure
@@ -26,6 +28,7 @@ from syncd.storage.judge import Judge
 from syncd.storage.leases import Lease
 from tests.jobs import LEASE_TIME, SmallJob, receipt_of, weights
 from tests.lagging import LAG, LagClock, LaggingHosts, LaggingStorage
+from tests.makers import work
 from tests.storages import FastStorage
 
 KEEP_1 = DaemonConfig(keep=1)
@@ -66,7 +69,7 @@ def serve(job: SmallJob, storage: Storage | None = None, config: DaemonConfig = 
         clock=clock,
         wall=lambda: 0.0,
     )
-    loop = Loop(tenure, config)
+    loop = Loop(tenure, config, work=work())
     loop.begin()
     return loop
 

@@ -83,7 +83,7 @@ def test_publish_latency_begins_with_the_first_look_at_the_whole_save(
 
 def test_deltas_and_folds_are_measured(job: SmallJob, said: Measured) -> None:
     pytest.importorskip("numpy")
-    from tests.made_deltas import work  # noqa: PLC0415 # they need NumPy
+    from tests.makers import work  # noqa: PLC0415 # they need NumPy
     from tests.saved_deltas import save_delta, save_full  # noqa: PLC0415 # likewise
 
     save_full(job, 1)

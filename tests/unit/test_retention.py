@@ -1,7 +1,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncd.daemon.decide import newest
+from syncd.daemon.decide import (
+    newest,
+)
 
 
 @given(st.sets(st.integers(1, 50)), st.integers(1, 9))

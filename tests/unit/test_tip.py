@@ -19,16 +19,17 @@ from syncd.coordination.synchronizer import TrainerSynchronizer
 from syncd.coordination.versions import Versions
 from syncd.daemon import delta_making
 from syncd.daemon.config import DaemonConfig
+from syncd.daemon.orders import FoldOrder
 from syncd.operate.history import history
 from syncd.operate.job_state import look
 from syncd.protocol.names import delta_name
-from syncd.protocol.records import NonFinite, SaveId, Tip
+from syncd.protocol.records import Manifest, NonFinite, SaveId, Tip
 from syncd.protocol.reports import ExplorerReport, Load, TrainerReport
 from syncd.storage.sessions import Session
 from tests.commands import invoke
 from tests.crash.scenarios import ranks_save
 from tests.jobs import LEASE_TIME, Rounds, SmallJob, edit, flip, nothing
-from tests.made_deltas import work
+from tests.makers import MakerHere, work
 from tests.refusals import no_checkpoint
 from tests.saved_deltas import save_delta, save_full
 from tests.storages import STORAGE, Clock, RuledStorage, refuse
@@ -403,7 +404,7 @@ def test_storage_errors_put_a_fold_off_and_after_a_lease_time_whole_weights_come
 ) -> None:
     with daemon(job, 2) as loop:
         loop.clock.advance(600)
-        storage.rules.append(refuse("create", errno.EIO, where="fold-v"))
+        storage.rules.append(refuse("create", errno.EIO, where="building/v"))
         loop.rounds(2, 0)
         assert job.latest.sequence == 1
         assert "could not be folded" in job.daemon_says.blocked[0].what
@@ -581,20 +582,15 @@ def test_a_fold_that_fails_waits_as_long_as_it_took(job: SmallJob) -> None:
     clock = Clock()
     begun = []
 
-    class Slow:
-        done = total = 0
-
-        def __init__(self, *_: object) -> None:
+    class Slow(MakerHere):
+        def poll(self) -> Manifest | None:
+            if not isinstance(self.order, FoldOrder):
+                return super().poll()
             begun.append(clock.now)
-
-        def poll(self) -> None:
             clock.advance(100)
             raise OSError(errno.EIO, "a storage error at the end")
 
-        def close(self) -> None:
-            pass
-
-    with job.daemon(CONFIG, clock=clock, deltas=replace(work(), fold=Slow)) as loop:
+    with job.daemon(CONFIG, clock=clock, deltas=replace(work(), maker=Slow)) as loop:
         loop.run_once()
         delta(loop, 2)
         while len(begun) < 3:

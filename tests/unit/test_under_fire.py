@@ -12,7 +12,9 @@ import pytest
 
 from syncd.checkpoint.save import SavedWeights, look_at_save
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import RetireVersion
+from syncd.daemon.decide import (
+    RetireVersion,
+)
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
 from syncd.daemon.tenure import Tenure

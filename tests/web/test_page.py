@@ -25,7 +25,7 @@ from syncd.storage.job import Job
 from syncd.web import jobs
 from syncd.web.server import Server
 from tests.jobs import SmallJob
-from tests.made_deltas import work
+from tests.makers import work
 from tests.multiprocess.processes import DEADLINE
 from tests.ports import free_port
 from tests.saved_deltas import save_delta, save_full

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +31,8 @@ SAME_MODULES: Final = "-I" if sys.flags.isolated else "-P"
 #: Seconds between two calls of ``cancel`` while the child works.
 _LOOK: Final = 0.05
 _PIPE: Final = 1024 * 1024
+#: Seconds to wait for a killed child.
+_PATIENCE: Final = 5.0
 
 
 class EndedError(Exception):
@@ -159,7 +162,10 @@ class ChildProcess:
     def end(self) -> int:
         """Kill the child; return its exit status."""
         self._process.kill()  # it may only have closed its pipes
-        return self._process.wait()
+        with suppress(subprocess.TimeoutExpired):  # storage that hangs can keep it
+            self._process.wait(_PATIENCE)
+        status = self._process.returncode
+        return -signal.SIGKILL if status is None else status
 
     def close(self) -> None:
         """Kill the child, and close the pipes."""

@@ -1,0 +1,191 @@
+"""Versions that are made beside the daemon's loop."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.makes import MakeWork
+from syncd.daemon.orders import MergeOrder
+from syncd.protocol.errors import CoverageError
+from syncd.protocol.records import Manifest, Pause
+from syncd.protocol.reports import ExplorerReport
+from tests.jobs import Rounds, SmallJob
+from tests.makers import MakerHere
+from tests.saved_deltas import save_delta, save_full
+
+CONFIG = DaemonConfig(keep=1)
+STEPS_STAY = DaemonConfig(keep=9, prune_steps=False)
+
+
+class Held(MakerHere):
+    """Finishes nothing until it may; ``fails`` then."""
+
+    may = False
+    fails: Exception | None = None
+
+    def poll(self) -> Manifest | None:
+        if self.order is None or not Held.may:
+            return None
+        if Held.fails and isinstance(self.order, MergeOrder):
+            raise Held.fails
+        return super().poll()
+
+
+@contextmanager
+def held(job: SmallJob, config: DaemonConfig = CONFIG) -> Iterator[Rounds]:
+    """Step 1 is published, and the merge of step 2 has begun, and is held up."""
+    Held.may, Held.fails = True, None
+    with job.daemon(config, deltas=MakeWork(Held, lambda: None)) as loop:
+        save_full(job, 1)
+        loop.run_once()
+        Held.may = False
+        save_full(job, 2)
+        loop.run_once()
+        assert (job.serves, job.daemon_says.state) == ((1, 1), "merging")
+        yield loop
+
+
+def let_go(loop: Rounds) -> None:
+    Held.may = True
+    loop.rounds(2, 0)
+
+
+def test_a_delta_is_served_while_a_merge_is_held_up(job: SmallJob) -> None:
+    with held(job) as loop:
+        save_delta(job, 3, 1)
+        loop.run_once()
+        assert job.latest.tip is not None
+        assert (job.latest.tip.step, job.latest.tip.sequence) == (3, 2)
+        let_go(loop)
+        # The version of step 2 would be older than what is served.
+        assert (job.serves, job.latest.tip.step) == ((1, 1), 3)
+        assert job.leftovers() == []
+        assert not job.layout.publish_lock.exists()
+        save_full(job, 4)
+        loop.run_once()
+        assert job.serves == (3, 4)
+
+
+def test_a_rollback_is_carried_out_while_a_merge_is_held_up(job: SmallJob) -> None:
+    with held(job, DaemonConfig(keep=9)) as loop:
+        let_go(loop)
+        Held.may = False
+        save_full(job, 3)
+        loop.run_once()
+        job.ask_rollback(1)
+        loop.run_once()
+        assert job.serves == (3, 1)
+        let_go(loop)
+        assert job.serves == (4, 3)
+
+
+def test_old_versions_and_steps_are_pruned_while_a_merge_is_held_up(job: SmallJob) -> None:
+    with held(job) as loop:
+        let_go(loop)
+        Held.may = False
+        lease = job.lease(2, "somebody")
+        job.session("somebody").write_text("1")
+        save_full(job, 3)
+        let_go(loop)
+        Held.may = False
+        save_full(job, 4)
+        loop.rounds(3, 1)
+        assert job.versions == ["v000002", "v000003"]
+        assert not job.step(2).exists()
+        lease.release()
+        loop.rounds(3, 1)
+        assert job.versions == ["v000003"]
+
+
+def test_a_merge_that_has_begun_is_finished_before_newer_saves(job: SmallJob) -> None:
+    with held(job) as loop:
+        for step in (3, 4):
+            save_full(job, step)
+            loop.rounds(3, 1)
+        assert job.outcomes == {3: "skipped"}
+        assert job.step(2).exists()
+        assert job.step(3).exists()
+        let_go(loop)
+        assert (job.outcomes[4], 2 in job.outcomes) == ("published", False)
+        assert job.serves == (3, 4)
+
+
+def test_the_merge_ends_when_the_pointer_goes_back_to_what_is_served(job: SmallJob) -> None:
+    with held(job, STEPS_STAY) as loop:
+        job.point(1)
+        loop.run_once()
+        let_go(loop)
+        assert job.serves == (1, 1)
+        assert not job.layout.publish_lock.exists()
+
+
+def test_a_merge_that_fails_quarantines_its_own_save(job: SmallJob) -> None:
+    with held(job, STEPS_STAY) as loop:
+        save_full(job, 3)
+        loop.run_once()
+        Held.fails = CoverageError("a part is missing")
+        Held.may = True
+        loop.run_once()
+        Held.fails = None
+        loop.run_once()
+        assert job.outcomes == {1: "published", 2: "quarantined", 3: "published"}
+        assert job.refused.reason == "a part is missing"
+
+
+def test_a_version_whose_number_explorers_have_seen_is_made_under_a_higher_one(
+    job: SmallJob,
+) -> None:
+    with held(job) as loop:
+        report = ExplorerReport(name="e", session="s", status="running", sequence=7, time=0.0)
+        job.put_record(job.explorer("e"), report)
+        loop.rounds(3, 10)
+        let_go(loop)
+        loop.rounds(3, 10)
+        assert job.serves == (8, 2)
+
+
+def test_what_is_made_in_a_pause_is_published_after_it(job: SmallJob) -> None:
+    with held(job) as loop:
+        job.put_record(job.layout.paused, Pause(id="p", by="someone", time=0.0))
+        let_go(loop)
+        assert job.serves == (1, 1)
+        job.layout.paused.unlink()
+        loop.run_once()
+        assert job.serves == (2, 2)
+
+
+def test_a_fold_that_ends_in_a_pause_is_published_after_it(job: SmallJob) -> None:
+    with held(job) as loop:
+        let_go(loop)
+        Held.may = False
+        save_delta(job, 3, 2)
+        loop.rounds(3, 0)
+        loop.rounds(2, 600)
+        assert job.layout.epochs.exists()
+        job.put_record(job.layout.paused, Pause(id="p", by="someone", time=0.0))
+        let_go(loop)
+        assert job.serves == (2, 2)
+        job.layout.paused.unlink()
+        loop.run_once()
+        assert job.serves == (3, 3)
+
+
+def test_a_make_without_a_sign_of_life_ends_and_is_begun_again(job: SmallJob) -> None:
+    with held(job) as loop:
+        loop.clock.advance(CONFIG.hang_time)
+        loop.run_once()
+        assert "no progress" in job.daemon_says.blocked[0].what
+        loop.clock.advance(60)
+        let_go(loop)
+        assert job.serves == (2, 2)
+
+
+def test_a_superseded_daemon_ends_its_merge(job: SmallJob) -> None:
+    with held(job) as loop:
+        job.take_over()
+        Held.may, Held.fails = True, OSError(errno.ENOENT, "gone")
+        with pytest.raises(Exception, match="has taken over"):
+            loop.run_once()
