@@ -47,7 +47,7 @@ class Makes:
         begun: when the last make was begun.
         whole_since: when the save was first seen in its present state.
         progress: of the make, if any.
-        damaged: the number of the last link to which a damaged one leads, if any.
+        damaged: the number of the last delta to which a damaged one leads, if any.
         obstacle: of the last fold, if it failed.
     """
 
@@ -121,7 +121,7 @@ class Makes:
         """Begin a fold, or go on; for the errors see :meth:`poll`.
 
         Raises:
-            DeltaError: a link is damaged.
+            DeltaError: a delta is damaged.
             NoRoomError: the fold can be tried again.
         """
         if self.folder is None:

@@ -83,10 +83,10 @@ class Known:
         full_bytes, nonfinite: the bytes of LATEST's files, and its tensors with NaN or Inf.
         sessions: of participants to judge, beside those with a lease or a build → what names them.
         save_id: the save of LATEST's version.
-        ahead, closed: as in LATEST; ``closed`` is also set while LATEST is a rollback.
+        tip, no_deltas: as in LATEST; ``no_deltas`` is also set while LATEST is a rollback.
         making: the save that is merged beside the loop, if any.
-        must_fold: True if a live explorer cannot follow ahead now, or a fold has begun.
-        may_fold: False if a link to ahead is damaged.
+        must_fold: True if a live explorer cannot follow the tip now, or a fold has begun.
+        may_fold: False if a delta to the tip is damaged.
     """
 
     latest: int = 0
@@ -97,8 +97,8 @@ class Known:
     nonfinite: int = 0
     sessions: Mapping[str, Callable[[], str]] = field(default_factory=dict)
     save_id: str | None = None
-    ahead: Tip | None = None
-    closed: bool = False
+    tip: Tip | None = None
+    no_deltas: bool = False
     making: WholeSave | None = None
     must_fold: bool = False
     may_fold: bool = False
@@ -121,8 +121,8 @@ class Observation(Known):
         announced_step: the step that the trainer began to save last; None without its report, 0
             if the report names no step or is unreadable.
         living: the sessions with a heartbeat, of those that have a lease, a build or a report.
-        way: the way back from the pointer's save.
-        chains: the links that lead from LATEST's version to each save, oldest first.
+        chain: the chain back from the pointer's save.
+        deltas_to: the deltas that lead from LATEST's version to each save, oldest first.
         outcome: of the pointer's save, if any.
     """
 
@@ -132,7 +132,7 @@ class Observation(Known):
     save: Save | None = None
     save_still_for: float = 0.0
     versions: tuple[int, ...] = ()
-    links: tuple[DeltaSeen, ...] = ()
+    deltas: tuple[DeltaSeen, ...] = ()
     lease_folders: tuple[int, ...] = ()
     leases: tuple[LeaseSeen, ...] = ()
     steps: tuple[StepSeen, ...] = ()
@@ -143,8 +143,8 @@ class Observation(Known):
     living: Collection[str] = ()
     pause: Pause | None = None
     rollbacks: Sequence[RollbackRequest] = ()
-    way: Chain = field(default_factory=Chain)
-    chains: Mapping[str, Sequence[DeltaSeen]] = field(default_factory=dict)
+    chain: Chain = field(default_factory=Chain)
+    deltas_to: Mapping[str, Sequence[DeltaSeen]] = field(default_factory=dict)
     outcome: str = ""
 
     @property

@@ -1,4 +1,4 @@
-"""Orders to a child process to make a version: a merge of a save, or a fold of links."""
+"""Orders to a child process to make a version: a merge of a save, or a fold of deltas."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MergeOrder(NamedTuple):
 
 
 class FoldOrder(NamedTuple):
-    """Fold the links of ``chain`` into LATEST's version, in the empty ``folder``."""
+    """Fold the deltas of ``chain`` into LATEST's version, in the empty ``folder``."""
 
     folder: Path
     latest: Latest

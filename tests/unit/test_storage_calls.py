@@ -13,8 +13,9 @@ MOST = {
         "syncs": 23,
         "changes": 89,
         "looks": 127,
-    },  # nine for a merge beside the loop, which looks at save and pause again; one each for a map, deltas and the trainer's heartbeat, four for a look at configs; ten
-    # for what the daemon alone writes, and its format
+    },  # nine for a merge beside the loop, which looks at save and pause again; one each for a
+    # map, deltas and the trainer's heartbeat, four for a look at configs; ten for what the daemon
+    # alone writes, and its format
     "pull": {"syncs": 2, "changes": 9, "looks": 28},  # one for the job's identity
     "delta": {"syncs": 15, "changes": 48, "looks": 26},  # two for outcomes that are due just then
 }
