@@ -1,17 +1,18 @@
 """Versions made without a child process."""
 
 from syncd.checkpoint.merging.options import Work
+from syncd.daemon.maker import MakerProcess
 from syncd.daemon.makes import MakeWork
 from syncd.daemon.orders import Order
 from syncd.protocol.records import Manifest
 from syncd.storage.job import Job
 
 
-class MakerHere:
+class MakerHere(MakerProcess):
     """Makes a version at the first poll."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        super().__init__(job)
         self.order: Order | None = None
 
     def prepare(self) -> None:

@@ -167,7 +167,7 @@ class Attempts:
         return manifest
 
     def _begin(self, save: WholeSave, whole_since: float, heard: Progress) -> None:
-        publisher, makes, begun = self.publisher, self.makes, self._clock()
+        publisher, makes = self.publisher, self.makes
         self.may_overtake = False
         publisher.check_finite(save)
         self._check_room(save)
@@ -178,9 +178,8 @@ class Attempts:
             sequence,
             save.step,
             lambda folder: MergeOrder(folder, save.step, save.identity, sequence, options),
-            Work(publisher.cancel, self._progress(save, heard), self._clock),
+            Work(publisher.cancel, heard, self._clock),
         )
-        makes.begun = begun
 
     def _not_now(self, save: WholeSave) -> str:
         if save.identity != self._tried:
@@ -363,16 +362,6 @@ class Attempts:
 
     def _ended(self) -> None:
         self.may_overtake, self.obstacle, self._wait = True, None, 0.0
-
-    def _progress(self, save: WholeSave, heard: Progress) -> Progress:
-        """A callback that reports the progress of a merge now and then."""
-
-        def tell(done: int, total: int) -> None:
-            heard(done, total)
-            if self.reporter.may_say_more():
-                self.reporter.report("merging", f"step {save.step}", self.makes.progress)
-
-        return tell
 
     def _check_room(self, save: WholeSave) -> None:
         try:

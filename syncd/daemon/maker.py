@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
-from typing import Final, Protocol
+from typing import Final
 
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.sandbox.child_process import SAME_MODULES, ChildProcess, EndedError, described
@@ -18,25 +18,6 @@ from syncd.storage.job import Job
 
 #: Seconds to wait until the child takes an order.
 _WALL_SECONDS: Final = 300.0
-
-
-class Maker(Protocol):
-    """Makes one version at a time."""
-
-    def prepare(self) -> None:
-        """An order will come soon."""
-
-    def begin(self, order: Order, work: Work) -> None:
-        """Begin to make a version."""
-
-    def poll(self) -> Manifest | None:
-        """The version, once it is there; raises the errors of ``order.make``."""
-
-    def stop(self) -> None:
-        """Give up the order, if any."""
-
-    def close(self) -> None:
-        """Take no more orders."""
 
 
 class MakerProcess:

@@ -14,7 +14,7 @@ from syncd.daemon.blocks import Obstacle
 from syncd.daemon.decide import (
     Fold,
 )
-from syncd.daemon.maker import Maker, MakerProcess
+from syncd.daemon.maker import MakerProcess
 from syncd.daemon.orders import Order
 from syncd.daemon.publish import take_notice_down
 from syncd.daemon.tenure import Tenure
@@ -33,7 +33,7 @@ _LONGEST_WAIT: Final = 30.0
 class MakeWork:
     """Makes versions, and gives the reason if this host cannot use deltas; tests replace both."""
 
-    maker: Callable[[Job], Maker] = MakerProcess
+    maker: Callable[[Job], MakerProcess] = MakerProcess
     missing_extra: Callable[[], str | None] = missing_extra
 
 

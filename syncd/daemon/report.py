@@ -56,7 +56,9 @@ class Reporter:
         tenure, config, latest = self.tenure, self.publisher.config, self.publisher.latest
         served = f"version {latest.sequence} of step {latest.step}" if latest else "no version yet"
         self.notice.status(f"{served}; {state}{detail and f': {detail}'}")
-        blocked = tenure.blocks.current
+        blocked, before, fold = tenure.blocks.current, self._reported, self.fold
+        if before is not None and not self._may_say_more():
+            merge, fold = merge and before.merge, fold and before.fold
         unpublished = self.arrival.waits(merges=state == "merging")
         tenure.meter.waits(blocked, unpublished.seconds if unpublished else 0)
         report = DaemonReport.model_validate(
@@ -77,7 +79,7 @@ class Reporter:
                 "names": self.publisher.naming.newest,
                 "takes_deltas": self.no_deltas is None,
                 "no_deltas": self.no_deltas,
-                "fold": self.fold,
+                "fold": fold,
                 "pointer": config.pointer,
                 "process": this_process(),
                 "blocked": blocked,
@@ -103,6 +105,6 @@ class Reporter:
         finally:
             self._took = self._clock() - now
 
-    def may_say_more(self) -> bool:
-        """True if progress may be reported again; reports take at most about 5% of the time."""
+    def _may_say_more(self) -> bool:
+        """True if progress may be told again; reports take at most about 5% of the time."""
         return self._clock() - self._reported_at >= max(_OFTEN, 20 * self._took)

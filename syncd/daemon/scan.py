@@ -120,7 +120,7 @@ class Scanner:
             unrecorded=unrecorded,
             vanished=vanished,
             benched=benched,
-            announced_step=self._announced() if steps else None,
+            announced_step=self._announced() if steps or not known.latest else None,
             pause=self._steering.pause(),
             rollbacks=self._steering.rollbacks(),
             chain=self._chain(known, deltas_to),

@@ -42,6 +42,7 @@ class _Waiting:
 @dataclass
 class _Merging:
     began: float
+    heard_at: float
     look_at: float
     save: str | None
     beside: bool
@@ -55,8 +56,8 @@ class _Merging:
 class Turns:
     """Limits the number of jobs that merge at a time; jobs merge in the order of their requests.
 
-    If the storage of a job hangs, other jobs wait for it at most :data:`PATIENCE` seconds. Then one
-    more job may merge, until the hanging merge has ended.
+    If a merge hangs, other jobs wait for it at most :data:`PATIENCE` seconds. Then one more job may
+    merge, until the hanging merge has ended.
 
     A merge is *late* if it has taken :data:`FAIR_TIMES` times as long as its tensors should take,
     and at least :data:`LEAST` seconds. The first late merge continues *beside* the other merges: it
@@ -67,13 +68,9 @@ class Turns:
     A late merge also ends if its trainer has announced a newer save, which is merged instead. After
     each ended merge, the job's next merge has twice as long until a newer save can end it. So even
     if a trainer saves faster than its saves are merged, some saves are merged.
-
-    ``silence`` is called with a merging job; it returns the seconds since its storage last
-    answered.
     """
 
     most: int = 1
-    silence: Callable[[str], float] = lambda _: 0.0
     clock: Clock = time.monotonic
 
     def __post_init__(self) -> None:
@@ -84,9 +81,10 @@ class Turns:
 
     def places(self, *, aside: bool) -> int:
         """How many more merges may begin, beside the others or among them."""
+        now = self.clock()
         taken = sum(
-            merging.beside == aside and self.silence(turn.job) < PATIENCE
-            for turn, merging in self.merging.items()
+            merging.beside == aside and now - merging.heard_at < PATIENCE
+            for merging in self.merging.values()
         )
         return (1 if aside else self.most) - taken
 
@@ -147,13 +145,13 @@ class Turn:
                 elif waiting.aside == aside:
                     left -= 1
             del turns.waiting[self]
-            turns.merging[self] = _Merging(now, now + LEAST, save, aside, aside)
+            turns.merging[self] = _Merging(now, now, now + LEAST, save, aside, aside)
             return True
 
     def progress(self, done: int, total: int) -> None:
         """Record the bytes of tensors merged so far, and the bytes of all tensors."""
         if (merging := self.turns.merging.get(self)) is not None:
-            merging.done, merging.total = done, total
+            merging.done, merging.total, merging.heard_at = done, total, self.turns.clock()
 
     def check(self, is_overtaken: Callable[[], bool]) -> bool:
         """Check if a merge may continue; call this often during the merge.

@@ -40,9 +40,14 @@ class Merging:
 
     def __init__(self, most: int) -> None:
         self.clock = Clock()
-        self.silent: dict[str, float] = {}
         self.woken: list[str] = []
-        self.turns = Turns(most, lambda job: self.silent.get(job, 0.0), clock=self.clock)
+        self.turns = Turns(most, clock=self.clock)
+
+    def go_on(self, seconds: float) -> None:
+        """All merges give signs of life meanwhile."""
+        self.clock.advance(seconds)
+        for turn, merging in self.turns.merging.items():
+            turn.progress(merging.done, merging.total)
 
     def __call__(self, job: str) -> Turn:
         return Turn(self.turns, job, lambda: self.woken.append(job))
@@ -97,9 +102,9 @@ def test_a_merge_whose_storage_hangs_holds_up_nobody_for_ever() -> None:
     hangs, other, third = merging.all("hangs other third")
     assert hangs.take()
     assert not other.take()
-    merging.silent["hangs"] = PATIENCE
+    merging.clock.advance(PATIENCE)
     assert other.take()
-    merging.silent.clear()  # it came back, in the middle of its merge
+    hangs.progress(1, 2)  # it came back, in the middle of its merge
     assert not third.take()
     other.leave()
     assert not third.take()
@@ -144,17 +149,17 @@ def test_a_late_merge_goes_on_beside_the_others_and_no_second_one() -> None:
     assert sick.take("a")
     assert ill.take("b")
     assert not well.take("c")
-    merging.clock.advance(LEAST - 1)
+    merging.go_on(LEAST - 1)
     assert not well.take("c")
     assert not sick.check(never)
-    merging.clock.advance(1)
+    merging.go_on(1)
     assert sick.check(never)  # it is said once
     assert merging.woken == ["well"]
     assert well.take("c")
     assert not sick.check(never)
     assert not ill.check(never)  # it holds up nobody yet
     assert not last.take("d")
-    merging.clock.advance(1)
+    merging.go_on(1)
     with pytest.raises(LateError, match="Other jobs wait"):
         ill.check(never)
     ill.leave()
@@ -167,7 +172,7 @@ def test_a_late_merge_goes_on_beside_the_others_and_no_second_one() -> None:
     assert not ill.take("b")
     sick.leave()
     assert ill.take("b")
-    merging.clock.advance(100 * LEAST)
+    merging.go_on(100 * LEAST)
     assert not ill.check(never)
     # Nor does it count there.
     assert sick.take("f")
@@ -181,7 +186,7 @@ def test_a_late_merge_that_holds_up_nobody_is_left_to_its_end() -> None:
     assert sick.take("a")
     assert ill.take("b")
     for _ in range(10):
-        merging.clock.advance(LEAST)
+        merging.go_on(LEAST)
         sick.check(never)
         ill.check(never)
 
@@ -192,14 +197,14 @@ def test_how_long_a_merge_may_take_is_said_by_its_bytes_and_those_before() -> No
     gigabytes = 10**9
     assert first.take("a")
     first.progress(10 * gigabytes, 10 * gigabytes)
-    merging.clock.advance(100)  # 100 MB/s
+    merging.go_on(100)  # 100 MB/s
     first.leave()
     assert second.take("b")
     second.progress(0, 10 * gigabytes)
-    merging.clock.advance(20 * 100 - 1)
+    merging.go_on(20 * 100 - 1)
     assert not second.check(never)
     assert not third.take("c")
-    merging.clock.advance(1)
+    merging.go_on(1)
     assert second.check(never)
     assert third.take("c")
 
@@ -209,19 +214,19 @@ def test_a_merge_is_ended_by_a_newer_save_if_it_is_late_and_the_next_has_twice_a
     job = merging("job")
     for times in (1, 2, 4):
         assert job.take(f"save {times}")
-        merging.clock.advance(times * LEAST - 1)
+        merging.go_on(times * LEAST - 1)
         job.check(lambda: True)
-        merging.clock.advance(2)
+        merging.go_on(2)
         with pytest.raises(LateError, match="newer save"):
             job.check(lambda: True)
         job.leave()
     assert job.take("the last")
-    merging.clock.advance(7 * LEAST)
+    merging.go_on(7 * LEAST)
     job.check(lambda: True)
     job.progress(1, 1)
     job.leave()
     assert job.take("one more")
-    merging.clock.advance(LEAST + 1)
+    merging.go_on(LEAST + 1)
     with pytest.raises(LateError):
         job.check(lambda: True)
 

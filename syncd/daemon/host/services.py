@@ -341,7 +341,7 @@ class RootServices(Host):
                 ".syncd, pointers and global_step folders away"
             )
         self._notice = self._manager.job(str(self.root))
-        self._turns = Turns(self.config.concurrent_merges, self._guard.silence)
+        self._turns = Turns(self.config.concurrent_merges)
         self._waker = Watcher({})
         self._discovery = Discovery(
             self.root,
