@@ -157,7 +157,7 @@ class Attempts:
                 makes.end()
                 self._begin(save, whole_since, heard)
             manifest = makes.poll()
-            if manifest is None or self._steering.is_paused():
+            if manifest is None:
                 ended = False
                 return None
             publisher.publish(save, manifest)
@@ -311,7 +311,7 @@ class Attempts:
             self._asked, self._refusals = request.id, 0
         by = printable(request.by)
         try:
-            manifest = self.publisher.republish(request)
+            manifest = self.publisher.republish(request, self.makes.save)
         except (VersionGoneError, VerificationError, RecordError, OSError) as error:
             self._job.check_is_there()
             self._refusals += 1
@@ -320,6 +320,7 @@ class Attempts:
             self._tell(RollbackRefused(request.sequence, error, by))
             self.publisher.answer(request, made=None, why=str(error))
             return
+        self.makes.end()
         self._tell(
             VersionRolledBack(
                 of=request.sequence,

@@ -172,12 +172,13 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
         # LATEST alone whether the request was carried out.
         new, waiting_for = (_rollback(seen.rollbacks[0], seen),), ""
     elif seen.pause is not None:
-        new, waiting_for = (), f"paused by {printable(seen.pause.by)}, until 'syncd resume'"
+        new = (Publish(seen.making),) if seen.making else ()  # what has begun is finished
+        waiting_for = f"paused by {printable(seen.pause.by)}, until 'syncd resume'"
     else:
         new, waiting_for = _publish(seen, config)
         if seen.making is not None and not _is_served(seen) and not _links_saves(new):
             given_up = (action for action in new if isinstance(action, GiveUp))
-            new = (Publish(seen.making), *given_up)  # what has begun is finished
+            new = (Publish(seen.making), *given_up)
         if all(isinstance(action, MakeDeltas) for action in new):
             new = (*new, *_fold(seen, config))  # saves may come each round
     records: tuple[Action, ...] = (
@@ -206,7 +207,7 @@ def _rollback(request: RollbackRequest, seen: Observation) -> Republish | Answer
     if request.id == seen.served_request:
         return AnswerRequest(request, made=seen.latest)
     name = version_folder(request.sequence)
-    if request.sequence == seen.latest and seen.tip is None:
+    if request.sequence == seen.latest and seen.tip is None and seen.making is None:
         return AnswerRequest(request, why=f"{name} is already LATEST")
     leasable = set(seen.versions) & set(seen.lease_folders)
     if request.sequence > seen.latest or request.sequence not in leasable:

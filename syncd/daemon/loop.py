@@ -168,7 +168,8 @@ class Loop:
         waiting_for = lasting(waiting_for or next(iter(told), ""))
         is_told = any(what in waiting_for or waiting_for in what for what in told)
         self._journal.waiting(waiting_for, is_told=is_told)
-        self._reporter.pause = seen.pause.id if seen.pause else None
+        pauses = seen.pause is not None and self._makes.save is None
+        self._reporter.pause = seen.pause.id if seen.pause and pauses else None
         makes, self._reporter.no_deltas = self._makes, self._no_deltas()
         self._reporter.fold = makes.progress if makes.is_folding else None
         if makes.save is None:
@@ -225,7 +226,6 @@ class Loop:
             case Publish():
                 return self._publish_in_turn(action, whole_since)
             case Republish(request):
-                self._makes.end()
                 self._attempts.roll_back(request)
             case MakeDeltas(saves, sequence):
                 return self._attempts.make_deltas(saves, sequence)
@@ -353,7 +353,7 @@ class Loop:
         if not any(isinstance(action, Publish | Learn) for action in actions):
             self.turn.leave()
         wanted = any(isinstance(action, Publish | MakeDeltas) for action in actions)
-        if self._makes.save and not (wanted or seen.pause):
+        if self._makes.save and not (wanted or seen.rollbacks):
             self._makes.end()
 
     def _is_whole_save_coming(self, seen: Observation) -> bool:

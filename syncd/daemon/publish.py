@@ -196,11 +196,11 @@ class Publisher:
         self._floor = self.next_sequence()
         return self._floor
 
-    def republish(self, request: RollbackRequest) -> Manifest:
+    def republish(self, request: RollbackRequest, making: Save | None) -> Manifest:
         """Make an old version LATEST again, under a new sequence.
 
-        The save of the previous LATEST stays recorded as published, because the pointer may still
-        name it.
+        The save of the previous LATEST, or the one that was being made a version, stays recorded as
+        published, because the pointer may still name it.
 
         Raises:
             VersionGoneError, RecordError, VerificationError: the old version is gone or damaged.
@@ -214,10 +214,13 @@ class Publisher:
         if old.sequence != request.sequence:
             raise VersionGoneError(f"{source} is damaged: its manifest is of another version")
 
-        sequence, tip = self.next_sequence(), self.latest.tip if self.latest else None
+        # The next number is that of what is being made.
+        sequence = self.next_sequence() + (making is not None)
+        tip = self.latest.tip if self.latest else None
+        replaced = making.identity if making else tip.save_id if tip else self.known.published_save
         back = RolledBack(
             sequence=request.sequence,
-            instead_of=tip.save_id if tip else self.known.published_save,
+            instead_of=replaced,
             request=request.id,
         )
         manifest = old.model_copy(update={"sequence": sequence, "rolled_back": back, "timings": {}})

@@ -15,6 +15,7 @@ from syncd.protocol.reports import ExplorerReport
 from tests.jobs import Rounds, SmallJob
 from tests.makers import MakerHere
 from tests.saved_deltas import save_delta, save_full
+from tests.storages import once
 
 CONFIG = DaemonConfig(keep=1)
 STEPS_STAY = DaemonConfig(keep=9, prune_steps=False)
@@ -32,6 +33,10 @@ class Held(MakerHere):
         if Held.fails and isinstance(self.order, MergeOrder):
             raise Held.fails
         return super().poll()
+
+
+def no_answer(*_: object) -> None:
+    raise OSError(errno.EIO, "no answer")
 
 
 @contextmanager
@@ -69,17 +74,38 @@ def test_a_delta_is_served_while_a_merge_is_held_up(job: SmallJob) -> None:
         assert job.serves == (3, 4)
 
 
-def test_a_rollback_is_carried_out_while_a_merge_is_held_up(job: SmallJob) -> None:
-    with held(job, DaemonConfig(keep=9)) as loop:
+@pytest.mark.parametrize("target", [1, 2])
+def test_a_rollback_replaces_the_save_whose_merge_is_held_up(job: SmallJob, target: int) -> None:
+    with held(job, STEPS_STAY) as loop:
         let_go(loop)
         Held.may = False
         save_full(job, 3)
         loop.run_once()
-        job.ask_rollback(1)
+        job.ask_rollback(target)
         loop.run_once()
-        assert job.serves == (3, 1)
+        assert job.serves == (4, target)
         let_go(loop)
-        assert job.serves == (4, 3)
+        assert job.serves == (4, target)
+        save_full(job, 4)
+        loop.run_once()
+        assert job.serves == (5, 4)
+
+
+def test_a_rollback_that_is_refused_ends_no_merge(job: SmallJob) -> None:
+    with held(job) as loop:
+        job.ask_rollback(9)
+        loop.run_once()
+        let_go(loop)
+        assert job.serves == (2, 2)
+
+
+def test_a_rollback_that_storage_refuses_at_first_replaces_that_save_too(ruled: SmallJob) -> None:
+    with held(ruled, STEPS_STAY) as loop:
+        loop.job.storage.rules.append(once("rename", no_answer, where="published/v000003"))
+        ruled.ask_rollback(1)
+        loop.rounds(2, 1)
+        let_go(loop)
+        assert ruled.latest.step == 1
 
 
 def test_old_versions_and_steps_are_pruned_while_a_merge_is_held_up(job: SmallJob) -> None:
@@ -147,13 +173,16 @@ def test_a_version_whose_number_explorers_have_seen_is_made_under_a_higher_one(
         assert job.serves == (8, 2)
 
 
-def test_what_is_made_in_a_pause_is_published_after_it(job: SmallJob) -> None:
+def test_a_pause_begins_when_the_merge_has_ended(job: SmallJob) -> None:
     with held(job) as loop:
         job.put_record(job.layout.paused, Pause(id="p", by="someone", time=0.0))
-        let_go(loop)
-        assert job.serves == (1, 1)
-        job.layout.paused.unlink()
+        save_full(job, 3)
+        loop.rounds(2, 1)
+        assert job.daemon_says.paused is None
+        Held.may = True
         loop.run_once()
+        assert (job.serves, job.daemon_says.paused) == ((2, 2), "p")
+        loop.rounds(3, 1)
         assert job.serves == (2, 2)
 
 
