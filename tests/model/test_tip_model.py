@@ -1,4 +1,4 @@
-"""Deltas, tip and folds keep their promises in every interleaving; each of their rules is needed.
+"""Deltas, merges and folds keep their promises in every interleaving; each rule is needed.
 
 `pytest -rP` prints the counterexamples.
 """
@@ -15,6 +15,7 @@ CRASHES = ("kill", "EIO", "rank fails", "copy of rank 1")
 FAULTS = (*CRASHES, "damage", "stale", "power loss")
 LONG = Tip(("kill trainer",), saves=4, rooms=1, again=False, rollback=True)
 RUN = Tip(("kill trainer",), rooms=1, rollback=True, eager=True)
+BACK = Tip(("kill trainer",), rooms=1, again=False, eager=True, times=2)
 FLIP = Tip(("damage",), "p", rooms=1, again=False)
 
 WITHOUT = (
@@ -26,12 +27,16 @@ WITHOUT = (
     (Tip(("copy",), "c", rooms=1), "whole_without_copy by_save_id gives_up keeps_deltas_above"),
     (RUN, "walks_back merges_passed_root keeps_root none_after_rollback merges_after_rollback"),
     (RUN, "rollback_ends_tip rollback_of_tip rollback_to_latest keeps_until_full"),
+    (RUN, "rollback_ends_make keeps_made"),
+    (BACK, "merges_if_needed"),
+    (replace(BACK, saves=4), "number_last"),
+    (Tip(("no merge",), rooms=1, eager=True), "quarantines"),
     (replace(RUN, faults=("EIO",), rooms=2), "rollback_first"),
     (LONG, "keeps_deltas_of_chain"),
     (FLIP, "close_is_full digests folds fold_reads_full"),
     (replace(FLIP, eager=True), "stops not_stopped"),
     (Tip(readers="n", rooms=1, nan=True), "nan_never_tip falls_back"),
-    (Tip(("power loss",), rooms=3), "fence fold_above_latest syncs_first take_over_syncs"),
+    (Tip(("power loss",), rooms=3), "fence syncs_first take_over_syncs"),
     (Tip(("power loss",), "c"), "never_back"),
 )
 """Rules, and the bounds in which a promise breaks without each of them."""
@@ -46,12 +51,13 @@ def search(tip: Tip) -> Exploration[State]:
     ("tip", "at_least"),
     [
         (Tip(FAULTS, rooms=1), 20_000),
-        (Tip(CRASHES, "c", rooms=1), 20_000),
+        (Tip((*CRASHES, "no merge"), "c", rooms=1), 20_000),
         (Tip(("kill trainer",), "n", rooms=1), 15_000),
         (Tip(("kill", "damage"), "p"), 20_000),
         (Tip(("power loss",)), 8_000),
         (Tip(CRASHES, nan=True), 20_000),
         (RUN, 5_000),
+        (BACK, 2_000),
     ],
 )
 def test_readers_serve_saves_and_never_go_back_and_get_the_last_one(
@@ -71,7 +77,8 @@ def test_readers_serve_saves_and_never_go_back_and_get_the_last_one(
         Tip((*CRASHES, "power loss"), "c", rollback=True),
         replace(LONG, faults=FAULTS, rollback=False),
         replace(LONG, faults=CRASHES, rollback=False, rooms=2, again=True),
-        *(tip for tip, _ in WITHOUT),
+        replace(BACK, readers="c", rollback=True),
+        *(tip for tip, _ in WITHOUT if tip.times == 1),  # two deaths and four saves: too many
     ],
 )
 def test_the_same_with_more(tip: Tip) -> None:

@@ -1,4 +1,4 @@
-"""The tip: saves that are deltas, and the folds that make full versions of them, as a model.
+"""The tip: saves that are deltas, and the merges and folds beside them, as a model.
 
 A trainer of two ranks, two daemons that may stop for ever between any two steps, and readers. Each
 step is one operation on storage: a rename is visible at once, and the daemon syncs the folder as a
@@ -39,7 +39,7 @@ class Tip(Daemons):
             Trainer(),
             (Daemon("ready", 1, first, 1), Daemon()),
             tuple(_READERS[letter] for letter in self.readers),
-            faults=len(self.faults[:1]),
+            faults=self.times if self.faults else 0,
             rollbacks=int(self.rollback),
             agains=int(self.again),
             nans=int(self.nan),
@@ -57,7 +57,7 @@ class Tip(Daemons):
         disk, daemons = after.disk, after.daemons
         if self.rules.fence:  # the renames of a superseded daemon fail
             daemons = tuple(d if d.room == disk.room else Daemon() for d in daemons)
-        if not after.faults or "power loss" not in self.faults:
+        if disk.unsynced and (not after.faults or "power loss" not in self.faults):
             disk = disk._replace(unsynced=())
             daemons = tuple(d._replace(dirty="") for d in daemons)
         daemons = tuple(sorted(daemons, reverse=True))
@@ -86,7 +86,7 @@ class Tip(Daemons):
         if trainer.stage == "dead" and len(state.saves) <= self.saves:
             run = Trainer(trainer.run + 1, 1, last=0, copy=0, announced=False)
             yield f"run {run.run} resumes from step 1", state._replace(trainer=run)
-            for step in range(1, state.disk.pointer):
+            for step in range(1, state.disk.pointer + 1):
                 if state.written(state.disk.folders[step][0]):
                     yield (
                         f"run {run.run} resumes from step {step}, and points to it",
@@ -96,7 +96,7 @@ class Tip(Daemons):
                         ),
                     )
         if state.faults:
-            for text, after in self._faults(state._replace(faults=0)):
+            for text, after in self._faults(state._replace(faults=state.faults - 1)):
                 if text.startswith(self.faults):
                     yield f"FAULT {text}", after
 
@@ -161,8 +161,7 @@ class Tip(Daemons):
         latest = seen.disk.latest
         sequence, save = me.goal
         if not sequence:
-            tip = me.stage and latest.tip
-            goal = (latest.number, latest.tip) if tip else (latest.sequence, latest.save)
+            goal = _newest(latest) if me.stage else (latest.sequence, latest.save)
             newer = goal[0] > me.sequence if rules.never_back else goal[0] != me.sequence
             version = state.version(latest.sequence)
             if newer and (me.stage or version):
@@ -202,14 +201,20 @@ class Tip(Daemons):
             gone = disk.write(trainer.step, (0, 0))
             yield "rank fails", state._replace(disk=gone, trainer=trainer._replace(stage="idle"))
         if trainer.stage == "planned":
+            last = state.saves[-1]
+            saves = (*state.saves[:-1], last._replace(unfit=last.full))
+            yield f"no merge of {trainer.last} succeeds", state._replace(saves=saves)
             older = trainer._replace(copy=trainer.last - 1)
             yield "copy of rank 1 is not kept", state._replace(trainer=older)
         for number, daemon in enumerate(state.daemons):
             if daemon.room == disk.room < self.rooms:
                 yield f"kill daemon {number}", state.by(number, Daemon())
-            if daemon.place in ("making", "building", "naming"):
+            if daemon.place in ("making", "naming"):
                 back = daemon.ready(daemon.latest, daemon.floor, daemon.dirty)
                 yield f"EIO for daemon {number}", state.by(number, back)
+            if daemon.make.save:
+                after = state.by(number, daemon._replace(make=Daemon().make))
+                yield f"kill the child of daemon {number}", after
         for number, reader in enumerate(state.readers):
             after = _with_reader(state, number, reader._replace(damaged=True))
             yield f"damage to the copy of reader {number}", after
@@ -272,6 +277,15 @@ class Tip(Daemons):
             yield "the tip is not above LATEST"
         if latest.sequence < was.sequence and before.faults == after.faults:
             yield "LATEST goes back"
+        if latest != was and before.faults == after.faults:
+            old, new = _newest(was), _newest(latest)
+            if new[0] <= old[0] and new != old:
+                yield f"readers of {old} do not follow LATEST to {new}"
+        for version in set(after.disk.published).difference(before.disk.published):
+            served, seen = _newest(was)[1], before.to("the daemon").pointed()
+            is_merge = version.sequence > was.number and not version.instead_of
+            if is_merge and served == before.pointed() == seen != version.save:
+                yield f"{version.save} is published while the pointer's save is served"
         if before.asked and not after.asked and was.tip and latest == was:
             yield "a rollback of the tip is refused"
         replaced = before.replaced == after.replaced and after.replaced
@@ -285,6 +299,8 @@ class Tip(Daemons):
     def _lost(self, before: State, after: State) -> Iterator[str]:
         """Whether a save is announced of which there is too little, or a step takes it away."""
         new, stage = after.trainer.last, before.trainer.stage
+        if any(save.unfit for save in after.saves):
+            return
         announces = after.trainer.announced > before.trainer.announced
         if announces and not after.saves[new].nan and not self.available(after, new):
             yield f"{new} is announced, and cannot be made from what is there"
@@ -292,7 +308,10 @@ class Tip(Daemons):
         writes = after.trainer != before.trainer and stage not in ("idle", "dead")
         if writes:
             return
-        for save in {before.pointed(), before.disk.latest.tip} - {0}:
+        if before.disk[2:5] == after.disk[2:5]:  # folders, versions, deltas
+            return
+        makes = {d.make.save for d in after.daemons if not d.make.base and not d.make.is_done}
+        for save in {before.pointed(), before.disk.latest.tip, *makes} - {0}:
             if self.available(before, save) and not self.available(after, save):
                 yield f"{save}, which is announced, is lost"
 
@@ -306,14 +325,19 @@ class Tip(Daemons):
         alive = trainer.stage == "idle"
         if self.eager and alive and not self._base(state, trainer.step + 1):
             return True  # the next save will be full, and heals all
-        full = latest.sequence, latest.save
-        newest = (latest.number, latest.tip) if latest.tip else full
-        is_settled = state.saves[save].nan or save == latest.instead_of
+        full, newest = (latest.sequence, latest.save), _newest(latest)
+        found = state.saves[save]
+        is_settled = found.nan or found.unfit or save == latest.instead_of
         return (is_settled or save in (latest.save, latest.tip)) and all(
             (reader.sequence, reader.serves) == (newest if reader.stage else full)
             and (is_settled or reader.serves == save)
             for reader in state.readers
         )
+
+
+def _newest(latest: Latest) -> tuple[int, int]:
+    """The number and the save that LATEST lets readers with a stage serve."""
+    return (latest.number, latest.tip) if latest.tip else (latest.sequence, latest.save)
 
 
 def _with_reader(state: State, number: int, reader: Reader) -> State:

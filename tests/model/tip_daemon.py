@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from .tip_state import BAD, WRONG, Daemon, Delta, Latest, Rules, State, Version
+from .tip_state import BAD, WRONG, Daemon, Delta, Latest, Make, Rules, State, Version
 
 Step: TypeAlias = tuple[str, State]
 Steps: TypeAlias = Iterator[Step]
@@ -18,6 +18,8 @@ class Daemons:
     """Which one may happen, once: the beginnings of its names in `_faults`."""
     readers: str = ""
     """One letter a reader: c has a copy of version 1, n none, and p reads without a stage."""
+    times: int = 1
+    """How many faults may happen."""
     saves: int = 3
     rooms: int = 2
     lag: int = 2
@@ -45,8 +47,6 @@ class Daemons:
             yield self._read(state, number, me)
         elif me.place == "making":
             yield self._delta(state, number, me)
-        elif me.place == "building":
-            yield self._commit(state, number, me)
         elif me.place == "naming":
             yield self._name(state, number, me)
         else:
@@ -54,7 +54,7 @@ class Daemons:
                 yield from self._roll_back(state, number, me)
             if not (state.asked and self.rules.rollback_first):
                 yield from self._decide(state, number, me)
-                yield from self._fold(state, number, me)
+                yield from self._make(state, number, me)
             yield from self._prune(state, number, me)
 
     def _read(self, state: State, number: int, me: Daemon) -> Step:
@@ -101,25 +101,30 @@ class Daemons:
             if does != "none":
                 allowed = rules.walks_back and (does == "delta" or rules.merges_passed_root)
                 return (does, what) if allowed else ("none", save)
-        return ("merge" if found.full and not found.nan else "none"), save
+        mergeable = found.full and not found.nan and save != state.disk.refused
+        return ("merge" if mergeable else "none"), save
 
     def _decide(self, state: State, number: int, me: Daemon) -> Steps:
         """What becomes of the pointer's save."""
         latest, rules, seen = me.latest, self.rules, state.to("the daemon")
         save = seen.pointed()
-        if save in (0, latest.save, latest.tip, latest.instead_of):
+        if save in (0, latest.save, latest.tip, latest.instead_of, state.disk.refused):
             return
         found = state.saves[save]
         does, what = self._work(seen, latest, save)
         if does == "none":  # before it says so, it asks the server
             does, what = self._work(state, latest, save)
         parts = state.disk.folders[state.saves[what].step]
-        begun = me._replace(work=Version(me.floor + 1, what), parts=parts)
-        delta = seen.delta_of(save)
+        delta, next_number = seen.delta_of(save), me.floor + 1
+        begun = me._replace(make=Make(what))  # which ends a fold
+        if not rules.number_last:
+            begun = me._replace(make=Make(what, next_number), floor=next_number)
+        merge = state.by(number, begun if me.make.base or not me.make.save else me)
         if does == "delta" and me.floor < 4 * self.saves:
-            yield f"take the files of {what}", state.by(number, begun._replace(place="making"))
+            making = me._replace(place="making", work=Version(next_number, what), parts=parts)
+            yield f"take the files of {what}", state.by(number, making)
         elif does == "merge":
-            yield f"merge {what}", state.by(number, begun._replace(place="building"))
+            yield f"merge {what}", merge
         elif (
             does == "reached"
             and delta
@@ -130,8 +135,7 @@ class Daemons:
             yield f"{save} is a delta", state.by(number, me._replace(place="naming", then=tip))
         elif does == "none":
             if latest.instead_of and rules.merges_after_rollback and self.available(state, save):
-                begun = begun._replace(place="building", parts=(what, what))
-                yield f"merge the deltas to {save}", state.by(number, begun)
+                yield f"merge the deltas to {save}", merge
             elif rules.stops and not latest.no_deltas:
                 no_deltas = me._replace(place="naming", then=latest._replace(no_deltas=True))
                 yield f"{save} cannot be a delta", state.by(number, no_deltas)
@@ -148,12 +152,10 @@ class Daemons:
         after = me.ready(me.latest, sequence, "deltas")
         return f"rename to deltas/d{sequence}: {save}", state.by(number, after, disk)
 
-    def _commit(self, state: State, number: int, me: Daemon) -> Step:
-        version, disk = me.work, state.disk
+    def _commit(self, state: State, number: int, me: Daemon, version: Version) -> Step:
+        disk = state.disk
         if state.version(version.sequence):
             return f"v{version.sequence} is another daemon's", state.by(number, Daemon())
-        if me.parts != (version.save, version.save):
-            return "the save has changed", state.by(number, me.ready(me.latest, me.floor))
         disk = disk._replace(
             published=tuple(sorted((*disk.published, version))),
             unsynced=(*disk.unsynced, ("published", version)),
@@ -163,7 +165,8 @@ class Daemons:
             then = then._replace(number=me.latest.number, tip=me.latest.tip)
         after = me.ready(me.latest, max(me.floor, version.sequence), "published")
         after = after._replace(place="naming", then=then)
-        text = f"rename to published/v{version.sequence}: {version.save}"
+        back = " back" * (version.instead_of > 0)
+        text = f"rename{back} to published/v{version.sequence}: {version.save}"
         return text, state.by(number, after, disk)
 
     def _name(self, state: State, number: int, me: Daemon) -> Step:
@@ -176,34 +179,51 @@ class Daemons:
             after = after._replace(asked=False, replaced=replaced)
         return f"LATEST: {_text(latest)}", after
 
-    def _fold(self, state: State, number: int, me: Daemon) -> Steps:
-        rules, latest = self.rules, me.latest
-        sequence, save, base = me.fold
-        if not sequence:
+    def _make(self, state: State, number: int, me: Daemon) -> Steps:
+        """Begin a fold, or publish what a child has made."""
+        latest, make, rules = me.latest, me.make, self.rules
+        free = me._replace(make=Make())
+        if not make.save:
             if latest.tip and rules.folds:
-                begun = me._replace(fold=(latest.number, latest.tip, latest.sequence))
-                yield f"begin a fold of {latest.tip}", state.by(number, begun)
-            return
-        me = me._replace(fold=(0, 0, 0))
-        ready, there, source = state.by(number, me), state.version(sequence), state.version(base)
-        made = save
-        if not (rules.fold_reads_full and state.saves[save].full and state.written(save)):
-            made = self.made(state, source.save, save) if source else 0
-        if sequence <= latest.sequence and rules.fold_above_latest:
-            yield f"discard the fold of {save}", ready
-        elif there:
-            naming = me._replace(place="naming", then=_follow(latest, there))
-            yield f"v{sequence} is there already", state.by(number, naming)
-        elif not made:
-            yield f"the deltas to {save} are gone", ready
-        elif made == BAD and rules.digests:
-            no_deltas = latest._replace(no_deltas=rules.stops)
-            text = f"a delta to {save} is damaged"
-            yield text, state.by(number, me._replace(place="naming", then=no_deltas))
+                fold = me._replace(make=Make(latest.tip, latest.number, latest.sequence))
+                yield f"begin a fold of {latest.tip}", state.by(number, fold)
+        elif make.base:
+            yield self._end_fold(state, number, free, make)
+        elif make.is_done:
+            yield self._end_merge(state, number, free, make)
+        elif self.available(state, make.save) if latest.instead_of else state.written(make.save):
+            done = me._replace(make=make._replace(is_done=True))
+            yield f"{make.save} is merged", state.by(number, done)
         else:
-            folded = me._replace(work=Version(sequence, made), parts=(made, made))
-            text, after = self._commit(state, number, folded)
-            yield f"end the fold: {text}", after
+            yield f"files of {make.save} are missing", state.by(number, free)
+
+    def _end_merge(self, state: State, number: int, me: Daemon, make: Make) -> Step:
+        rules, save, seen = self.rules, make.save, state.to("the daemon")
+        if state.saves[save].unfit:
+            disk = state.disk._replace(refused=save if rules.quarantines else 0)
+            return f"the merge of {save} has failed", state.by(number, me, disk)
+        pointed = rules.merges_if_needed and seen.pointed()
+        if pointed and self._work(seen, me.latest, pointed)[0] in ("delta", "reached"):
+            return f"drop the merge of {save}", state.by(number, me)
+        return self._commit(state, number, me, Version(make.sequence or me.floor + 1, save))
+
+    def _end_fold(self, state: State, number: int, me: Daemon, make: Make) -> Step:
+        rules, latest, found, made = self.rules, me.latest, state.saves[make.save], 0
+        there, source = state.version(make.sequence), state.version(make.base)
+        if rules.fold_reads_full and found.full and state.written(make.save):
+            made = BAD if found.unfit else make.save
+        elif source:
+            made = self.made(state, source.save, make.save)
+        if there:
+            naming = me._replace(place="naming", then=_follow(latest, there))
+            return f"v{make.sequence} is there already", state.by(number, naming)
+        if not made:
+            return f"the deltas to {make.save} are gone", state.by(number, me)
+        if made == BAD and rules.digests:
+            no_deltas = latest._replace(no_deltas=rules.stops)
+            text = f"a delta to {make.save} is damaged"
+            return text, state.by(number, me._replace(place="naming", then=no_deltas))
+        return self._commit(state, number, me, Version(make.sequence, made))
 
     def _roll_back(self, state: State, number: int, me: Daemon) -> Steps:
         latest, rules, refusal = me.latest, self.rules, True
@@ -212,10 +232,9 @@ class Daemons:
             if version.sequence < latest.sequence + (newest > 0):
                 refusal = False
                 instead_of = latest.tip * rules.rollback_of_tip or latest.save
-                work = Version(me.floor + 1, version.save, instead_of)
-                parts = (version.save, version.save)
-                begun = me._replace(place="building", work=work, parts=parts)
-                yield f"roll back to v{version.sequence}", state.by(number, begun)
+                back = Version(me.floor + 1, version.save, instead_of)
+                ends = me._replace(make=Make()) if rules.rollback_ends_make else me
+                yield self._commit(state, number, ends, back)
         if refusal:
             yield "refuse a rollback", state.by(number, me)._replace(asked=False)
 
@@ -244,7 +263,8 @@ class Daemons:
             if not state.written(save) or not seen.written(save) or writes:
                 continue
             on_chain = save in chain[:-1] and rules.keeps_chain
-            if is_known and not on_chain:
+            is_made = save == me.make.save and rules.keeps_made
+            if is_known and not on_chain and not is_made:
                 gone = state.by(number, me, synced.write(step, (0, 0)))
                 yield f"prune step {step}", gone
 
@@ -289,7 +309,7 @@ class Daemons:
             return True
         found, delta = state.saves[save], state.delta_of(save)
         written = state.written(save) and found.base == found.base_1
-        if written and found.full and not found.nan:
+        if written and found.full and not found.nan and not found.unfit:
             return True
         there = written or (delta is not None and delta.files == save)
         return there and found.base > 0 and self.available(state, found.base)

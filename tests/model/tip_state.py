@@ -24,6 +24,8 @@ class Save(NamedTuple):
     against: int = 0
     """The save against which rank 1 wrote its changes; 0 if its part is whole."""
     nan: bool = False
+    unfit: bool = False
+    """Whether a merge of it fails for good."""
 
 
 class Latest(NamedTuple):
@@ -68,6 +70,8 @@ class Disk(NamedTuple):
     published: tuple[Version, ...]
     deltas: tuple[Delta, ...] = ()
     room: int = 1
+    refused: int = 0
+    """The save in quarantine, 0 for none."""
     unsynced: tuple[Rename, ...] = ()
 
     def write(self, step: int, parts: tuple[int, int]) -> Disk:
@@ -103,28 +107,39 @@ class Trainer(NamedTuple):
     stage: Literal["idle", "planned", "rank 0 wrote", "all wrote", "dead"] = "idle"
 
 
+class Make(NamedTuple):
+    """What a child process makes beside the daemon's steps, of a full save, or of deltas."""
+
+    save: int = 0
+    sequence: int = 0
+    """Its number, 0 while it has none."""
+    base: int = 0
+    """The sequence of a fold's base; 0 for a merge."""
+    is_done: bool = False
+    """Whether a merge waits to be published; a fold never does."""
+
+
 class Daemon(NamedTuple):
     """One daemon; a kill loses all of it."""
 
-    place: Literal["away", "read", "ready", "making", "building", "naming"] = "away"
+    place: Literal["away", "read", "ready", "making", "naming"] = "away"
     room: int = 0
     latest: Latest = Latest()
     floor: int = 0
     """The highest number that it knows."""
-    fold: tuple[int, int, int] = (0, 0, 0)
-    """The number and the save that a fold makes, and the sequence of its base."""
+    make: Make = Make()
     dirty: Folder = ""
     """The folder that it will sync next."""
     work: Version = Version()
-    """What it takes or builds."""
+    """What it deltas."""
     parts: tuple[int, int] = (0, 0)
-    """The ranks' files that it has taken or opened."""
+    """The ranks' files that it has linked."""
     then: Latest = Latest()
     """What LATEST is to be."""
 
     def ready(self, latest: Latest, floor: int, dirty: Folder = "") -> Daemon:
         """Have nothing in hand."""
-        return Daemon("ready", self.room, latest, floor, self.fold, dirty)
+        return Daemon("ready", self.room, latest, floor, self.make, dirty)
 
 
 class Reader(NamedTuple):
@@ -241,6 +256,16 @@ class Rules:
     """While LATEST is a rollback, no delta is taken."""
     merges_after_rollback: bool = True
     """A later save is then merged, if a version and deltas lead to it."""
+    number_last: bool = True
+    """A merge gets its number when it is published, instead of when it begins."""
+    merges_if_needed: bool = True
+    """What is merged is dropped if the pointer has gone back to what is served or can be linked."""
+    keeps_made: bool = True
+    """The step of what is being merged is kept."""
+    quarantines: bool = True
+    """A save whose merge fails for good is not tried again."""
+    rollback_ends_make: bool = True
+    """A rollback ends the merge, or the fold."""
     rollback_first: bool = True
     """While people ask for a rollback, nothing else is taken, named, or committed."""
     rollback_ends_tip: bool = True
@@ -250,9 +275,7 @@ class Rules:
     rollback_to_latest: bool = True
     """LATEST itself can be the target while there is a tip."""
     folds: bool = True
-    """Full versions are made of deltas, under the tip's sequence,"""
-    fold_above_latest: bool = True
-    """... and published only above LATEST's sequence."""
+    """Full versions are made of deltas, under the tip's sequence."""
     fold_reads_full: bool = True
     """A fold of a full save reads its shards, not the deltas."""
     digests: bool = True
