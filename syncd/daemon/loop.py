@@ -70,6 +70,7 @@ class Loop:
         config: the configuration of the next round. Only the keys in ``LIVE_KEYS`` may change.
         publishes: if False, the loop makes no new versions.
         pruned: the deletions of the last round.
+        has_made: True if a merge ended in it, so that the next round should come at once.
     """
 
     tenure: Tenure
@@ -83,7 +84,9 @@ class Loop:
         tenure, job = self.tenure, self.tenure.job
         self._job, self._clock, self._journal = job, tenure.clock, tenure.journal
         self.pruned: list[Pruning] = []
+        self.has_made = False
         self._refused_turn = False
+        self._coming: tuple[int | None, int | None] | None = None  # what is announced
         self._scanner = Scanner(job, self.config.pointer, tenure.judge, clock=tenure.clock)
         self._pruner = Pruner(
             job, tenure.epoch, tenure.session.id, self._scanner.is_needed, tenure.wall
@@ -159,6 +162,7 @@ class Loop:
         self._tidy(seen)
         self._look_at_arrival(seen)
         self._meet_obstacles(seen)
+        self.has_made = seen.making is not None and self._makes.save is None
         self._report(seen, waiting_for)
         self.tenure.meter.round_ended(self._clock() - started)
         return decision
@@ -357,12 +361,12 @@ class Loop:
             self._makes.end()
 
     def _is_whole_save_coming(self, seen: Observation) -> bool:
-        """True if a process for its merge should start now, which takes a part of a second."""
-        if not self.publishes or self._reporter.no_deltas is None:
+        """True once if a process for its merge should start now, which takes a part of a second."""
+        before, self._coming = self._coming, (seen.announced_step, seen.pointer.step)
+        if not self.publishes or self._reporter.no_deltas is None or self._coming == before:
             return False
-        pointed = seen.pointer.step or 0
-        is_announced = seen.announced_step is not None and seen.announced_step > pointed
-        return is_announced or isinstance(seen.save, Unfinished)
+        announced, pointed = self._coming
+        return isinstance(seen.save, Unfinished) or (announced or 0) > (pointed or 0)
 
     def _no_deltas(self) -> str | None:
         """The reason why the trainer may not save deltas; None if it may."""

@@ -292,6 +292,8 @@ class Service:
                 if self._participants.gone and self.is_idle and self.may_end():
                     self._stopping = self._ends = True
                     return
+                if loop.has_made:
+                    self._watcher.wake()
                 self._wait()
         finally:
             self._meter.active(yes=False)

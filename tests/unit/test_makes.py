@@ -11,7 +11,7 @@ from syncd.daemon.makes import MakeWork
 from syncd.daemon.orders import MergeOrder
 from syncd.protocol.errors import CoverageError
 from syncd.protocol.records import Manifest, Pause
-from syncd.protocol.reports import ExplorerReport
+from syncd.protocol.reports import ExplorerReport, TrainerReport
 from tests.jobs import Rounds, SmallJob
 from tests.makers import MakerHere
 from tests.saved_deltas import save_delta, save_full
@@ -25,7 +25,11 @@ class Held(MakerHere):
     """Finishes nothing until it may; ``fails`` then."""
 
     may = False
+    prepared = 0
     fails: Exception | None = None
+
+    def prepare(self) -> None:
+        Held.prepared += 1
 
     def poll(self) -> Manifest | None:
         if self.order is None or not Held.may:
@@ -210,6 +214,19 @@ def test_a_make_without_a_sign_of_life_ends_and_is_begun_again(job: SmallJob) ->
         loop.clock.advance(60)
         let_go(loop)
         assert job.serves == (2, 2)
+
+
+def test_a_process_starts_once_for_each_save_that_is_announced(job: SmallJob) -> None:
+    with held(job) as loop:
+        let_go(loop)
+        before = Held.prepared
+        for step in (3, 3, 4):
+            report = TrainerReport(
+                run_id="run", world_size=1, status="running", step=step, time=0.0
+            )
+            job.put_record(job.layout.trainer_report, report)
+            loop.rounds(3, 1)
+        assert Held.prepared == before + 2
 
 
 def test_a_superseded_daemon_ends_its_merge(job: SmallJob) -> None:
