@@ -36,7 +36,7 @@ from syncd.protocol.names import (
 from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.errnos import REFUSED_HERE, UNREADABLE, is_gone
-from syncd.storage.fsio import Signature
+from syncd.storage.fsio import Signature, signature
 from syncd.storage.job import Job, delta_folders, has_marks, numbers_in, version_folders
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout
 
@@ -78,6 +78,8 @@ class Scanner:
         self._steps = Steps(self.job, self.clock)
         self._quiet_paths = QuietPaths(clock=self.clock)
         self._steering = Steering(self.job)
+        self._report_seen: Signature | None = None
+        self._step_told: int | None = None
         self._below: str | None = None  # a hint about a job in a subfolder, once looked for
 
     def scan(self, known: Known, config: DaemonConfig) -> Observation:
@@ -120,7 +122,7 @@ class Scanner:
             unrecorded=unrecorded,
             vanished=vanished,
             benched=benched,
-            announced_step=self._announced() if steps or not known.latest else None,
+            announced_step=self._announced(look=bool(steps)),
             pause=self._steering.pause(),
             rollbacks=self._steering.rollbacks(),
             chain=self._chain(known, deltas_to),
@@ -302,8 +304,16 @@ class Scanner:
             names[:] = self._storage.names(folder)
         return names
 
-    def _announced(self) -> int | None:
+    def _announced(self, *, look: bool = True) -> int | None:
+        """The trainer's step; without ``look`` perhaps an outdated one."""
         path = self._layout.trainer_report
+        status = self._storage.status(path)
+        key = status and signature(status)
+        if look or key != self._report_seen:
+            self._report_seen, self._step_told = key, self._read_announced(path)
+        return self._step_told
+
+    def _read_announced(self, path: Path) -> int | None:
         try:
             return parse(TrainerReport, self._storage.read(path), path).step or 0
         except RecordError:

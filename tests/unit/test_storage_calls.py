@@ -11,9 +11,9 @@ MOST = {
     "merge": {"syncs": 6, "changes": 15, "looks": 209},  # one for a map of names
     "publish": {
         "syncs": 23,
-        "changes": 89,
-        "looks": 127,
-    },  # nine for a merge beside the loop, which looks at save and pause again; one each for a
+        "changes": 88,
+        "looks": 129,
+    },  # ten for a merge beside the loop, which looks at its save again, and comes sooner; one each for a
     # map, deltas and the trainer's heartbeat, four for a look at configs; ten for what the daemon
     # alone writes, and its format
     "pull": {"syncs": 2, "changes": 9, "looks": 28},  # one for the job's identity
