@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from syncd.checkpoint.merging.options import Progress, Work
+from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.model_folder import changed_settings
 from syncd.checkpoint.save import Delta, Save, SavedWeights, WholeSave
 from syncd.daemon.blocks import Obstacle
@@ -90,7 +90,7 @@ class Attempts:
         self._missed: dict[str, object] = {}  # the work whose file was missing
 
     def publish(  # noqa: PLR0911 - one return for each way it ends
-        self, save: WholeSave, whole_since: float, heard: Progress
+        self, save: WholeSave, whole_since: float, work: Work
     ) -> str:
         """Begin to merge a save, and publish it once it is merged, or quarantine it.
 
@@ -105,7 +105,7 @@ class Attempts:
         if not makes.is_of(save) and (reason := self._not_now(save)):
             return reason
         try:
-            manifest = self._merged(save, whole_since, heard)
+            manifest = self._merged(save, whole_since, work)
         except (SaveNotReadyError, NoRoomError) as error:
             return self._try_later(save, str(error), error)
         except CheckpointError as error:
@@ -149,13 +149,13 @@ class Attempts:
         self._journal.write()  # pruning, which comes next, may take long
         return ""
 
-    def _merged(self, save: WholeSave, whole_since: float, heard: Progress) -> Manifest | None:
+    def _merged(self, save: WholeSave, whole_since: float, work: Work) -> Manifest | None:
         """Begin to merge a save, or go on; the manifest once its version is published."""
         publisher, makes, ended = self.publisher, self.makes, True
         try:
             if not makes.is_of(save):
                 makes.end()
-                self._begin(save, whole_since, heard)
+                self._begin(save, whole_since, work)
             manifest = makes.poll()
             if manifest is None:
                 ended = False
@@ -166,7 +166,7 @@ class Attempts:
                 makes.end()
         return manifest
 
-    def _begin(self, save: WholeSave, whole_since: float, heard: Progress) -> None:
+    def _begin(self, save: WholeSave, whole_since: float, work: Work) -> None:
         publisher, makes = self.publisher, self.makes
         self.may_overtake = False
         publisher.check_finite(save)
@@ -178,7 +178,7 @@ class Attempts:
             sequence,
             save.step,
             lambda folder: MergeOrder(folder, save.step, save.identity, sequence, options),
-            Work(publisher.cancel, heard, self._clock),
+            work,
         )
 
     def _not_now(self, save: WholeSave) -> str:

@@ -37,12 +37,12 @@ def make_delta(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest:
     with epoch.build(delta_folder(sequence)) as folder:  # mkdir building/d000017
         files = []
         for rank in range(len(save.receipts)):
-            publisher.cancel()
+            tenure.cancel()
             file = vouched.get(delta_name(len(save.receipts), rank))
             if file is None:
                 raise DeltaError(f"the receipt of rank {rank} lists no delta")
             target = folder / f"rank-{rank}"
-            link_or_copy(job.storage, actor / file.name, target, publisher.cancel)
+            link_or_copy(job.storage, actor / file.name, target, tenure.cancel)
             files.append(VersionFile(name=target.name, size=file.size, digest=file.digest))
         # Read all receipts again by name, so that all files are of this save.
         confirm_unchanged(job.storage, actor, save)
@@ -55,7 +55,7 @@ def make_delta(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest:
                 raise DeltaError(f"the indexes of its ranks have more than {_MOST} bytes")
             pieces.append(index)
         _check_small_files(job.storage, actor, save, version)
-        plan_delta(pieces, version, job.storage, cancel=publisher.cancel)
+        plan_delta(pieces, version, job.storage, cancel=tenure.cancel)
         record = DeltaRecord(
             base=save.base or "",
             target=save.identity,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
 
+from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.save import Unfinished
 from syncd.daemon.attempts import Attempts
 from syncd.daemon.blocks import Obstacle
@@ -91,7 +92,7 @@ class Loop:
         self._pruner = Pruner(
             job, tenure.epoch, tenure.session.id, self._scanner.is_needed, tenure.wall
         )
-        self._publisher = Publisher(tenure, self.config, self._may_go_on)
+        self._publisher = Publisher(tenure, self.config)
         self._outcomes = self._publisher.outcomes
         self._going_live = GoingLive(job)
         self._reporter = Reporter(tenure, self._publisher, self.notice)
@@ -387,7 +388,8 @@ class Loop:
             self._refused_turn = True
             return OTHERS_FIRST
         try:
-            return self._attempts.publish(save, whole_since, self.turn.progress)
+            work = Work(self._may_go_on, self.turn.progress, self._clock)
+            return self._attempts.publish(save, whole_since, work)
         finally:
             if self._makes.save is None:
                 self.turn.leave()
@@ -406,7 +408,7 @@ class Loop:
             self._scanner.look_again()
 
     def _may_go_on(self) -> None:
-        """Raise an error if the current work on a version must end."""
+        """Raise an error if the merge must end."""
         self.tenure.cancel()
         save = self._makes.save
         if save and self.turn.check(lambda: self._scanner.points_elsewhere(save.step)):

@@ -61,14 +61,12 @@ class Publisher:
     """Makes the versions of a job, one at a time.
 
     Attributes:
-        cancel: called between chunks of a merge; raises an error to stop the merge.
         latest: LATEST as this daemon last wrote or found it; None before the first version.
         known: what is known of LATEST's version, unless it is damaged.
     """
 
     tenure: Tenure
     config: DaemonConfig
-    cancel: Callable[[], None]
 
     def __post_init__(self) -> None:
         job, self._epoch = self.tenure.job, self.tenure.epoch
@@ -132,7 +130,7 @@ class Publisher:
     def check_room(self, save: WholeSave) -> None:
         """Raise NoRoomError if the disk lacks space; also raises the errors of :meth:`publish`."""
         self._free_space.check(
-            self._layout.actor(save.step), save, self.merge_options(), self.cancel
+            self._layout.actor(save.step), save, self.merge_options(), self.tenure.cancel
         )
 
     def check_finite(self, save: WholeSave) -> None:
@@ -226,7 +224,7 @@ class Publisher:
         manifest = old.model_copy(update={"sequence": sequence, "rolled_back": back, "timings": {}})
         with self._epoch.build(version_folder(sequence)) as folder:  # mkdir building/VERSION
             try:
-                republish(self._storage, source, folder, manifest, cancel=self.cancel)
+                republish(self._storage, source, folder, manifest, cancel=self.tenure.cancel)
             except FileNotFoundError as error:
                 if not self._storage.exists(folder):
                     raise

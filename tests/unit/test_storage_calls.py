@@ -13,9 +13,9 @@ MOST = {
         "syncs": 23,
         "changes": 88,
         "looks": 129,
-    },  # ten for a merge beside the loop, which looks at its save again, and comes sooner; one each for a
-    # map, deltas and the trainer's heartbeat, four for a look at configs; ten for what the daemon
-    # alone writes, and its format
+    },  # ten for a merge beside the loop, which looks at its save again, and comes sooner; one
+    # each for a map, deltas and the trainer's heartbeat, four for a look at configs; ten for what
+    # the daemon alone writes, and its format
     "pull": {"syncs": 2, "changes": 9, "looks": 28},  # one for the job's identity
     "delta": {"syncs": 15, "changes": 48, "looks": 26},  # two for outcomes that are due just then
 }

@@ -10,16 +10,19 @@ from typing import Any, cast
 
 import pytest
 
+from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.save import SavedWeights, look_at_save
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
     RetireVersion,
 )
+from syncd.daemon.orders import MergeOrder
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
 from syncd.daemon.tenure import Tenure
 from syncd.protocol.errors import SupersededError, SyncdError
 from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import version_folder
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
@@ -46,9 +49,18 @@ def saved_with_a_nested_folder(job: SmallJob, step: int) -> SavedWeights:
 def publisher(job: SmallJob, storage: Storage, epoch: Epoch) -> Publisher:
     session = cast("Any", SimpleNamespace(id="session"))
     tenure = Tenure(Job(storage, job.layout), session, epoch, Judge(storage, 30.0))
-    made = Publisher(tenure, DaemonConfig(), nothing)
+    made = Publisher(tenure, DaemonConfig())
     made.recover()
     return made
+
+
+def merge(publisher: Publisher, save: SavedWeights) -> None:
+    """Make a version of a save, and publish it."""
+    job, epoch = publisher.tenure.job, publisher.tenure.epoch
+    sequence = publisher.next_sequence()
+    folder = epoch.start_build(version_folder(sequence))
+    order = MergeOrder(folder, save.step, save.identity, sequence, publisher.merge_options())
+    publisher.publish(save, order.make(job, Work(nothing)))
 
 
 def test_a_superseded_daemon_that_makes_a_nested_folder_brings_no_room_back(
@@ -56,7 +68,7 @@ def test_a_superseded_daemon_that_makes_a_nested_folder_brings_no_room_back(
 ) -> None:
     storage = hosts.ruled()
     old = publisher(job, storage, Epoch.take_over(Job(storage, job.layout)))
-    old.publish(saved_with_a_nested_folder(job, 1))
+    merge(old, saved_with_a_nested_folder(job, 1))
     second = saved_with_a_nested_folder(job, 2)
 
     def overtake(*_: object) -> None:
@@ -64,14 +76,14 @@ def test_a_superseded_daemon_that_makes_a_nested_folder_brings_no_room_back(
         epoch = Epoch.take_over(Job(fast, job.layout))
         new = publisher(job, fast, epoch)
         for step in (3, 4):
-            new.publish(saved_with_a_nested_folder(job, step))
+            merge(new, saved_with_a_nested_folder(job, step))
         pruner = Pruner(Job(fast, job.layout), epoch, "session")
         for sequence in (1, 2):
             assert pruner.retire_version(RetireVersion(sequence, "in the way"))
 
     storage.once("mkdir", overtake, where="additional_chat_templates")
     with pytest.raises((SupersededError, FileNotFoundError)):
-        old.publish(second)
+        merge(old, second)
     assert job.latest.sequence == 3
     assert [name.partition("-")[0] for name in os.listdir(job.layout.epochs)] == ["2"]
 
