@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
@@ -100,6 +101,7 @@ class Loop:
         )
         self._follow_tip: list[bool] = []  # for each live explorer
         self._prunings_left = False
+        self._coming: int | None = None  # the step of the save for which a process was started
         self._stuck: dict[int, Obstacle] = {}  # the steps that cannot be pruned
 
     def begin(self) -> None:
@@ -135,8 +137,7 @@ class Loop:
         actions = sorted(decision.actions, key=_is_pruning, reverse=self._prunings_left)
         self._drop_what_is_unwanted(seen, actions)
         self._prunings_left = self._refused_turn = False
-        if self._is_whole_save_coming(seen):
-            self._makes.maker.prepare()
+        self._prepare(seen)
         for action in actions:
             self.tenure.cancel()
             if _is_pruning(action) and self._clock() - begun > config.tick:
@@ -352,17 +353,21 @@ class Loop:
         """Give the turn up if nothing needs it; end a merge if the pointer has gone back."""
         if not any(isinstance(action, Publish | Learn) for action in actions):
             self.turn.leave()
-        wanted = any(isinstance(action, Publish | MakeDeltas) for action in actions)
+        wanted = any(isinstance(one, Publish | MakeDeltas | AnswerRequest) for one in actions)
         if self._makes.save and not (wanted or seen.pause):
             self._makes.end()
 
-    def _is_whole_save_coming(self, seen: Observation) -> bool:
-        """True if a process for its merge should start now, which takes a part of a second."""
+    def _prepare(self, seen: Observation) -> None:
+        """Start the process that merges, once for each save that comes; it takes a moment."""
         if not self.publishes or self._reporter.no_deltas is None:
-            return False
-        pointed = seen.pointer.step or 0
-        is_announced = seen.announced_step is not None and seen.announced_step > pointed
-        return is_announced or isinstance(seen.save, Unfinished)
+            return
+        pointed, announced = seen.pointer.step or 0, seen.announced_step or 0
+        is_unfinished, before = isinstance(seen.save, Unfinished), self._coming
+        self._coming = max(announced, pointed) if announced > pointed or is_unfinished else None
+        # The trainer may have died: a process for each of hundreds of jobs would take much memory.
+        if self._coming not in {None, before}:
+            with suppress(OSError):  # the merge tries again
+                self._makes.maker.prepare()
 
     def _no_deltas(self) -> str | None:
         """The reason why the trainer may not save deltas; None if it may."""
@@ -379,7 +384,8 @@ class Loop:
 
     def _publish_in_turn(self, action: Publish, whole_since: float) -> str:
         save = action.save
-        if not self._makes.is_of(save) and not self.turn.take(save.identity):
+        # What runs goes on, although the turn was given up in a pause.
+        if not self.turn.take(save.identity) and not self._makes.is_of(save):
             self._refused_turn = True
             return OTHERS_FIRST
         try:
