@@ -222,6 +222,8 @@ class Attempts:
             return ""
         self.publisher.outcomes.published(save.step, save.identity, sequence)
         self.publisher.advance(Tip(sequence=sequence, step=save.step, save_id=save.identity))
+        if self.makes.save is not None:
+            self.makes.end()  # its version would be older than what is served
         return ""
 
     def stop_deltas(self, save: WholeSave) -> None:
@@ -277,7 +279,7 @@ class Attempts:
             if manifest is None or self._steering.is_paused():
                 return
             self.publisher.publish_fold(manifest)
-        except (DeltaError, RecordError, NoRoomError, OSError) as error:
+        except (DeltaError, RecordError, NoRoomError, OSError, MemoryError, RuntimeError) as error:
             is_over = self._is_over("fold", latest.sequence, error)
             damaged, event = is_over and _cannot_heal(error), FoldDelayed(tip.step, error)
             makes.end(None if damaged else Obstacle.of(str(event), error))

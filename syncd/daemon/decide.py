@@ -179,7 +179,7 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
         if seen.making is not None and not _is_served(seen) and not _links_saves(new):
             given_up = (action for action in new if isinstance(action, GiveUp))
             new = (Publish(seen.making), *given_up)
-        if all(isinstance(action, MakeDeltas) for action in new):
+        if seen.making is None and all(isinstance(action, MakeDeltas) for action in new):
             new = (*new, *_fold(seen, config))  # saves may come each round
     records: tuple[Action, ...] = (
         *(

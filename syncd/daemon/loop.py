@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
@@ -87,7 +88,6 @@ class Loop:
         self.pruned: list[Pruning] = []
         self.has_made = False
         self._refused_turn = False
-        self._coming: tuple[int | None, int | None] | None = None  # what is announced
         self._scanner = Scanner(job, self.config.pointer, tenure.judge, clock=tenure.clock)
         self._pruner = Pruner(
             job, tenure.epoch, tenure.session.id, self._scanner.is_needed, tenure.wall
@@ -104,6 +104,7 @@ class Loop:
         )
         self._follow_tip: list[bool] = []  # for each live explorer
         self._prunings_left = False
+        self._coming: int | None = None  # the step of the save for which a process was started
         self._stuck: dict[int, Obstacle] = {}  # the steps that cannot be pruned
 
     def begin(self) -> None:
@@ -139,8 +140,7 @@ class Loop:
         actions = sorted(decision.actions, key=_is_pruning, reverse=self._prunings_left)
         self._drop_what_is_unwanted(seen, actions)
         self._prunings_left = self._refused_turn = False
-        if self._is_whole_save_coming(seen):
-            self._makes.maker.prepare()
+        self._prepare(seen)
         for action in actions:
             self.tenure.cancel()
             if _is_pruning(action) and self._clock() - begun > config.tick:
@@ -355,19 +355,24 @@ class Loop:
 
     def _drop_what_is_unwanted(self, seen: Observation, actions: Sequence[Action]) -> None:
         """Give the turn up if nothing needs it; end a merge if the pointer has gone back."""
-        if not any(isinstance(action, Publish | Learn) for action in actions):
-            self.turn.leave()
         wanted = any(isinstance(action, Publish | MakeDeltas) for action in actions)
         if self._makes.save and not (wanted or seen.rollbacks):
             self._makes.end()
+        needs_turn = any(isinstance(action, Publish | Learn) for action in actions)
+        if self._makes.save is None and not needs_turn:
+            self.turn.leave()
 
-    def _is_whole_save_coming(self, seen: Observation) -> bool:
-        """True once if a process for its merge should start now, which takes a part of a second."""
-        before, self._coming = self._coming, (seen.announced_step, seen.pointer.step)
-        if not self.publishes or self._reporter.no_deltas is None or self._coming == before:
-            return False
-        announced, pointed = self._coming
-        return isinstance(seen.save, Unfinished) or (announced or 0) > (pointed or 0)
+    def _prepare(self, seen: Observation) -> None:
+        """Start the process that merges, once for each save that comes; it takes a moment."""
+        if not self.publishes or self._reporter.no_deltas is None:
+            return
+        pointed, announced = seen.pointer.step or 0, seen.announced_step or 0
+        is_unfinished, before = isinstance(seen.save, Unfinished), self._coming
+        self._coming = max(announced, pointed) if announced > pointed or is_unfinished else None
+        # The trainer may have died: a process for each of hundreds of jobs would take much memory.
+        if self._coming not in {None, before}:
+            with suppress(OSError):  # the merge tries again
+                self._makes.maker.prepare()
 
     def _no_deltas(self) -> str | None:
         """The reason why the trainer may not save deltas; None if it may."""
@@ -384,7 +389,7 @@ class Loop:
 
     def _publish_in_turn(self, action: Publish, whole_since: float) -> str:
         save = action.save
-        if not self._makes.is_of(save) and not self.turn.take(save.identity):
+        if not self.turn.take(save.identity):
             self._refused_turn = True
             return OTHERS_FIRST
         try:

@@ -33,7 +33,9 @@ class MakerProcess:
         self._flaws: list[str] = []  # those that were logged
 
     def prepare(self) -> None:
-        """Start the child, unless it runs."""
+        """Start the child, unless it runs, or has left an answer."""
+        if self._order is not None:
+            return
         if self._child is not None and not self._child.is_running:
             self._end()
         if self._child is None:
@@ -47,7 +49,6 @@ class MakerProcess:
 
     def begin(self, order: Order, work: Work) -> None:
         """Begin to make a version."""
-        self._order, self._work = order, work
         told = [str(self._job.layout.root), self._flaws, *encoded(order)]
         line = f"{json.dumps(told)}\n".encode()
         for _ in range(2):  # an idle child may just have ended
@@ -57,6 +58,7 @@ class MakerProcess:
                 self._child.write(line)
             except EndedError:
                 continue
+            self._order, self._work = order, work
             return
         raise self._ended()
 
@@ -71,6 +73,8 @@ class MakerProcess:
         except EndedError:
             raise self._ended() from None
         for line in lines:
+            if not line.startswith(b'["'):
+                continue  # printed by a module that Python's site imports
             match json.loads(line):
                 case ["at", done, total]:
                     self._work.progress(done, total)

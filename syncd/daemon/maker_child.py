@@ -22,6 +22,7 @@ from typing import Any, Final
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.model_folder import LOGGED
 from syncd.daemon.orders import decoded
+from syncd.daemon.signs import AnsweredStorage
 from syncd.storage.job import Job
 
 #: Seconds between two signs of life, each after a look whether the folder is still there.
@@ -66,8 +67,14 @@ def _listen(orders: queue.SimpleQueue[str]) -> None:
 
 def _carry_out(root: str, flaws: list[str], *told: Any) -> None:
     LOGGED.update((Path(root), flaw) for flaw in flaws)
-    job, order = Job.at(root), decoded(*told)
-    at, said = (0, 0), time.monotonic()
+    at, said, has_answered = (0, 0), time.monotonic(), False
+
+    def answered() -> None:
+        nonlocal has_answered
+        has_answered = True
+
+    job, order = Job.at(root, AnsweredStorage(Path(root), answered)), decoded(*told)
+    uncounted = Job.at(root).storage
 
     def progress(done: int, total: int) -> None:
         nonlocal at
@@ -75,12 +82,15 @@ def _carry_out(root: str, flaws: list[str], *told: Any) -> None:
         alive()
 
     def alive() -> None:
-        nonlocal said
+        nonlocal said, has_answered
         if time.monotonic() - said >= _SIGN:
             said = time.monotonic()
-            if not job.storage.exists(order.folder):  # its daemon was superseded
+            if not uncounted.exists(order.folder):  # its daemon was superseded
                 os._exit(0)
-            _tell("at", *at)
+            # Not if all threads wait for storage, while this one looks after them.
+            if has_answered:
+                has_answered = False
+                _tell("at", *at)
 
     try:
         order.make(job, Work(alive, progress))
@@ -92,6 +102,7 @@ def _carry_out(root: str, flaws: list[str], *told: Any) -> None:
     except Exception as error:  # noqa: BLE001 - the parent raises it
         _tell("failed", type(error).__name__, str(error), None, traceback.format_exc())
     else:
+        _tell("at", *at)
         _tell("made")
 
 

@@ -141,18 +141,19 @@ class Makes:
         After a fold the next one waits as long as this one took; if it met an ``obstacle``, longer
         each time.
         """
-        now, folder, self.folder = self._clock(), self.folder, None
-        if self.save is None:
+        now, folder, save = self._clock(), self.folder, self.save
+        # First, because storage may refuse the rest, and what is half deleted is never published.
+        self.folder = self.save = self.progress = self._made = None
+        if save is None:
             self.obstacle = obstacle
             self._wait = min(_LONGEST_WAIT, 2 * self._wait or 1.0) if obstacle else 0.0
             self._again_at = max(self._again_at, now + self._wait)
         if folder is not None:
-            if self.save is None:
+            if save is None:
                 self._again_at = max(self._again_at, 2 * now - self.begun)
             self.maker.stop()
             self._epoch.in_background.discard(folder.name)
             if self.tenure.job.storage.exists(folder):
                 self.tenure.job.storage.remove_tree(folder)
-        if self.save is not None and self._epoch.is_live():  # else it is the successor's
+        if save is not None and self._epoch.is_live():  # else it is the successor's
             take_notice_down(self.tenure.job)
-        self.save = self.progress = self._made = None

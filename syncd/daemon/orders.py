@@ -11,7 +11,8 @@ from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.model_folder import flaws_in, warn_once
 from syncd.checkpoint.save import Unfinished
 from syncd.checkpoint.step_save import look_into_step
-from syncd.protocol.errors import SaveNotReadyError
+from syncd.deltas.limits import DeltaError
+from syncd.protocol.errors import CheckpointError, SaveNotReadyError, VerificationError
 from syncd.protocol.records import Latest, Manifest
 from syncd.storage.fsio import named
 from syncd.storage.job import Job
@@ -48,11 +49,18 @@ class FoldOrder(NamedTuple):
     chain: Sequence[int]
 
     def make(self, job: Job, work: Work) -> Manifest:
-        """Make the version's folder; for the errors see ``fold_version``."""
+        """Make the version's folder; for the errors see ``fold_version``.
+
+        Raises:
+            DeltaError: a delta is damaged, or LATEST's version is.
+        """
         from syncd.deltas.folding import fold_version  # noqa: PLC0415 - NumPy may be missing
 
-        with named(self.folder):
-            return fold_version(job, self.latest, self.chain, self.folder, work)
+        try:
+            with named(self.folder):
+                return fold_version(job, self.latest, self.chain, self.folder, work)
+        except (CheckpointError, VerificationError) as error:
+            raise DeltaError(str(error)) from error
 
 
 Order = MergeOrder | FoldOrder

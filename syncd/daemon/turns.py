@@ -124,12 +124,14 @@ class Turn:
     _ended: int = 0  # the late merges in a row that were ended
 
     def take(self, save: str | None = None) -> bool:
-        """True if the job may merge now; never waits. If False, ask again when woken or at a tick.
+        """True if the job may merge, or does; never waits. If False, ask when woken or at a tick.
 
         ``save`` is the identity of the save to merge; None for other work that needs a turn.
         """
         turns, now = self.turns, self.turns.clock()
         with turns.lock:
+            if self in turns.merging:
+                return True
             turns.let_beside(now)
             aside = self._put_off is not None and self._put_off == save
             asking = turns.waiting.setdefault(self, _Waiting(now))

@@ -8,14 +8,15 @@ import pytest
 
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.makes import MakeWork
-from syncd.daemon.orders import MergeOrder
+from syncd.daemon.orders import FoldOrder, MergeOrder
 from syncd.protocol.errors import CoverageError
 from syncd.protocol.records import Manifest, Pause
 from syncd.protocol.reports import ExplorerReport, TrainerReport
 from tests.jobs import Rounds, SmallJob
 from tests.makers import MakerHere
 from tests.saved_deltas import save_delta, save_full
-from tests.storages import once
+from tests.storages import RuledStorage, fail, once
+from tests.unit.test_tip import live
 
 CONFIG = DaemonConfig(keep=1)
 STEPS_STAY = DaemonConfig(keep=9, prune_steps=False)
@@ -27,6 +28,7 @@ class Held(MakerHere):
     may = False
     prepared = 0
     fails: Exception | None = None
+    fails_fold: Exception | None = None
 
     def prepare(self) -> None:
         Held.prepared += 1
@@ -36,6 +38,8 @@ class Held(MakerHere):
             return None
         if Held.fails and isinstance(self.order, MergeOrder):
             raise Held.fails
+        if Held.fails_fold and isinstance(self.order, FoldOrder):
+            raise Held.fails_fold
         return super().poll()
 
 
@@ -46,7 +50,7 @@ def no_answer(*_: object) -> None:
 @contextmanager
 def held(job: SmallJob, config: DaemonConfig = CONFIG) -> Iterator[Rounds]:
     """Step 1 is published, and the merge of step 2 has begun, and is held up."""
-    Held.may, Held.fails = True, None
+    Held.may, Held.fails, Held.fails_fold = True, None, None
     with job.daemon(config, deltas=MakeWork(Held, lambda: None)) as loop:
         save_full(job, 1)
         loop.run_once()
@@ -235,3 +239,67 @@ def test_a_superseded_daemon_ends_its_merge(job: SmallJob) -> None:
         Held.may, Held.fails = True, OSError(errno.ENOENT, "gone")
         with pytest.raises(Exception, match="has taken over"):
             loop.run_once()
+
+
+def test_a_fold_never_publishes_what_was_merged(job: SmallJob) -> None:
+    with held(job, STEPS_STAY) as loop:
+        live(loop, "living", follows_tip=False)
+        save_delta(job, 3, 1)
+        loop.run_once()
+        Held.may = True
+        save_delta(job, 4, 3)  # although each round has a delta to make
+        loop.run_once()
+        assert (job.serves, job.latest.tip.step) == ((2, 3), 4)
+
+
+def test_a_version_that_is_half_deleted_is_never_published(job: SmallJob) -> None:
+    job.storage = storage = RuledStorage()
+    with held(job) as loop:
+        storage.refuse("rename", errno.EIO, where="leases/v000002")
+        storage.refuse("unlink", errno.EIO, where="v000002/manifest.json")
+        Held.may = True
+        loop.run_once()
+        storage.rules = []
+        loop.rounds(3, 5)
+        assert job.serves == (2, 2)
+        assert (job.layout.version(2) / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("a bug")])
+def test_a_fold_that_fails_is_only_delayed(job: SmallJob, error: Exception) -> None:
+    with held(job, STEPS_STAY) as loop:
+        let_go(loop)
+        save_delta(job, 3, 2)
+        loop.rounds(2, 0)
+        Held.may, Held.fails_fold = False, error
+        loop.rounds(2, 700)
+        Held.may = True
+        loop.run_once()
+        assert job.serves == (2, 2)
+
+
+def test_a_refused_rollback_leaves_the_merge_alone(job: SmallJob) -> None:
+    with held(job) as loop:
+        job.ask_rollback(7)
+        loop.run_once()
+        assert job.daemon_says.state == "merging"
+        let_go(loop)
+        assert job.serves == (2, 2)
+
+
+def test_the_daemon_works_where_no_process_can_be_prepared(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held(job) as loop:
+        asked = []
+
+        def prepare(self: Held) -> None:
+            asked.append(self)
+            fail()
+
+        monkeypatch.setattr(Held, "prepare", prepare)
+        job.point(3)
+        loop.rounds(3, 1)
+        assert len(asked) == 1  # its trainer may have died
+        let_go(loop)
+        assert job.serves == (2, 2)
