@@ -13,9 +13,7 @@ import xxhash
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.daemon.blocks import Blocks
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import (
-    Decision,
-)
+from syncd.daemon.decide import Decision
 from syncd.daemon.loop import Loop
 from syncd.daemon.makes import MakeWork
 from syncd.daemon.telling.journal import Meter

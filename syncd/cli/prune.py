@@ -12,13 +12,7 @@ from syncd.cli import options
 from syncd.cli.bars import at_work
 from syncd.daemon.config import PruningRules
 from syncd.daemon.configuration import load
-from syncd.daemon.decide import (
-    DropLease,
-    PruneDelta,
-    PruneStep,
-    Pruning,
-    RetireVersion,
-)
+from syncd.daemon.decide import DropLease, PruneDelta, PruneStep, Pruning, RetireVersion
 from syncd.operate.offline import prune_now, would_prune
 from syncd.protocol.names import delta_folder, printable, step_folder, version_folder
 from syncd.storage.job import Job

@@ -5,14 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from syncd.daemon.decide import (
-    Action,
-    PruneStep,
-)
-from syncd.daemon.observation import (
-    Observation,
-    PointerState,
-)
+from syncd.daemon.decide import Action, PruneStep
+from syncd.daemon.observation import Observation, PointerState
 from syncd.protocol.reports import Unpublished, tens
 from syncd.storage.judge import Clock
 

@@ -12,9 +12,7 @@ from syncd.checkpoint.model_folder import changed_settings
 from syncd.checkpoint.save import Delta, Save, SavedWeights, WholeSave
 from syncd.daemon.blocks import Obstacle
 from syncd.daemon.collect import Tidying
-from syncd.daemon.decide import (
-    Fold,
-)
+from syncd.daemon.decide import Fold
 from syncd.daemon.delta_making import make_delta
 from syncd.daemon.makes import Makes
 from syncd.daemon.orders import FoldOrder, MergeOrder
@@ -174,12 +172,8 @@ class Attempts:
         self.reporter.report("merging", f"step {save.step}")
         sequence, options = publisher.next_sequence(), publisher.merge_options()
         makes.save, makes.whole_since = save, whole_since
-        makes.begin(
-            sequence,
-            save.step,
-            lambda folder: MergeOrder(folder, save.step, save.identity, sequence, options),
-            work,
-        )
+        room = makes.room(sequence)
+        makes.begin(MergeOrder(room, save.step, save.identity, sequence, options), save.step, work)
 
     def _not_now(self, save: WholeSave) -> str:
         if save.identity != self._tried:
@@ -275,7 +269,7 @@ class Attempts:
         chain = [delta.sequence for delta in fold.chain]
         named = latest.model_copy(update={"tip": tip})
         try:
-            manifest = makes.poll_fold(fold, lambda folder: FoldOrder(folder, named, chain))
+            manifest = makes.poll_fold(fold, FoldOrder(makes.room(tip.sequence), named, chain))
             if manifest is None or self._steering.is_paused():
                 return
             self.publisher.publish_fold(manifest)

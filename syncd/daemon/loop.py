@@ -38,11 +38,7 @@ from syncd.daemon.decide import (
     decide,
 )
 from syncd.daemon.makes import Makes, MakeWork
-from syncd.daemon.observation import (
-    Known,
-    Observation,
-    PointerState,
-)
+from syncd.daemon.observation import Known, Observation, PointerState
 from syncd.daemon.own_records import OwnRecords
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher

@@ -11,11 +11,9 @@ from typing import Final
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.save import WholeSave
 from syncd.daemon.blocks import Obstacle
-from syncd.daemon.decide import (
-    Fold,
-)
+from syncd.daemon.decide import Fold
 from syncd.daemon.maker import MakerProcess
-from syncd.daemon.orders import Order
+from syncd.daemon.orders import MergeOrder, Order
 from syncd.daemon.publish import take_notice_down
 from syncd.daemon.tenure import Tenure
 from syncd.deltas.needs import missing_extra
@@ -76,12 +74,15 @@ class Makes:
         """True if this save is merged."""
         return self.save is not None and self.save.identity == save.identity
 
-    def begin(self, sequence: int, step: int, order: Callable[[Path], Order], work: Work) -> None:
-        """Begin to make a version; ``order`` gets its empty folder, in the daemon's room."""
+    def room(self, sequence: int) -> Path:
+        """The folder in which a version is made."""
+        return self._epoch.building / version_folder(sequence)
+
+    def begin(self, order: Order, step: int, work: Work) -> None:
+        """Begin to make a version."""
         self.begun = self._heard = self._clock()
-        name = version_folder(sequence)
-        self.folder = self._epoch.start_build(name)
-        self._epoch.in_background.add(name)
+        self.folder = self._epoch.start_build(order.folder.name)
+        self._epoch.in_background.add(order.folder.name)
 
         def progress(done: int, total: int) -> None:
             self._heard = self._clock()
@@ -89,13 +90,14 @@ class Makes:
             self.progress = MergeProgress(step=step, done=done, total=total, seconds=seconds)
             work.progress(done, total)
 
-        if self.save is not None:
+        if isinstance(order, MergeOrder):
             # Written and renamed without fsync: the file is only a hint.
-            notice = PublishNotice(sequence=sequence, step=step, session=self.tenure.session.id)
+            session = self.tenure.session.id
+            notice = PublishNotice(sequence=order.sequence, step=step, session=session)
             path = self.tenure.job.layout.publish_lock
             self._epoch.replace_file(path, encode(notice), durable=False)
         progress(0, 0)
-        self.maker.begin(order(self.folder), work._replace(progress=progress))
+        self.maker.begin(order, work._replace(progress=progress))
 
     def poll(self) -> Manifest | None:
         """The manifest of the version in ``folder``, once it is made.
@@ -117,7 +119,7 @@ class Makes:
             raise OSError(errno.ETIMEDOUT, why)
         return self._made
 
-    def poll_fold(self, fold: Fold, order: Callable[[Path], Order]) -> Manifest | None:
+    def poll_fold(self, fold: Fold, order: Order) -> Manifest | None:
         """Begin a fold, or go on; for the errors see :meth:`poll`.
 
         Raises:
@@ -132,7 +134,7 @@ class Makes:
             if free is not None and free < fold.size:
                 need = f"a fold needs {fold.size / 1e6:.1f} MB, {free / 1e6:.1f} are free"
                 raise NoRoomError(need)
-            self.begin(fold.tip.sequence, fold.tip.step, order, Work(self.tenure.cancel))
+            self.begin(order, fold.tip.step, Work(self.tenure.cancel))
         return self.poll()
 
     def end(self, obstacle: Obstacle | None = None) -> None:

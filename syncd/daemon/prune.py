@@ -10,15 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from syncd.daemon.decide import (
-    DropLease,
-    PruneDelta,
-    PruneStep,
-    RetireVersion,
-)
-from syncd.daemon.observation import (
-    StepSeen,
-)
+from syncd.daemon.decide import DropLease, PruneDelta, PruneStep, RetireVersion
+from syncd.daemon.observation import StepSeen
 from syncd.daemon.steps import look_at_step
 from syncd.protocol.events import LeftAlone, RecordUnwritten
 from syncd.protocol.journal_lines import AuditLine

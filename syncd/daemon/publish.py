@@ -20,9 +20,7 @@ from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.version import read_manifest, republish
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.naming import Naming
-from syncd.daemon.observation import (
-    Known,
-)
+from syncd.daemon.observation import Known
 from syncd.daemon.recover import BELIEVED, look_back
 from syncd.daemon.tenure import Tenure
 from syncd.protocol.errors import (

@@ -13,13 +13,7 @@ from syncd.checkpoint.save import Save, Unfinished, is_saved_over
 from syncd.checkpoint.step_save import look_into_step
 from syncd.daemon.chains import Chain, DeltaSeen, chain_to, deltas_to_each, look_at_delta
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.observation import (
-    Known,
-    LeaseSeen,
-    Observation,
-    Pointer,
-    PointerState,
-)
+from syncd.daemon.observation import Known, LeaseSeen, Observation, Pointer, PointerState
 from syncd.daemon.steering import QuietPaths, Steering
 from syncd.daemon.steps import LOOK_AGAIN, Steps
 from syncd.protocol.errors import RecordError

@@ -10,10 +10,7 @@ from typing import Final
 
 from syncd.checkpoint.save import Save
 from syncd.checkpoint.step_save import look_into_step
-from syncd.daemon.observation import (
-    Pointer,
-    StepSeen,
-)
+from syncd.daemon.observation import Pointer, StepSeen
 from syncd.daemon.steering import QuietPaths
 from syncd.protocol.names import (
     ACTOR,

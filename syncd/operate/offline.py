@@ -11,16 +11,9 @@ from typing import Final
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.arrival import Arrival
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import (
-    Learn,
-    Pruning,
-    Skip,
-    decide,
-)
+from syncd.daemon.decide import Learn, Pruning, Skip, decide
 from syncd.daemon.loop import Loop
-from syncd.daemon.observation import (
-    Known,
-)
+from syncd.daemon.observation import Known
 from syncd.daemon.scan import Scanner
 from syncd.daemon.steering import Steering
 from syncd.daemon.tenure import Tenure

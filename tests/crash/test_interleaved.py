@@ -28,9 +28,7 @@ from hypothesis.stateful import (
 
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.version import read_manifest, verify_version
-from syncd.daemon.decide import (
-    PruneStep,
-)
+from syncd.daemon.decide import PruneStep
 from syncd.daemon.loop import Loop
 from syncd.daemon.prune import Pruner
 from syncd.protocol.layout import JobLayout

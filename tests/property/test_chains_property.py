@@ -15,12 +15,7 @@ from syncd.daemon.decide import (
     StopDeltas,
     decide,
 )
-from syncd.daemon.observation import (
-    Observation,
-    Pointer,
-    PointerState,
-    StepSeen,
-)
+from syncd.daemon.observation import Observation, Pointer, PointerState, StepSeen
 from syncd.protocol.records import Receipt, SaveOutcome, Tip
 
 STEPS = 7

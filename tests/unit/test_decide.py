@@ -19,13 +19,7 @@ from syncd.daemon.decide import (
     Skip,
     decide,
 )
-from syncd.daemon.observation import (
-    LeaseSeen,
-    Observation,
-    Pointer,
-    PointerState,
-    StepSeen,
-)
+from syncd.daemon.observation import LeaseSeen, Observation, Pointer, PointerState, StepSeen
 from syncd.protocol.names import CHECKPOINT_POINTER
 from syncd.protocol.records import Pause, Receipt, RollbackRequest, SaveOutcome
 

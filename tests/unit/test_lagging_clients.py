@@ -11,9 +11,7 @@ import pytest
 from explorer_hooks.reader import Reader
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import (
-    RetireVersion,
-)
+from syncd.daemon.decide import RetireVersion
 from syncd.daemon.loop import Loop
 from syncd.daemon.prune import Pruner
 from syncd.daemon.tenure import Tenure

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import (
-    decide,
-)
+from syncd.daemon.decide import decide
 from syncd.daemon.service import Participants, Service
 from syncd.protocol.names import STATE_POINTER
 from syncd.storage.sessions import DAEMON_SESSION, Session

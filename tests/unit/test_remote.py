@@ -14,11 +14,7 @@ from syncd.checkpoint.save import Remote, Unfinished
 from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import (
-    GiveUp,
-    Publish,
-    decide,
-)
+from syncd.daemon.decide import GiveUp, Publish, decide
 from syncd.daemon.loop import Loop
 from syncd.protocol.errors import RecordError, SaveNotReadyError
 from syncd.protocol.names import REMOTE_PATH

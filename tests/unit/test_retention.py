@@ -1,9 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncd.daemon.decide import (
-    newest,
-)
+from syncd.daemon.decide import newest
 
 
 @given(st.sets(st.integers(1, 50)), st.integers(1, 9))

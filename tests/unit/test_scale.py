@@ -8,15 +8,8 @@ import pytest
 from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import (
-    decide,
-)
-from syncd.daemon.observation import (
-    LeaseSeen,
-    Observation,
-    Pointer,
-    PointerState,
-)
+from syncd.daemon.decide import decide
+from syncd.daemon.observation import LeaseSeen, Observation, Pointer, PointerState
 from syncd.storage.job import Job
 from syncd.storage.leases import Lease
 from syncd.storage.sessions import new_session_id

@@ -6,14 +6,8 @@ from pathlib import Path
 import pytest
 
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import (
-    decide,
-)
-from syncd.daemon.observation import (
-    Known,
-    Observation,
-    PointerState,
-)
+from syncd.daemon.decide import decide
+from syncd.daemon.observation import Known, Observation, PointerState
 from syncd.daemon.scan import Scanner
 from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER, PointerName

@@ -13,9 +13,7 @@ import pytest
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.save import SavedWeights, look_at_save
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import (
-    RetireVersion,
-)
+from syncd.daemon.decide import RetireVersion
 from syncd.daemon.orders import MergeOrder
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher

@@ -16,9 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Final, NamedTuple
 
-from syncd.daemon.observation import (
-    Observation,
-)
+from syncd.daemon.observation import Observation
 from syncd.protocol.events import Event, StateUnwritten
 from syncd.protocol.journal_lines import JournalLine
 from syncd.protocol.names import TEMPORARY

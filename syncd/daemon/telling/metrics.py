@@ -29,9 +29,7 @@ from prometheus_client import (
 from syncd import __version__
 from syncd.closing import Closing
 from syncd.daemon.loopback import HOST, LoopbackRequest, LoopbackServer
-from syncd.daemon.observation import (
-    Observation,
-)
+from syncd.daemon.observation import Observation
 from syncd.daemon.telling.journal import Meter
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.events import Event, MetricsServed, MetricsUnwritten
