@@ -27,8 +27,8 @@ _IDLE_TICKS: Final = 20
 
 
 @dataclass(frozen=True)
-class Publish:
-    """Merge this save and make it LATEST."""
+class Merge:
+    """Merge this save beside the loop, or go on, and make it LATEST."""
 
     save: WholeSave
 
@@ -148,7 +148,7 @@ class Learn:
 #: The actions that delete data of the job.
 Pruning = DropLease | RetireVersion | PruneDelta | PruneStep
 #: The actions that make new versions or deltas.
-New = Publish | MakeDeltas | StopDeltas | Fold | Republish
+New = Merge | MakeDeltas | StopDeltas | Fold | Republish
 Action = New | GiveUp | AnswerRequest | Skip | Forget | CloseLeaseFolder | Learn | Pruning
 
 
@@ -172,13 +172,13 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
         # LATEST alone whether the request was carried out.
         new, waiting_for = (_rollback(seen.rollbacks[0], seen),), ""
     elif seen.pause is not None:
-        new = (Publish(seen.making),) if seen.making else ()  # what has begun is finished
+        new = (Merge(seen.making),) if seen.making else ()  # what has begun is finished
         waiting_for = f"paused by {printable(seen.pause.by)}, until 'syncd resume'"
     else:
         new, waiting_for = _publish(seen, config)
         if seen.making is not None and not _is_served(seen) and not _links_saves(new):
             given_up = (action for action in new if isinstance(action, GiveUp))
-            new = (Publish(seen.making), *given_up)
+            new = (Merge(seen.making), *given_up)
         if seen.making is None and all(isinstance(action, MakeDeltas) for action in new):
             new = (*new, *_fold(seen, config))  # saves may come each round
     records: tuple[Action, ...] = (
@@ -234,7 +234,7 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveU
             f"have not changed for {config.tick:g} s"
         )
         return (), why
-    return (_delta(save, seen) if isinstance(save, Delta) else (Publish(save),)), ""
+    return (_delta(save, seen) if isinstance(save, Delta) else (Merge(save),)), ""
 
 
 def _is_served(seen: Observation) -> bool:
@@ -254,9 +254,9 @@ def _delta(save: Delta, seen: Observation) -> tuple[New, ...]:
     if sequence > named or (deltas is None and chain.joins and not seen.no_deltas):
         return (MakeDeltas(chain.saves[:1] if sequence else chain.saves[::-1], sequence),)
     if sequence != named and any(one.full for one in seen.steps if one.step == save.step):
-        return (Publish(save),)  # by the weights to resume from: the trainer has gone back
+        return (Merge(save),)  # by the weights to resume from: the trainer has gone back
     if deltas is None and chain.full is not None:
-        return (Publish(chain.full),)
+        return (Merge(chain.full),)
     settled = (seen.no_deltas or not seen.latest) and seen.outcome == "skipped"
     return () if settled or deltas is not None else (StopDeltas(save),)
 

@@ -26,11 +26,11 @@ from syncd.daemon.decide import (
     GiveUp,
     Learn,
     MakeDeltas,
+    Merge,
     New,
     PruneDelta,
     PruneStep,
     Pruning,
-    Publish,
     Republish,
     RetireVersion,
     Skip,
@@ -224,7 +224,7 @@ class Loop:
 
     def _make(self, action: New, whole_since: float) -> str:
         match action:
-            case Publish():
+            case Merge():
                 return self._publish_in_turn(action, whole_since)
             case Republish(request):
                 self._attempts.roll_back(request)
@@ -351,10 +351,10 @@ class Loop:
 
     def _drop_what_is_unwanted(self, seen: Observation, actions: Sequence[Action]) -> None:
         """Give the turn up if nothing needs it; end a merge if the pointer has gone back."""
-        wanted = any(isinstance(action, Publish | MakeDeltas) for action in actions)
+        wanted = any(isinstance(action, Merge | MakeDeltas) for action in actions)
         if self._makes.save and not (wanted or seen.rollbacks):
             self._makes.end()
-        needs_turn = any(isinstance(action, Publish | Learn) for action in actions)
+        needs_turn = any(isinstance(action, Merge | Learn) for action in actions)
         if self._makes.save is None and not needs_turn:
             self.turn.leave()
 
@@ -383,7 +383,7 @@ class Loop:
         why = self.work.missing_extra()
         return why and f"on the daemon's host {why}"
 
-    def _publish_in_turn(self, action: Publish, whole_since: float) -> str:
+    def _publish_in_turn(self, action: Merge, whole_since: float) -> str:
         save = action.save
         if not self.turn.take(save.identity):
             self._refused_turn = True

@@ -9,9 +9,9 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
     Fold,
     MakeDeltas,
+    Merge,
     PruneDelta,
     PruneStep,
-    Publish,
     StopDeltas,
     decide,
 )
@@ -146,7 +146,7 @@ def test_decisions_about_deltas(seen: Observation) -> None:
                 assert saves[-1] == seen.save
                 bases = [saves[0].base, *(one.identity for one in saves[:-1])]
                 assert [one.base for one in saves] == bases
-            case Publish(save):
+            case Merge(save):
                 assert not isinstance(save, Delta)
                 assert save in seen.chain.saves
             case StopDeltas(save):

@@ -12,8 +12,8 @@ from syncd.daemon.decide import (
     Decision,
     DropLease,
     Forget,
+    Merge,
     PruneStep,
-    Publish,
     Republish,
     RetireVersion,
     Skip,
@@ -154,7 +154,7 @@ def test_only_a_whole_new_save_that_the_pointer_names_is_published_and_first(
     seen: Observation, config: DaemonConfig
 ) -> None:
     decision = decide(seen, config)
-    published = of(decision, Publish)
+    published = of(decision, Merge)
     assert len(published) <= 1
     for action in published:
         assert decision.actions[0] is action
@@ -182,7 +182,7 @@ def test_while_a_request_is_open_nothing_is_published_and_what_it_names_stays(
     republished = of(decision, Republish)
     assert len(republished) + len(of(decision, AnswerRequest)) == bool(seen.rollbacks)
     if seen.rollbacks:
-        assert not of(decision, Publish)
+        assert not of(decision, Merge)
         leasable = set(seen.lease_folders)
         retired = {action.sequence for action in of(decision, RetireVersion)}
         assert not retired & {request.sequence for request in seen.rollbacks} & leasable
@@ -207,7 +207,7 @@ def test_whoever_waits_is_told_for_what(seen: Observation, config: DaemonConfig)
     elif seen.pause:
         assert "paused by me" in decision.waiting_for
     else:
-        assert bool(decision.waiting_for) == (not of(decision, Publish) and not settled)
+        assert bool(decision.waiting_for) == (not of(decision, Merge) and not settled)
 
 
 @any_look

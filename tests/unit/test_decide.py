@@ -11,9 +11,9 @@ from syncd.daemon.decide import (
     CloseLeaseFolder,
     DropLease,
     Forget,
+    Merge,
     PruneDelta,
     PruneStep,
-    Publish,
     Republish,
     RetireVersion,
     Skip,
@@ -77,17 +77,17 @@ def test_a_settled_job_needs_nothing() -> None:
 
 
 def test_a_new_save_is_published() -> None:
-    assert actions(job(published_save="run-8-0")) == [Publish(SAVE)]
+    assert actions(job(published_save="run-8-0")) == [Merge(SAVE)]
 
 
 def test_the_same_step_saved_again_is_published_again() -> None:
     again = replace(SAVE, identity="run-9-1")
-    assert actions(job(save=again)) == [Publish(again)]
+    assert actions(job(save=again)) == [Merge(again)]
 
 
 def test_a_lower_step_of_a_resumed_trainer_is_published() -> None:
     lower = replace(SAVE, step=2, identity="later-2-0")
-    assert actions(job(pointer=Pointer(PointerState.STEP, 2), save=lower)) == [Publish(lower)]
+    assert actions(job(pointer=Pointer(PointerState.STEP, 2), save=lower)) == [Merge(lower)]
 
 
 def test_a_quarantined_save_is_not_tried_again() -> None:
@@ -98,7 +98,7 @@ def test_a_foreign_save_must_lie_still_for_a_tick() -> None:
     moving = job(save=FOREIGN, save_still_for=CONFIG.tick / 2)
     assert actions(moving) == []
     assert "have not changed for 1 s" in decide(moving, CONFIG).waiting_for
-    assert actions(job(save=FOREIGN, save_still_for=CONFIG.tick)) == [Publish(FOREIGN)]
+    assert actions(job(save=FOREIGN, save_still_for=CONFIG.tick)) == [Merge(FOREIGN)]
 
 
 @pytest.mark.parametrize("state", [state for state in PointerState if state.value[0] == "i"])
@@ -274,4 +274,4 @@ def test_new_weights_come_before_every_deletion() -> None:
         vanished=(4,),
     )
     kinds = [type(action) for action in actions(seen)]
-    assert kinds == [Publish, Skip, Forget, RetireVersion, PruneStep]
+    assert kinds == [Merge, Skip, Forget, RetireVersion, PruneStep]

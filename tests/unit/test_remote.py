@@ -14,7 +14,7 @@ from syncd.checkpoint.save import Remote, Unfinished
 from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import GiveUp, Publish, decide
+from syncd.daemon.decide import GiveUp, Merge, decide
 from syncd.daemon.loop import Loop
 from syncd.protocol.errors import RecordError, SaveNotReadyError
 from syncd.protocol.names import REMOTE_PATH
@@ -223,4 +223,4 @@ def test_decide_gives_up_only_what_is_overdue() -> None:
     assert decide(late, CONFIG).actions == (GiveUp(awaiting),)
     assert decide(replace(late, outcome="quarantined"), CONFIG).actions == ()
     remote = Remote(9, "remote-1", path=TINKER)
-    assert decide(observed(save=remote, save_still_for=1.0), CONFIG).actions == (Publish(remote),)
+    assert decide(observed(save=remote, save_still_for=1.0), CONFIG).actions == (Merge(remote),)
