@@ -270,7 +270,7 @@ def test_the_daemon_works_where_no_process_can_be_prepared(
         assert job.serves == (2, 2)
 
 
-def test_a_fold_of_a_damaged_version_lets_the_trainer_save_whole_weights(job: SmallJob) -> None:
+def test_a_fold_of_a_damaged_version_stops_the_deltas(job: SmallJob) -> None:
     with held(job) as loop:
         let_go(loop)
         config = job.layout.version(2) / "config.json"
