@@ -189,8 +189,8 @@ class Loop:
 
     def leave(self) -> None:
         """End the background work; call this even if the loop ends with an error."""
+        self._makes.maker.close()  # first, because storage may refuse the rest
         self._makes.end()
-        self._makes.maker.close()
 
     def end(self) -> None:
         """Remove unfinished files; the caller must still release the lock."""

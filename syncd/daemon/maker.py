@@ -71,6 +71,10 @@ class MakerProcess:
         try:
             *lines, self._rest = (self._rest + child.read_some()).split(b"\n")
         except EndedError:
+            if child.end() == 0:  # it was about to end, and has not seen the order
+                self._end()
+                self.begin(order, self._work)
+                return None
             raise self._ended() from None
         for line in lines:
             if not line.startswith(b'["'):

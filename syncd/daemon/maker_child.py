@@ -34,7 +34,10 @@ _MUCH: Final = 256 * 1024**2 // resource.getpagesize()
 
 
 def run() -> None:
-    """Make what orders on standard input say; the argument is an eventfd to wake the parent."""
+    """Make what orders on standard input say; the argument is an eventfd to wake the parent.
+
+    Ends with status 0 only between two orders.
+    """
     # A signal to a whole service, or from a terminal, is for the parent to handle.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -86,7 +89,7 @@ def _carry_out(root: str, flaws: list[str], *told: Any) -> None:
         if time.monotonic() - said >= _SIGN:
             said = time.monotonic()
             if not uncounted.exists(order.folder):  # its daemon was superseded
-                os._exit(0)
+                os._exit(1)
             # Not if all threads wait for storage, while this one looks after them.
             if has_answered:
                 has_answered = False

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from syncd.checkpoint.merging.options import MergeOptions, Work
+from syncd.checkpoint.sandbox import child_process
 from syncd.daemon import maker_child
 from syncd.daemon.maker import MakerProcess
 from syncd.daemon.orders import MergeOrder
@@ -92,3 +93,12 @@ def test_only_answers_of_storage_are_signs_of_life(
     monkeypatch.setattr(maker_child, "decoded", lambda *_: Hangs())
     maker_child._carry_out(str(job.layout.root), [])
     assert told[-1] == ("made",)
+
+
+def test_an_order_that_an_ending_process_missed_is_given_again(
+    maker: MakerProcess, order: MergeOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(child_process, "_PROGRAM", "input()")
+        maker.begin(order, Work(lambda: None))
+    assert wait_until(maker.poll, "the version is made").step == 1

@@ -303,3 +303,15 @@ def test_the_daemon_works_where_no_process_can_be_prepared(
         assert len(asked) == 1  # its trainer may have died
         let_go(loop)
         assert job.serves == (2, 2)
+
+
+def test_a_fold_of_a_damaged_version_stops_the_deltas(job: SmallJob) -> None:
+    with held(job) as loop:
+        let_go(loop)
+        config = job.layout.version(2) / "config.json"
+        config.write_bytes(config.read_bytes()[:-1] + b" ")
+        save_delta(job, 3, 2)
+        loop.rounds(2, 0)
+        loop.rounds(2, 700)
+        assert job.latest.no_deltas is not None
+        assert "config.json" in job.latest.no_deltas
