@@ -133,7 +133,7 @@ class Collector:
     def __post_init__(self) -> None:
         self._storage, self._layout = self.job.storage, self.job.layout
         self._steering = Steering(self.job)
-        # Merges may follow each other for hours without a look, so this judge counts pauses.
+        # Other work may take long without a look, so this judge counts pauses.
         self._judge = Judge(self._storage, self.grace, self.clock, counts_pauses=True)
         self._at = self.clock()
         self._steps: deque[int] = deque()

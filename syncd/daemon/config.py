@@ -179,7 +179,7 @@ class DaemonConfig(PruningRules):
     # Above the 300 s for reading a pickle, and above the time for one file of max_shard_size.
     hang_time: Annotated[Seconds, Gt(0)] = 600.0
     """If storage does not answer for so long, [the daemon exits](systemd.md#what-systemd-is-told),
-    so that another daemon can take over."""
+    so that another daemon can take over. A merge without a sign of life is begun again."""
 
 
 class RunConfig(DaemonConfig):

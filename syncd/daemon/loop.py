@@ -125,14 +125,14 @@ class Loop:
         self._publisher.config = config
         seen = self._scanner.scan(self._known(), config)
         decision = decide(seen, config)
-        self.notice.ready()  # before a merge, which may take minutes
+        self.notice.ready()  # before work that may take long
         waiting_for = decision.waiting_for
         begun = self._clock()
         whole_since = begun - seen.save_still_for
         self.tenure.meter.scanned(seen, self._publisher.latest)
         self._look_at_arrival(seen)
-        # New weights first. After a merge the observation is too old to prune by, so the next round
-        # prunes first; otherwise merges that follow each other would starve the pruning.
+        # New weights first. If this takes long, the observation is too old to prune by, so the next
+        # round prunes first; otherwise saves that follow each other would starve the pruning.
         actions = sorted(decision.actions, key=_is_pruning, reverse=self._prunings_left)
         self._drop_what_is_unwanted(seen, actions)
         self._prunings_left = self._refused_turn = False

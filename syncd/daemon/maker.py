@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import logging
-from typing import Final
+import sys
+from typing import ClassVar, Final
 
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.sandbox.child_process import SAME_MODULES, ChildProcess, EndedError, described
@@ -16,6 +17,9 @@ from syncd.protocol.errors import SyncdError
 from syncd.protocol.records import Manifest
 from syncd.storage.job import Job
 
+#: The seconds without an order after which a child ends: if few jobs have one, and if many do.
+_IDLE: Final = (60, 3)
+_FEW: Final = 4
 #: Seconds to wait until the child takes an order.
 _WALL_SECONDS: Final = 300.0
 
@@ -25,6 +29,8 @@ class MakerProcess:
 
     ``wake_fd`` is an eventfd, which the child writes when it has finished; None for none.
     """
+
+    _running: ClassVar[set[MakerProcess]] = set()
 
     def __init__(self, job: Job, wake_fd: int | None = None) -> None:
         self._job, self._wake = job, [] if wake_fd is None else [wake_fd]
@@ -40,12 +46,14 @@ class MakerProcess:
             self._end()
         if self._child is None:
             root = str(self._job.layout.root)
+            idle = _IDLE[len(self._running) >= _FEW]
             self._child = ChildProcess(
-                "daemon.maker_child", self._wake, root, task="make versions for",
+                "daemon.maker_child", [idle, *self._wake], root, task="make versions for",
                 flags=SAME_MODULES, pass_fds=self._wake, cancel=lambda: None,
                 wall_seconds=_WALL_SECONDS,
             )  # fmt: skip
             self._rest = b""
+            self._running.add(self)
 
     def begin(self, order: Order, work: Work) -> None:
         """Begin to make a version."""
@@ -105,14 +113,16 @@ class MakerProcess:
 
     def _end(self) -> None:
         child, self._child, self._order = self._child, None, None
+        self._running.discard(self)
         if child is not None:
             child.close()
 
     def _ended(self) -> OSError:
         assert self._child is not None  # noqa: S101 - it has ended
         why = f"the process that makes versions ended with {described(self._child.end())}"
+        works = f"'{sys.executable} -c \"import syncd\"' works"
         self._end()
-        return OSError(errno.ECHILD, f"{why}: is the memory of this machine short?")
+        return OSError(errno.ECHILD, f"{why}: check that memory is free, and that {works}")
 
 
 def _error(kind: str, text: str, code: int | None, more: str | None) -> Exception:

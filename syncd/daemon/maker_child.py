@@ -27,9 +27,8 @@ from syncd.storage.job import Job
 
 #: Seconds between two signs of life, each after a look whether the folder is still there.
 _SIGN: Final = 0.5
-#: Seconds without an order after which the process ends,
-_IDLE: Final = 60.0
-#: and the pages of memory with which it takes no more orders, because Python keeps them.
+_TELLING: Final = threading.Lock()
+#: The pages of memory with which the process takes no more orders, because Python keeps them.
 _MUCH: Final = 256 * 1024**2 // resource.getpagesize()
 
 
@@ -43,12 +42,13 @@ def run() -> None:
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger().addHandler(_Lines())
     logging.getLogger().setLevel(logging.INFO)
+    idle, *wake = map(int, sys.argv[2:])
     orders: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(orders,), daemon=True).start()
     try:
         while _resident() < _MUCH:
-            _carry_out(*json.loads(orders.get(timeout=_IDLE)))
-            for fd in map(int, sys.argv[2:]):
+            _carry_out(*json.loads(orders.get(timeout=idle)))
+            for fd in wake:
                 os.eventfd_write(fd, 1)
     except (queue.Empty, BrokenPipeError):
         pass
@@ -116,8 +116,7 @@ class _Lines(logging.Handler):
 
 
 def _tell(*what: object) -> None:
-    # One write, because several threads tell. Names from outside may not be UTF-8.
-    line = json.dumps(what, default=str).encode()
-    view = memoryview(line + b"\n")
-    while view:
-        view = view[os.write(1, view) :]
+    view = memoryview(json.dumps(what, default=str).encode() + b"\n")
+    with _TELLING:
+        while view:
+            view = view[os.write(1, view) :]

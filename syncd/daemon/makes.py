@@ -96,7 +96,7 @@ class Makes:
             notice = PublishNotice(sequence=order.sequence, step=step, session=session)
             path = self.tenure.job.layout.publish_lock
             self._epoch.replace_file(path, encode(notice), durable=False)
-        progress(0, 0)
+        self.progress = MergeProgress(step=step, done=0, total=0, seconds=0.0)
         self.maker.begin(order, work._replace(progress=progress))
 
     def poll(self) -> Manifest | None:

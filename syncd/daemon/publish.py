@@ -1,4 +1,4 @@
-"""Publishing: merge a save inside the daemon's room, commit the version, and update LATEST.
+"""Publishing: commit a version that was made in the daemon's room, and update LATEST.
 
 ``saves.json`` records what became of each save.
 """
@@ -56,7 +56,7 @@ _LOOK_AGAIN: Final = 60.0
 
 @dataclass
 class Publisher:
-    """Makes the versions of a job, one at a time.
+    """Makes what was made LATEST, and remembers what became of each save.
 
     Attributes:
         latest: LATEST as this daemon last wrote or found it; None before the first version.

@@ -271,7 +271,7 @@ class Service:
             self._job,
             session,
             epoch,
-            # Merges may follow each other for hours, so this judge counts pauses to find dead
+            # Work on slow storage may take long, so this judge counts pauses to find dead
             # explorers. The grace of their leases is longer than any error of this judge.
             Judge(self._job.storage, self._lease_time, counts_pauses=True),
             self._check_stopping,

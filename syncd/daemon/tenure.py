@@ -21,7 +21,7 @@ class Tenure:
 
     Attributes:
         judge: of the sessions that have leases, builds or reports.
-        cancel: called between chunks of a merge; raises an error to stop the merge.
+        cancel: called between chunks of long work; raises an error to stop it.
     """
 
     job: Job

@@ -25,7 +25,7 @@ from tests.delta_saves import follower, full, is_delta, offered, publish, rebuil
 from tests.fsdp_models import Config
 from tests.hooks import DEADLINE, Gate, checkpoint, written
 from tests.jobs import SmallJob, read
-from tests.made_deltas import work
+from tests.makers import work
 from tests.merging import assert_equal, loaded
 from tests.storages import RuledStorage
 from trainer_hooks import SaveSettings, TrainerHook, load_checkpoint

@@ -362,7 +362,7 @@ class _JobMeter(Meter):
 class Exporter(Closing):
     """Serves metrics over HTTP, and writes them to a file, while it is open.
 
-    The file is replaced at ticks, so it does not change during a merge. Port 0 serves nothing.
+    The file is replaced at ticks. Port 0 serves nothing.
 
     Raises:
         InvalidSettingsError: the port cannot be used.
