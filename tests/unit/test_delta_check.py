@@ -50,7 +50,7 @@ def test_the_child_finds_the_faults_that_this_process_finds(tmp_path: Path, faul
 @pytest.mark.parametrize(
     ("limits", "why"),
     [
-        (ParseLimits(memory=4 * MIB, memory_factor=1), "memory|SIGABRT"),
+        (ParseLimits(memory=64 * MIB, memory_factor=1), "more memory to read than 64 MiB|SIGABRT"),
         (ParseLimits(cpu_seconds=1), "processor time"),
     ],
     ids=["memory", "time"],
