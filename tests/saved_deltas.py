@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncd.checkpoint.boxes import Box
-from syncd.deltas.delta_index import Content, DeltaFolder, DeltaRecord, SavedPiece
+from syncd.deltas.delta_index import (
+    Content,
+    DeltaFolder,
+    DeltaRecord,
+    RawIndex,
+    SavedPiece,
+    load_index,
+)
+from syncd.deltas.delta_plan import PlanBase
 from syncd.protocol.names import DELTA, RECEIPTS, delta_name, receipt_name
 from syncd.protocol.records import (
     NonFinite,
@@ -19,8 +27,9 @@ from syncd.protocol.records import (
     encode,
 )
 from tests.delta_files import written
-from tests.deltas import Tensors
+from tests.deltas import Tensors, write_version
 from tests.jobs import SmallJob
+from tests.storages import STORAGE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -124,3 +133,16 @@ def save_delta(
 def save_full(job: SmallJob, step: int, *, point: bool = True) -> str:
     """A full save."""
     return job.save(step, counter=step, point=point)
+
+
+def small_delta(folder: Path, columns: int = 3) -> tuple[list[RawIndex], PlanBase]:
+    """The indexes of two ranks, and a version with three columns."""
+    tensors = {"weight": ("F32", np.ones((4, 3), "<u4"))}
+    version = write_version(folder, 1, tensors)
+    new = {"weight": ("F32", np.zeros((4, columns), "<u4"))}
+    _, record = delta_folder(folder / "delta", "a", "b", None, new, world_size=2)
+    indexes = [
+        load_index(STORAGE, folder / "delta" / one.name, one.size, one.digest or "")
+        for one in record.files
+    ]
+    return indexes, PlanBase.read(STORAGE, version)

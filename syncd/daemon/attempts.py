@@ -22,6 +22,7 @@ from syncd.daemon.steering import Steering
 from syncd.daemon.telling.journal import lasting
 from syncd.daemon.tenure import Tenure
 from syncd.daemon.turns import LateError
+from syncd.deltas.delta_check import BusyError
 from syncd.deltas.limits import DeltaError
 from syncd.protocol.errors import (
     CheckpointError,
@@ -199,6 +200,8 @@ class Attempts:
                 why = str(error) or "the daemon has no memory left"
                 self._stop(save.step, save.identity, why)
                 return ""
+            except BusyError:
+                return f"step {save.step}: the large delta of another job is checked first"
             except (SaveNotReadyError, OSError) as error:
                 self._job.check_is_there()
                 return self._try_later(

@@ -10,15 +10,16 @@ from syncd.checkpoint.save import SavedWeights, confirm_unchanged
 from syncd.checkpoint.version import link_or_copy, read_manifest
 from syncd.daemon.publish import Publisher
 from syncd.daemon.tenure import Tenure
-from syncd.deltas.delta_index import INDEX_LIMIT, DeltaRecord, read_index
-from syncd.deltas.delta_plan import plan_delta
+from syncd.deltas.delta_check import CHECKING, SMALL, BusyError, check_delta
+from syncd.deltas.delta_index import INDEX_LIMIT, DeltaRecord, load_index
+from syncd.deltas.delta_plan import PlanBase
 from syncd.deltas.limits import DeltaError
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.names import DELTA, HUGGINGFACE, MODEL_CONFIG, delta_folder, delta_name
 from syncd.protocol.records import Latest, VersionFile, encode
 from syncd.storage.fsio import Storage
 
-#: The most bytes of all ranks' indexes, which are parsed in less than 4 GiB.
+#: The most bytes of all ranks' indexes.
 _MOST: Final = 4 * INDEX_LIMIT
 
 
@@ -28,6 +29,7 @@ def make_delta(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest:
     Raises:
         DeltaError: the save cannot be taken as a delta.
         SaveNotReadyError, OSError: this can be tried again; for example, the save has changed.
+        BusyError: another job's delta is checked first.
         SupersededError: another daemon has taken over.
     """
     job, epoch, sequence = tenure.job, tenure.epoch, publisher.reserve()
@@ -47,15 +49,17 @@ def make_delta(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest:
         # Read all receipts again by name, so that all files are of this save.
         confirm_unchanged(job.storage, actor, save)
         # Read the indexes, but none of the blocks.
-        pieces, size = [], 0
+        indexes, size = [], 0
         for made in files:
-            index = read_index(job.storage, folder / made.name, made.size, made.digest or "")
-            size += made.size - sum(block.length for piece in index for block in piece.blocks)
+            index = load_index(job.storage, folder / made.name, made.size, made.digest or "")
+            size += len(index.content)
             if size > _MOST:
                 raise DeltaError(f"the indexes of its ranks have more than {_MOST} bytes")
-            pieces.append(index)
+            if size > SMALL and CHECKING.locked():
+                raise BusyError
+            indexes.append(index)
         _check_small_files(job.storage, actor, save, version)
-        plan_delta(pieces, version, job.storage, cancel=tenure.cancel)
+        check_delta(indexes, PlanBase.read(job.storage, version), cancel=tenure.cancel)
         record = DeltaRecord(
             base=save.base or "",
             target=save.identity,

@@ -34,7 +34,7 @@ from syncd.storage.job import IF_ANY, Job, delta_folders
 
 log = logging.getLogger(__name__)
 
-#: The most bytes of an index: enough for 5 * 10^11 elements, and parsed in less than 1 GiB.
+#: The most bytes of an index: enough for 5 * 10^11 elements, and parsed in 0.5 GB.
 INDEX_LIMIT: Final = 32 * 1024 * 1024
 LENGTH: Final = struct.Struct("<Q")
 
@@ -117,8 +117,24 @@ class SavedPiece(NamedTuple):
     is_replica: bool = False
 
 
+class RawIndex(NamedTuple):
+    """An index that is not parsed yet; ``blocks`` is the size of all blocks in its file."""
+
+    path: Path
+    blocks: int
+    content: bytes
+
+
 def read_index(storage: Storage, path: Path, size: int, digest: str) -> tuple[DeltaPiece, ...]:
     """Read and check the pieces in a delta file, but none of its blocks.
+
+    For the arguments and errors see :func:`load_index`.
+    """
+    return parse_index(load_index(storage, path, size, digest))
+
+
+def load_index(storage: Storage, path: Path, size: int, digest: str) -> RawIndex:
+    """Read the index of a delta file.
 
     ``size`` is the file's, ``digest`` the xxh3-128 of its index, as the receipt has them.
 
@@ -136,6 +152,12 @@ def read_index(storage: Storage, path: Path, size: int, digest: str) -> tuple[De
         content = storage.pread_all(fd, length, end - length)
     if xxhash.xxh3_128_hexdigest(content) != digest:
         raise DeltaError(f"the index of {path} does not have the digest in its receipt")
+    return RawIndex(path, end - length, content)
+
+
+def parse_index(index: RawIndex) -> tuple[DeltaPiece, ...]:
+    """Parse and check an index; raises DeltaError."""
+    path, blocks, content = index
     try:
         pieces = parse(DeltaIndex, content, path).pieces
     except (ProtocolMismatchError, RecordError) as error:
@@ -150,7 +172,7 @@ def read_index(storage: Storage, path: Path, size: int, digest: str) -> tuple[De
         if why is not None:
             raise DeltaError(f"{path}: {shown(piece.name)} {why}")
         names.add((piece.name, piece.box.offsets))
-    if sum(block.length for piece in pieces for block in piece.blocks) != end - length:
+    if sum(block.length for piece in pieces for block in piece.blocks) != blocks:
         raise DeltaError(f"the blocks of {path} are not as long as its index says")
     return pieces
 

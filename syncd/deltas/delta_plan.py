@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from syncd.checkpoint.merging.plan import PlannedTensor, plan_merge
@@ -44,21 +45,34 @@ def key_of(piece: DeltaPiece) -> PieceKey:
     return piece.name, *piece.box
 
 
+class PlanBase(NamedTuple):
+    """A version, its name map (if its names are the hub's), and whether its config says ties."""
+
+    folder: Path
+    manifest: Manifest
+    names: bytes
+    tied: bool
+
+    @classmethod
+    def read(cls, storage: Storage, version: WholeVersion) -> PlanBase:
+        """Read what the plan needs of a version's folder; raises OSError."""
+        folder, manifest = version.folder, version.manifest
+        is_hub = manifest.names == "hub"
+        names = storage.read(folder / NAME_MAP, NAME_MAP_LIMIT) if is_hub else b""
+        tied = says_tied(read_model_config(storage, folder, manifest.files))
+        return cls(folder, manifest, names, tied)
+
+
 def plan_delta(
-    ranks: Iterable[Sequence[DeltaPiece]],
-    version: WholeVersion,
-    storage: Storage,
-    *,
-    cancel: Check,
+    ranks: Iterable[Sequence[DeltaPiece]], base: PlanBase, *, cancel: Check
 ) -> DeltaPlan:
     """Find the places of the pieces of all ranks in a version, by the rules of the merge.
 
     Raises:
         DeltaError: the pieces do not make exactly this version's tensors, or their bytes not in
             order; or two equal pieces have different bytes.
-        OSError: the version's config or name map cannot be read.
     """
-    manifest, hub = version.manifest, None
+    folder, manifest, names, tied = base
     pieces = _distinct([piece for rank in ranks for piece in rank if piece.box.size])
     tensors: dict[str, list[Local]] = {}
     begins: list[int] = []  # as if all pieces were in one file
@@ -71,10 +85,7 @@ def plan_delta(
         end += size
     try:
         index = {name: _chunks(name, parts) for name, parts in tensors.items()}
-        if manifest.names == "hub":
-            path = version.folder / NAME_MAP
-            hub = NameMap.read(storage.read(path, NAME_MAP_LIMIT), path)
-        tied = says_tied(read_model_config(storage, version.folder, manifest.files))
+        hub = NameMap.read(names, folder / NAME_MAP) if manifest.names == "hub" else None
         tied = tied and not any(is_output_embedding(tensor.name) for tensor in manifest.tensors)
         merge = plan_merge(
             [("the delta", index)], max_file_size=2**63, tied=tied, hub=hub, cancel=cancel

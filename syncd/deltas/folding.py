@@ -19,7 +19,7 @@ from syncd.checkpoint.version import copy_file, read_manifest
 from syncd.checkpoint.whole_files import Merged, written_file
 from syncd.deltas.delta_file import DeltaReader
 from syncd.deltas.delta_index import DeltaFolder, DeltaRecord, read_index
-from syncd.deltas.delta_plan import DeltaPlan, PieceKey, Place, key_of, plan_delta
+from syncd.deltas.delta_plan import DeltaPlan, PieceKey, Place, PlanBase, key_of, plan_delta
 from syncd.deltas.encoding import Decoder
 from syncd.deltas.limits import BLOCK, DeltaError
 from syncd.deltas.whole_version import Places, WholeVersion, open_weights
@@ -62,7 +62,9 @@ def fold(
     with ExitStack() as stack:
         stay_open = sum(len(each.record.files) for each in chain) <= _MOST_OPEN
         deltas = [_open(storage, each, stack, stay_open=stay_open) for each in chain]
-        plan = plan_delta([reader.pieces for reader in deltas[-1]], base, to, cancel=work.cancel)
+        plan = plan_delta(
+            [reader.pieces for reader in deltas[-1]], PlanBase.read(to, base), cancel=work.cancel
+        )
         places = stack.enter_context(open_weights(to, base))
         files = {file.path.name: file for file, _ in places.values()}
         made = {(folder / file.name).parent for file in base.manifest.files}

@@ -25,6 +25,7 @@ from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.tensor_rules import PART_LIMIT
 from syncd.checkpoint.torch_files.pieces import Piece, Pieces, read_pieces
 from syncd.checkpoint.torch_files.shard_file import ShardFile
+from syncd.deltas.delta_check import DeltaChecker
 from syncd.protocol.errors import CancelledError, CheckpointError, ShardFormatError
 from syncd.protocol.names import RECEIPTS, shard_name
 from syncd.protocol.records import ReceiptFile
@@ -33,6 +34,7 @@ from tests.places import FIXTURES
 from tests.programs import completed
 from tests.rank_programs import ENVIRONMENT
 from tests.refusals import malformed
+from tests.saved_deltas import small_delta
 from tests.shards import Pickler, pickled, shard, tensor
 from tests.storages import STORAGE, Clock
 
@@ -184,8 +186,7 @@ def test_the_child_is_confined_and_each_file_has_its_own_time(child: IsolatedPar
     spent = []
     for _ in range(2):
         child.read_pieces(text, "x", intact=True)
-        told = Path(f"/proc/{child.pid}/limits").read_text().splitlines()
-        limits = {line[:26].strip(): line[26:].split()[:2] for line in told[1:]}
+        limits = limits_of(child)
         user, system = map(int, Path(f"/proc/{child.pid}/stat").read_text().split()[13:15])
         spent.append((user + system) / os.sysconf("SC_CLK_TCK"))
         soft, hard = limits["Max cpu time"]
@@ -193,8 +194,28 @@ def test_the_child_is_confined_and_each_file_has_its_own_time(child: IsolatedPar
         soft, hard = map(int, limits["Max address space"])
         assert 256 * MIB + 32 * len(text) <= soft <= 512 * MIB + 32 * len(text)
         assert hard <= 4096 * MIB + 512 * MIB
-        for nothing_of in ("Max core file size", "Max file size", "Max processes"):
-            assert limits[nothing_of] == ["0", "0"]
+    assert_confined(child)
+
+
+def test_the_child_that_checks_deltas_is_confined(tmp_path: Path) -> None:
+    with DeltaChecker(nothing, ParseLimits(cpu_seconds=9)) as child:
+        child.check(*small_delta(tmp_path))
+        assert_confined(child)
+        limits = limits_of(child)
+        assert int(limits["Max address space"][0]) <= 1024 * MIB
+        assert int(limits["Max cpu time"][0]) <= 20
+
+
+def limits_of(child: IsolatedParser) -> dict[str, list[str]]:
+    told = Path(f"/proc/{child.pid}/limits").read_text().splitlines()
+    return {line[:26].strip(): line[26:].split()[:2] for line in told[1:]}
+
+
+def assert_confined(child: IsolatedParser) -> None:
+    """It can write no file and start no process, and is killed first."""
+    limits = limits_of(child)
+    for nothing_of in ("Max core file size", "Max file size", "Max processes"):
+        assert limits[nothing_of] == ["0", "0"]
     opened = {os.readlink(entry) for entry in Path(f"/proc/{child.pid}/fd").iterdir()}
     assert len(opened) == 3
     assert "/dev/null" in opened

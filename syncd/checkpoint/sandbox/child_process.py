@@ -21,10 +21,16 @@ from typing import Final
 from syncd.checkpoint.parallel import Check
 from syncd.storage.errnos import GONE
 
-_PACKAGE: Final = str(Path(__file__).resolve().parents[3])
-#: Not ``-m``, which would look for modules in the working folder first. The package's folder comes
-#: last, so that it hides no other module.
-_PROGRAM: Final = "import sys; sys.path.append(sys.argv[1]); from syncd.{module} import run; run()"
+#: The folders of this package and of others, for a child that runs without ``site``. They come
+#: last, so that they hide no other module.
+_FOLDERS: Final = (
+    str(Path(__file__).resolve().parents[3]),
+    *(path for path in sys.path if path.endswith("-packages")),
+)
+#: Not ``-m``, which would look for modules in the working folder first.
+_PROGRAM: Final = (
+    "import sys; sys.path += sys.argv[1].split(':'); from syncd.{module} import run; run()"
+)
 #: The options of an interpreter that finds the same modules as this process, and none in the
 #: working folder.
 SAME_MODULES: Final = "-I" if sys.flags.isolated else "-P"
@@ -73,7 +79,7 @@ class ChildProcess:
         program = _PROGRAM.format(module=module)
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own program, by sys.executable
-                [python, *flags.split(), "-c", program, _PACKAGE, *map(str, arguments)],
+                [python, *flags.split(), "-c", program, ":".join(_FOLDERS), *map(str, arguments)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -83,6 +83,11 @@ class IsolatedParser(Closing):
     python: str = sys.executable
     clock: Callable[[], float] = time.monotonic
     job: Path | None = None
+    module = "checkpoint.sandbox.wire"
+    remedy = (
+        "Save the file again. If the file is good, run 'touch' on it, so that syncd reads it once "
+        "more"
+    )
     _child: ChildProcess | None = None
     _answered: int = 0
 
@@ -187,8 +192,7 @@ class IsolatedParser(Closing):
         self._kill()
         raise ShardFormatError(
             f"{where}: its {what} {fault}. The file is damaged, or somebody built it to exhaust "
-            "this machine. Save the file again. If the file is good, run 'touch' on it, so that "
-            "syncd reads it once more"
+            f"this machine. {self.remedy}"
         )
 
     def _rows(self, child: ChildProcess, where: str, limit: int) -> Iterator[wire.Row]:
@@ -233,7 +237,7 @@ class IsolatedParser(Closing):
         given = self.limits
         # Without ``site``, which may run code of other packages.
         self._child = child = ChildProcess(
-            "checkpoint.sandbox.wire",
+            self.module,
             (given.memory, given.memory_factor, given.memory_most, given.cpu_seconds),
             where,
             task="read",

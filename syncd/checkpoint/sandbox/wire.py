@@ -17,10 +17,9 @@ import json
 import math
 import os
 import resource
-import signal
 import struct
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import starmap
 from typing import Any, Final
@@ -35,6 +34,7 @@ from syncd.checkpoint.dcp.dcp_metadata import (
 )
 from syncd.checkpoint.placement import Position, Shape
 from syncd.checkpoint.safetensors_header import HeaderEntry, checked_entry, read_fields
+from syncd.checkpoint.sandbox.limits import address_space, confine, limit
 from syncd.checkpoint.tensor_rules import (
     ITEMSIZE,
     PART_LIMIT,
@@ -305,76 +305,48 @@ def _position(row: Row, shape: Shape, known: dict[Hashable, Any]) -> Position:
 
 #: Exit status if there is not even memory to report the lack of it.
 EXIT_MEMORY: Final = 70
-_PAGE: Final = resource.getpagesize()
+#: The functions that answer each kind of request.
+Answers = Mapping[bytes, Callable[[bytes], Iterable[Row]]]
 
 
-def run() -> None:
-    """Call :func:`main` with the command-line arguments after the path."""
+def run(rows: Answers | None = None) -> None:
+    """Call :func:`main` with the command-line arguments after the folders."""
     try:
-        main(*map(int, sys.argv[2:]))
+        main(rows or _ROWS, *map(int, sys.argv[2:]))
     except MemoryError:
         os._exit(EXIT_MEMORY)
     except BrokenPipeError:
         pass  # the parent has gone
 
 
-def main(memory: int, memory_factor: int, memory_most: int, cpu_seconds: int) -> None:
+def main(
+    rows: Answers, memory: int, memory_factor: int, memory_most: int, cpu_seconds: int
+) -> None:
     """Answer requests until standard input ends. The limits are those of ``ParseLimits``."""
-    _confine()
-    base = _address_space()
+    confine()
+    base = address_space()
     # Lower the hard limit for good: a request can change only the soft limit below it.
-    _limit(resource.RLIMIT_AS, base + memory_most, for_good=True)
+    limit(resource.RLIMIT_AS, base + memory_most, for_good=True)
     gc.disable()  # collections would take half of the time and find nothing
     requests, answers = io.FileIO(0, "r"), io.FileIO(1, "w")
     _send(answers, frame(READY, b""))
     while head := _take(requests, REQUEST.size):
         kind, length = REQUEST.unpack(head)
         allowed = min(memory + memory_factor * length, memory_most)
-        _limit(resource.RLIMIT_AS, base + allowed)
+        limit(resource.RLIMIT_AS, base + allowed)
         used = resource.getrusage(resource.RUSAGE_SELF)
         spent = math.ceil(used.ru_utime + used.ru_stime)
-        _limit(resource.RLIMIT_CPU, spent + cpu_seconds)
+        limit(resource.RLIMIT_CPU, spent + cpu_seconds)
         try:
-            _answer(answers, kind, _take(requests, length))
+            _answer(answers, rows[kind], _take(requests, length))
         except MemoryError:
             _send(answers, failure(OUT_OF_MEMORY, ""))
         gc.collect()
 
 
-def _limit(kind: int, amount: int, *, for_good: bool = False) -> None:
-    """Set a soft limit, and the hard one ``for_good``. Only root may raise the hard one."""
-    _, hard = resource.getrlimit(kind)
-    amount = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
-    resource.setrlimit(kind, (amount, amount if for_good else hard))
-
-
-def _confine() -> None:
-    """Drop rights that parsing does not need, and be the first to be killed if memory is short."""
+def _answer(answers: io.FileIO, rows: Callable[[bytes], Iterable[Row]], data: bytes) -> None:
     try:
-        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
-            score.write("1000")
-    except OSError:
-        pass  # a container without /proc: then the kernel chooses by size
-    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
-        resource.setrlimit(limit, (0, 0))
-    # Only the kernel and the parent may end this child. Ignore signals to the whole service.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGXCPU})
-
-
-def _address_space() -> int:
-    try:
-        with open("/proc/self/statm", "rb") as statm:
-            return int(statm.read().split()[0]) * _PAGE
-    except OSError:
-        return 256 * 1024 * 1024  # no /proc: more than this process has
-
-
-def _answer(answers: io.FileIO, kind: bytes, data: bytes) -> None:
-    try:
-        for part in frames(_ROWS[kind](data)):
+        for part in frames(rows(data)):
             _send(answers, part)
     except tuple(ERRORS.values()) as error:
         if isinstance(error.__cause__, MemoryError):
@@ -396,7 +368,7 @@ def _metadata(data: bytes) -> Iterable[Row]:
     return contents_rows(read_metadata(pickled, "", prefix=prefix, intact=True))
 
 
-_ROWS: Final[dict[bytes, Callable[[bytes], Iterable[Row]]]] = {
+_ROWS: Final[Answers] = {
     PICKLE: lambda data: starmap(piece_row, read_pieces(data, "", intact=True).items()),
     TENSOR: _tensor,
     METADATA: _metadata,
