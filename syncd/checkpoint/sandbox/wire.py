@@ -34,7 +34,7 @@ from syncd.checkpoint.dcp.dcp_metadata import (
 )
 from syncd.checkpoint.placement import Position, Shape
 from syncd.checkpoint.safetensors_header import HeaderEntry, checked_entry, read_fields
-from syncd.checkpoint.sandbox.limits import address_space, confine, limit
+from syncd.checkpoint.sandbox.confinement import address_space, confine, limit
 from syncd.checkpoint.tensor_rules import (
     ITEMSIZE,
     PART_LIMIT,
