@@ -23,9 +23,7 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -38,7 +36,6 @@ from benchmarks.machine import (
     prepared,
     run_measured,
     settle,
-    status,
     turns,
     whole_rounds,
 )
@@ -159,20 +156,13 @@ def _rounds(
             )
 
 
-def _peaks(contender: Contender, place: Place, model: Model) -> tuple[float, float]:
-    """The peak RSS in MB of a run's largest process, and of its first process alone."""
+def _peak(contender: Contender, place: Place, model: Model) -> float:
+    """The peak RSS in MB of a run's largest process."""
     print(f"peak RSS of {model.gigabytes} GB: {contender.name}", file=sys.stderr)
     _clear(place)
     process = subprocess.Popen(contender.argv(place), stdout=subprocess.DEVNULL)
-    own = 0
     try:
-        while True:
-            with suppress(KeyError):  # an ended process has no VmHWM
-                own = status(Path(f"/proc/{process.pid}/status"), "VmHWM")
-            ended, code, used = os.wait4(process.pid, os.WNOHANG)
-            if ended:
-                break
-            time.sleep(0.003)
+        _, code, used = os.wait4(process.pid, 0)
     except BaseException:
         process.kill()
         raise
@@ -180,7 +170,7 @@ def _peaks(contender: Contender, place: Place, model: Model) -> tuple[float, flo
     if process.returncode:
         raise RuntimeError(f"{contender.name} ended with {process.returncode}")
     _verify(contender, place, model)
-    return used.ru_maxrss * 1024 / 1e6, own * 1024 / 1e6
+    return used.ru_maxrss * 1024 / 1e6
 
 
 def _print_rounds(
@@ -265,10 +255,9 @@ def main() -> None:
                         f"{mode.words}"
                     )
                     _print_rounds(report, title, whole, model, size)
-        child = ("without its casting child",) if model.casts else ()
         table = report.table(
             "Peak RSS by the size of the shards: one more run each, all verified",
-            ("process", "GB", "peak MB", *child),
+            ("process", "GB", "peak MB"),
             [(each.name,) for each in merging],
         )
         # A size that is given twice is measured once.
@@ -276,9 +265,8 @@ def main() -> None:
             other = replace(model, gigabytes=gigabytes)
             bytes_ = size if other == model else _write(place, other)
             for each in merging:
-                largest, own = _peaks(each, place, other)
-                alone = (f"{own:.0f}",) if model.casts else ()
-                table.row(each.name, f"{bytes_ / 1e9:.2f}", f"{largest:.0f}", *alone)
+                peak = _peak(each, place, other)
+                table.row(each.name, f"{bytes_ / 1e9:.2f}", f"{peak:.0f}")
 
 
 if __name__ == "__main__":

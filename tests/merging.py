@@ -8,7 +8,13 @@ from safetensors.torch import load_file, save_file
 
 from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.merging.merge import run_plan
-from syncd.checkpoint.merging.options import MergeOptions, Work, may_copy_remotely
+from syncd.checkpoint.merging.options import (
+    MergeOptions,
+    Progress,
+    Work,
+    may_copy_remotely,
+    unheard,
+)
 from syncd.checkpoint.merging.plan import plan_merge
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.tensor_rules import Cast
@@ -64,6 +70,7 @@ def build(
     prefix: str | None = None,
     names: Names = "trainer",
     sequence: int | None = None,
+    progress: Progress = unheard,
 ) -> Manifest:
     """Merge a whole save into a new folder, as ``syncd merge`` does."""
     out.mkdir()
@@ -74,7 +81,7 @@ def build(
         save,
         out,
         options=MergeOptions(max_file_size=max_file_size, cast=cast, prefix=prefix, names=names),
-        work=Work(nothing),
+        work=Work(nothing, progress),
         sequence=sequence,
     )
 

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, get_args
@@ -15,7 +15,6 @@ from syncd.checkpoint.casting import casting_of
 from syncd.checkpoint.config_files import adapter_config, copy_small_files, described
 from syncd.checkpoint.description import floating_dtypes
 from syncd.checkpoint.masters import in_models_dtype
-from syncd.checkpoint.merging.cast import Caster
 from syncd.checkpoint.merging.merge import run_plan
 from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.model_folder import (
@@ -94,7 +93,6 @@ def build_model_folder(
         with (
             _judged_at_rest(storage, actor, save),
             open_save(storage, actor, save, prefix=options.prefix, cancel=cancel) as opened,
-            ExitStack() as stack,
         ):
             confirm_unchanged(storage, actor, save)
             checked = opened.checked
@@ -148,7 +146,6 @@ def build_model_folder(
                         else checked
                     ),
                     work=work,
-                    caster=stack.enter_context(Caster(str(actor))) if plan.casts else None,
                 )
                 del sources
             merge_seconds = work.clock() - copied

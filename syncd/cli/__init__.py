@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import resource
 import signal
@@ -148,6 +150,7 @@ def main() -> None:
         sinks.start()
     log_lines.set_up()
     log_lines.name_faults()
+    atexit.register(gc.freeze)  # once torch was imported, a last collection takes long
     # A save of a thousand ranks needs a thousand open files.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -98,7 +98,7 @@ class MakerProcess:
                     self._order = None
                     return read_manifest(self._job.storage, order.folder)
                 case ["failed", kind, text, code, trace]:
-                    self._order = None
+                    self._end()  # what it has imported in part would stay
                     raise _error(kind, text, code, trace)
         return None
 

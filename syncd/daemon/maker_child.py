@@ -57,7 +57,8 @@ def run() -> None:
 
 def _resident() -> int:
     try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()
+        return int(pages[1]) - int(pages[2])  # without the files of torch
     except OSError:
         return 0  # no /proc: memory is not looked at
 

@@ -65,7 +65,7 @@ def test_every_kind_of_shard_that_trainers_write_is_served_one_after_the_other(j
 
 
 def test_a_daemon_that_casts_publishes_what_torch_would_make_of_it(job: Path) -> None:
-    with Daemon(job, "--dtype", "fp32"):
+    with Daemon(job, "--dtype", "fp32") as daemon:
         for step in (1, 2):
             put(job, "fsdp_tp", step)
             (job / STATE_POINTER).write_text(str(step))
@@ -74,6 +74,7 @@ def test_a_daemon_that_casts_publishes_what_torch_would_make_of_it(job: Path) ->
             wanted = {name: t.float() if t.is_floating_point() else t for name, t in truth.items()}
             assert any(t.dtype == torch.bfloat16 for t in truth.values())
             check(job, latest.sequence, wanted)
+        assert "torch" not in Path(f"/proc/{daemon.pid}/maps").read_text()  # its child has it
 
 
 @pytest.mark.parametrize("torch_version", ["2.5.1", "2.15.0"])

@@ -1,9 +1,6 @@
 import os
-import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from syncd.checkpoint.merging.cast import THREADS, TILE, Caster
+from syncd.checkpoint.merging.cast import TILE, cast_reader
 from syncd.checkpoint.tensor_rules import Cast, Casting
 from syncd.coordination.tensors import DTYPES as TORCH
 from syncd.protocol.errors import CancelledError
 from tests.fsdp_fixtures import shard_paths
-from tests.jobs import SmallJob, nothing
+from tests.jobs import SmallJob
 from tests.merging import assert_equal, build, full, loaded, truth
 from tests.products import product
 from tests.refusals import no_checkpoint, uncovered
@@ -27,12 +24,6 @@ CASTS: dict[Cast, torch.dtype] = {
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
-
-
-@pytest.fixture(scope="module")
-def caster() -> Iterator[Caster]:
-    with Caster("a save") as made:
-        yield made
 
 
 def bits(dtype: torch.dtype, count: int) -> torch.Tensor:
@@ -60,28 +51,27 @@ def reader(content: bytes) -> Callable[[memoryview], None]:
     return read
 
 
-def cast_by(caster: Caster, tensor: torch.Tensor, given: str, wanted: str) -> bytes:
-    read = reader(raw(tensor))
-    return b"".join(map(bytes, caster.cast(read, len(tensor), given, wanted, cancel=nothing)))
+def cast_by(tensor: torch.Tensor, given: str, wanted: str) -> bytes:
+    found = bytearray(len(tensor) * TORCH[wanted].itemsize)
+    cast_reader(reader(raw(tensor)), len(tensor), given, wanted)(memoryview(found))
+    return bytes(found)
 
 
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("given", FLOATING)
-def test_bits_come_out_as_torch_casts_them(caster: Caster, given: str, cast: Cast) -> None:
+def test_bits_come_out_as_torch_casts_them(given: str, cast: Cast) -> None:
     tensor = bits(TORCH[given], 70_000)
     if TORCH[given].itemsize == 2:
         tensor = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(TORCH[given])
-    found = cast_by(caster, tensor, given, Casting(cast).dtype_of("", given))
+    found = cast_by(tensor, given, Casting(cast).dtype_of("", given))
     assert found == raw(tensor.to(CASTS[cast]))
 
 
 @pytest.mark.parametrize("count", [0, 1, TILE // 4 - 1, TILE // 4, TILE // 4 + 1, TILE + 3])
 @pytest.mark.parametrize(("given", "wanted"), [("F32", "BF16"), ("F16", "F32")])
-def test_any_number_of_elements_is_cast_in_order(
-    caster: Caster, count: int, given: str, wanted: str
-) -> None:
+def test_any_number_of_elements_is_cast_in_order(count: int, given: str, wanted: str) -> None:
     tensor = torch.arange(count, dtype=torch.float32).to(TORCH[given])
-    assert cast_by(caster, tensor, given, wanted) == raw(tensor.to(TORCH[wanted]))
+    assert cast_by(tensor, given, wanted) == raw(tensor.to(TORCH[wanted]))
 
 
 def test_integers_and_bools_are_never_cast() -> None:
@@ -178,9 +168,7 @@ def test_a_full_state_dict_is_cast_and_not_linked(job: SmallJob, tmp_path: Path)
     assert_equal(load_file(path), state)
 
 
-def test_what_needs_no_cast_is_linked_and_no_child_is_started(
-    job: SmallJob, tmp_path: Path
-) -> None:
+def test_what_needs_no_cast_is_linked(job: SmallJob, tmp_path: Path) -> None:
     path = full(job, {"weight": torch.randn(3, 5).bfloat16(), "steps": torch.tensor(7)})
     built(path.parent, tmp_path / "out", "bf16")
     assert (tmp_path / "out" / path.name).samefile(path)
@@ -195,71 +183,25 @@ def test_plain_tensors_are_compared_before_they_are_cast(tmp_path: Path) -> None
         built(tmp_path, tmp_path / "out", "bf16")
 
 
-@pytest.mark.slow
-def test_a_merge_that_casts_does_not_import_torch_itself(tmp_path: Path) -> None:
-    actor = tmp_path / "global_step_1" / "actor"
-    actor.mkdir(parents=True)
-    torch.save({"weight": torch.ones(4)}, actor / "model_world_size_1_rank_0.pt")
-    program = (
-        "import sys; from syncd.cli import cli; "
-        "cli(sys.argv[1:], standalone_mode=False); assert 'torch' not in sys.modules"
-    )
-    arguments = ("merge", "--dtype", "bf16", str(actor), str(tmp_path / "out"))
-    subprocess.run([sys.executable, "-c", program, *arguments], check=True, timeout=120)
-    assert load_file(tmp_path / "out" / "model.safetensors")["weight"].dtype == torch.bfloat16
+def test_a_torch_that_cannot_be_imported_is_no_fault_of_the_save(
+    job: SmallJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = full(job, {"weight": torch.ones(4)})
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(OSError, match=r"import.*: check that 'python -c .import torch.' works"):
+        build(path.parent, tmp_path / "out", cast="bf16")
 
 
-# -- a child that does not work ----------------------------------------------------------------
+def test_a_cast_can_be_cancelled_within_a_tensor(tmp_path: Path, job: SmallJob) -> None:
+    total = 0
 
+    def progress(done: int, of: int) -> None:
+        nonlocal total
+        total = of
+        if done:
+            raise CancelledError("stop")
 
-@pytest.mark.slow
-def test_a_child_that_is_killed_says_nothing_about_the_save() -> None:
-    with Caster("a save") as made:
-        tiles = made.cast(reader(bytes(8 * TILE)), 2 * TILE, "F32", "BF16", cancel=nothing)
-        next(tiles)
-        os.kill(made._child.pid, signal.SIGKILL)
-        with pytest.raises(
-            OSError, match="the process that casts the weights of this path ended with SIGKILL"
-        ):
-            list(tiles)
-
-
-def script(folder: Path, command: str) -> str:
-    python = folder / "python"
-    python.write_text(f"#!/bin/sh\n{command}\n")
-    python.chmod(0o755)
-    return str(python)
-
-
-def test_a_child_that_cannot_import_torch_is_no_fault_of_the_save(tmp_path: Path) -> None:
-    with (
-        Caster("a save", python=script(tmp_path, "exit 3")) as made,
-        pytest.raises(OSError, match=r"ended with .*: check that 'python -c .import torch.' works"),
-    ):
-        list(made.cast(reader(bytes(4)), 1, "F32", "BF16", cancel=nothing))
-
-
-@pytest.mark.slow
-def test_waiting_for_the_child_can_be_cancelled(tmp_path: Path) -> None:
-    def cancel() -> None:
-        raise CancelledError("stop")
-
-    with Caster("a save", python=script(tmp_path, "exec sleep 1000")) as made:
-        pid = made._child.pid
-        with pytest.raises(CancelledError):
-            list(made.cast(reader(bytes(4)), 1, "F32", "BF16", cancel=cancel))
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-
-
-@pytest.mark.slow
-def test_threads_that_share_a_child_each_get_their_own_tensor(caster: Caster) -> None:
-    counts = [TILE * 2 + number for number in range(2 * THREADS)]
-    tensors = [
-        torch.randn(count, generator=torch.Generator().manual_seed(count)) for count in counts
-    ]
-
-    with ThreadPoolExecutor(len(tensors)) as threads:
-        cast = partial(cast_by, caster, given="F32", wanted="BF16")
-        found = list(threads.map(cast, tensors, timeout=120))
-    assert found == [raw(tensor.bfloat16()) for tensor in tensors]
+    actor, out = full(job, {"weight": torch.zeros(8 * TILE)}).parent, tmp_path / "out"
+    with pytest.raises(CancelledError):
+        build(actor, out, cast="bf16", progress=progress)
+    assert (out / "model.safetensors").stat().st_size < total / 2

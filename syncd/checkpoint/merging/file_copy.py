@@ -19,7 +19,7 @@ from typing import Final, Literal
 
 import xxhash
 
-from syncd.checkpoint.merging.cast import Caster
+from syncd.checkpoint.merging.cast import cast_reader
 from syncd.checkpoint.merging.options import Checked, MergeOptions
 from syncd.checkpoint.merging.plan import PlannedFile, PlannedTensor
 from syncd.checkpoint.merging.source_reader import Source, SourceReader, shorter
@@ -48,8 +48,8 @@ _WORTH_A_CALL: Final = 512 * 1024
 class FileCopy:
     """Copies bytes from the shards to one output file.
 
-    ``checked`` and ``caster`` are as in :func:`~syncd.checkpoint.merging.merge.run_plan`.
-    ``advanced`` is called after each write with the number of bytes.
+    ``checked`` is as in :func:`~syncd.checkpoint.merging.merge.run_plan`. ``advanced`` is called
+    after each write with the number of bytes.
     """
 
     storage: Storage
@@ -57,7 +57,6 @@ class FileCopy:
     sources: Sequence[Source]
     options: MergeOptions
     checked: Checked
-    caster: Caster | None
     cancel: Check
     advanced: Callable[[int], None]
 
@@ -81,7 +80,7 @@ class FileCopy:
             if tensor.dtype != tensor.source_dtype:
                 self._cast(tensor, hasher)
             elif tensor.copies:
-                self._gather(self._compared(tensor), tensor.length, hasher)
+                self._gather(self._compared(tensor).read_into, tensor.length, hasher)
             else:
                 self._parts(tensor.parts, hasher, in_kernel=in_kernel)
             if hasher is not None:
@@ -100,7 +99,7 @@ class FileCopy:
                 if in_kernel:
                     self._kernel_copies(left)
                     continue
-            self._gather(TensorStream(self.reader, (left,)), left.length, hasher)
+            self._gather(TensorStream(self.reader, (left,)).read_into, left.length, hasher)
 
     def _share(self, run: Run, hasher: xxhash.xxh3_128 | None) -> int:
         """Share the first blocks of a run with the output; return the number of shared bytes."""
@@ -159,14 +158,14 @@ class FileCopy:
 
     def _gather(
         self,
-        stream: TensorStream | ComparedStream,
+        read_into: Callable[[memoryview], None],
         length: int,
         hasher: xxhash.xxh3_128 | None,
     ) -> None:
         left = length
         while left:
             view = self._view[self._filled : self._filled + left]
-            stream.read_into(view)
+            read_into(view)
             if hasher is not None:
                 hasher.update(view)
             left -= len(view)
@@ -175,20 +174,13 @@ class FileCopy:
                 self._flush()
 
     def _cast(self, tensor: PlannedTensor, hasher: xxhash.xxh3_128 | None) -> None:
-        assert self.caster is not None  # noqa: S101 - run_plan requires it
-        stream = self._compared(tensor)
-        count = tensor.length // ITEMSIZE[tensor.dtype]
-        dtypes = tensor.source_dtype, tensor.dtype
-        for tile in self.caster.cast(stream.read_into, count, *dtypes, cancel=self.cancel):
-            if hasher is not None:
-                hasher.update(tile)
-            if len(tile) > BUFFER - self._filled or len(tile) >= BUFFER // 4:
-                self._flush()
-            if len(tile) >= BUFFER // 4:
-                self._write(tile)
-            else:
-                self._view[self._filled : self._filled + len(tile)] = tile
-                self._filled += len(tile)
+        size = ITEMSIZE[tensor.dtype]
+        if self._filled % size:
+            self._flush()  # so that no element is cut
+        read = self._compared(tensor).read_into
+        count = tensor.length // size
+        read_into = cast_reader(read, count, tensor.source_dtype, tensor.dtype)
+        self._gather(read_into, tensor.length, hasher)
 
     def _differs(self, tensor: PlannedTensor, number: int, offset: int) -> CoverageError:
         copy = tensor.copies[number]

@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
-from syncd.checkpoint.merging.cast import THREADS as CASTERS
-from syncd.checkpoint.merging.cast import Caster
 from syncd.checkpoint.merging.file_copy import FileCopy
 from syncd.checkpoint.merging.options import Checked, MergeOptions, Progress, Work
 from syncd.checkpoint.merging.plan import MergePlan, PlannedFile, header_entries
@@ -27,12 +25,11 @@ def run_plan(
     options: MergeOptions,
     checked: Checked,
     work: Work,
-    caster: Caster | None = None,
 ) -> Merged:
     """Write and sync the files of a plan, in a folder that no other process may read.
 
     The plan must come from the indexes of ``sources``, in the same order and with the same options.
-    The caller must sync the folder's parent. ``caster`` is needed if ``plan.casts`` is True.
+    The caller must sync the folder's parent.
 
     If ``checked`` is ``crc32``, every record that has a CRC-32 is checked, even if no output needs
     the record. If ``checked`` is ``receipt``, blocks are shared with the sources. Then no process
@@ -45,7 +42,6 @@ def run_plan(
     """
     checks = record_checks(sources, check_crc=checked == "crc32")
     counted = _Counted(plan.data_size, work.progress)
-    threads = threads_here(options.threads)
 
     def look() -> None:
         work.cancel()
@@ -58,7 +54,6 @@ def run_plan(
             sources,
             options=options,
             checked=checked,
-            caster=caster,
             cancel=check,
             advanced=counted.add,
         )
@@ -72,7 +67,7 @@ def run_plan(
 
     written = run_side_by_side(
         [partial(write, file) for file in plan.files],
-        threads=min(threads, CASTERS) if plan.casts else threads,
+        threads=threads_here(options.threads),
         look=look,
     )
     SourceReader(storage, sources, checks=checks, cancel=look).finish()
