@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Self, TypeVar
@@ -32,8 +32,10 @@ LEASE_TIME = 6.0 if IS_NETWORK else 2.0
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started, and those that these have."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    own = [int(child) for task in tasks for child in task.read_text().split()]
+    own: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # it has ended
+            own += map(int, task.read_text().split())
     return own + [below for child in own for below in children(child)]
 
 
@@ -277,12 +279,16 @@ class Daemon:
         return self._process.wait(deadline)
 
     def pause(self) -> None:
-        for pid in (self.pid, *children(self.pid)):
-            os.kill(pid, signal.SIGSTOP)
+        self._tell_all(signal.SIGSTOP)
 
     def resume(self) -> None:
-        for pid in (self.pid, *children(self.pid)):
-            os.kill(pid, signal.SIGCONT)
+        self._tell_all(signal.SIGCONT)
+
+    def _tell_all(self, number: int) -> None:
+        os.kill(self.pid, number)
+        for pid in children(self.pid):
+            with suppress(ProcessLookupError):  # an idle one ends
+                os.kill(pid, number)
 
     def __enter__(self) -> Self:
         return self

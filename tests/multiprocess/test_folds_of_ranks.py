@@ -23,7 +23,7 @@ PHASES: dict[str, tuple[str | None, list[str]]] = {
     "announce": ("latest_state_dict", []),
     "delta": ("world_size_4", ["deltas/d"]),
     "tip": (None, ["deltas/d", ".syncd/LATEST"]),
-    "fold": (None, ["fold-v"]),
+    "fold": (None, ["published/v"]),
     "prune": (None, ["doomed/global_step"]),
 }
 
