@@ -1,11 +1,18 @@
 """Versions made without a child process."""
 
 from syncd.checkpoint.merging.options import Work
+from syncd.daemon import maker
 from syncd.daemon.maker import MakerProcess
 from syncd.daemon.makes import MakeWork
 from syncd.daemon.orders import Order
 from syncd.protocol.records import Manifest
 from syncd.storage.job import Job
+
+
+def end_idle_makers() -> None:
+    """The next order starts a process."""
+    while maker._idle:
+        maker._idle.pop().close()
 
 
 class MakerHere(MakerProcess):
@@ -25,10 +32,10 @@ class MakerHere(MakerProcess):
         order, self.order = self.order, None
         return order and order.make(self._job, self._work)
 
-    def stop(self) -> None:
-        self.order = None
+    def listen(self) -> None:
+        pass
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self.order = None
 
 

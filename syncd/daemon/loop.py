@@ -187,9 +187,13 @@ class Loop:
         """Report that storage refuses the round."""
         self._reporter.report("watching", f"paused: {error}")
 
+    def listen(self) -> int | None:
+        """The descriptor that can be read once a process has told more of what it makes, if any."""
+        return self._makes.maker.listen()
+
     def leave(self) -> None:
         """End the background work; call this even if the loop ends with an error."""
-        self._makes.maker.close()  # first, because storage may refuse the rest
+        self._makes.maker.stop()  # first, because storage may refuse the rest
         self._makes.end()
 
     def end(self) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import sys
-from typing import ClassVar, Final
+from contextlib import suppress
+from typing import Final
 
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.sandbox.child_process import SAME_MODULES, ChildProcess, EndedError, described
@@ -17,58 +19,56 @@ from syncd.protocol.errors import SyncdError
 from syncd.protocol.records import Manifest
 from syncd.storage.job import Job
 
-#: The seconds without an order after which a child ends: if few jobs have one, and if many do.
-_IDLE: Final = (60, 3)
-_FEW: Final = 4
 #: Seconds to wait until the child takes an order.
 _WALL_SECONDS: Final = 300.0
+#: The children of this process that have no order; a fork does not own them.
+_idle: list[ChildProcess] = []
+os.register_at_fork(after_in_child=_idle.clear)
+#: More of them end at once. One makes a version for any job, but one at a time.
+_MOST_IDLE: Final = 2
 
 
 class MakerProcess:
-    """A child process that makes what it is ordered. It starts when it is needed first.
+    """Makes versions of a job in a child process, of which this process keeps few."""
 
-    ``wake_fd`` is an eventfd, which the child writes when it has finished; None for none.
-    """
-
-    _running: ClassVar[set[MakerProcess]] = set()
-
-    def __init__(self, job: Job, wake_fd: int | None = None) -> None:
-        self._job, self._wake = job, [] if wake_fd is None else [wake_fd]
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._child: ChildProcess | None = None
         self._order: Order | None = None
         self._flaws: list[str] = []  # those that were logged
 
     def prepare(self) -> None:
-        """Start the child, unless it runs, or has left an answer."""
-        if self._order is not None:
-            return
-        if self._child is not None and not self._child.is_running:
-            self._end()
-        if self._child is None:
-            root = str(self._job.layout.root)
-            idle = _IDLE[len(self._running) >= _FEW]
-            self._child = ChildProcess(
-                "daemon.maker_child", [idle, *self._wake], root, task="make versions for",
-                flags=SAME_MODULES, pass_fds=self._wake, cancel=lambda: None,
-                wall_seconds=_WALL_SECONDS,
-            )  # fmt: skip
-            self._rest = b""
-            self._running.add(self)
+        """Start a child, unless one is idle."""
+        if not _idle:
+            _idle.append(self._start())
 
     def begin(self, order: Order, work: Work) -> None:
         """Begin to make a version."""
         told = [str(self._job.layout.root), self._flaws, *encoded(order)]
         line = f"{json.dumps(told)}\n".encode()
-        for _ in range(2):  # an idle child may just have ended
-            self.prepare()
-            assert self._child is not None  # noqa: S101 - prepared
+        for _ in range(_MOST_IDLE + 1):  # an idle child may just have ended
+            self._child = child = self._take()
+            child.expect(str(self._job.layout.root))
             try:
-                self._child.write(line)
+                child.write(line)
             except EndedError:
+                child.close()
                 continue
             self._order, self._work = order, work
+            self._told, self._is_over = b"", False
             return
         raise self._ended()
+
+    def listen(self) -> int | None:
+        """Take what the child has told; the descriptor to wait for more, if more is to come."""
+        if self._order is None or self._child is None or self._is_over:
+            return None
+        try:
+            self._told += self._child.read_some()
+        except EndedError:
+            self._is_over = True
+            return None
+        return self._child.output
 
     def poll(self) -> Manifest | None:
         """The version, once it is there; raises the errors of ``order.make``."""
@@ -76,14 +76,8 @@ class MakerProcess:
         if child is None or order is None:
             return None
         self._work.cancel()
-        try:
-            *lines, self._rest = (self._rest + child.read_some()).split(b"\n")
-        except EndedError:
-            if child.end() == 0:  # it was about to end, and has not seen the order
-                self._end()
-                self.begin(order, self._work)
-                return None
-            raise self._ended() from None
+        self.listen()
+        *lines, self._told = self._told.split(b"\n")
         for line in lines:
             if not line.startswith(b'["'):
                 continue  # printed by a module that Python's site imports
@@ -95,33 +89,46 @@ class MakerProcess:
                         self._flaws.append(extra["fields"]["flaw"])
                     logging.getLogger(name).log(level, "%s", text, extra=extra)
                 case ["made"]:
-                    self._order = None
+                    self._child = self._order = None
+                    if len(_idle) < _MOST_IDLE:
+                        _idle.append(child)
+                    else:
+                        child.close()
                     return read_manifest(self._job.storage, order.folder)
                 case ["failed", kind, text, code, trace]:
-                    self._end()  # what it has imported in part would stay
+                    self.stop()  # what it has imported in part would stay
                     raise _error(kind, text, code, trace)
+        if self._is_over:
+            if child.end() != 0:
+                raise self._ended()
+            self.stop()  # it was about to end, and has not seen the order
+            self.begin(order, self._work)
         return None
 
     def stop(self) -> None:
-        """End the child, unless it has no order."""
-        if self._order is not None:
-            self._end()
-
-    def close(self) -> None:
-        """End the child."""
-        self._end()
-
-    def _end(self) -> None:
+        """End the child that has an order, if any."""
         child, self._child, self._order = self._child, None, None
-        self._running.discard(self)
         if child is not None:
             child.close()
+
+    def _take(self) -> ChildProcess:
+        with suppress(IndexError):
+            while not (child := _idle.pop()).is_running:
+                child.close()
+            return child
+        return self._start()
+
+    def _start(self) -> ChildProcess:
+        return ChildProcess(
+            "daemon.maker_child", (), str(self._job.layout.root), task="make versions for",
+            flags=SAME_MODULES, cancel=lambda: None, wall_seconds=_WALL_SECONDS,
+        )  # fmt: skip
 
     def _ended(self) -> OSError:
         assert self._child is not None  # noqa: S101 - it has ended
         why = f"the process that makes versions ended with {described(self._child.end())}"
         works = f"'{sys.executable} -c \"import syncd\"' works"
-        self._end()
+        self.stop()
         return OSError(errno.ECHILD, f"{why}: check that memory is free, and that {works}")
 
 

@@ -26,14 +26,16 @@ from syncd.daemon.signs import AnsweredStorage
 from syncd.storage.job import Job
 
 #: Seconds between two signs of life, each after a look whether the folder is still there.
-_SIGN: Final = 0.5
+_SIGN: Final = 1.0
 _TELLING: Final = threading.Lock()
+#: Seconds without an order after which the process ends.
+_IDLE: Final = 60.0
 #: The pages of memory with which the process takes no more orders, because Python keeps them.
 _MUCH: Final = 256 * 1024**2 // resource.getpagesize()
 
 
 def run() -> None:
-    """Make what orders on standard input say; the argument is an eventfd to wake the parent.
+    """Make what orders on standard input say.
 
     Ends with status 0 only between two orders.
     """
@@ -42,14 +44,11 @@ def run() -> None:
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger().addHandler(_Lines())
     logging.getLogger().setLevel(logging.INFO)
-    idle, *wake = map(int, sys.argv[2:])
     orders: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(orders,), daemon=True).start()
     try:
         while _resident() < _MUCH:
-            _carry_out(*json.loads(orders.get(timeout=idle)))
-            for fd in wake:
-                os.eventfd_write(fd, 1)
+            _carry_out(*json.loads(orders.get(timeout=_IDLE)))
     except (queue.Empty, BrokenPipeError):
         pass
     os._exit(0)  # the other thread still reads

@@ -8,15 +8,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 from syncd.daemon.blocks import Blocks, Obstacle
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.loop import Loop
-from syncd.daemon.maker import MakerProcess
-from syncd.daemon.makes import MakeWork
 from syncd.daemon.signs import JobNotice
 from syncd.daemon.telling.journal import MeterOf, unmetered
 from syncd.daemon.tenure import Tenure
@@ -188,8 +185,8 @@ class Service:
         """Seconds between two rounds: short enough to see heartbeats and not to seem to hang."""
         return min(self.config.tick, self._lease_time / 4, self.config.hang_time / 4)
 
-    def _wait(self) -> None:
-        self._watcher.wait(self._tick)
+    def _wait(self, also: int | None = None) -> None:
+        self._watcher.wait(self._tick, also)
         self.each_tick()
 
     def _stand_by_and_serve(self) -> None:
@@ -278,8 +275,7 @@ class Service:
             self._blocks,
             self._meter,
         )
-        work = MakeWork(partial(MakerProcess, wake_fd=self._watcher.fileno()))
-        loop = Loop(tenure, self.config, turn=self.turn, notice=self.notice, work=work)
+        loop = Loop(tenure, self.config, turn=self.turn, notice=self.notice)
         loop.begin()
         self._quiet_rounds, self._look_at = 0, -math.inf
         self._border: str | None = None
@@ -294,7 +290,7 @@ class Service:
                     return
                 if loop.has_made:
                     self._watcher.wake()
-                self._wait()
+                self._wait(loop.listen())
         finally:
             self._meter.active(yes=False)
             loop.leave()

@@ -83,19 +83,22 @@ class Watcher(Closing):
             EventsUnavailable(error).tell(log)
             self.close()
 
-    def wait(self, timeout: float) -> bool:
-        """Wait for a change or a wake, at most ``timeout`` seconds; False if the time ran out."""
+    def wait(self, timeout: float, also: int | None = None) -> bool:
+        """Wait for a change or a wake, at most ``timeout`` seconds; False if the time ran out.
+
+        ``also`` is a descriptor that ends the wait if it can be read.
+        """
+        if also is not None:
+            self._poll.register(also, select.POLLIN)
         ready = self._poll.poll(max(0.0, 1000 * timeout))
+        if also is not None:
+            self._poll.unregister(also)
         if ready:
             try:
                 os.eventfd_read(self._event)
             except BlockingIOError:
                 pass  # another waiting thread has read it
         return bool(ready)
-
-    def fileno(self) -> int:
-        """The eventfd that wakes this watcher when somebody writes it, another process too."""
-        return self._event
 
     def wake(self) -> None:
         """End the current wait, or else the next one. Safe in any thread or signal handler."""

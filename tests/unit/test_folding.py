@@ -27,6 +27,7 @@ from syncd.protocol.errors import VerificationError
 from syncd.protocol.records import Manifest
 from tests.deltas import STORAGE, changed, contents, random_tensors, same_files, write_version
 from tests.jobs import SmallJob, flip, nothing
+from tests.makers import end_idle_makers
 from tests.saved_deltas import delta_folder, save_delta, save_full
 
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -205,6 +206,7 @@ def test_a_child_process_folds_and_tells_what_is_damaged(
         folder = tmp_path / f"made-{number}"
         folder.mkdir()
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft if number else 100, hard))
+        end_idle_makers()
         child = MakerProcess(job)
         child.begin(FoldOrder(folder, job.latest, [2]), Work(nothing))
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -226,7 +228,7 @@ def test_a_child_process_folds_and_tells_what_is_damaged(
             assert (made.sequence, made.step, made.save_id) == (2, 2, "run-2-2")
             verify_version(STORAGE, folder, made)
         finally:
-            child.close()
+            child.stop()
         if number == 1:
             flip(job.delta(2) / "rank-1", 2)
 

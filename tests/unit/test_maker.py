@@ -9,11 +9,13 @@ import pytest
 
 from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.sandbox import child_process
+from syncd.daemon import maker as module
 from syncd.daemon import maker_child
 from syncd.daemon.maker import MakerProcess
 from syncd.daemon.orders import MergeOrder
 from syncd.storage.job import Job
 from tests.jobs import SmallJob
+from tests.makers import end_idle_makers
 from tests.multiprocess.processes import wait_until
 
 
@@ -28,7 +30,7 @@ def order(job: SmallJob, tmp_path: Path) -> MergeOrder:
 def maker(job: SmallJob) -> Iterator[MakerProcess]:
     maker = MakerProcess(job)
     yield maker
-    maker.close()
+    maker.stop()
 
 
 def pid(maker: MakerProcess) -> int:
@@ -45,7 +47,7 @@ def test_a_new_process_is_prepared_only_after_the_answer_was_heard(
     maker: MakerProcess, order: MergeOrder
 ) -> None:
     maker.prepare()
-    os.kill(pid(maker), signal.SIGSTOP)
+    os.kill(module._idle[-1].pid, signal.SIGSTOP)
     maker.begin(order, Work(lambda: None))
     os.kill(pid(maker), signal.SIGKILL)
     wait_until(lambda: ended(maker), "the process has ended")
@@ -65,6 +67,7 @@ def test_the_last_progress_told_is_that_all_is_done(maker: MakerProcess, order: 
 def test_what_a_module_prints_is_no_answer(
     maker: MakerProcess, order: MergeOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    end_idle_makers()
     (tmp_path / "sitecustomize.py").write_text("print('loaded', flush=True)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     maker.begin(order, Work(lambda: None))
@@ -98,7 +101,22 @@ def test_only_answers_of_storage_are_signs_of_life(
 def test_an_order_that_an_ending_process_missed_is_given_again(
     maker: MakerProcess, order: MergeOrder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    end_idle_makers()
     with monkeypatch.context() as patch:
         patch.setattr(child_process, "_PROGRAM", "input()")
         maker.begin(order, Work(lambda: None))
     assert wait_until(maker.poll, "the version is made").step == 1
+
+
+def test_many_jobs_keep_few_processes(tmp_path: Path) -> None:
+    makers = []
+    for number in range(4):
+        job, folder = SmallJob(tmp_path / f"job-{number}"), tmp_path / f"made-{number}"
+        folder.mkdir()
+        makers.append(MakerProcess(job))
+        makers[-1].begin(MergeOrder(folder, 1, job.save(1), 1, MergeOptions()), Work(lambda: None))
+    assert len({pid(maker) for maker in makers}) == 4
+    for maker in makers:
+        assert wait_until(maker.poll, "the version is made").step == 1
+        maker.prepare()
+    assert len(module._idle) == 2

@@ -105,6 +105,11 @@ class ChildProcess:
         return self._process.pid
 
     @property
+    def output(self) -> int:
+        """The descriptor of what the child tells."""
+        return self._stdout.fileno()
+
+    @property
     def is_running(self) -> bool:
         """False if the child has ended."""
         return self._process.poll() is None
