@@ -214,12 +214,40 @@ def limits_of(child: IsolatedParser) -> dict[str, list[str]]:
 def assert_confined(child: IsolatedParser) -> None:
     """It can write no file and start no process, and is killed first."""
     limits = limits_of(child)
-    for nothing_of in ("Max core file size", "Max file size", "Max processes"):
-        assert limits[nothing_of] == ["0", "0"]
+    for what in ("core file size", "file size", "processes", "open files"):
+        assert limits[f"Max {what}"] == ["0", "0"]
     opened = {os.readlink(entry) for entry in Path(f"/proc/{child.pid}/fd").iterdir()}
     assert len(opened) == 3
     assert "/dev/null" in opened
     assert Path(f"/proc/{child.pid}/oom_score_adj").read_text() == "1000\n"
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "open('/etc/passwd')",
+        "open({written!r}, 'w')",
+        "os.ftruncate(3, 1)",
+        "socket.create_connection(('127.0.0.1', 9))",
+        "os.fork()",
+    ],
+)
+def test_code_in_a_confined_child_reaches_nothing(tmp_path: Path, attempt: str) -> None:
+    if "fork" in attempt and os.getuid() == 0:
+        pytest.skip("root may always fork")
+    written = tmp_path / "written"
+    with open(written, "wb") as file:
+        program = (
+            "import os, socket; from syncd.checkpoint.sandbox.confinement import confine; confine()"
+            f"\ntry: {attempt.format(written=str(written)).replace('(3,', f'({file.fileno()},')}"
+            "\nexcept OSError as error: print(type(error).__name__)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            check=False, capture_output=True, pass_fds=[file.fileno()], timeout=60,
+        )  # fmt: skip
+    assert done.stdout.endswith(b"Error\n") or done.returncode == -signal.SIGXFSZ
+    assert written.read_bytes() == b""
 
 
 #: A user's own limits: 3 GiB of memory, an hour of processor time.

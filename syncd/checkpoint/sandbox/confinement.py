@@ -10,13 +10,17 @@ _PAGE: Final = resource.getpagesize()
 
 
 def confine() -> None:
-    """Drop rights that parsing does not need, and be the first to be killed if memory is short."""
+    """Drop rights that parsing does not need; be the first to be killed if memory is short.
+
+    Call this after all imports.
+    """
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
             score.write("1000")
     except OSError:
         pass  # a container without /proc: then the kernel chooses by size
-    for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
+    nothing = resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC
+    for kind in (*nothing, resource.RLIMIT_NOFILE):  # the pipes stay open
         resource.setrlimit(kind, (0, 0))
     # Only the kernel and the parent may end this child. Ignore signals to the whole service.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -323,8 +323,8 @@ def main(
     rows: Answers, memory: int, memory_factor: int, memory_most: int, cpu_seconds: int
 ) -> None:
     """Answer requests until standard input ends. The limits are those of ``ParseLimits``."""
-    confine()
     base = address_space()
+    confine()
     # Lower the hard limit for good: a request can change only the soft limit below it.
     limit(resource.RLIMIT_AS, base + memory_most, for_good=True)
     gc.disable()  # collections would take half of the time and find nothing
