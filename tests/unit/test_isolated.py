@@ -590,12 +590,18 @@ def test_what_a_child_says_of_a_file_cannot_leave_its_line(tmp_path: Path) -> No
         ("os._exit(0)", "exit status 0"),
         ("os._exit(70)", "more memory"),
         ("os.kill(os.getpid(), signal.SIGABRT)", "SIGABRT"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "for lack of memory"),
-        ("os.close(1); signal.pause()", "for lack of memory"),
     ],
 )
 def test_a_child_that_ends_is_an_error_of_the_file(tmp_path: Path, then: str, match: str) -> None:
     assert match in failure(answering(tmp_path, b"", then))
+
+
+@pytest.mark.parametrize("then", ["os.kill(os.getpid(), 9)", "os.close(1); signal.pause()"])
+def test_a_child_that_is_killed_says_nothing_about_the_file(tmp_path: Path, then: str) -> None:
+    with answering(tmp_path, b"", then) as child, pytest.raises(OSError, match="memory") as caught:
+        child.read_pieces(b"}.", "/job/shard.pt", intact=True)
+    assert caught.value.errno == errno.EAGAIN
+    assert child.pid is None
 
 
 def start(python: str, clock: Callable[[], float] | None = None) -> OSError:

@@ -181,7 +181,7 @@ class IsolatedParser(Closing):
             child.write(data)
             return read(self._rows(child, where, len(data) + _SLACK))
         except EndedError as error:
-            fault = self._fault(child, error)
+            fault = self._fault(child, where, error)
         except ValueError as error:
             fault = f"cannot be read: the process that reads it sent an invalid answer ({error})"
         except CheckpointError:
@@ -261,8 +261,11 @@ class IsolatedParser(Closing):
             )
         return child
 
-    def _fault(self, child: ChildProcess, error: EndedError) -> str:
-        """End the child; return the fault of the file as a verb phrase for a message."""
+    def _fault(self, child: ChildProcess, where: str, error: EndedError) -> str:
+        """End the child; return the fault of the file as a verb phrase for a message.
+
+        Raises OSError if somebody else has killed the child: the file may be intact.
+        """
         limits = self.limits
         status = child.end()
         if status == -signal.SIGXCPU:
@@ -273,7 +276,9 @@ class IsolatedParser(Closing):
                 f"{limits.memory_factor} times its size"
             )
         if status == -signal.SIGKILL:
-            return "was being read when the child process was killed, perhaps for lack of memory"
+            self._kill()
+            why = "the process that read this file was killed: check that memory is free"
+            raise OSError(errno.EAGAIN, why, where)
         return f"cannot be read: the process that reads it ended with {described(status)}"
 
 
