@@ -175,7 +175,7 @@ def test_deltas_go_on_though_a_version_has_another_dtype_in_its_config(job: Smal
     model = language_model()  # float32, and published in bfloat16
     settings = SyncSettings(deltas=True, save_timeout=60)
     saving = SaveSettings(sync_dtype="bf16", final=False)
-    with follower(job, "tip"), job.daemon(DaemonConfig()) as daemon:
+    with follower(job, "tip"), job.daemon(DaemonConfig(prune_steps=False)) as daemon:
         daemon.rounds(1, 0.5)
         with TrainerHook(job.root, model, settings=settings, saving=saving) as hook:
             for step in (1, 2, 3):
