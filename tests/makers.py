@@ -18,9 +18,10 @@ def end_idle_makers() -> None:
 class MakerHere(MakerProcess):
     """Makes a version at the first poll."""
 
+    order: Order | None = None
+
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.order: Order | None = None
 
     def prepare(self) -> None:
         pass
@@ -37,6 +38,12 @@ class MakerHere(MakerProcess):
 
     def stop(self) -> None:
         self.order = None
+
+
+def make_here() -> None:
+    """Let all daemons of this process make versions without another one."""
+    for name in ("order", "prepare", "begin", "poll", "listen", "stop"):
+        setattr(MakerProcess, name, vars(MakerHere)[name])
 
 
 def work() -> MakeWork:

@@ -68,7 +68,7 @@ class Loop:
         config: the configuration of the next round. Only the keys in ``LIVE_KEYS`` may change.
         publishes: if False, the loop makes no new versions.
         pruned: the deletions of the last round.
-        has_made: True if a merge ended in it, so that the next round should come at once.
+        has_made: True if it published a merge, so that the next round should come at once.
     """
 
     tenure: Tenure
@@ -159,7 +159,8 @@ class Loop:
         self._tidy(seen)
         self._look_at_arrival(seen)
         self._meet_obstacles(seen)
-        self.has_made = seen.making is not None and self._makes.save is None
+        made = self._publisher.known.published_save
+        self.has_made = seen.making is not None and seen.making.identity == made
         self._report(seen, waiting_for)
         self.tenure.meter.round_ended(self._clock() - started)
         return decision

@@ -272,7 +272,7 @@ _PYTHON = "ctypes.PyDLL(None).pause()"  # holds the interpreter's lock
     ("method", "hang", "said"),
     [
         ("names", _STORAGE, "Timeout (6 s)!"),
-        ("pwrite", _STORAGE, "Timeout (6 s)!"),
+        ("fsync", _STORAGE, "Timeout (6 s)!"),
         ("names", _PYTHON, "Timeout (0:00:"),
         ("names", "os.abort()", "Fatal Python error: Aborted"),
         ("names", _STORAGE, None),
@@ -299,7 +299,6 @@ def test_a_daemon_that_hangs_ends_itself_whoever_reads_its_log(
             wait_for_step(root, 1)
             wait_until(lambda: "WATCHDOG=1" in manager.heard(), "there are signs of life")
             marker.touch()
-            # Of four files, by several threads, for which the loop's own waits and looks.
             save(root, Constant(), 2)
             _, log = process.communicate(timeout=DEADLINE)
         finally:

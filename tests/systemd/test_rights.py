@@ -25,6 +25,7 @@ from syncd.daemon.config import RunConfig
 from syncd.daemon.host.services import Services
 from syncd.protocol.layout import JobLayout
 from tests.jobs import SmallJob
+from tests.makers import make_here
 from tests.multiprocess.processes import LEASE_TIME, latest, wait_until
 
 GROUP = 52010
@@ -52,6 +53,7 @@ class User:
                 os.setuid(self.uid)
                 os.umask(self.umask)
                 open_save.IsolatedParser = _ParsesHere  # type: ignore[misc, assignment]
+                make_here()
                 try:
                     work()
                 except BaseException as error:  # noqa: BLE001 - told to the test
