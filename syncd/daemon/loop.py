@@ -123,6 +123,7 @@ class Loop:
         self.pruned.clear()
         started, config = self._clock(), self.config
         self._publisher.config = config
+        self._makes.maker.listen()  # what it tells later begins the next round at once
         seen = self._scanner.scan(self._known(), config)
         decision = decide(seen, config)
         self.notice.ready()  # before work that may take long
@@ -188,9 +189,10 @@ class Loop:
         """Report that storage refuses the round."""
         self._reporter.report("watching", f"paused: {error}")
 
-    def listen(self) -> int | None:
+    @property
+    def output(self) -> int | None:
         """The descriptor that can be read once a process has told more of what it makes, if any."""
-        return self._makes.maker.listen()
+        return self._makes.maker.output
 
     def leave(self) -> None:
         """End the background work; call this even if the loop ends with an error."""

@@ -59,16 +59,20 @@ class MakerProcess:
             return
         raise self._ended()
 
-    def listen(self) -> int | None:
-        """Take what the child has told; the descriptor to wait for more, if more is to come."""
+    @property
+    def output(self) -> int | None:
+        """The descriptor of what the child tells, if more is to come."""
         if self._order is None or self._child is None or self._is_over:
             return None
-        try:
-            self._told += self._child.read_some()
-        except EndedError:
-            self._is_over = True
-            return None
         return self._child.output
+
+    def listen(self) -> None:
+        """Take what the child has told."""
+        if self._child is not None and self.output is not None:
+            try:
+                self._told += self._child.read_some()
+            except EndedError:
+                self._is_over = True
 
     def poll(self) -> Manifest | None:
         """The version, once it is there; raises the errors of ``order.make``."""

@@ -290,7 +290,7 @@ class Service:
                     return
                 if loop.has_made:
                     self._watcher.wake()
-                self._wait(loop.listen())
+                self._wait(loop.output)
         finally:
             self._meter.active(yes=False)
             loop.leave()

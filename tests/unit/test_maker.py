@@ -1,6 +1,7 @@
 """The child process that makes versions, and what its daemon hears from it."""
 
 import os
+import select
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,3 +121,16 @@ def test_many_jobs_keep_few_processes(tmp_path: Path) -> None:
         assert wait_until(maker.poll, "the version is made").step == 1
         maker.prepare()
     assert len(module._idle) == 2
+
+
+def test_an_answer_can_be_waited_for_until_it_is_heard(
+    maker: MakerProcess, order: MergeOrder
+) -> None:
+    def readable(seconds: float) -> bool:
+        return bool(maker.output and select.select([maker.output], [], [], seconds)[0])
+
+    maker.begin(order, Work(lambda: None))
+    assert readable(60)
+    assert readable(0)
+    made = wait_until(maker.poll, "the version is made")
+    assert (made.step, maker.output) == (1, None)
