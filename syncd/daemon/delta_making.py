@@ -86,7 +86,7 @@ def _check_small_files(
         folder, _, name = path.partition("/")
         if folder != HUGGINGFACE or has.get(name) == (file.size, file.digest):
             continue
-        # A config of the base was compared when that was merged or linked.
+        # A config of the base was compared when that was taken.
         if name != MODEL_CONFIG or not (
             path in of_base
             or has_config_of(

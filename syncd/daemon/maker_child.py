@@ -11,7 +11,6 @@ import logging
 import os
 import queue
 import resource
-import signal
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any, Final
 
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.model_folder import LOGGED
+from syncd.checkpoint.sandbox.confinement import ignore_signals
 from syncd.daemon.orders import decoded
 from syncd.daemon.signs import AnsweredStorage
 from syncd.storage.job import Job
@@ -39,9 +39,7 @@ def run() -> None:
 
     Ends with status 0 only between two orders.
     """
-    # A signal to a whole service, or from a terminal, is for the parent to handle.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     logging.getLogger().addHandler(_Lines())
     logging.getLogger().setLevel(logging.INFO)
     orders: queue.SimpleQueue[str] = queue.SimpleQueue()

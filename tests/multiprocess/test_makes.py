@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
-
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.multiprocess.by_hand import TrainerByHand
 from tests.multiprocess.processes import (
@@ -18,8 +16,7 @@ from tests.multiprocess.processes import (
     wait_for_step,
     wait_until,
 )
-
-NUMPY = pytest.importorskip("numpy")
+from tests.saved_deltas import save_delta
 
 
 def makers(pid: int) -> list[int]:
@@ -58,8 +55,6 @@ def held_merge(job: Path, *options: str) -> Iterator[tuple[Daemon, int]]:
 
 
 def test_the_loop_works_while_a_merge_is_held_up(job: Path) -> None:
-    from tests.saved_deltas import save_delta  # noqa: PLC0415 - it needs NumPy
-
     small = SmallJob(job)
     with held_merge(job) as (daemon, maker):
         save_delta(small, 3, 1)

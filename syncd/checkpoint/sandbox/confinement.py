@@ -22,11 +22,18 @@ def confine() -> None:
     nothing = resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC
     for kind in (*nothing, resource.RLIMIT_NOFILE):  # the pipes stay open
         resource.setrlimit(kind, (0, 0))
-    # Only the kernel and the parent may end this child. Ignore signals to the whole service.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGXCPU})
+
+
+def ignore_signals() -> None:
+    """Leave signals to a whole service, or from a terminal, to the parent.
+
+    Only the kernel and the parent may end this child.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def limit(kind: int, amount: int, *, for_good: bool = False) -> None:
