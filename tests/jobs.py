@@ -29,12 +29,12 @@ from syncd.protocol.records import (
     Receipt,
     ReceiptFile,
     Record,
-    RollbackRequest,
     SaveOutcomes,
     encode,
     parse,
 )
 from syncd.protocol.reports import DaemonReport
+from syncd.protocol.requests import RollbackRequest
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job

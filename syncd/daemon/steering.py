@@ -11,7 +11,7 @@ from pathlib import Path
 
 from syncd.protocol.events import LeftAlone
 from syncd.protocol.names import TEMPORARY
-from syncd.protocol.records import Pause, RollbackRequest
+from syncd.protocol.requests import Pause, RollbackRequest
 from syncd.storage.errnos import GONE, REFUSED_HERE, is_unreadable
 from syncd.storage.job import Job, ReadPolicy
 from syncd.storage.repeats import Repeats

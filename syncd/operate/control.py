@@ -15,8 +15,9 @@ from typing import Final
 
 from syncd.protocol.errors import JobUnavailableError, VersionGoneError
 from syncd.protocol.names import version_folder
-from syncd.protocol.records import Pause, RollbackRequest, encode, parse
+from syncd.protocol.records import encode, parse
 from syncd.protocol.reports import DaemonReport, TrainerReport
+from syncd.protocol.requests import Pause, RollbackRequest
 from syncd.storage.errnos import is_gone
 from syncd.storage.job import SILENT, Job
 from syncd.storage.judge import Clock, Judge, Liveness
@@ -82,7 +83,7 @@ class Control:
         if not storage.exists(layout.version(sequence)):
             raise VersionGoneError(
                 f"{layout.root} has no {version_folder(sequence)}: it was retired, is "
-                "only a delta, or never published; 'syncd status' lists the published versions"
+                "not made yet, or never published; 'syncd status' lists the published versions"
             )
         request = RollbackRequest(
             id=new_session_id(), sequence=sequence, by=_person(), time=time.time()

@@ -363,11 +363,13 @@ class _Look:
         return ""
 
     def _deltas(self, latest: Latest | None) -> list[DeltaSeen]:
-        """The deltas that lead from LATEST's version, oldest first."""
+        """The deltas to the tip, oldest first; the first can be a whole save."""
         numbers = filter(None, map(parse_delta_folder, self._names(self._layout.deltas)))
         seen = [look_at_delta(self._job, number) for number in numbers]
-        chains = deltas_to_each(latest.sequence, latest.save_id, seen) if latest else {}
-        return [chain[-1] for chain in chains.values()]
+        if latest is None or latest.tip is None:
+            return []
+        chains = deltas_to_each(latest.sequence, latest.save_id, seen)
+        return list(chains.get(latest.tip.save_id, ()))
 
     def _events(self) -> list[JournalLine | AuditLine]:
         journal, audit = self._layout.journal, self._layout.audit

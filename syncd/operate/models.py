@@ -9,8 +9,9 @@ from pydantic import Field, JsonValue, field_serializer
 from syncd.daemon.chains import DeltaSeen
 from syncd.operate.liveness import Liveness
 from syncd.protocol.journal_lines import AuditLine, JournalLine
-from syncd.protocol.records import Fields, Latest, Pause, RollbackRequest
+from syncd.protocol.records import Fields, Latest
 from syncd.protocol.reports import DaemonReport, ExplorerReport, Problem, TrainerReport
+from syncd.protocol.requests import Pause, RollbackRequest
 
 
 class Process(Fields):

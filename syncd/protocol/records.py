@@ -15,7 +15,16 @@ from typing import Annotated, Final, Literal, Self, TypeVar
 
 import pydantic
 import xxhash
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    computed_field,
+    model_validator,
+)
 
 from syncd.protocol.errors import InvalidSettingsError, ProtocolMismatchError, RecordError
 from syncd.protocol.names import checked_name, has_control, printable
@@ -161,17 +170,29 @@ class Format(Record):
     id: Annotated[str, Field(max_length=100)] | None = None
 
 
-#: The floating dtypes of a version by safetensors' names, the dtype with the most bytes first,
-#: e.g. ``F8_E4M3, BF16``. None without such a dtype.
+#: A version's floating dtypes, that with the most bytes first: ``F8_E4M3, BF16``. None without any.
 VersionDtype = Annotated[str, Field(max_length=200)] | None
 
 
 class Tip(Fields):
-    """The newest save that deltas lead to from LATEST's version, and the number of its delta."""
+    """The newest save that can be served, under the number of its version to come.
+
+    Attributes:
+        root: the number of the whole save that it is, or that deltas lead to it from; None if
+            deltas lead to it from LATEST's version.
+    """
 
     sequence: Sequence
     step: Step
     save_id: str
+    root: Sequence | None = None
+
+    def above(self, version: int) -> Tip | None:
+        """The same tip while LATEST names this version; None if the version is not below it."""
+        if self.sequence <= version:
+            return None
+        rests = self.root is not None and self.root > version
+        return self if rests else self.model_copy(update={"root": None})
 
 
 class Latest(Record):
@@ -181,7 +202,8 @@ class Latest(Record):
         names: the origin of the tensor names that the job keeps. None if the hub's names and the
             trainer's names never differed.
         save_id: the save that the version was made from.
-        no_deltas: the reason why the daemon takes no delta until the next full version, if any.
+        no_deltas: why the daemon takes no delta until the next full version, if it takes none.
+        rollback: the number of the last rollback; nobody loads the tip of a lower number any more.
     """
 
     sequence: Sequence
@@ -191,8 +213,14 @@ class Latest(Record):
     kind: Kind = "full"
     dtype: VersionDtype = None
     names: Names | None = None
-    tip: Annotated[Tip | None, Field(alias="ahead")] = None
+    tip: Annotated[Tip | None, Field(validation_alias=AliasChoices("tip", "ahead"))] = None
     no_deltas: Annotated[Text | None, Field(alias="closed")] = None
+    rollback: Sequence | None = None
+
+    @computed_field
+    def ahead(self) -> Tip | None:
+        """The tip for explorers of 0.3, which follow only deltas."""
+        return None if self.tip is None or self.tip.root else self.tip
 
     @property
     def newest(self) -> int:
@@ -470,31 +498,3 @@ class PublishNotice(Record):
     sequence: Sequence
     step: Step
     session: str
-
-
-class Pause(Record):
-    """``.syncd/paused.json``: while this file exists, nothing is published or pruned.
-
-    Once the daemon has paused, its report repeats the ``id``.
-    """
-
-    id: str
-    by: Text
-    time: float
-
-
-class RollbackRequest(Record):
-    """``.syncd/requests/ID.json``: make an old version LATEST again, under a new sequence.
-
-    ``sequence`` is the old version, and ``made`` is the new one. The asking process writes
-    ``outcome`` ``asked``. The daemon replaces this request by its answer, which the asking process
-    removes.
-    """
-
-    id: str
-    sequence: Sequence
-    by: Text
-    time: float
-    outcome: Literal["asked", "done", "refused"] = "asked"
-    made: Sequence | None = None
-    why: Text = ""

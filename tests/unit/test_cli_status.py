@@ -27,7 +27,7 @@ from syncd.operate.liveness import Watch
 from syncd.operate.models import JobState, UnseenJob
 from syncd.protocol.amounts import size, span
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, ProtocolMismatchError
-from syncd.protocol.records import RollbackRequest, encode
+from syncd.protocol.records import encode
 from syncd.protocol.reports import (
     Blocked,
     DaemonReport,
@@ -35,6 +35,7 @@ from syncd.protocol.reports import (
     MergeProgress,
     TrainerReport,
 )
+from syncd.protocol.requests import RollbackRequest
 from syncd.storage.job import Job
 from tests.commands import Result, invoke
 from tests.doc_blocks import text_of

@@ -21,7 +21,8 @@ from syncd.daemon.decide import (
 )
 from syncd.daemon.observation import LeaseSeen, Observation, Pointer, PointerState, StepSeen
 from syncd.protocol.names import CHECKPOINT_POINTER
-from syncd.protocol.records import Pause, Receipt, RollbackRequest, SaveOutcome
+from syncd.protocol.records import Receipt, SaveOutcome
+from syncd.protocol.requests import Pause, RollbackRequest
 
 CONFIG = DaemonConfig()
 VOUCHED = (Receipt(save_id="run-9-0", step=9, rank=0, world_size=1, files=()),)

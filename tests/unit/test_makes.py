@@ -10,8 +10,9 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.makes import MakeWork
 from syncd.daemon.orders import FoldOrder, MergeOrder
 from syncd.protocol.errors import CoverageError
-from syncd.protocol.records import Manifest, Pause
+from syncd.protocol.records import Manifest
 from syncd.protocol.reports import ExplorerReport, TrainerReport
+from syncd.protocol.requests import Pause
 from tests.jobs import Rounds, SmallJob
 from tests.makers import MakerHere
 from tests.saved_deltas import save_delta, save_full
@@ -243,7 +244,7 @@ def test_a_superseded_daemon_ends_its_merge(job: SmallJob) -> None:
 
 def test_a_fold_never_publishes_what_was_merged(job: SmallJob) -> None:
     with held(job, STEPS_STAY) as loop:
-        live(loop, "living", follows_tip=False)
+        live(loop, "living", follows_deltas=False)
         save_delta(job, 3, 1)
         loop.run_once()
         Held.may = True

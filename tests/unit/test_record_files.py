@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from syncd.protocol.errors import ProtocolMismatchError
-from syncd.protocol.records import Pause, encode
+from syncd.protocol.records import encode
+from syncd.protocol.requests import Pause
 from syncd.storage.errnos import is_unreadable
 from syncd.storage.job import (
     EXPECTED,

@@ -42,7 +42,7 @@ REPORTED = {"session": "s", "status": "running", "time": 0.0}
 #: Records, and keys of them that have other names in the code.
 KEYS: dict[type[Record], tuple[dict[str, object], dict[str, object]]] = {
     Latest: (
-        LATEST.model_dump(),
+        LATEST.model_dump(exclude_none=True),
         {"ahead": {"sequence": 18, "step": 5, "save_id": "run-5-0"}, "closed": "why"},
     ),
     ExplorerReport: ({"name": "e", "sequence": 17, **REPORTED}, {"follows_ahead": True}),

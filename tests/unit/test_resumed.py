@@ -15,8 +15,9 @@ from torch.optim.swa_utils import AveragedModel
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.service import Service
 from syncd.protocol.names import CHECKPOINT_POINTER, RECEIPTS, STATE_POINTER
-from syncd.protocol.records import Pause, SaveOutcomes
+from syncd.protocol.records import SaveOutcomes
 from syncd.protocol.reports import ResumedFrom, TrainerReport
+from syncd.protocol.requests import Pause
 from syncd.storage.fsio import Storage
 from tests.checkpoints import Net
 from tests.hooks import written

@@ -11,7 +11,8 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.steering import Steering
 from syncd.operate.control import Control
 from syncd.protocol.errors import JobUnavailableError, VersionGoneError
-from syncd.protocol.records import Manifest, Pause, RollbackRequest, encode
+from syncd.protocol.records import Manifest, encode
+from syncd.protocol.requests import Pause, RollbackRequest
 from syncd.storage.job import Job
 from tests.jobs import SmallJob, edit, published, read
 from tests.lagging import Hosts

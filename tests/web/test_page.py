@@ -19,8 +19,9 @@ from syncd.daemon.telling.journal import Journal
 from syncd.operate.job_state import look_at_all
 from syncd.operate.liveness import Watch
 from syncd.operate.models import JobState, UnseenJob
-from syncd.protocol.records import Format, Pause
+from syncd.protocol.records import Format
 from syncd.protocol.reports import MergeProgress, Reload, TrainerReport
+from syncd.protocol.requests import Pause
 from syncd.storage.job import Job
 from syncd.web import jobs
 from syncd.web.server import Server
@@ -149,13 +150,13 @@ def test_the_tip_its_deltas_and_why_saves_are_full_are_seen(page: Browser, tmp_p
         save_delta(job, 2, 1)
         loop.rounds(2, 1)
         page.open(server.address)
-        page.sees("ahead: step 2, by 1 delta (", ".tiles")
+        page.sees("ahead: step 2 (", ".tiles")
         page.sees("linked", ".timeline")
         page.sees("no live explorer follows", ".facts")
-        page.sees("made a delta of step 2, for v2", ".events")
+        page.sees("served step 2 before v2 was made", ".events")
         fold = MergeProgress(step=2, done=10**9, total=4 * 10**9, seconds=1.0)
         daemon(job, time.time(), fold=fold)
-        page.sees("Folding deltas to step 2: 1.0 GB of 4.0 GB", ".doing")
+        page.sees("Making the version of step 2: 1.0 GB of 4.0 GB", ".doing")
 
 
 def test_what_others_wrote_is_text_and_nothing_else(page: Browser, tmp_path: Path) -> None:
