@@ -13,8 +13,10 @@ from syncd.checkpoint.merging.plan import (
     plan_merge,
 )
 from syncd.checkpoint.merging.tiling import Run, Tile, Weave, leaves
+from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.placement import Chunks, Local, Position, Shape
 from syncd.checkpoint.tensor_rules import ITEMSIZE
+from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 from tests.refusals import uncovered
 
 Index = dict[str, Local | Chunks]
@@ -176,6 +178,13 @@ def test_plain_tensors_come_from_the_first_rank_and_are_compared_with_the_others
     tensor = only(plan({}, *indexes, {}))  # the other pipeline stages lack it
     assert tensor.parts == (Run(1, 0, 4),)
     assert tensor.copies == (Duplicate(None, (Run(2, 1, 4),)), Duplicate(None, (Run(3, 2, 4),)))
+
+
+def test_a_transposed_column_is_copied_as_it_is() -> None:
+    column = MappedTensor(shape=(10**6, 1), pieces=(HubPiece(name="row", transposed=True),))
+    hub = NameMap(NameMapRecord(tensors={"column": column}))
+    tensor = only(plan({"column": local((10**6, 1))}, hub=hub))
+    assert (tensor.shape, tensor.parts) == ((1, 10**6), (Run(0, 0, 4 * 10**6),))
 
 
 # -- what is not whole -------------------------------------------------------------------------

@@ -166,7 +166,7 @@ def _compared(tensor: PlannedTensor, file: ShardIndex, source: int) -> PlannedTe
             f"{shown(tensor.name)} has another dtype or shape in {file.label} than in the weights "
             "beside it. Remove what an older save has left"
         )
-    parts = tuple(Run(source, local.offset, local.nbytes) for local in value.locals)
+    parts = tuple(Run(source, local.offset, local.nbytes) for local in value.locals if local.nbytes)
     return tensor._replace(copies=(*tensor.copies, Duplicate(None, parts)))
 
 
@@ -291,8 +291,8 @@ class _Stacked:
             own: tuple[Tile, ...] = tuple(
                 cut(parts, stops, begin * itemsize, begin * itemsize + length)
             )
-            if part.transposed and length:
-                columns, rows = part.shape[-2:]
+            columns, rows = part.shape[-2:] if part.transposed and length else (1, 1)
+            if columns > 1 and rows > 1:  # a single row or column has the same bytes transposed
                 own = (Transposed(rows, columns, itemsize, own),)
             cuts.append(own)
         return tensor._replace(

@@ -56,14 +56,27 @@ class Transposed(NamedTuple):
 
     def weaves(self) -> Iterator[Weave]:
         """The same bytes as weaves of runs."""
-        stops = ends(self.parts)
         width = self.columns * self.itemsize
-        for first in range(0, stops[-1] if stops else 0, self.rows * width):
-            begins = range(first, first + self.rows * width, width)
-            rows = [list(leaves(cut(self.parts, stops, at, at + width))) for at in begins]
-            for begin, end in pairwise(sorted({0}.union(*(ends(row) for row in rows)))):
-                runs = (cut(row, ends(row), begin, end) for row in rows)
-                yield Weave((end - begin) // self.itemsize, tuple(chain.from_iterable(runs)))
+        rows: list[list[Run]] = [[]]
+        left = width  # bytes of the last row
+        for source, begin, length in _runs(self.parts):
+            offset, end = begin, begin + length
+            while offset < end:
+                count = min(left, end - offset)
+                rows[-1].append(Run(source, offset, count))
+                offset, left = offset + count, left - count or width
+                if left == width:
+                    if len(rows) == self.rows:
+                        yield from _columns(rows, self.itemsize)
+                        rows = []
+                    rows.append([])
+
+
+def _columns(rows: Sequence[Sequence[Run]], itemsize: int) -> Iterator[Weave]:
+    stops = [ends(row) for row in rows]
+    for begin, end in pairwise(sorted({0}.union(*stops))):
+        runs = (cut(row, own, begin, end) for row, own in zip(rows, stops, strict=True))
+        yield Weave((end - begin) // itemsize, tuple(chain.from_iterable(runs)))
 
 
 #: Bytes in an order that a cut keeps.
@@ -82,6 +95,15 @@ def leaves(parts: Iterable[Tile]) -> Iterator[Bytes]:
         else:
             for index in range(part.turns):
                 yield from leaves(_row(part, index))
+
+
+def _runs(parts: Iterable[Tile]) -> Iterator[Run]:
+    for part in leaves(parts):
+        if isinstance(part, Run):
+            yield part
+        else:
+            for index in range(part.turns):
+                yield from _runs(_row(part, index))
 
 
 def _row(weave: Weave, index: int) -> list[Bytes]:
