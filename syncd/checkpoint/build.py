@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,22 +37,22 @@ from syncd.checkpoint.save import (
 from syncd.checkpoint.save_contents import look_inside
 from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.tensor_rules import Cast
-from syncd.checkpoint.whole_files import publish_files
+from syncd.checkpoint.version import write_manifest
+from syncd.checkpoint.whole_files import Merged, publish_files
 from syncd.protocol.errors import CheckpointError, NoRoomError, SaveNotReadyError
 from syncd.protocol.names import (
     ACTOR,
     FULL,
     HUGGINGFACE,
-    MANIFEST,
     NAME_MAP,
     REMOTE_PATH,
     SAVING,
 )
-from syncd.protocol.records import Manifest, Names, encode
+from syncd.protocol.records import Manifest, Names
 from syncd.protocol.tensor_names import EMPTY_MAP
 from syncd.protocol.version_events import AdapterWithoutBase
 from syncd.storage.errnos import is_gone
-from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
+from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ def build_model_folder(
     options: MergeOptions,
     work: Work,
     sequence: int | None = None,
+    write: Callable[..., Merged] = run_plan,
 ) -> Manifest:
     """Merge a save into an empty folder. All files are synced, and the manifest is written last.
 
@@ -78,7 +79,8 @@ def build_model_folder(
 
     ``save`` must be the latest result of ``look_at_save``; a delta must be a full checkpoint. No
     other process may read ``folder``, and the caller must sync its parent. ``sequence`` is 0 for a
-    step that is built only for evaluation, and None if no explorer loads the folder.
+    step that is built only for evaluation, and None if no explorer loads the folder. ``write`` is
+    called in place of ``run_plan``.
 
     Raises:
         SaveNotReadyError: the save is not whole, or changed during the merge.
@@ -134,7 +136,7 @@ def build_model_folder(
                 # The plan has the needed part of these indexes, which take much memory.
                 contents = contents._replace(indexes=())
                 opened.forget_tensors()
-                merged = run_plan(
+                merged = write(
                     storage,
                     plan,
                     sources,
@@ -185,7 +187,7 @@ def build_model_folder(
         names=names,
         timings={"merge": round(merge_seconds, 6), "build": round(work.clock() - begun, 6)},
     )
-    _write_manifest(storage, actor, folder, manifest)
+    write_manifest(storage, actor, folder, manifest)
     return manifest
 
 
@@ -223,20 +225,8 @@ def build_step(
         tensors=(),
         remote=save.path,
     )
-    _write_manifest(storage, step, folder, manifest)
+    write_manifest(storage, step, folder, manifest)
     return manifest
-
-
-def _write_manifest(storage: Storage, actor: Path, folder: Path, manifest: Manifest) -> None:
-    content = encode(manifest)
-    if len(content) > LONG_RECORD_LIMIT:
-        raise CheckpointError(
-            f"{actor} has {len(manifest.tensors)} tensors. Their names would make the "
-            f"{MANIFEST} {len(content)} bytes long, over the limit of {LONG_RECORD_LIMIT}. "
-            "Save the model's own state dict"
-        )
-    storage.write_new(folder / MANIFEST, content)
-    storage.sync_folder(folder)
 
 
 def _mergeable(

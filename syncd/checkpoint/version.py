@@ -45,6 +45,23 @@ def read_manifest(storage: Storage, folder: Path) -> Manifest:
     return parse(Manifest, storage.read(path, LONG_RECORD_LIMIT), path)
 
 
+def write_manifest(storage: Storage, source: Path, folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of a version made of ``source``, and sync its folder.
+
+    Raises:
+        CheckpointError: the manifest would be too long.
+    """
+    content = encode(manifest)
+    if len(content) > LONG_RECORD_LIMIT:
+        raise CheckpointError(
+            f"{source} has {len(manifest.tensors)} tensors. Their names would make the "
+            f"{MANIFEST} {len(content)} bytes long, over the limit of {LONG_RECORD_LIMIT}. "
+            "Save the model's own state dict"
+        )
+    storage.write_new(folder / MANIFEST, content)
+    storage.sync_folder(folder)
+
+
 def verify_version(
     storage: Storage,
     folder: Path,
@@ -93,16 +110,19 @@ def copy_version(
 ) -> None:
     """Copy a version's files, except the manifest, and verify them in the same pass.
 
-    If possible, the new files are hard links, or share blocks. ``target`` must be an empty folder,
-    and the caller must sync its parent.
+    If possible, the new files are hard links, or share blocks. ``target`` must be an empty folder;
+    the caller must sync it and its parent.
 
     Raises:
         VerificationError: verification fails (:func:`verify_version`), or ``target`` is missing.
     """
-    for name in sorted({file.name for file in manifest.files if "/" in file.name}):
-        to.make_folder((target / name).parent, below=target.parent)
+    folders = sorted({(target / file.name).parent for file in manifest.files} - {target})
+    for below in folders:
+        to.make_folder(below, below=target.parent)
     copy = partial(copy_file, storage, folder, to, target)
     each_file(copy, storage, folder, manifest, 4, cancel)
+    for below in folders:
+        to.sync_folder(below)
 
 
 #: Works on one file of a version: its entry and its tensors in the manifest, and a check.

@@ -14,7 +14,7 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile, file_digest
 from syncd.checkpoint.safetensors_header import HeaderEntry, broken
 from syncd.protocol.errors import SaveNotReadyError
 from syncd.protocol.records import TensorEntry, VersionFile
-from syncd.storage.fsio import Storage, signature
+from syncd.storage.fsio import Signature, Storage, signature
 
 _BUFFER: Final = 1024 * 1024
 
@@ -91,18 +91,7 @@ def publish_files(
         cancel()
         target = folder / file.path.name
         # Our hooks never write in place, so linked files stay as they are.
-        linked = vouched and storage.link_if_possible(file.path, target)
-        if linked:
-            # The name may have been replaced since the file was opened and checked.
-            status = storage.status(target)
-            if status is None or signature(status)[:2] != file.signature[:2]:
-                raise SaveNotReadyError(
-                    f"{file.path} was replaced by another file while syncd linked it. Perhaps the "
-                    "trainer saved the step again"
-                )
-            if status.st_uid != os.geteuid():  # a link keeps the owner and the mode
-                storage.unlink(target)
-                linked = False
+        linked = vouched and link_own(storage, file.path, file.signature, target)
         said = file.said_digests if vouched and digests else None
         if linked and (said is not None or not digests):
             size = file.size - len(file.header)
@@ -127,6 +116,26 @@ def publish_files(
     return Merged.of(written, total)
 
 
+def link_own(storage: Storage, source: Path, opened: Signature, target: Path) -> bool:
+    """Link a trainer's file; False if storage cannot do it, or the file is another user's.
+
+    Raises:
+        SaveNotReadyError: the file is not the one that was ``opened``.
+    """
+    if not storage.link_if_possible(source, target):
+        return False
+    status = storage.status(target)
+    if status is None or signature(status)[:2] != opened[:2]:
+        raise SaveNotReadyError(
+            f"{source} was replaced by another file while syncd linked it. Perhaps the trainer "
+            "saved the step again"
+        )
+    if status.st_uid == os.geteuid():
+        return True
+    storage.unlink(target)  # a link keeps the owner and the mode
+    return False
+
+
 def digest_file(
     storage: Storage,
     source: SafetensorsFile,
@@ -146,7 +155,7 @@ def digest_file(
     if copy_to is None:
         found = _stream(storage, source, None, cancel, progress) if digests else []
     else:
-        with storage.creating(copy_to) as target:
+        with storage.creating(copy_to, source.size) as target:
             storage.pwrite_all(target, source.header, 0)
             found = _stream(storage, source, target, cancel, progress)
             storage.fsync(target)

@@ -12,6 +12,7 @@ from typing import Final
 
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.sandbox.child_process import SAME_MODULES, ChildProcess, EndedError, described
+from syncd.checkpoint.tip_folder import NoTipError
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.orders import Order, encoded
 from syncd.deltas.limits import DeltaError
@@ -140,7 +141,7 @@ def _error(kind: str, text: str, code: int | None, more: str | None) -> Exceptio
     """The error that the child has told; ``more`` is its file's path, or a traceback."""
     if code is not None:
         return OSError(code, text, more)
-    kinds: list[type[Exception]] = [SyncdError, DeltaError, MemoryError]
+    kinds: list[type[Exception]] = [SyncdError, DeltaError, NoTipError, MemoryError]
     for one in kinds:
         kinds += one.__subclasses__()
         if one.__name__ == kind:

@@ -49,6 +49,10 @@ NAME_MAP: Final = "name_map.json"
 FSDP_CONFIG: Final = "fsdp_config.json"
 MANIFEST: Final = "manifest.json"
 DELTA: Final = "delta.json"
+#: In a whole tip: its record, the plan to make its version, and links to the save's files.
+TIP: Final = "tip.json"
+PLAN: Final = "plan"
+SHARDS: Final = "shards"
 #: A file whose name has this prefix is unfinished; it gets its final name by a rename.
 TEMPORARY: Final = ".tmp-"
 

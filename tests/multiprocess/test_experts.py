@@ -1,5 +1,6 @@
 """From real ranks that train mixtures of experts to what transformers and PEFT write of them."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from syncd.checkpoint.merging.options import MergeOptions
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import HUGGINGFACE, NAME_MAP
 from syncd.protocol.records import Manifest, Receipt
@@ -16,6 +18,7 @@ from tests.merging import assert_equal, loaded
 from tests.multiprocess.expert_ranks import KINDS
 from tests.rank_programs import written_by
 from tests.tiny_models import logits
+from tests.tips import check_tip
 from tests.unit.test_hub_names import merged
 
 
@@ -49,6 +52,16 @@ def test_experts_of_real_ranks_are_what_transformers_saves(
     assert torch.equal(logits(model_of(tmp_path / "out")), truth)
     told = read(Receipt, JobLayout(saves / kind / job).actor(1) / ".receipts" / "rank_0.json")
     assert f"{HUGGINGFACE}/{NAME_MAP}" in {file.name for file in told.files}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_of_real_ranks_are_the_same_from_a_tip(
+    saves: Path, tmp_path: Path, kind: str
+) -> None:
+    shutil.copytree(saves / kind / "job", tmp_path / "job")
+    actor = JobLayout(tmp_path / "job").actor(1)
+    assert check_tip(actor, tmp_path, MergeOptions(10**5, names="hub")).names == "hub"
+    same(tmp_path / "staged", saves / kind / "truth")
 
 
 def test_an_adapter_of_stacked_experts_is_what_peft_saves(saves: Path, tmp_path: Path) -> None:

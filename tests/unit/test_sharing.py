@@ -21,6 +21,7 @@ from syncd.storage.job import Job
 from tests.jobs import SmallJob, nothing
 from tests.merging import STORAGE, assert_equal, loaded
 from tests.storages import FastStorage, os_error
+from tests.tips import made, prepared
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
 _PAGE = 4096
@@ -83,6 +84,17 @@ def test_what_our_hook_saved_is_shared_and_not_copied(
     manifest = build(storage, job.layout, tmp_path / "out", digests=digests)
     assert_equal(loaded(tmp_path / "out"), state)
     verify_version(STORAGE, tmp_path / "out", manifest, cancel=nothing)
+    whole = sum(count for _, count in storage.shared)
+    assert whole >= 0.99 * sum(tensor.nbytes for tensor in state.values())
+
+
+def test_the_daemon_makes_a_tips_version_of_shared_blocks(job: SmallJob, tmp_path: Path) -> None:
+    state = large_state()
+    save(job.layout, state)
+    storage = Sharing()
+    prepared(job.actor(1), tmp_path / "tip")
+    made(tmp_path / "tip", tmp_path / "out", storage=storage, to=storage)
+    assert_equal(loaded(tmp_path / "out"), state)
     whole = sum(count for _, count in storage.shared)
     assert whole >= 0.99 * sum(tensor.nbytes for tensor in state.values())
 

@@ -13,8 +13,10 @@ Each range is written in the cheapest possible way (``docs/performance.md`` has 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final, Literal
 
 import xxhash
@@ -153,7 +155,10 @@ class FileCopy:
             return stream
         copies = [TensorStream(self.reader, copy.parts) for copy in tensor.copies]
         return ComparedStream(
-            stream, copies, lambda *found: self._differs(tensor, *found), self.cancel
+            stream,
+            copies,
+            lambda number, at: difference(tensor, number, at, self.sources),
+            self.cancel,
         )
 
     def _gather(
@@ -181,29 +186,6 @@ class FileCopy:
         count = tensor.length // size
         read_into = cast_reader(read, count, tensor.source_dtype, tensor.dtype)
         self._gather(read_into, tensor.length, hasher)
-
-    def _differs(self, tensor: PlannedTensor, number: int, offset: int) -> CoverageError:
-        copy = tensor.copies[number]
-        name = shown(tensor.name)
-        if copy.tied is not None:
-            return CoverageError(
-                f"{shown(copy.tied)} and {name} differ, but config.json says that these tensors "
-                "are tied. Set tie_word_embeddings to false in config.json, or tie the tensors in "
-                "the trainer"
-            )
-        first, other = source_at(tensor.parts, offset), source_at(copy.parts, offset)
-        if self.sources[other].path.name == ADAPTER_WEIGHTS:
-            return CoverageError(
-                f"{name} differs between {self.sources[first].path} and "
-                f"{self.sources[other].path}. Remove what an older save has left"
-            )
-        return CoverageError(
-            f"{name} differs between ranks {first} and {other}, in "
-            f"{self.sources[first].path} and {self.sources[other].path}, but must be the "
-            "same on all ranks. Broadcast the tensor before saving. If the ranks hold different "
-            "tensors on purpose, give each tensor its own name, or shard one tensor over a device "
-            "mesh with all of these ranks"
-        )
 
     def _flush(self) -> None:
         self.cancel()
@@ -237,13 +219,18 @@ class TensorStream:
         self._reader = reader
         self._leaves = leaves(parts)
         self._leaf: Bytes = Run(0, 0, 0)
-        self._done = 0  # bytes of the leaf that were read
+        self._length = self._done = 0  # bytes of the leaf, and those that were read
+        self._stops: list[int] = []  # where the slices end in a row of the leaf, if it is a weave
 
     def read_into(self, view: memoryview) -> None:
         """Fill ``view`` with the next bytes. There must be enough bytes left."""
         while view:
-            if self._done == self._leaf.length:
+            if self._done == self._length:
                 self._leaf, self._done = next(self._leaves), 0
+                self._length = self._leaf.length
+                if isinstance(self._leaf, Weave):
+                    turns = self._leaf.turns
+                    self._stops = list(accumulate(one.length // turns for one in self._leaf.parts))
             if isinstance(self._leaf, Run):
                 source, offset, length = self._leaf
                 count = min(len(view), length - self._done)
@@ -255,24 +242,25 @@ class TensorStream:
 
     def _weave(self, weave: Weave, view: memoryview) -> int:
         """Read the next rows, or a part of a row if no row fits; return the bytes read."""
-        width = weave.length // weave.turns
+        width = self._stops[-1]
         row, within = divmod(self._done, width)
         rows = 0 if within else min(len(view) // width, weave.turns - row)
-        begin = 0  # the offset of the part's bytes in a row
-        for part in weave.parts:
+        if not rows:
+            number = bisect_right(self._stops, within)
+            part, left = weave.parts[number], self._stops[number] - within
             assert isinstance(part, Run)  # noqa: S101 - leaves() gives no others
-            source, offset, length = part
-            own = length // weave.turns
-            if rows:
-                tile = memoryview(bytearray(rows * own))
-                self._reader.read_into(source, offset + row * own, tile)
-                _scatter(tile, own, view[: rows * width], begin, width)
-            elif within < begin + own:
-                skipped = max(0, within - begin)
-                count = min(own - skipped, len(view))
-                self._reader.read_into(source, offset + row * own + skipped, view[:count])
-                return count
-            begin += own
+            count = min(left, len(view))
+            end = part.offset + (row + 1) * (part.length // weave.turns)
+            self._reader.read_into(part.source, end - left, view[:count])
+            return count
+        begin = 0  # the offset of the part's bytes in a row
+        for part, end in zip(weave.parts, self._stops, strict=True):
+            assert isinstance(part, Run)  # noqa: S101 - leaves() gives no others
+            own = end - begin
+            tile = memoryview(bytearray(rows * own))
+            self._reader.read_into(part.source, part.offset + row * own, tile)
+            _scatter(tile, own, view[: rows * width], begin, width)
+            begin = end
         return rows * width
 
 
@@ -301,6 +289,32 @@ class ComparedStream:
                 at = next(at for at in range(len(view)) if other[at] != view[at])
                 raise self.differs(number, self._done + at)
         self._done += len(view)
+
+
+def difference(
+    tensor: PlannedTensor, number: int, offset: int, sources: Sequence[Source]
+) -> CoverageError:
+    """The error if a tensor and its copy of this number differ in the byte at ``offset``."""
+    copy = tensor.copies[number]
+    name = shown(tensor.name)
+    if copy.tied is not None:
+        return CoverageError(
+            f"{shown(copy.tied)} and {name} differ, but config.json says that these tensors "
+            "are tied. Set tie_word_embeddings to false in config.json, or tie the tensors in "
+            "the trainer"
+        )
+    ranks = source_at(tensor.parts, offset), source_at(copy.parts, offset)
+    first, other = (sources[rank].path for rank in ranks)
+    if other.name == ADAPTER_WEIGHTS:
+        return CoverageError(
+            f"{name} differs between {first} and {other}. Remove what an older save has left"
+        )
+    return CoverageError(
+        f"{name} differs between ranks {ranks[0]} and {ranks[1]}, in {first} and {other}, "
+        "but must be the same on all ranks. Broadcast the tensor before saving. If the ranks hold "
+        "different tensors on purpose, give each tensor its own name, or shard one tensor over a "
+        "device mesh with all of these ranks"
+    )
 
 
 def _scatter(tile: memoryview, own: int, view: memoryview, begin: int, width: int) -> None:

@@ -25,11 +25,13 @@ def run_plan(
     options: MergeOptions,
     checked: Checked,
     work: Work,
+    to: Storage | None = None,
 ) -> Merged:
     """Write and sync the files of a plan, in a folder that no other process may read.
 
     The plan must come from the indexes of ``sources``, in the same order and with the same options.
-    The caller must sync the folder's parent.
+    The caller must sync the folder's parent. ``to`` is the folder's storage, if not that of the
+    sources.
 
     If ``checked`` is ``crc32``, every record that has a CRC-32 is checked, even if no output needs
     the record. If ``checked`` is ``receipt``, blocks are shared with the sources. Then no process
@@ -40,6 +42,7 @@ def run_plan(
         ShardFormatError: a record does not match its CRC-32.
         CoverageError: a plain tensor differs between ranks, or from the tensor that it is tied to.
     """
+    to = to or storage
     checks = record_checks(sources, check_crc=checked == "crc32")
     counted = _Counted(plan.data_size, work.progress)
 
@@ -49,7 +52,7 @@ def run_plan(
 
     def write(file: PlannedFile, check: Check) -> WrittenFile:
         copy = FileCopy(
-            storage,
+            to,
             SourceReader(storage, sources, checks=checks, cancel=check),
             sources,
             options=options,
@@ -57,9 +60,10 @@ def run_plan(
             cancel=check,
             advanced=counted.add,
         )
-        with storage.creating(folder / file.name) as fd:
+        size = len(file.header) + file.data_size
+        with to.creating(folder / file.name, size) as fd:
             found = copy.write(file, fd)
-            storage.fsync(fd)
+            to.fsync(fd)
         told = found if options.digests else None
         return written_file(
             file.name, file.header, file.data_size, header_entries(file.tensors), told, check
