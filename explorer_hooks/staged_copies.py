@@ -22,7 +22,7 @@ from syncd.coordination.leased_version import LeasedVersion
 from syncd.protocol.amounts import size
 from syncd.protocol.errors import InvalidSettingsError, RecordError
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import TEMPORARY, version_folder
+from syncd.protocol.names import MANIFEST, TEMPORARY, version_folder
 from syncd.storage.calls import FileKind
 from syncd.storage.fsio import Storage
 from syncd.storage.sessions import boot_id
@@ -31,7 +31,9 @@ log = logging.getLogger(__name__)
 #: Seconds between two checks whether the copier is done.
 _LOOK: Final = 0.05
 #: Bytes to leave free on the filesystem, because others use it too: ``/dev/shm`` is memory.
-_SPARE: Final = 64 * 1024 * 1024
+_LEFT: Final = 64 * 1024 * 1024
+#: The folder of a copy that nobody uses any more.
+_SPARE: Final = f"{TEMPORARY}spare"
 
 
 class NotStagedError(Exception):
@@ -56,16 +58,20 @@ class StagedCopies:
     Attributes:
         room: the folder that has them.
         kept: the name of a copy that stays although no process holds it.
+        reuses: True to keep one unheld copy, over whose files the next copy is written, as long as
+            a process holds another copy.
     """
 
     storage: Storage
     folder: Path
     budget: int | None
     kept: str | None = None
+    reuses: bool = False
 
     def __post_init__(self) -> None:
         self._rooms = f"syncd-{os.geteuid()}-"
         self.room = self.folder / f"{self._rooms}{boot_id()}"
+        self._spare = self.room / _SPARE
         try:
             self.storage.make_folder(self.room, below=Path(self.folder.anchor))
             status = self.room.stat(follow_symlinks=False)
@@ -134,7 +140,12 @@ class StagedCopies:
         """Yield a temporary folder for ``size`` bytes, which becomes the copy at the end."""
         self._check_room(size)
         with self.temporary(name) as draft:
-            yield draft
+            self.storage.spare = self._spare
+            try:
+                yield draft
+            finally:
+                self.storage.spare = None
+                self._discard(self._spare)
             self.storage.sync_folder(draft)
             self.storage.rename(draft, self.room / name)
 
@@ -157,10 +168,12 @@ class StagedCopies:
                 "Increase the budget, or release other copies"
             )
         free = self.storage.free(self.room).bytes
-        if free is not None and needed + _SPARE > free:
+        if free is not None and self.storage.exists(self._spare):
+            free += self._size(self._spare)
+        if free is not None and needed + _LEFT > free:
             raise NotStagedError(
                 f"the version's {size(needed)} do not fit into the {size(free)} free in "
-                f"{self.room}, of which {size(_SPARE)} stay free. Make room there"
+                f"{self.room}, of which {size(_LEFT)} stay free. Make room there"
             )
 
     def _names(self) -> list[str]:
@@ -190,13 +203,18 @@ class StagedCopies:
 
     def sweep(self) -> None:
         """Remove temporary folders, unheld copies, and those from before the last boot."""
+        is_held = False
         for name, kind in self.storage.kinds(self.room).items():
             if name.startswith(TEMPORARY):
-                self._discard(self.room / name)
-            elif kind is FileKind.FOLDER and name != self.kept:
+                if name != _SPARE:
+                    self._discard(self.room / name)
+            elif kind is FileKind.FOLDER:
                 with StagedCopy.unheld(self.storage, self.room / name) as is_free:
-                    if is_free:
-                        self.remove(name, "no process holds it")
+                    is_held |= not is_free
+                    if is_free and name != self.kept:
+                        self.remove(name, "no process holds it", reuses=self.reuses)
+        if not (is_held and self.reuses):
+            self._discard(self._spare)
         for name, kind in self.storage.kinds(self.folder).items():
             left = name.startswith(self._rooms) and name != self.room.name
             if left and not (kind is FileKind.FOLDER and self._is_held(self.folder / name)):
@@ -214,12 +232,16 @@ class StagedCopies:
                         return True
         return False
 
-    def remove(self, name: str, reason: str) -> None:
-        """Remove a copy, also if a process holds it."""
+    def remove(self, name: str, reason: str, *, reuses: bool = False) -> None:
+        """Remove a copy, also if a process holds it; if it ``reuses`` the copy, nobody may."""
         log.info("removing the copy %s, because %s", self.room / name, reason)
         gone = self.room / f"{TEMPORARY}gone-{secrets.token_hex(6)}"
         self.storage.rename(self.room / name, gone)
-        self._discard(gone)
+        if reuses and not self.storage.exists(self._spare):
+            self.storage.unlink_if_there(gone / MANIFEST)
+            self.storage.rename(gone, self._spare)
+        else:
+            self._discard(gone)
 
     def _discard(self, path: Path) -> None:
         try:

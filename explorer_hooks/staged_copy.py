@@ -64,11 +64,16 @@ def hold(storage: Storage, folder: Path) -> StagedCopy | None:
         raise
     # A process with an exclusive lock is about to remove the copy. If the copy was removed and
     # made again between the open and the lock, this lock is on the removed copy.
-    if _locked(fd, fcntl.LOCK_SH):
-        there = storage.status(path)
-        if there is not None and os.path.samestat(there, storage.fstat(fd)):
-            return StagedCopy(storage, folder, fd)
-    storage.release(fd)
+    copy = StagedCopy(storage, folder, fd)
+    try:
+        if _locked(fd, fcntl.LOCK_SH):
+            there = storage.status(path)
+            if there is not None and os.path.samestat(there, storage.fstat(fd)):
+                return copy
+    except BaseException:
+        copy.release()
+        raise
+    copy.release()
     return None
 
 

@@ -148,9 +148,10 @@ class DeltaChain:
 
 
 def copies(stage: Path) -> list[str]:
-    """The copies in a stage folder."""
+    """The copies in a stage folder, without the spare one."""
     (room,) = stage.iterdir()
-    return sorted(path.name.partition("-")[0] for path in room.iterdir() if path.is_dir())
+    found = [path.name for path in room.iterdir() if path.is_dir() and path.name != ".tmp-spare"]
+    return sorted(name.partition("-")[0] for name in found)
 
 
 def state(folder: Path) -> list[tuple[str, int, int, bytes]]:

@@ -73,7 +73,10 @@ def fold(
         for file in base.manifest.files:
             if file.name not in files:
                 copy_file(to, base.folder, to, folder, file, {}, work.cancel)
-        fds = {name: stack.enter_context(to.closing(to.create(folder / name))) for name in files}
+        fds = {
+            name: stack.enter_context(to.closing(to.create_sized(folder / name, file.size)))
+            for name, file in files.items()
+        }
         folding = _Folding(to, [_by_key(readers) for readers in deltas], plan, places, fds)
         total = sum(entry.end - entry.begin for _, entry in places.values())
 

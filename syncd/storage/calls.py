@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 import stat
 import struct
 from collections.abc import Iterator
@@ -133,6 +134,29 @@ class Calls:
         if self._regular(fd, path).st_nlink > 1:  # the other name may be outside the job
             os.close(fd)
             raise OSError(errno.EINVAL, "the file has several names (hard links)", str(path))
+        return fd
+
+    def open_alone(self, path: Path, size: int) -> int:
+        """Open a file that nobody else on this host uses, for writing in place; set its size.
+
+        Raises:
+            OSError: ``EAGAIN`` if a process has the file open or mapped; also if it has another
+                owner or several hard links, or if the filesystem has no leases.
+        """
+        fd = self._open(path, os.O_WRONLY)
+        status = self._regular(fd, path)
+        if status.st_nlink > 1 or status.st_uid != os.geteuid():
+            os.close(fd)
+            raise OSError(errno.EPERM, "the file is another's too", str(path))
+        try:
+            # Whoever opens it before the unlock sends a signal, and SIGIO would end this process.
+            fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            os.ftruncate(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
         return fd
 
     def write(self, fd: int, data: bytes | memoryview) -> int:

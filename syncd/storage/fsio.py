@@ -10,7 +10,7 @@ import errno
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Self, TypeVar
 
@@ -48,7 +48,13 @@ def signature(status: os.stat_result) -> Signature:
 
 
 class Storage(Calls):
-    """The system calls on shared storage, and the operations built from them."""
+    """The system calls on shared storage, and the operations built from them.
+
+    Attributes:
+        spare: a folder of old files that :meth:`create_sized` may write over.
+    """
+
+    spare: Path | None = None
 
     def write_all(self, fd: int, data: bytes | memoryview) -> None:
         """Write all of ``data`` at the descriptor's position."""
@@ -117,10 +123,28 @@ class Storage(Calls):
         return True
 
     @contextmanager
-    def creating(self, path: Path) -> Iterator[int]:
-        """Make a new file, and close it after the block; its errors name the file."""
-        with named(path), self.closing(self.create(path)) as fd:
+    def creating(self, path: Path, size: int = 0) -> Iterator[int]:
+        """Make a file, and close it after the block; its errors name the file.
+
+        For the ``size`` see :meth:`create_sized`.
+        """
+        with named(path), self.closing(self.create_sized(path, size)) as fd:
             yield fd
+
+    def create_sized(self, path: Path, size: int) -> int:
+        """Make a file, of which the caller writes all of ``size`` bytes; return its descriptor.
+
+        If :attr:`spare` has a file of this name that nobody else uses, it becomes this file.
+        """
+        if size and self.spare is not None:
+            with suppress(OSError):
+                # Renamed before the check: after it nobody else can open the file by name.
+                self.rename(self.spare / path.name, path)
+                try:
+                    return self.open_alone(path, size)
+                except OSError:
+                    self.unlink(path)
+        return self.create(path)
 
     @contextmanager
     def closing(self, fd: int) -> Iterator[int]:
