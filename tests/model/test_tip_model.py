@@ -1,6 +1,6 @@
-"""Deltas, merges and folds keep their promises in every interleaving; each rule is needed.
+"""Tips, and the versions made of them, keep their promises in every interleaving.
 
-`pytest -rP` prints the counterexamples.
+Each rule is needed. `pytest -rP` prints the counterexamples.
 """
 
 from dataclasses import fields, replace
@@ -12,32 +12,47 @@ from .tip import Tip
 from .tip_state import Rules, State
 
 CRASHES = ("kill", "EIO", "rank fails", "copy of rank 1")
-FAULTS = (*CRASHES, "damage", "stale", "power loss")
-LONG = Tip(("kill trainer",), saves=4, rooms=1, again=False, rollback=True)
-RUN = Tip(("kill trainer",), rooms=1, rollback=True, eager=True)
-BACK = Tip(("kill trainer",), rooms=1, again=False, eager=True, times=2)
-FLIP = Tip(("damage",), "p", rooms=1, again=False)
+FAULTS = (*CRASHES, "damage", "stale", "power loss", "the engine", "full disk")
+ONE = Tip(rooms=1, again=False)
+LONG = replace(ONE, faults=("kill trainer",), saves=4, rollback=True)
+RUN = replace(ONE, faults=("kill trainer",), rollback=True, eager=True)
+FLIP = replace(ONE, faults=("damage to d",), readers="p")
+WHOLE = replace(ONE, kinds="w")
+BOTH = replace(ONE, kinds="wd", eager=True)
+DIED = replace(WHOLE, faults=("kill trainer",), eager=True)
+UNFIT = replace(WHOLE, faults=("no merge", "damage to d"), readers="c")
+ENGINE = replace(WHOLE, faults=("the engine",), readers="c", rollback=True)
+MERGED = replace(WHOLE, tips=(True, False))
 
 WITHOUT = (
     (
         Tip(("rank", "copy", "stale"), rooms=1, nan=True, eager=True),
-        "last_is_announced above_base finite_root base_in_message index_digests keeps_chain "
-        "unknown_keeps_all",
+        "last_is_announced finite_root index_digests unknown_keeps_all",
     ),
-    (Tip(("copy",), "c", rooms=1), "whole_without_copy by_save_id gives_up keeps_deltas_above"),
-    (RUN, "walks_back merges_passed_root keeps_root none_after_rollback merges_after_rollback"),
-    (RUN, "rollback_ends_tip rollback_of_tip rollback_to_latest keeps_until_full"),
-    (RUN, "rollback_ends_make keeps_made"),
-    (BACK, "merges_if_needed"),
-    (replace(BACK, saves=4), "number_last"),
-    (Tip(("no merge",), rooms=1, eager=True), "quarantines"),
+    (Tip(("copy",), "c", rooms=1), "whole_without_copy"),
+    (RUN, "keeps_root keeps_until_full"),
+    (replace(RUN, again=True), "above_base by_save_id"),
+    (RUN, "rollback_of_tip rollback_to_latest rollback_ends_tip"),
     (replace(RUN, faults=("EIO",), rooms=2), "rollback_first"),
-    (LONG, "keeps_deltas_of_chain"),
-    (FLIP, "close_is_full digests folds fold_reads_full"),
-    (replace(FLIP, eager=True), "stops not_stopped"),
-    (Tip(readers="n", rooms=1, nan=True), "nan_never_tip falls_back"),
+    (FLIP, "close_is_full base_in_message digests folds fold_reads_full"),
+    (replace(UNFIT, kinds="fd", eager=True), "stops not_stopped"),
+    (replace(ONE, readers="n", nan=True), "walks_back nan_never_tip falls_back keeps_chain"),
     (Tip(("power loss",), rooms=3), "fence syncs_first take_over_syncs"),
     (Tip(("power loss",), "c"), "never_back"),
+    (WHOLE, "keeps_way keeps_tip keeps_made"),
+    (replace(WHOLE, readers="c"), "keeps_fetched"),
+    (replace(WHOLE, readers="c", rollback=True), "looks_again"),
+    (replace(WHOLE, faults=("EIO",), readers="c", rooms=2), "adopts"),
+    (replace(BOTH, rollback=True), "replaced_is_no_root number_again above_latest"),
+    (UNFIT, "quarantines drops_refused merges_damaged merges_root waits_no_longer gives_up"),
+    (replace(UNFIT, readers="", rooms=2), "keeps_highest"),
+    (replace(BOTH, faults=("no merge",)), "checks_again"),
+    (ENGINE, "drops_rolled_back keeps_rollback"),
+    (DIED, "prepares_if_needed"),
+    (replace(DIED, kinds="wd"), "merges_passed_root"),
+    (replace(DIED, tips=(True, False)), "merges_if_needed"),
+    (replace(MERGED, saves=4), "number_first"),
+    (LONG, "keeps_deltas_of_chain"),
 )
 """Rules, and the bounds in which a promise breaks without each of them."""
 
@@ -50,14 +65,16 @@ def search(tip: Tip) -> Exploration[State]:
 @pytest.mark.parametrize(
     ("tip", "at_least"),
     [
-        (Tip(FAULTS, rooms=1), 20_000),
-        (Tip((*CRASHES, "no merge"), "c", rooms=1), 20_000),
-        (Tip(("kill trainer",), "n", rooms=1), 15_000),
-        (Tip(("kill", "damage"), "p"), 20_000),
-        (Tip(("power loss",)), 8_000),
-        (Tip(CRASHES, nan=True), 20_000),
-        (RUN, 5_000),
-        (BACK, 2_000),
+        (RUN, 20_000),
+        (UNFIT, 5_000),
+        (replace(ENGINE, readers="", faults=("EIO",), kinds="wd"), 2_000),
+        (replace(WHOLE, readers="c", rollback=True), 10_000),
+        (replace(WHOLE, readers="c", faults=("full disk", "kill the")), 2_000),
+        (replace(BOTH, faults=("kill daemon", "EIO"), rooms=2, rollback=True), 5_000),
+        (replace(BOTH, faults=("power loss",), rooms=3), 5_000),
+        (replace(BOTH, faults=("stale",)), 5_000),
+        (replace(BOTH, readers="o", rooms=2, old=True), 5_000),
+        (replace(DIED, kinds="wd", tips=(True, False)), 2_000),
     ],
 )
 def test_readers_serve_saves_and_never_go_back_and_get_the_last_one(
@@ -72,13 +89,14 @@ def test_readers_serve_saves_and_never_go_back_and_get_the_last_one(
 @pytest.mark.parametrize(
     "tip",
     [
-        *(Tip(FAULTS, reader) for reader in ("", "c", "n", "p")),
-        Tip(CRASHES, "cn", rooms=1),
-        Tip((*CRASHES, "power loss"), "c", rollback=True),
-        replace(LONG, faults=FAULTS, rollback=False),
+        *(replace(BOTH, faults=FAULTS, readers=reader, rooms=2) for reader in ("", "c", "n", "p")),
+        Tip(CRASHES, "cn", rooms=1, kinds="wd"),
+        replace(BOTH, faults=(*CRASHES, "power loss"), readers="c", rollback=True, rooms=2),
+        replace(LONG, faults=FAULTS, rollback=False, kinds="w"),
         replace(LONG, faults=CRASHES, rollback=False, rooms=2, again=True),
-        replace(BACK, readers="c", rollback=True),
-        *(tip for tip, _ in WITHOUT if tip.times == 1),  # two deaths and four saves: too many
+        replace(BOTH, readers="c", rooms=3, old=True),
+        replace(DIED, readers="c", rollback=True, times=2),
+        *(tip for tip, _ in WITHOUT),
     ],
 )
 def test_the_same_with_more(tip: Tip) -> None:

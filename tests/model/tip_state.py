@@ -35,9 +35,21 @@ class Latest(NamedTuple):
     save: int = 0
     number: int = 0
     tip: int = 0
+    root: int = 0
+    """The number of the whole tip at which the tip's chain begins; 0 for LATEST's version."""
     no_deltas: bool = False
     instead_of: int = 0
     """What a rollback replaced; 0 if LATEST's version is none."""
+    rollback: int = 0
+    """The number of the last rollback."""
+
+    def newest(self, follows: bool = True) -> tuple[int, int]:
+        """The number and the save that a reader is to serve, if it follows the tip."""
+        return (self.number, self.tip) if self.tip and follows else (self.sequence, self.save)
+
+    def without_tip(self) -> Latest:
+        """After a failure that no later try can heal."""
+        return self._replace(number=0, tip=0, root=0)
 
 
 class Version(NamedTuple):
@@ -49,11 +61,12 @@ class Version(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """deltas/dN: the save of delta.json, and the one that wrote the files in it."""
+    """deltas/dN, a delta or a whole tip: its save, and the one that wrote the files in it."""
 
     number: int
     save: int
     files: int
+    whole: bool = False
 
 
 Folder = Literal["", "state", "published", "deltas"]
@@ -108,7 +121,7 @@ class Trainer(NamedTuple):
 
 
 class Make(NamedTuple):
-    """What a child process makes beside the daemon's steps, of a full save, or of deltas."""
+    """What a child makes beside the daemon's steps: a version of a save, of deltas, or of a tip."""
 
     save: int = 0
     sequence: int = 0
@@ -116,30 +129,40 @@ class Make(NamedTuple):
     base: int = 0
     """The sequence of a fold's base; 0 for a merge."""
     is_done: bool = False
-    """Whether a merge waits to be published; a fold never does."""
+    """Whether a merge waits to be published; nothing else does."""
+    of_tip: bool = False
+
+
+class Prepare(NamedTuple):
+    """What the other child prepares: a delta, or a whole tip."""
+
+    save: int = 0
+    number: int = 0
+    parts: tuple[int, int] = (0, 0)
+    """The ranks' files that it has linked."""
+    whole: bool = False
 
 
 class Daemon(NamedTuple):
     """One daemon; a kill loses all of it."""
 
-    place: Literal["away", "read", "ready", "making", "naming"] = "away"
+    place: Literal["away", "read", "ready", "naming"] = "away"
     room: int = 0
     latest: Latest = Latest()
     floor: int = 0
     """The highest number that it knows."""
     make: Make = Make()
+    prepare: Prepare = Prepare()
     dirty: Folder = ""
     """The folder that it will sync next."""
-    work: Version = Version()
-    """What it deltas."""
-    parts: tuple[int, int] = (0, 0)
-    """The ranks' files that it has linked."""
     then: Latest = Latest()
     """What LATEST is to be."""
+    old: bool = False
+    """Whether it is of 0.3, which knows no whole tips."""
 
-    def ready(self, latest: Latest, floor: int, dirty: Folder = "") -> Daemon:
+    def ready(self, latest: Latest, dirty: Folder = "") -> Daemon:
         """Have nothing in hand."""
-        return Daemon("ready", self.room, latest, floor, self.make, dirty)
+        return self._replace(place="ready", latest=latest, dirty=dirty, then=Latest())
 
 
 class Reader(NamedTuple):
@@ -154,6 +177,14 @@ class Reader(NamedTuple):
     """The sequence and the save that it wants, 0 for none."""
     leases: tuple[int, int] = (0, 0)
     """The versions that it has leased, because it serves one, and to reach its goal."""
+    old: bool = False
+    """Whether it is of 0.3, which follows only deltas on LATEST's version."""
+    restarts: bool = False
+    """Whether its engine has lost the weights that it served."""
+
+    def wants(self, latest: Latest) -> tuple[int, int]:
+        """The number and the save that LATEST lets it serve."""
+        return latest.newest(self.stage and not (self.old and latest.root))
 
 
 class State(NamedTuple):
@@ -172,7 +203,12 @@ class State(NamedTuple):
     asked: bool = False
     """Whether people ask for a rollback."""
     replaced: int = 0
-    """The save that they rolled back."""
+    """The save that they rolled back, and the number of the rollback."""
+    rolled: int = 0
+    olds: int = 0
+    """How often a daemon of 0.3 may still take over."""
+    named: tuple[int, ...] = ()
+    """What each number has ever meant; empty once a daemon of 0.3 has taken over."""
     stale: tuple[str, bool, Disk, int] | None = None
     """A client with an old cache, whether of records (else of folders), what it sees, for how long.
 
@@ -199,9 +235,10 @@ class State(NamedTuple):
         """Whether all files and receipts of a save are in its step folder."""
         return save > 0 and self.disk.folders[self.saves[save].step] == (save, save)
 
-    def delta_of(self, save: int) -> Delta | None:
-        """The delta of a save."""
-        return next((delta for delta in self.disk.deltas if delta.save == save), None)
+    def folder_of(self, save: int, above: int = 0, below: int = 99) -> Delta | None:
+        """The whole tip of a save, or else its delta, with a number between these."""
+        found = [d for d in self.disk.deltas if d.save == save and above < d.number < below]
+        return max(found, key=lambda d: (d.whole, d.number), default=None)
 
     def version(self, sequence: int) -> Version | None:
         """What is at published/vN."""
@@ -250,22 +287,42 @@ class Rules:
     """The version at which the chain back ends is kept, also below LATEST."""
     keeps_deltas_of_chain: bool = True
     """A delta in the chain back is kept, also below LATEST."""
-    keeps_deltas_above: bool = True
-    """A delta above LATEST is deleted only if LATEST's save does not lead to it."""
-    none_after_rollback: bool = True
-    """While LATEST is a rollback, no delta is taken."""
-    merges_after_rollback: bool = True
-    """A later save is then merged, if a version and deltas lead to it."""
-    number_last: bool = True
-    """A merge gets its number when it is published, instead of when it begins."""
+    keeps_way: bool = True
+    """So is what leads to the tip."""
+    keeps_fetched: bool = True
+    """So is what a live reader fetches."""
+    keeps_highest: bool = True
+    """So is what has a higher number than all that LATEST names."""
+    replaced_is_no_root: bool = True
+    """What people rolled back is no root either."""
+    number_first: bool = True
+    """A merge gets its number when it begins, instead of when it is published."""
+    above_latest: bool = True
+    """A version is published only above LATEST's."""
+    checks_again: bool = True
+    """When a tip is renamed, its base leads, and it is not refused;"""
+    number_again: bool = True
+    """... its number is above all that LATEST names;"""
+    prepares_if_needed: bool = True
+    """... the pointer has not gone back to what is served."""
+    waits_no_longer: bool = True
+    """A root is made after some time, even if a reader does not serve the tip."""
+    adopts: bool = True
+    """If its version is there, because LATEST could not be written, LATEST names it."""
+    merges_damaged: bool = True
+    """If its folder in deltas/ is damaged, its step is merged, with the same number,"""
+    merges_root: bool = True
+    """... and this merge is dropped by no pointer."""
+    drops_refused: bool = True
+    """If it cannot be made, LATEST gets no tip, and `no_deltas`."""
+    keeps_tip: bool = True
+    """A new version below the tip keeps the tip."""
     merges_if_needed: bool = True
     """What is merged is dropped if the pointer has gone back to what is served or can be linked."""
     keeps_made: bool = True
-    """The step of what is being merged is kept."""
+    """What is being made is kept: a step, or a whole tip."""
     quarantines: bool = True
     """A save whose merge fails for good is not tried again."""
-    rollback_ends_make: bool = True
-    """A rollback ends the merge, or the fold."""
     rollback_first: bool = True
     """While people ask for a rollback, nothing else is taken, named, or committed."""
     rollback_ends_tip: bool = True
@@ -274,6 +331,8 @@ class Rules:
     """`instead_of` is the tip's save, if there is one."""
     rollback_to_latest: bool = True
     """LATEST itself can be the target while there is a tip."""
+    keeps_rollback: bool = True
+    """LATEST keeps the number of the last rollback."""
     folds: bool = True
     """Full versions are made of deltas, under the tip's sequence."""
     fold_reads_full: bool = True
@@ -293,3 +352,7 @@ class Rules:
     """... reads LATEST's version if the deltas do not lead from its copy;"""
     gives_up: bool = True
     """... forgets a goal whose files are missing, and reads LATEST again."""
+    looks_again: bool = True
+    """... looks at LATEST before it serves a tip, for a rollback;"""
+    drops_rolled_back: bool = True
+    """... and before it serves an old copy again."""
