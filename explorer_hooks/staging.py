@@ -7,6 +7,7 @@ All explorers on this host share the copies. The user names a folder, for exampl
       .copier                 the process that copies or cleans up has an exclusive lock on it
       v000017-KEY/            one whole copy; KEY is a digest of the job and the save
         manifest.json         each process that holds the copy has a shared lock on it
+      .tmp-spare/             an unheld copy, over whose files the next copy is written
       .tmp-…/                 an unfinished or deleted copy; garbage if ``.copier`` is not locked
 
 One rename commits a copy, when it is whole and verified. Both locks are flocks, because the kernel
@@ -14,8 +15,8 @@ drops a flock when its process dies. Nothing is synced to disk, because copies f
 boot are never used.
 
 If this host has a copy of an older save, a newer copy is made from it and from deltas (the
-trainer's changes), in new files. So it can be of a save of which there is no version yet: LATEST's
-``tip``.
+trainer's changes), in other files. Or a copy is made from the trainer's own files, by the daemon's
+plan. So it can be of a save of which there is no version yet: LATEST's ``tip``.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Final
 from explorer_hooks.staged_copies import NotStagedError, StagedCopies, copy_name
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.parallel import Check
+from syncd.checkpoint.tip_folder import NoTipError, make_from_tip, read_tip
 from syncd.checkpoint.version import verify_version
 from syncd.coordination.leased_version import LeasedVersion, read_latest
 from syncd.coordination.versions import Lead
@@ -51,11 +53,14 @@ from syncd.protocol.policy import check_above_0
 from syncd.protocol.records import Manifest, Tip, encode
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
+from syncd.storage.mounts import mount_of
 
 __all__ = ["Fetched", "NotStagedError", "Staging"]
 
 log = logging.getLogger(__name__)
 _CHUNK: Final = 16 * 1024 * 1024
+#: Filesystems on which a lease tells whether a file is open or mapped; an overlay may not tell.
+_LEASES: Final = frozenset({"tmpfs", "ext4", "xfs"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,8 @@ class Staging:
 
     Promised: :meth:`stage` returns a copy that is whole and verified. The copy stays until it is
     released. One process copies a version, and the other processes wait for the copy. Copies that
-    no process on this host holds are removed. Not promised: that there is enough space.
+    no process on this host holds are removed, or written over. Not promised: that there is enough
+    space.
 
     Args:
         folder: a folder that only this host uses; made if missing. Several users and jobs may share
@@ -129,6 +135,7 @@ class Staging:
         # Without fsync: no copy is used after this host has stopped.
         self._storage = storage or Storage(self.folder, durable=False)
         self._copies = StagedCopies(self._storage, self.folder, budget_bytes)
+        self._has_leases = mount_of(self._copies.room).filesystem in _LEASES
 
     def stage(
         self, version: LeasedVersion, *, cancel: Callable[[], None] = lambda: None
@@ -162,7 +169,7 @@ class Staging:
         *,
         cancel: Callable[[], None] = lambda: None,
     ) -> LeasedVersion:
-        """Make a copy of LATEST's tip, from deltas and a copy on this host.
+        """Make a copy of LATEST's tip: from the save itself, or from deltas and a copy here.
 
         ``lead`` names the save. If there is no such copy, or it is damaged, ``hold`` gives LATEST's
         version, which is copied first. For the rest see :meth:`stage`.
@@ -171,23 +178,28 @@ class Staging:
             NotStagedError: the copy cannot be made now. A later save may be possible.
         """
         job, latest, tip = lead
-        source = job.layout.version(tip.sequence)
-        name = copy_name(source, tip.sequence, tip.save_id, latest.dtype)
-        make = partial(self._fold, job, tip, {latest.save_id: hold}, cancel)
+        source, dtype = job.layout.version(tip.sequence), latest.dtype
+        wholes = {latest.save_id: lambda: self._whole(hold, cancel)}
         with _never_an_end():
+            if tip.root:
+                _, root = read_tip(job.storage, job.layout.delta(tip.root))
+                dtype = root.dtype
+                wholes = {root.save_id: lambda: self._copy_tip(job, root, cancel)}
+            name = copy_name(source, tip.sequence, tip.save_id, dtype)
+            make = partial(self._fold, job, tip, wholes, cancel)
             copy = self._get(name, source, make, cancel)
             try:
                 now = read_latest(job)
             except BaseException:
                 copy.release()
                 raise
-            if now and now.no_deltas and now.sequence > tip.sequence:  # perhaps rolled back
+            if now and tip.sequence < (now.sequence if now.no_deltas else now.rollback or 0):
                 copy.release()
-                raise NotStagedError(now.no_deltas)
+                raise NotStagedError(now.no_deltas or "an older version is served again")
             return copy
 
     def follows(self, job_dir: Path) -> bool:
-        """True if copies of this job's versions can be made from deltas here."""
+        """True if copies of this job's saves can be made here before their versions."""
         if not self._is_elsewhere(self._storage, job_dir):
             return False
         if (why := missing_extra()) is not None:
@@ -227,6 +239,7 @@ class Staging:
         published: Manifest | None = None,
     ) -> LeasedVersion:
         self.fetched = Fetched()
+        self._copies.reuses = self._has_leases and self._is_elsewhere(self._storage, source.parent)
         # What this process has neither made nor waited for may have been damaged since.
         copy, is_damaged = self._sound(name, source, cancel, published)
         if copy is None:
@@ -291,18 +304,24 @@ class Staging:
         self,
         job: Job,
         target: Tip,
-        wholes: Mapping[str, Callable[[], LeasedVersion]],
+        wholes: Mapping[str, Callable[[], tuple[str, Path]]],
         cancel: Check,
         name: str,
     ) -> None:
-        """Make a copy from deltas and a copy here, or a version of one of the saves ``wholes``."""
+        """Make a copy from deltas and a copy here.
+
+        ``wholes`` make copies of saves that may be there first, or are to be made themselves.
+        """
+        if target.root == target.sequence:
+            wholes[target.save_id]()
+            return
         if (why := missing_extra()) is not None:
             raise DeltaError(why)
         for is_last in (False, True):
             here = self._copies.of_job(job.layout)
             chain = find_deltas(job, target.sequence, target.save_id, here, wholes)
             save_id = chain[0].record.base
-            base_name, source = here.get(save_id) or self._whole(wholes[save_id], cancel)
+            base_name, source = here.get(save_id) or wholes[save_id]()
             base = self._copies.hold(base_name, source)
             if base is None:
                 raise DeltaError(f"{self._copies.room / base_name} was removed")
@@ -326,6 +345,19 @@ class Staging:
             self._copy(version, name, cancel)
         finally:
             version.release()
+        return name, source
+
+    def _copy_tip(self, job: Job, root: Manifest, cancel: Check) -> tuple[str, Path]:
+        """Make a copy from the trainer's own files."""
+        source = job.layout.version(root.sequence)
+        name = copy_name(source, root.sequence, root.save_id, root.dtype)
+        self._copies.sweep()
+        with self._copies.draft(name, root.size) as draft:
+            make_from_tip(
+                *(job.storage, job.layout.delta(root.sequence), draft),
+                to=self._storage, work=Work(cancel),
+            )  # fmt: skip
+        self.fetched = Fetched(full_bytes=root.size)
         return name, source
 
     def _fold_from(
@@ -411,6 +443,6 @@ def _never_an_end() -> Iterator[None]:
     except (CancelledError, NotStagedError):
         raise
     except Exception as error:
-        if not isinstance(error, (DeltaError, SyncdError, OSError, MemoryError)):
+        if not isinstance(error, DeltaError | NoTipError | SyncdError | OSError | MemoryError):
             log.warning("a delta cannot be used", exc_info=True)
         raise NotStagedError(str(error) or type(error).__name__) from error

@@ -224,9 +224,11 @@ def _facts(seen: DirectoryState, now: float) -> list[tuple[str, str]]:
         kinds = [kind for kind in (latest.kind, latest.dtype) if kind not in {"full", None}]
         more = f" ({', '.join(kinds)})" if kinds else ""
         if tip := latest.tip:
-            deltas = seen.deltas
-            more += f"; ahead: step {tip.step}, by {len(deltas)} delta{'s'[: len(deltas) != 1]}"
-            more += f" ({size(sum(delta.bytes for delta in deltas))})"
+            count = sum(not one.is_whole for one in seen.deltas)
+            by = [f"{count} delta{'s'[: count != 1]}"] if count or not tip.root else []
+            by = ["the trainer's files", *by] if tip.root else by
+            more += f"; ahead: step {tip.step}, by {' and '.join(by)}"
+            more += f" ({size(sum(delta.bytes for delta in seen.deltas))})"
         served = f"version {latest.sequence}, step {latest.step}{more}"
     facts += [("latest", served), ("names", _names(seen))]
     facts += [
@@ -377,7 +379,7 @@ def _event(event: JournalLine | AuditLine) -> str:  # noqa: PLR0911 - one return
         case "refused":
             return f"no rollback to v{event.of} for {by}: {event.why}"
         case "linked":
-            return f"made a delta of step {step}, for {version}: {size(event.delta_bytes or 0)}"
+            return f"served step {step} before {version} was made: {size(event.delta_bytes or 0)}"
         case "skipped":
             return f"skipped step {step}: a newer one was announced"
         case "quarantined" | "closed":

@@ -27,14 +27,7 @@ from syncd.protocol.policy import (
     may_produce,
     with_sent,
 )
-from syncd.protocol.reports import (
-    ExplorerReport,
-    Offer,
-    Reload,
-    Rendezvous,
-    SyncTerms,
-    loads_with,
-)
+from syncd.protocol.reports import ExplorerReport, Offer, Reload, Rendezvous, SyncTerms, loads_with
 from syncd.torch_extra import require_torch
 
 if TYPE_CHECKING:
@@ -49,7 +42,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     Args:
         workers: the explorer's number of ranks in a weight group; 0 to join no transfers.
         hub_names: True if this explorer also accepts the hub's names (``syncd run --names``).
-        follows_tip: True if it makes saves from deltas (:meth:`lead`).
+        follows_tip: True if it makes copies of saves that are not published (:meth:`lead`).
 
     Attributes:
         on_other_job: called if another job has taken the place of this explorer's job.
@@ -82,6 +75,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
                 loads=self._job.previous_loads(name),
                 sync=SyncTerms.of(settings),
                 hub_names=hub_names,
+                follows_deltas=follows_tip,
                 follows_tip=follows_tip,
                 time=0.0,
             ),
@@ -174,7 +168,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         self._me.check_process()
         loaded = version if self._counts_loads and received is None else None
         if loaded is not None:
-            changes["follows_tip"] = self._versions.passed <= loaded.sequence
+            follows = self._versions.passed <= loaded.sequence
+            changes |= {"follows_deltas": follows, "follows_tip": follows}
         with self._loading:  # so that no load of another thread is lost
             self._is_elsewhere &= version is None
             loads = loads_with(self._me.record.loads, loaded, self._wall(), reload)
@@ -186,6 +181,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
                 received=received,
                 reload=reload,
                 loads=loads,
+                fetching=None,
                 **changes,
             )
 
@@ -255,8 +251,13 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         return found if isinstance(found, Version) else current
 
     def lead(self, version: Version) -> Lead | None:
-        """The save to make from deltas, if this version is not published, but the tip."""
-        return self._versions.lead(version)
+        """The save to make a copy of, if this version is not published, but the tip.
+
+        The report names a whole save, so that the daemon keeps it meanwhile.
+        """
+        if (lead := self._versions.lead(version)) and lead.tip.root:
+            self._me.update(fetching=lead.tip.root)
+        return lead
 
     def passes(self, sequence: int) -> None:
         """Wait no longer for this save as the tip, but for its version, or for a later save."""

@@ -21,6 +21,7 @@ from syncd.protocol.policy import (
     RunningStatus,
     SyncMethod,
     SyncSettings,
+    Version,
     may_produce,
     must_wait_for_explorers,
     unanswered,
@@ -241,7 +242,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         latest = read_latest(self._job)
         if latest is not None and latest.no_deltas is not None:
             return False
-        published = SaveId.parse(latest.save_id) if latest else None
+        published = SaveId.parse((latest.tip or latest).save_id) if latest else None
         if published is not None and published.run == root.run:
             return True
         outcome = self._job.outcome(root.step)  # the root may still be merged
@@ -280,16 +281,12 @@ class TrainerSynchronizer(Member[TrainerReport]):
         waited_for = [
             one for one in self._roster.working() if one.refused is None and one.bench is None
         ]
-        for tip in {one.follows_tip for one in waited_for}:
-            newest = self._versions.newest(tip=tip)
-            held = [
-                one.served(newest, self._me.record.run_id)
-                for one in waited_for
-                if one.follows_tip is tip
-            ]
-            if must_wait_for_explorers(self.settings, newest, held):
-                return True
-        return False
+        latest, run = read_latest(self._job), self._me.record.run_id
+        held: dict[Version | None, list[Version | None]] = {}
+        for one in waited_for:
+            newest = Version.of(one.newest(latest)) if latest else None
+            held.setdefault(newest, []).append(one.served(newest, run))
+        return any(must_wait_for_explorers(self.settings, *each) for each in held.items())
 
     def ready_to_nccl_sync(
         self, step: int, *, timeout: float | None = None, cancel: Cancellation | None = None

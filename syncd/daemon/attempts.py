@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from syncd.checkpoint.merging.options import Work
-from syncd.checkpoint.model_folder import changed_settings
 from syncd.checkpoint.save import Delta, Save, SavedWeights, WholeSave
+from syncd.checkpoint.tip_folder import NoTipError
 from syncd.daemon.blocks import Obstacle
 from syncd.daemon.collect import Tidying
 from syncd.daemon.decide import Fold
 from syncd.daemon.delta_making import make_delta
 from syncd.daemon.makes import Makes
-from syncd.daemon.orders import FoldOrder, MergeOrder
+from syncd.daemon.orders import FoldOrder, MakeOrder, MergeOrder, Order, PrepareOrder
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
 from syncd.daemon.steering import Steering
 from syncd.daemon.telling.journal import lasting
+from syncd.daemon.telling.publication import publication
 from syncd.daemon.tenure import Tenure
 from syncd.daemon.turns import LateError
 from syncd.deltas.delta_check import BusyError
@@ -33,26 +35,30 @@ from syncd.protocol.errors import (
     VerificationError,
     VersionGoneError,
 )
-from syncd.protocol.names import printable
-from syncd.protocol.records import Manifest, RollbackRequest, Tip
+from syncd.protocol.names import delta_folder, printable, version_folder
+from syncd.protocol.records import Latest, Manifest, Tip
+from syncd.protocol.requests import RollbackRequest
 from syncd.protocol.version_events import (
     DeltaMade,
     DeltasStopped,
     FoldDelayed,
     MergeEnded,
-    ModelConfigChanged,
     RollbackRefused,
     SaveFault,
+    SaveNamed,
     SaveQuarantined,
     VersionFolded,
-    VersionNonfinite,
     VersionPublished,
     VersionRolledBack,
 )
 from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring, is_gone, is_no_record
 
+log = logging.getLogger(__name__)
+
 #: The most seconds between two attempts at a merge that storage refuses.
 _LONGEST_WAIT: Final = 30.0
+#: A version of a whole save that is served is made after so many seconds at the latest.
+_SOON: Final = 60.0
 #: How many rounds try a rollback that storage refuses.
 _ROLLBACK_ATTEMPTS: Final = 6
 
@@ -63,6 +69,7 @@ class Attempts:
 
     Attributes:
         may_overtake: True if the last attempt ended, or missed only room.
+        untaken: the identity, or the run, of the last save that must be merged to be served.
         obstacle: of the last attempt, until one succeeds.
         late: LATEST's ``no_deltas``, although the daemon still tries to make deltas.
     """
@@ -72,6 +79,7 @@ class Attempts:
     reporter: Reporter
     tidying: Tidying
     makes: Makes
+    prepares: Makes
 
     def __post_init__(self) -> None:
         self._job, self._clock = self.tenure.job, self.tenure.clock
@@ -79,6 +87,7 @@ class Attempts:
         self._tell = self._journal.tell
         self._steering = Steering(self._job)
         self.may_overtake = False
+        self.untaken = ""
         self.obstacle: Obstacle | None = None
         self._tried: str | None = None
         self._again_at = 0.0
@@ -87,10 +96,9 @@ class Attempts:
         self._refusals = 0
         self.late = ""
         self._missed: dict[str, object] = {}  # the work whose file was missing
+        self._named_at: dict[int, float] = {}  # the whole saves that were named, by their numbers
 
-    def publish(  # noqa: PLR0911 - one return for each way it ends
-        self, save: WholeSave, whole_since: float, work: Work
-    ) -> str:
+    def publish(self, save: WholeSave, whole_since: float, work: Work) -> str:
         """Begin to merge a save, and publish it once it is merged, or quarantine it.
 
         Returns the reason if the save has to wait, else "". ``whole_since`` is the ``clock`` time
@@ -100,11 +108,22 @@ class Attempts:
         Raises:
             SyncdError: another daemon took over, a stop was requested, or the job is unavailable.
         """
-        makes, before = self.makes, self.publisher.latest
+        return self._try(save, self.makes, lambda: self._merge(save, whole_since, work))
+
+    def prepare(self, save: WholeSave, whole_since: float, work: Work) -> str:
+        """Begin to prepare a save, and let LATEST name it once it is prepared.
+
+        For the rest see :meth:`publish`. A save that can be no tip becomes ``untaken``.
+        """
+        return self._try(save, self.prepares, lambda: self._prepare(save, whole_since, work))
+
+    def _try(  # noqa: PLR0911 - one return for each way it ends
+        self, save: WholeSave, makes: Makes, attempt: Callable[[], None]
+    ) -> str:
         if not makes.is_of(save) and (reason := self._not_now(save)):
             return reason
         try:
-            manifest = self._merged(save, whole_since, work)
+            attempt()
         except (SaveNotReadyError, NoRoomError) as error:
             return self._try_later(save, str(error), error)
         except CheckpointError as error:
@@ -123,58 +142,95 @@ class Attempts:
             why = f"step {save.step}: not enough memory to merge it now"
             return self._try_later(save, why, error)
         except Exception as error:  # noqa: BLE001 - a bug in syncd is logged with its traceback
-            path = self.publisher.outcomes.quarantine(save, error)
+            path = self.publisher.outcomes.quarantine(save.step, save.known_as, error)
             why = f"a bug in syncd: {type(error).__name__}: {error}"
             self._tell(SaveFault(save.step, path, why, error))
             self._ended()
-            return ""
-        if manifest is None:
-            return ""
-        self._ended()
-        self._say_published(manifest, makes.begun, makes.whole_since)
-        self.reporter.arrival.pace = self._clock() - makes.whole_since
-        self._say_names()
-        if before is not None:
-            folders = [self._job.layout.version(one.sequence) for one in (before, manifest)]
-            if changes := changed_settings(self._job.storage, *folders):
-                event = ModelConfigChanged(
-                    version=manifest.sequence,
-                    step=manifest.step,
-                    before=before.sequence,
-                    changes=changes,
-                    changes_="; ".join(changes),
-                )
-                self._tell(event)
-        self._journal.write()  # pruning, which comes next, may take long
         return ""
 
-    def _merged(self, save: WholeSave, whole_since: float, work: Work) -> Manifest | None:
-        """Begin to merge a save, or go on; the manifest once its version is published."""
-        publisher, makes, ended = self.publisher, self.makes, True
+    def _merge(self, save: WholeSave, whole_since: float, work: Work) -> None:
+        """Begin to merge a save, or go on; publish the version once it is made."""
+        publisher, makes, before = self.publisher, self.makes, self.publisher.latest
+        ended = True
         try:
             if not makes.is_of(save):
                 makes.end()
-                self._begin(save, whole_since, work)
+                self.may_overtake = False
+                publisher.check_finite(save)
+                self._check_room(save)
+                self.reporter.report("merging", f"step {save.step}")
+                self._begin(makes, MergeOrder, save, publisher.next_sequence(), whole_since, work)
             manifest = makes.poll()
             if manifest is None:
                 ended = False
-                return None
+                return
             publisher.publish(save, manifest)
         finally:
             if ended:
                 makes.end()
-        return manifest
+        self._say_served(makes)
+        self._say_published(manifest, before, makes.begun, makes.whole_since)
+        self._journal.write()  # pruning, which comes next, may take long
 
-    def _begin(self, save: WholeSave, whole_since: float, work: Work) -> None:
-        publisher, makes = self.publisher, self.makes
-        self.may_overtake = False
-        publisher.check_finite(save)
-        self._check_room(save)
-        self.reporter.report("merging", f"step {save.step}")
-        sequence, options = publisher.next_sequence(), publisher.merge_options()
+    def _prepare(self, save: WholeSave, whole_since: float, work: Work) -> None:
+        """Begin to prepare a save, or go on; name it once it is prepared."""
+        publisher, prepares, outcomes = self.publisher, self.prepares, self.publisher.outcomes
+        ended = True
+        try:
+            if not prepares.is_of(save):
+                prepares.end()
+                self.may_overtake = False
+                publisher.check_finite(save)
+                sequence = publisher.reserve(self.makes.save)
+                self._begin(prepares, PrepareOrder, save, sequence, whole_since, work)
+            manifest = prepares.poll()
+            if manifest is None:
+                ended = False
+                return
+            sequence = manifest.sequence
+            if not publisher.is_newest(sequence):
+                raise SaveNotReadyError(f"{delta_folder(sequence)} is another save now")
+            outcomes.published(save.step, save.identity, sequence)  # as for a delta
+            if outcomes.unwritten:
+                raise outcomes.unwritten
+            self.tenure.epoch.commit_delta(delta_folder(sequence))
+            self._name(Tip(sequence=sequence, step=save.step, save_id=save.identity, root=sequence))
+        except NoTipError as error:
+            log.debug("step %d is merged before it is served: %s", save.step, error)
+            self.untaken, *_ = save.identity.partition("-")  # nor the later ones of this run
+            return
+        finally:
+            if ended:
+                prepares.end()
+        self._say_served(prepares)
+        seconds = round(self._clock() - prepares.begun, 3)
+        self._tell(SaveNamed(sequence, save.step, manifest.size, seconds))
+
+    def _begin(
+        self,
+        makes: Makes,
+        order: type[MergeOrder | PrepareOrder],
+        save: WholeSave,
+        sequence: int,
+        whole_since: float,
+        work: Work,
+    ) -> None:
+        options = self.publisher.merge_options()
         makes.save, makes.whole_since = save, whole_since
-        room = makes.room(sequence)
-        makes.begin(MergeOrder(room, save.step, save.identity, sequence, options), save.step, work)
+        name = (version_folder if order is MergeOrder else delta_folder)(sequence)
+        room = makes.room(name)
+        makes.begin(order(room, save.step, save.identity, sequence, options), save.step, work)
+
+    def _name(self, tip: Tip) -> None:
+        if tip.root:
+            self._named_at[tip.root] = self._clock()
+        self.publisher.advance(tip)
+        if self.makes.save is not None:
+            self.makes.end()  # its version would be older than what is served
+
+    def _say_served(self, makes: Makes) -> None:
+        self._ended()
+        self.reporter.arrival.pace = self._clock() - makes.whole_since
 
     def _not_now(self, save: WholeSave) -> str:
         if save.identity != self._tried:
@@ -183,11 +239,21 @@ class Attempts:
             return self._journal.waiting_for
         return "paused" if self._steering.is_paused() else ""
 
-    def make_deltas(self, saves: Sequence[SavedWeights], sequence: int) -> str:
+    def is_due(self, tip: Tip | None) -> bool:
+        """True if a version of the whole save that the tip rests on must be made now."""
+        latest = self.publisher.latest
+        version, now = latest.sequence if latest else 0, self._clock()
+        named = {number: at for number, at in self._named_at.items() if number > version}
+        if tip and tip.root:
+            named.setdefault(tip.root, now)  # perhaps by an earlier daemon
+        self._named_at = named
+        return bool(named) and now - min(named.values()) >= max(_SOON, self.makes.took)
+
+    def make_deltas(self, saves: Sequence[SavedWeights], sequence: int, root: int | None) -> str:
         """Make deltas of saves, the oldest first, unless the delta of the last one is ``sequence``.
 
-        Then LATEST names the last one as its tip, unless it has NaN and the daemon refuses it. For
-        the result and errors see :meth:`publish`.
+        ``root`` is as in :class:`~.decide.MakeDeltas`. Then LATEST names the last one as its tip,
+        unless it has NaN and the daemon refuses it. For the result and errors see :meth:`publish`.
         """
         for save in () if sequence else saves:
             latest = self.publisher.latest
@@ -195,7 +261,9 @@ class Attempts:
                 return reason
             begun = self._clock()
             try:
-                sequence = make_delta(self.tenure, self.publisher, save, latest)
+                at = self._job.layout
+                whole = at.delta(root) if root else at.version(latest.sequence)
+                sequence = make_delta(self.tenure, self.publisher, save, whole)
             except (DeltaError, RecordError, MemoryError) as error:
                 why = str(error) or "the daemon has no memory left"
                 self._stop(save.step, save.identity, why)
@@ -218,9 +286,7 @@ class Attempts:
             self.give_up(save, error)
             return ""
         self.publisher.outcomes.published(save.step, save.identity, sequence)
-        self.publisher.advance(Tip(sequence=sequence, step=save.step, save_id=save.identity))
-        if self.makes.save is not None:
-            self.makes.end()  # its version would be older than what is served
+        self._name(Tip(sequence=sequence, step=save.step, save_id=save.identity, root=root))
         return ""
 
     def stop_deltas(self, save: WholeSave) -> None:
@@ -262,41 +328,74 @@ class Attempts:
         if latest is None or not late:
             self.publisher.outcomes.skip(step, save_id)
 
-    def fold(self, fold: Fold) -> None:
+    def fold(self, fold: Fold, work: Work) -> None:
         """Begin or continue a fold, and publish it once it is ready."""
-        latest, makes, tip = self.publisher.latest, self.makes, fold.tip
+        latest, makes = self.publisher.latest, self.makes
         if latest is None:
             return
+        fold = makes.fold or fold
+        tip = fold.tip
         if makes.obstacle is not None:
             self.tenure.blocks.meet("fold", makes.obstacle, is_told=True)
-        chain = [delta.sequence for delta in fold.chain]
-        named = latest.model_copy(update={"tip": tip})
         try:
-            manifest = makes.poll_fold(fold, FoldOrder(makes.room(tip.sequence), named, chain))
+            manifest = makes.poll_fold(fold, self._order_of(fold, latest), work)
             if manifest is None or self._steering.is_paused():
                 return
-            self.publisher.publish_fold(manifest)
-        except (DeltaError, RecordError, NoRoomError, OSError, MemoryError, RuntimeError) as error:
+            self.publisher.publish_fold(manifest, of_deltas=not tip.root)
+        except LateError as error:
+            makes.end()
+            self._tell(MergeEnded(tip.step, str(error)))
+        except (
+            *(DeltaError, NoTipError, CheckpointError, RecordError, SaveNotReadyError),
+            *(NoRoomError, OSError, MemoryError, RuntimeError),
+        ) as error:
             is_over = self._is_over("fold", latest.sequence, error)
             damaged, event = is_over and _cannot_heal(error), FoldDelayed(tip.step, error)
             makes.end(None if damaged else Obstacle.of(str(event), error))
             self._job.check_is_there()
-            if is_over:
+            if damaged and tip.root:
+                self._distrust(tip, error)
+            elif is_over:
                 self._stop(tip.step, tip.save_id, str(error), late=not damaged)
             if damaged:
-                makes.damaged = tip.sequence
+                makes.damaged = None if tip.root else tip.sequence
             else:
                 self.tidying.after(error)
                 self._tell(event)
         else:
             makes.end()
-            self._say_published(manifest, makes.begun, makes.begun, VersionFolded)
+            before, kind = (latest, VersionPublished) if tip.root else (None, VersionFolded)
+            self._say_published(manifest, before, makes.begun, makes.begun, kind)
+
+    def _order_of(self, fold: Fold, latest: Latest) -> Order:
+        tip, room = fold.tip, self.makes.room(version_folder(fold.tip.sequence))
+        if not tip.root:
+            named = latest.model_copy(update={"tip": tip})
+            return FoldOrder(room, named, [delta.sequence for delta in fold.chain])
+        if tip.save_id != self.untaken:
+            return MakeOrder(room, tip.sequence)
+        options = self.publisher.merge_options()
+        return MergeOrder(room, tip.step, tip.save_id, tip.sequence, options)
+
+    def _distrust(self, tip: Tip, error: Exception) -> None:
+        """Merge a whole save from its step, if only its tip is damaged; else quarantine it."""
+        if tip.save_id != self.untaken and not isinstance(error, CheckpointError):
+            self.untaken = tip.save_id
+            self._tell(FoldDelayed(tip.step, error))
+            return
+        latest = self.publisher.latest
+        if latest and latest.tip and latest.tip.root == tip.root:
+            self.publisher.advance(None, str(error))
+        self._refuse(tip.step, tip.save_id, error)
 
     def give_up(self, save: Save, error: CheckpointError) -> None:
         """Quarantine a save."""
-        path = self.publisher.outcomes.quarantine(save, error)
-        self._tell(SaveQuarantined(save.step, error, path))
+        self._refuse(save.step, save.known_as or "", error)
         self._ended()
+
+    def _refuse(self, step: int, identity: str, error: Exception) -> None:
+        path = self.publisher.outcomes.quarantine(step, identity, error)
+        self._tell(SaveQuarantined(step, error, path))
 
     def roll_back(self, request: RollbackRequest) -> None:
         """Make an old version LATEST again, and answer the request.
@@ -310,7 +409,8 @@ class Attempts:
             self._asked, self._refusals = request.id, 0
         by = printable(request.by)
         try:
-            manifest = self.publisher.republish(request, self.makes.save)
+            making = self.prepares.save or self.makes.save
+            manifest = self.publisher.republish(request, making)
         except (VersionGoneError, VerificationError, RecordError, OSError) as error:
             self._job.check_is_there()
             self._refusals += 1
@@ -320,6 +420,7 @@ class Attempts:
             self.publisher.answer(request, made=None, why=str(error))
             return
         self.makes.end()
+        self.prepares.end()
         self._tell(
             VersionRolledBack(
                 of=request.sequence,
@@ -335,26 +436,17 @@ class Attempts:
     def _say_published(
         self,
         manifest: Manifest,
+        before: Latest | None,
         begun: float,
         whole_since: float,
         kind: type[VersionPublished] = VersionPublished,
     ) -> None:
-        now, found = self._clock(), manifest.nonfinite
-        version, step = manifest.sequence, manifest.step
-        bad = found if found and found.count else None
-        self._tell(
-            kind(
-                version=version,
-                step=step,
-                kind=manifest.kind,
-                bytes=manifest.size,
-                seconds=round(now - begun, 3),
-                latency_seconds=round(now - whole_since, 3),
-                why_=str(bad) if bad else None,
-            )
-        )
-        if bad:
-            self._tell(VersionNonfinite(version, step, bad.count, list(bad.names), bad))
+        now, latency = self._clock(), self._clock() - whole_since
+        for event in publication(
+            self._job, manifest, before, seconds=now - begun, latency=latency, kind=kind
+        ):
+            self._tell(event)
+        self._say_names()
 
     def _say_names(self) -> None:
         if (change := self.publisher.naming.change) is not None:
@@ -389,4 +481,4 @@ def _cannot_heal(error: Exception) -> bool:
     """True if a file is damaged, missing, or no regular file, so that waiting does not help."""
     if isinstance(error, OSError):
         return is_gone(error) or is_no_record(error)
-    return isinstance(error, DeltaError | RecordError)
+    return isinstance(error, DeltaError | NoTipError | CheckpointError | RecordError)

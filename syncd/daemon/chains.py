@@ -1,22 +1,26 @@
-"""The deltas above LATEST, and the chain back from the pointer's save."""
+"""The saves and deltas above LATEST, and the chain back from the pointer's save."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from syncd.checkpoint.save import Delta, Remote, Save, SavedWeights, Unfinished
+from syncd.checkpoint.tip_folder import TipRecord
 from syncd.deltas.delta_index import DeltaRecord
 from syncd.deltas.limits import LONGEST_CHAIN
-from syncd.protocol.names import DELTA
+from syncd.protocol.names import DELTA, SHARDS, TIP
 from syncd.protocol.records import SaveId
+from syncd.storage.errnos import REFUSED_HERE, Ignoring
+from syncd.storage.fsio import Storage
 from syncd.storage.job import OF_OTHERS, Job
 
 
 @dataclass(frozen=True)
 class DeltaSeen:
-    """A delta on disk, from the save ``base`` to the save ``target``.
+    """A delta on disk, from the save ``base`` to the save ``target``; or all of that save.
 
     ``sequence`` is that of its version to come. One whose record cannot be read has neither save.
     """
@@ -25,6 +29,7 @@ class DeltaSeen:
     bytes: int
     base: str | None = None
     target: str = ""
+    is_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,24 +49,42 @@ class Chain:
 
 
 def look_at_delta(job: Job, sequence: int) -> DeltaSeen:
-    """A delta on disk. No content of its folder causes an exception."""
+    """A delta on disk. No content of its folder causes an exception.
+
+    Raises:
+        OSError: storage does not answer, which says nothing about the delta.
+    """
     folder, seen = job.layout.delta(sequence), DeltaSeen(sequence, 0)
-    with suppress(OSError):  # a fold says why
-        files = [job.storage.status(folder / name) for name in job.storage.names(folder)]
-        seen = replace(seen, bytes=sum(file.st_size for file in files if file is not None))
+    with Ignoring(REFUSED_HERE | {errno.ENOENT, errno.ENOTDIR}):  # a fold says why
+        seen = replace(seen, bytes=_size(job.storage, folder))
         if delta := job.read(DeltaRecord, folder / DELTA, OF_OTHERS):
             seen = replace(seen, base=delta.base, target=delta.target)
+        elif tip := job.read(TipRecord, folder / TIP, OF_OTHERS):
+            size = _size(job.storage, folder / SHARDS)
+            seen = DeltaSeen(sequence, size, target=tip.target, is_whole=True)
     return seen
+
+
+def _size(storage: Storage, folder: Path) -> int:
+    files = [storage.status(folder / name) for name in storage.names(folder)]
+    return sum(file.st_size for file in files if file is not None)
 
 
 def deltas_to_each(
     version: int, save_id: str | None, deltas: Iterable[DeltaSeen]
 ) -> dict[str, tuple[DeltaSeen, ...]]:
-    """The deltas above a version that lead from its save to each other save, oldest first."""
+    """The deltas above a version that lead to each save, oldest first.
+
+    They lead from the version's save, or begin with a whole save.
+    """
     found: dict[str, tuple[DeltaSeen, ...]] = {}
     # A delta comes after the delta to its base, so deltas from a save to itself are no loop.
     for delta in sorted(deltas, key=lambda delta: delta.sequence):
-        if delta.base and delta.sequence > version and delta.target != save_id:
+        if delta.sequence <= version:
+            continue
+        if delta.is_whole:
+            found[delta.target] = (delta,)  # the newest, because the trainer may have gone back
+        elif delta.base and delta.target != save_id:
             before = () if delta.base == save_id else found.get(delta.base)
             if before is not None:
                 found.setdefault(delta.target, (*before, delta))

@@ -115,7 +115,8 @@ class PruningRules(BaseModel):
 
     deltas: Live[Literal["auto", "on", "off"]] = "auto"
     """Whether trainers may save [deltas](deltas.md). `auto`: if this host has the extra `deltas`;
-    `on`: likewise, and refuse to start without it; `off`: never, and delete all up to LATEST."""
+    `on`: likewise, and refuse to start without it; `off`: never, delete all up to LATEST, and
+    serve no save before its version."""
 
     keep_deltas: Live[Annotated[Count, Ge(1)]] = 16
     """The most deltas to keep up to LATEST, for hosts that lag behind; together they are at most
@@ -180,6 +181,11 @@ class DaemonConfig(PruningRules):
     hang_time: Annotated[Seconds, Gt(0)] = 600.0
     """If storage does not answer for so long, [the daemon exits](systemd.md#what-systemd-is-told),
     so that another daemon can take over. A merge without a sign of life is begun again."""
+
+    @property
+    def has_tips(self) -> bool:
+        """True if a save may be served before its version, which then has exactly its bytes."""
+        return self.deltas != "off" and self.digests and self.cast is None
 
 
 class RunConfig(DaemonConfig):

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from syncd.checkpoint.save import Delta, SavedWeights, Unfinished, WholeSave
+from syncd.checkpoint.save import Delta, SavedWeights, Shards, Unfinished, WholeSave
 from syncd.daemon.chains import DeltaSeen
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.observation import Observation, StepSeen
 from syncd.protocol.names import STATE_POINTER, printable, version_folder
-from syncd.protocol.records import RollbackRequest, SaveId, Tip
+from syncd.protocol.records import SaveId, Tip
+from syncd.protocol.requests import RollbackRequest
 
 #: Seconds to wait for a step's remote path, which trainers write right after they make the folder.
 _PATH_TIME: Final = 60.0
@@ -34,14 +35,23 @@ class Merge:
 
 
 @dataclass(frozen=True)
+class Prepare:
+    """Prepare this save beside the loop, or go on, and let LATEST name it as its tip."""
+
+    save: WholeSave
+
+
+@dataclass(frozen=True)
 class MakeDeltas:
     """Make deltas of these saves, the oldest first, and let LATEST name the last one as its tip.
 
     The last one is the pointer's. If it has a delta, ``sequence`` is the number of its delta.
+    ``root`` is the number of the whole save that they rest on, if any (see :class:`Tip`).
     """
 
     saves: tuple[SavedWeights, ...]
     sequence: int = 0
+    root: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,10 @@ class StopDeltas:
 
 @dataclass(frozen=True)
 class Fold:
-    """Make a full version of LATEST's, of ``size`` bytes, and deltas to ``tip``, or publish it."""
+    """Make a full version of ``tip``, of ``size`` bytes, or publish it.
+
+    It is made of LATEST's and the deltas of ``chain``, or of the whole save there.
+    """
 
     chain: Sequence[DeltaSeen]
     size: int
@@ -148,7 +161,7 @@ class Learn:
 #: The actions that delete data of the job.
 Pruning = DropLease | RetireVersion | PruneDelta | PruneStep
 #: The actions that make new versions or deltas.
-New = Merge | MakeDeltas | StopDeltas | Fold | Republish
+New = Merge | Prepare | MakeDeltas | StopDeltas | Fold | Republish
 Action = New | GiveUp | AnswerRequest | Skip | Forget | CloseLeaseFolder | Learn | Pruning
 
 
@@ -178,14 +191,19 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
         new, waiting_for = _publish(seen, config)
         if seen.making is not None and not _is_served(seen) and not _links_saves(new):
             given_up = (action for action in new if isinstance(action, GiveUp))
-            new = (Merge(seen.making), *given_up)
-        if seen.making is None and all(isinstance(action, MakeDeltas) for action in new):
+            prepares = (action for action in new if isinstance(action, Prepare))
+            new = (Merge(seen.making), *given_up, *prepares)
+        if seen.preparing is not None and not _is_served(seen):  # what has begun is finished
+            same = Merge(seen.preparing)
+            others = (it for it in new if not isinstance(it, Prepare) and it != same)
+            new = (Prepare(seen.preparing), *others)
+        if seen.making is None and all(isinstance(it, MakeDeltas | Prepare) for it in new):
             new = (*new, *_fold(seen, config))  # saves may come each round
     records: tuple[Action, ...] = (
         *(
             Skip(save.step, save.identity)
             for save in seen.unrecorded
-            if save.identity and save not in (*seen.chain.saves, seen.making)
+            if save.identity and save not in (*seen.chain.saves, seen.making, seen.preparing)
         ),
         *(Forget(step) for step in seen.vanished),
     )
@@ -207,7 +225,7 @@ def _rollback(request: RollbackRequest, seen: Observation) -> Republish | Answer
     if request.id == seen.served_request:
         return AnswerRequest(request, made=seen.latest)
     name = version_folder(request.sequence)
-    if request.sequence == seen.latest and seen.tip is None and seen.making is None:
+    if request.sequence == seen.latest and not (seen.tip or seen.making or seen.preparing):
         return AnswerRequest(request, why=f"{name} is already LATEST")
     leasable = set(seen.versions) & set(seen.lease_folders)
     if request.sequence > seen.latest or request.sequence not in leasable:
@@ -234,7 +252,7 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[New | GiveU
             f"have not changed for {config.tick:g} s"
         )
         return (), why
-    return (_delta(save, seen) if isinstance(save, Delta) else (Merge(save),)), ""
+    return _delta(save, seen) if isinstance(save, Delta) else _whole(save, seen), ""
 
 
 def _is_served(seen: Observation) -> bool:
@@ -247,33 +265,62 @@ def _links_saves(new: Iterable[Action]) -> bool:
     return any(isinstance(action, MakeDeltas) for action in new)
 
 
+def _whole(save: WholeSave, seen: Observation) -> tuple[New, ...]:
+    """Serve a save before its version, or merge it."""
+    deltas = seen.deltas_to.get(save.identity)
+    if isinstance(save, Shards) and deltas and deltas[-1].sequence > _named(seen):
+        return (MakeDeltas((save,), deltas[-1].sequence, deltas[-1].sequence),)
+    may = seen.takes_tips and seen.latest and isinstance(save, Shards) and save.receipts
+    names = {save.identity, save.identity.partition("-")[0]}
+    is_merged = bool(names & {seen.untaken, seen.making and seen.making.identity})
+    return (Merge(save),) if is_merged or not may else (Prepare(save),)
+
+
+def _named(seen: Observation) -> int:
+    return seen.tip.sequence if seen.tip else seen.latest
+
+
+def _root(save: SavedWeights, seen: Observation) -> int | None:
+    """The number of the whole save that a delta rests on, if any."""
+    save_id = save.identity if save.identity in seen.deltas_to else save.base or ""
+    if save_id == seen.save_id:
+        return None
+    root = seen.deltas_to[save_id][0]
+    return root.sequence if root.is_whole else None
+
+
 def _delta(save: Delta, seen: Observation) -> tuple[New, ...]:
-    deltas, chain = seen.deltas_to.get(save.identity), seen.chain
-    named = seen.tip.sequence if seen.tip else seen.latest
+    deltas, chain, named = seen.deltas_to.get(save.identity), seen.chain, _named(seen)
     sequence = deltas[-1].sequence if deltas else 0
-    if sequence > named or (deltas is None and chain.joins and not seen.no_deltas):
-        return (MakeDeltas(chain.saves[:1] if sequence else chain.saves[::-1], sequence),)
+    joins = chain.joins and save.identity != seen.save_id  # else the trainer has gone back to it
+    if sequence > named or (deltas is None and joins and not seen.no_deltas):
+        saves = chain.saves[:1] if sequence else chain.saves[::-1]
+        return (MakeDeltas(saves, sequence, _root(saves[0], seen)),)
     if sequence != named and any(one.full for one in seen.steps if one.step == save.step):
         return (Merge(save),)  # by the weights to resume from: the trainer has gone back
     if deltas is None and chain.full is not None:
-        return (Merge(chain.full),)
+        return _whole(chain.full, seen)
     settled = (seen.no_deltas or not seen.latest) and seen.outcome == "skipped"
     return () if settled or deltas is not None else (StopDeltas(save),)
 
 
 def _fold(seen: Observation, config: DaemonConfig) -> tuple[Fold, ...]:
     """Fold by need: for explorers of whole versions, to spare deltas, or if no save comes."""
-    if seen.tip is None or not seen.may_fold:
+    tip = seen.tip
+    if tip is None or not seen.may_fold:
         return ()
-    chain, size = seen.deltas_to.get(seen.tip.save_id, ()), seen.full_bytes or 0
+    chain, size = seen.deltas_to.get(tip.save_id, ()), seen.full_bytes or 0
     quiet = _IDLE_TICKS * config.tick if config.exit_when_idle else _QUIET
-    needed = (
-        seen.must_fold,
-        len(chain) >= _MANY_DELTAS,
-        sum(delta.bytes for delta in chain) > size / 4,
-        seen.save_still_for >= quiet,
-    )
-    return (Fold(chain, size, seen.tip),) if chain and any(needed) else ()
+    needed = [seen.must_fold, seen.save_still_for >= quiet]
+    if chain and (root := chain[0]).is_whole:  # first, and the deltas on it later
+        saved = SaveId.parse(root.target)
+        step = saved.step if saved else tip.step
+        tip = Tip(sequence=root.sequence, step=step, save_id=root.target, root=root.sequence)
+        chain, size = (root,), root.bytes
+    else:
+        many = sum(delta.bytes for delta in chain) > size / 4
+        needed += [len(chain) >= _MANY_DELTAS, many]
+    return (Fold(chain, size, tip),) if chain and any(needed) else ()
 
 
 def _leases(seen: Observation, config: DaemonConfig) -> Iterable[DropLease]:
@@ -309,9 +356,18 @@ def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
     """Deltas to delete. A chain of deltas larger than half a version helps no explorer.
 
     Every chain ends with the newest delta, so all deltas older than a pruned one are pruned too.
+    A whole save goes once it is a version, or a newer one is named.
     """
     together, count, at_most = 0, 0, (seen.full_bytes or math.inf) / 2
+    saves = (seen.tip and seen.tip.save_id, seen.save and seen.save.known_as)
+    chains = [seen.deltas_to.get(save or "", ()) for save in saves]
+    needed = {delta.sequence for chain in chains for delta in chain}.union(seen.in_use)
+    root = max(seen.latest, (seen.tip and seen.tip.root) or 0)
     for delta in sorted(seen.deltas, key=lambda delta: -delta.sequence):
+        if delta.is_whole:
+            if delta.sequence <= root and delta.sequence not in needed:
+                yield PruneDelta(delta.sequence, "there is a version of this save, or a newer save")
+            continue
         if delta.sequence > seen.latest:
             if delta.base is not None and delta not in seen.deltas_to.get(delta.target, ()):
                 yield PruneDelta(delta.sequence, "it does not lead from LATEST's version")

@@ -16,15 +16,17 @@ from syncd.deltas.delta_plan import PlanBase
 from syncd.deltas.limits import DeltaError
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.names import DELTA, HUGGINGFACE, MODEL_CONFIG, delta_folder, delta_name
-from syncd.protocol.records import Latest, VersionFile, encode
+from syncd.protocol.records import VersionFile, encode
 from syncd.storage.fsio import Storage
 
 #: The most bytes of all ranks' indexes.
 _MOST: Final = 4 * INDEX_LIMIT
 
 
-def make_delta(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest: Latest) -> int:
-    """Make a delta whose base is a delta, or LATEST's save; returns its sequence.
+def make_delta(tenure: Tenure, publisher: Publisher, save: SavedWeights, whole: Path) -> int:
+    """Make a delta; returns its sequence.
+
+    Its base is a delta, or the save of ``whole``, the folder of LATEST's version or a whole tip.
 
     Raises:
         DeltaError: the save cannot be taken as a delta.
@@ -34,8 +36,7 @@ def make_delta(tenure: Tenure, publisher: Publisher, save: SavedWeights, latest:
     """
     job, epoch, sequence = tenure.job, tenure.epoch, publisher.reserve()
     actor, vouched = job.layout.actor(save.step), save.vouched()
-    published = job.layout.version(latest.sequence)
-    version = WholeVersion(published, read_manifest(job.storage, published))
+    version = WholeVersion(whole, read_manifest(job.storage, whole))
     with epoch.build(delta_folder(sequence)) as folder:  # mkdir building/d000017
         files = []
         for rank in range(len(save.receipts)):

@@ -28,6 +28,7 @@ from syncd.daemon.decide import (
     MakeDeltas,
     Merge,
     New,
+    Prepare,
     PruneDelta,
     PruneStep,
     Pruning,
@@ -50,7 +51,7 @@ from syncd.daemon.tenure import Tenure
 from syncd.daemon.turns import OTHERS_FIRST, Turn
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.events import DaemonActive
-from syncd.protocol.reports import Reason
+from syncd.protocol.reports import ExplorerReport, Reason
 from syncd.protocol.version_events import MergeLate, SaveSkipped, VersionAdopted
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,8 @@ class Loop:
         config: the configuration of the next round. Only the keys in ``LIVE_KEYS`` may change.
         publishes: if False, the loop makes no new versions.
         pruned: the deletions of the last round.
-        has_made: True if it published a merge, so that the next round should come at once.
+        has_made: True if a save is served since this round, or must now be merged, so that the next
+            round should come at once.
     """
 
     tenure: Tenure
@@ -95,10 +97,12 @@ class Loop:
         self._records = OwnRecords(job, tenure.epoch, tenure.blocks, tenure.clock)
         self._tidying = Tidying(tenure, self._pruner)
         self._makes = Makes(tenure, self.work, self.config.hang_time)
+        self._prepares = Makes(tenure, self.work, self.config.hang_time)
+        self._prepare_turn = Turn(self.turn.turns.of_prepares, self.turn.job, self.turn.wake)
         self._attempts = Attempts(
-            tenure, self._publisher, self._reporter, self._tidying, self._makes
+            tenure, self._publisher, self._reporter, self._tidying, self._makes, self._prepares
         )
-        self._follow_tip: list[bool] = []  # for each live explorer
+        self._live: list[ExplorerReport] = []
         self._prunings_left = False
         self._coming: int | None = None  # the step of the save for which a process was started
         self._stuck: dict[int, Obstacle] = {}  # the steps that cannot be pruned
@@ -123,7 +127,9 @@ class Loop:
         self.pruned.clear()
         started, config = self._clock(), self.config
         self._publisher.config = config
-        self._makes.maker.listen()  # what it tells later begins the next round at once
+        for makes in (self._makes, self._prepares):
+            makes.maker.listen()  # what it tells later begins the next round at once
+        untaken = self._attempts.untaken
         seen = self._scanner.scan(self._known(), config)
         decision = decide(seen, config)
         self.notice.ready()  # before work that may take long
@@ -137,7 +143,7 @@ class Loop:
         actions = sorted(decision.actions, key=_is_pruning, reverse=self._prunings_left)
         self._drop_what_is_unwanted(seen, actions)
         self._prunings_left = self._refused_turn = False
-        self._prepare(seen)
+        self._start_process(seen)
         for action in actions:
             self.tenure.cancel()
             if _is_pruning(action) and self._clock() - begun > config.tick:
@@ -160,8 +166,12 @@ class Loop:
         self._tidy(seen)
         self._look_at_arrival(seen)
         self._meet_obstacles(seen)
-        made = self._publisher.known.published_save
-        self.has_made = seen.making is not None and seen.making.identity == made
+        made, latest = self._publisher.known.published_save, self._publisher.latest
+        self.has_made = (
+            (seen.making is not None and seen.making.identity == made)
+            or (latest and latest.tip and latest.tip.root) != (seen.tip and seen.tip.root)
+            or untaken != self._attempts.untaken
+        )
         self._report(seen, waiting_for)
         self.tenure.meter.round_ended(self._clock() - started)
         return decision
@@ -174,7 +184,7 @@ class Loop:
         pauses = seen.pause is not None and self._makes.save is None
         self._reporter.pause = seen.pause.id if seen.pause and pauses else None
         makes, self._reporter.no_deltas = self._makes, self._no_deltas()
-        self._reporter.fold = makes.progress if makes.is_folding else None
+        self._reporter.fold = makes.progress if makes.fold else None
         if makes.save is None:
             self._reporter.report("watching", waiting_for)
         else:
@@ -190,14 +200,18 @@ class Loop:
         self._reporter.report("watching", f"paused: {error}")
 
     @property
-    def output(self) -> int | None:
-        """The descriptor that can be read once a process has told more of what it makes, if any."""
-        return self._makes.maker.output
+    def outputs(self) -> list[int]:
+        """The descriptors that can be read once a process has told more of what it makes."""
+        outputs = (makes.maker.output for makes in (self._makes, self._prepares))
+        return [output for output in outputs if output is not None]
 
     def leave(self) -> None:
         """End the background work; call this even if the loop ends with an error."""
-        self._makes.maker.stop()  # first, because storage may refuse the rest
+        self._prepare_turn.leave()
+        for makes in (self._makes, self._prepares):
+            makes.maker.stop()  # first, because storage may refuse the rest
         self._makes.end()
+        self._prepares.end()
 
     def end(self) -> None:
         """Remove unfinished files; the caller must still release the lock."""
@@ -232,15 +246,20 @@ class Loop:
     def _make(self, action: New, whole_since: float) -> str:
         match action:
             case Merge():
-                return self._publish_in_turn(action, whole_since)
+                return self._make_in_turn(self._makes, action, whole_since)
+            case Prepare():
+                return self._make_in_turn(self._prepares, action, whole_since)
             case Republish(request):
                 self._attempts.roll_back(request)
-            case MakeDeltas(saves, sequence):
-                return self._attempts.make_deltas(saves, sequence)
+            case MakeDeltas():
+                return self._attempts.make_deltas(action.saves, action.sequence, action.root)
             case StopDeltas(save):
                 self._attempts.stop_deltas(save)
+            case Fold(tip=tip) if tip.root and not self.turn.take(tip.save_id):
+                return OTHERS_FIRST
             case Fold():
-                self._attempts.fold(action)
+                work = Work(self._may_go_on, self.turn.progress, self._clock)
+                self._attempts.fold(action, work)
         return ""
 
     def _prune(self, action: Pruning) -> bool:
@@ -336,14 +355,21 @@ class Loop:
             for load in self._going_live.look(sequence, seen.living):
                 self._journal.live(load)
             self._publisher.count_above(self._going_live.highest)
-            self._follow_tip = self._going_live.follow_tip(seen.living)
+            self._live = self._going_live.live(seen.living)
         except OSError as error:
             self._job.check_is_there()
             self.tenure.meter.failed(error)  # the next round looks again
 
     def _known(self) -> Known:
-        latest, makes = self._publisher.latest, self._makes
-        tip = latest.tip if latest else None
+        latest, makes, config = self._publisher.latest, self._makes, self.config
+        tip, live = latest.tip if latest else None, self._live
+        must_fold = bool(makes.fold) or self._attempts.is_due(tip)
+        must_fold |= any(latest and it.newest(latest) is latest for it in live)
+        if tip and tip.root:
+            waited_for = [it for it in live if not (it.bench or it.fault or it.refused)]
+            served = all((it.sequence or 0) >= tip.sequence for it in waited_for)
+            must_fold |= served and bool(waited_for)  # after a take-over they are not known yet
+        in_use = {delta.sequence for delta in (makes.fold.chain if makes.fold else ())}
         return replace(
             self._publisher.known,
             latest=latest.sequence if latest else 0,
@@ -352,21 +378,33 @@ class Loop:
             tip=tip,
             no_deltas=bool(latest and latest.no_deltas not in {None, self._attempts.late}),
             making=makes.save,
-            must_fold=not all(self._follow_tip) or makes.is_folding,
+            takes_tips=any(it.follows_tip for it in live) and self.publishes and config.has_tips,
+            untaken=self._attempts.untaken,
+            preparing=self._prepares.save,
+            must_fold=must_fold,
             may_fold=makes.damaged != (tip and tip.sequence),
+            in_use=in_use.union(it.fetching for it in live if it.fetching),
         )
 
     def _drop_what_is_unwanted(self, seen: Observation, actions: Sequence[Action]) -> None:
         """Give the turn up if nothing needs it; end a merge if the pointer has gone back."""
-        wanted = any(isinstance(action, Merge | MakeDeltas) for action in actions)
+        wanted = any(isinstance(action, Merge | MakeDeltas | Prepare) for action in actions)
         if self._makes.save and not (wanted or seen.rollbacks):
             self._makes.end()
-        needs_turn = any(isinstance(action, Merge | Learn) for action in actions)
+        prepares = any(isinstance(action, Prepare) for action in actions)
+        if self._prepares.save and not (prepares or seen.rollbacks or seen.pause):
+            self._prepares.end()
+        if self._prepares.save is None and not prepares:
+            self._prepare_turn.leave()
+        needs_turn = any(
+            isinstance(action, Merge | Learn) or (isinstance(action, Fold) and action.tip.root)
+            for action in actions
+        )
         if self._makes.save is None and not needs_turn:
             self.turn.leave()
 
-    def _prepare(self, seen: Observation) -> None:
-        """Start the process that merges, once for each save that comes; it takes a moment."""
+    def _start_process(self, seen: Observation) -> None:
+        """Start the process for each save that comes, once; it takes a moment."""
         if not self.publishes or self._reporter.no_deltas is None:
             return
         pointed, announced = seen.pointer.step or 0, seen.announced_step or 0
@@ -379,10 +417,9 @@ class Loop:
 
     def _no_deltas(self) -> str | None:
         """The reason why the trainer may not save deltas; None if it may."""
-        config = self.config
-        if config.deltas == "off" or not (config.digests and self.publishes) or config.cast:
+        if not (self.config.has_tips and self.publishes):
             return "deltas are off, or versions are cast or have no digests"
-        if not any(self._follow_tip):
+        if not any(it.follows_deltas for it in self._live):
             return (
                 "no live explorer follows deltas, which needs a stage folder on another "
                 "filesystem, and syncd[deltas]"
@@ -390,17 +427,19 @@ class Loop:
         why = self.work.missing_extra()
         return why and f"on the daemon's host {why}"
 
-    def _publish_in_turn(self, action: Merge, whole_since: float) -> str:
-        save = action.save
-        if not self.turn.take(save.identity):
+    def _make_in_turn(self, makes: Makes, action: Merge | Prepare, whole_since: float) -> str:
+        save, merges = action.save, isinstance(action, Merge)
+        turn = self.turn if merges else self._prepare_turn
+        if not turn.take(save.identity):
             self._refused_turn = True
             return OTHERS_FIRST
         try:
-            work = Work(self._may_go_on, self.turn.progress, self._clock)
-            return self._attempts.publish(save, whole_since, work)
+            check = self._may_go_on if merges else self.tenure.cancel
+            attempt = self._attempts.publish if merges else self._attempts.prepare
+            return attempt(save, whole_since, Work(check, turn.progress, self._clock))
         finally:
-            if self._makes.save is None:
-                self.turn.leave()
+            if makes.save is None:
+                turn.leave()
 
     def _learn_in_turn(self, step: int) -> None:
         """Find out whether a save holds only a model, if this job may merge now.
@@ -418,9 +457,11 @@ class Loop:
     def _may_go_on(self) -> None:
         """Raise an error if the merge must end."""
         self.tenure.cancel()
-        save = self._makes.save
-        if save and self.turn.check(lambda: self._scanner.points_elsewhere(save.step)):
-            MergeLate(save.step, self._job.layout.actor(save.step)).tell(log)
+        save, fold = self._makes.save, self._makes.fold
+        step = save.step if save else fold.tip.step if fold else 0
+        # A newer save ends no fold, because it is served meanwhile.
+        if self.turn.check(lambda: save is not None and self._scanner.points_elsewhere(step)):
+            MergeLate(step, self._job.layout.actor(step)).tell(log)
 
 
 def _is_pruning(action: Action) -> bool:

@@ -18,7 +18,6 @@ from syncd.daemon.publish import take_notice_down
 from syncd.daemon.tenure import Tenure
 from syncd.deltas.needs import missing_extra
 from syncd.protocol.errors import NoRoomError
-from syncd.protocol.names import version_folder
 from syncd.protocol.records import Manifest, PublishNotice, encode
 from syncd.protocol.reports import MergeProgress
 from syncd.storage.job import Job
@@ -37,12 +36,13 @@ class MakeWork:
 
 @dataclass
 class Makes:
-    """Makes one version at a time; folds take at most half of the time.
+    """Makes one version, or prepares one save, at a time; folds take at most half of the time.
 
     Attributes:
-        save: the save that is merged; None if none is.
-        folder: the new version, in the daemon's room; None if nothing is made.
-        begun: when the last make was begun.
+        save: the save that is merged or prepared; None if none is.
+        fold: the fold that has begun, if any.
+        folder: what is made, in the daemon's room; None if nothing is.
+        begun, took: when the last make was begun, and the seconds that the last fold took.
         whole_since: when the save was first seen in its present state.
         progress: of the make, if any.
         damaged: the number of the last delta to which a damaged one leads, if any.
@@ -58,25 +58,22 @@ class Makes:
         self.maker = self.work.maker(self.tenure.job)
         self._made: Manifest | None = None
         self._heard = self._again_at = self._wait = 0.0
-        self.begun = self.whole_since = 0.0
+        self.begun = self.took = self.whole_since = 0.0
+        self._has_notice = False
         self.save: WholeSave | None = None
+        self.fold: Fold | None = None
         self.folder: Path | None = None
         self.progress: MergeProgress | None = None
         self.damaged: int | None = None
         self.obstacle: Obstacle | None = None
 
-    @property
-    def is_folding(self) -> bool:
-        """True if a fold has begun."""
-        return self.folder is not None and self.save is None
-
     def is_of(self, save: WholeSave) -> bool:
         """True if this save is merged."""
         return self.save is not None and self.save.identity == save.identity
 
-    def room(self, sequence: int) -> Path:
-        """The folder in which a version is made."""
-        return self._epoch.building / version_folder(sequence)
+    def room(self, name: str) -> Path:
+        """The folder in which what gets this name is made."""
+        return self._epoch.building / name
 
     def begin(self, order: Order, step: int, work: Work) -> None:
         """Begin to make a version."""
@@ -90,6 +87,7 @@ class Makes:
             self.progress = MergeProgress(step=step, done=done, total=total, seconds=seconds)
             work.progress(done, total)
 
+        self._has_notice = isinstance(order, MergeOrder)
         if isinstance(order, MergeOrder):
             # Written and renamed without fsync: the file is only a hint.
             session = self.tenure.session.id
@@ -119,11 +117,11 @@ class Makes:
             raise OSError(errno.ETIMEDOUT, why)
         return self._made
 
-    def poll_fold(self, fold: Fold, order: Order) -> Manifest | None:
+    def poll_fold(self, fold: Fold, order: Order, work: Work) -> Manifest | None:
         """Begin a fold, or go on; for the errors see :meth:`poll`.
 
         Raises:
-            DeltaError: a delta is damaged.
+            DeltaError, CheckpointError: a delta is damaged, or a whole save.
             NoRoomError: the fold can be tried again.
         """
         if self.folder is None:
@@ -134,28 +132,32 @@ class Makes:
             if free is not None and free < fold.size:
                 need = f"a fold needs {fold.size / 1e6:.1f} MB, {free / 1e6:.1f} are free"
                 raise NoRoomError(need)
-            self.begin(order, fold.tip.step, Work(self.tenure.cancel))
+            self.fold = fold
+            self.begin(order, fold.tip.step, work)
         return self.poll()
 
     def end(self, obstacle: Obstacle | None = None) -> None:
         """End the make, if any, and delete its files.
 
-        After a fold the next one waits as long as this one took; if it met an ``obstacle``, longer
-        each time.
+        After a fold of deltas the next one waits as long as this one took; if it met an
+        ``obstacle``, longer each time.
         """
-        now, folder, save = self._clock(), self.folder, self.save
+        now, folder, save, fold = self._clock(), self.folder, self.save, self.fold
         # First, because storage may refuse the rest, and what is half deleted is never published.
-        self.folder = self.save = self.progress = self._made = None
+        self.folder = self.save = self.fold = self.progress = self._made = None
         if save is None:
             self.obstacle = obstacle
             self._wait = min(_LONGEST_WAIT, 2 * self._wait or 1.0) if obstacle else 0.0
             self._again_at = max(self._again_at, now + self._wait)
         if folder is not None:
-            if save is None:
-                self._again_at = max(self._again_at, 2 * now - self.begun)
+            if fold is not None:
+                self.took = now - self.begun
+                waits = 0 if fold.tip.root else self.took
+                self._again_at = max(self._again_at, now + waits)
             self.maker.stop()
             self._epoch.in_background.discard(folder.name)
             if self.tenure.job.storage.exists(folder):
                 self.tenure.job.storage.remove_tree(folder)
-        if save is not None and self._epoch.is_live():  # else it is the successor's
+        if self._has_notice and self._epoch.is_live():  # else it is the successor's
+            self._has_notice = False
             take_notice_down(self.tenure.job)

@@ -8,7 +8,8 @@ from enum import Enum
 
 from syncd.checkpoint.save import Save, WholeSave
 from syncd.daemon.chains import Chain, DeltaSeen
-from syncd.protocol.records import Pause, RollbackRequest, SaveOutcome, Tip
+from syncd.protocol.records import SaveOutcome, Tip
+from syncd.protocol.requests import Pause, RollbackRequest
 
 
 class PointerState(Enum):
@@ -85,8 +86,13 @@ class Known:
         save_id: the save of LATEST's version.
         tip, no_deltas: as in LATEST; ``no_deltas`` is also set while LATEST is a rollback.
         making: the save that is merged beside the loop, if any.
-        must_fold: True if a live explorer cannot follow the tip now, or a fold has begun.
+        takes_tips: True if a live explorer follows whole saves, and the settings allow it.
+        untaken: the identity, or the run, of the last save that must be merged to be served.
+        preparing: the whole save that is prepared beside the loop, if any.
+        must_fold: True if a live explorer cannot follow the tip now, a fold has begun, or all
+            serve the whole save that the tip rests on, or it is due.
         may_fold: False if a delta to the tip is damaged.
+        in_use: the numbers of deltas that are folded or fetched.
     """
 
     latest: int = 0
@@ -100,8 +106,12 @@ class Known:
     tip: Tip | None = None
     no_deltas: bool = False
     making: WholeSave | None = None
+    takes_tips: bool = False
+    untaken: str = ""
+    preparing: WholeSave | None = None
     must_fold: bool = False
     may_fold: bool = False
+    in_use: Collection[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +132,8 @@ class Observation(Known):
             if the report names no step or is unreadable.
         living: the sessions with a heartbeat, of those that have a lease, a build or a report.
         chain: the chain back from the pointer's save.
-        deltas_to: the deltas that lead from LATEST's version to each save, oldest first.
+        deltas_to: the deltas above LATEST's version that lead to each save, oldest first. The first
+            one's base is that version's save, or it is a whole save itself.
         outcome: of the pointer's save, if any.
     """
 

@@ -35,13 +35,13 @@ from syncd.protocol.records import (
     Latest,
     Manifest,
     Quarantine,
-    RollbackRequest,
     RolledBack,
     SaveOutcome,
     SaveOutcomes,
     Tip,
     encode,
 )
+from syncd.protocol.requests import RollbackRequest
 from syncd.protocol.version_events import DeltaDiscarded, VersionDiscarded
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import GONE, Ignoring, is_gone
@@ -106,7 +106,8 @@ class Publisher:
         for sequence in found.strays:
             self._discard_delta(sequence)
         tip = self.latest.tip if self.latest else None
-        if tip is not None and tip.save_id not in found.deltas_to:
+        chain = found.deltas_to.get(tip.save_id) if tip else None
+        if tip is not None and (chain is None or (tip.root or 0) not in {0, chain[0].sequence}):
             self.advance(None)
         if served is None:
             return None
@@ -163,19 +164,24 @@ class Publisher:
             may_keep=self.config.names is None,
         )
 
-    def publish_fold(self, folded: Manifest) -> None:
-        """Make the version LATEST that was made of deltas in this daemon's room.
+    def publish_fold(self, folded: Manifest, *, of_deltas: bool) -> None:
+        """Make the version LATEST that was made of the tip, or of an earlier one.
 
         An attempt whose LATEST could not be written is finished here.
+
+        Raises:
+            SaveNotReadyError: a newer version was published meanwhile.
         """
+        if self.latest and folded.sequence <= self.latest.sequence:
+            raise SaveNotReadyError(f"{version_folder(folded.sequence)} is too old now")
         there = self._layout.version(folded.sequence)
         if self._storage.exists(there):
             folded = read_manifest(self._storage, there)
             self._storage.sync_folder(self._layout.published)
-            self._write_latest(folded, keeps_no_deltas=True)
+            self._write_latest(folded, keeps_no_deltas=of_deltas)
             self._serve(folded)
         else:
-            self._commit(folded, is_fold=True)
+            self._commit(folded, of_deltas=of_deltas)
 
     def advance(self, tip: Tip | None, no_deltas: str | None = None) -> None:
         """Let LATEST name this as its tip; ``no_deltas`` is a reason to take no deltas."""
@@ -187,16 +193,20 @@ class Publisher:
         self._epoch.replace_file(self._layout.latest, encode(latest))
         self.latest = latest
 
-    def reserve(self) -> int:
-        """A new sequence, for a delta."""
-        self._floor = self.next_sequence()
+    def reserve(self, making: Save | None = None) -> int:
+        """A new sequence for a tip; the next one is that of what is being made."""
+        self._floor = self.next_sequence() + (making is not None)
         return self._floor
+
+    def is_newest(self, sequence: int) -> bool:
+        """True if no higher sequence was reserved, or told by an explorer."""
+        return sequence == self._floor
 
     def republish(self, request: RollbackRequest, making: Save | None) -> Manifest:
         """Make an old version LATEST again, under a new sequence.
 
-        The save of the previous LATEST, or the one that was being made a version, stays recorded as
-        published, because the pointer may still name it.
+        The save of the previous LATEST, or the newest one that was being made or prepared, stays
+        recorded as published, because the pointer may still name it.
 
         Raises:
             VersionGoneError, RecordError, VerificationError: the old version is gone or damaged.
@@ -210,6 +220,8 @@ class Publisher:
         if old.sequence != request.sequence:
             raise VersionGoneError(f"{source} is damaged: its manifest is of another version")
 
+        # What was prepared and never named did not end, whatever its outcome says.
+        self.outcomes.forget_above(self.latest.newest if self.latest else 0)
         # The next number is that of what is being made.
         sequence = self.next_sequence() + (making is not None)
         tip = self.latest.tip if self.latest else None
@@ -238,7 +250,7 @@ class Publisher:
         if self._storage.exists(path):  # else the user has withdrawn the request
             self._epoch.replace_file(path, encode(answered))
 
-    def _commit(self, manifest: Manifest, *, is_fold: bool = False) -> None:
+    def _commit(self, manifest: Manifest, *, of_deltas: bool = False) -> None:
         """Publish the version in ``building/``; this method defines the order of all writes.
 
         All its files are synced, and it leaves this daemon's room by a rename, which fails after
@@ -252,7 +264,7 @@ class Publisher:
         # Rename building/VERSION to published/VERSION. Fsync published/.
         epoch.publish_version(sequence)
         # Write LATEST with an fsync, and rename it. Fsync .syncd/. Explorers see LATEST.
-        self._write_latest(manifest, keeps_no_deltas=is_fold)
+        self._write_latest(manifest, keeps_no_deltas=of_deltas)
         self._serve(manifest)
 
     def _serve(self, manifest: Manifest) -> None:
@@ -304,8 +316,9 @@ class Publisher:
                 dtype=manifest.dtype,
                 names=self.naming.kept_with(manifest),
                 save_id=manifest.save_id,
-                tip=tip if tip and tip.sequence > manifest.sequence else None,
+                tip=tip.above(manifest.sequence) if tip else None,
                 no_deltas=no_deltas,
+                rollback=manifest.sequence if back else before and before.rollback,
             )
         )
 
@@ -356,12 +369,11 @@ class Outcomes:
         """Record that a save will never be published."""
         self._put_on_record(step, SaveOutcome(identity=identity, outcome="skipped"))
 
-    def quarantine(self, save: Save, error: Exception) -> Path:
+    def quarantine(self, step: int, identity: str, error: Exception) -> Path:
         """Record that a save can never be published; returns the record's path."""
-        identity = save.known_as or ""
-        path = self.job.layout.quarantined(save.step, identity)
+        path = self.job.layout.quarantined(step, identity)
         record = Quarantine(
-            step=save.step,
+            step=step,
             identity=identity,
             error=type(error).__name__,
             reason=str(error),
@@ -371,7 +383,7 @@ class Outcomes:
             self.epoch.replace_file(path, encode(record))
         except OSError as refused:
             RecordUnwritten(path, refused).tell(log)
-        self._put_on_record(save.step, SaveOutcome(identity=identity, outcome="quarantined"))
+        self._put_on_record(step, SaveOutcome(identity=identity, outcome="quarantined"))
         return path
 
     def learn(self, step: int, *, prefix: str | None, cancel: Callable[[], None]) -> None:
@@ -397,6 +409,12 @@ class Outcomes:
         """Remove the outcome of a step."""
         if self.of_step.pop(step, None) is not None:
             self._write()
+
+    def forget_above(self, sequence: int) -> None:
+        """Remove the outcomes with higher numbers."""
+        above = [step for step, one in self.of_step.items() if (one.sequence or 0) > sequence]
+        for step in above:
+            self.forget(step)
 
     @property
     def written(self) -> SaveOutcomes | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -83,7 +84,9 @@ class Scanner:
         pointer, pointer_key = self._pointer(self._pointer_file)
         checkpoint, checkpoint_key = self._pointer(self._layout.checkpoint_pointer)
         deltas = self._deltas()
-        deltas_to = deltas_to_each(known.latest, known.save_id, deltas)
+        refused = {it.identity for it in known.outcomes.values() if it.outcome == "quarantined"}
+        usable = (it for it in deltas if not (it.is_whole and it.target in refused))
+        deltas_to = deltas_to_each(known.latest, known.save_id, usable)
         self._look_at_pointed(pointer, pointer_key, known)
         benched = self._benched()
         save = self._save
@@ -119,7 +122,7 @@ class Scanner:
             announced_step=self._announced(look=bool(steps)),
             pause=self._steering.pause(),
             rollbacks=self._steering.rollbacks(),
-            chain=self._chain(known, deltas_to),
+            chain=self._chain(known, deltas_to, refused),
             deltas_to=deltas_to,
             outcome=ended,
         )
@@ -241,15 +244,19 @@ class Scanner:
         numbers = sorted(before)
         with self._quiet_paths.ignoring(self._layout.deltas, UNREADABLE):
             numbers = delta_folders(self.job)
-        deltas = tuple(before.get(n) or look_at_delta(self.job, n) for n in numbers)
-        self._deltas_seen = {delta.sequence: delta for delta in deltas if delta.base is not None}
+        deltas = tuple(before.get(n) or self._look_at_delta(n) for n in numbers)
+        self._deltas_seen = {delta.sequence: delta for delta in deltas if delta.target}
         return deltas
 
-    def _chain(self, known: Known, reached: Iterable[str]) -> Chain:
+    def _look_at_delta(self, number: int) -> DeltaSeen:
+        with suppress(OSError):  # the next scan looks again
+            return look_at_delta(self.job, number)
+        return DeltaSeen(number, 0)
+
+    def _chain(self, known: Known, reached: Iterable[str], refused: set[str]) -> Chain:
         def look(step: int) -> Save:
             return look_into_step(self._storage, self._layout.step(step), step)
 
-        refused = {one.identity for one in known.outcomes.values() if one.outcome == "quarantined"}
         joined = {*reached, known.save_id or ""}
         return chain_to(self._save, joined, refused | {known.published_save or ""}, look)
 

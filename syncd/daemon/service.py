@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,7 +185,7 @@ class Service:
         """Seconds between two rounds: short enough to see heartbeats and not to seem to hang."""
         return min(self.config.tick, self._lease_time / 4, self.config.hang_time / 4)
 
-    def _wait(self, also: int | None = None) -> None:
+    def _wait(self, also: Iterable[int] = ()) -> None:
         self._watcher.wait(self._tick, also)
         self.each_tick()
 
@@ -290,7 +290,7 @@ class Service:
                     return
                 if loop.has_made:
                     self._watcher.wake()
-                self._wait(loop.output)
+                self._wait(loop.outputs)
         finally:
             self._meter.active(yes=False)
             loop.leave()

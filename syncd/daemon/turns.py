@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 from syncd.storage.judge import Clock
@@ -78,6 +79,11 @@ class Turns:
         self.waiting: dict[Turn, _Waiting] = {}  # in the order in which they asked first
         self.merging: dict[Turn, _Merging] = {}  # in the order in which they began
         self.rates: dict[Turn, float] = {}  # bytes per second of each job's last large merge
+
+    @cached_property
+    def of_prepares(self) -> Turns:
+        """As many turns for what is prepared, so that it never waits for a merge."""
+        return Turns(self.most, self.clock)
 
     def places(self, *, aside: bool) -> int:
         """How many more merges may begin, beside the others or among them."""

@@ -19,6 +19,7 @@ from syncd.protocol.records import (
     Size,
     Step,
     Text,
+    Tip,
 )
 
 
@@ -244,8 +245,9 @@ class ExplorerReport(Record):
         starting: the reason why the explorer waits before its first run. Its status is then
             ``stopped``, so that nobody waits for it.
         hub_names: True if the explorer also accepts versions with the hub's names.
-        follows_tip: True if the explorer makes its copies from deltas; False after it could not,
-            until it serves this save or a later one.
+        follows_deltas, follows_tip: True if the explorer makes its copies from deltas, or also
+            from whole saves; False after it could not, until it serves this save or a later one.
+        fetching: the number of the tip from which it makes a copy now, if any.
     """
 
     name: str
@@ -269,8 +271,16 @@ class ExplorerReport(Record):
     starting: Text | None = None
     sync: SyncTerms | None = None
     hub_names: bool = False
-    follows_tip: Annotated[bool, Field(alias="follows_ahead")] = False
+    follows_deltas: Annotated[bool, Field(alias="follows_ahead")] = False
+    follows_tip: bool = False
+    fetching: Sequence | None = None
     time: float
+
+    def newest(self, latest: Latest) -> Latest | Tip:
+        """The newest of what LATEST names that the explorer can serve."""
+        tip = latest.tip
+        follows = tip and (self.follows_tip if tip.root else self.follows_deltas)
+        return tip if tip and follows else latest
 
     def served(self, newest: Version | None, run: str | None) -> Version | None:
         """The version that counts as served; None before the first one.
@@ -291,7 +301,7 @@ class ExplorerReport(Record):
         """
         if latest is None or self.bench is not None:
             return None, None
-        newest = Version.of((self.follows_tip and latest.tip) or latest)
+        newest = Version.of(self.newest(latest))
         held = self.served(newest, run)
         # One that no longer follows the tip can serve a version above LATEST.
         versions = max(0, newest.sequence - ((held or self).sequence or 0))

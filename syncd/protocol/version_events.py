@@ -105,6 +105,16 @@ class DeltaMade(InfoEvent):
         )
 
 
+class SaveNamed(DeltaMade):
+    """The save is served from its trainer's own files, under the number of a version to come."""
+
+    def __str__(self) -> str:
+        return (
+            f"serving step {self.step} from its own files, until there is version {self.version}: "
+            f"{size(self.bytes)}, prepared in {self.seconds:.2f} s"
+        )
+
+
 class DeltasStopped(WarningEvent):
     """No delta is made until the next full version."""
 

@@ -162,6 +162,6 @@ def _make(storage: Storage, marker: Path) -> None:
 
 def _gone(layout: JobLayout, sequence: int) -> str:
     return (
-        f"{layout.root} has no {version_folder(sequence)} to pin: it was retired, is only "
-        "a delta, or never published; 'syncd status' lists the versions"
+        f"{layout.root} has no {version_folder(sequence)} to pin: it was retired, is not "
+        "made yet, or never published; 'syncd status' lists the versions"
     )

@@ -11,7 +11,7 @@ import select
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,16 +83,17 @@ class Watcher(Closing):
             EventsUnavailable(error).tell(log)
             self.close()
 
-    def wait(self, timeout: float, also: int | None = None) -> bool:
+    def wait(self, timeout: float, also: Iterable[int] = ()) -> bool:
         """Wait for a change or a wake, at most ``timeout`` seconds; False if the time ran out.
 
-        ``also`` is a descriptor that ends the wait if it can be read.
+        ``also`` are descriptors that end the wait if one can be read.
         """
-        if also is not None:
-            self._poll.register(also, select.POLLIN)
+        also = tuple(also)
+        for fd in also:
+            self._poll.register(fd, select.POLLIN)
         ready = self._poll.poll(max(0.0, 1000 * timeout))
-        if also is not None:
-            self._poll.unregister(also)
+        for fd in also:
+            self._poll.unregister(fd)
         if ready:
             try:
                 os.eventfd_read(self._event)

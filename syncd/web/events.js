@@ -62,7 +62,7 @@ function words(event) {
     case "refused":
       return [`no rollback to ${of} for `, by, ": ", said(event.why)];
     case "linked":
-      return `made a delta of step ${step}, for ${version}`;
+      return `served step ${step} before ${version} was made`;
     case "closed":
       return [`no delta of step ${step}: `, said(event.why)];
     case "skipped":

@@ -142,7 +142,7 @@ function tiles(status, versions, now) {
       latest ? [`step ${latest.step}`, latest.kind === "full" ? "" : `, ${latest.kind}`,
         latest.dtype ? `, ${latest.dtype}` : "", ", ",
         publishedAgo(status, now, versions),
-        latest.ahead ? `; ahead: step ${latest.ahead.step}, by ${many(status.links.length, "delta")} (${bytesOf(status.links)})` : ""]
+        latest.tip ? `; ahead: step ${latest.tip.step} (${bytesOf(status.links)})` : ""]
         : "It appears after the first complete save."),
     tile("Slowest explorer", slowest ? (slowest.behind > 0 ? `${slowest.behind} behind` : "up to date") : "none yet",
       slowest ? [slowest.behind > 0 ? [slowest.behind_steps ? `or ${many(slowest.behind_steps, "step")}: ` : "",
@@ -167,7 +167,7 @@ function tiles(status, versions, now) {
 /** What the daemon does now: always there, so that nothing moves. */
 function doing({ fold, merge, state, detail }) {
   const work = merge ?? fold;
-  const words = work ? `${merge ? "Merging" : "Folding deltas to"} step ${work.step}: ${progress(work)}`
+  const words = work ? `${merge ? "Merging" : "Making the version of"} step ${work.step}: ${progress(work)}`
     : state === "merging" ? ["Merging ", said(detail)]
     : detail ? ["Waiting: ", said(detail)]
     : "Nothing is being merged.";

@@ -236,15 +236,14 @@ class GoingLive:
         self._looks: dict[str, _LastLook] = {}
         #: The highest sequence in a report.
         self.highest = 0
-        #: Explorer → its session, and whether it follows the tip.
-        self._live: dict[str, tuple[SessionId, bool]] = {}
+        self._live: dict[str, ExplorerReport] = {}
         self._round = 0
         self._trainer: dict[SessionId, Callable[[], str]] = {}
 
     def look(self, latest: int, living: Collection[str]) -> Iterator[VersionLive]:
         """Read reports and yield new loads; each yielded load counts as journaled afterwards.
 
-        ``living`` is as for :meth:`follow_tip`.
+        ``living`` is as for :meth:`live`.
 
         Raises:
             OSError: storage does not answer; the next call continues with the other reports.
@@ -261,7 +260,9 @@ class GoingLive:
                 name
                 for name, last in self._looks.items()
                 # One that has ended may start anew under its name.
-                if last.serves < latest or self._live.get(name, ("",))[0] not in living
+                if last.serves < latest
+                or (it := self._live.get(name)) is None
+                or it.session not in living
             ),
             key=lambda name: self._looks[name].round,
         )
@@ -273,7 +274,7 @@ class GoingLive:
             if report is not None:
                 self.highest = max(self.highest, report.sequence or 0)
                 if report.status != "stopped":
-                    self._live[name] = report.session, report.follows_tip
+                    self._live[name] = report
                 yield from self._loads(name, report, latest)
 
     @property
@@ -290,18 +291,18 @@ class GoingLive:
             if report and (session := report.session) and report.status != "stopped":
                 self._trainer[session] = partial(participant, "trainer", report.name, session)
         explorers = {
-            session: partial(participant, "explorer", name, session)
-            for name, (session, _) in self._live.items()
+            it.session: partial(participant, "explorer", name, it.session)
+            for name, it in self._live.items()
         }
         return explorers | self._trainer
 
-    def follow_tip(self, living: Collection[str]) -> list[bool]:
-        """For each live explorer, whether it follows the tip.
+    def live(self, living: Collection[str]) -> list[ExplorerReport]:
+        """The last report of each live explorer.
 
         Explorers that serve from a copy on their host hold no lease. ``living`` are the sessions
         with a heartbeat, of :attr:`sessions` before the last :meth:`look`.
         """
-        return [tip for session, tip in self._live.values() if session in living]
+        return [it for it in self._live.values() if it.session in living]
 
     def _loads(self, name: str, report: ExplorerReport, latest: int) -> Iterator[VersionLive]:
         self._looks[name] = _LastLook(self._round, min(report.sequence or 0, latest))
