@@ -37,12 +37,12 @@ def offered(root: Path) -> Iterator[Job]:
 
 
 @contextmanager
-def follower(job: Job, name: str, *, tip: bool = True) -> Iterator[None]:
-    """Be an explorer that follows the tip, or one that reads whole versions."""
+def follower(job: Job, name: str, *, tip: bool = True, whole: bool = False) -> Iterator[None]:
+    """Be an explorer that follows deltas, and ``whole`` tips too, or reads whole versions."""
     with Session(job.layout, job.open().lease_time) as session:
         report = ExplorerReport(
             name=name, session=session.id, status="running", sequence=None, time=0.0,
-            follows_tip=tip,
+            follows_deltas=tip, follows_tip=whole,
         )  # fmt: skip
         job.storage.replace(job.layout.explorer(name), encode(report))
         yield

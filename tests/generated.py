@@ -70,7 +70,17 @@ def records(_heading: str) -> str:
         "reload": Reload,
     }
     return listed(
-        item([name], "", item([field.alias or key for key, field in kind.model_fields.items()], ""))
+        item(
+            [name],
+            "",
+            item(
+                [
+                    *(it.alias or key for key, it in kind.model_fields.items()),
+                    *kind.model_computed_fields,
+                ],
+                "",
+            ),
+        )
         for name, kind in kinds.items()
     )
 

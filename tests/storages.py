@@ -36,9 +36,9 @@ class FastStorage(Storage):
 STORAGE = FastStorage()
 #: What changes storage, one system call each.
 CHANGES = (
-    "mkdir", "rmdir", "rename", "link", "symlink", "unlink", "create", "open_append", "write",
-    "pwrite", "copy_file_range", "sendfile", "clone_range", "fsync", "close", "sync_folder",
-    "utime", "chgrp", "chmod",
+    "mkdir", "rmdir", "rename", "link", "symlink", "unlink", "create", "open_append", "open_alone",
+    "write", "pwrite", "copy_file_range", "sendfile", "clone_range", "fsync", "close",
+    "sync_folder", "utime", "chgrp", "chmod",
 )  # fmt: skip
 #: Those after which others see something else: a process that is killed before one of the rest
 #: leaves what it leaves if it is killed before the next of these. (A power loss is another matter.)

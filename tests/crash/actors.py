@@ -12,8 +12,8 @@ import os
 import random
 import secrets
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +24,9 @@ import torch
 
 from explorer_hooks import reader
 from explorer_hooks.reader import LeasedVersion
+from explorer_hooks.staging import NotStagedError, Staging
+from syncd.coordination.leased_version import read_latest
+from syncd.coordination.versions import Lead
 from syncd.daemon.loop import Loop
 from syncd.daemon.prune import Pruner
 from syncd.daemon.tenure import Tenure
@@ -39,14 +42,14 @@ from syncd.protocol.errors import (
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import FULL, RETIRED
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import SaveId, encode
-from syncd.protocol.reports import TrainerReport
+from syncd.protocol.records import Latest, SaveId, encode
+from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.storage.epoch import Epoch
 from syncd.storage.job import Job
 from syncd.storage.judge import Judge
 from syncd.storage.sessions import Session
-from tests.crash.invariants import CONFIG
-from tests.jobs import LEASE_TIME
+from tests.crash.invariants import CONFIG, check_weights
+from tests.jobs import LEASE_TIME, read
 from tests.makers import work
 from tests.storages import CHANGES, Clock, FastStorage, asking
 from trainer_hooks.writing.writer import RankContents, RankWriter
@@ -533,3 +536,38 @@ def _served(one: reader.Reader, before: LeasedVersion | None, served: list[int])
         before.release()
     one.report(RunningStatus.RUNNING, sequence=version.sequence, step=version.step)
     return version
+
+
+def follower(layout: JobLayout, sessions: Sessions, values: Mapping[str, float]) -> Work:
+    """Copies each whole tip that it finds, and serves it; ``values`` are the saves' weights."""
+
+    def work(actor: Actor) -> None:
+        session = sessions.begin(layout, LEASE_TIME).id
+        job, served = Job(actor.storage, layout), 0
+        staging = Staging(layout.root.parent / "stage")
+        while True:
+            latest = read_latest(job)
+            tip = latest.tip if latest else None
+            report = ExplorerReport(
+                name="follower", session=session, status="running", time=0.0,
+                sequence=served or None, fetching=tip and tip.root,
+                follows_deltas=True, follows_tip=True,
+            )  # fmt: skip
+            actor.storage.replace(layout.explorer("follower"), encode(report))
+            if latest and tip and tip.root and tip.sequence > served:
+                with suppress(NotStagedError):
+                    copy = staging.follow(Lead(job, latest, tip), _no_version)
+                    now = read(Latest, layout.latest)
+                    assert tip.sequence >= (now.rollback or 0), "what was rolled back is served"
+                    check_weights(copy.folder, values[tip.save_id])
+                    copy.release()
+                    served = tip.sequence
+            elif latest:
+                served = max(served, latest.sequence)
+            actor.rest()
+
+    return work
+
+
+def _no_version() -> LeasedVersion:
+    raise AssertionError("a whole tip needs no version")

@@ -1,12 +1,16 @@
 """What must hold whatever call was the last one, and what a restart must reach."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import torch
+from safetensors import safe_open
 
+from syncd.checkpoint.tip_folder import make_from_tip, read_tip
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.daemon import collect
 from syncd.daemon.config import DaemonConfig
@@ -16,12 +20,13 @@ from syncd.protocol.names import (
     DELTA,
     FULL,
     STATE_POINTER,
+    TIP,
     is_resumable_state,
     parse_pointer,
     parse_step_folder,
     parse_version_folder,
 )
-from syncd.protocol.records import Format, Latest
+from syncd.protocol.records import Format, Latest, Manifest
 from syncd.storage.job import Job
 from syncd.storage.judge import Judge
 from syncd.storage.leases import Lease
@@ -30,6 +35,7 @@ from tests.deltas import contents
 from tests.jobs import LEASE_TIME, SmallJob, read
 from tests.makers import work
 from tests.storages import Clock, FastStorage
+from tests.tips import STAGE, WORK
 from trainer_hooks.resuming.resumable import find_checkpoint
 
 #: Short graces, so that a restart comes to rest in few rounds.
@@ -129,25 +135,36 @@ def check_resumable(job: SmallJob) -> None:
 
 
 def check_tip(layout: JobLayout) -> None:
-    """Deltas lead from LATEST's version to the tip."""
+    """Deltas lead to the tip from LATEST's version, or from the whole save that it rests on."""
     latest = read(Latest, layout.latest)
     if (tip := latest.tip) is None:
         return
-    assert tip.sequence > latest.sequence, "the tip is not above LATEST"
-    deltas: dict[str, str] = {}
-    for path in layout.deltas.glob("d*"):
-        delta = read(DeltaRecord, path / DELTA)
-        deltas[delta.target] = delta.base
+    assert tip.sequence > max(latest.sequence, latest.rollback or 0), "the tip is not above LATEST"
+    first = read_tip(FastStorage(), layout.delta(tip.root))[0].target if tip.root else None
+    deltas = [path / DELTA for path in layout.deltas.glob("d*") if not (path / TIP).exists()]
+    bases = {delta.target: delta.base for path in deltas for delta in [read(DeltaRecord, path)]}
     save_id = tip.save_id
-    while save_id != latest.save_id:
-        assert save_id in deltas, f"no delta leads to {save_id}"
-        save_id = deltas[save_id]
+    while save_id != (first or latest.save_id):
+        assert save_id in bases, f"no delta leads to {save_id}"
+        save_id = bases[save_id]
 
 
-def check_delta(folder: Path) -> None:
-    """It is a whole delta."""
+def check_delta(folder: Path, value: Callable[[Manifest], float] = attrgetter("step")) -> None:
+    """It is a whole delta; or a whole tip, of a save whose weights have this value."""
+    if (folder / TIP).exists():
+        with TemporaryDirectory(dir=folder.parents[2]) as room:
+            made = make_from_tip(FastStorage(), folder, Path(room), to=STAGE, work=WORK)
+            verify_version(STAGE, Path(room), made)
+            check_weights(Path(room), value(made))
+        return
     for file in read(DeltaRecord, folder / DELTA).files:
         read_index(FastStorage(), folder / file.name, file.size, file.digest or "")
+
+
+def check_weights(folder: Path, value: float) -> None:
+    """They are those that the tests' trainers save."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.get_tensor("weight").tolist() == [value] * 3, f"{folder} is of another save"
 
 
 @patch.object(collect, "_GRACE", 60.0)
@@ -191,6 +208,7 @@ def check_converged(job: SmallJob, before: Seen) -> None:
         back = read_manifest(FastStorage(), layout.version(job.latest.sequence)).rolled_back
         assert back or job.latest.step == pointed, "what the pointer names is not served"
     assert leftovers(job) == []
+    assert not list(layout.deltas.glob(f"*/{TIP}")), "a tip stays although its version is there"
     assert job.read_format().id
     if "ask" in before.asked:
         served = read_manifest(FastStorage(), layout.version(job.latest.sequence))

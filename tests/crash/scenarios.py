@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import cast
 
@@ -16,6 +18,8 @@ from syncd.checkpoint.adapter import PREFIX
 from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.save import ADAPTER, look_at_save
+from syncd.checkpoint.tip_folder import NoTipError, make_from_tip
+from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.coordination.benching import Bench
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.coordination.member import Doubles
@@ -23,10 +27,12 @@ from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Wait
 from syncd.deltas.delta_index import SavedPiece
+from syncd.protocol.errors import SaveNotReadyError
 from syncd.protocol.names import DELTA, master_name, part_name, shard_name
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import Format, RollbackRequest, SaveId, encode
-from syncd.protocol.reports import ResumedFrom, TrainerReport
+from syncd.protocol.records import Format, SaveId, encode
+from syncd.protocol.reports import ExplorerReport, ResumedFrom, TrainerReport
+from syncd.protocol.requests import RollbackRequest
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.sessions import Session
@@ -43,6 +49,7 @@ from tests.jobs import LEASE_TIME, SmallJob, edit, nothing
 from tests.makers import work
 from tests.saved_deltas import save_delta, save_full
 from tests.storages import Clock, FastStorage
+from tests.tips import made, prepared
 from trainer_hooks.state.pieces import pieces_of
 from trainer_hooks.state.weights_in_memory import WeightsInMemory
 from trainer_hooks.writing.writer import RankContents, RankWriter
@@ -196,6 +203,11 @@ def _synced(job: SmallJob, *, run: str = "run", **how: bool) -> None:
     job.run(CONFIG)
 
 
+def _shards_to_merge(job: SmallJob) -> None:
+    published(job, 1)
+    ranks_save(job, "run", 2)
+
+
 def _to_publish(job: SmallJob) -> None:
     published(job, 1)
     job.save(2)
@@ -280,6 +292,71 @@ def _tip_to_roll_back(job: SmallJob) -> None:
     job.ask_rollback(1)
 
 
+def _followed(job: SmallJob, *, serves: int = 1) -> None:
+    """An explorer lives that follows tips."""
+    job.session(LIVING).write_text("of another host")
+    report = ExplorerReport(
+        name="follows", session=LIVING, status="running", sequence=serves, time=0.0,
+        follows_deltas=True, follows_tip=True,
+    )  # fmt: skip
+    job.put_record(job.layout.explorer("follows"), report)
+
+
+def _unannounced(job: SmallJob, step: int, **how: bool) -> None:
+    before = job.pointed
+    ranks_save(job, "run", step, **how)
+    job.point(before.strip())
+
+
+def _announces(*steps: int, rest: int = 3) -> Callable[[SmallJob, Clock], None]:
+    """A daemon that knows its explorers sees saves, and works for a while."""
+
+    def act(job: SmallJob, clock: Clock) -> None:
+        with job.daemon(CONFIG, clock=clock, deltas=work()) as loop:
+            for step in (0, 0, *steps, *[0] * rest):
+                if step:
+                    _announce(job, step)
+                loop.run_once()
+                pass_time(job, clock)
+
+    return act
+
+
+def _announce(job: SmallJob, step: int) -> None:
+    job.storage.replace(job.state_pointer, b"%d\n" % step, room=job.layout.drafts)
+
+
+def _to_prepare(job: SmallJob) -> None:
+    published(job, 1)
+    _followed(job)
+    _unannounced(job, 2)
+
+
+def with_tip(job: SmallJob, *, serves: int = 1) -> None:
+    """A whole save is the tip of version 1."""
+    _to_prepare(job)
+    _announces(2, rest=0)(job, Clock())
+    _followed(job, serves=serves)
+
+
+def delta_on_tip(job: SmallJob) -> None:
+    """A delta on a whole save is the tip of version 1."""
+    _to_prepare(job)
+    _unannounced(job, 3, delta=True)
+    _announces(2, 3, rest=0)(job, Clock())
+
+
+def _tip_to_overtake(job: SmallJob, *, serves: int = 1, **how: bool) -> None:
+    with_tip(job, serves=serves)
+    _unannounced(job, 3, **how)
+
+
+def _whole_tip_to_roll_back(job: SmallJob) -> None:
+    with_tip(job)
+    job.layout.requests.mkdir(exist_ok=True)
+    job.ask_rollback(1)
+
+
 def _strays(job: SmallJob) -> None:
     """A delta that leads from no save, and a fold that LATEST does not name."""
     with_deltas(job)
@@ -329,6 +406,39 @@ def _merge_by_hand(job: SmallJob, _: Clock) -> None:
         options=MergeOptions(max_file_size=1000), work=Work(nothing),
     )  # fmt: skip
     storage.remove_tree(room)
+
+
+def _tip_by_hand(job: SmallJob, _: Clock) -> None:
+    """Prepare a whole tip of step 2, and make its version; each is committed by a rename."""
+    storage, room, tip = job.storage, job.layout.bench / "by-hand", job.root / "tip"
+
+    def commit(make: Callable[[Path], object], to: Path) -> None:
+        storage.make_folder(room, below=job.root)
+        try:
+            make(room)
+        except NoTipError as error:
+            raise SaveNotReadyError(str(error)) from error
+        storage.rename(room, to)
+        storage.sync_folder(job.root)
+
+    commit(lambda folder: prepared(job.actor(2), folder, step=2, storage=storage), tip)
+    commit(
+        lambda folder: make_from_tip(storage, tip, folder, to=storage, work=Work(nothing)),
+        job.root / "made",
+    )
+
+
+def _tip_again(job: SmallJob, clock: Clock) -> None:
+    """What was committed is whole, wherever the work was cut off; and it can be done anew."""
+    tip, version = job.root / "tip", job.root / "made"
+    if tip.exists():
+        with TemporaryDirectory() as elsewhere:
+            made(tip, Path(elsewhere) / "made")
+    if version.exists():
+        verify_version(job.storage, version, read_manifest(job.storage, version))
+    for folder in (tip, version, job.layout.bench / "by-hand"):
+        job.storage.remove_tree(folder)
+    _tip_by_hand(job, clock)
 
 
 def explore(job: SmallJob, _: Clock) -> None:
@@ -393,12 +503,20 @@ SCENARIOS = (
     Scenario("fold", with_deltas, rounds(8)),
     Scenario("roll back from the tip", _tip_to_roll_back, rounds(2)),
     Scenario("take-over of deltas", _strays, rounds(2)),
+    Scenario("tip", _to_prepare, _announces(2), lambda job, _: _announce(job, 2)),
+    Scenario("version of a tip", partial(with_tip, serves=2), rounds(4)),
+    Scenario("tip that is overtaken", _tip_to_overtake, _announces(3),
+             lambda job, _: _announce(job, 3)),
+    Scenario("delta on a tip", partial(_tip_to_overtake, serves=2, delta=True),
+             _announces(3, rest=6), lambda job, _: _announce(job, 3)),
+    Scenario("roll back from a whole tip", _whole_tip_to_roll_back, rounds(3)),
     Scenario("merge and publish", _to_merge, rounds(2)),
     Scenario("prune", to_prune, rounds(14)),
     Scenario("roll back", _to_roll_back, rounds(2)),
     Scenario("bench", _to_bench, rounds(5)),
     Scenario("take-over", dirty, rounds(1)),
     Scenario("merge alone", _to_merge, _merge_by_hand),
+    Scenario("tip alone", _shards_to_merge, _tip_by_hand, _tip_again),
     Scenario("explorer", _first_save, explore),
     Scenario("explorer that evaluates steps", _to_bench, _evaluate),
     Scenario("open", _emptied, _open, _open),

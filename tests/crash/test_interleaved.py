@@ -56,6 +56,7 @@ from tests.crash.actors import (
     daemon,
     deterministic,
     explorer,
+    follower,
     pruner,
 )
 from tests.crash.invariants import check_delta, latest_sequence, leftovers, restart, serve, versions
@@ -66,8 +67,8 @@ RANKS = ("rank 0", "rank 1")
 #: A save that nobody disturbs; rank 0 waits for rank 1.
 SAVING_ORDER = ("rank 1", "rank 0", "rank 1", "rank 0")
 DAEMONS = ("daemon A", "daemon B")
-EXPLORERS = ("explorer-1", "explorer-2", "explorer-3")
-WORKERS = (*DAEMONS, "pruner", *EXPLORERS)
+EXPLORERS = ("explorer-1", "explorer-2")
+WORKERS = (*DAEMONS, "pruner", "follower", *EXPLORERS)
 ACTORS = (*RANKS, *WORKERS)
 #: What may happen while somebody stands still.
 MEANWHILE = (
@@ -76,6 +77,7 @@ MEANWHILE = (
     "save",
     "save again",
     "full save",
+    "roll back",
     "resume and save",
     "resume and begin",
     "time",
@@ -136,6 +138,7 @@ class Promises:
     _versions: dict[int, Tree] = field(default_factory=dict)
     _touches_steps: bool = False
     _safe: dict[int, Files] = field(default_factory=dict)
+    _deltas: Files = field(default_factory=set)
 
     def before(self, call: Call) -> None:
         """Note what a call of anybody but the trainer must leave where it is."""
@@ -155,7 +158,10 @@ class Promises:
         found = self._check_versions()
         self._check_latest(found)
         for delta in self.layout.deltas.glob("d*"):  # none where there is no such folder
-            check_delta(delta)
+            if (known := (delta.name, delta.stat().st_ino)) not in self._deltas:
+                self._deltas.add(known)
+                check_delta(delta, lambda made: self.values[made.save_id])
+                COUNTED["tips"] += 1
         self._check_leases(found)
         assert not any(self.layout.quarantine.iterdir()), "a save was quarantined"
 
@@ -283,6 +289,7 @@ class World:
         self.run = Run(self.layout, 0, self._full)
         for name in WORKERS:
             self.start(name)
+        self.to_rest("follower")  # its report is there before the first save
         self.start_trainer()
 
     def _keep_no_reserve(self) -> None:
@@ -298,6 +305,8 @@ class World:
             work = daemon(self._take_over, self.layout)
         elif name in EXPLORERS:
             work = explorer(name, self.layout, self.sessions, self._served[name])
+        elif name == "follower":
+            work = follower(self.layout, self.sessions, self._values)
         else:
             work = pruner(self._take_over, self.layout)
         self.actors[name] = Actor(name, work, self)
@@ -433,6 +442,7 @@ class World:
         assert leftovers(self.job) == []
         names = [path.name for path in versions(layout)]
         assert names in ([], [f"v{latest_sequence(layout):06}"]), names
+        assert not layout.deltas.exists() or not os.listdir(layout.deltas)
         assert [path.name for path in layout.leases.iterdir()] == names
         assert not list(layout.leases.glob("*/*"))
         serve(self.job)
@@ -441,7 +451,7 @@ class World:
         sequence = latest_sequence(self.layout)
         if not sequence:
             return None
-        return read_manifest(FastStorage(), self.layout.version(sequence)).save_id
+        return read_manifest(FastStorage(), self.layout.version(sequence)).settles
 
     def _is_in_the_way(self, path: Path) -> bool:
         """Whether a daemon should have deleted a step folder."""
@@ -475,7 +485,7 @@ def machine(rules: Rules) -> type[RuleBasedStateMachine]:
         def __init__(self) -> None:
             super().__init__()
             self.folder = tempfile.TemporaryDirectory(dir=_QUICK if os.path.isdir(_QUICK) else None)
-            self.world = World(Path(self.folder.name), rules)
+            self.world = World(Path(self.folder.name) / "job", rules)
             self.step = 0
             self.failed = False
 
@@ -522,6 +532,15 @@ def machine(rules: Rules) -> type[RuleBasedStateMachine]:
                 self.world.order(self.step, full=full, retires=True)
                 self.try_to(self.world.to_rest, *SAVING_ORDER)
 
+        @precondition(lambda self: self.world.run.takes_orders)
+        @rule(who=st.sampled_from(DAEMONS), moment=st.integers(1, 8))
+        def whole_tip_comes(self, who: str, moment: int) -> None:
+            for name in ("follower", who, who):
+                self.world.pass_time(1)
+                self.try_to(self.world.to_rest, name)
+            self.trainer_saves_in_peace(full=False, count=1)
+            self.try_to(self.world.until, who, matters, moment)
+
         @rule(back=st.integers(0, 3))
         def trainer_resumes(self, back: int) -> None:
             self.world.start_trainer()
@@ -549,6 +568,10 @@ def machine(rules: Rules) -> type[RuleBasedStateMachine]:
         def does(self, what: str, *, part: int) -> None:
             if what == "time":
                 self.world.pass_time(10)
+                return
+            if what == "roll back":
+                if there := versions(self.world.layout):
+                    self.world.job.ask_rollback(parse_version_folder(min(there).name) or 0)
                 return
             if what in self.world.actors:
                 self.try_to(self.world.to_rest, what)
@@ -621,7 +644,7 @@ def search(rules: Rules, **more: Any) -> None:
 def test_every_promise_holds_however_they_are_interleaved() -> None:
     COUNTED.clear()
     search(Rules(), max_examples=800 if "SYNCD_DEEP" in os.environ else 15)
-    print(f"{COUNTED['worlds']} worlds, {COUNTED['calls']} calls")
+    print(f"{COUNTED['worlds']} worlds, {COUNTED['calls']} calls, {COUNTED['tips']} tips")
 
 
 # -- can it fail? --------------------------------------------------------------------------------

@@ -177,7 +177,8 @@ class Witness:
             assert f"published/{name}" in loss.tree, f"LATEST names {name}, which is not there"
             assert f".syncd/leases/{name}" in loss.tree, "LATEST cannot be leased"
             tip = named.tip if named else None
-            assert not tip or f"deltas/{delta_folder(tip.sequence)}" in loss.tree, "the tip went"
+            for number in {tip.sequence, tip.root or tip.sequence} if tip else ():
+                assert f"deltas/{delta_folder(number)}" in loss.tree, "the tip went"
         for leased in self.before.leased:
             assert f"published/{version_folder(leased)}" in loss.tree, "a leased version went"
 
@@ -492,6 +493,12 @@ BROKEN = (
     Broken("publish", "sync_folder", r"/\.syncd$", "did not survive"),
     Broken("delta", "fsync", r"building/d000002/delta\.json$", "not whole"),
     Broken("delta", "sync_folder", r"building/d000002$", "not whole"),
+    Broken("tip", "fsync", r"building/d000002/tip\.json$", "not whole"),
+    Broken("tip", "fsync", r"building/d000002/plan$", "not whole"),
+    Broken("tip", "sync_folder", r"building/d000002/shards$", "not whole"),
+    Broken("tip", "sync_folder", r"building/d000002$", "not whole"),
+    Broken("version of a tip", "fsync", r"building/v000002/model", "not whole"),
+    Broken("version of a tip", "sync_folder", r"building/v000002$", "not whole"),
     Broken("merge and publish", "fsync", r"building/.*safetensors$", "not whole"),
     Broken("prune", "fsync", r"audit\.jsonl$", "nothing says so"),
     Broken("prune", "sync_folder", r"/doomed$", "lost|back|went"),

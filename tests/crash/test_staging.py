@@ -5,6 +5,7 @@ A power loss is no case of its own: copies from before the host's last start are
 """
 
 import errno
+import mmap
 import os
 import random
 import shutil
@@ -20,17 +21,21 @@ import pytest
 
 from explorer_hooks.reader import LeasedVersion, Reader
 from explorer_hooks.staging import NotStagedError, Staging
+from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.names import MANIFEST
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from tests.crash.children import child, was_killed
+from tests.crash.invariants import check_weights
+from tests.crash.scenarios import delta_on_tip
 from tests.crash.test_errors import CODES, FailingStorage
 from tests.crash.test_kill import STRIDE, DeadlyStorage
 from tests.deltas import contents
 from tests.explorers import LONG, publish
 from tests.jobs import SmallJob
-from tests.staged_deltas import DeltaChain, state
-from tests.storages import RuledStorage
+from tests.staged_deltas import DeltaChain, Unheld, state
+from tests.storages import FastStorage, RuledStorage
 
 
 class Unlinkable(DeadlyStorage):
@@ -145,9 +150,27 @@ class Host:
         self._base.release()
 
 
-@pytest.fixture
-def chain(job: SmallJob, tmp_path: Path) -> DeltaChain:
-    return DeltaChain(job, tmp_path)
+class WholeTip(DeltaChain):
+    """Version 1 of a job, a whole save above it, and a delta on that save, which is the tip."""
+
+    def __init__(self, job: SmallJob) -> None:
+        self.job, self.storage, self.holds = job, RuledStorage(), 0
+        delta_on_tip(job)
+
+    def version(self, number: int) -> LeasedVersion:
+        folder = self.job.version(number)
+        manifest = read_manifest(self.storage, folder)
+        return LeasedVersion(self.storage, folder, manifest, Unheld())
+
+    def check(self, copy: LeasedVersion, number: int) -> None:
+        verify_version(FastStorage(), copy.folder, copy.manifest)
+        check_weights(copy.folder, number)
+        assert (copy.sequence, copy.manifest.save_id) == (number, f"run-{number}-0")
+
+
+@pytest.fixture(params=["deltas", "whole tip"])
+def chain(job: SmallJob, tmp_path: Path, request: pytest.FixtureRequest) -> DeltaChain:
+    return WholeTip(job) if request.param == "whole tip" else DeltaChain(job, tmp_path)
 
 
 @pytest.mark.parametrize("is_held", [True, False])
@@ -184,18 +207,20 @@ def test_whatever_call_fails_the_copy_is_whole_or_none(
 ) -> None:
     """And then the explorer serves on, and the next one makes it."""
     before = state(chain.job.root)
+    # A stage is on a disk of this host, which says of no file that is there that it is gone.
+    codes = [code for code in CODES if where == "job" or code != errno.ESTALE]
     number = 0
     while True:
         base = first_copy(chain, memory)
         kept = state(base.folder)
-        failing = FailingStorage(1 + number, CODES[number % len(CODES)], on=False)
+        failing = FailingStorage(1 + number, codes[number % len(codes)], on=False)
         lead = chain.lead()
         if where == "job":
             lead = lead._replace(job=Job(failing, chain.job.layout))
         with suppress(NotStagedError, InvalidSettingsError):
             staging = Staging(memory, storage=failing if where == "stage" else None)
             chain.check(staging.follow(lead, chain.hold), 3)
-        assert state(base.folder) == kept
+        assert state(base.folder) == kept, failing.failed
         chain.follow(Staging(memory)).release()
         base.release()
         if not failing.failed:
@@ -226,10 +251,83 @@ def test_a_file_that_is_cut_while_it_is_read_is_no_copy(chain: DeltaChain, memor
     while True:
         call += 1
         base = first_copy(chain, memory)
-        short = ShortStorage(call)
+        chain.storage = short = ShortStorage(call)
         with suppress(NotStagedError):
             chain.follow(Staging(memory, storage=short)).release()
         base.release()
         if short.left > 0:
             break
-    assert call > 5
+    assert call > 4
+
+
+# -- over the memory of an older copy -------------------------------------------------------------
+
+
+class Heir:
+    """A host that serves save 3, has a copy of save 1 that it no longer holds, and makes save 4.
+
+    A process still maps one of the two files of weights of the unheld copy.
+    """
+
+    def __init__(self, chain: DeltaChain, memory: Path) -> None:
+        self.chain, self.memory = chain, memory
+        chain.publish(3)
+        chain.add_delta()
+        self.begin()
+
+    def begin(self) -> None:
+        old = first_copy(self.chain, self.memory)
+        self._served = Staging(self.memory).stage(self.chain.version(3))
+        self._state = state(self._served.folder)
+        path = old.folder / "model-00001-of-00002.safetensors"
+        with path.open("rb") as file:
+            self._mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        self._content = self._mapped[:]
+        old.release()
+
+    def make(self, storage: Storage | None = None) -> None:
+        staging = Staging(self.memory, storage=storage)
+        copy = self.chain.follow(staging)
+        staging.tidy()
+        copy.release()
+
+    def check(self, when: str) -> None:
+        """What is used has its bytes, each copy is whole, and the next one comes, and all go."""
+        (room,) = self.memory.iterdir()
+        for copy in room.iterdir():
+            if copy.name[0] != ".":
+                own, whole = map(contents, (copy, self.chain.whole[int(copy.name[1:7]) - 1].folder))
+                assert own.pop(MANIFEST)
+                assert whole.pop(MANIFEST)
+                assert own == whole, when
+        self.make()
+        assert self._mapped[:] == self._content, when
+        assert state(self._served.folder) == self._state, when
+        self._mapped.close()
+        self._served.release()
+        Staging(self.memory).tidy()
+        assert os.listdir(room) == [".copier"], when
+
+
+def test_whatever_change_is_the_last_one_memory_that_is_used_stays(
+    chain: DeltaChain, memory: Path
+) -> None:
+    heir = Heir(chain, memory)
+    for moment in killed_at(DeadlyStorage, heir.make):
+        heir.check(f"moment {moment}")
+        heir.begin()
+
+
+def test_whatever_call_fails_memory_that_is_used_stays(chain: DeltaChain, memory: Path) -> None:
+    heir = Heir(chain, memory)
+    number = 0
+    while True:
+        failing = FailingStorage(1 + number, CODES[number % len(CODES)], on=False)
+        with suppress(NotStagedError, InvalidSettingsError):
+            heir.make(failing)
+        heir.check(f"call {number} {failing.failed}")
+        if not failing.failed:
+            break
+        heir.begin()
+        number += 1
+    assert number > 10

@@ -277,9 +277,9 @@ class Soak:
             if status := daemon.terminate(DEADLINE):
                 self.found.violated(f"a daemon ended with {status}: {daemon.log[-20:]}")
             self._check_log(daemon)
-        for what in ("copies made from deltas", "served before their full version"):
+        for what in ("copies made from deltas", "copies made from whole saves"):
             if not self.found.counts[what]:
-                self.found.violated(f"nothing was {what}")
+                self.found.violated(f"there were no {what}")
         for folder in (layout.sessions, layout.lease_folder(max(self.found.numbers))):
             if left := os.listdir(folder):
                 self.found.violated(f"{folder} is not empty: {left}")

@@ -36,7 +36,7 @@ EXPLORERS = (
     ("link", True),
 )
 #: What a run of the trainer saves by, and of how many ranks.
-_RUNS = (("TrainerHook", 2), ("WeightStream", 1), ("WeightStream", 2))
+_RUNS = (("TrainerHook", 2), ("whole saves", 2), ("WeightStream", 1), ("WeightStream", 2))
 _PROGRAM = "tests.multiprocess.soak_programs"
 
 

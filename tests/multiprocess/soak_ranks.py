@@ -35,7 +35,8 @@ class SoakRank(Told):
     """Saves weights that are all one number.
 
     Args:
-        program: what saves: ``WeightStream``, or ``TrainerHook``, which has weights of FSDP2.
+        program: what saves: ``WeightStream``, or ``TrainerHook``, which has weights of FSDP2, and
+            saves no deltas for ``whole saves``.
     """
 
     def __init__(self, job: Path, store: Path, rank: int, world_size: int, program: str) -> None:
@@ -44,7 +45,7 @@ class SoakRank(Told):
         self._rank, self._world_size = rank, world_size
         self._hook: TrainerHook | None = None
         self._model = make_model()
-        settings = SyncSettings(deltas=True, save_timeout=_SAVE_TIMEOUT)
+        settings = SyncSettings(deltas=program != "whole saves", save_timeout=_SAVE_TIMEOUT)
         try:
             if program == "WeightStream":
                 self._stream = WeightStream(

@@ -74,9 +74,11 @@ class Findings:
         no_delta: str | None,
         not_staged: str | None,
     ) -> None:
-        """A stage has a copy of a version: by deltas, by a full read, or from another process."""
+        """A stage has a copy: by deltas, of a save, by a full read, or from another process."""
         if delta_bytes is not None:
             self.count("copies made from deltas")
+        elif full_bytes and not (no_delta or not_staged):
+            self.count("copies made from whole saves")
         elif full_bytes or not_staged:
             self.count("full reads")
             with self._changing:

@@ -132,15 +132,22 @@ def environment(before: Path) -> dict[str, str]:
 @contextmanager
 def served_by(before: Path, job: Path, step: int) -> Iterator[LeasedVersion]:
     """The version of a step, of a daemon of the release before that works beside the block."""
+    with older(before, job):
+        sequence = wait_for_step(job, step).sequence
+        with Reader(job, "checker") as reader:
+            version = reader.next_version(sequence - 1, DEADLINE)
+            version.verify()
+            yield version
+            version.release()
+
+
+@contextmanager
+def older(before: Path, job: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A daemon of the release before, which ends well."""
     run = [*PYTHON, "-m", "syncd", "run", str(job), *DAEMON]
     with subprocess.Popen(run, env=environment(before), stderr=subprocess.DEVNULL) as old:
         try:
-            sequence = wait_for_step(job, step).sequence
-            with Reader(job, "checker") as reader:
-                version = reader.next_version(sequence - 1, DEADLINE)
-                version.verify()
-                yield version
-                version.release()
+            yield old
             old.terminate()
             assert old.wait(DEADLINE) == 0
         finally:
@@ -281,6 +288,50 @@ def test_an_explorer_and_a_standby_of_the_release_before_take_deltas(
         serve(5)
         serve(6)
         assert old.wait(DEADLINE) == 0
+
+
+def test_an_explorer_and_a_standby_of_the_release_before_take_whole_saves(
+    tmp_path: Path, before: Path, memory: Path
+) -> None:
+    """Daemon first: while the trainer saves, the daemon alone is of this release, or the other."""
+    here, model = SmallJob(tmp_path / "new"), Model(0)
+    staged = f"TorchModule(model), staging=Staging({str(memory)!r})"
+    program = EXPLORER_BEFORE.replace("TorchModule(model)", staged)
+    program = f"from explorer_hooks.staging import Staging\n{program}"
+    explorer = [*PYTHON, "-c", program, str(here.root), "5"]
+
+    def serve(step: int) -> int:
+        with torch.no_grad():
+            model.lm_head.weight[0, 0] = -step
+        hook.after_step(step)
+        written(hook)
+        assert old.stdout is not None
+        assert old.stdout.readline().split() == [str(step), f"{-step}.0"]
+        return wait_for_step(here.root, step).sequence
+
+    with ExitStack() as stack:
+        hook = stack.enter_context(
+            TrainerHook(here.root, model, settings=SyncSettings(sync_interval=1))
+        )
+        old = subprocess.Popen(explorer, env=environment(before), stdout=subprocess.PIPE, text=True)
+        stack.callback(old.kill)
+        with older(before, here.root):
+            numbers = [serve(1)]
+        stack.enter_context(follower(here, "tip", whole=True))
+        dying = dying_at("deltas/d", ".syncd/LATEST", after=True)
+        daemon = stack.enter_context(Daemon(here.root, *DAEMON, program=dying))
+        wait_until(lambda: here.daemon_says.takes_deltas, "the follower is seen")
+        with older(before, here.root) as standby:
+            numbers.append(serve(2))
+            assert daemon.wait() == -9
+            assert here.daemon_says.pid == standby.pid
+            numbers.append(serve(3))
+        stack.enter_context(Daemon(here.root, *DAEMON))
+        numbers += [serve(4), serve(5)]
+        assert old.wait(DEADLINE) == 0
+        print(numbers, here.latest, sorted(here.layout.deltas.iterdir()), here.outcomes)
+    # The number of the tip that the standby did not know is used for no other save.
+    assert numbers == [1, 3, 4, 5, 6]
 
 
 def test_the_release_before_serves_on_a_job_of_this_one(job: Path, before: Path) -> None:

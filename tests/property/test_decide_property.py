@@ -1,18 +1,23 @@
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncd.checkpoint.save import Shards, Unfinished
+from syncd.daemon.chains import DeltaSeen, deltas_to_each
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
     AnswerRequest,
     CloseLeaseFolder,
     Decision,
     DropLease,
+    Fold,
     Forget,
     Merge,
+    Prepare,
+    PruneDelta,
     PruneStep,
     Republish,
     RetireVersion,
@@ -21,7 +26,8 @@ from syncd.daemon.decide import (
 )
 from syncd.daemon.observation import LeaseSeen, Observation, Pointer, PointerState, StepSeen
 from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER
-from syncd.protocol.records import Pause, Receipt, RollbackRequest, SaveOutcome
+from syncd.protocol.records import Receipt, SaveOutcome, Tip
+from syncd.protocol.requests import Pause, RollbackRequest
 
 STEPS = st.integers(0, 6)
 SEQUENCES = st.integers(1, 8)
@@ -94,6 +100,52 @@ def observations(draw: st.DrawFn) -> Observation:
         rollbacks=tuple(draw(st.lists(REQUESTS, max_size=2))),
         served_request=draw(st.sampled_from([None, "r", "q"])),
     )
+
+
+@st.composite
+def with_tips(draw: st.DrawFn) -> Observation:
+    """A job with deltas and whole saves above LATEST, of which the tip may rest on one."""
+    seen = draw(observations())
+    deltas = tuple(
+        DeltaSeen(number, 1, None if is_whole else base, target, is_whole)
+        for number, base, target, is_whole in draw(
+            st.lists(st.tuples(SEQUENCES, IDENTITIES, IDENTITIES, st.booleans()), max_size=5,
+                     unique_by=lambda one: one[0])
+        )
+    )  # fmt: skip
+    chains = deltas_to_each(seen.latest, seen.published_save, deltas)
+    tip, is_named = None, draw(st.booleans())
+    if chains and is_named:
+        chain = chains[draw(st.sampled_from(sorted(chains)))]
+        root = chain[0].sequence if chain[0].is_whole else None
+        tip = Tip(sequence=chain[-1].sequence, step=1, save_id=chain[-1].target, root=root)
+    return replace(
+        seen, deltas=deltas, deltas_to=chains, tip=tip, save_id=seen.published_save,
+        takes_tips=draw(st.booleans()), may_fold=True, must_fold=draw(st.booleans()),
+        in_use=draw(st.sets(SEQUENCES, max_size=1)), full_bytes=10,
+    )  # fmt: skip
+
+
+@settings(max_examples=100)
+@given(with_tips(), CONFIGS)
+def test_no_whole_save_is_pruned_that_anyone_needs_and_a_root_is_made_before_its_deltas(
+    seen: Observation, config: DaemonConfig
+) -> None:
+    decision = decide(seen, config)
+    pruned = {action.sequence for action in of(decision, PruneDelta)}
+    saves = {seen.tip and seen.tip.save_id, seen.save and seen.save.known_as}
+    needed = {one.sequence for save in saves for one in seen.deltas_to.get(save or "", ())}
+    wholes = {one.sequence for one in seen.deltas if one.is_whole}
+    assert not pruned & wholes & needed.union(seen.in_use)
+    for fold in of(decision, Fold):
+        chain = seen.deltas_to[seen.tip.save_id if seen.tip else ""]
+        made = chain[:1] if chain[0].is_whole else chain
+        assert (tuple(fold.chain), fold.tip.sequence) == (made, made[-1].sequence)
+    for action in of(decision, Prepare):
+        assert seen.takes_tips
+        assert seen.latest
+        assert action.save.receipts
+        assert not of(decision, Merge)
 
 
 def any_look(test: Callable[[Observation, DaemonConfig], None]) -> Callable[[], None]:

@@ -118,7 +118,7 @@ def test_what_a_broadcast_of_the_trainers_run_brought_is_later_than_any_earlier_
         ({"sequence": 26, "step": 20, "save_id": "new-20-2"}, (1, 1)),
         ({"sequence": 20, "step": 15, "received": "new-15-4"}, (0, 0)),
         ({"sequence": 20, "step": 20, "received": "old-20-4"}, (7, 7)),
-        ({"sequence": 27, "step": 14, "save_id": "new-14-3", "follows_tip": True}, (1, 2)),
+        ({"sequence": 27, "step": 14, "save_id": "new-14-3", "follows_deltas": True}, (1, 2)),
         ({}, (27, None)),
         ({"bench": 3}, (None, None)),
     ],

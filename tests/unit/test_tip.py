@@ -68,7 +68,7 @@ def deltas(job: SmallJob) -> list[str]:
 def live(loop: Rounds, session: str, rounds: int = 12, **changes: object) -> None:
     """Rounds in which an explorer lives, and serves version 1."""
     report = ExplorerReport(
-        name="e", session=session, status="running", sequence=1, time=0.0, follows_tip=True
+        name="e", session=session, status="running", sequence=1, time=0.0, follows_deltas=True
     )
     loop.job.put_record(loop.job.layout.explorer("e"), report.model_copy(update=changes))
     for _ in range(rounds):
@@ -445,7 +445,7 @@ def test_deltas_are_folded_at_once_for_an_explorer_that_cannot_follow_now(job: S
         save_delta(job, 2, 1)
         loop.rounds(3, 0)
         assert job.latest.sequence == 1
-        live(loop, "living", 0, follows_tip=False)
+        live(loop, "living", 0, follows_deltas=False)
         loop.rounds(3, 0)
         assert job.latest.sequence == 2
         for step in range(3, 6):  # although each round has a delta to make
