@@ -14,6 +14,15 @@ disk.
 In place: one version is loaded repeatedly into a module on the CPU, beside ``memmove`` and
 ``Tensor.copy_`` of as many bytes.
 
+Tip: a whole save that LATEST names as its tip, beside ``--deltas off``, which merges each save
+first. The explorers are of one host, and the slowest one counts; each row has a job of its own, and
+all take turns. A version is made once all are live. "floor" is one pass over the shards with
+digests into a new file of the stage, "copy" as above. "until live" and "made" are the bytes that
+daemon and explorers have read and written below the job until then, in shards. With
+``--shared-megabytes`` all together get so many MB a second (:mod:`benchmarks.meter`), as from a
+server without latency whose clients cache nothing; headers, which confined processes read, are
+left out.
+
 Late: an explorer joins a published job, and its seconds are those from its hook's start, after the
 imports, until it serves. Another explorer of the host holds a copy in the stage, which is compared;
 or there is no stage; or a stage without a copy, which is made.
@@ -32,25 +41,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.machine import (
-    Report,
-    daemon,
-    median_ratio,
-    parser,
-    prepared,
-)
+import xxhash
+
+from benchmarks.deltas import wait_for
+from benchmarks.machine import ROOT, Report, daemon, median_ratio, parser, prepared, turns
+from benchmarks.meter import Meter
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import RECEIPTS, STATE_POINTER, receipt_name
 from syncd.protocol.records import Receipt, encode, parse
 
 _RANKS = 4
 _ENDING = 30.0
-_PARTS = ("live", "in-place", "late", "bytes")
+_PARTS = ("live", "in-place", "late", "bytes", "tip")
 NAIVE = "naive"
 #: The name of an explorer → its engine, and True if it stages.
 _ENGINES = {
@@ -60,6 +68,16 @@ _ENGINES = {
     "TorchModule, with a stage": ("staged", True),
     NAIVE: (NAIVE, False),
 }
+#: A row of tips → the daemon's ``--deltas``, if any, and True if explorers stage.
+_TIPS = {
+    NAIVE: (None, False),
+    "merged first": ("off", False),
+    "tip": ("on", False),
+    "merged first, with a stage": ("off", True),
+    "tip, with a stage": ("on", True),
+}
+#: Rounds that do not count: the first make files, and the daemon gets to know the explorers.
+_WARM = 3
 
 
 # -- an explorer -------------------------------------------------------------------------------
@@ -99,11 +117,12 @@ class _Explorer:
 class _Trainer:
     """A job whose next step can be complete before the pointer names it."""
 
-    def __init__(self, root: Path, gigabytes: float) -> None:
+    def __init__(self, root: Path, gigabytes: float, templates: Sequence[Path] = ()) -> None:
         # Two, because a stage does not read bytes again that its last copy has. They are not in the
         # job, because the daemon prunes steps that were published.
-        self._templates = [root.with_name(f"{root.name}-template-{seed}") for seed in (0, 1)]
-        for seed, template in enumerate(self._templates):
+        made = [root.with_name(f"{root.name}-template-{seed}") for seed in (0, 1)]
+        self.templates = templates or made
+        for seed, template in enumerate(() if templates else made):
             write = ("write", str(root), str(gigabytes), "fsdp", str(seed))
             subprocess.run((sys.executable, "-m", "benchmarks.shards", *write), check=True)
             JobLayout(root).actor(1).rename(template)
@@ -117,7 +136,7 @@ class _Trainer:
     def make_ready(self) -> int:
         """Make another step with hard links to other shards; return its number."""
         self._step += 1
-        first, actor = self._templates[self._step % 2], self.layout.actor(self._step)
+        first, actor = self.templates[self._step % 2], self.layout.actor(self._step)
         (actor / RECEIPTS).mkdir(parents=True)
         (actor / "huggingface").mkdir()
         for shard in first.glob("*.pt"):
@@ -131,15 +150,33 @@ class _Trainer:
         return self._step
 
     def copy(self) -> float:
-        target = self._templates[0].with_name("copied")
+        target = self.templates[0].with_name("copied")
         begun = time.monotonic()
-        for shard in self._templates[0].glob("*.pt"):
+        for shard in self.templates[0].glob("*.pt"):
             shutil.copyfile(shard, target)
             with target.open("rb") as file:
                 os.fsync(file.fileno())
         seconds = time.monotonic() - begun
         target.unlink()
         return seconds
+
+    def floor(self, stage: Path) -> float:
+        view, begun = memoryview(bytearray(1024 * 1024)), time.monotonic()
+        with tempfile.TemporaryFile(dir=stage) as made:
+            for shard in self.templates[0].glob("*.pt"):
+                digest, at = xxhash.xxh3_128(), 0
+                with shard.open("rb") as file:
+                    while count := os.preadv(file.fileno(), [view], at):
+                        digest.update(view[:count])
+                        at += os.write(made.fileno(), view[:count])
+            return time.monotonic() - begun
+
+    def explorer(
+        self, gigabytes: float, engine: str, stage: Path | None, name: str = "measured"
+    ) -> _Explorer:
+        arguments = ["naive" if engine == NAIVE else "follow", "--engine", engine, "--name", name,
+                     "--job", str(self.layout.root), "--gigabytes", str(gigabytes)]  # fmt: skip
+        return _Explorer(*arguments, *(("--stage", str(stage)) if stage else ()))
 
     def announce(self) -> float:
         begun = time.monotonic()
@@ -161,12 +198,8 @@ def _live(trainer: _Trainer, name: str, given: argparse.Namespace) -> dict[str, 
     with ExitStack() as stack:
         if kind != NAIVE:
             stack.enter_context(daemon(trainer.layout.root))
-        arguments = ["naive" if kind == NAIVE else "follow", "--engine", kind,
-                     "--job", str(trainer.layout.root), "--gigabytes", str(given.gigabytes),
-                     "--name", "measured"]  # fmt: skip
-        if stages:
-            arguments += ["--stage", str(given.stage_dir)]
-        explorer = _Explorer(*arguments)
+        stage = given.stage_dir if stages else None
+        explorer = trainer.explorer(given.gigabytes, kind, stage)
         stack.callback(explorer.close)
         explorer.hear()
         for number in range(given.rounds + 1):
@@ -205,6 +238,77 @@ def _print_live(report: Report, trainer: _Trainer, given: argparse.Namespace) ->
         table.row(name, *(f"{1000 * seconds:.0f}" for seconds in cells), ratio)
 
 
+class _Served:
+    """A job that one of :data:`_TIPS` serves to explorers of one host."""
+
+    def __init__(
+        self, name: str, trainer: _Trainer, meter: Meter, explorers: int,
+        given: argparse.Namespace, stack: ExitStack,
+    ) -> None:  # fmt: skip
+        root = trainer.layout.root.with_name(f"{name} {explorers}")
+        self._trainer = _Trainer(root, given.gigabytes, trainer.templates)
+        self._meter, (self._deltas, stages) = meter, _TIPS[name]
+        self._has_tips = stages and self._deltas == "on"
+        engine, stage = "staged" if self._deltas else NAIVE, given.stage_dir if stages else None
+        self._explorers = []
+        if self._deltas:
+            stack.enter_context(daemon(root, "--deltas", self._deltas))
+        for number in range(explorers if self._deltas else 1):
+            explorer = self._trainer.explorer(given.gigabytes, engine, stage, f"e{number}")
+            stack.callback(explorer.close)
+            self._explorers.append(explorer)
+        for explorer in self._explorers:
+            explorer.hear()
+        for _ in range(_WARM):
+            self.round(check=False)
+
+    def round(self, *, check: bool = True) -> tuple[float, int, int]:
+        """Seconds until live, the bytes until then, and the bytes until there is a version."""
+        step, latest = self._trainer.make_ready(), self._trainer.layout.latest
+        os.sync()
+        time.sleep(random.random())  # noqa: S311 - not in step with polls once a second
+        before, begun = sum(self._meter.counts()), self._trainer.announce()
+        live = max(explorer.hear(step)["live"] for explorer in self._explorers) - begun
+        until_live = made = sum(self._meter.counts()) - before
+        if self._deltas:
+            has_tip = json.loads(latest.read_text())["step"] < step  # no version yet
+            if check and has_tip is not self._has_tips:
+                raise RuntimeError(f"{latest} has {'a' if has_tip else 'no'} tip of step {step}")
+            wait_for(latest, step)
+            made = sum(self._meter.counts()) - before
+        return live, until_live, made
+
+
+def _print_tips(
+    report: Report, trainer: _Trainer, meter: Meter, explorers: int, given: argparse.Namespace
+) -> None:
+    names = ("floor", "copy", *_TIPS)
+    size = sum(shard.stat().st_size for shard in trainer.templates[0].glob("*.pt"))
+    found: dict[str, list[tuple[float, int, int]]] = {name: [] for name in names}
+    with ExitStack() as stack:
+        ways = {name: _Served(name, trainer, meter, explorers, given, stack) for name in _TIPS}
+        for number in range(given.rounds):
+            found["floor"].append((trainer.floor(given.stage_dir), size, size))
+            found["copy"].append((trainer.copy(), 2 * size, 2 * size))
+            for name in turns(ways, number):
+                found[name].append(ways[name].round())
+    table = report.table(
+        f"{explorers} explorers of one host, {given.rounds} rounds, {size / 1e6:.0f} MB in shards, "
+        f"{given.shared_megabytes:g} MB/s for all (0: no limit)",
+        ("live", "p50 ms", "max ms", "x floor", "x copy", "x merged", "until live", "made"),
+        [(name,) for name in names],
+    )
+    for name in names:
+        live, *counts = zip(*found[name], strict=True)
+        bases = ("floor", "copy", name.replace("tip", "merged first"))
+        table.row(
+            name,
+            *(f"{1000 * seconds:.0f}" for seconds in (median(live), max(live))),
+            *(f"{median_ratio(live, (one[0] for one in found[base])):.2f}" for base in bases),
+            *(f"{median(count) / size:.2f}" for count in counts),
+        )
+
+
 def _print_seconds(
     report: Report, trainer: _Trainer, given: argparse.Namespace, what: str, *bases: str
 ) -> None:
@@ -236,12 +340,7 @@ def _bytes(trainer: _Trainer, count: int, stage: Path | None, gigabytes: float) 
     with ExitStack() as stack:
         explorers = []
         for number in range(count):
-            arguments = ["follow", "--engine", "staged", "--name", f"e{number}",
-                         "--job", str(trainer.layout.root),
-                         "--gigabytes", str(gigabytes)]  # fmt: skip
-            if stage is not None:
-                arguments += ["--stage", str(stage)]
-            explorers.append(_Explorer(*arguments))
+            explorers.append(trainer.explorer(gigabytes, "staged", stage, f"e{number}"))
             stack.callback(explorers[-1].close)
         for explorer in explorers:
             explorer.hear()
@@ -272,6 +371,8 @@ def _parser() -> argparse.ArgumentParser:
     options = parser(__doc__, gigabytes=1.0, shared_gigabytes=0.25, rounds=20, explorers=8)
     options.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
     options.add_argument("--engines", nargs="+", choices=_ENGINES, default=list(_ENGINES))
+    options.add_argument("--tip-explorers", type=int, nargs="+", default=[1])
+    options.add_argument("--shared-megabytes", type=float, default=0.0, help="of tips, a second")
     options.add_argument("--stage-dir", type=Path, help="of this host; in /dev/shm by default")
     return options
 
@@ -296,6 +397,11 @@ def main() -> None:
             _print_seconds(report, trainer, given, "joining", "no stage")
         if "bytes" in given.parts:
             _print_bytes(report, work, given)
+        if "tip" in given.parts:  # last, because its meter stays
+            meter = Meter(given.stage_dir, trainer.layout.root, given.shared_megabytes * 1e6)
+            meter.install(ROOT)
+            for explorers in given.tip_explorers:
+                _print_tips(report, trainer, meter, explorers, given)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ _SMALL = 64 * 1024
 _LAYOUT = struct.Struct("d3q")
 #: After a sleep that took too long, processes can catch up at most this many seconds.
 _CREDIT = 0.02
-_VARIABLE = "SYNCD_BENCHMARK_METER"
+METERED = "SYNCD_BENCHMARK_METER"
 
 
 class Meter:
@@ -44,11 +44,16 @@ class Meter:
     def environment(self, role: int, code: Path) -> dict[str, str]:
         """The environment of a process that is metered, and runs the syncd in ``code``."""
         path = f"{self._file.parent}{os.pathsep}{code}"
-        return {**os.environ, "PYTHONPATH": path, _VARIABLE: f"{role} {self._given}"}
+        return {**os.environ, "PYTHONPATH": path, METERED: f"{role} {self._given}"}
+
+    def install(self, code: Path) -> None:
+        """Meter this process, and the processes that it starts from now on, in the first role."""
+        os.environ |= self.environment(0, code)
+        _install()
 
 
 def _install() -> None:
-    role, device, rate, name = os.environ[_VARIABLE].split(" ", 3)
+    role, device, rate, name = os.environ[METERED].split(" ", 3)
     fd, lock = os.open(name, os.O_RDWR), threading.Lock()
     counts = mmap.mmap(fd, 0)
 
