@@ -447,7 +447,7 @@ class Loop:
         This needs a turn, because it uses as much memory as planning a merge. A save of this job
         that waits for a turn comes first.
         """
-        if not self._refused_turn and self._makes.save is None and self.turn.take():
+        if not self._refused_turn and self._makes.folder is None and self.turn.take():
             try:
                 self._outcomes.learn(step, prefix=self.config.dcp_prefix, cancel=self.tenure.cancel)
             finally:
