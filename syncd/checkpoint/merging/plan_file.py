@@ -1,32 +1,20 @@
 """A merge plan as a file, so that other processes and hosts make the same files from the sources.
 
-It is a safetensors file of four tensors, which the standard library reads at once::
-
-    counts   I64 [n]     the number of sources, and for each its size and number of records; the
-                         number of files, and for each its number of tensors; for each tensor its
-                         number of dimensions, its shape, and its numbers of parts and copies; for
-                         each copy its number of parts
-    parts    I64 [n, 3]  a run: source, offset and length; a weave: minus its number of parts, turns
-                         and 0; transposed matrices: minus their number of parts, rows and columns.
-                         The parts of a weave or of matrices come after it
-    records  I64 [n, 3]  offset, size and CRC-32
-    text     U8 [n]      lines: the name of each source; the name of each file and the xxh3-128 of
-                         its header; the name and dtype of each tensor; of each copy the name of the
-                         tied tensor, or nothing
+It is JSON, an array of sources and one of files. Sources are ``[name, size, records]``, and records
+``[offset, size, crc32]``. Files are ``[name, xxh3-128 of the header, tensors]``, and tensors
+``[name, dtype, shape, parts, copies]``. Parts and copies are the fields of their classes in order:
+a run is ``[source, offset, length]``, a weave ``[turns, parts]``.
 
 Anyone may have written the file, so :func:`read_plan` checks every value.
 """
 
 from __future__ import annotations
 
-import io
-import math
+import json
 import re
-from array import array
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from itertools import chain, islice
-from operator import ge, gt
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import le
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -41,24 +29,16 @@ from syncd.checkpoint.merging.plan import (
     header_entries,
 )
 from syncd.checkpoint.merging.tiling import Bytes, Run, Tile, Transposed, Weave
-from syncd.checkpoint.safetensors_header import (
-    PAGE,
-    HeaderEntry,
-    arrange,
-    header_bytes,
-    read_fields,
-)
+from syncd.checkpoint.safetensors_header import header_bytes
 from syncd.checkpoint.tensor_rules import ITEMSIZE, NUMBER_LIMIT, name_fault, shape_of, shown
 from syncd.checkpoint.torch_files.shard_file import ZipRecord
 from syncd.protocol.errors import ShardFormatError
 from syncd.storage.fsio import Storage
 
-#: The most bytes of the file: enough for 2.5 million pieces.
-PLAN_LIMIT: Final = 64 * 1024 * 1024
+#: The most bytes of the file: enough for a million pieces, which take 25 times as much memory.
+PLAN_LIMIT: Final = 32 * 1024 * 1024
 #: The most rows of a transposed matrix: each takes half a kilobyte in the copy.
 ROWS_LIMIT: Final = 2**16
-_COLUMNS: Final = (("counts", "I64", ()), ("parts", "I64", (3,)), ("records", "I64", (3,)),
-                   ("text", "U8", ()))  # fmt: skip
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}", re.ASCII)
 
 
@@ -86,67 +66,45 @@ def encode_plan(plan: MergePlan, sources: Sequence[PlanSource]) -> bytes:
     """
     if plan.casts:
         raise ShardFormatError("a plan with a cast cannot be written to a file")
-    writer = _Writer(sources)
-    counts = array("q", (len(plan.files),))
-    lines: list[str] = []
+    needed: list[set[int]] = [set() for _ in sources]
+    files = []
     for file in plan.files:
-        counts.append(len(file.tensors))
-        lines += file.name, xxhash.xxh3_128_hexdigest(file.header)
-        for tensor in file.tensors:
-            sizes = len(tensor.parts), len(tensor.copies)
-            counts.extend((len(tensor.shape), *tensor.shape, *sizes))
-            lines += tensor.name, tensor.dtype
-            writer.write(tensor.parts)
-            for copy in tensor.copies:
-                counts.append(len(copy.parts))
-                lines.append(copy.tied or "")
-                writer.write(copy.parts)
-    head, records = array("q", (len(sources),)), array("q")
-    for source, touched in zip(sources, writer.touched(), strict=True):
-        head.extend((source.size, len(touched)))
-        records.extend(chain.from_iterable(touched))
-    text = "".join(f"{line}\n" for line in chain((source.name for source in sources), lines))
-    columns = [(head + counts).tobytes(), writer.parts.tobytes(), records.tobytes(), text.encode()]
-    entries, at = [], 0
-    for (name, dtype, inner), column in zip(_COLUMNS, columns, strict=True):
-        count = len(column) // math.prod(inner) // ITEMSIZE[dtype]
-        entries.append(HeaderEntry(name, dtype, (count, *inner), at, at + len(column)))
-        at += len(column)
-    if PAGE + at > PLAN_LIMIT:
-        raise ShardFormatError(f"the plan takes {at} bytes, over the limit of {PLAN_LIMIT}")
-    return b"".join((header_bytes(entries), *columns))
+        tensors = []
+        for name, dtype, shape, _, parts, copies in file.tensors:
+            tensors.append((name, dtype, shape, parts, copies))
+            for tiles in (parts, *(copy.parts for copy in copies)):
+                for run in _runs(tiles):
+                    needed[run.source].add(run.offset)
+        files.append((file.name, xxhash.xxh3_128_hexdigest(file.header), tensors))
+    heads = [
+        (name, size, _holding(sorted(offsets), records.values()))
+        for (name, size, records), offsets in zip(sources, needed, strict=True)
+    ]
+    content = json.dumps((heads, files), separators=(",", ":")).encode()
+    if len(content) > PLAN_LIMIT:
+        raise ShardFormatError(
+            f"the plan takes {len(content)} bytes, over the limit of {PLAN_LIMIT}"
+        )
+    return content
 
 
-class _Writer:
-    """Collects the parts of a plan, and the records that hold them."""
+def _runs(tiles: Iterable[Tile]) -> Iterator[Run]:
+    for tile in tiles:
+        if isinstance(tile, Run):
+            yield tile
+            continue
+        if isinstance(tile, Transposed) and tile.rows > ROWS_LIMIT:
+            raise ShardFormatError(f"the plan transposes {tile.rows} rows, over {ROWS_LIMIT}")
+        yield from _runs(tile.parts)
 
-    def __init__(self, sources: Sequence[PlanSource]) -> None:
-        self.parts = array("q")
-        self._records = [sorted(source.records.values()) for source in sources]
-        self._starts = [[record.offset for record in records] for records in self._records]
-        self._touched = [set[int]() for _ in sources]
 
-    def write(self, parts: Sequence[Tile]) -> None:
-        for part in parts:
-            if isinstance(part, Run):
-                self.parts.extend(part)
-                if starts := self._starts[part.source]:
-                    self._touched[part.source].add(bisect_right(starts, part.offset) - 1)
-                continue
-            if isinstance(part, Weave):
-                self.parts.extend((-len(part.parts), part.turns, 0))
-            elif part.rows > ROWS_LIMIT:
-                raise ShardFormatError(f"the plan transposes {part.rows} rows, over {ROWS_LIMIT}")
-            else:
-                self.parts.extend((-len(part.parts), part.rows, part.columns))
-            self.write(part.parts)
-
-    def touched(self) -> list[list[ZipRecord]]:
-        """For each source, the records that hold parts, by offset."""
-        return [
-            [records[number] for number in sorted(numbers)]
-            for records, numbers in zip(self._records, self._touched, strict=True)
-        ]
+def _holding(offsets: Sequence[int], records: Iterable[ZipRecord]) -> list[ZipRecord]:
+    """The records that hold any of these offsets, in order."""
+    return [
+        record
+        for record in sorted(records)
+        if bisect_left(offsets, record.offset) < bisect_left(offsets, record.offset + record.size)
+    ]
 
 
 @uncollected()
@@ -164,138 +122,122 @@ def read_plan(
     with storage.reading(path) as fd:
         fits = size <= PLAN_LIMIT and storage.fstat(fd).st_size == size
         content = storage.pread_all(fd, size, 0) if fits else b""
-    if xxhash.xxh3_128_hexdigest(content) != digest:
-        raise _refused(path, "it has another size or digest")
     try:
-        return _Reader(content, str(path)).read()
-    except StopIteration:
-        raise _refused(path, "a value is missing") from None
-    except (ValueError, ShardFormatError) as error:
-        raise _refused(path, str(error)) from None
+        return _decoded(content, digest)
+    except (ValueError, RecursionError, ShardFormatError) as error:
+        raise ShardFormatError(
+            f"{path} is no merge plan for this release of syncd ({shown(str(error))}): the file is "
+            "damaged, or another release wrote it. Save again"
+        ) from None
 
 
-def _refused(path: Path, reason: str) -> ShardFormatError:
-    return ShardFormatError(
-        f"{path} is no merge plan for this release of syncd ({reason}): the file is damaged, or "
-        "another release wrote it. Save again"
-    )
+def _decoded(content: bytes, digest: str) -> tuple[MergePlan, tuple[PlanSource, ...]]:
+    if xxhash.xxh3_128_hexdigest(content) != digest:
+        raise ValueError("it has another size or digest")
+    match json.loads(content):
+        case [[*heads], [*files]]:
+            sources = tuple([_source(head) for head in heads])
+            return _Reader(sources).plan(files), sources
+    raise ValueError("it is no array of sources and files")
+
+
+def _source(value: object) -> PlanSource:
+    match value:
+        case [str() as name, int() as size, [*values]] if _FILE_NAME.fullmatch(name):
+            records = [_record(record) for record in values]
+            starts = [*(record.offset for record in records), size]
+            ends = [0, *(record.offset + record.size for record in records)]
+            if all(map(le, ends, starts)):
+                return PlanSource(name, size, {str(n): one for n, one in enumerate(records)})
+    raise ValueError("a source has an impossible name, or records that are not in it")
+
+
+def _record(value: object) -> ZipRecord:
+    match value:
+        case [int() as offset, int() as size, int() as crc32] if size > 0 and not crc32 >> 32:
+            return ZipRecord(offset, size, crc32)
+    raise ValueError("a record is not possible")
 
 
 class _Reader:
-    def __init__(self, content: bytes, where: str) -> None:
-        if content[:8] != (PAGE - 8).to_bytes(8, "little"):
-            raise ValueError("its header is not one page")
-        entries = arrange(read_fields(content[:PAGE], where), PAGE, len(content), where)
-        if tuple((entry.name, entry.dtype, entry.shape[1:]) for entry in entries) != _COLUMNS:
-            raise ValueError("it has other columns")
-        views = [memoryview(content)[entry.begin : entry.end] for entry in entries]
-        self._counts, parts, records = (iter(view.cast("q")) for view in views[:3])
-        self._parts = zip(parts, parts, parts, strict=True)
-        self._records = zip(records, records, records, strict=True)
-        self._text = io.BytesIO(views[3])
+    def __init__(self, sources: Sequence[PlanSource]) -> None:
+        self._sources = sources
         #: For each source, where its records begin and end; without records, the whole file.
-        self._bounds: list[tuple[list[int], list[int]]] = []
+        self._bounds = [
+            (
+                [record.offset for record in records.values()] or [0],
+                [record.offset + record.size for record in records.values()] or [size],
+            )
+            for _, size, records in sources
+        ]
 
-    def read(self) -> tuple[MergePlan, tuple[PlanSource, ...]]:
-        sources = tuple([self._source() for _ in range(self._count())])
-        files = tuple([self._file() for _ in range(self._count())])
-        for rest in (self._counts, self._parts, self._records, self._text):
-            if next(iter(rest), None) is not None:
-                raise ValueError("it has values that belong to nothing")
-        _check_unique([source.name for source in sources])
-        _check_unique([file.name for file in files])
-        _check_unique([tensor.name for file in files for tensor in file.tensors])
+    def plan(self, values: Iterable[object]) -> MergePlan:
+        files = tuple([self._file(value) for value in values])
+        for named in (self._sources, files, [one for file in files for one in file.tensors]):
+            if len({one.name for one in named}) < len(named):
+                raise ValueError("a name comes twice")
         plan = MergePlan(files, sum(file.data_size for file in files))
         if plan.data_size >= NUMBER_LIMIT:
             raise ValueError(f"its files have {plan.data_size} bytes")
-        return plan, sources
+        return plan
 
-    def _count(self) -> int:
-        count = next(self._counts)
-        if count < 0:
-            raise ValueError("a size is negative")
-        return count
+    def _file(self, value: object) -> PlannedFile:
+        match value:
+            case [str() as name, digest, [*values]] if _FILE_NAME.fullmatch(name):
+                tensors = tuple([self._tensor(tensor) for tensor in values])
+                header = header_bytes(header_entries(tensors))
+                if name.endswith(".safetensors") and digest == xxhash.xxh3_128_hexdigest(header):
+                    return PlannedFile(name, header, sum(one.length for one in tensors), tensors)
+        raise ValueError("a file has another name or header than this release would write")
 
-    def _line(self) -> str:
-        return next(self._text).decode().removesuffix("\n")
+    def _tensor(self, value: object) -> PlannedTensor:
+        match value:
+            case [str() as name, str() as dtype, sizes, [*parts], [*copies]]:
+                shape = shape_of(sizes)
+                if not name_fault(name) and dtype in ITEMSIZE and shape is not None:
+                    tensor = PlannedTensor(name, dtype, shape, dtype, (), ())
+                    twins = tuple([self._copy(copy, tensor) for copy in copies])
+                    return tensor._replace(parts=self._tiles(parts, tensor), copies=twins)
+        raise ValueError("a tensor has an impossible name, dtype or shape")
 
-    def _name(self) -> str:
-        name = self._line()
-        if not _FILE_NAME.fullmatch(name):
-            raise ValueError(f"'{shown(name)}' is no plain file name")
-        return name
+    def _copy(self, value: object, tensor: PlannedTensor) -> Duplicate:
+        match value:
+            case [str() | None as tied, [*parts]] if tied is None or not name_fault(tied):
+                return Duplicate(tied, self._tiles(parts, tensor))
+        raise ValueError(f"a copy of {shown(tensor.name)} is not possible")
 
-    def _source(self) -> PlanSource:
-        name, size, count = self._name(), self._count(), self._count()
-        records = list(map(ZipRecord._make, islice(self._records, count)))
-        starts = [record.offset for record in records]
-        ends = [record.offset + record.size for record in records]
-        if (
-            len(records) < count
-            or any(map(gt, [0, *ends], [*starts, size]))
-            or any(map(ge, starts, ends))
-            or any(record.crc32 >> 32 for record in records)
-        ):
-            raise ValueError(f"the records of {name} are not possible")
-        self._bounds.append((starts, ends) if records else ([0], [size]))
-        numbers = map(str, range(count))
-        return PlanSource(name, size, dict(zip(numbers, records, strict=True)))
-
-    def _file(self) -> PlannedFile:
-        name, digest = self._name(), self._line()
-        tensors = tuple([self._tensor() for _ in range(self._count())])
-        header = header_bytes(header_entries(tensors))
-        if not name.endswith(".safetensors") or xxhash.xxh3_128_hexdigest(header) != digest:
-            raise ValueError(f"{name} has another name or header than this release would write")
-        return PlannedFile(name, header, sum(tensor.length for tensor in tensors), tensors)
-
-    def _tensor(self) -> PlannedTensor:
-        name, dtype = self._line(), self._line()
-        shape = shape_of(list(islice(self._counts, self._count())))
-        if name_fault(name) or dtype not in ITEMSIZE or shape is None:
-            raise ValueError(f"'{shown(name)}' has an impossible name, dtype or shape")
-        count, copies = self._count(), self._count()
-        length = math.prod(shape) * ITEMSIZE[dtype]
-        parts = self._tiles(count, length, name, dtype)
-        twins = [
-            Duplicate(self._line() or None, self._tiles(self._count(), length, name, dtype))
-            for _ in range(copies)
-        ]
-        return PlannedTensor(name, dtype, shape, dtype, parts, tuple(twins))
-
-    def _tiles(self, count: int, length: int, name: str, dtype: str) -> tuple[Tile, ...]:
-        tiles = tuple([self._tile(*next(self._parts), ITEMSIZE[dtype]) for _ in range(count)])
-        if sum([tile.length for tile in tiles]) != length:
-            raise ValueError(f"the parts of {shown(name)} do not have its length")
+    def _tiles(self, values: Iterable[object], tensor: PlannedTensor) -> tuple[Tile, ...]:
+        tiles = tuple([self._tile(value, ITEMSIZE[tensor.dtype]) for value in values])
+        if sum([tile.length for tile in tiles]) != tensor.length:
+            raise ValueError(f"the parts of {shown(tensor.name)} do not have its length")
         return tiles
 
-    def _tile(self, first: int, rows: int, columns: int, itemsize: int) -> Tile:
-        if first >= 0 or not columns:
-            return self._bytes(first, rows, columns, itemsize)
-        parts = [self._bytes(*next(self._parts), itemsize) for _ in range(-first)]
-        tile = Transposed(rows, columns, itemsize, tuple(parts))
-        if not 1 < rows <= ROWS_LIMIT or columns < 2 or tile.length % (rows * columns * itemsize):
-            raise ValueError(f"matrices of {rows} rows and {columns} columns do not fit")
-        return tile
+    def _tile(self, value: object, itemsize: int) -> Tile:
+        match value:
+            case [int() as rows, int() as columns, int() as size, [_, *_] as parts] if (
+                size == itemsize
+            ):
+                tile = Transposed(rows, columns, itemsize, self._inner(parts, itemsize))
+                matrix = rows * columns * itemsize
+                if not 1 < rows <= ROWS_LIMIT or columns < 2 or tile.length % matrix:
+                    raise ValueError(f"matrices of {rows} rows and {columns} columns do not fit")
+                return tile
+        return self._bytes(value, itemsize)
 
-    def _bytes(self, source: int, offset: int, length: int, unit: int) -> Bytes:
-        """A run, or a weave if ``source`` is negative. Slices have a multiple of ``unit`` bytes."""
-        if source < 0:
-            count, turns, unit = -source, offset, offset * unit
-            # Two turns or more in each weave bound the depth, and the work of a copy.
-            if length or turns < 2 or unit >= NUMBER_LIMIT:
-                raise ValueError(f"a weave of {turns} turns is not possible")
-            parts = [self._bytes(*next(self._parts), unit) for _ in range(count)]
-            return Weave(turns, tuple(parts))
-        if source >= len(self._bounds):
-            raise ValueError(f"there is no source {source}")
-        starts, ends = self._bounds[source]
-        at = bisect_right(starts, offset) - 1
-        if starts[at] > offset or offset + length > ends[at] or length <= 0 or length % unit:
-            raise ValueError(f"{length} bytes at {offset} of source {source} are not possible")
-        return Run(source, offset, length)
+    def _inner(self, values: Iterable[object], unit: int) -> tuple[Bytes, ...]:
+        return tuple([self._bytes(value, unit) for value in values])
 
-
-def _check_unique(names: Sequence[str]) -> None:
-    if len(set(names)) != len(names):
-        raise ValueError("a name comes twice")
+    def _bytes(self, value: object, unit: int) -> Bytes:
+        """A run, or a weave; both have a multiple of ``unit`` bytes."""
+        match value:
+            case [int() as source, int() as offset, int() as length] if (
+                0 <= source < len(self._bounds)
+            ):
+                starts, ends = self._bounds[source]
+                at = bisect_right(starts, offset) - 1
+                if starts[at] <= offset and 0 < length <= ends[at] - offset and not length % unit:
+                    return Run(source, offset, length)
+            # Two turns or more in each weave bound the work of a copy.
+            case [int() as turns, [_, *_] as parts] if turns > 1:
+                return Weave(turns, self._inner(parts, unit * turns))
+        raise ValueError("a part is not possible, or not in its source")
