@@ -12,8 +12,7 @@ import xxhash
 from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.save import SavedWeights, Unfinished, look_at_save
-from syncd.checkpoint.tip_folder import make_from_tip
-from syncd.checkpoint.tip_preparation import prepare_tip
+from syncd.checkpoint.tip_folder import make_from_tip, prepare_tip
 from syncd.checkpoint.torch_files.shard_file import central_directory_digest
 from syncd.checkpoint.version import verify_version
 from syncd.protocol.layout import JobLayout

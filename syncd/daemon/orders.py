@@ -11,8 +11,7 @@ from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.model_folder import flaws_in, warn_once
 from syncd.checkpoint.save import Unfinished
 from syncd.checkpoint.step_save import look_into_step
-from syncd.checkpoint.tip_folder import make_from_tip
-from syncd.checkpoint.tip_preparation import prepare_tip
+from syncd.checkpoint.tip_folder import make_from_tip, prepare_tip
 from syncd.deltas.limits import DeltaError
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, VerificationError
 from syncd.protocol.records import Latest, Manifest
