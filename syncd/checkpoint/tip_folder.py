@@ -62,9 +62,8 @@ def prepare_tip(
         NoTipError: the save must be merged.
     """
     actor = step / ACTOR
-    casts = options.cast not in {None, save.sync_dtype}
-    if not isinstance(save, Shards) or not save.receipts or casts:
-        raise NoTipError(f"{actor} holds no shards with receipts, or they are to be cast")
+    if not isinstance(save, Shards) or not save.receipts:
+        raise NoTipError(f"{actor} holds no shards with receipts")
     if taken := {PLAN, SHARDS, TIP}.intersection(storage.names(actor / save.model_folder)):
         raise NoTipError(f"{actor / save.model_folder} holds {', '.join(taken)}")
     write = partial(_write, save.identity)

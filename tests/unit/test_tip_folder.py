@@ -1,6 +1,5 @@
 """A whole tip makes, wherever it is made, the version that a merge of its save makes."""
 
-import errno
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.daemon.maker import MakerProcess
 from syncd.daemon.orders import MakeOrder, PrepareOrder
 from syncd.protocol.errors import CoverageError, SaveNotReadyError, ShardFormatError
-from syncd.protocol.names import MANIFEST, PLAN, SHARDS, TIP, shard_name
+from syncd.protocol.names import HUGGINGFACE, MANIFEST, PLAN, SHARDS, TIP, shard_name
 from tests.fsdp_fixtures import MERGEABLE, shard_paths
 from tests.jobs import SmallJob, flip
 from tests.mapped_names import NAMES, on_the_hub, state
@@ -152,13 +151,6 @@ def test_a_tip_with_a_damaged_file_cannot_be_used(actor: Path, tmp_path: Path, n
     assert not (tmp_path / "staged" / MANIFEST).exists()
 
 
-def test_a_stage_reads_no_record_that_its_copy_does_not_need(actor: Path, tmp_path: Path) -> None:
-    merged = built(actor, tmp_path / "merged", OPTIONS)
-    prepared(actor, tmp_path / "tip")
-    damaged(tmp_path / "tip", SHARD, lambda path: flip(path, offset(path, "data.pkl")))
-    assert made(tmp_path / "tip", tmp_path / "staged").tensors == merged.tensors
-
-
 def test_files_of_two_tips_make_no_version(actor: Path, tmp_path: Path) -> None:
     prepared(actor, tmp_path / "tip")
     other = save_shards(tmp_path / "other", [{"whole": torch.ones(5)}])
@@ -183,66 +175,41 @@ def test_a_tip_has_links_and_a_manifest_without_the_digests_of_weights(
     assert digests == {"model.safetensors": True, "config.json": False}
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP])
-def test_files_that_cannot_be_linked_have_no_tip(actor: Path, tmp_path: Path, code: int) -> None:
-    storage = RuledStorage()
-    storage.refuse("link", code)
-    with pytest.raises(NoTipError, match="cannot be linked"):
-        prepared(actor, tmp_path / "tip", storage=storage)
-
-
-NO_TIP: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] = {
-    "no receipts": (lambda actor, _: shutil.rmtree(actor / ".receipts"), "no shards with receipts"),
-    "another user's": (lambda _, patch: patch.setattr(os, "geteuid", lambda: 12345), "user's"),
-    "a name that is taken": (lambda actor, _: (actor / "huggingface" / PLAN).touch(), "holds plan"),
-    "a large plan": (
-        lambda _, patch: patch.setattr(plan_file, "PLAN_LIMIT", 99),
-        "limit of 99",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", NO_TIP)
-def test_some_saves_have_no_tip(
-    actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    change, reason = NO_TIP[what]
-    change(actor, monkeypatch)
-    with pytest.raises(NoTipError, match=reason):
+def test_a_save_whose_files_have_names_of_a_tip_has_none(actor: Path, tmp_path: Path) -> None:
+    (actor / HUGGINGFACE / PLAN).touch()
+    with pytest.raises(NoTipError, match="holds plan"):
         prepared(actor, tmp_path / "tip")
 
 
-def test_casts_adapters_and_whole_files_have_no_tip(
-    actor: Path, tmp_path: Path, job: SmallJob
+def test_a_save_with_a_large_plan_has_no_tip(
+    actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(plan_file, "PLAN_LIMIT", 99)
+    with pytest.raises(NoTipError, match="limit of 99"):
+        prepared(actor, tmp_path / "tip")
+
+
+def test_adapters_and_whole_files_have_no_tip(tmp_path: Path, job: SmallJob) -> None:
     lora = {f"base_model.model.q.lora_{one}.weight": torch.ones(2, 2) for one in "AB"}
     config = b'{"peft_type": "LORA", "bias": "none", "r": 2}'
     job.save(1)
-    for number, (save, options) in enumerate(
-        [
-            (actor, MergeOptions(cast="bf16")),
-            (save_shards(tmp_path / "lora", [lora], adapter_config=config), OPTIONS),
-            (job.actor(1), OPTIONS),
-        ]
-    ):
-        with pytest.raises(NoTipError):
-            prepared(save, tmp_path / f"tip-{number}", options)
+    adapter = save_shards(tmp_path / "lora", [lora], adapter_config=config)
+    for save, reason in ((adapter, "adapter"), (job.actor(1), "no shards")):
+        with pytest.raises(NoTipError, match=reason):
+            prepared(save, tmp_path / reason)
 
 
 # -- the trainer meanwhile, and the daemon's child -----------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["link", "mkdir"])
-def test_a_file_that_is_replaced_meanwhile_is_not_ready(
-    actor: Path, tmp_path: Path, method: str
-) -> None:
+def test_a_file_that_is_replaced_meanwhile_is_not_ready(actor: Path, tmp_path: Path) -> None:
     def replace(*_: object) -> None:
         path = actor / shard_name(2, 1)
         shutil.copy(path, actor / "new")
         (actor / "new").rename(path)
 
     storage = RuledStorage()
-    storage.once(method, replace)
+    storage.once("link", replace)
     with pytest.raises(SaveNotReadyError, match=r"rank_1\.pt was replaced"):
         prepared(actor, tmp_path / "tip", storage=storage)
 
