@@ -282,11 +282,10 @@ def _named(seen: Observation) -> int:
 
 def _root(save: SavedWeights, seen: Observation) -> int | None:
     """The number of the whole save that a delta rests on, if any."""
-    save_id = save.identity if save.identity in seen.deltas_to else save.base or ""
-    if save_id == seen.save_id:
-        return None
-    root = seen.deltas_to[save_id][0]
-    return root.sequence if root.is_whole else None
+    chain = seen.deltas_to.get(save.identity)
+    if chain is None and save.base != seen.save_id:
+        chain = seen.deltas_to.get(save.base or "")
+    return chain[0].sequence if chain and chain[0].is_whole else None
 
 
 def _delta(save: Delta, seen: Observation) -> tuple[New, ...]:

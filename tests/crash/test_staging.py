@@ -310,16 +310,18 @@ class Heir:
 
 
 def test_whatever_change_is_the_last_one_memory_that_is_used_stays(
-    chain: DeltaChain, memory: Path
+    job: SmallJob, tmp_path: Path, memory: Path
 ) -> None:
-    heir = Heir(chain, memory)
+    heir = Heir(DeltaChain(job, tmp_path), memory)
     for moment in killed_at(DeadlyStorage, heir.make):
         heir.check(f"moment {moment}")
         heir.begin()
 
 
-def test_whatever_call_fails_memory_that_is_used_stays(chain: DeltaChain, memory: Path) -> None:
-    heir = Heir(chain, memory)
+def test_whatever_call_fails_memory_that_is_used_stays(
+    job: SmallJob, tmp_path: Path, memory: Path
+) -> None:
+    heir = Heir(DeltaChain(job, tmp_path), memory)
     number = 0
     while True:
         failing = FailingStorage(1 + number, CODES[number % len(CODES)], on=False)

@@ -17,6 +17,7 @@ from explorer_hooks.reader import LeasedVersion, Reader
 from syncd.cli import cli
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import FULL, RETIRED
+from syncd.storage.job import Job
 from tests.delta_saves import follower, is_delta, receipts
 from tests.hooks import written
 from tests.jobs import SmallJob
@@ -294,7 +295,9 @@ def test_an_explorer_and_a_standby_of_the_release_before_take_whole_saves(
     tmp_path: Path, before: Path, memory: Path
 ) -> None:
     """Daemon first: while the trainer saves, the daemon alone is of this release, or the other."""
-    here, model = SmallJob(tmp_path / "new"), Model(0)
+    (root := tmp_path / "new").mkdir()
+    Job.at(root).open(lease_time=2.0)  # the standby takes over soon
+    here, model = SmallJob(root), Model(0)
     staged = f"TorchModule(model), staging=Staging({str(memory)!r})"
     program = EXPLORER_BEFORE.replace("TorchModule(model)", staged)
     program = f"from explorer_hooks.staging import Staging\n{program}"
@@ -320,6 +323,7 @@ def test_an_explorer_and_a_standby_of_the_release_before_take_whole_saves(
         stack.enter_context(follower(here, "tip", whole=True))
         dying = dying_at("deltas/d", ".syncd/LATEST", after=True)
         daemon = stack.enter_context(Daemon(here.root, *DAEMON, program=dying))
+        wait_until(lambda: here.daemon_says.pid == daemon.pid, "it works")
         wait_until(lambda: here.daemon_says.takes_deltas, "the follower is seen")
         with older(before, here.root) as standby:
             numbers.append(serve(2))
