@@ -274,7 +274,8 @@ class GoingLive:
             if report is not None:
                 self.highest = max(self.highest, report.sequence or 0)
                 if report.status != "stopped":
-                    self._live[name] = report
+                    # Without what Python's garbage collector would look at again and again.
+                    self._live[name] = report.model_copy(update={"loads": (), "reload": None})
                 yield from self._loads(name, report, latest)
 
     @property
