@@ -441,9 +441,9 @@ class Attempts:
         whole_since: float,
         kind: type[VersionPublished] = VersionPublished,
     ) -> None:
-        now, latency = self._clock(), self._clock() - whole_since
+        now = self._clock()
         for event in publication(
-            self._job, manifest, before, seconds=now - begun, latency=latency, kind=kind
+            self._job, manifest, before, seconds=now - begun, latency=now - whole_since, kind=kind
         ):
             self._tell(event)
         self._say_names()

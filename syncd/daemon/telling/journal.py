@@ -274,7 +274,7 @@ class GoingLive:
             if report is not None:
                 self.highest = max(self.highest, report.sequence or 0)
                 if report.status != "stopped":
-                    # Without what Python's garbage collector would look at again and again.
+                    # Without what is long, and read above only.
                     self._live[name] = report.model_copy(update={"loads": (), "reload": None})
                 yield from self._loads(name, report, latest)
 
