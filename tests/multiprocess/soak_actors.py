@@ -1,5 +1,6 @@
 """Who takes part in a soak: where it is mounted, a trainer, and explorers."""
 
+import itertools
 import json
 import os
 import random
@@ -35,7 +36,7 @@ EXPLORERS = (
     ("loaded", False),
     ("link", True),
 )
-#: What a run of the trainer saves by, and of how many ranks.
+#: What the trainer's runs save by, in turn, and of how many ranks.
 _RUNS = (("TrainerHook", 2), ("whole saves", 2), ("WeightStream", 1), ("WeightStream", 2))
 _PROGRAM = "tests.multiprocess.soak_programs"
 
@@ -273,10 +274,11 @@ class Trainer:
         self._thread.join(DEADLINE)
 
     def _train(self) -> None:
+        runs = itertools.cycle(_RUNS)
         while not self._over():
             # Resumes: what was not saved before the end of the run is trained again.
             self._step = max(0, self._step - self._random.randint(0, 3))
-            program, world_size = self._random.choice(_RUNS)
+            program, world_size = next(runs)
             self._findings.count(f"runs of a {program}")
             try:
                 with ExitStack() as stack:
@@ -286,10 +288,9 @@ class Trainer:
                         )
                         ranks.all("begun")
                     self._ranks = ranks
-                    while not self._over():
+                    ends = self._number + self._random.randint(5, 20)
+                    while not self._over() and (self._last or self._number < ends):
                         self._save(ranks)
-                        if not self._last and self._random.random() < 0.03:
-                            break
             except (OSError, EOFError):
                 pass  # a rank was killed
 
