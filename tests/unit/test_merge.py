@@ -33,7 +33,7 @@ from tests.merging import STORAGE, STORED, assert_equal, loaded, merge
 from tests.refusals import malformed, no_checkpoint, uncovered
 from tests.shards import shard
 from tests.shards import tensor as shard_tensor
-from tests.storages import FastStorage, RuledStorage, refuse
+from tests.storages import RuledStorage, refuse
 
 Opened = Callable[[Path], list[ShardFile]]
 
@@ -268,23 +268,44 @@ def test_a_record_in_many_files_is_checked_by_all_its_bytes(
             os.pwrite(file.fileno(), bytes((byte,)), record.offset + at)
 
 
-class Together(FastStorage):
-    """A storage where a file is only made while another one is."""
+class Together(RuledStorage):
+    """A storage where ``method`` first returns in threads of a merge once two have called it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._both = threading.Barrier(2)
+    def __init__(self, method: str) -> None:
+        super().__init__(self._meet)
+        self._method, self._both, self._met = method, threading.Barrier(2), set[str]()
 
-    def create(self, path: Path) -> int:
-        self._both.wait(60)
-        return super().create(path)
+    def _meet(self, method: str, _given: object) -> None:
+        name = threading.current_thread().name
+        if method == self._method and name.startswith("syncd-copy") and name not in self._met:
+            self._met.add(name)
+            self._both.wait(60)
 
 
 @pytest.mark.skipif(threads_here(2) < 2, reason="there is one processor")
 def test_two_files_are_written_at_once(written: Path, tmp_path: Path, opened: Opened) -> None:
     shards = opened(written / "fsdp2-4")
     assert len(plan_of(shards, 1700).files) % 2 == 0
-    merge(shards, tmp_path / "out", max_file_size=1700, threads=2, storage=Together())
+    merge(shards, tmp_path / "out", max_file_size=1700, threads=2, storage=Together("create"))
+
+
+@pytest.mark.skipif(threads_here(2) < 2, reason="there is one processor")
+def test_a_large_file_is_written_by_several_threads_and_is_the_same(
+    tmp_path: Path, opened: Opened
+) -> None:
+    sizes = (30, 0, 10, 30, 0)  # MiB: the second share begins with the fourth tensor
+    saved(tmp_path, {f"t{n}": torch.full((size, 2**18), n) for n, size in enumerate(sizes)})
+    shards = opened(tmp_path / "saved")
+    found = [
+        merge(
+            shards, tmp_path / str(threads), digests=True, check_crc=True, threads=threads,
+            storage=storage,
+        )
+        for threads, storage in ((1, STORAGE), (2, Together("pwrite")))
+    ]  # fmt: skip
+    (name,) = (file.name for file in found[0].files)
+    assert found[0] == found[1]
+    assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
 
 
 def test_a_record_that_two_read_is_checked_by_the_first_and_once(

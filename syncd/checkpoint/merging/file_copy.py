@@ -1,4 +1,4 @@
-"""Writing one planned file: byte ranges of the shards, in order, and the digest of each tensor.
+"""Writing a planned file: byte ranges of the shards, in order, and the digest of each tensor.
 
 Each range is written in the cheapest possible way (``docs/performance.md`` has measurements):
 
@@ -23,7 +23,7 @@ import xxhash
 
 from syncd.checkpoint.merging.cast import cast_reader
 from syncd.checkpoint.merging.options import Checked, MergeOptions
-from syncd.checkpoint.merging.plan import PlannedFile, PlannedTensor
+from syncd.checkpoint.merging.plan import PlannedTensor
 from syncd.checkpoint.merging.source_reader import Source, SourceReader, shorter
 from syncd.checkpoint.merging.tiling import Bytes, Run, Tile, Weave, leaves, source_at
 from syncd.checkpoint.parallel import Check
@@ -70,13 +70,12 @@ class FileCopy:
         self._unsynced = 0
         self._fd, self._at = -1, 0  # the output, and the buffer's offset in it
 
-    def write(self, file: PlannedFile, fd: int) -> list[bytes]:
-        """Write the file; return each tensor's 16-byte digest, or ``[]`` if digests are off."""
-        self._fd, self._at = fd, len(file.header)
-        self.storage.pwrite_all(fd, file.header, 0)
+    def write(self, tensors: Sequence[PlannedTensor], fd: int, at: int) -> list[bytes]:
+        """Write tensors from offset ``at`` on; return their 16-byte digests, if these are on."""
+        self._fd, self._at = fd, at
         in_kernel = not self._computes and self.options.in_kernel(fd)
         found = []
-        for tensor in file.tensors:
+        for tensor in tensors:
             self.cancel()
             hasher = xxhash.xxh3_128() if self.options.digests else None
             if tensor.dtype != tensor.source_dtype:

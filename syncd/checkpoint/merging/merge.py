@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import accumulate, chain, groupby
 from pathlib import Path
 from threading import Lock
+from typing import Final
 
 from syncd.checkpoint.merging.file_copy import FileCopy
 from syncd.checkpoint.merging.options import Checked, MergeOptions, Progress, Work
-from syncd.checkpoint.merging.plan import MergePlan, PlannedFile, header_entries
+from syncd.checkpoint.merging.plan import MergePlan, PlannedFile, PlannedTensor, header_entries
 from syncd.checkpoint.merging.source_reader import Source, SourceReader, record_checks
 from syncd.checkpoint.parallel import Check, run_side_by_side, threads_here
 from syncd.checkpoint.whole_files import Merged, WrittenFile, written_file
 from syncd.storage.fsio import Storage
+
+#: A share of a file for a thread of its own has at least so many bytes.
+_SHARE: Final = 32 * 1024 * 1024
 
 
 def run_plan(
@@ -45,13 +50,15 @@ def run_plan(
     to = to or storage
     checks = record_checks(sources, check_crc=checked == "crc32")
     counted = _Counted(plan.data_size, work.progress)
+    threads = threads_here(options.threads)
+    of_a_file = max(1, threads // max(1, len(plan.files)))
 
     def look() -> None:
         work.cancel()
         counted.tell()
 
-    def write(file: PlannedFile, check: Check) -> WrittenFile:
-        copy = FileCopy(
+    def copy(fd: int, at: int, tensors: Sequence[PlannedTensor], check: Check) -> list[bytes]:
+        one = FileCopy(
             to,
             SourceReader(storage, sources, checks=checks, cancel=check),
             sources,
@@ -60,23 +67,38 @@ def run_plan(
             cancel=check,
             advanced=counted.add,
         )
+        return one.write(tensors, fd, at)
+
+    def write(file: PlannedFile, check: Check) -> WrittenFile:
         size = len(file.header) + file.data_size
         with to.creating(folder / file.name, size) as fd:
-            found = copy.write(file, fd)
+            to.pwrite_all(fd, file.header, 0)
+            tasks = [partial(copy, fd, *share) for share in _shares(file, of_a_file)]
+            found = run_side_by_side(tasks, threads=of_a_file, look=check)
             to.fsync(fd)
-        told = found if options.digests else None
+        told = list(chain(*found)) if options.digests else None
         return written_file(
             file.name, file.header, file.data_size, header_entries(file.tensors), told, check
         )
 
     written = run_side_by_side(
         [partial(write, file) for file in plan.files],
-        threads=threads_here(options.threads),
+        threads=threads,
         look=look,
     )
     SourceReader(storage, sources, checks=checks, cancel=look).finish()
     counted.tell()
     return Merged.of(written, plan.data_size)
+
+
+def _shares(file: PlannedFile, most: int) -> Iterator[tuple[int, list[PlannedTensor]]]:
+    """Cut a file's tensors into up to ``most`` shares of bytes; yield each with its offset."""
+    size = max(_SHARE, file.data_size / most)
+    begins = accumulate((tensor.length for tensor in file.tensors), initial=0)
+    placed = zip(begins, file.tensors, strict=False)
+    for _, share in groupby(placed, key=lambda one: one[0] // size):
+        (begin, *_), tensors = zip(*share, strict=True)
+        yield len(file.header) + begin, list(tensors)
 
 
 class _Counted:

@@ -41,9 +41,9 @@ class MergeOptions(NamedTuple):
         names: ``hub`` for the tensors' names on the hub, ``trainer`` for the saved names.
         may_keep: True to keep the trainer's names if the hub's names are unknown; False to raise.
         keeps_config: True to leave a ``config.json`` as it is that has another dtype.
-        threads: the files to write at a time, at most the number of processors. Several threads for
-            one file would wait for the file's lock. More than four would take processors from a
-            trainer on this host, and seldom make storage faster.
+        threads: the most that copy at a time, at most the number of processors; each writes a file,
+            or a share of a large one. More than four would take processors from a trainer on this
+            host, and seldom make storage faster.
         in_kernel: returns True if the kernel should copy into this open file when nothing is
             computed from the bytes.
     """
