@@ -34,6 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     every = "run every test, not only the quick ones and a sample of each slow kind"
     parser.addoption("--all", action="store_true", dest="every", help=every)
     parser.addoption("--deep", action="store_true", help="run the tests marked as deep, too")
+    once = "leave out the quick tests that this file lists, or write it of those that pass"
+    parser.addoption("--once", type=Path, metavar="FILE", help=once)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -107,11 +109,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = list(items) if config.option.every else sampled(items)
     if not config.option.deep:
         wanted = [item for item in wanted if not item.get_closest_marker("deep")]
+    if config.option.once and config.option.once.exists():
+        passed = set(config.option.once.read_text().splitlines())
+        wanted = [item for item in wanted if item.nodeid not in passed]
     config.hook.pytest_deselected(items=set(items).difference(wanted))
     items[:] = wanted
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    once, is_worker = config.option.once, hasattr(config, "workerinput")
+    if once and not is_worker and not once.exists():
+        passed = (report.nodeid for report in terminalreporter.stats.get("passed", ()))
+        once.write_text("\n".join(one for one in passed if one.startswith(_QUICK)))
     if not config.option.every:
         terminalreporter.write_line(left_out(config.rootpath))
 
