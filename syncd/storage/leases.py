@@ -97,6 +97,7 @@ def pin_version(job: Job, sequence: int) -> None:
     if not job.storage.exists(job.layout.version(sequence) / MANIFEST):
         job.storage.unlink_if_there(marker)
         raise VersionGoneError(_gone(job.layout, sequence))
+    job.storage.sync_folder(job.layout.published)  # its daemon may not have done so yet
 
 
 def unpin_version(job: Job, sequence: int) -> bool:

@@ -75,6 +75,14 @@ def test_a_version_that_is_not_published_yet_is_not_pinned_by_its_lease_folder(
     assert list(job.lease_folder(2).iterdir()) == []
 
 
+def test_a_power_loss_takes_no_version_whose_pin_succeeded(job: SmallJob) -> None:
+    published(job, 1)
+    storage = RuledStorage()
+    pin_version(Job(storage, job.layout), 1)
+    *_, look, sync = storage.calls  # a rename that was seen may not be on the disk yet
+    assert (look[0], sync) == ("status", ("sync_folder", (job.layout.published,)))
+
+
 def test_a_step_that_is_looked_into_at_this_moment_is_pinned_once_it_is_back(job: SmallJob) -> None:
     published(job, 2)
     folder, aside = job.step(1), job.root / "aside"
