@@ -109,6 +109,10 @@ class Soak:
             self._round()
         if not self.found.violations:
             self._end()
+        else:
+            print(self._command("history", "--json"))
+            for daemon in self._daemons:
+                print(*daemon.log[-200:], sep="\n")
 
     # -- a round ---------------------------------------------------------------------------------
 
