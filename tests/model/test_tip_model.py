@@ -86,6 +86,7 @@ def test_readers_serve_saves_and_never_go_back_and_get_the_last_one(
 
 
 @pytest.mark.deep
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "tip",
     [

@@ -112,6 +112,7 @@ class Tip(Daemons):
                         state._replace(
                             trainer=run._replace(step=step),
                             disk=state.disk._replace(pointer=step),
+                            replaced=state.replaced * (save != state.replaced),
                         ),
                     )
         if state.faults:
@@ -357,8 +358,9 @@ class Tip(Daemons):
         is_older = new[0] > old[0] and new[1] < old[1] and not (latest.instead_of or is_old)
         if is_older and after.saves[old[1]].run == after.saves[new[1]].run == after.trainer.run:
             yield f"{new[1]} is served after {old[1]}, and no trainer has gone back"
-        replaced = before.replaced == after.replaced and after.replaced
-        if replaced and replaced in {latest.save, latest.tip} - {was.save, was.tip}:
+        is_same = before.replaced == after.replaced
+        replaced = {after.replaced * is_same, was.instead_of * (not is_fault)} - {0}
+        if replaced & ({latest.save, latest.tip} - {was.save, was.tip}):
             yield "what people rolled back is published again"
 
     def _wrong_folders(self, before: State, after: State) -> Iterator[str]:
