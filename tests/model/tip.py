@@ -276,12 +276,18 @@ class Tip(Daemons):
                         yield f"full disk: daemon {number} deletes d{delta.number}", after
 
     def _power_loss(self, state: State, undone: tuple[bool, ...]) -> Steps:
-        """Some renames are undone; the trainer's host may live on."""
+        """Some renames are undone; the trainer's host may live on.
+
+        The number of a version that LATEST has not named is free again: nobody has leased it.
+        """
         disk = state.disk
         for (_, what), is_undone in reversed([*zip(disk.unsynced, undone, strict=True)]):
             lost = disk._replace(latest=what) if isinstance(what, Latest) else disk.without(what)
             disk = lost if is_undone else disk
+        lost = {version.sequence for version in {*state.disk.published} - {*disk.published}}
+        free = {number for number in lost if number > state.disk.latest.newest()[0]}
         after = state._replace(
+            named=tuple(save * (number not in free) for number, save in enumerate(state.named)),
             disk=disk._replace(unsynced=()),
             daemons=(Daemon(),) * 2,
             replaced=state.replaced if disk.latest == state.disk.latest else 0,
