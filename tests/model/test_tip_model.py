@@ -23,6 +23,7 @@ DIED = replace(WHOLE, faults=("kill trainer",), eager=True)
 UNFIT = replace(WHOLE, faults=("no merge", "damage to d"), readers="c")
 ENGINE = replace(WHOLE, faults=("the engine",), readers="c", rollback=True)
 MERGED = replace(WHOLE, tips=(True, False))
+KEPT = replace(WHOLE, saves=2, rooms=2, rollback=True)
 
 WITHOUT = (
     (
@@ -53,6 +54,10 @@ WITHOUT = (
     (replace(DIED, tips=(True, False)), "merges_if_needed"),
     (replace(MERGED, saves=4), "number_first"),
     (LONG, "keeps_deltas_of_chain"),
+    (replace(WHOLE, keeps="s"), "pins_count pin_looks_again"),
+    (replace(WHOLE, keeps="b"), "benches_count pins_before_reading"),
+    (replace(KEPT, keeps="v"), "puts_back"),
+    (replace(KEPT, keeps="b", again=True), "builds_one_save"),
 )
 """Rules, and the bounds in which a promise breaks without each of them."""
 
@@ -75,6 +80,8 @@ def search(tip: Tip) -> Exploration[State]:
         (replace(BOTH, faults=("stale",)), 5_000),
         (replace(BOTH, readers="o", rooms=2, old=True), 5_000),
         (replace(DIED, kinds="wd", tips=(True, False)), 2_000),
+        *((replace(KEPT, faults=("kill daemon",), keeps=who), 2_000) for who in "svb"),
+        (replace(BOTH, keeps="b"), 10_000),
     ],
 )
 def test_readers_serve_saves_and_never_go_back_and_get_the_last_one(
@@ -97,6 +104,10 @@ def test_readers_serve_saves_and_never_go_back_and_get_the_last_one(
         replace(LONG, faults=CRASHES, rollback=False, rooms=2, again=True),
         replace(BOTH, readers="c", rooms=3, old=True),
         replace(DIED, readers="c", rollback=True, times=2),
+        replace(BOTH, rollback=True, keeps="s"),
+        replace(BOTH, rollback=True, keeps="b"),
+        replace(DIED, rollback=True, keeps="b"),
+        replace(KEPT, faults=("kill daemon", "stale"), keeps="sb"),
         *(tip for tip, _ in WITHOUT),
     ],
 )

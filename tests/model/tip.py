@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from .tip_daemon import Daemons, Steps
+from .tip_daemon import Daemons
+from .tip_kept import Steps
 from .tip_state import (
     BAD,
     WRONG,
@@ -94,6 +95,8 @@ class Tip(Daemons):
         for number, reader in enumerate(state.readers):
             for text, now in self._reader(state, f"reader {number}", reader):
                 yield f"reader {number}: {text}", _with_reader(state, number, now)
+        yield from self.people(state)
+        yield from self.bench(state)
         if state.stale:
             yield f"{state.stale[0]} asks the server", state._replace(stale=None)
 
@@ -332,6 +335,7 @@ class Tip(Daemons):
             yield from self._wrong_folders(before, after)
             if any(delta.files not in (delta.save, BAD) for delta in disk.deltas):
                 yield "a delta has the files of another save"
+        yield from self.unkept(before, after)
         if before.asked and not after.asked and before.disk.latest.tip and before.disk == disk:
             yield "a rollback of the tip is refused"
         if not any(delta.files == BAD for delta in disk.deltas):
@@ -414,7 +418,7 @@ class Tip(Daemons):
     def served(self, state: State) -> bool:
         """Whether every reader serves the last save, and nobody has more to do."""
         latest, save, trainer = state.disk.latest, state.pointed(), state.trainer
-        if state.asked or trainer.stage not in ("idle", "dead"):
+        if state.asked or state.disk.aside[0] or trainer.stage not in ("idle", "dead"):
             return False
         if not save:
             return True

@@ -1,18 +1,14 @@
 """The daemons of the model (tip.py): prepare tips, name them, make versions, roll back, prune."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
+from .tip_kept import Kept, Step, Steps
 from .tip_state import BAD, Daemon, Delta, Latest, Make, Prepare, State, Version
-from .tip_ways import Ways
-
-Step: TypeAlias = tuple[str, State]
-Steps: TypeAlias = Iterator[Step]
 
 
 @dataclass(frozen=True)
-class Daemons(Ways):
+class Daemons(Kept):
     """What a daemon does next."""
 
     def daemon(self, state: State, number: int, me: Daemon) -> Steps:
@@ -32,6 +28,8 @@ class Daemons(Ways):
             yield self._read(state, number, me)
         elif me.place == "naming":
             yield self._name(state, number, me)
+        elif me.place in ("set aside", "looked"):
+            yield self.prune(state, number, me)
         else:
             if state.asked:
                 yield from self._roll_back(state, number, me)
@@ -45,6 +43,8 @@ class Daemons(Ways):
         """Take over: adopt the version above LATEST; keep the tip if it leads."""
         if self.rules.take_over_syncs:
             state = state._replace(disk=state.disk.sync("state", "published", "deltas"))
+        if self.rules.puts_back:
+            state = self.put_back(state)
         disk = state.disk  # it asks the server
         latest, top = disk.latest, disk.published[-1]
         numbers = [top.sequence, latest.sequence, latest.number]
@@ -326,6 +326,7 @@ class Daemons(Ways):
         is_known = found is not None or not rules.unknown_keeps_all
         synced = state.disk.sync("published", "deltas")
         leased = {lease for reader in state.readers for lease in reader.leases}
+        leased.update({state.pin.number} if state.pin.at == "leases" else ())
         for version in state.disk.published:
             is_root = rules.keeps_root and (version.save == chain[-1] or not is_known)
             is_kept = is_root or state.asked or version.sequence in leased
@@ -346,8 +347,7 @@ class Daemons(Ways):
             on_chain = save in chain[:-1] and rules.keeps_chain
             is_made = save == me.make.save and not me.make.of_tip and rules.keeps_made
             if is_known and not on_chain and not is_made:
-                gone = state.by(number, me, synced.write(step, (0, 0)))
-                yield f"prune step {step}", gone
+                yield self.set_aside(state.by(number, me, synced), number, step)
 
     def _needed(
         self, state: State, me: Daemon, chain: list[int], *, fetched: bool = True

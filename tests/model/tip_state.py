@@ -86,6 +86,8 @@ class Disk(NamedTuple):
     refused: int = 0
     """The save in quarantine, 0 for none."""
     unsynced: tuple[Rename, ...] = ()
+    aside: tuple[int, tuple[int, int]] = (0, (0, 0))
+    """The step whose folder is in trash/, 0 for none, and its files."""
 
     def write(self, step: int, parts: tuple[int, int]) -> Disk:
         """Change the files of a step folder."""
@@ -146,7 +148,7 @@ class Prepare(NamedTuple):
 class Daemon(NamedTuple):
     """One daemon; a kill loses all of it."""
 
-    place: Literal["away", "read", "ready", "naming"] = "away"
+    place: Literal["away", "read", "ready", "naming", "set aside", "looked"] = "away"
     room: int = 0
     latest: Latest = Latest()
     floor: int = 0
@@ -187,6 +189,32 @@ class Reader(NamedTuple):
         return latest.newest(self.stage and not (self.old and latest.root))
 
 
+PinAt = Literal["", "step", "trash", "leases"]
+
+
+class Pin(NamedTuple):
+    """What people pin: a step, or a version."""
+
+    number: int = 0
+    """0 for none."""
+    at: PinAt = ""
+    """Where the file is."""
+    is_sure: bool = False
+    """Whether `syncd pin` has succeeded."""
+
+
+class Bench(NamedTuple):
+    """An explorer that builds a step, to evaluate it."""
+
+    save: int = 0
+    """What it saw in the step's folder, 0 for none."""
+    pins: bool = False
+    """Whether the folder of its build is made."""
+    parts: tuple[int, int] = (0, 0)
+    """The saves whose files it has read."""
+    is_built: bool = False
+
+
 class State(NamedTuple):
     """Everything. Processes know less than `saves`, but find a save's base in its receipts."""
 
@@ -209,6 +237,8 @@ class State(NamedTuple):
     """How often a daemon of 0.3 may still take over."""
     named: tuple[int, ...] = ()
     """What each number has ever meant; empty once a daemon of 0.3 has taken over."""
+    pin: Pin = Pin()
+    bench: Bench = Bench()
     stale: tuple[str, bool, Disk, int] | None = None
     """A client with an old cache, whether of records (else of folders), what it sees, for how long.
 
@@ -345,6 +375,19 @@ class Rules:
     """What LATEST will name is synced before."""
     take_over_syncs: bool = True
     """A take-over syncs published/, deltas/ and .syncd/ before it relies on them."""
+    # Who keeps a step, or a version
+    pins_count: bool = True
+    """A step in trash/ is looked at once more: if it is pinned, it is put back;"""
+    benches_count: bool = True
+    """... and if a bench has it."""
+    puts_back: bool = True
+    """A take-over puts back what is in trash/."""
+    pin_looks_again: bool = True
+    """A pin succeeds only if its file is then found by its name, or its version is there."""
+    pins_before_reading: bool = True
+    """A bench reads a step only after the folder of its build is made."""
+    builds_one_save: bool = True
+    """A build whose files are not all of the save that it saw is begun again."""
     # A reader
     never_back: bool = True
     """... serves only what has a higher sequence;"""

@@ -32,6 +32,8 @@ class Ways:
     """Whether whole saves can be tips (True), or must be merged first (False)."""
     old: bool = False
     """Whether a daemon of 0.3 may take over, once."""
+    keeps: str = ""
+    """Who keeps: s if people pin a step, v a version, b if an explorer builds a step."""
     rules: Rules = field(default_factory=Rules)
 
     def _same(self, state: State, one: int, other: int) -> bool:
