@@ -21,6 +21,7 @@ WHOLE = replace(ONE, kinds="w")
 BOTH = replace(ONE, kinds="wd", eager=True)
 DIED = replace(WHOLE, faults=("kill trainer",), eager=True)
 UNFIT = replace(WHOLE, faults=("no merge", "damage to d"), readers="c")
+FEW = replace(UNFIT, saves=2)
 ENGINE = replace(WHOLE, faults=("the engine",), readers="c", rollback=True)
 MERGED = replace(WHOLE, tips=(True, False))
 KEPT = replace(WHOLE, saves=2, rooms=2, rollback=True)
@@ -31,24 +32,24 @@ WITHOUT = (
         "last_is_announced finite_root index_digests unknown_keeps_all",
     ),
     (Tip(("copy",), "c", rooms=1), "whole_without_copy"),
-    (RUN, "keeps_root keeps_until_full"),
+    (replace(RUN, kinds="d"), "keeps_root keeps_until_full"),
     (replace(RUN, again=True), "above_base by_save_id"),
     (RUN, "rollback_of_tip rollback_to_latest rollback_ends_tip"),
-    (replace(RUN, faults=("EIO",), rooms=2), "rollback_first"),
+    (replace(RUN, faults=("EIO",), rooms=2, kinds="d"), "rollback_first"),
     (FLIP, "close_is_full base_in_message digests folds fold_reads_full"),
-    (replace(UNFIT, kinds="fd", eager=True), "stops not_stopped"),
+    (replace(UNFIT, kinds="fd", eager=True, saves=2), "stops not_stopped"),
     (replace(ONE, readers="n", nan=True), "walks_back nan_never_tip falls_back keeps_chain"),
     (Tip(("power loss",), rooms=3), "fence syncs_first take_over_syncs"),
     (Tip(("power loss",), "c"), "never_back"),
     (WHOLE, "keeps_way keeps_tip keeps_made"),
     (replace(WHOLE, readers="c"), "keeps_fetched"),
-    (replace(WHOLE, readers="c", rollback=True), "looks_again"),
-    (replace(WHOLE, faults=("EIO",), readers="c", rooms=2), "adopts"),
+    (replace(WHOLE, readers="c", rollback=True), "looks_again keeps_rollback"),
+    (replace(WHOLE, faults=("EIO",), rooms=2, saves=2), "adopts"),
     (replace(BOTH, rollback=True), "replaced_is_no_root number_again above_latest"),
-    (UNFIT, "quarantines drops_refused merges_damaged merges_root waits_no_longer gives_up"),
+    (FEW, "quarantines drops_refused merges_damaged merges_root waits_no_longer gives_up"),
     (replace(UNFIT, readers="", rooms=2), "keeps_highest"),
     (replace(BOTH, faults=("no merge",)), "checks_again"),
-    (ENGINE, "drops_rolled_back keeps_rollback"),
+    (ENGINE, "drops_rolled_back"),
     (DIED, "prepares_if_needed"),
     (replace(DIED, kinds="wd"), "merges_passed_root"),
     (replace(DIED, tips=(True, False)), "merges_if_needed"),
@@ -70,12 +71,13 @@ def search(tip: Tip) -> Exploration[State]:
 @pytest.mark.parametrize(
     ("tip", "at_least"),
     [
-        (RUN, 20_000),
+        (replace(RUN, kinds="f"), 10_000),
         (UNFIT, 5_000),
         (replace(ENGINE, readers="", faults=("EIO",), kinds="wd"), 2_000),
         (replace(WHOLE, readers="c", rollback=True), 10_000),
         (replace(WHOLE, readers="c", faults=("full disk", "kill the")), 2_000),
-        (replace(BOTH, faults=("kill daemon", "EIO"), rooms=2, rollback=True), 5_000),
+        (replace(BOTH, faults=("kill daemon", "EIO"), rooms=2), 5_000),
+        (replace(BOTH, rooms=2, rollback=True), 10_000),
         (replace(BOTH, faults=("power loss",), rooms=3), 5_000),
         (replace(BOTH, faults=("stale",)), 5_000),
         (replace(BOTH, readers="o", rooms=2, old=True), 5_000),
@@ -104,6 +106,10 @@ def test_readers_serve_saves_and_never_go_back_and_get_the_last_one(
         replace(LONG, faults=CRASHES, rollback=False, rooms=2, again=True),
         replace(BOTH, readers="c", rooms=3, old=True),
         replace(DIED, readers="c", rollback=True, times=2),
+        replace(BOTH, faults=("kill daemon", "EIO"), rooms=2, rollback=True),
+        replace(RUN, faults=("EIO",), rooms=2),
+        replace(UNFIT, kinds="fd", eager=True),
+        replace(WHOLE, faults=("EIO",), readers="c", rooms=2),
         replace(BOTH, rollback=True, keeps="s"),
         replace(BOTH, rollback=True, keeps="b"),
         replace(DIED, rollback=True, keeps="b"),
