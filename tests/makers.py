@@ -46,6 +46,6 @@ def make_here() -> None:
         setattr(MakerProcess, name, vars(MakerHere)[name])
 
 
-def work() -> MakeWork:
+def work(maker: type[MakerHere] = MakerHere) -> MakeWork:
     """How a test's daemon makes versions."""
-    return MakeWork(MakerHere, lambda: None)
+    return MakeWork(maker, lambda: None)

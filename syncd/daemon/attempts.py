@@ -227,6 +227,7 @@ class Attempts:
         self.publisher.advance(tip)
         if self.makes.save is not None:
             self.makes.end()  # its version would be older than what is served
+        self.prepares.end()  # an older save, too
 
     def _say_served(self, makes: Makes) -> None:
         self._ended()

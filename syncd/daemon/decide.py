@@ -194,8 +194,13 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
             prepares = (action for action in new if isinstance(action, Prepare))
             new = (Merge(seen.making), *given_up, *prepares)
         if seen.preparing is not None and not _is_served(seen):  # what has begun is finished
-            same = Merge(seen.preparing)
-            others = (it for it in new if not isinstance(it, Prepare) and it != same)
+            # Its end would end an older merge, which must not begin again then.
+            ended = (seen.preparing, seen.making)
+            others = (
+                it
+                for it in new
+                if not (isinstance(it, Prepare) or (isinstance(it, Merge) and it.save in ended))
+            )
             new = (Prepare(seen.preparing), *others)
         if seen.making is None and all(isinstance(it, MakeDeltas | Prepare) for it in new):
             new = (*new, *_fold(seen, config))  # saves may come each round

@@ -11,11 +11,11 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Prepare
 from syncd.daemon.turns import Turn
 from syncd.protocol.errors import CheckpointError
-from syncd.protocol.records import Tip
+from syncd.protocol.records import Manifest, Tip
 from syncd.protocol.reports import ExplorerReport
 from tests.crash.scenarios import ranks_save
 from tests.jobs import LEASE_TIME, Rounds, SmallJob
-from tests.makers import work
+from tests.makers import MakerHere, work
 from tests.storages import RuledStorage, refuse
 from tests.tips import contents
 
@@ -47,9 +47,11 @@ def live(loop: Rounds, *names: str, rounds: int = 2) -> None:
 
 
 @contextmanager
-def daemon(job: SmallJob, config: DaemonConfig = CONFIG) -> Iterator[Rounds]:
+def daemon(
+    job: SmallJob, config: DaemonConfig = CONFIG, maker: type[MakerHere] = MakerHere
+) -> Iterator[Rounds]:
     """A daemon that has published step 1, for an explorer that follows tips."""
-    with job.daemon(config, deltas=work()) as loop:
+    with job.daemon(config, deltas=work(maker)) as loop:
         if not job.layout.latest.exists():
             ranks_save(job, "run", 1)
             loop.run_once()
@@ -170,6 +172,25 @@ def test_a_delta_whose_base_was_passed_lets_that_be_named_first(job: SmallJob) -
         live(loop)
         assert is_tip(job, 3, 2, 1)
         assert tips(job) == ["d000002", "d000003"]
+
+
+def test_what_was_being_made_is_not_served_after_a_newer_save(job: SmallJob) -> None:
+    held = set[int]()
+
+    class Held(MakerHere):
+        def poll(self) -> Manifest | None:
+            held_up = self.order and getattr(self.order, "step", 0) in held
+            return None if held_up else super().poll()
+
+    with daemon(job, maker=Held) as loop:
+        held |= {2, 3}
+        save(loop, 2, named=True)  # merged first
+        save(loop, 3)  # prepared meanwhile
+        assert [one and one.step for one in (loop._makes.save, loop._prepares.save)] == [2, 3]
+        held.clear()
+        for _ in range(3):
+            live(loop, rounds=1)
+            assert is_tip(job, 3, 3, 1)
 
 
 def test_a_rolled_back_tip_is_never_served_again(job: SmallJob) -> None:
