@@ -140,7 +140,12 @@ BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
         "toml": ("tests/unit/test_many_jobs.py",),
     },
     "docs/trainer.md": {"python": (_EXAMPLES, _PASTED)},
-    "docs/transformers.md": {"python": (_EXAMPLES,) * 2},
+    "docs/transformers.md": {
+        "python": (
+            *(_EXAMPLES,) * 2,
+            "tests/multiprocess/trl_ranks.py",
+        )
+    },
     "docs/trinity.md": {"python": ("tests/multiprocess/trinity_ranks.py",) * 3},
     "docs/troubleshooting.md": {
         "sh": ("not run: what it shows depends on what is wrong",),

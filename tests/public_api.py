@@ -26,6 +26,7 @@ MODULES = (
     "trainer_hooks.dcp",
     "trainer_hooks.transformers",
     "trainer_hooks.trinity",
+    "trainer_hooks.trl",
     "explorer_hooks",
     "explorer_hooks.bench",
     "explorer_hooks.reader",
