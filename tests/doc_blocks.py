@@ -144,6 +144,7 @@ BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
         "python": (
             *(_EXAMPLES,) * 2,
             "tests/multiprocess/trl_ranks.py",
+            *("tests/multiprocess/loop_ranks.py",) * 2,
         )
     },
     "docs/trinity.md": {"python": ("tests/multiprocess/trinity_ranks.py",) * 3},
