@@ -201,7 +201,7 @@ class Examination:
             if self.peer is not None:
                 self._findings += judge_hosts(ours, theirs), judge_mount(theirs, "peer_mount")
             self.look = channel.limit = (theirs if self.peer == 1 else ours).look
-            channel.lease_time = self._lease_time
+            channel.lease_time, channel.filesystem = self._lease_time, ours.filesystem
             for name in PROBES if worst(self._findings).verdict != "fail" else ():
                 self._note(name, partial(measure, name, channel))
             if room is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import re
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +42,8 @@ Action = Literal[
     "mark", "names", "exists", "race", "rewrite", "reread",
 ]  # fmt: skip
 WAYS: Final[tuple[Action, ...]] = ("mkdir", "create", "link")
-#: The names of a race, 100 for each way to make a name.
-RACED: Final[dict[str, Action]] = {f"{way}-{number}": way for number in range(100) for way in WAYS}
+#: The names of a race, 90 for each way to make a name: GlusterFS lets a file have 100 names.
+RACED: Final[dict[str, Action]] = {f"{way}-{number}": way for number in range(90) for way in WAYS}
 
 
 class BrokenError(Exception):
@@ -54,8 +54,8 @@ class Answer(Record):
     """The result of a call.
 
     Attributes:
-        text: ``done``, the observation, the error's name, what was wrong with the reads, or the
-            names that this process made in a race.
+        text: ``done``, the observation, the error's name, what was wrong with the reads, or of a
+            race the number of names that this process tried, and those that it made.
         seconds: the duration; None if the observation did not change in time.
     """
 
@@ -90,6 +90,7 @@ class Channel:
         has_ended: returns True once the other process has ended, if this can be known.
         limit: the longest wait for a change, in seconds.
         lease_time: the job's, in seconds.
+        filesystem: the kind of this process's mount.
         turn: the number of the last call, which is its result's too; 0 are the facts.
     """
 
@@ -100,6 +101,7 @@ class Channel:
     has_ended: Callable[[], bool] = lambda: False
     limit: float = 0
     lease_time: float = 0
+    filesystem: str = ""
     turn: int = 0
 
     @property
@@ -175,7 +177,7 @@ class Actor:
             name: the file or folder; by default the actor's folder.
             other: the second path of ``link`` and ``rename``, or the content to write.
             before: repeat a look until its result is another one, for at most ``seconds``.
-            seconds: the duration of ``rewrite`` and ``reread``.
+            seconds: the duration of ``rewrite`` and ``reread``, and the longest one of ``race``.
         """
         self.channel.turn += 1
         turn = self.channel.turn
@@ -249,7 +251,7 @@ class Actor:
             case "mark":
                 return str(storage.look_into(path, lambda fd: signature(storage.fstat(fd))))
             case "race":
-                return "/".join(self._race(name))
+                return self._race(name, seconds)
             case "rewrite":
                 end, number = time.monotonic() + seconds, 0
                 while number == 0 or time.monotonic() < end:
@@ -259,12 +261,17 @@ class Actor:
                 return self._reread(path, seconds)
         return DONE
 
-    def _race(self, source: str) -> Iterator[str]:
+    def _race(self, source: str, seconds: float) -> str:
         self._do("create", source, "")
+        tried, made, end = 0, [], time.monotonic() + seconds
         for name, way in RACED.items():
             with suppress(FileExistsError):
                 self._do(way, source if way == "link" else name, name)
-                yield name
+                made.append(name)
+            tried += 1
+            if tried >= len(WAYS) and time.monotonic() >= end:
+                break
+        return "/".join((str(tried), *made))
 
     def _reread(self, path: Path, seconds: float) -> str:
         reads = torn = missing = 0

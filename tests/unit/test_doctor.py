@@ -21,8 +21,8 @@ import pytest
 from syncd.doctor import examination, probes
 from syncd.doctor.examination import PEER, Examination, Facts, facts_of, judge_hosts, judge_mount
 from syncd.doctor.finding import SHARE, Finding, Verdict
-from syncd.doctor.probes import PROBES, lease_verdict, measure
-from syncd.doctor.sides import TALK, Channel
+from syncd.doctor.probes import PROBES, judge_race, lease_verdict, measure
+from syncd.doctor.sides import TALK, Actor, BrokenError, Channel
 from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.layout import JobLayout
 from syncd.storage.calls import Free
@@ -226,6 +226,29 @@ def test_each_broken_promise_between_two_clients_is_found_and_named(
     assert finding.advice
 
 
+def test_a_race_tries_each_way_once_and_ends_when_its_time_is_over(tmp_path: Path) -> None:
+    room = ProbeRoom.make(Job.at(tmp_path), "room")
+    (room.path / TALK).mkdir()
+    alone = Actor(Channel(room, "visitor", True, PATIENCE), is_here=True, folder=room.path)
+    assert alone.start("race", "a", seconds=0)().text == "3/mkdir-0/create-0/link-0"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "wrong"),
+    [
+        ("4/mkdir-0/link-0", "2/create-0", "1 of 4 names .* neither: mkdir"),
+        ("2/mkdir-0", "3/mkdir-0/create-0/link-0", "1 of 3 names were made by both .*: mkdir"),
+        ("1/mkdir-0", "EMLINK", "EMLINK"),
+    ],
+)
+def test_a_race_that_one_side_ends_sooner_is_judged_as_far_as_the_other_came(
+    ours: str, theirs: str, wrong: str
+) -> None:
+    judge_race(["4/mkdir-0/link-0/mkdir-1", "2/create-0"])
+    with pytest.raises(BrokenError, match=wrong):
+        judge_race([ours, theirs])
+
+
 @pytest.mark.slow
 def test_a_local_disk_keeps_every_promise_between_two_clients(tmp_path: Path) -> None:
     for finding in measured(tmp_path, Storage(), Storage(), *PROBES):
@@ -362,14 +385,23 @@ def examined(job: SmallJob, storage: Storage, **limits: float) -> list[Finding]:
 
 
 @pytest.mark.slow
-def test_an_error_of_storage_is_a_finding_and_the_other_probes_go_on(job: SmallJob) -> None:
+def test_an_error_of_storage_is_a_finding_and_the_other_probes_go_on(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The advice begins with the options of such a mount, where options matter."""
+    here = facts_of(Job.at(job.root)).filesystem
+    monkeypatch.setitem(probes.OPTIONS, here, "cache=none")
     job.save(1)
     before = everything(job.root)
     findings = examined(
         job, RuledStorage(refuse("sync_folder", errno.EIO), refuse("link", errno.EIO))
     )
-    failed = [finding.name for finding in findings if finding.verdict == "fail"]
-    assert failed == ["links", "sync", "exclusive"]
+    failed = {
+        finding.name: "cache=none" in finding.advice
+        for finding in findings
+        if finding.verdict == "fail"
+    }
+    assert failed == {"links": True, "sync": False, "exclusive": True}
     assert {"fence", "lease_time"} <= {finding.name for finding in findings}
     assert everything(job.root) == before
 
