@@ -28,7 +28,8 @@ _MOUNT: Final = "mount the storage without nocto, and with a shorter attribute c
 #: The options without which a client of such a filesystem believes what it remembers.
 OPTIONS: Final = {
     "fuse.juicefs": "--attr-cache 0 --entry-cache 0 --dir-entry-cache 0",
-    "fuse.glusterfs": "attribute-timeout=0,entry-timeout=0 (and performance.stat-prefetch off)",
+    "fuse.glusterfs": "attribute-timeout=0,entry-timeout=0, and set performance.stat-prefetch and "
+    "performance.open-behind of its volume off",
 }
 _DISK: Final = "check what else writes to this storage; a full or failing disk also causes this"
 #: If a process sees replaced files later than this many seconds, the finding is a warning.
