@@ -36,7 +36,7 @@ from syncd.protocol.records import (
 from syncd.protocol.reports import DaemonReport
 from syncd.protocol.requests import RollbackRequest
 from syncd.storage.epoch import Epoch
-from syncd.storage.fsio import Storage
+from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 from syncd.storage.job import Job
 from syncd.storage.judge import Judge
 from syncd.storage.leases import Lease
@@ -79,8 +79,8 @@ def receipt_of(content: bytes, name: str = "model.safetensors") -> ReceiptFile:
 
 
 def read(model: type[R], path: Path) -> R:
-    """A record of a file."""
-    return parse(model, path.read_bytes(), path)
+    """A record of a file, which may be replaced meanwhile."""
+    return parse(model, Storage().read(path, LONG_RECORD_LIMIT), path)
 
 
 class Rounds(Loop):
