@@ -13,7 +13,7 @@ import time
 #: Any other is a setting of the daemon, or a key.
 _OF_TESTS = (
     "SYNCD_DEEP", "SYNCD_KILL_STRIDE", "SYNCD_STRIDE", "SYNCD_LAB", "SYNCD_TEST_", "SYNCD_VLLM_",
-    "SYNCD_VERL_",
+    "SYNCD_VERL_", "SYNCD_SGLANG_",
 )  # fmt: skip
 #: The beginnings of variables that change what programs print, where they listen, or who they are.
 _OF_USERS = (

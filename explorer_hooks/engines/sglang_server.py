@@ -1,8 +1,4 @@
-"""The engine for an SGLang server, over HTTP, written from the sources of SGLang 0.5.23.
-
-There is no build of SGLang for CPUs, so only a fake server (``tests/engines/sglang_fake.py``) has
-tested it.
-"""
+"""The engine for an SGLang server, over HTTP, written from the sources of SGLang 0.5.23."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from typing import ClassVar, Final
 
 from explorer_hooks.engines.http_server import check_label, json_object, label_of
 from explorer_hooks.engines.server_engine import LABEL, ServerEngine
+from explorer_hooks.engines.vllm_engine import has_encoder
 from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import InvalidSettingsError, ServerBusyError, ServerRefusedError
@@ -59,6 +56,19 @@ class SGLangServer(ServerEngine):
     _info = _INFO[0]
     _label_options: ClassVar[dict[str, object]] = {"abort_all_requests": False}
     _is_flushed = False
+    _has_warned = False
+
+    def check(self, version: LeasedVersion) -> None:
+        """As of every server. Warn once if the model encodes images or sounds."""
+        super().check(version)
+        if version.kind == "full" and not self._has_warned and has_encoder(version):
+            self._has_warned = True
+            log.warning(
+                "SGLang 0.5.23 never drops what it encoded of images and sounds, so %s can answer "
+                "repeated ones by old weights. If the encoder is trained, start SGLang with "
+                "SGLANG_VLM_CACHE_SIZE_MB=0",
+                self._whose,
+            )
 
     def _takes_names_of(self, version: LeasedVersion) -> bool:  # noqa: ARG002 # others look
         return False  # 0.5.23 silently drops tensors without the hub's names

@@ -369,12 +369,17 @@ def check_encoder(version: LeasedVersion, vllm_config: object, whose: str) -> No
         stays = bool(lora.get("enable_tower_connector_lora"))
     else:
         known = encodes(vllm_config)
-        stays = _has_encoder(_config_of(version)) if known is None else known
+        stays = has_encoder(version) if known is None else known
     if stays:
         raise EngineMismatchError(
             f"cannot load {named(version)} into {whose}: the model encodes images or sounds, and "
             "this release keeps what it encoded with the old weights. Use vLLM 0.16 or newer"
         )
+
+
+def has_encoder(version: LeasedVersion) -> bool:
+    """True if the config of a version says that its model encodes images or sounds."""
+    return _has_encoder(_config_of(version))
 
 
 def _has_encoder(config: object) -> bool:

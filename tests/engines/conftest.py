@@ -1,10 +1,12 @@
-"""One real vLLM server for all tests that want one: it takes half a minute to come up."""
+"""One real server of each kind for all tests that want one: each takes long to come up."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.engines import sglang_process
+from tests.engines.sglang_process import SGLangProcess
 from tests.engines.vllm_process import VLLMProcess, require
 from tests.jobs import SmallJob
 
@@ -17,6 +19,21 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
 
     folder = tmp_path_factory.mktemp("vllm")
     server = VLLMProcess(save_model(folder / "base", 0), folder / "log.txt")
+    try:
+        server.wait_until_up()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangProcess]:
+    """A server that was started with the tiny model 0; what it has by now is the test's to see."""
+    sglang_process.require()
+    from tests.engines.tiny_models import save_model  # noqa: PLC0415 # torch, for those alone
+
+    folder = tmp_path_factory.mktemp("sglang")
+    server = SGLangProcess(save_model(folder / "base", 0), folder / "log.txt")
     try:
         server.wait_until_up()
         yield server

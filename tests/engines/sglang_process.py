@@ -1,68 +1,112 @@
-"""The documented interface of SGLang as a process: ``python -m tests.engines.sglang_process``."""
+"""A real SGLang server on the CPU, for tests."""
 
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-import httpx2
+import pytest
 
-from tests.engines.sglang_fake import FakeSGLang
-from tests.places import ROOT
+from explorer_hooks.engines.sglang_server import SGLangServer
+from tests.engines.server_process import Answer, ServerProcess
+
+#: Names the Python of the environment that tests/engines/environment.py makes.
+PYTHON = "SYNCD_SGLANG_PYTHON"
+#: Only its routes that change something want a key.
+ADMIN_KEY = "only-for-tests"
+_ON_CPU = Path(__file__).with_name("sglang_on_cpu")
 
 
-@contextmanager
-def sglang_process(port: int, model_path: str, *faults: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A server that answers, and is killed at the end of the block.
+def require() -> None:
+    """Skip the test if SGLang is not here."""
+    if not os.environ.get(PYTHON):
+        pytest.skip(
+            f"SGLang is not here: {PYTHON} names the Python of an environment with it; "
+            f"{PYTHON}=$(python -m tests.engines.environment --sglang) makes one, of 3 GB"
+        )
+
+
+class SGLangProcess(ServerProcess):
+    """A server process.
 
     Args:
-        port: of 127.0.0.1.
-        model_path: what it was started with.
-        faults: the paths of routes that fail.
+        model: its folder.
+        log: what it says goes to its end.
+        more: further options.
+        variables: of its environment.
     """
-    process = subprocess.Popen(
-        (sys.executable, "-m", "tests.engines.sglang_process", str(port), model_path, *faults),
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"up\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
 
+    def __init__(
+        self, model: Path, log: Path, *, more: Sequence[str] = (), **variables: str
+    ) -> None:
+        self._more = more
+        self._variables = variables
+        super().__init__(model, log)
 
-def main(port: str, model_path: str, *faults: str) -> None:
-    """Serve until it is killed. After SIGHUP it serves what a restart leaves, in no time."""
-    fake = FakeSGLang(model_path)
-    signal.signal(signal.SIGHUP, lambda *_: fake.restart())
-    fake.faults = dict.fromkeys(faults, "a fault")
+    def _command(self, model: Path) -> tuple[list[str], dict[str, str]]:
+        options = {
+            "--model-path": str(model),
+            "--host": "127.0.0.1",
+            "--port": self._port,
+            "--dtype": "float32",
+            "--device": "cpu",
+            "--attention-backend": "torch_native",
+            "--sampling-backend": "pytorch",
+            "--grammar-backend": "none",
+            # Of the memory: it refuses to start if others use the rest.
+            "--mem-fraction-static": "0.2",
+            "--max-total-tokens": "2048",
+            "--admin-api-key": ADMIN_KEY,
+            "--served-model-name": "policy",
+        }
+        words = [word for pair in options.items() for word in pair]
+        flags = ["--skip-tokenizer-init", "--disable-cuda-graph", "--skip-server-warmup"]
+        environment = os.environ | {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(_ON_CPU),
+        }
+        program = (os.environ[PYTHON], "-m", "sglang.launch_server")
+        return [*program, *words, *flags, *self._more], environment | self._variables
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            asked = httpx2.Request(self.command, f"http://host{self.path}", content=content)
-            answer = fake.transport.handle_request(asked)
-            self.send_response(answer.status_code)
-            self.send_header("Content-Type", answer.headers["Content-Type"])
-            self.send_header("Content-Length", str(len(answer.content)))
-            self.end_headers()
-            self.wfile.write(answer.content)
+    def engine(self, **options: Any) -> SGLangServer:
+        """Loads versions into it."""
+        return SGLangServer(self.url, admin_api_key=ADMIN_KEY, **options)
 
-        do_POST = do_GET  # noqa: N815 # the name that http.server calls
+    def generate(self, prompt: Sequence[int], count: int = 8, **more: object) -> Answer:
+        """The most probable tokens."""
+        return self.read(self.generated(prompt, count, **more))
 
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
+    @staticmethod
+    def read(told: dict[str, Any]) -> Answer:
+        """What is in an answer."""
+        meta, tokens = told["meta_info"], told["output_ids"]
+        own = [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
+        return Answer(
+            tokens,
+            [{token: logprob for logprob, token, _ in at} for at in meta["output_top_logprobs"]],
+            [(s["version"], s["start"], s["end"]) for s in meta.get("weight_versions", own)],
+        )
 
-    with ThreadingHTTPServer(("127.0.0.1", int(port)), Handler) as server:
-        print("up", flush=True)
-        server.serve_forever()
+    def generated(self, prompt: Sequence[int], count: int = 1, **more: object) -> dict[str, Any]:
+        """The whole of an answer."""
+        body = {
+            "input_ids": list(prompt),
+            "sampling_params": {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True},
+            "return_logprob": True,
+            "top_logprobs_num": 5,
+        }
+        answer: dict[str, Any] = self.ask("/generate", body | more)
+        return answer
 
+    @property
+    def info(self) -> dict[str, Any]:
+        """Which model it says that it has."""
+        told: dict[str, Any] = self.ask("/model_info", method="GET")
+        return told
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    @property
+    def label(self) -> str:
+        """The label of its weights."""
+        return str(self.info["weight_version"])

@@ -28,7 +28,7 @@ from syncd.protocol.errors import (
 from syncd.protocol.names import MANIFEST
 from syncd.protocol.policy import Version
 from tests.deltas import contents
-from tests.engines.sglang_process import sglang_process
+from tests.engines.sglang_fake_process import sglang_process
 from tests.engines.waiting import wait_for
 from tests.explorers import publish
 from tests.jobs import SmallJob

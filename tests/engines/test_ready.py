@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from tests.doc_blocks import blocks
-from tests.engines.sglang_process import sglang_process
+from tests.engines.sglang_fake_process import sglang_process
 from tests.engines.tiny_models import publish_model, save_model
 from tests.engines.vllm_process import VLLMProcess
 from tests.engines.waiting import wait_for
@@ -110,9 +110,11 @@ class Probes:
 
 
 @contextmanager
-def following(job: SmallJob, *options: object) -> Iterator[subprocess.Popen[bytes]]:
+def following(
+    job: SmallJob, *options: object, **variables: str
+) -> Iterator[subprocess.Popen[bytes]]:
     words = (sys.executable, "-m", "syncd", "follow", job.root, "--name", "server", *options)
-    with subprocess.Popen([str(word) for word in words], env=ENVIRONMENT) as process:
+    with subprocess.Popen([str(word) for word in words], env=ENVIRONMENT | variables) as process:
         try:
             yield process
         finally:

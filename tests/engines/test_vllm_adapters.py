@@ -14,6 +14,7 @@ from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.hook import ExplorerHook
 from tests.engines.agreement import serves
 from tests.engines.environment import RELEASES
+from tests.engines.server_process import Answer
 from tests.engines.tiny_models import (
     CONFIG,
     adapter,
@@ -22,7 +23,7 @@ from tests.engines.tiny_models import (
     save_model,
     state,
 )
-from tests.engines.vllm_process import Answer, VLLMProcess, require
+from tests.engines.vllm_process import VLLMProcess, require
 from tests.engines.waiting import LONG, wait_for
 from tests.jobs import SmallJob
 

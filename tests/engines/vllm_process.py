@@ -3,12 +3,9 @@
 import atexit
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -21,13 +18,11 @@ from explorer_hooks.engines.vllm_engine import EXTENSION
 from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.reader import LeasedVersion
 from tests.engines.environment import RELEASES, python_of
+from tests.engines.server_process import Answer, ServerProcess
 from tests.places import ROOT
-from tests.ports import free_port
 
 #: Names the Python of the environment that tests/engines/environment.py makes.
 PYTHON = "SYNCD_VLLM_PYTHON"
-#: A server that begins imports for half a minute, on a machine that does nothing else.
-_START_SECONDS = 450.0
 #: On some virtual machines vLLM's worker dies at the first request if it uses AMX.
 _WITHOUT_AMX = "import torch.cpu; torch.cpu._is_amx_tile_supported = lambda: False"
 #: The name of the model that it was started with.
@@ -94,26 +89,6 @@ def environment(overlay: Path | None = None) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What was generated.
-
-    Attributes:
-        tokens: their ids.
-        logprobs: of the most probable tokens at each place, by id.
-        spans: of weights that generated them, in order: the label, the first and past the last.
-    """
-
-    tokens: list[int]
-    logprobs: list[dict[int, float]]
-    spans: list[tuple[str, int, int]]
-
-    @property
-    def labels(self) -> list[str]:
-        """Of the weights, in order."""
-        return [label for label, _, _ in self.spans]
-
-
 class Reloading(VLLMServer):
     """Loads as if the server had no weight transfer of syncd's."""
 
@@ -125,7 +100,7 @@ class Reloading(VLLMServer):
 WAYS = {"transfer": VLLMServer, "reload": Reloading}
 
 
-class VLLMProcess:
+class VLLMProcess(ServerProcess):
     """A server process.
 
     Args:
@@ -154,17 +129,9 @@ class VLLMProcess:
         self._release = release
         self._more = more
         self._overlay = overlay
-        self._port = str(free_port())
-        self.url = f"http://127.0.0.1:{self._port}"
-        self.log = log
-        self._process = self._start(model)
+        super().__init__(model, log)
 
-    def restart(self, model: Path) -> None:
-        """Kill it, and let another one begin at the same address."""
-        self.kill()
-        self._process = self._start(model)
-
-    def _start(self, model: Path) -> subprocess.Popen[bytes]:
+    def _command(self, model: Path) -> tuple[list[str], dict[str, str]]:
         options = {
             "--model": str(model),
             "--host": "127.0.0.1",
@@ -185,40 +152,8 @@ class VLLMProcess:
         if self._takes_adapters:
             flags += ["--enable-lora", "--max-lora-rank", "8"]
         words = (word for pair in options.items() for word in pair)
-        program = (python(self._release), "-m", "vllm.entrypoints.openai.api_server")
-        with self.log.open("ab") as out:
-            return subprocess.Popen(
-                (*program, *words, *flags),
-                env=environment(self._overlay),
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
-
-    def wait_until_up(self) -> None:
-        """Wait until it answers.
-
-        Raises:
-            AssertionError: it has ended, or is not up in time; says what it said last.
-        """
-        deadline = time.monotonic() + _START_SECONDS
-        while True:
-            try:
-                if httpx2.get(f"{self.url}/health", trust_env=False).is_success:
-                    return
-            except httpx2.TransportError:
-                pass
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"it does not come up: {self.log.read_text()[-6000:]}")
-            time.sleep(0.2)
-
-    def ask(self, path: str, body: object = None, *, method: str = "POST", **params: str) -> Any:
-        """Send a request, and wait for its answer."""
-        limits = httpx2.Limits(max_keepalive_connections=0)
-        with httpx2.Client(trust_env=False, timeout=120, limits=limits) as client:
-            answer = client.request(method, f"{self.url}{path}", json=body, params=params)
-        answer.raise_for_status()
-        return answer.json()
+        program = (str(python(self._release)), "-m", "vllm.entrypoints.openai.api_server")
+        return [*program, *words, *flags], environment(self._overlay)
 
     def generate(
         self, prompt: Sequence[int], count: int = 8, *, model: str = MODEL, logprobs: int = 0
@@ -263,30 +198,6 @@ class VLLMProcess:
     def is_paused(self) -> bool:
         """Whether requests wait."""
         return bool(self.ask("/is_paused", method="GET")["is_paused"])
-
-    def pids(self) -> list[int]:
-        """Its processes."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = path.read_text().rpartition(")")[2].split()
-            except OSError:
-                continue  # it has ended
-            if int(fields[2]) == self._process.pid:
-                found.append(int(path.parent.name))
-        return found
-
-    def send(self, number: int) -> None:
-        """Send a signal to all of its processes."""
-        os.killpg(self._process.pid, number)
-
-    def kill(self) -> None:
-        """Kill it, and all that it has started. Safe to call twice."""
-        try:
-            self.send(signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self._process.wait()
 
 
 def _token(entry: dict[str, Any]) -> int:
