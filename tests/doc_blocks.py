@@ -120,7 +120,7 @@ BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
     "docs/release.md": {"bash": ("not run: it publishes a release",)},
     "docs/reliability.md": {"bash": ("not run: it needs two mounts of a share; .ci/nfs runs it",)},
     "docs/sglang.md": {
-        "sh": ("not run: there is no SGLang for CPUs",),
+        "sh": ("not run: on a CPU it needs other options; tests/engines/test_sglang.py follows",),
         "python": ("tests/engines/pages.py",),
     },
     "docs/slurm.md": {

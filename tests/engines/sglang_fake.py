@@ -1,7 +1,8 @@
 """A fake of SGLang's HTTP interface without a model, for tests.
 
-The fake follows the sources of SGLang 0.5.23, but was not compared with a real server. It copies
-SGLang's unexpected behaviour:
+It is for what a real server cannot be made to do in a test: to lack routes, to fail or die at a
+chosen request, to compile a grammar just then, or to be back at once after a restart. It follows
+the sources of SGLang 0.5.23, and has the routes of a real one. It copies unexpected behaviour:
 
 - SGLang refuses to flush while a request runs, or while a paused server has a grammar to compile.
 - SGLang can report an update as failed although the weights have changed.
@@ -101,7 +102,7 @@ class FakeSGLang:
             return _said(401, {"error": "Unauthorized"})
         with self._lock:
             if path == "/openapi.json":
-                return _said(200, {"paths": self._paths()})
+                return _said(200, {"paths": self.paths()})
             if path not in _GET:
                 self.asked.append(path)
             method = self._routes.get(path)
@@ -116,7 +117,8 @@ class FakeSGLang:
         key = api_key if path in _NORMAL else admin_api_key or api_key
         return key is None or told == f"Bearer {key}"
 
-    def _paths(self) -> dict[str, Any]:
+    def paths(self) -> dict[str, Any]:
+        """Its routes, as ``/openapi.json`` has them."""
         return {
             path: {"get" if path in _GET else "post": {}}
             for path in self._routes

@@ -61,6 +61,7 @@ class SGLangProcess(ServerProcess):
         }
         words = [word for pair in options.items() for word in pair]
         flags = ["--skip-tokenizer-init", "--disable-cuda-graph", "--skip-server-warmup"]
+        flags += ["--sleep-on-idle"]  # else it keeps a core busy
         environment = os.environ | {
             "SGLANG_USE_CPU_ENGINE": "1",
             "OMP_NUM_THREADS": "1",

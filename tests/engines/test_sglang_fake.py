@@ -1,6 +1,5 @@
 """SGLangServer with a fake server; and what all server engines promise."""
 
-import functools
 import json
 import logging
 import socket
@@ -39,7 +38,6 @@ from syncd.protocol.errors import (
     ServerRefusedError,
     ServerUnreachableError,
 )
-from tests.engines.pages import FOLLOW_SGLANG
 from tests.engines.sglang_fake import FakeSGLang
 from tests.engines.sglang_fake_process import sglang_process
 from tests.engines.test_vllm_caches import SOUND, TEXT, VISION
@@ -154,19 +152,6 @@ def test_requests_wait_while_it_loads_and_it_is_flushed_apart(
     assert fake.served_model_name == str(tmp_path / "v1")  # no route lets it be another one
 
 
-def test_a_folder_that_it_does_not_take_leaves_it_with_what_it_had(
-    engine: SGLangServer, fake: FakeSGLang, base: Path, tmp_path: Path
-) -> None:
-    wrong = version(tmp_path, 1)
-    for path in wrong.folder.glob("*.safetensors"):
-        path.rename(path.with_suffix(".gone"))
-    with pytest.raises(ServerRefusedError, match="Failed to load"):
-        load(engine, wrong)
-    assert fake.model_path == str(base)
-    assert fake.weight_version == "default"
-    assert not fake.is_paused
-
-
 def test_what_takes_nothing_at_all_stays_paused_and_is_broken(
     engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
 ) -> None:
@@ -201,12 +186,6 @@ def test_what_a_killed_hook_left_half_loaded_waits_for_a_version(
     assert not fake.is_paused
 
 
-def test_what_was_only_paused_goes_on(fake: FakeSGLang) -> None:
-    fake.is_paused = True
-    engine_of(fake).attach()
-    assert not fake.is_paused
-
-
 def test_a_full_model_after_an_adapter_ends_it_and_nothing_is_held_meanwhile(
     engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
 ) -> None:
@@ -227,14 +206,6 @@ def test_an_adapter_that_it_does_not_take_leaves_it_with_the_one_before(
         load(engine, version(tmp_path, 2, kind="adapter"))
     assert fake.adapters == {"syncd": str(tmp_path / "v1")}
     assert fake.weight_version == "step-1-version-1"
-
-
-def test_versions_are_compared_with_what_the_server_was_started_with(
-    engine: SGLangServer, tmp_path: Path
-) -> None:
-    other = make_version(tmp_path / "v1", random_tensors({"c": TENSORS["a"]}, 1))
-    with unfit("the server at"):
-        engine.check(other)
 
 
 def test_a_server_without_the_routes_is_said_so(base: Path) -> None:
@@ -399,18 +370,6 @@ def test_a_host_that_does_not_even_refuse_is_given_up_soon(
         with pytest.raises(ServerUnreachableError):
             server.ask("POST /pause", timeout=6 * LONG)
         assert time.monotonic() - begun < LONG
-
-
-def test_the_code_of_the_page_loads_the_newest_version(
-    job: SmallJob, fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = functools.partial(SGLangServer, transport=fake.transport)
-    monkeypatch.setattr(sglang_server, "SGLangServer", made)
-    fake.model_path = "elsewhere"
-    publish(job, 3)
-    names = {"job_dir": job.root, "url": "http://127.0.0.1:30000"}
-    exec(FOLLOW_SGLANG, names)  # noqa: S102 # what a user pastes
-    assert fake.weight_version == "step-3-version-1"
 
 
 def test_a_model_that_is_half_loaded_is_never_served_under_an_adapter(

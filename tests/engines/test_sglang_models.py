@@ -5,13 +5,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.staging import Staging
 from tests.engines.sglang_process import SGLangProcess, require
-from tests.engines.test_sglang import PROMPT, assert_said_by_its_labels
+from tests.engines.test_sglang import PROMPT, assert_said_by_its_labels, in_float32, truth
 from tests.engines.tiny_models import (
     CONFIG,
     EXPERTS,
@@ -42,6 +43,13 @@ def served(folder: Path, config: PreTrainedConfig = CONFIG, *more: str) -> Itera
         server.kill()
 
 
+def adapted(seed: int) -> PeftModel:
+    """Model 0 with an adapter, in float32."""
+    made = adapter(seed, in_float32(model(0), CONFIG))
+    set_peft_model_state_dict(made, get_peft_model_state_dict(adapter(seed)))
+    return made.eval()
+
+
 @pytest.mark.parametrize("config", [TIED, EXPERTS], ids=["tied", "experts"])
 def test_each_version_of_another_model_is_what_is_served(
     job: SmallJob, tmp_path: Path, config: PreTrainedConfig
@@ -55,7 +63,8 @@ def test_each_version_of_another_model_is_what_is_served(
             publish_model(job, seed, load_file(saved / "model.safetensors"), config)
             assert hook.pull(LONG).step == seed
             assert_said_by_its_labels(
-                server.generate(PROMPT), of_step=lambda step: model(step, config).float()
+                server.generate(PROMPT),
+                of_step=lambda step: in_float32(model(step, config), config),
             )
 
 
@@ -70,11 +79,9 @@ def test_adapters_follow_each_other_until_a_full_model_comes(job: SmallJob, tmp_
             for _ in range(2):
                 assert_said_by_its_labels(
                     server.generate(PROMPT, lora_path="syncd"),
-                    of_step=lambda step: adapter(step).float(),
+                    of_step=adapted,
                 )
-                assert_said_by_its_labels(
-                    server.generate(PROMPT), of_step=lambda _: model(0).float()
-                )
+                assert_said_by_its_labels(server.generate(PROMPT), of_step=lambda _: truth(0))
         publish_model(job, 3)
         assert hook.pull(LONG).step == 3
         assert_said_by_its_labels(server.generate(PROMPT))
