@@ -29,6 +29,7 @@ from syncd.protocol.names import MANIFEST
 from syncd.protocol.records import encode
 from tests.engines.broadcast_trainer import DEADLINE, trainer
 from tests.engines.pages import IN_PROCESS
+from tests.engines.server_process import Answer
 from tests.engines.tiny_models import (
     CONFIG,
     adapter,
@@ -42,7 +43,6 @@ from tests.engines.vllm_process import (
     MODEL,
     PYTHON,
     WAYS,
-    Answer,
     Reloading,
     VLLMProcess,
     environment,
