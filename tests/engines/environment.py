@@ -26,8 +26,9 @@ from packaging.requirements import Requirement
 RELEASES = ("0.32.0", "0.31.0", "0.30.0", "0.29.0", "0.28.0")
 #: The torch that all of them need.
 TORCH = "torch==2.13.0"
-#: SGLang, and what it imports that has no build for this torch: see ``sglang_on_cpu``.
-SGLANG = ("sglang==0.5.23", "torchvision==0.28.0")
+#: SGLang, what it imports that has no build for this torch (see ``sglang_on_cpu``), and what it
+#: imports that only what is left out would bring.
+SGLANG = ("sglang==0.5.23", "torchvision==0.28.0", "dill==0.4.1")
 #: Of a wheel's requirements not installed: torch is pinned above, and no model that is tested needs
 #: the others.
 _LEFT_OUT = frozenset({"torch", "torchvision", "torchaudio", "torchcodec"})
