@@ -174,16 +174,20 @@ def test_a_delta_whose_base_was_passed_lets_that_be_named_first(job: SmallJob) -
         assert tips(job) == ["d000002", "d000003"]
 
 
-def test_what_was_being_made_is_not_served_after_a_newer_save(job: SmallJob) -> None:
-    held = set[int]()
+def holding(held: set[int]) -> type[MakerHere]:
+    """What makes versions, but not of these steps."""
 
     class Held(MakerHere):
         def poll(self) -> Manifest | None:
-            held_up = self.order and getattr(self.order, "step", 0) in held
-            return None if held_up else super().poll()
+            is_held = self.order and getattr(self.order, "step", 0) in held
+            return None if is_held else super().poll()
 
-    with daemon(job, maker=Held) as loop:
-        held |= {2, 3}
+    return Held
+
+
+def test_what_was_being_made_is_not_served_after_a_newer_save(job: SmallJob) -> None:
+    held = {2, 3}
+    with daemon(job, maker=holding(held)) as loop:
         save(loop, 2, named=True)  # merged first
         save(loop, 3)  # prepared meanwhile
         assert [one and one.step for one in (loop._makes.save, loop._prepares.save)] == [2, 3]
@@ -191,6 +195,15 @@ def test_what_was_being_made_is_not_served_after_a_newer_save(job: SmallJob) -> 
         for _ in range(3):
             live(loop, rounds=1)
             assert is_tip(job, 3, 3, 1)
+
+
+def test_a_delta_that_is_named_ends_an_older_preparation(job: SmallJob) -> None:
+    with daemon(job, maker=holding({9})) as loop:
+        save(loop, 9)
+        assert loop._prepares.save
+        save(loop, 2, delta=True)
+        assert is_tip(job, 3, None, 1, step=2)
+        assert loop._prepares.save is None  # a rollback would take it for the newest save
 
 
 def test_a_rolled_back_tip_is_never_served_again(job: SmallJob) -> None:
