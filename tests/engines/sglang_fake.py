@@ -1,8 +1,9 @@
 """A fake of SGLang's HTTP interface without a model, for tests.
 
 It is for what a real server cannot be made to do in a test: to lack routes, to fail or die at a
-chosen request, to compile a grammar just then, or to be back at once after a restart. It follows
-the sources of SGLang 0.5.23, and has the routes of a real one. It copies unexpected behaviour:
+chosen request, to compile a grammar just then, to be back at once after a restart, or to take
+adapters (SGLang keeps them in pinned memory, which a machine without GPUs lacks). It follows the
+sources of SGLang 0.5.23, and has the routes of a real one. It copies unexpected behaviour:
 
 - SGLang refuses to flush while a request runs, or while a paused server has a grammar to compile.
 - SGLang can report an update as failed although the weights have changed.
