@@ -78,19 +78,23 @@ class SourceReader:
         """Read what no reader has read, and check all records. All readers must have finished."""
         view = memoryview(bytearray(_BUFFER if any(self.checks) else 0))
         for source, checks in enumerate(self.checks):
-            for number, end in enumerate(checks.ends if checks else ()):
-                if checks is None or number in checks.compared:
-                    continue
-                whole = _Range(checks.starts[number], checks.starts[number])
-                for known in (*sorted(checks.ranges.get(number, ())), _Range(end, end)):
-                    while whole.end < known.begin:
-                        self.cancel()
-                        part = view[: known.begin - whole.end]
-                        self._pread(source, whole.end, part)
-                        whole.extend(part)
-                    if whole.end == known.begin:
-                        whole.join(known)
-                checks.compare(number, whole.crc)
+            if checks is not None:
+                for number in range(len(checks.ends)):
+                    if number not in checks.compared:
+                        self._read_rest(source, checks, number, view)
+
+    def _read_rest(self, source: int, checks: RecordChecks, number: int, view: memoryview) -> None:
+        begin, end = checks.starts[number], checks.ends[number]
+        whole = _Range(begin, begin)
+        for known in (*sorted(checks.ranges.get(number, ())), _Range(end, end)):
+            while whole.end < known.begin:
+                self.cancel()
+                part = view[: known.begin - whole.end]
+                self._pread(source, whole.end, part)
+                whole.extend(part)
+            if whole.end == known.begin:
+                whole.join(known)
+        checks.compare(number, whole.crc)
 
     def _pread(self, source: int, offset: int, part: memoryview) -> None:
         file = self.sources[source]
