@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -10,35 +11,31 @@ from tests.engines.sglang_process import SGLangProcess
 from tests.engines.vllm_process import VLLMProcess, require
 from tests.jobs import SmallJob
 
+Server = TypeVar("Server", VLLMProcess, SGLangProcess)
 
-@pytest.fixture(scope="session")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
+
+def _served(kind: type[Server], folder: Path) -> Iterator[Server]:
     """A server that was started with the tiny model 0; what it has by now is the test's to see."""
-    require()
     from tests.engines.tiny_models import save_model  # noqa: PLC0415 # torch, for those alone
 
-    folder = tmp_path_factory.mktemp("vllm")
-    server = VLLMProcess(save_model(folder / "base", 0), folder / "log.txt")
+    server = kind(save_model(folder / "base", 0), folder / "log.txt")
     try:
         server.wait_until_up()
         yield server
     finally:
         server.kill()
+
+
+@pytest.fixture(scope="session")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
+    require()
+    yield from _served(VLLMProcess, tmp_path_factory.mktemp("vllm"))
 
 
 @pytest.fixture(scope="session")
 def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangProcess]:
-    """A server that was started with the tiny model 0; what it has by now is the test's to see."""
     sglang_process.require()
-    from tests.engines.tiny_models import save_model  # noqa: PLC0415 # torch, for those alone
-
-    folder = tmp_path_factory.mktemp("sglang")
-    server = SGLangProcess(save_model(folder / "base", 0), folder / "log.txt")
-    try:
-        server.wait_until_up()
-        yield server
-    finally:
-        server.kill()
+    yield from _served(SGLangProcess, tmp_path_factory.mktemp("sglang"))
 
 
 @pytest.fixture
