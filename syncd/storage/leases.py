@@ -85,19 +85,25 @@ def pin_version(job: Job, sequence: int) -> None:
         VersionGoneError: the version was retired, or never published.
     """
     marker = job.layout.lease_folder(sequence) / PINNED
+    _check_published(job, sequence)  # a lease folder is made before its version
     job.storage.refresh(job.layout.leases)
     try:
         _make(job.storage, marker)
+        _check_published(job, sequence)  # it may have been pruned meanwhile
+    except VersionGoneError:
+        job.storage.unlink_if_there(marker)
+        raise
     except OSError as error:
         if not (is_gone(error) or is_no_record(error)):
             raise
         raise VersionGoneError(_gone(job.layout, sequence)) from error
-    # A lease folder is made before its version, so check that the version was published.
+    job.storage.sync_folder(job.layout.published)  # its daemon may not have done so yet
+
+
+def _check_published(job: Job, sequence: int) -> None:
     job.storage.refresh(job.layout.published)
     if not job.storage.exists(job.layout.version(sequence) / MANIFEST):
-        job.storage.unlink_if_there(marker)
         raise VersionGoneError(_gone(job.layout, sequence))
-    job.storage.sync_folder(job.layout.published)  # its daemon may not have done so yet
 
 
 def unpin_version(job: Job, sequence: int) -> bool:

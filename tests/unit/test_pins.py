@@ -166,6 +166,30 @@ def test_a_pin_that_is_set_holds_at_whatever_moment_of_a_prune_it_came(tmp_path:
 
 
 @pytest.mark.slow
+def test_a_refused_pin_never_takes_that_of_another(tmp_path: Path) -> None:
+    moment = 0
+    left = 0
+    while left <= 0:
+        moment += 1
+        job = SmallJob(tmp_path / f"job{moment}")
+        published(job, 1)
+        job.lease_folder(2).mkdir()  # as its daemon does before it renames the version
+        storage = Counting(moment)
+
+        def pin(job: SmallJob = job) -> None:
+            with job.daemon() as loop:
+                loop.publish(2)
+            pin_version(job, 2)
+
+        storage.other = pin
+        with suppress(VersionGoneError):
+            pin_version(Job(storage, job.layout), 2)
+        left, storage.left = storage.left, 0
+        assert (job.lease_folder(2) / ".pinned").exists() == (left <= 0), f"at moment {moment}"
+    assert moment > 2
+
+
+@pytest.mark.slow
 def test_a_pin_that_is_set_holds_whatever_moment_of_it_a_prune_came_at(
     tmp_path: Path, hosts: Hosts
 ) -> None:
