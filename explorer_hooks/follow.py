@@ -53,42 +53,39 @@ def command(
     run: Annotated[
         str | None,
         "--command",
-        "The shell command to run for each version. To accept the version, the command exits with "
-        "0.",
+        "The shell command to run for each version; exit status 0 accepts it.",
     ] = None,
     link: Annotated[
         options.AnyPath | None,
-        "A symbolic link. syncd points the link to the folder of each new version.",
+        "A symbolic link that syncd points to the folder of each new version.",
     ] = None,
     server: Annotated[
         Literal["vllm", "sglang"] | None,
         "--engine",
-        "The kind of server at --url. syncd lets the server load each version.",
+        "The kind of server at --url, which loads each version.",
     ] = None,
     urls: Annotated[
         tuple[str, ...],
         "--url",
-        "The address of the server, e.g. http://127.0.0.1:8000. Repeat --url for several servers "
-        "of this host. The servers become the explorers NAME-0, NAME-1 and so on.",
+        "The server's address, e.g. http://127.0.0.1:8000. Repeat it for several servers of this "
+        "host, the explorers NAME-0, NAME-1 and so on.",
     ] = (),
     start_timeout: Annotated[
         Seconds, Ge(0), "How long to wait at the start for the --engine to answer."
     ] = 600.0,
     cacert: Annotated[
         options.File | None,
-        "The certificate (PEM) of the authority that signed the server's certificate.",
+        "The certificate (PEM) of the authority that signed the server's.",
     ] = None,
     in_flight: Annotated[
         str | None,
         "--in-flight MODE",
-        "How to treat running requests during a load. With vllm: keep, wait or abort. With "
-        "sglang: retract or abort.  [default: keep for vllm, retract for sglang]",
+        "How to treat running requests during a load: keep, wait or abort (vllm), retract or abort "
+        "(sglang).  [default: keep for vllm, retract for sglang]",
     ] = None,
     lora_name: Annotated[str, "The model name under which the server serves adapters."] = "syncd",
     spans_hosts: Annotated[
-        bool,
-        "Use this option if the server also reads weights on other hosts. syncd then ignores "
-        "--stage.",
+        bool, "The server also reads weights on other hosts: ignore --stage."
     ] = False,
     stage: Annotated[
         Path | None, "Copy each version into this folder of this host before the load."
@@ -96,12 +93,10 @@ def command(
     budget: Annotated[
         Bytes | None,
         Ge(1),
-        "The limit in bytes for all copies in --stage together.  [default: the free space]",
+        "The limit for all copies in --stage together.  [default: the free space]",
     ] = None,
     base: Annotated[
-        Path | None,
-        "The model folder that the server was started with. syncd refuses versions that do not "
-        "fit this model.",
+        Path | None, "The server's model folder; versions that do not fit this model are refused."
     ] = None,
     timeout: Annotated[
         Seconds, Gt(0), "The time limit for the command, or for a load by the server."
@@ -109,18 +104,16 @@ def command(
     ask: Annotated[bool, "Request syncs from a trainer with style explorer_driven."] = False,
     broadcast: Annotated[
         bool,
-        "Receive broadcasts from a trainer with method nccl. The server must also be started with "
-        "support for broadcasts.",
+        "Receive broadcasts from a trainer with method nccl, if the server is started for them.",
     ] = False,
     broadcast_timeout: Annotated[
         Seconds | None,
         Gt(0),
-        "How long to wait for a broadcast to begin, and then for its end. Give the same value as "
-        f"in the trainer's settings.  [default: {SyncSettings().broadcast_timeout:g}]",
+        "How long to wait for a broadcast to begin, and then for its end, as in the trainer's "
+        f"settings.  [default: {SyncSettings().broadcast_timeout:g}]",
     ] = None,
     memory_dir: Annotated[
-        Path | None,
-        "The memory directory of a job with method memory. The versions are in this directory.",
+        Path | None, "The memory directory of a job with method memory, which has the versions."
     ] = None,
     ready: Annotated[
         options.File | None,
