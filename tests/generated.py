@@ -15,7 +15,7 @@ from syncd.cli import cli
 from syncd.daemon.config import KEYS, LIVE_KEYS, RunConfig
 from syncd.daemon.configuration import toml_value, written
 from syncd.protocol.policy import SyncSettings
-from syncd.protocol.records import Latest
+from syncd.protocol.records import Latest, Manifest, Receipt
 from syncd.protocol.reports import DaemonReport, ExplorerReport, Reload, TrainerReport
 from tests import doc_lists, examples
 from tests.doc_blocks import text_of
@@ -61,9 +61,11 @@ def settings(_heading: str) -> str:
 
 
 def records(_heading: str) -> str:
-    """The keys of the records that ``syncd status --json`` shows."""
+    """The keys of records."""
     kinds = {
         "LATEST": Latest,
+        "manifest.json": Manifest,
+        "rank_R.json": Receipt,
         "daemon.json": DaemonReport,
         "trainer.json": TrainerReport,
         "explorers/NAME.json": ExplorerReport,
@@ -118,16 +120,10 @@ def items_of(heading: str, options: dict[str, click.Option]) -> Iterator[str]:
         if first != heading:
             default, meaning = "", f"as for `{first}`"
         elif heading == "syncd run" and name in KEYS:
-            meaning = ""
+            continue
         same.setdefault((default, meaning if not default else name), [meaning]).extend(words)
-    bare = []
     for (default, _), (meaning, *words) in same.items():
-        if meaning:
-            yield item(words, default, meaning)
-        else:
-            bare.append(item(words, default))
-    if bare:
-        yield "; ".join(bare)
+        yield item(words, default, meaning)
 
 
 def help_in(command: str, name: str) -> str | None:
