@@ -43,8 +43,7 @@ def command(
         Seconds,
         Ge(1),
         Le(600),
-        "How long to wait until another process sees a change. A change that is not seen within "
-        "this time counts as not visible.",
+        "How long to wait until another process sees a change.",
     ] = Examination.look,
     as_json: options.Json = False,
 ) -> None:
