@@ -16,7 +16,7 @@ from syncd.daemon.config import KEYS, LIVE_KEYS, RunConfig
 from syncd.daemon.configuration import toml_value, written
 from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import Latest, Manifest, Receipt
-from syncd.protocol.reports import DaemonReport, ExplorerReport, Reload, TrainerReport
+from syncd.protocol.reports import DaemonReport, ExplorerReport, TrainerReport
 from tests import doc_lists, examples
 from tests.doc_blocks import text_of
 from tests.doc_links import ROOT
@@ -69,7 +69,6 @@ def records(_heading: str) -> str:
         "daemon.json": DaemonReport,
         "trainer.json": TrainerReport,
         "explorers/NAME.json": ExplorerReport,
-        "reload": Reload,
     }
     return listed(
         item(
