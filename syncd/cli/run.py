@@ -28,6 +28,8 @@ from syncd.deltas.needs import missing_extra
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.events import Misspelt, RootServed
 from syncd.protocol.names import printable
+from syncd.storage.fsio import Storage
+from syncd.storage.job import no_folder
 from syncd.torch_extra import require_torch
 
 log = logging.getLogger(__name__)
@@ -38,10 +40,11 @@ log = logging.getLogger(__name__)
 def command(
     ctx: click.Context,
     /,
-    job: Path | None = None,  # noqa: ARG001 # read from the context
+    job: Path | None = None,  # of the command line; a configuration can name one, too
     *,
     config: options.ConfigFile = None,
     as_json: Annotated[bool, "--json", "The same as --log-format json."] = False,
+    make: Annotated[bool, "Make the folder JOB, but none above it, if it is missing."] = False,
     **_options: Any,
 ) -> None:
     """Serve JOB, or all jobs in the folder --root, until SIGTERM: merge, publish, signal, prune.
@@ -61,6 +64,12 @@ def command(
     )
     for name, meant in misspelt(os.environ).items():
         Misspelt(name, os.environ[name], None, meant).tell(log)
+    if make:
+        job = configuration.current.job
+        try:
+            Storage().make_folder(job, below=job.parent)
+        except FileNotFoundError as error:
+            raise no_folder(job.parent) from error
     with ExitStack() as stack:
         services = _services(configuration, stack)
         # Without a configuration file, SIGHUP keeps its default effect: it ends the process.

@@ -469,6 +469,7 @@ def test_every_error_says_when_it_is_raised() -> None:
     [(["status", "."], 11, "syncd: . is not a job"),
      (["verify", "."], 2, "syncd: . is neither a version nor a job with published versions"),
      (["run", "missing"], 11, "no such folder: "),
+     (["run", "missing/job", "--make"], 11, "no such folder: missing"),
      (["merge", ".", "out"], 5, "syncd: ")],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )  # fmt: skip
