@@ -5,6 +5,8 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -216,7 +218,7 @@ def test_every_option_that_a_sentence_gives_a_command_is_one_of_it(page: str) ->
         assert given <= known, f"{page}: `syncd {told}`"
 
 
-# -- what pages say of the tests -------------------------------------------------------------------
+# -- what pages say of the code -------------------------------------------------------------------
 
 ROOMS = ("tests/", "syncd/", "trainer_hooks/", "explorer_hooks/", "benchmarks/", "docs/", ".ci/")
 TESTS = list((ROOT / "tests").rglob("test_*.py"))
@@ -236,3 +238,10 @@ def test_every_test_and_every_file_that_a_page_names_is_there(page: str) -> None
     files = {one for one in named if re.fullmatch(r"test_\w+\.py", one)}
     assert files - {path.name for path in TESTS} == set()
     assert {one for one in named if re.fullmatch(r"test_\w+", one)} - FUNCTIONS == set()
+
+
+def test_every_function_of_the_architecture_is_in_the_file_beside_it() -> None:
+    named = re.findall(r"`([\w.]+)`,\s+`([\w/]+)\.py`", text_of("docs/architecture.md"))
+    for name, path in named:
+        attrgetter(name)(import_module(path.replace("/", ".")))
+    assert len(named) > 20
