@@ -65,7 +65,7 @@ def test_what_verls_ranks_save_in_fsdp1_and_fsdp2_is_published_and_stays(
 ) -> None:
     # As the page says it.
     options = blocks("verl.md", "sh")[0].split()[3:]
-    assert options == ["--pointer", CHECKPOINT_POINTER]
+    assert options == ["--make", "--pointer", CHECKPOINT_POINTER]
     is_real = request.node.callspec.id == "verl"
     with Daemon(job, *options, "--keep", "20"):
         if is_real:
