@@ -165,7 +165,7 @@ class SyncSettings:
             from the CPU.
         master_address: the address at which explorers reach rank 0; None = this host's address.
         deltas: a trainer's save holds only what changed since the save before, if the daemon and an
-            explorer can use that. Needs ``pip install 'syncd[deltas]'``.
+            explorer can use that. Needs the extra ``deltas``.
 
     Raises:
         InvalidSettingsError: a value is out of its range, or is no known method or style.
