@@ -3,11 +3,15 @@
 import os
 import signal
 import subprocess
+import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 
@@ -15,6 +19,8 @@ from tests.ports import free_port
 
 #: A server that begins imports for half a minute, on a machine that does nothing else.
 _START_SECONDS = 450.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -115,3 +121,23 @@ class ServerProcess(ABC):
         except ProcessLookupError:
             pass
         self._process.wait()
+
+
+@contextmanager
+def asked(ask: Callable[[], T], *, threads: int) -> Iterator[list[T]]:
+    """The answers to what several clients ask all the time; the block fails if one request does."""
+    answers: list[T] = []
+    stop = threading.Event()
+
+    def go_on() -> None:
+        while not stop.is_set():
+            answers.append(ask())
+
+    with ThreadPoolExecutor(threads) as pool:
+        clients = [pool.submit(go_on) for _ in range(threads)]
+        try:
+            yield answers
+        finally:
+            stop.set()
+        for client in clients:
+            client.result()

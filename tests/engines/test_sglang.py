@@ -3,10 +3,8 @@
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.hook import ExplorerHook
 from syncd.protocol.errors import EngineMismatchError, ServerRefusedError, VerificationError
 from tests.engines.pages import FOLLOW_SGLANG
-from tests.engines.server_process import Answer
+from tests.engines.server_process import Answer, asked
 from tests.engines.sglang_fake import FakeSGLang
 from tests.engines.sglang_process import ADMIN_KEY, SGLangProcess
 from tests.engines.test_ready import Probes, assert_not_ready_in_time, following
@@ -81,31 +79,11 @@ def assert_said_by_its_labels(
                 assert abs(float(expected[place, token]) - logprob) < CLOSE, (label, place)
 
 
-@contextmanager
-def asked(sglang: SGLangProcess, count: int, *, threads: int) -> Iterator[list[dict[str, Any]]]:
-    """The answers to what several clients ask all the time; the block fails if one request does."""
-    answers: list[dict[str, Any]] = []
-    stop = threading.Event()
-
-    def ask() -> None:
-        while not stop.is_set():
-            answers.append(sglang.generated(PROMPT, count))
-
-    with ThreadPoolExecutor(threads) as pool:
-        clients = [pool.submit(ask) for _ in range(threads)]
-        try:
-            yield answers
-        finally:
-            stop.set()
-        for client in clients:
-            client.result()
-
-
 def test_requests_go_on_over_versions_and_each_token_is_of_the_weights_that_it_names(
     job: SmallJob, hook: ExplorerHook, sglang: SGLangProcess
 ) -> None:
     step = 1
-    with asked(sglang, 48, threads=2) as said:
+    with asked(lambda: sglang.generated(PROMPT, 48), threads=2) as said:
         while step < 6 or not any(len(sglang.read(one).labels) > 1 for one in said):
             step += 1
             assert step < 40
@@ -127,14 +105,14 @@ def test_by_abort_no_answer_goes_on_over_two_versions(job: SmallJob, sglang: SGL
     step = 0
     with (
         hook_of(job, sglang, mode="abort") as hook,
-        asked(sglang, 100, threads=2) as said,
+        asked(lambda: sglang.generated(PROMPT, 100), threads=2) as said,
     ):
         while step < 3 or "abort" not in map(ends, said):
             step += 1
             assert step < 40
             publish_model(job, step)
             assert hook.pull(LONG).step == step
-            wait_for(lambda: sglang.read(said[-1]).labels == [sglang.label])
+            wait_for(lambda: said and sglang.read(said[-1]).labels == [sglang.label])
     for one in said:
         answer = sglang.read(one)
         assert len(answer.tokens) == 100 or ends(one) == "abort"

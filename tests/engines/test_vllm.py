@@ -5,9 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from syncd.protocol.names import MANIFEST
 from syncd.protocol.records import encode
 from tests.engines.broadcast_trainer import DEADLINE, trainer
 from tests.engines.pages import IN_PROCESS
-from tests.engines.server_process import Answer
+from tests.engines.server_process import asked
 from tests.engines.tiny_models import (
     CONFIG,
     adapter,
@@ -87,34 +85,13 @@ def said(vllm: VLLMProcess) -> list[list[int]]:
     return [vllm.generate(prompt).tokens for prompt in PROMPTS]
 
 
-@contextmanager
-def asked(vllm: VLLMProcess, count: int, *, threads: int) -> Iterator[list[Answer]]:
-    """The answers to what several threads ask all the time, until the end of the block."""
-    answers: list[Answer] = []
-    stop = threading.Event()
-
-    def ask() -> None:
-        while not stop.is_set():
-            answers.append(vllm.generate(PROMPTS[0], count))
-
-    clients = [threading.Thread(target=ask) for _ in range(threads)]
-    for client in clients:
-        client.start()
-    try:
-        yield answers
-    finally:
-        stop.set()
-        for client in clients:
-            client.join()
-
-
 def test_requests_go_on_over_twenty_versions_and_none_mixes_two(
     job: SmallJob, hook: ExplorerHook, vllm: VLLMProcess
 ) -> None:
     publish_model(job, 1)
     hook.pull(LONG)
     truth = {vllm.label: vllm.generate(PROMPTS[0], 24).tokens}
-    with asked(vllm, 24, threads=2) as answers:
+    with asked(lambda: vllm.generate(PROMPTS[0], 24), threads=2) as answers:
         for step in range(2, 22):
             publish_model(job, step)
             assert hook.pull(LONG).step == step
@@ -159,7 +136,7 @@ def test_requests_need_not_go_on_over_two_versions(
     engine = Reloading(vllm.url, mode=mode)
     with (
         ExplorerHook(job.root, "explorer", engine, poll=0.05) as hook,
-        asked(vllm, 100, threads=4) as answers,
+        asked(lambda: vllm.generate(PROMPTS[0], 100), threads=4) as answers,
     ):
         # The server may be idle when a version comes, so an abort gets more than one chance.
         for step in range(1, 5 if mode == "wait" else 60):
