@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -14,16 +14,12 @@ from tests.jobs import SmallJob
 Server = TypeVar("Server", VLLMProcess, SGLangProcess)
 
 
-def _served(kind: type[Server], folder: Path) -> Iterator[Server]:
+def _served(kind: type[Server], folder: Path, **options: Any) -> Iterator[Server]:
     """A server that was started with the tiny model 0; what it has by now is the test's to see."""
     from tests.engines.tiny_models import save_model  # noqa: PLC0415 # torch, for those alone
 
-    server = kind(save_model(folder / "base", 0), folder / "log.txt")
-    try:
-        server.wait_until_up()
+    with kind(save_model(folder / "base", 0), folder / "log.txt", **options).up() as server:
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +31,8 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
 @pytest.fixture(scope="session")
 def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangProcess]:
     sglang_process.require()
-    yield from _served(SGLangProcess, tmp_path_factory.mktemp("sglang"))
+    folder = tmp_path_factory.mktemp("sglang")
+    yield from _served(SGLangProcess, folder, more=sglang_process.ADAPTERS)
 
 
 @pytest.fixture

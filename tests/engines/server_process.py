@@ -11,10 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import httpx2
 
+from explorer_hooks.engines.server_engine import ServerEngine
+from explorer_hooks.reader import LeasedVersion
 from tests.ports import free_port
 
 #: A server that begins imports for half a minute, on a machine that does nothing else.
@@ -90,6 +92,15 @@ class ServerProcess(ABC):
                 raise AssertionError(f"it does not come up: {self.log.read_text()[-6000:]}")
             time.sleep(0.2)
 
+    @contextmanager
+    def up(self) -> Iterator[Self]:
+        """Wait until it answers, and kill it at the end of the block."""
+        try:
+            self.wait_until_up()
+            yield self
+        finally:
+            self.kill()
+
     def ask(self, path: str, body: object = None, *, method: str = "POST", **params: str) -> Any:
         """Send a request, and wait for its answer."""
         limits = httpx2.Limits(max_keepalive_connections=0)
@@ -141,3 +152,15 @@ def asked(ask: Callable[[], T], *, threads: int) -> Iterator[list[T]]:
             stop.set()
         for client in clients:
             client.result()
+
+
+def load(engine: ServerEngine, version: LeasedVersion) -> None:
+    """As a hook does."""
+    engine.check(version)
+    engine.prepare(version)
+    try:
+        engine.pause()
+        engine.load(version)
+        engine.reset_cache()
+    finally:
+        engine.resume()

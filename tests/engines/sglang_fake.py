@@ -1,14 +1,11 @@
 """A fake of SGLang's HTTP interface without a model, for tests.
 
 It is for what a real server cannot be made to do in a test: to lack routes, to fail or die at a
-chosen request, to compile a grammar just then, to be back at once after a restart, or to take
-adapters (SGLang keeps them in pinned memory, which a machine without GPUs lacks). It follows the
-sources of SGLang 0.5.23, and has the routes of a real one. It copies unexpected behaviour:
+chosen request, to compile a grammar just then, or to be back at once after a restart. It follows
+the sources of SGLang 0.5.23, and has the routes of a real one. It copies unexpected behaviour:
 
 - SGLang refuses to flush while a request runs, or while a paused server has a grammar to compile.
 - SGLang can report an update as failed although the weights have changed.
-- SGLang can report an update as done although it skipped tensors with unknown names.
-- The unload of an adapter waits for held requests.
 """
 
 import json
@@ -20,30 +17,20 @@ from typing import Any
 import httpx2
 from httpx2 import Response
 
-from explorer_hooks.server_fit import model_tensors
-
 #: The fields of a request, or of an answer.
 Told = Mapping[str, Any]
 _DEFAULT = "default"
 _GET = frozenset({"/model_info"})
-#: Routes that the ``--api-key`` opens; the others need the ``--admin-api-key``.
-_NORMAL = frozenset({"/openapi.json", "/model_info", "/generate"})
-_MODES = frozenset({"abort", "retract", "in_place"})
 
 
 class FakeSGLang:
     """A fake SGLang server, which only keeps folder names. Give :attr:`transport` to an engine.
 
     Args:
-        model_path, api_key, admin_api_key: the options that the server was started with.
+        model_path: the option that the server was started with.
         without: routes that the fake server lacks, as some releases do.
-        knows: the names of the tensors that the server loads; None to load all. Other tensors are
-            dropped without an error, as SGLang's qwen3_moe drops stacked experts.
 
     Attributes:
-        asked: the paths of all requests that change something, in order.
-        serves: maps each tensor's name to the folder it was last loaded from; empty without
-            ``knows``.
         running, compiling: the numbers of requests that run, or wait for a grammar.
         faults: maps a request's path to the error message of its answer.
         refuses: the folders that the server refuses to load.
@@ -54,12 +41,8 @@ class FakeSGLang:
         model_path: str,
         *,
         without: frozenset[str] = frozenset(),
-        api_key: str | None = None,
-        admin_api_key: str | None = None,
-        knows: frozenset[str] | None = None,
     ) -> None:
         self.transport = httpx2.MockTransport(self._answer)
-        self.asked: list[str] = []
         self._routes: dict[str, Callable[[Told], Response]] = {
             "/model_info": self._model_info,
             "/pause_generation": self._pause_generation,
@@ -72,8 +55,6 @@ class FakeSGLang:
             "/generate": self._generate,
         }
         self._without = without
-        self._keys = api_key, admin_api_key
-        self._knows = knows
         self._started_with = model_path
         self.loaded: list[str] = []
         self.running = self.compiling = self.aborted = 0
@@ -85,12 +66,10 @@ class FakeSGLang:
 
     def restart(self) -> None:
         """Act like a new process, with the weights of the start."""
-        self.model_path = self.served_model_name = self._started_with
+        self.model_path = self._started_with
         self.weight_version = _DEFAULT
-        self.serves = dict.fromkeys(self._knows or (), self._started_with)
         self.adapters: dict[str, str] = {}
         self.is_paused = False
-        self.is_dead = False
         self._is_scheduler_paused = False
         self._held = 0
 
@@ -99,24 +78,15 @@ class FakeSGLang:
         if not self.is_up:
             raise httpx2.ConnectError("connection refused", request=request)
         told = json.loads(request.content) if request.content else {}
-        if not self._is_allowed(path, request.headers.get("Authorization")):
-            return _said(401, {"error": "Unauthorized"})
         with self._lock:
             if path == "/openapi.json":
                 return _said(200, {"paths": self.paths()})
-            if path not in _GET:
-                self.asked.append(path)
             method = self._routes.get(path)
             if method is None or path in self._without:
                 return _said(404, {"detail": "Not Found"})
             if path in self.faults:
                 return _said(400, {"success": False, "message": self.faults[path]})
             return method(told)
-
-    def _is_allowed(self, path: str, told: str | None) -> bool:
-        api_key, admin_api_key = self._keys
-        key = api_key if path in _NORMAL else admin_api_key or api_key
-        return key is None or told == f"Bearer {key}"
 
     def paths(self) -> dict[str, Any]:
         """Its routes, as ``/openapi.json`` has them."""
@@ -129,15 +99,12 @@ class FakeSGLang:
     def _model_info(self, _: Told) -> Response:
         served = {
             "model_path": self.model_path,
-            "served_model_name": self.served_model_name,
             "weight_version": self.weight_version,
         }
-        return _said(200, served | {"is_generation": True})
+        return _said(200, served)
 
     def _pause_generation(self, told: Told) -> Response:
-        mode = told.get("mode", "abort")
-        if mode not in _MODES:
-            return _said(422, {"detail": f"mode {mode}"})
+        mode = told["mode"]
         self.is_paused = True
         if mode == "abort":
             if self._is_scheduler_paused and self.compiling:
@@ -163,13 +130,10 @@ class FakeSGLang:
         if path in self.refuses or not any(Path(path).glob("*.safetensors")):
             return _said(400, {"success": False, "message": f"Failed to load {path}"})
         self.loaded.append(path)
-        if self._knows is not None:
-            given = model_tensors(Path(path)).keys()
-            self.serves |= dict.fromkeys(given & self._knows, path)
         if told.get("flush_cache", True) and not self._can_flush():
             message = "Weights were updated, but the cache was not flushed"
             return _said(400, {"success": False, "message": message})
-        self.model_path = self.served_model_name = path
+        self.model_path = path
         self.weight_version = told.get("weight_version") or self.weight_version
         return _said(200, {"success": True, "message": "Succeeded", "num_paused_requests": 0})
 
@@ -193,16 +157,13 @@ class FakeSGLang:
         return _said(200, {"success": True, "loaded_adapters": self.adapters})
 
     def _unload_lora_adapter(self, told: Told) -> Response:
-        if self.adapters and self.is_paused and self._held:
-            # A real server waits for these requests forever.
-            raise httpx2.ReadTimeout("the adapter is in use by requests that are held")
         if self.adapters.pop(str(told["lora_name"]), None) is None:
             return _said(400, {"success": False, "error_message": "it is not loaded"})
         return _said(200, {"success": True, "loaded_adapters": self.adapters})
 
     def _generate(self, told: Told) -> Response:
-        if self.is_dead or told.get("lora_path", "") not in {"", *self.adapters}:
-            return _said(500, {"error": {"message": "the scheduler is gone"}})
+        if told.get("lora_path", "") not in {"", *self.adapters}:
+            return _said(500, {"error": {"message": "no such adapter"}})
         if self.is_paused:
             # A real server lets the request wait: the test has forgotten to resume.
             raise httpx2.ReadTimeout("the server is paused")

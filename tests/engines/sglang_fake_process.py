@@ -15,16 +15,15 @@ from tests.places import ROOT
 
 
 @contextmanager
-def sglang_process(port: int, model_path: str, *faults: str) -> Iterator[subprocess.Popen[bytes]]:
+def sglang_process(port: int, model_path: str) -> Iterator[subprocess.Popen[bytes]]:
     """A server that answers, and is killed at the end of the block.
 
     Args:
         port: of 127.0.0.1.
         model_path: what it was started with.
-        faults: the paths of routes that fail.
     """
     process = subprocess.Popen(
-        (sys.executable, "-m", "tests.engines.sglang_fake_process", str(port), model_path, *faults),
+        (sys.executable, "-m", "tests.engines.sglang_fake_process", str(port), model_path),
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
     )
@@ -37,11 +36,10 @@ def sglang_process(port: int, model_path: str, *faults: str) -> Iterator[subproc
         process.communicate()
 
 
-def main(port: str, model_path: str, *faults: str) -> None:
+def main(port: str, model_path: str) -> None:
     """Serve until it is killed. After SIGHUP it serves what a restart leaves, in no time."""
     fake = FakeSGLang(model_path)
     signal.signal(signal.SIGHUP, lambda *_: fake.restart())
-    fake.faults = dict.fromkeys(faults, "a fault")
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -14,6 +14,11 @@ from tests.engines.server_process import Answer, ServerProcess
 PYTHON = "SYNCD_SGLANG_PYTHON"
 #: Only its routes that change something want a key.
 ADMIN_KEY = "only-for-tests"
+#: For adapters of the layers that :func:`tests.engines.tiny_models.adapter` is given.
+ADAPTERS = (
+    *("--enable-lora", "--lora-target-modules", "o_proj", "--max-lora-rank", "8"),
+    *("--lora-backend", "torch_native", "--max-loras-per-batch", "2"),
+)
 _ON_CPU = Path(__file__).with_name("sglang_on_cpu")
 
 
@@ -32,14 +37,21 @@ class SGLangProcess(ServerProcess):
     Args:
         model: its folder.
         log: what it says goes to its end.
+        has_tokenizer: whether the folder has one.
         more: further options.
         variables: of its environment.
     """
 
     def __init__(
-        self, model: Path, log: Path, *, more: Sequence[str] = (), **variables: str
+        self,
+        model: Path,
+        log: Path,
+        *,
+        has_tokenizer: bool = False,
+        more: Sequence[str] = (),
+        **variables: str,
     ) -> None:
-        self._more = more
+        self._more = (*more, *(() if has_tokenizer else ("--skip-tokenizer-init",)))
         self._variables = variables
         super().__init__(model, log)
 
@@ -60,7 +72,7 @@ class SGLangProcess(ServerProcess):
             "--served-model-name": "policy",
         }
         words = [word for pair in options.items() for word in pair]
-        flags = ["--skip-tokenizer-init", "--disable-cuda-graph", "--skip-server-warmup"]
+        flags = ["--disable-cuda-graph", "--skip-server-warmup"]
         flags += ["--sleep-on-idle"]  # else it keeps a core busy
         environment = os.environ | {
             "SGLANG_USE_CPU_ENGINE": "1",

@@ -351,3 +351,21 @@ def test_an_api_key_that_no_header_can_have_is_refused_without_showing_it(key: s
     with invalid("printable ASCII") as refused:
         HttpServer("http://vllm", other_keys={"GET /x": key})
     assert key not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--engine", "vllm"], "give both"),
+        (["--link", "model", "--url", "http://127.0.0.1:1"], "give both"),
+        (["--engine", "vllm", "--url", "http://h:1", "--command", "true"], "Give exactly one of"),
+        (
+            ["--engine", "vllm", "--url", "http://h:1", "--in-flight", "retract"],
+            "keep, wait, abort",
+        ),
+    ],
+)
+def test_follow_says_what_is_wrong_with_its_options(options: list[str], says: str) -> None:
+    ended = CliRunner().invoke(command, ["job", "--name", "server", *options])
+    assert ended.exit_code != 0
+    assert says in ended.output + str(ended.exception)

@@ -12,9 +12,10 @@ from explorer_hooks.reader import LeasedVersion, Reader
 from syncd.protocol.errors import BroadcastError, EngineBrokenError, EngineMismatchError
 from syncd.protocol.reports import Rendezvous
 from tests.engines.broadcast_trainer import DEADLINE, Trainer, trainer
+from tests.engines.server_process import load
 from tests.engines.test_vllm import PROMPTS, said
 from tests.engines.tiny_models import publish_model
-from tests.engines.vllm_process import VLLMProcess, load
+from tests.engines.vllm_process import VLLMProcess
 from tests.engines.waiting import LONG
 from tests.jobs import SmallJob
 from tests.refusals import engine_broken

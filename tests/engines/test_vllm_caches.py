@@ -12,6 +12,7 @@ from explorer_hooks.engines.conformance import make_version
 from explorer_hooks.engines.vllm_engine import EXTENSION, VLLMEngine
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import ServerRefusedError
+from tests.engines.server_process import load
 from tests.engines.test_vllm_routes import (
     OPTIONS,
     STATE,
@@ -20,7 +21,6 @@ from tests.engines.test_vllm_routes import (
     Routes,
     states,
 )
-from tests.engines.vllm_process import load
 from tests.refusals import engine_broken, unfit
 
 ENCODER = "/reset_encoder_cache"
@@ -61,7 +61,6 @@ def test_the_model_that_a_server_is_given_back_begins_with_empty_caches(tmp_path
     engine = routes.engine()
     with pytest.raises(ServerRefusedError):
         load(engine, version)
-    engine.resume()
     after = routes.asked[routes.asked.index("/finish_weight_update") + 1 :]
     assert after == [*RESETS, "label default", "/resume"]
 

@@ -39,22 +39,21 @@ def test_a_vllm_of_another_signature_gets_its_versions_by_reload_weights(
 ) -> None:
     require()
     (tmp_path / "overlay").mkdir()
-    server = VLLMProcess(
+    process = VLLMProcess(
         save_model(tmp_path / "base", 0, TIED),
         tmp_path / "log.txt",
         takes_adapters=False,
         overlay=overlay(tmp_path / "overlay"),
     )
-    try:
-        server.wait_until_up()
-        with ExplorerHook(job.root, "explorer", VLLMServer(server.url), poll=0.05) as hook:
-            for seed in (1, 2):
-                saved = save_model(tmp_path / f"saved-{seed}", seed, TIED)
-                publish_model(job, seed, load_file(saved / "model.safetensors"), TIED)
-                assert hook.pull(LONG).step == seed
-                assert serves(server, seed, TIED)
-    finally:
-        server.kill()
+    with (
+        process.up() as server,
+        ExplorerHook(job.root, "explorer", VLLMServer(server.url), poll=0.05) as hook,
+    ):
+        for seed in (1, 2):
+            saved = save_model(tmp_path / f"saved-{seed}", seed, TIED)
+            publish_model(job, seed, load_file(saved / "model.safetensors"), TIED)
+            assert hook.pull(LONG).step == seed
+            assert serves(server, seed, TIED)
     difference = "finish_weight_update: 'self, why=None' instead of 'self'"
     assert caplog.text.count("by reload_weights") == caplog.text.count(difference) == 1
     assert difference in (tmp_path / "log.txt").read_text()

@@ -56,12 +56,8 @@ def server(
     folder = tmp_path_factory.mktemp("vision")
     more = (*OPTIONS, *(TOWER if request.param in TAKES_TOWER else ()))
     base, log = save_model(folder / "base", 0), folder / "log.txt"
-    made = VLLMProcess(base, log, release=request.param, more=more)
-    try:
-        made.wait_until_up()
+    with VLLMProcess(base, log, release=request.param, more=more).up() as made:
         yield made
-    finally:
-        made.kill()
 
 
 def publish(job: SmallJob, step: int, seed: int) -> None:

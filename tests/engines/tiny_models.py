@@ -1,14 +1,14 @@
 """Tiny models of which each says something else, saved as a trainer saves them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 import xxhash
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     MixtralConfig,
@@ -95,9 +95,11 @@ def publish_model(
     _publish(job, step, names)
 
 
-def adapter(seed: int, base: PreTrainedModel | None = None, layers: str = "") -> PeftModel:
+def adapter(
+    seed: int, base: nn.Module | None = None, layers: str | Sequence[str] = ("q_proj",)
+) -> PeftModel:
     """A model, by default model 0, with an adapter that changes what it says."""
-    config = LoraConfig(r=4, lora_alpha=64, target_modules=layers or ["q_proj"])
+    config = LoraConfig(r=4, lora_alpha=64, target_modules=layers)
     made = get_peft_model(base or model(0), config)
     torch.manual_seed(seed)
     with torch.no_grad():

@@ -16,7 +16,6 @@ import pytest
 
 from explorer_hooks.engines.vllm_engine import EXTENSION
 from explorer_hooks.engines.vllm_server import VLLMServer
-from explorer_hooks.reader import LeasedVersion
 from tests.engines.environment import RELEASES, python_of
 from tests.engines.server_process import Answer, ServerProcess
 from tests.places import ROOT
@@ -203,12 +202,3 @@ class VLLMProcess(ServerProcess):
 def _token(entry: dict[str, Any]) -> int:
     """The id of a token in an answer; before vLLM 0.32 it is in a text."""
     return int(str(entry.get("token_id", entry.get("token"))).removeprefix("token_id:"))
-
-
-def load(engine: VLLMServer, version: LeasedVersion) -> None:
-    """Load a version as a hook does."""
-    engine.check(version)
-    engine.pause()
-    engine.load(version)
-    engine.reset_cache()
-    engine.resume()

@@ -139,7 +139,7 @@ def test_a_damaged_map_is_an_error_that_names_its_file(tmp_path: Path) -> None:
 def sglang_of(folder: Path, names: str) -> tuple[Path, FakeSGLang]:
     """An SGLang that was started with these names, and what with."""
     base = made(folder, names, 9).folder
-    return base, FakeSGLang(str(base), knows=frozenset(on_the_hub(state())))
+    return base, FakeSGLang(str(base))
 
 
 def server_of(fake: FakeSGLang, base: Path | None = None) -> SGLangServer:
@@ -160,19 +160,7 @@ def test_sglang_never_gets_names_that_it_would_drop(tmp_path: Path, says_base: b
     version = made(tmp_path, "hub", 2)
     engine.check(version)
     reload(engine, version)
-    assert set(fake.serves.values()) == {str(version.folder)}
-
-
-def test_an_sglang_that_drops_unknown_names_says_success(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base, fake = sglang_of(tmp_path, "hub")
-    engine = server_of(fake)
-    version = made(tmp_path, "trainer", 1)
-    monkeypatch.setattr(engine, "check", lambda _: None)
-    reload(engine, version)
-    assert fake.serves["head"] == str(version.folder)
-    assert fake.serves["experts.0.gate.weight"] == str(base)
+    assert fake.loaded == [str(version.folder)]
 
 
 def test_an_sglang_that_was_started_with_the_trainers_names_gets_the_hubs(tmp_path: Path) -> None:
