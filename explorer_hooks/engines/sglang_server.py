@@ -7,12 +7,18 @@ import time
 from contextlib import suppress
 from typing import ClassVar, Final
 
-from explorer_hooks.engines.http_server import check_label, json_object, label_of
+from explorer_hooks.engines.fitting import named
+from explorer_hooks.engines.http_server import check_label, json_object, label_of, objects
 from explorer_hooks.engines.server_engine import LABEL, ServerEngine
 from explorer_hooks.engines.vllm_engine import has_encoder
 from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.tensor_rules import shown
-from syncd.protocol.errors import InvalidSettingsError, ServerBusyError, ServerRefusedError
+from syncd.protocol.errors import (
+    EngineMismatchError,
+    InvalidSettingsError,
+    ServerBusyError,
+    ServerRefusedError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +30,9 @@ _INFO: Final = ("GET /model_info", "GET /get_model_info")
 _LOAD_ADAPTER: Final = "POST /load_lora_adapter"
 _UNLOAD_ADAPTER: Final = "POST /unload_lora_adapter"
 _GENERATE: Final = "POST /generate"
+_STATE: Final = "GET /server_info"
+#: The memory for what was encoded of images and sounds, in MiB. Nothing drops it at a load.
+_CACHE: Final = "SGLANG_VLM_CACHE_SIZE_MB"
 #: Seconds to serve between two attempts to flush a paused server.
 _BETWEEN_FLUSHES: Final = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 
@@ -56,19 +65,27 @@ class SGLangServer(ServerEngine):
     _info = _INFO[0]
     _label_options: ClassVar[dict[str, object]] = {"abort_all_requests": False}
     _is_flushed = False
-    _has_warned = False
 
     def check(self, version: LeasedVersion) -> None:
-        """As of every server. Warn once if the model encodes images or sounds."""
+        """As of every server. Refuse a model whose encoder's outputs would outlive the load."""
         super().check(version)
-        if version.kind == "full" and not self._has_warned and has_encoder(version):
-            self._has_warned = True
-            log.warning(
-                "SGLang 0.5.23 never drops what it encoded of images and sounds, so %s can answer "
-                "repeated ones by old weights. If the encoder is trained, start SGLang with "
-                "SGLANG_VLM_CACHE_SIZE_MB=0",
-                self._whose,
+        if version.kind == "full" and has_encoder(version) and self._keeps_encoded():
+            raise EngineMismatchError(
+                f"cannot load {named(version)} into {self._whose}: the model encodes images or "
+                "sounds, and SGLang 0.5.23 would answer repeated ones by the old weights. Start it "
+                f"with {_CACHE}=0, and with SGLANG_EXPOSE_OWN_ENV_VARS=1 to report that. For text "
+                "both cost nothing"
             )
+
+    def _keeps_encoded(self) -> bool:
+        info = self._server.ask(self._info)
+        if not any(info.get(f"has_{kind}_understanding", True) for kind in ("image", "audio")):
+            return False  # it was started for text alone
+        told = self._server.ask(_STATE) if self._server.has(_STATE) else {}
+        states = objects(told.get("internal_states"))
+        return not states or any(
+            json_object(state.get("env_vars")).get(_CACHE) != "0" for state in states
+        )
 
     def _takes_names_of(self, version: LeasedVersion) -> bool:  # noqa: ARG002 # others look
         return False  # 0.5.23 silently drops tensors without the hub's names

@@ -20,7 +20,7 @@ from httpx2 import Response
 #: The fields of a request, or of an answer.
 Told = Mapping[str, Any]
 _DEFAULT = "default"
-_GET = frozenset({"/model_info"})
+_GET = frozenset({"/model_info", "/server_info"})
 
 
 class FakeSGLang:
@@ -32,6 +32,8 @@ class FakeSGLang:
 
     Attributes:
         running, compiling: the numbers of requests that run, or wait for a grammar.
+        encodes: whether the server takes images and sounds; None if it does not say so.
+        env: the variables that it reports.
         faults: maps a request's path to the error message of its answer.
         refuses: the folders that the server refuses to load.
     """
@@ -45,6 +47,7 @@ class FakeSGLang:
         self.transport = httpx2.MockTransport(self._answer)
         self._routes: dict[str, Callable[[Told], Response]] = {
             "/model_info": self._model_info,
+            "/server_info": lambda _: _said(200, {"internal_states": [{"env_vars": self.env}]}),
             "/pause_generation": self._pause_generation,
             "/continue_generation": self._continue_generation,
             "/update_weights_from_disk": self._update_weights_from_disk,
@@ -59,6 +62,8 @@ class FakeSGLang:
         self.loaded: list[str] = []
         self.running = self.compiling = self.aborted = 0
         self.is_up = True
+        self.encodes: bool | None = None
+        self.env: dict[str, str] = {}
         self.faults: dict[str, str] = {}
         self.refuses: frozenset[str] = frozenset()
         self._lock = threading.Lock()
@@ -97,10 +102,14 @@ class FakeSGLang:
         }
 
     def _model_info(self, _: Told) -> Response:
-        served = {
+        served: dict[str, object] = {
             "model_path": self.model_path,
             "weight_version": self.weight_version,
         }
+        if self.encodes is not None:
+            served |= dict.fromkeys(
+                ("has_image_understanding", "has_audio_understanding"), self.encodes
+            )
         return _said(200, served)
 
     def _pause_generation(self, told: Told) -> Response:

@@ -1,6 +1,8 @@
 """SGLangServer with what a real SGLang cannot be made to do; test_sglang.py has the rest."""
 
+import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import ServerBusyError, ServerRefusedError
 from tests.engines.server_process import load
 from tests.engines.sglang_fake import FakeSGLang
+from tests.engines.test_vllm_caches import SOUND, TEXT, VISION
 from tests.explorers import publish
 from tests.jobs import SmallJob
-from tests.refusals import engine_broken, invalid
+from tests.refusals import engine_broken, invalid, unfit
 
 LONG = 60.0
 TENSORS = {"a": TensorSpec("F32", (2, 3)), "b": TensorSpec("BF16", (4,))}
@@ -198,3 +201,29 @@ def test_a_load_of_another_hook_that_was_killed_in_it_is_not_waited_for_for_ever
         hook.start()
         assert hook.wait_until_served(LONG, newer_than=hook.version).step == 2
     assert (fake.weight_version, fake.is_paused) == ("step-2-version-2", False)
+
+
+@pytest.mark.parametrize(
+    ("config", "encodes", "env", "stays"),
+    [
+        (VISION, None, {}, True),
+        (SOUND, True, {"SGLANG_VLM_CACHE_SIZE_MB": "100"}, True),
+        (SOUND, True, {"SGLANG_VLM_CACHE_SIZE_MB": "0"}, False),
+        (VISION, False, {}, False),
+        (TEXT, True, {}, False),
+    ],
+)
+def test_a_version_is_refused_if_encoded_images_of_the_old_weights_would_stay(
+    engine: SGLangServer,
+    fake: FakeSGLang,
+    tmp_path: Path,
+    config: object,
+    encodes: bool | None,
+    env: dict[str, str],
+    stays: bool,
+) -> None:
+    fake.encodes, fake.env = encodes, env
+    files = {"config.json": json.dumps(config).encode()}
+    with unfit("SGLANG_VLM_CACHE_SIZE_MB=0") if stays else nullcontext():
+        load(engine, version(tmp_path, 1, files=files))
+    assert (fake.loaded == []) is stays

@@ -5,6 +5,7 @@ BLIP-2, because vLLM reads it without torchvision, and takes such adapters.
 
 import base64
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,12 @@ from peft import PeftModel
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import Blip2Config, Blip2ForConditionalGeneration, PreTrainedTokenizerFast
+from transformers import (
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from tests.engines import tiny_models
 from tests.engines.vllm_process import MODEL, VLLMProcess
@@ -53,15 +59,21 @@ _PIXELS = {
 
 
 def model(seed: int) -> Blip2ForConditionalGeneration:
-    """In float32. All seeds have one language model, and differ in what they see."""
-    made = Blip2ForConditionalGeneration(CONFIG).eval()
-    with torch.no_grad():
-        for sees in (False, True):
-            torch.manual_seed(seed if sees else 0)
-            for name, parameter in made.named_parameters():
-                if parameter.dim() > 1 and sees == ("language_model" not in name):
-                    parameter.normal_(0, 0.3)
+    """In float32."""
+    made = Blip2ForConditionalGeneration(CONFIG)
+    fill(made, seed, lambda name: "language_model" not in name)
     return made
+
+
+def fill(made: PreTrainedModel, seed: int, sees: Callable[[str], bool]) -> None:
+    """Let all seeds have one language model, and differ in what they see."""
+    made.eval()
+    with torch.no_grad():
+        for eyes in (False, True):
+            torch.manual_seed(seed if eyes else 0)
+            for name, parameter in made.named_parameters():
+                if parameter.dim() > 1 and eyes == sees(name):
+                    parameter.normal_(0, 0.3)
 
 
 def save_model(folder: Path, seed: int) -> Path:
