@@ -4,7 +4,6 @@ What a rank has is known by how torch has cut the model. It is remembered, zeroe
 version of the whole tensors.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,15 +26,10 @@ from syncd.coordination.broadcast.group import WeightGroup
 from syncd.coordination.tensors import bytes_of
 from syncd.protocol.errors import EngineMismatchError
 from syncd.protocol.names import NAME_MAP
+from tests import dtensor_rules as rules
 from tests import zoo
 from tests.mapped_names import NAMES, Named, on_the_hub, state
-from tests.multiprocess.test_dtensor_rules import (
-    _cut,
-    by_placements,
-    by_shard_order,
-    made_meshes,
-    random_layouts,
-)
+from tests.multiprocess.test_dtensor_rules import Layout, _cut, by_placements, by_shard_order
 from tests.process_groups import answers, fork
 from tests.rank_programs import written_by
 from tests.storages import RuledStorage
@@ -159,9 +153,10 @@ class _Rank:
         found = {"whole": sum(value.nbytes for value in tensors.values())}
         for in_place in ("staged", "direct"):
             engine = TorchModule(module, in_place=in_place, **options)
+            # Detached, a DTensor is a copy: torch 2.15 takes minutes to plan it, to drop its order.
             parts = {
                 key: value._local_tensor if isinstance(value, DTensor) else value
-                for key, value in module.state_dict().items()
+                for key, value in module.state_dict(keep_vars=True).items()
                 if isinstance(value, torch.Tensor)
             }
             before = {key: _bits(part) for key, part in parts.items()}
@@ -213,17 +208,21 @@ class _Rank:
         sent.result()
 
     def layouts(self) -> dict[str, Any]:
-        """Random layouts on all kinds of meshes, in the two ways that torch says them."""
-        meshes = [own for _, own in made_meshes(WORLD_SIZE)]
+        """FSDP2, HSDP and parallelism of tensors and experts, alone and on each other.
+
+        That is whatever can cut a matrix of sizes that they do not divide, in the two ways that
+        torch says it.
+        """
         wholes, cut = {}, {}
-        for at, (number, layout) in enumerate(random_layouts(WORLD_SIZE)):
-            whole = torch.arange(1, 1 + math.prod(layout.shape), dtype=torch.int32)
-            whole = whole.reshape(layout.shape)
-            local = _cut(whole, layout.parts(meshes[number].get_coordinate()))
-            for way in (by_placements, by_shard_order):
-                name = f"{way.__name__}_{at}"
-                wholes[name] = whole
-                cut[name] = way(whole, local.clone(), meshes[number], layout)
+        whole = torch.arange(1, 40, dtype=torch.int32).reshape(3, 13)
+        for on in (mesh(a=4), mesh(a=2, b=2), mesh(a=1, b=2, c=2)):
+            for cuts in rules.all_cuts(on.ndim, whole.ndim):
+                layout = Layout(whole.shape, on.shape, cuts)
+                local = _cut(whole, layout.parts(on.get_coordinate()))
+                for way in (by_placements, by_shard_order):
+                    name = f"{way.__name__}_{len(cut)}"
+                    wholes[name] = whole
+                    cut[name] = way(whole, local.clone(), on, layout)
         return self.loads("layouts", _Holder(cut), wholes)
 
     def other_names(self) -> dict[str, Any]:
