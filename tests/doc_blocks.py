@@ -156,7 +156,11 @@ BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
         "python": ("tests/multiprocess/trinity_ranks.py",),
     },
     "docs/vllm.md": {
-        "python": ("tests/engines/test_vllm.py", "tests/engines/pages.py"),
+        "python": (
+            "tests/engines/test_vllm.py",
+            "tests/engines/test_vllm_adapters.py",
+            "tests/engines/pages.py",
+        ),
         "sh": (
             *("not run: its ports are a user's; tests/engines/test_whole_loop.py starts the same",)
             * 3,

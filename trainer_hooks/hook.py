@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -13,8 +13,9 @@ from typing import Any, Final
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from syncd.coordination.served_waits import Served
 from syncd.coordination.trainer import TrainerSynchronizer
-from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
+from syncd.protocol.errors import InvalidSettingsError, OutOfStepError, SaveFailedError
 from syncd.protocol.policy import SyncMethod, SyncSettings, check_step, given_or_default
 from syncd.storage.fsio import Storage
 from trainer_hooks.fast_path import TrainerBroadcasts
@@ -210,6 +211,63 @@ class TrainerHook(ClosingSaver, Replaceable):
         begun = self._begun()
         plan = self._planner.by_policy(self._step, waiting=True)
         return self._with_counters(self._carry_out(plan), begun)
+
+    @_disable_dynamo
+    def wait_served(
+        self, step: int, explorers: Collection[str], timeout: float | None = None
+    ) -> Served:
+        """Wait until explorers serve a step, or a later one of this trainer: before rollouts.
+
+        Collective: rank 0 reads the explorers' reports, and all ranks get the same answer. An
+        explorer serves a step once its engine has the weights, from a version, from deltas or from
+        a broadcast. For example::
+
+            hook.save_state_dict(step)  # does nothing if the step is already synced
+            served = hook.wait_served(step, ["server-0", "server-1"], timeout=600)
+            roll_out(served.serving)  # without those in served.missing
+
+        The wait does not last for an explorer that has refused the step, reports a fault, or has
+        ended since a wait of this hook saw it; nor if nobody will serve the step: it was not saved,
+        the daemon refuses it, or a rollback has replaced it. It lasts for an explorer that no wait
+        has seen yet, and while no daemon works, until the ``timeout``, which is no error.
+        ``missing`` has the reasons.
+
+        Args:
+            step: a step that is saved already, or the one that training resumed from.
+            explorers: the names of the explorers.
+            timeout: in seconds; by default, and at most, the ``sync_timeout``.
+
+        Raises:
+            InvalidSettingsError: an argument is not of its type.
+            SaveFailedError: the hook is closed.
+            OutOfStepError: rank 0 was called with another step; end this training.
+        """
+        check_step(step)
+        if isinstance(explorers, str) or not explorers:
+            raise InvalidSettingsError(f"explorers is {explorers!r}: it must be a list of names")
+        self._check_open()
+        limit = self._saver.settings.sync_timeout  # the other ranks wait in a collective
+        seconds = limit if timeout is None else min(timeout, limit)
+        save, trainer = self._planner.last_sync, self.synchronizer
+
+        def is_announced() -> bool | None:
+            is_lost = save.id.step < step or (save.id.step == step and save.has_failed)
+            return False if is_lost else save.is_announced or None
+
+        def wait() -> Served:
+            assert trainer is not None  # noqa: S101 - rank 0 has one
+            own = save.id if save.id.step == step else None
+            return trainer.wait_served(
+                step, explorers, seconds, save_id=own, is_announced=is_announced
+            )
+
+        served = self._planner.ranks.of_first(wait)
+        if served.step != step:
+            raise OutOfStepError(
+                f"rank 0 waited until step {served.step} is served, and this rank for step {step}. "
+                "End this training, and call wait_served with the same step on all ranks"
+            )
+        return served
 
     @_disable_dynamo
     def save_state_dict(self, step: int) -> dict[str, float]:

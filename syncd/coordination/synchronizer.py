@@ -124,6 +124,7 @@ class Synchronizer:
     current_run = in_thread(ExplorerSynchronizer.current_run)
     may_produce = in_thread(ExplorerSynchronizer.may_produce)
     wait_for_explorers = in_thread(TrainerSynchronizer.wait_for_explorers)
+    wait_served = in_thread(TrainerSynchronizer.wait_served)
     wait_for_trainer = in_thread(ExplorerSynchronizer.wait_for_trainer)
 
     # -- weights -------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from syncd.coordination.broadcast.offer import Takers, TrainerSide
 from syncd.coordination.leased_version import read_latest
 from syncd.coordination.member import Doubles, Member
 from syncd.coordination.participant import become
+from syncd.coordination.served_waits import Served, ServedWaits
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import BroadcastError, InvalidSettingsError, SyncdError
 from syncd.protocol.names import REMOTE_PATH
@@ -101,6 +102,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         self._stack.callback(self._group.close)
         self._asked: dict[tuple[str, str], int] = {}
         self._answered: dict[tuple[str, str], int] = {}
+        self._served = ServedWaits(self._me, self._roster, self._versions)
         self._saved_step: int | None = None
         self._taking: frozenset[str] = frozenset()
         self._taken_by = -math.inf
@@ -281,12 +283,36 @@ class TrainerSynchronizer(Member[TrainerReport]):
         waited_for = [
             one for one in self._roster.working() if one.refused is None and one.bench is None
         ]
-        latest, run = read_latest(self._job), self._me.record.run_id
+        latest, run = read_latest(self._versions.job), self._me.record.run_id
         held: dict[Version | None, list[Version | None]] = {}
         for one in waited_for:
             newest = Version.of(one.newest(latest)) if latest else None
             held.setdefault(newest, []).append(one.served(newest, run))
         return any(must_wait_for_explorers(self.settings, *each) for each in held.items())
+
+    def wait_served(
+        self,
+        step: int,
+        explorers: Collection[str],
+        timeout: float | None = None,
+        *,
+        save_id: SaveId | None = None,
+        is_announced: Callable[[], bool | None] = lambda: True,
+        cancel: Cancellation | None = None,
+    ) -> Served:
+        """Wait until the named explorers serve a step; see :meth:`.TrainerHook.wait_served`.
+
+        Args:
+            step: the step; without ``is_announced`` its save must be announced.
+            explorers: their names.
+            timeout: after it, the answer tells what is missing.
+            save_id: earlier saves do not count, whatever their step.
+            is_announced: returns None while the step's save may still be announced, and False if it
+                never will be.
+            cancel: ends the wait from another thread.
+        """
+        with self._wait(timeout, cancel) as wait:
+            return self._served.until_served(step, explorers, wait, save_id, is_announced)
 
     def ready_to_nccl_sync(
         self, step: int, *, timeout: float | None = None, cancel: Cancellation | None = None
@@ -437,5 +463,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
             self._me.update(resumed_from=None)
 
     def _worth_a_look(self) -> dict[Path, frozenset[str]]:
-        reports = (self._job.layout.explorer(one.name).name for one in self._roster.explorers())
-        return super()._worth_a_look() | {self._job.layout.explorers: frozenset(reports)}
+        reports: frozenset[str] = frozenset()
+        with suppress(OSError, SyncdError):  # each look tries again
+            explorers = self._roster.explorers()
+            reports = frozenset(self._job.layout.explorer(one.name).name for one in explorers)
+        return super()._worth_a_look() | {self._job.layout.explorers: reports}

@@ -155,8 +155,10 @@ class SyncSettings:
             names, and still produce rollouts; None = any. If the two saves are of different runs,
             the lag is the larger of the steps and the versions between them. Until a resumed
             trainer saves, it is the steps between the served save and the one it resumed from.
-        max_explorer_lag: the trainer waits while the slowest explorer lags behind LATEST by more
-            steps, counted likewise; None = any.
+        max_explorer_lag: the trainer waits while the slowest live explorer lags by more steps,
+            counted likewise, behind the newest save that LATEST names and it can serve; None = any.
+            The save made last counts only once LATEST names it: to wait for it, call
+            ``wait_served``.
         checkpoint_every: every n-th sync is also saved as files, for late joiners.
         broadcast_timeout: the most seconds for each of handshake, setup and transfer; after it,
             explorers load the step from files.

@@ -5,6 +5,6 @@ from tests.examples import FOLDER
 
 __all__ = ["FOLLOW_SGLANG", "IN_PROCESS", "ROOT", "TRAIN"]
 
-_, IN_PROCESS = blocks("vllm.md")
+*_, IN_PROCESS = blocks("vllm.md")
 TRAIN = (FOLDER / "fsdp2.py").read_text()
 (FOLLOW_SGLANG,) = blocks("sglang.md")

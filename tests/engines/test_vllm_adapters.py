@@ -1,5 +1,11 @@
-"""Adapters that follow each other under one name: vLLM says what it says of each one alone."""
+"""Two servers: adapters follow each other under one name in one of them; and GRPO of docs/vllm.md.
 
+With adapters vLLM says what it says of each one alone.
+"""
+
+import json
+import re
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,9 +18,11 @@ import torch
 from explorer_hooks.engines.http_server import HttpServer
 from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.hook import ExplorerHook
+from tests.doc_blocks import text_of
 from tests.engines.agreement import serves
 from tests.engines.environment import RELEASES
 from tests.engines.server_process import Answer
+from tests.engines.test_whole_loop import process
 from tests.engines.tiny_models import (
     CONFIG,
     adapter,
@@ -25,6 +33,7 @@ from tests.engines.tiny_models import (
 )
 from tests.engines.vllm_process import VLLMProcess, require
 from tests.engines.waiting import LONG, wait_for
+from tests.examples import FOLDER
 from tests.jobs import SmallJob
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -38,11 +47,13 @@ PROMPTS = torch.randint(0, 256, (3, 100), generator=torch.Generator().manual_see
 PROMPTS[1][:64] = PROMPTS[0][:64]
 
 
-@pytest.fixture(params=RELEASES[:1])
-def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[VLLMProcess]]:
+@pytest.fixture(scope="module", params=RELEASES[:1])
+def servers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[VLLMProcess]]:
     """One that the adapters follow each other in, and one that has each under a name of its own."""
     require(request.param)
-    modules = []
+    tmp_path, modules = tmp_path_factory.mktemp("servers"), []
     for seed in range(SWAPS + 1):
         adapter(seed).save_pretrained(tmp_path / f"{seed}")
         modules.append(f"{seed}={tmp_path / str(seed)}")
@@ -97,3 +108,30 @@ def test_after_each_of_ten_swaps_all_log_probabilities_are_those_of_a_fresh_serv
     # vLLM would finish them with the adapter that was served when they came.
     assert [one.result().tokens for one in held] == [[]] * (SWAPS + 1)
     assert server.metric("vllm:prefix_cache_hits_total") > 64 * SWAPS
+
+
+@pytest.mark.timeout(1200)
+def test_each_rollout_of_grpo_is_of_the_newest_version_alone(
+    servers: list[VLLMProcess], tmp_path: Path, memory: Path
+) -> None:
+    job, base = tmp_path / "job", save_model(tmp_path / "base", 0)
+    job.mkdir()
+    syncd, urls = (sys.executable, "-m", "syncd"), [server.url for server in servers]
+    follow = (*syncd, "follow", job, "--name", "server", "--engine", "vllm", "--stage", memory)
+    options = [word for url in urls for word in ("--url", url)]
+    with process(*syncd, "run", job), process(*follow, *options):
+        with process(sys.executable, FOLDER / "grpo_vllm.py", job, base, 3, *urls) as grpo:
+            said, _ = grpo.communicate(timeout=2 * LONG)
+        assert said.splitlines() == [
+            f"step {step}: server-{number} ['step-{step}-version-{step + 1}']"
+            for step in range(3)
+            for number in range(2)
+        ]
+        # And what the page shows of a server, here and now.
+        page = text_of("docs/vllm.md")
+        label, body, choice = re.findall(r"^(?:.*-d ')?({.*?}+)(?:' |$)", page, re.MULTILINE)
+        wait_for(lambda: servers[0].ask("/weight_info", method="GET") == json.loads(label))
+        (answer,) = servers[0].ask("/inference/v1/generate", json.loads(body))["choices"]
+        shown = json.loads(choice)
+        assert answer["weight_versions"] == shown["weight_versions"]
+        assert len(answer["token_ids"]) == len(shown["token_ids"])

@@ -1,6 +1,7 @@
 """The trainer's hook on real ranks: what they agree on, and what is left when one of them dies."""
 
 import re
+from contextlib import ExitStack
 from pathlib import Path
 
 from syncd.checkpoint.save import look_at_save
@@ -12,6 +13,7 @@ from syncd.protocol.records import NonFinite
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from tests.multiprocess.by_hand import numbers
+from tests.multiprocess.explorer_processes import ended, following
 from tests.multiprocess.peers import started
 from tests.multiprocess.processes import (
     DEADLINE,
@@ -22,7 +24,7 @@ from tests.multiprocess.processes import (
     wait_until_gone,
 )
 from tests.multiprocess.trainer_ranks import Rank
-from trainer_hooks import latest_checkpoint
+from trainer_hooks import Served, latest_checkpoint
 
 
 def pointed(job: Path) -> int | None:
@@ -267,6 +269,31 @@ def test_each_rank_names_its_own_tensors_with_nan(job: Path) -> None:
                 assert told == [[NonFinite.of([weight])], [NonFinite.of([bias])]]
             else:  # rank 0 writes all of it
                 assert told == [[NonFinite.of([weight, bias])], []]
+
+
+def test_all_ranks_get_the_same_answer_who_serves_a_step(job: Path) -> None:
+    with Daemon(job), started(Rank, job, 2) as ranks, ExitStack() as stack:
+        first, second = ranks
+        commands = {"a": "true", "b": "true", "c": "test $SYNCD_STEP = 1"}
+        followers = {
+            name: stack.enter_context(ended(following(job, name, "--command", command)))
+            for name, command in commands.items()
+        }
+        ranks.all("open", {"save_timeout": 60})
+        ranks.all("step", 1)
+        serving = dict.fromkeys(commands, 1)
+        assert ranks.all("wait_served", 1, *commands) == 2 * [Served(1, serving, {})]
+        followers["b"].kill()
+        ranks.all("step", 2)
+        served, same = ranks.all("wait_served", 2, *commands)
+        assert served == same
+        assert served.serving == {"a": 2}
+        assert served.missing["b"] == "has ended"
+        assert served.missing["c"].startswith("version 2: ")
+        first.tell("wait_served", 2, "a")
+        second.tell("wait_served", 3, "a")
+        assert first.answer().serving == {"a": 2}
+        assert second.refusal().startswith("OutOfStepError: rank 0 waited until step 2 is served")
 
 
 def test_ranks_that_call_with_unlike_steps_are_told_both_steps_at_once(job: Path) -> None:

@@ -22,7 +22,14 @@ from tests.hooks import DEADLINE, over
 from tests.multiprocess.peers import Told
 from tests.process_groups import join
 from tests.storages import CHANGES, RuledStorage
-from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint, ranks
+from trainer_hooks import (
+    SaveSettings,
+    Served,
+    SyncSettings,
+    TrainerHook,
+    load_checkpoint,
+    ranks,
+)
 
 
 @contextmanager
@@ -112,6 +119,9 @@ class Rank(Told):
 
     def wait_for_data(self) -> dict[str, float]:
         return self.hook.sync_while_waiting()
+
+    def wait_served(self, step: int, *explorers: str) -> Served:
+        return self.hook.wait_served(step, explorers)
 
     def checkpoint(self, step: int) -> dict[str, float]:
         with torch.no_grad():
