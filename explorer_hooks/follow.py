@@ -296,12 +296,12 @@ class CommandEngine(_FolderEngine):
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             raise CommandFailedError(
-                f"the command for version {version.sequence} did not finish within "
+                f"the command for v{version.sequence} did not finish within "
                 f"{self.timeout:g} s, so syncd killed it. Increase --timeout, or mend the command"
             ) from error
         if status:
             raise CommandFailedError(
-                f"the command ended with status {status} for version {version.sequence}, step "
+                f"the command ended with status {status} for v{version.sequence}, step "
                 f"{version.step}, in {version.folder}"
             )
         if self._learns and version.kind == "full":

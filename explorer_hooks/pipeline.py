@@ -343,8 +343,7 @@ class Pipeline:
                 except NotStagedError as error:
                     staged, why = False, str(error)
                     self._say(
-                        f"loading version {leased.sequence} directly from the job, without "
-                        f"staging: {why}"
+                        f"loading v{leased.sequence} directly from the job, without staging: {why}"
                     )
             if not staged:
                 leased.verify(cancel=cancel.check)
@@ -389,9 +388,9 @@ class Pipeline:
         self._let_go(leased if ready is not leased else None, before)
         self.report()
         log.info(
-            "%s serves %s, loaded in %.3f s, with a pause of %.3f s",
-            self.sync.name,
+            "%s is live on %s, loaded in %.3f s, with a pause of %.3f s",
             named(ready),
+            self.sync.name,
             told.seconds,
             told.pause,
         )
@@ -421,7 +420,7 @@ class Pipeline:
                 self._broken = str(error)
                 self.report()
             raise
-        log.info("the engine serves version %d again", held.sequence)
+        log.info("the engine serves v%d again", held.sequence)
         with self._changed:
             self._broken, self._received = None, None
         self.report()
@@ -435,7 +434,7 @@ class Pipeline:
         self._looked = now
         if not self.reloader.taker(held).still_serves(held):
             self._broken = (
-                f"the engine has lost version {held.sequence}: the engine was restarted, or cannot "
+                f"the engine has lost v{held.sequence}: the engine was restarted, or cannot "
                 "be reached"
             )
             self.report()
@@ -489,10 +488,10 @@ class Pipeline:
             self._changed.notify_all()
         self._let_go(before)
         self.report()
-        log.info("%s already has the weights of version %d", self.sync.name, version.sequence)
+        log.info("%s already has the weights of v%d", self.sync.name, version.sequence)
 
     def _refusal(self, version: Version, error: BaseException) -> RefusedError:
-        what = f"version {version.sequence}" if version.sequence else f"step {version.step}"
+        what = f"v{version.sequence}" if version.sequence else f"step {version.step}"
         log.error("refusing %s: %s", what, error)
         self._refused = replace(version, is_first=not self._is_late), f"{what}: {error}"
         self.report()

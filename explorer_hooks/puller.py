@@ -210,7 +210,7 @@ class Puller:
             newest, floor = self.sync.get_latest_model_version(), self.pipeline.floor
             if newest is None or (floor is not None and newest.sequence <= floor.sequence):
                 raise
-            log.warning("%s; loading version %d instead", error, newest.sequence)
+            log.warning("%s; loading v%d instead", error, newest.sequence)
 
     def _look(self) -> None:
         self.pipeline.restore(self.cancel)

@@ -110,7 +110,7 @@ class Reader(Closing):
             left = deadline - self._clock()
             if left <= 0:
                 raise WaitTimeoutError(
-                    f"no version newer than version {newer_than} was published in "
+                    f"no version newer than v{newer_than} was published in "
                     f"{self._job.layout.root} within {timeout:g} s; "
                     f"{self._job.daemon_hint()}"
                 )

@@ -131,8 +131,8 @@ class Reloader:
             raise
         except Exception as error:
             raise EngineBrokenError(
-                "the engine is broken, and another attempt to load version "
-                f"{version.sequence} has failed: {error}"
+                "the engine is broken, and another attempt to load "
+                f"v{version.sequence} has failed: {error}"
             ) from error
 
     @contextmanager
@@ -159,15 +159,15 @@ class Reloader:
     def _go_back(self, before: LeasedVersion | None, error: Exception) -> None:
         if before is None:
             return
-        log.warning("loading the previous version %d again: %s", before.sequence, error)
+        log.warning("going back to v%d: %s", before.sequence, error)
         try:
             before.verify()  # its files may have been damaged since they were loaded
             self.taker(before).load(before)
             self.engine.reset_cache()
         except Exception as again:  # noqa: BLE001 - raised with the error that came before it
             raise EngineBrokenError(
-                f"the engine did not load the new version ({error}), and could not load its "
-                f"previous version {before.sequence} again ({again}). The weights that the engine "
+                f"the engine did not load the new version ({error}), and could not go back to "
+                f"v{before.sequence} ({again}). The weights that the engine "
                 "serves are unknown. Restart the engine",
                 refuses=refuses(error),
             ) from error

@@ -209,8 +209,7 @@ class WeightsReader(Closing):
         told = self._told.get(name)
         if told is None:
             raise InvalidSettingsError(
-                f"version {self._version.sequence} (step {self._version.step}) has no tensor "
-                f"{shown(name)}"
+                f"v{self._version.sequence} (step {self._version.step}) has no tensor {shown(name)}"
             )
         opened = self._opened(told.file)
         entry = opened.entries.get(name)

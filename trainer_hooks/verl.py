@@ -105,7 +105,7 @@ class SyncdCheckpointManager(CheckpointEngineManager):
         if failed:
             why = "; ".join(f"replica {rank}: {_said(error)}" for rank, error in failed.items())
             raise EngineBrokenError(
-                f"{len(failed)} of {len(loading)} replicas have not loaded version {sequence} "
+                f"{len(failed)} of {len(loading)} replicas have not loaded v{sequence} "
                 f"(step {global_steps}). Remove them, or start them again: {why}"
             ) from next(iter(failed.values()))
 

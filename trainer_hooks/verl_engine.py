@@ -181,7 +181,7 @@ class SyncdCheckpointEngine(Closing):
                 try:
                     ready = self._staging.stage(leased)
                 except NotStagedError as error:
-                    log.warning("loading version %d from the job: %s", leased.sequence, error)
+                    log.warning("loading v%d from the job: %s", leased.sequence, error)
             if ready is leased:
                 leased.verify()
         except BaseException:

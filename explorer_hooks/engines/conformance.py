@@ -124,7 +124,7 @@ def _check(steps: Callable[[_Trial], Steps]) -> Check:
         trial = _Trial(subject.make(), first, second, storage, subject, folder)
         for version in steps(trial):
             if subject.served(trial.engine) != subject.expected(version):
-                raise ConformanceError(f"the engine does not serve version {version.sequence}")
+                raise ConformanceError(f"the engine does not serve v{version.sequence}")
         trial.engine.close()
 
     return check

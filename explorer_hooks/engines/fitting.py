@@ -91,7 +91,7 @@ def named(version: LeasedVersion) -> str:
     """The name of a version in messages. Sequence 0 means a step that is only evaluated."""
     if not version.sequence:
         return f"step {version.step}"
-    return f"version {version.sequence} (step {version.step})"
+    return f"v{version.sequence} (step {version.step})"
 
 
 def refuse(what: str, whose: str, wrong: Iterable[str], *, remedy: str = "") -> None:

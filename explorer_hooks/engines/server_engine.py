@@ -249,7 +249,7 @@ class ServerEngine(ABC):
             raise EngineBrokenError(
                 f"cannot load an adapter into {self._whose}: {torn}. Load a full model first"
             )
-        self._torn = f"it has not loaded version {version.sequence}"
+        self._torn = f"it has not loaded v{version.sequence}"
         loading = f"{LOADING}-{version.kind}"
         self._must(lambda: self._set_label(f"{loading}-{label(version)}"))
         self._model_is_torn |= version.kind == "full"
@@ -481,7 +481,7 @@ class ServerEngine(ABC):
                 before.verify()  # its files may have been damaged since they were loaded
             self._load_folder(version.kind, folder, name)
         except (ServerRefusedError, VerificationError, OSError) as again:
-            self._torn = f"it failed to load version {version.sequence}, and then {folder}: {again}"
+            self._torn = f"it failed to load v{version.sequence}, and then {folder}: {again}"
             return False
         return True
 

@@ -163,7 +163,7 @@ class TransformersModel(TorchModule):
         if differs is None and self._said != told.name:
             self._said = told.name
             log.warning(
-                "version %d is an adapter for %s, and the model was loaded from %s. syncd cannot "
+                "v%d is an adapter for %s, and the model was loaded from %s. syncd cannot "
                 "tell whether these are the same model. Pass its name as base_model",
                 version.sequence,
                 shown(told.name),

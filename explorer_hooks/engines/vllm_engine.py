@@ -130,7 +130,7 @@ class VLLMEngine(InProcessEngine):
             Exception: vLLM failed. The weights may be a mix of two versions.
         """
         self._workers.load_folder(str(version.folder), _NO_LIMIT)
-        self._prove(f"version {version.sequence}")
+        self._prove(f"v{version.sequence}")
         self._fits.learn(version.manifest)
 
     @cached_property

@@ -338,7 +338,7 @@ class VLLMServer(ServerEngine):
         self._digests = dict([*self._digests.items(), (key, before)][-2:])
         if before != found:
             raise ServerRefusedError(
-                f"the server loaded version {version.sequence} again, but the digests of its "
+                f"the server loaded v{version.sequence} again, but the digests of its "
                 "weights differ from the digests after the first load",
             )
 

@@ -162,7 +162,7 @@ class Delta(_WholeSave):
         """Why nothing can be made of these files alone, for a message."""
         return (
             f"{actor} holds only what changed since {self.base}. Use the version of step "
-            f"{self.step}, once 'syncd history' does not say 'linked' for it"
+            f"{self.step}, once 'syncd history' does not say 'ahead' for it"
         )
 
 

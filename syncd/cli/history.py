@@ -64,8 +64,8 @@ def _outcome(version: VersionHistory) -> str:
         return "kept"
     if version.pruned is not None:
         return f"pruned {moment(version.pruned)}"
-    is_delta = version.published is None and version.linked is not None
-    return "linked" if is_delta else "gone"
+    is_ahead = version.published is None and version.linked is not None
+    return "ahead" if is_ahead else "gone"
 
 
 def _live(loads: list[Live]) -> Text:

@@ -225,8 +225,13 @@ class VersionOrStep:
     number: int
     is_step: bool
 
-    def __str__(self) -> str:
+    @property
+    def folder(self) -> str:
+        """The name of its folder."""
         return (step_folder if self.is_step else version_folder)(self.number)
+
+    def __str__(self) -> str:
+        return f"{'step ' if self.is_step else 'v'}{self.number}"
 
 
 def _version(value: str) -> int:

@@ -14,7 +14,7 @@ from syncd.daemon.config import PruningRules
 from syncd.daemon.configuration import load
 from syncd.daemon.decide import DropLease, PruneDelta, PruneStep, Pruning, RetireVersion
 from syncd.operate.offline import prune_now, would_prune
-from syncd.protocol.names import delta_folder, printable, step_folder, version_folder
+from syncd.protocol.names import delta_folder, in_words, printable, step_folder, version_folder
 from syncd.storage.job import Job
 
 
@@ -41,13 +41,12 @@ def command(
     with at_work("checking" if dry_run else "pruning"):
         actions = would_prune(pruned, rules) if dry_run else prune_now(pruned, rules)
     words, lines = [], []
-    done = "would delete" if dry_run else "deleted"
+    done = "would prune" if dry_run else "pruned"
     for what, name, why in map(_told, actions):
         words.append({"what": what, "name": name, "why": why})
-        kind = "" if what == "step" else f"{what} "
-        lines.append(printable(f"{done} {kind}{name}: {why}"))
+        lines.append(printable(f"{done} {what} {in_words(name)}: {why}"))
     answer = {"job": str(job), "dry_run": dry_run, "deleted": words}
-    return answer, "\n".join(lines) or "nothing to delete"
+    return answer, "\n".join(lines) or "nothing to prune"
 
 
 def _told(action: Pruning) -> tuple[str, str, str]:

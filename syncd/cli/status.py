@@ -29,7 +29,7 @@ from syncd.operate.models import DirectoryState, ExplorerState, JobState, Unseen
 from syncd.protocol.amounts import ago, few, moment, size, span
 from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.journal_lines import AuditLine, JournalLine
-from syncd.protocol.names import printable
+from syncd.protocol.names import in_words, printable
 from syncd.protocol.reports import DaemonCounters, MergeProgress, Reload
 from syncd.storage.job import Job
 
@@ -229,7 +229,7 @@ def _facts(seen: DirectoryState, now: float) -> list[tuple[str, str]]:
             by = ["the trainer's files", *by] if tip.root else by
             more += f"; ahead: step {tip.step}, by {' and '.join(by)}"
             more += f" ({size(sum(delta.bytes for delta in seen.deltas))})"
-        served = f"version {latest.sequence}, step {latest.step}{more}"
+        served = f"v{latest.sequence}, step {latest.step}{more}"
     facts += [("latest", served), ("names", _names(seen))]
     facts += [
         ("rollback", f"to v{ask.sequence} is queued: {ask.by} asked {ago(now, ask.time)}")
@@ -244,7 +244,7 @@ def _facts(seen: DirectoryState, now: float) -> list[tuple[str, str]]:
         state = trainer.trouble or trainer.status
         facts.append(("trainer", f"{state}{step} ({ranks}, heard {heard})"))
     leased = [
-        f"{version.sequence}"
+        f"v{version.sequence}"
         + (" pinned" if version.pinned else "")
         + (f" ({few(version.leases)})" if version.leases else "")
         for version in seen.versions
@@ -255,7 +255,7 @@ def _facts(seen: DirectoryState, now: float) -> list[tuple[str, str]]:
         ("no deltas", seen.no_deltas or ""),
         ("on disk", ", ".join(leased) or "no version"),
         ("pinned", f"steps {pinned}" if pinned else ""),
-        ("refused", ", ".join(seen.quarantined)),
+        ("quarantined", ", ".join(seen.quarantined)),
         ("free", "" if free is None else f"{size(free)} on the job's filesystem"),
     ]
     return [(label, text) for label, text in facts if text]
@@ -266,10 +266,8 @@ def _names(seen: DirectoryState) -> str:
     if seen.daemon is None or seen.daemon.names is None:
         return ""
     without = [one.name for one in seen.explorers if one.is_live and not one.hub_names]
-    names = "of the hub" if seen.daemon.names == "hub" else "of the trainer's module"
-    return names + (
-        f"; {few(without)} did not report support for the hub's names" if without else ""
-    )
+    but = f"; {few(without)} did not report support for the hub's names" if without else ""
+    return f"of the {seen.daemon.names}{but}"
 
 
 def _state(seen: DirectoryState) -> str:
@@ -290,12 +288,8 @@ def _merge(merge: MergeProgress | None) -> str:
 
 
 def _done(counters: DaemonCounters) -> str:
-    # Retired versions are called "pruned", as in the log.
-    words = {"versions_retired": "versions pruned"}
     done = [
-        f"{size(count)} merged"
-        if name == "merged_bytes"
-        else f"{count} {words.get(name, name.replace('_', ' '))}"
+        f"{size(count)} merged" if name == "merged_bytes" else f"{count} {name.replace('_', ' ')}"
         for name, count in counters
         if count
     ]
@@ -313,7 +307,11 @@ def _explorers(reports: list[ExplorerState], now: float, most: int) -> list[Rend
             _text(report.name),
             _text(trouble or report.status, _BAD if trouble else ""),
             *cells(
-                report.sequence or ("-" if report.bench is None else "bench"),
+                f"v{report.sequence}"
+                if report.sequence
+                else "-"
+                if report.bench is None
+                else "bench",
                 next((n for n in (report.step, report.bench) if n is not None), "-"),
                 report.behind if report.is_live else "-",
                 _pause(report.reload),
@@ -358,8 +356,7 @@ def _live_version(event: JournalLine | AuditLine) -> int | None:
 
 def _event(event: JournalLine | AuditLine) -> str:  # noqa: PLR0911 - one return for each event
     if isinstance(event, AuditLine):
-        what = "the lease of a dead explorer, " if event.what == "lease" else ""
-        return f"pruned {what}{event.name}: {event.why}"
+        return f"pruned {event.what} {in_words(event.name)}: {event.why}"
     version, step = f"v{event.version}", event.step
     by = event.by or "someone"
     match event.event:
@@ -379,12 +376,13 @@ def _event(event: JournalLine | AuditLine) -> str:  # noqa: PLR0911 - one return
         case "refused":
             return f"no rollback to v{event.of} for {by}: {event.why}"
         case "linked":
-            return f"served step {step} before {version} was made: {size(event.delta_bytes or 0)}"
+            return f"served step {step} ahead of {version}: {size(event.delta_bytes or 0)}"
         case "skipped":
             return f"skipped step {step}: a newer one was announced"
-        case "quarantined" | "closed":
-            what = "refused" if event.event == "quarantined" else "no delta of"
-            return f"{what} step {step}: {event.why}"
+        case "quarantined":
+            return f"quarantined step {step}: {event.why}"
+        case "closed":
+            return f"no delta of step {step}: {event.why}"
         case "live":
             return f"{version} is live on {event.explorer}"
 

@@ -10,7 +10,7 @@ from syncd.cli import options
 from syncd.cli.bars import at_work
 from syncd.operate.control import Control
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.names import ACTOR, FULL, version_folder
+from syncd.protocol.names import ACTOR, FULL
 from syncd.storage.job import Job
 from syncd.storage.leases import pin_step, pin_version, unpin_step, unpin_version
 
@@ -34,7 +34,7 @@ def pin(job: Path, target: options.Target) -> options.Answer:
         if isinstance(save, Delta) and not found.storage.exists(folder / FULL):
             raise InvalidSettingsError(save.refusal(folder))
     (pin_step if target.is_step else pin_version)(found, target.number)
-    answer = {"job": str(job), "folder": str(target), "pinned": True}
+    answer = {"job": str(job), "folder": target.folder, "pinned": True}
     return answer, f"{target} is pinned"
 
 
@@ -42,7 +42,7 @@ def pin(job: Path, target: options.Target) -> options.Answer:
 def unpin(job: Path, target: options.Target) -> options.Answer:
     """Unpin a version (v17) or step folder (17) of JOB, so that the usual pruning rules apply."""
     was = (unpin_step if target.is_step else unpin_version)(_existing(job), target.number)
-    answer = {"job": str(job), "folder": str(target), "pinned": False, "was_pinned": was}
+    answer = {"job": str(job), "folder": target.folder, "pinned": False, "was_pinned": was}
     return answer, f"{target} {'is no longer' if was else 'was not'} pinned"
 
 
@@ -59,12 +59,12 @@ def rollback(
     control = Control(Job.at(job), timeout=timeout)
     with at_work("waiting for the daemon"):
         made = control.roll_back(version)
-    folder, trains = version_folder(version), control.trains()
-    line = f"rollback to {folder} requested; {made}"
+    trains = control.trains()
+    line = f"rollback to v{version} requested; {made}"
     answer: dict[str, object] = {"of": version, "version": None, "waits_for": made}
     answer["trainer_runs"] = trains
     if isinstance(made, int):
-        line = f"{folder} is served again, as {version_folder(made)}"
+        line = f"v{version} is served again, as v{made}"
         answer |= {"version": made, "waits_for": None}
     if trains:
         line += f". But a trainer runs, and its next published save replaces it. {_TRAIN_ON}"

@@ -191,8 +191,7 @@ def hold_folder(storage: Storage, folder: Path, sequence: int, hold: Hold) -> Le
         raise VerificationError(str(error), sequence=sequence) from error
     if manifest.sequence != sequence:
         raise VerificationError(
-            f"{folder}: expected the manifest of version {sequence}, found that of version "
-            f"{manifest.sequence}",
+            f"{folder}: expected the manifest of v{sequence}, found that of v{manifest.sequence}",
             sequence=sequence,
         )
     return LeasedVersion(storage, folder, manifest, hold)

@@ -251,7 +251,7 @@ class Member(Closing, Generic[Report]):
                 return
             if not held.manifest.tensors:
                 raise EngineMismatchError(
-                    f"version {held.sequence} (step {held.step}) is {held.kind}: its weights are "
+                    f"v{held.sequence} (step {held.step}) is {held.kind}: its weights are "
                     "not in its folder. Load the weights from its remote_path"
                 )
             yield from stream(held)
@@ -328,7 +328,7 @@ class Member(Closing, Generic[Report]):
                     self._point(step)
                 if self._versions.is_refused(step):
                     raise SaveFailedError(
-                        f"step {step} cannot be published; its file in "
+                        f"step {step} was quarantined; its file in "
                         f"{self._versions.job.layout.quarantine} gives the reason"
                     )
                 if not wait.more():

@@ -11,7 +11,7 @@ from syncd.checkpoint.save import Delta, SavedWeights, Shards, Unfinished, Whole
 from syncd.daemon.chains import DeltaSeen
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.observation import Observation, StepSeen
-from syncd.protocol.names import STATE_POINTER, printable, version_folder
+from syncd.protocol.names import STATE_POINTER, printable
 from syncd.protocol.records import SaveId, Tip
 from syncd.protocol.requests import RollbackRequest
 
@@ -229,12 +229,12 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
 def _rollback(request: RollbackRequest, seen: Observation) -> Republish | AnswerRequest:
     if request.id == seen.served_request:
         return AnswerRequest(request, made=seen.latest)
-    name = version_folder(request.sequence)
+    name = f"v{request.sequence}"
     if request.sequence == seen.latest and not (seen.tip or seen.making or seen.preparing):
         return AnswerRequest(request, why=f"{name} is already LATEST")
     leasable = set(seen.versions) & set(seen.lease_folders)
     if request.sequence > seen.latest or request.sequence not in leasable:
-        why = f"{name} is not there: it was retired, or never published"
+        why = f"{name} is not there: it was pruned, or never published"
         return AnswerRequest(request, why=why)
     return Republish(request)
 
@@ -348,7 +348,7 @@ def _versions(
     leasable = set(seen.lease_folders)
     for sequence in sorted(v for v in seen.versions if v < seen.latest):
         if sequence not in leasable:
-            yield RetireVersion(sequence, "retired by an earlier daemon, and not deleted yet")
+            yield RetireVersion(sequence, "an earlier daemon began to prune it")
         elif sequence not in keep and sequence not in leased:
             yield RetireVersion(sequence, f"not among the newest {config.keep}, and not leased")
     for sequence in sorted(leasable.difference(seen.versions)):

@@ -98,4 +98,4 @@ def _check_small_files(
                 is_cast=save.sync_dtype is not None,
             )
         ):
-            raise DeltaError(f"{path} differs from that of version {version.manifest.sequence}")
+            raise DeltaError(f"{path} differs from that of v{version.manifest.sequence}")

@@ -327,7 +327,7 @@ class Loop:
             meet("saves", Obstacle.of(lasting(what), error))
         if save and seen.outcome == "quarantined":
             why = self._job.refusal(save.step, save.known_as)
-            what = f"step {save.step} cannot be published: {why}"
+            what = f"quarantined step {save.step}: {why}"
             meet("quarantine", Obstacle("save", what, _NEXT_SAVE), is_told=True)
         # Also while the next save is not complete yet.
         if (obstacle := self._attempts.obstacle) and self._reporter.arrival.waits():

@@ -292,7 +292,7 @@ class Publisher:
             sequence += 1
         if parse_version_folder(version_folder(sequence)) is None:
             raise JobUnavailableError(
-                f"{self._layout.latest} names version {self._floor}, the highest possible "
+                f"{self._layout.latest} names v{self._floor}, the highest possible "
                 "number, so no daemon wrote this LATEST: restore its previous content"
             )
         return sequence
@@ -306,7 +306,7 @@ class Publisher:
         tip = before.tip if before else None
         no_deltas = before.no_deltas if before and keeps_no_deltas else None
         if back is not None:
-            no_deltas = f"{version_folder(back.sequence)} is served again"
+            no_deltas = f"v{back.sequence} is served again"
         self._name(
             Latest(
                 sequence=manifest.sequence,

@@ -54,7 +54,7 @@ class Reporter:
     def report(self, state: str, detail: str = "", merge: MergeProgress | None = None) -> None:
         """Write the report, unless storage refuses it."""
         tenure, config, latest = self.tenure, self.publisher.config, self.publisher.latest
-        served = f"version {latest.sequence} of step {latest.step}" if latest else "no version yet"
+        served = f"v{latest.sequence} of step {latest.step}" if latest else "no version yet"
         self.notice.status(f"{served}; {state}{detail and f': {detail}'}")
         blocked, before, fold = tenure.blocks.current, self._reported, self.fold
         if before is not None and not self._may_say_more():

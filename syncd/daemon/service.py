@@ -255,7 +255,7 @@ class Service:
             if lock.try_acquire():
                 return True
             self.notice.ready()
-            self._say(DaemonStandsBy(self.root, f"{lock.holder} is working on this job"))
+            self._say(DaemonStandsBy(self.root, f"{lock.holder} serves this job"))
             self._look_for_participants()
             self._quiet_rounds = _QUIET  # the other daemon publishes the rest
             self._wait()

@@ -222,7 +222,7 @@ def find_deltas(
                 break
     if count:
         return chain[:count][::-1]
-    raise DeltaError(f"no deltas lead to version {sequence} from a version on this host")
+    raise DeltaError(f"no deltas lead to v{sequence} from a version on this host")
 
 
 def _refresh(job: Job) -> None:

@@ -144,8 +144,8 @@ def _check_tensors(planned: dict[str, PlannedTensor], version: Manifest) -> None
     for name in {**wanted, **found}:
         if found.get(name) != wanted.get(name) and (name in found or 0 not in wanted[name][1]):
             raise DeltaError(
-                f"{shown(name)} is {found.get(name, 'missing')}, but in version "
-                f"{version.sequence} {wanted.get(name, 'missing')}"
+                f"{shown(name)} is {found.get(name, 'missing')}, but in "
+                f"v{version.sequence} {wanted.get(name, 'missing')}"
             )
 
 

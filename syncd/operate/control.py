@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from syncd.protocol.errors import JobUnavailableError, VersionGoneError
-from syncd.protocol.names import version_folder
 from syncd.protocol.records import encode, parse
 from syncd.protocol.reports import DaemonReport, TrainerReport
 from syncd.protocol.requests import Pause, RollbackRequest
@@ -82,7 +81,7 @@ class Control:
         storage.refresh(layout.published)
         if not storage.exists(layout.version(sequence)):
             raise VersionGoneError(
-                f"{layout.root} has no {version_folder(sequence)}: it was retired, is "
+                f"{layout.root} has no v{sequence}: it was pruned, is "
                 "not made yet, or never published; 'syncd status' lists the published versions"
             )
         request = RollbackRequest(
@@ -94,11 +93,11 @@ class Control:
         unanswered = self._await(lambda: self._answer(request).outcome != "asked")
         answer = self._answer(request)
         if answer.outcome == "asked":
-            told = f"{unanswered} serve version {sequence} again"
+            told = f"{unanswered} serve v{sequence} again"
             return f"{told}. To cancel the request, remove {path}"
         storage.unlink_if_there(path)
         if answer.made is None:
-            raise VersionGoneError(f"the daemon cannot serve version {sequence}: {answer.why}")
+            raise VersionGoneError(f"the daemon cannot serve v{sequence}: {answer.why}")
         return answer.made
 
     def working(self) -> bool:

@@ -34,7 +34,7 @@ def problems_of(job: DirectoryState, *, knows_daemon: bool) -> Iterator[Problem]
     memory = (
         f" --memory-dir {shlex.quote(daemon.memory_dir)}" if daemon and daemon.memory_dir else ""
     )
-    start = f"syncd run {path}{memory}"
+    start = f"`syncd run {path}{memory}`"
     if daemon is None or daemon.state == "stopped":
         if knows_daemon:
             yield Problem(level=1, what="no daemon", remedy=f"Start one: {start}")
@@ -42,7 +42,7 @@ def problems_of(job: DirectoryState, *, knows_daemon: bool) -> Iterator[Problem]
         remedy = f"If pid {daemon.pid} on {daemon.host} has ended, start another: {start}"
         yield Problem(level=2, what=f"daemon {_word(daemon.trouble)}", remedy=remedy)
     if job.paused:
-        remedy = f"Nothing is published or pruned until 'syncd resume {path}'"
+        remedy = f"Nothing is published or pruned until `syncd resume {path}`"
         yield Problem(level=1, what=f"paused by {job.paused.by}", remedy=remedy)
     if trainer and trainer.trouble:
         yield Problem(
@@ -61,6 +61,7 @@ def problems_of_work(directory: DirectoryState) -> Iterator[Problem]:
             what = f"step {save.step} is not served {span(save.seconds)} after its save"
             remedy = f"The daemon's log says why. {daemon.detail}"
             yield Problem(level=save.level, what=what, remedy=remedy)
+    path = shlex.quote(directory.job)
     groups: dict[tuple[str, str], list[ExplorerState]] = {}
     for explorer in directory.explorers:
         if explorer.is_live and (reason := explorer.fault or explorer.refused or explorer.starting):
@@ -70,7 +71,7 @@ def problems_of_work(directory: DirectoryState) -> Iterator[Problem]:
     for (trouble, reason), explorers in groups.items():
         remedy = _again(explorers[0].session)
         if trouble.startswith("refuses"):
-            remedy = "Mend it, or serve an older version: syncd rollback"
+            remedy = f"Mend it, or serve an older version: `syncd rollback {path} VERSION`"
         yield Problem(
             level=2 if trouble == "faulty" else int(trouble != "starting"),
             what=f"{few([explorer.name for explorer in explorers])} {trouble}",

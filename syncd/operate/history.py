@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -78,18 +79,28 @@ def history(job: Job, limit: int) -> list[VersionHistory]:
     """
     check_is_job(job)
     try:
-        return _history(job, limit)
+        found = recorded(job)
+        latest = job.read(Latest, job.layout.latest, IF_ANY)
+        return shown(job, found, limit, latest, version_folders(job))
     except OSError as error:
         raise JobUnavailableError(f"cannot access {job.layout.root}: {error}") from error
 
 
 def told(job: Job, limit: int) -> dict[str, Any]:
     """The :func:`history` as JSON; ``docs/cli.md`` lists the keys."""
-    versions = _VERSIONS.dump_python(history(job, limit))
-    return {"job": str(job.layout.root), "versions": versions}
+    return as_json(job, history(job, limit))
 
 
-def _history(job: Job, limit: int) -> list[VersionHistory]:
+def as_json(job: Job, versions: list[VersionHistory]) -> dict[str, Any]:
+    """The same of ``versions``."""
+    return {"job": str(job.layout.root), "versions": _VERSIONS.dump_python(versions)}
+
+
+def recorded(job: Job) -> dict[int, VersionHistory]:
+    """The versions in the journal, by their sequences, with what journal and audit log have.
+
+    Call it before LATEST is read: then no line is of a version that LATEST has yet to name.
+    """
     found: dict[int, VersionHistory] = {}
     seen: set[tuple[int, str | None]] = set()  # version and explorer of each load
     for line in read_journal(job):
@@ -99,17 +110,30 @@ def _history(job: Job, limit: int) -> list[VersionHistory]:
             seen.add((line.version, line.explorer))
         if line.version is not None:
             _add(found.setdefault(line.version, VersionHistory(line.version)), line)
-    for sequence in version_folders(job):
-        found.setdefault(sequence, VersionHistory(sequence)).on_disk = True
+    _add_deletions(job, found)
+    return found
+
+
+def shown(
+    job: Job,
+    found: dict[int, VersionHistory],
+    limit: int,
+    latest: Latest | None,
+    folders: Iterable[int],
+) -> list[VersionHistory]:
+    """What :func:`history` returns, from :func:`recorded`, LATEST and the folders of versions."""
+    for sequence in folders:
+        if latest is None or sequence <= latest.sequence:
+            version = found.setdefault(sequence, VersionHistory(sequence))
+            version.on_disk, version.pruned, version.pruned_why = True, None, None
+    if latest is not None:
+        found.setdefault(latest.sequence, VersionHistory(latest.sequence)).latest = True
     newest = set(sorted(found)[-limit:])
-    shown = {n: found[n] for n in sorted(found) if n in newest or found[n].on_disk}
-    _add_deletions(job, shown)
-    latest = job.read(Latest, job.layout.latest, IF_ANY)
-    for version in shown.values():
-        version.latest = latest is not None and version.version == latest.sequence
+    versions = [found[n] for n in sorted(found) if n in newest or found[n].on_disk]
+    for version in versions:
         if version.on_disk and version.merge_seconds is None:
             _add_manifest(job, version)
-    return list(shown.values())
+    return versions
 
 
 def _add(version: VersionHistory, line: JournalLine) -> None:

@@ -102,7 +102,7 @@ def look_anyway(folder: Path, watch: Watch | None = None) -> JobState | UnseenJo
         return look(Job.at(folder), watch)
     except (SyncdError, OSError) as error:
         health = health_of([Problem(level=2, what=str(error), remedy="")])
-        return UnseenJob(job=str(folder), unseen=str(error), health=health)
+        return UnseenJob(job=str(folder.absolute()), unseen=str(error), health=health)
 
 
 def jobs_at(folder: Path) -> list[Path]:
@@ -163,6 +163,7 @@ class _Look:
 
     def _directory(self, form: Format | None) -> DirectoryState:
         job, storage, layout = self._job, self._storage, self._layout
+        events = self._events()  # before LATEST: none is of a version that it has yet to name
         report = self._read(DaemonState, layout.daemon_report, newer=False)
         latest = self._read(Latest, layout.latest, newer=False)
         trainer = self._read(TrainerState, layout.trainer_report)
@@ -220,7 +221,7 @@ class _Look:
             ],
             quarantined=self._names(layout.quarantine),
             free=free,
-            events=self._events(),
+            events=events,
         )
 
     def _read(
@@ -309,8 +310,8 @@ class _Look:
             if report.fault:
                 seen["trouble"] = "faulty"
             elif report.refused:
-                reason = report.refused.partition(": ")[0].replace("version ", "v")
-                seen["trouble"] = f"refuses {reason}"
+                version = report.refused.partition(": ")[0]
+                seen["trouble"] = f"refuses {version}"
             elif report.of_another_job:
                 seen["trouble"] = "serves weights of another job"
             # Without loads, its versions are those of a memory directory.

@@ -127,7 +127,7 @@ def _take_lock(job: Job, lease_time: float, sleep: Callable[[float], None]) -> D
         # If the lock cannot be read, no heartbeat is ever seen, so the wait is limited.
         if judge.saw_beat(job.layout.daemon_lock) or waited > 2 * judge.lease_time:
             raise JobUnavailableError(
-                f"{lock.holder} is working on {job.layout.root}, and prunes it. Change its --keep, "
+                f"{lock.holder} serves {job.layout.root}, and prunes it. Change its --keep, "
                 "or stop it first"
             )
         pause = min(_LOOK, lease_time / LOOKS_PER_LEASE / 2)

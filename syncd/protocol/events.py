@@ -176,7 +176,7 @@ class Watching(InfoEvent):
 class DaemonActive(InfoEvent):
     """This daemon serves the job."""
 
-    text = "working on {job} in epoch {epoch}"
+    text = "serving {job} in epoch {epoch}"
     line = "active"
     job: Path
     epoch: int

@@ -116,6 +116,11 @@ def version_folder(sequence: int) -> str:
     return f"v{sequence:06d}"
 
 
+def in_words(folder: str) -> str:
+    """A folder as people call it: ``v17`` for ``v000017``, ``5`` for ``global_step_5``."""
+    return re.sub("^global_step_|(?<=^[vd])0+", "", folder)
+
+
 def parse_version_folder(name: str) -> int | None:
     """The sequence in a version folder's name; None for other names."""
     return _number(_VERSION, name)

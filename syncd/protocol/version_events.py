@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Final
 
 from syncd.protocol.amounts import size
 from syncd.protocol.events import ErrorEvent, Event, Fault, InfoEvent, WarningEvent
+from syncd.protocol.names import in_words
 from syncd.protocol.records import Kind, Names, NonFinite
-
-_OF: Final = {"hub": "of the hub", "trainer": "of the trainer's module", None: ""}
 
 # -- saves and their merges ----------------------------------------------------------------------
 
@@ -69,7 +67,7 @@ class MergeLate(WarningEvent):
 class SaveFault(Fault):
     """A bug in syncd keeps the daemon from publishing the save."""
 
-    text = "step {step} cannot be published: a bug in syncd (recorded in {path})"
+    text = "quarantined step {step}: a bug in syncd (recorded in {path})"
     line = counter = "quarantined"
     step: int
     path: Path
@@ -80,7 +78,7 @@ class SaveFault(Fault):
 class SaveQuarantined(ErrorEvent):
     """The save can never be published; the record is at ``path``."""
 
-    text = "step {step} cannot be published: {reason} (recorded in {path})"
+    text = "quarantined step {step}: {reason} (recorded in {path})"
     line = counter = "quarantined"
     step: int
     reason: object
@@ -100,7 +98,7 @@ class DeltaMade(InfoEvent):
 
     def __str__(self) -> str:
         return (
-            f"made a delta of step {self.step} for version {self.version}: {size(self.bytes)} in "
+            f"serving step {self.step} ahead of v{self.version}, by a delta: {size(self.bytes)} in "
             f"{self.seconds:.2f} s"
         )
 
@@ -110,8 +108,8 @@ class SaveNamed(DeltaMade):
 
     def __str__(self) -> str:
         return (
-            f"serving step {self.step} from its own files, until there is version {self.version}: "
-            f"{size(self.bytes)}, prepared in {self.seconds:.2f} s"
+            f"serving step {self.step} ahead of v{self.version}, by the trainer's files: "
+            f"{size(self.bytes)} in {self.seconds:.2f} s"
         )
 
 
@@ -119,7 +117,7 @@ class DeltasStopped(WarningEvent):
     """No delta is made until the next full version."""
 
     event_name = "links_closed"
-    text = "no deltas after step {step}: {reason}. The trainer saves whole weights next"
+    text = "no delta of step {step}: {reason}. The trainer saves whole weights next"
     line = "closed"
     step: int
     reason: str
@@ -136,7 +134,7 @@ class FoldDelayed(WarningEvent):
 class SaveSkipped(InfoEvent):
     """The pointer names a newer step."""
 
-    text = "skipping step {step}: the pointer names a newer step"
+    text = "skipped step {step}: a newer one was announced"
     line = counter = "skipped"
     step: int
 
@@ -155,7 +153,7 @@ class ModelConfigChanged(WarningEvent):
     """Settings of ``config.json`` differ from version ``before``; ``changes`` has at most eight."""
 
     text = (
-        "config.json of version {version} differs from the config.json of version {before}: "
+        "config.json of v{version} differs from the config.json of v{before}: "
         "{changes_}. Engines that reload only the weights keep the old settings. Restart these "
         "engines if the settings matter"
     )
@@ -178,7 +176,7 @@ class ModelFilesWrong(WarningEvent):
 class RollbackRefused(ErrorEvent):
     """The requested version cannot be served."""
 
-    text = "version {version} cannot be served again: {reason}"
+    text = "no rollback to v{version} for {by_}: {reason}"
     line = "refused"
     renamed = Event.renamed | {"version": "of"}
     version: int
@@ -189,7 +187,7 @@ class RollbackRefused(ErrorEvent):
 class VersionAdopted(InfoEvent):
     """The daemon wrote a version to LATEST that an earlier daemon finished."""
 
-    text = "adopted v{version:06}, which an earlier daemon finished but did not write to LATEST"
+    text = "adopted v{version} of step {step}, which an earlier daemon had finished"
     line = "adopted"
     version: int
     step: int
@@ -217,7 +215,7 @@ class LatestUnusable(VersionDamaged):
 class VersionDiscarded(WarningEvent):
     """The daemon removes an unfinished version of an earlier daemon."""
 
-    text = "discarding v{version:06}: it is incomplete"
+    text = "discarding v{version}: it is incomplete"
     version: int
 
 
@@ -227,7 +225,7 @@ class VersionLive(InfoEvent):
     ``seconds`` begins with the update of LATEST. The engine did not serve for ``pause`` seconds.
     """
 
-    text = "{explorer} serves version {version}"
+    text = "v{version} is live on {explorer}"
     line = "live"
     level = logging.DEBUG
     version: int
@@ -252,8 +250,8 @@ class VersionNames(InfoEvent):
     reason: str | None
 
     def __str__(self) -> str:
-        before = f"; in the previous version they had the names {_OF[self.before]}"
-        told = f"version {self.version}: tensors have the names {_OF[self.names]}"
+        before = f"; in the previous version they had the names of the {self.before}"
+        told = f"v{self.version}: tensors have the names of the {self.names}"
         return told + before if self.before else told
 
 
@@ -271,7 +269,7 @@ class VersionNonfinite(WarningEvent):
     """At least ``count`` tensors have NaN or Inf; ``tensors`` names the first ones."""
 
     text = (
-        "version {version} of step {step} has {found_} in the weights that the trainer saved. "
+        "v{version} of step {step} has {found_} in the weights that the trainer saved. "
         "Check the training. 'syncd rollback' serves an older version again"
     )
     version: int
@@ -298,7 +296,7 @@ class VersionPublished(InfoEvent):
 
     def __str__(self) -> str:
         return (
-            f"published step {self.step} as version {self.version}: {size(self.bytes)} in "
+            f"published step {self.step} as v{self.version}: {size(self.bytes)} in "
             f"{self.seconds:.2f} s"
         )
 
@@ -313,7 +311,7 @@ class VersionFolded(VersionPublished):
 class VersionRolledBack(InfoEvent):
     """Version ``of`` was published again, as ``version``."""
 
-    text = "version {of} is served again, as version {version}, requested by {by}"
+    text = "v{of} is served again, as v{version}: asked for by {by}"
     line = counter = "rolled_back"
     of: int
     version: int
@@ -329,7 +327,7 @@ class DeltaDiscarded(WarningEvent):
     """The daemon removes a delta above LATEST that does not lead from LATEST's version."""
 
     event_name = "delta_discarded"
-    text = "discarding the delta d{version:06}, which does not lead from LATEST's version"
+    text = "discarding the delta to v{version}, which does not lead from LATEST's version"
     version: int
 
 
@@ -339,10 +337,12 @@ class DeltaDiscarded(WarningEvent):
 class Pruned(InfoEvent):
     """A ``version``, ``delta``, ``step`` or ``lease`` was deleted."""
 
-    text = "pruned {what} {name}: {reason}"
     what: str
     name: str
     reason: str
+
+    def __str__(self) -> str:
+        return f"pruned {self.what} {in_words(self.name)}: {self.reason}"
 
 
 class PutBack(InfoEvent):

@@ -120,7 +120,7 @@ class Job:
     @classmethod
     def at(cls, root: str | Path, storage: Storage | None = None) -> Self:
         """The job in a folder. The folder is not read, and need not exist."""
-        layout = JobLayout(Path(root))
+        layout = JobLayout(Path(root).absolute())  # messages have commands to copy
         return cls(storage or Storage(layout.root), layout)
 
     def open(self, *, lease_time: float | None = None) -> Format:

@@ -19,7 +19,7 @@ from typing import Final
 
 from syncd.protocol.errors import InvalidSettingsError, VersionGoneError
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import MANIFEST, PINNED, lease_marker, step_folder, version_folder
+from syncd.protocol.names import MANIFEST, PINNED, lease_marker, step_folder
 from syncd.storage.errnos import GONE, Ignoring, is_gone, is_no_record
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
@@ -55,7 +55,7 @@ class Lease:
         except OSError as error:
             if is_gone(error) or is_no_record(error):  # the folder is missing, or a link
                 raise VersionGoneError(
-                    f"version {sequence} of {job.layout.root} was retired before {name} leased it"
+                    f"v{sequence} of {job.layout.root} was pruned before {name} leased it"
                 ) from error
             raise
         return lease
@@ -169,6 +169,6 @@ def _make(storage: Storage, marker: Path) -> None:
 
 def _gone(layout: JobLayout, sequence: int) -> str:
     return (
-        f"{layout.root} has no {version_folder(sequence)} to pin: it was retired, is not "
+        f"{layout.root} has no v{sequence} to pin: it was pruned, is not "
         "made yet, or never published; 'syncd status' lists the versions"
     )

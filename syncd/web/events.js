@@ -52,7 +52,7 @@ function words(event) {
       ];
     case "names":
       return [
-        `${version}: tensors have the names of the ${event.names === "hub" ? "hub" : "trainer"}`,
+        `${version}: tensors have the names of the ${event.names}`,
         ...(event.why ? [", because ", said(event.why)] : []),
       ];
     case "adopted":
@@ -62,14 +62,14 @@ function words(event) {
     case "refused":
       return [`no rollback to ${of} for `, by, ": ", said(event.why)];
     case "linked":
-      return `served step ${step} before ${version} was made`;
+      return `served step ${step} ahead of ${version}: ${size(event.delta_bytes ?? 0)}`;
     case "closed":
       return [`no delta of step ${step}: `, said(event.why)];
     case "skipped":
       return `skipped step ${step}: a newer one was announced`;
     case "quarantined":
-      return [`refused step ${step}: `, said(event.why)];
+      return [`quarantined step ${step}: `, said(event.why)];
     default:
-      return [event.what === "lease" ? "pruned a dead lease, " : "pruned ", said(event.name), ": ", said(event.why)];
+      return [`pruned ${event.what} `, said(event.name.replace(/^global_step_|(?<=^[vd])0+/, "")), ": ", said(event.why)];
   }
 }

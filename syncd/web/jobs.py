@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
-from syncd.operate.history import told
+from syncd.operate.history import as_json, recorded, shown
 from syncd.operate.job_state import jobs_at, look_at_all
 from syncd.operate.liveness import Watch
+from syncd.operate.models import JobState, UnseenJob
 from syncd.protocol.errors import JobUnavailableError
 from syncd.storage.job import Job
 
@@ -33,6 +33,8 @@ _REST: Final = 4.0
 _LONGEST_REST: Final = 30.0
 #: Seconds after which a read counts as unanswered.
 PATIENCE: Final = 2.0
+#: Seconds for which the history of a job is read after somebody has asked for it.
+_WANTED: Final = 60.0
 
 
 class Jobs:
@@ -57,47 +59,34 @@ class Jobs:
         self._known: dict[Path, _Job] = {}
         self._numbers = count()
 
-    def overview(self) -> dict[str, Any]:
+    def overview(self, number: int = -1, had: float = 0.0) -> dict[str, Any]:
         """The status of all jobs, in the list ``jobs``; ``now`` is in seconds since the epoch.
 
         A job's ``status`` is the output of ``syncd status --json``; null before the first answer.
-        :class:`LastRead` explains ``read`` and ``silent_since``.
+        :class:`LastRead` explains ``read`` and ``silent_since``. The job of this ``number`` also
+        has ``history``, the output of ``syncd history --json`` for the same moment, and when that
+        was read, ``since``. If ``had`` is this time, ``history`` is null, because it can have
+        several megabytes.
         """
         jobs = self._current()
         for job in jobs:
-            job.status.begin()
-        answers = [(job, job.status.answer()) for job in jobs]
+            job.look.begin(at_once=job.number == number and job.view.want_history())
+        answers = [(job, job.look.answer()) for job in jobs]
         return {
             "now": time.time(),
             "jobs": [
                 {
                     "id": job.number,
-                    "job": str(job.folder),
-                    "status": answer.found,
+                    "job": str(job.folder.absolute()),
+                    "status": found and found.status,
+                    "history": found.history if found and told and found.since != had else None,
+                    "since": found.since if found and told else None,
                     "read": answer.read,
                     "silent_since": answer.silent_since,
                 }
                 for job, answer in answers
+                for found, told in [(answer.found, job.number == number)]
             ],
-        }
-
-    def history(self, number: int, had: float | None = None) -> dict[str, Any] | None:
-        """The history of one job, in the form of ``syncd history --json``; None if no job matches.
-
-        If ``had`` is the ``read`` time of the newest history, ``history`` is null, because a
-        history can have several megabytes.
-        """
-        with self._changing:
-            job = next((job for job in self._known.values() if job.number == number), None)
-        if job is None:
-            return None
-        job.history.begin()
-        answer = job.history.answer()
-        return {
-            "now": time.time(),
-            "history": None if answer.read == had else answer.found,
-            "read": answer.read,
-            "silent_since": answer.silent_since,
         }
 
     def _current(self) -> list[_Job]:
@@ -108,18 +97,15 @@ class Jobs:
         ]
         with self._changing:
             for path, job in list(self._known.items()):
-                if path not in found and not (job.status.is_reading or job.history.is_reading):
+                if path not in found and not job.look.is_reading:
                     del self._known[path]
             return [self._job(path) for path in dict.fromkeys(found)]
 
     def _job(self, folder: Path) -> _Job:
         if folder not in self._known:
-            self._known[folder] = _Job(
-                folder,
-                next(self._numbers),
-                SharedLook(partial(_status, folder, Watch()), *self._pace),
-                SharedLook(partial(_history, folder, self._limit), *self._pace),
-            )
+            view = View(folder, self._limit)
+            look = SharedLook(view.look, *self._pace)
+            self._known[folder] = _Job(folder, next(self._numbers), view, look)
         return self._known[folder]
 
 
@@ -144,20 +130,60 @@ class _Job:
 
     folder: Path
     number: int
-    status: SharedLook[dict[str, Any]]
-    history: SharedLook[dict[str, Any]]
+    view: View
+    look: SharedLook[Seen]
 
 
-def _status(folder: Path, watch: Watch) -> dict[str, Any]:
-    (state,) = look_at_all([folder], watch, waits=False)
-    return state.model_dump(by_alias=True)
+@dataclass(frozen=True)
+class Seen:
+    """A job at one moment; ``since`` is when the history was read, in seconds since the epoch."""
+
+    status: dict[str, Any]
+    history: dict[str, Any] | None
+    since: float | None
 
 
-def _history(folder: Path, limit: int) -> dict[str, Any]:
-    try:
-        return told(Job.at(folder), limit)
-    except (JobUnavailableError, OSError) as error:
-        return {"job": str(folder), "unseen": str(error)}
+class View:
+    """Reads a job, and its history only if something has happened, because it can be long."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self._job, self._limit, self._watch = Job.at(folder), limit, Watch()
+        self._wanted_until = -math.inf
+        self._mark: object = None
+        self._history: dict[str, Any] | None = None
+        self._since: float | None = None
+
+    def want_history(self) -> bool:
+        """Read the history too, for a while; True if there is none yet."""
+        self._wanted_until = time.monotonic() + _WANTED
+        return self._history is None
+
+    def look(self) -> Seen:
+        """The job's status, and of the same moment its history."""
+        state, at = self._look(), time.time()
+        if time.monotonic() >= self._wanted_until:
+            self._mark = self._history = self._since = None
+        elif isinstance(state, JobState) and self._mark != (mark := _mark(state)):
+            try:
+                found = recorded(self._job)
+                state = self._look()  # after the lines, which trail all that it has
+                if isinstance(state, JobState):
+                    folders = [version.sequence for version in state.versions]
+                    versions = shown(self._job, found, self._limit, state.latest, folders)
+                    self._history, self._mark = as_json(self._job, versions), mark
+            except OSError as error:
+                self._history = {"unseen": str(error)}
+            self._since = at
+        return Seen(state.model_dump(by_alias=True), self._history, self._since)
+
+    def _look(self) -> JobState | UnseenJob:
+        (state,) = look_at_all([self._job.layout.root], self._watch, waits=False)
+        return state
+
+
+def _mark(state: JobState) -> object:
+    """What changes whenever the history does."""
+    return state.latest, state.versions, state.events
 
 
 @dataclass(frozen=True)
@@ -200,11 +226,11 @@ class SharedLook(Generic[T]):
         self._found: T | None = None
         self._read: float | None = None
 
-    def begin(self) -> None:
-        """Start a read, if none is running and the last read is old enough."""
+    def begin(self, *, at_once: bool = False) -> None:
+        """Start a read, if none is running and the last read is old enough, or ``at_once``."""
         with self._changed:
             now = self.clock()
-            if self._reading is not None or now < self._due:
+            if self._reading is not None or (now < self._due and not at_once):
                 return
             reading = _Reading(now, time.time())
             # A daemon thread, because storage may never answer.

@@ -11,10 +11,7 @@ const PATIENCE = 20000;
 
 const known = {
   overview: null, // what /jobs.json said last
-  history: null, // and of the chosen job its history
-  of: null, // whose id that is
-  mark: null, // what the history is made of, as the status had it last
-  markedAt: null, // when that was read first, by the server's clock
+  history: null, // of the chosen job: its id, when it was read, and the history
   answeredAt: 0, // by this page's own clock, in ms
   failures: 0,
 };
@@ -50,21 +47,18 @@ async function ask(path) {
   return answer.json();
 }
 
-/** Whether something has happened since the history was read, which may be long: else it is not asked for. */
-function isHistoryOld(one) {
-  if (one === null || one.id !== known.of) {
-    Object.assign(known, { history: null, of: one?.id ?? null, mark: null });
-  }
-  if (!one?.status || one.status.unseen) {
-    return false;
-  }
-  const { events, latest, versions, explorers } = one.status;
-  const mark = JSON.stringify([events.at(-1), latest, versions, explorers.map(({ sequence }) => sequence)]);
-  if (mark !== known.mark) {
-    Object.assign(known, { mark, markedAt: one.read });
-  }
-  const { history } = known;
-  return history === null || history.silent_since !== null || history.read < known.markedAt;
+/** Ask for all jobs, and for the history of the chosen one: both of one moment. */
+async function look() {
+  let asked;
+  do { // the first answer says which jobs there are
+    asked = job()?.id;
+    const before = known.history?.id === asked ? known.history : null;
+    const overview = await ask(`jobs.json${asked === undefined ? "" : `?history=${asked}&had=${before?.since ?? 0}`}`);
+    nameJobs(overview.jobs);
+    const { history, since } = overview.jobs.find(({ id }) => id === asked) ?? {};
+    Object.assign(known, { overview, answeredAt: performance.now(),
+      history: since && since === before?.since ? before : { id: asked, since, history } });
+  } while (job()?.id !== asked);
 }
 
 async function refresh() {
@@ -74,14 +68,7 @@ async function refresh() {
   asking = true;
   clearTimeout(timer);
   try {
-    known.overview = await ask("jobs.json");
-    nameJobs(known.overview.jobs);
-    known.answeredAt = performance.now();
-    if (isHistoryOld(job())) {
-      const { history: before, read } = known.history ?? {};
-      const answer = await ask(`jobs/${known.of}/history.json${read ? `?had=${read}` : ""}`);
-      known.history = read && answer.read === read ? { ...answer, history: before } : answer;
-    }
+    await look();
     known.failures = 0;
   } catch {
     known.failures += 1; // the page says so
@@ -101,7 +88,7 @@ function draw() {
     return;
   }
   const one = job();
-  const history = one !== null && one.id === known.of ? known.history : null;
+  const history = one?.id === known.history?.id ? known.history?.history : null;
   show(document.getElementById("jobs"), jobsTable(known.overview.jobs, one, at));
   show(document.getElementById("main"), page(one, history, chosen, at));
   document.title = titled(one);

@@ -28,9 +28,15 @@ export function note(kind, ...text) {
   return h("p", { class: `note ${kind}` }, text);
 }
 
-/** What to type. */
-export function command(text) {
-  return h("code", null, said(text));
+/** What to type, with the path of a job. */
+export function command(name, path, rest = "") {
+  const quoted = /^[\w@%+=:,./-]+$/.test(path) ? path : `'${path.replaceAll("'", `'"'"'`)}'`;
+  return h("code", null, said(`syncd ${name} ${quoted}${rest}`));
+}
+
+/** What others wrote, with its `commands`. */
+export function coded(text) {
+  return text.split("`").map((part, index) => (index % 2 ? h("code", null, said(part)) : said(part)));
 }
 
 /** Whether storage has let an answer wait for too long. */

@@ -1,4 +1,4 @@
-"""The page's server: serves fixed files and two kinds of JSON on loopback, read-only."""
+"""The page's server: serves fixed files and JSON on loopback, read-only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from http import HTTPStatus
 from importlib import resources
 from pathlib import PurePath
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 from syncd.daemon.loopback import HOST, LoopbackRequest, LoopbackServer
 from syncd.protocol.errors import InvalidSettingsError
@@ -22,8 +22,8 @@ _KINDS: Final = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-_HISTORY: Final = re.compile(
-    r"/jobs/([0-9]{1,6})/history\.json(?:\?had=([0-9]{1,15}(?:\.[0-9]{1,9})?))?"
+_JOBS: Final = re.compile(
+    r"/jobs\.json(?:\?history=([0-9]{1,6})&had=([0-9]{1,15}(?:\.[0-9]{1,9})?))?"
 )
 #: The host names in requests from this host or through a tunnel, with any port. The name of another
 #: site that resolves to this host (DNS rebinding) is refused.
@@ -93,17 +93,11 @@ class _Request(LoopbackRequest):
         path = self.path.partition("?")[0]
         if path in self.server.files:
             self.send(*self.server.files[path])
-        elif path == "/jobs.json":
-            self._send_json(self.server.jobs.overview())
-        elif (found := _HISTORY.fullmatch(self.path)) and (
-            history := self.server.jobs.history(int(found[1]), float(found[2] or "nan"))
-        ):
-            self._send_json(history)
+        elif found := _JOBS.fullmatch(self.path):
+            told = self.server.jobs.overview(int(found[1] or -1), float(found[2] or 0))
+            self.send(json.dumps(told).encode(), "application/json")
         else:
             self.send_error(HTTPStatus.NOT_FOUND)
-
-    def _send_json(self, told: dict[str, Any]) -> None:
-        self.send(json.dumps(told).encode(), "application/json")
 
     def end_headers(self) -> None:
         """Add security headers to every answer, including errors."""

@@ -2,7 +2,7 @@
 
 import { Axis, chart, head, row } from "./charts.js";
 import { h } from "./dom.js";
-import { extent, isLive, isSilent, median, silence, sorted, table } from "./parts.js";
+import { extent, isLive, median, sorted, table } from "./parts.js";
 import { many, moment, printable, said, span } from "./words.js";
 
 const NARROW = matchMedia("(max-width: 640px)");
@@ -15,12 +15,8 @@ const CHOICES = [NARROW.matches ? 10 : 20, 50];
 /** What became of each; `chosen` is what the viewer wants to see of it. */
 export function timeline(status, history, versions, chosen, now) {
   const parts = [h("h2", { id: "versions-head" }, "Versions")];
-  if (history && isSilent(history, now)) {
-    parts.push(silence(history, now));
-  }
   if (versions === null) {
-    parts.push(h("p", { class: "empty" }, history?.history?.unseen
-      ? said(history.history.unseen) : LOOKING));
+    parts.push(h("p", { class: "empty" }, history?.unseen ? said(history.unseen) : LOOKING));
   } else if (!versions.length) {
     parts.push(h("p", { class: "empty" }, "Nothing is published yet."));
   } else {
@@ -115,10 +111,10 @@ function liveOf(version, chosen, now) {
 function endOf(version, onDisk, now) {
   const held = onDisk?.leases.length
     ? h("span", { title: printable(onDisk.leases.join(", ")) }, onDisk.leases.length === 1
-      ? ["held by ", said(onDisk.leases[0])] : `held by ${onDisk.leases.length}`) : null;
+      ? ["leased by ", said(onDisk.leases[0])] : `leased by ${onDisk.leases.length}`) : null;
   const state = version.latest ? h("b", null, "LATEST")
     : version.on_disk ? "kept"
-    : version.pruned === null ? (version.linked === null || version.published !== null ? "gone" : "linked")
+    : version.pruned === null ? (version.linked === null || version.published !== null ? "gone" : "ahead")
     : h("span", { title: printable(version.pruned_why ?? "") }, version.published === null
       ? ["pruned ", moment(version.pruned, now)]
       : `pruned +${span(Math.max(0, version.pruned - version.published))}`);

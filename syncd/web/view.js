@@ -2,7 +2,7 @@
 
 import { h } from "./dom.js";
 import { events } from "./events.js";
-import { command, isLive, isSilent, median, note, silence, sorted, table, words } from "./parts.js";
+import { coded, command, isLive, isSilent, median, note, silence, sorted, table, words } from "./parts.js";
 import { charts, timeline } from "./versions.js";
 import { ago, clock, link, many, moment, printable, said, size, span } from "./words.js";
 
@@ -39,7 +39,7 @@ export function announced(job, lost, now) {
   if (!status || status.unseen || isSilent(job, now)) {
     return { job: job?.job, text: "The job cannot be read." };
   }
-  const latest = status.latest ? `Version ${status.latest.sequence} is the latest` : "Nothing is published";
+  const latest = status.latest ? `v${status.latest.sequence} is the latest` : "Nothing is published";
   return { job: job.job, text: `${latest}; ${status.health.text}.` };
 }
 
@@ -88,9 +88,9 @@ export function page(job, history, chosen, now) {
   }
   if (status.unseen) {
     return [title, notes, note("bad", "The job cannot be read: ", said(status.unseen), ". If the job is new, "
-      + "start its daemon: ", command(`syncd run ${job.job}`))];
+      + "start its daemon: ", command("run", job.job))];
   }
-  const versions = history?.history?.versions ?? null;
+  const versions = history?.versions ?? null;
   const { memory } = status;
   return [
     title,
@@ -121,12 +121,12 @@ function second(memory, chosen, now) {
 
 function warnings({ health, quarantined }) {
   const notes = health.problems.map(({ level, what, remedy }) =>
-    note(level ? KINDS[level] : "", h("b", null, said(what)), ". ", said(remedy)));
+    note(level ? KINDS[level] : "", h("b", null, said(what)), ". ", coded(remedy)));
   if (!health.level) {
     notes.unshift(note("good", h("b", null, "healthy")));
   }
   if (quarantined.length) {
-    notes.push(note("warn", `${many(quarantined.length, "save")} could not be published (`,
+    notes.push(note("warn", `${many(quarantined.length, "save")} quarantined (`,
       said(quarantined.join(", ")), "). The reasons are in .syncd/quarantine."));
   }
   return notes;
@@ -155,7 +155,7 @@ function tiles(status, versions, now) {
       : "No trainer with a hook of syncd has started."),
     tile("Daemon", daemon ? badge(stateOf({ status, silent_since: null }, now)) : "none yet", daemon
       ? [said(daemon.host), ` pid ${daemon.pid}, epoch ${daemon.epoch}, heard `, ago(daemon.heard, now)]
-      : "No daemon has worked here yet."),
+      : "No daemon has served this job yet."),
     tile("Disk", freeOf(status), diskNote(status, versions)),
   ];
   return [
@@ -167,7 +167,7 @@ function tiles(status, versions, now) {
 /** What the daemon does now: always there, so that nothing moves. */
 function doing({ fold, merge, state, detail }) {
   const work = merge ?? fold;
-  const words = work ? `${merge ? "Merging" : "Making the version of"} step ${work.step}: ${progress(work)}`
+  const words = work ? `${merge ? "Merging" : "Folding"} step ${work.step}: ${progress(work)}`
     : state === "merging" ? ["Merging ", said(detail)]
     : detail ? ["Waiting: ", said(detail)]
     : "Nothing is being merged.";
@@ -191,7 +191,7 @@ function diskNote(status, versions) {
     files === null || files === undefined ? "" : `, and ${files.toLocaleString("en")} files`,
     `; ${many(status.versions.length, "version")}`,
     bytes ? ` of ${bytes}` : "",
-    " published",
+    " on disk",
   ];
 }
 
@@ -206,7 +206,7 @@ function explorers(status, chosen, now) {
     stateWord(one),
     one.sequence ? `v${one.sequence}` : one.bench == null ? "–" : "bench",
     one.step ?? one.bench ?? "–",
-    isLive(one) && one.behind > 0 ? h("b", null, behindOf(one)) : "–",
+    !isLive(one) ? "–" : one.behind > 0 ? h("b", null, behindOf(one)) : "0",
     pauseOf(one.reload),
     ago(one.heard, now),
     ...(!saying ? [] : !isLive(one) ? [""] : [one.fault || one.refused
@@ -219,7 +219,7 @@ function explorers(status, chosen, now) {
       ? table("Explorers: furthest behind first, stopped and lost last",
           ["explorer", "status", "version", "step", "behind", "pause", "heard", ...(saying ? ["says"] : [])], rows, "stack")
       : h("p", { class: "empty" }, "No explorer has reported yet. Start one with ExplorerHook or Reader, or beside a "
-          + "server with ", command(`syncd follow ${status.job} --name server-0 --engine vllm --url URL`)),
+          + "server with ", command("follow", status.job, " --name server-0 --engine vllm --url URL")),
     all.length > FEW ? h("button", { id: "all-explorers", type: "button" }, chosen.allExplorers
       ? `Show the ${FEW} furthest behind` : `Show all ${all.length}`) : null);
 }

@@ -436,7 +436,7 @@ def test_a_server_that_restarts_with_a_deeper_model_serves_no_version_of_another
         vllm.wait_until_up()
         own = said(vllm)
         hook.start()
-        wait_for(lambda: "version 1 (step 1) does not fit" in str(hook.fault))
+        wait_for(lambda: "v1 (step 1) does not fit" in str(hook.fault))
         assert vllm.label == "default"
         assert said(vllm) == own
     deeper.rename(deeper.with_name("unseen"))  # so that only the workers see what is missing

@@ -28,7 +28,7 @@ def test_a_job_is_paused_rolled_back_and_resumed_while_daemons_come_and_go(job: 
             serve(job, model, step)
         assert said_by_syncd("pause", job) == "paused"
         save(job, model, 3)
-        assert said_by_syncd("rollback", job, "v1") == "v000001 is served again, as v000003"
+        assert said_by_syncd("rollback", job, "v1") == "v1 is served again, as v3"
         verified(job, 3)
         daemon.kill()
     layout, killed = JobLayout(job), report(job).session.removeprefix(DAEMON_SESSION)
@@ -57,13 +57,13 @@ def test_a_rollback_beside_a_live_trainer_says_how_to_go_on_from_it(job: Path) -
             hook.after_step(2)
             wait_for_step(job, 2)
             said = said_by_syncd("rollback", job, "v1")
-            assert said.startswith("v000001 is served again, as v000003. But a trainer runs")
+            assert said.startswith("v1 is served again, as v3. But a trainer runs")
             hook.after_step(3)
             assert wait_for_step(job, 3).sequence == 4, "as it says"
             # What it says to do instead.
             assert said_by_syncd("pause", job) == "paused"
             hook.after_step(4)
-        assert said_by_syncd("rollback", job, "v1") == "v000001 is served again, as v000005"
+        assert said_by_syncd("rollback", job, "v1") == "v1 is served again, as v5"
         save(job, model, 2)  # resumed from step 1
         assert latest(job).sequence == 5
         said_by_syncd("resume", job)
@@ -75,8 +75,8 @@ def test_what_is_pinned_outlives_the_pruning_of_a_running_daemon(job: Path) -> N
     layout = JobLayout(job)
     with Daemon(job, "--keep", "1", "--no-prune-steps"):
         serve(job, model, 1)
-        assert said_by_syncd("pin", job, "v1") == "v000001 is pinned"
-        assert said_by_syncd("pin", job, 1) == "global_step_1 is pinned"
+        assert said_by_syncd("pin", job, "v1") == "v1 is pinned"
+        assert said_by_syncd("pin", job, 1) == "step 1 is pinned"
     with Daemon(job, "--keep", "1"):
         for step in (2, 3, 4):
             serve(job, model, step)
@@ -85,7 +85,7 @@ def test_what_is_pinned_outlives_the_pruning_of_a_running_daemon(job: Path) -> N
             "all but what is pinned is pruned",
         )
         assert layout.step(1).exists()
-        assert "1 pinned, 4" in said_by_syncd("status", job)
+        assert "v1 pinned, v4" in said_by_syncd("status", job)
         said_by_syncd("unpin", job, "v1")
         said_by_syncd("unpin", job, 1)
         save(job, model, 5)  # step folders are looked at again when something moves

@@ -60,7 +60,7 @@ def test_a_checkpoint_that_was_made_to_do_harm_is_quarantined_and_the_next_one_s
         evil = Built(Named("os", "system"), (f"touch {tmp_path}/ran",))
         small().write(layout.actor(1), version=evil)
         (job / STATE_POINTER).write_text("1")
-        daemon.wait_for_log("cannot be published")
+        daemon.wait_for_log("quarantined step")
         told = SmallJob(job).refused
         assert told.error == "ShardFormatError"
         assert "asks for os.system, which is refused. No code was run" in told.reason

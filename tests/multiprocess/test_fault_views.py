@@ -38,7 +38,7 @@ else:
     with ExplorerSynchronizer(sys.argv[1], sys.argv[2]) as explorer:
         explorer.set_explorer_status(RunningStatus.RUNNING)
         for line in sys.stdin:
-            explorer.set_explorer_version(Version(1, 1), "version 7: no such tensor")
+            explorer.set_explorer_version(Version(1, 1), "v7: no such tensor")
 """
 #: A host whose clock differs by SHIFT seconds.
 SHIFTED = """
@@ -154,7 +154,7 @@ class Fault(NamedTuple):
     metric: tuple[str, str] | None = None
 
 
-START_ANOTHER = ("daemon lost", "has ended, start another: syncd run ")
+START_ANOTHER = ("daemon lost", "has ended, start another: `syncd run ")
 FAULTS = {
     "daemon killed": Fault(
         lambda world: world.daemon.kill(), lambda world: world.start_daemon(), 2, START_ANOTHER

@@ -95,7 +95,7 @@ def test_a_save_that_cannot_be_merged_is_quarantined_and_the_next_one_served(job
     with Daemon(job) as daemon:
         save_summands(job, 1)
         (job / STATE_POINTER).write_text("1")
-        daemon.wait_for_log("cannot be published")
+        daemon.wait_for_log("quarantined step")
         told = SmallJob(job).refused
         assert told.error == "PlacementError"
         assert "weight has placements (Partial(reduce_op=sum))" in told.reason
@@ -103,7 +103,7 @@ def test_a_save_that_cannot_be_merged_is_quarantined_and_the_next_one_served(job
         put(job, "fsdp2", 2)
         (job / STATE_POINTER).write_text("2")
         check(job, wait_for_step(job, 2).sequence, truth_of("fsdp2"))
-        assert _said(daemon, "cannot be published") == 1
+        assert _said(daemon, "quarantined step") == 1
         assert layout.step(1).exists()
 
 
@@ -116,7 +116,7 @@ def test_a_shard_that_is_still_being_written_is_waited_for(job: Path) -> None:
             last.write_bytes(content[:part])
             (job / STATE_POINTER).write_text("1")
             wait_until(
-                lambda refused=refused: _said(daemon, "cannot be published") == refused,
+                lambda refused=refused: _said(daemon, "quarantined step") == refused,
                 "what lies still and cannot be read is refused, under its own identity",
             )
             assert not layout.latest.exists()

@@ -120,7 +120,7 @@ def test_a_job_that_cannot_be_served_stops_no_other(root: Path) -> None:
         wait_for_step(well.root, 1)
         for name in ("file", "format", "link"):
             daemon.wait_for_log(f"cannot serve {root / name} now")
-        assert "[shards]" in daemon.wait_for_log("step 1 cannot be published")
+        assert "[shards]" in daemon.wait_for_log("quarantined step 1")
         well.save(2)
         wait_for_step(well.root, 2)
         (root / "format" / ".syncd" / "format.json").unlink()

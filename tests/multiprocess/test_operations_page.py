@@ -33,7 +33,7 @@ fi
 [ "$1" = stop ] && exit
 setsid syncd run --config unit.toml >log 2>&1 &
 echo $! >pid
-until grep -q "working on" log; do sleep 0.05; done
+until grep -q "serving" log; do sleep 0.05; done
 """
 
 

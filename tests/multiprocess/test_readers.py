@@ -169,5 +169,5 @@ def test_a_save_that_is_written_again_while_it_is_merged_is_never_a_mixture(
         while served[-1] != written[-1]:  # else the wait for the next one ends the test
             pull()
         assert served == sorted(set(served))
-        assert not any("quarantine" in line or "cannot be published" in line for line in daemon.log)
+        assert not any("quarantine" in line or "quarantined step" in line for line in daemon.log)
     assert newest(shared.seen.root).step == 1

@@ -64,6 +64,6 @@ def test_two_explorers_serve_each_whole_save_before_it_is_a_version(
         assert nothing == (0, 0)
         assert of_tip[0] > 0
         ranks.all("close")
-        daemon.wait_for_log("from its own files", times=2)
+        daemon.wait_for_log("by the trainer's files", times=2)
         assert "served step 4 before" in syncd("status", job).stdout
         assert "Traceback" not in "".join(daemon.log)

@@ -151,7 +151,7 @@ def start_waits_for_ready() -> None:
         user=pwd.getpwuid(os.stat(f"/proc/{main_pid()}").st_uid).pw_name,
     )
     wait_until(is_live(1), "the first save is published")
-    wait_until(lambda: "version 1 of step 1" in show("StatusText")["StatusText"], "STATUS says so")
+    wait_until(lambda: "v1 of step 1" in show("StatusText")["StatusText"], "STATUS says so")
 
 
 def reload_changes_the_configuration() -> None:

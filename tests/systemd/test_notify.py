@@ -240,10 +240,10 @@ def test_ready_comes_with_the_first_look_and_before_what_is_merged_then(
     with serving(service):
         wait_for_step(job.root, 1)
         said = wait_until(
-            lambda: [line for line in manager.heard() if "version 1" in line], "STATUS says so"
+            lambda: [line for line in manager.heard() if "v1" in line], "STATUS says so"
         )
     assert "READY=1" in told
-    assert said[0].startswith("STATUS=version 1 of step 1; ")
+    assert said[0].startswith("STATUS=v1 of step 1; ")
 
 
 #: A daemon of which one call of storage hangs, in whichever thread, once a file is there.

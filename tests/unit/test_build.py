@@ -155,7 +155,7 @@ def test_a_reader_sees_an_adapter_and_a_module_is_never_loaded_with_it(job: Smal
     with Reader(job.root, "explorer") as reader:
         version = reader.next_version(0, 0)
         assert version.kind == "adapter"
-        with unfit(r"version 1 \(step 4\) is a LoRA adapter"):
+        with unfit(r"v1 \(step 4\) is a LoRA adapter"):
             TorchModule(nn.Linear(2, 2)).check(version)
         version.release()
         job.save(5)

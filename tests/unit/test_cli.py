@@ -303,10 +303,10 @@ def test_status_for_people_says_what_is_published_and_leased(served: SmallJob) -
     served.session("s").touch()
     result = syncd("status", served)
     assert result.exit_code == 0
-    assert "latest   version 3, step 3" in result.output
-    assert "on disk  1, 2 (node-1), 3" in result.output
+    assert "latest   v3, step 3" in result.output
+    assert "on disk  v1, v2 (node-1), v3" in result.output
     assert "3 published" in result.output
-    assert re.search(r"^node-1 +running +2 +- +1 +- ", result.output, re.MULTILINE)
+    assert re.search(r"^node-1 +running +v2 +- +1 +- ", result.output, re.MULTILINE)
 
 
 def test_status_shows_what_it_can_of_a_damaged_job(served: SmallJob) -> None:
@@ -337,16 +337,16 @@ def test_a_dry_run_says_what_would_go_and_changes_nothing(served: SmallJob) -> N
     assert result.exit_code == 0
     assert everything(served) == before
     assert result.output.splitlines() == [
-        "would delete version v000001: not among the newest 1, and not leased",
-        "would delete version v000002: not among the newest 1, and not leased",
-        "would delete global_step_2: published, and not a full checkpoint",
-        "would delete global_step_1: published, and not a full checkpoint",
+        "would prune version v1: not among the newest 1, and not leased",
+        "would prune version v2: not among the newest 1, and not leased",
+        "would prune step 2: published, and not a full checkpoint",
+        "would prune step 1: published, and not a full checkpoint",
     ]
 
 
 def test_pruning_deletes_what_the_dry_run_said(served: SmallJob) -> None:
     said = syncd("prune", served, "--dry-run", "--keep", "2").output
-    assert syncd("prune", served, "--keep", "2").output == said.replace("would delete", "deleted")
+    assert syncd("prune", served, "--keep", "2").output == said.replace("would prune", "pruned")
     assert served.versions == ["v000002", "v000003"]
     assert len(served.audit) == 3
     for step in (4, 5, 6):  # which no daemon has served
@@ -381,7 +381,7 @@ def test_pruning_beside_a_daemon_refuses_at_its_next_heartbeat_and_says_what_it_
     with caplog.at_level("INFO", "syncd"):
         with pytest.raises(
             errors.JobUnavailableError,
-            match=rf"another daemon \(pid {os.getpid()} on .*\) is working on",
+            match=rf"another daemon \(pid {os.getpid()} on .*\) serves",
         ):
             prune_now(served, DaemonConfig(keep=1), sleep=held.sleep)
         (line,) = (one.getMessage() for one in caplog.records if "heartbeat" in one.getMessage())
@@ -466,7 +466,7 @@ def test_every_error_says_when_it_is_raised() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
-    [(["status", "."], 11, "syncd: . is not a job"),
+    [(["status", "."], 11, "0 is not a job"),
      (["verify", "."], 2, "syncd: . is neither a version nor a job with published versions"),
      (["run", "missing"], 11, "no such folder: "),
      (["run", "missing/job", "--make"], 11, "no such folder: missing"),
@@ -513,19 +513,18 @@ def test_a_path_that_is_not_there_is_no_such_folder(tmp_path: Path, arguments: l
 
 
 @pytest.mark.parametrize(
-    ("given", "folder"),
-    [("v2", "v000002"), ("v000002", "v000002"), ("2", "global_step_2"),
-     ("global_step_2", "global_step_2")],
+    ("given", "name"),
+    [("v2", "v2"), ("v000002", "v2"), ("2", "step 2"), ("global_step_2", "step 2")],
 )  # fmt: skip
 def test_a_bare_number_is_a_step_and_a_version_is_named_by_its_v(
-    served: SmallJob, given: str, folder: str
+    served: SmallJob, given: str, name: str
 ) -> None:
-    assert syncd("pin", served, given).output == f"{folder} is pinned\n"
+    assert syncd("pin", served, given).output == f"{name} is pinned\n"
     seen = printed("status", served)
     pinned = [v["sequence"] for v in seen["versions"] if v["pinned"]]
     assert (pinned, seen["pinned_steps"]) == (([2], []) if given[0] == "v" else ([], [2]))
-    assert syncd("unpin", served, given).output == f"{folder} is no longer pinned\n"
-    assert syncd("unpin", served, given).output == f"{folder} was not pinned\n"
+    assert syncd("unpin", served, given).output == f"{name} is no longer pinned\n"
+    assert syncd("unpin", served, given).output == f"{name} was not pinned\n"
 
 
 @pytest.mark.parametrize("given", ["v", "v0", "-1", "two", "v2.0", "global_step_", "v-2", ""])
@@ -553,7 +552,7 @@ def test_a_paused_job_says_so_and_is_not_pruned_by_hand(served: SmallJob) -> Non
     assert "no daemon runs on this job now" in syncd("pause", served).output
     assert "paused by" in syncd("status", served).output
     assert "is paused" in str(syncd("prune", served, "--keep", 1).exception)
-    assert syncd("prune", served, "--dry-run").output == "nothing to delete\n"
+    assert syncd("prune", served, "--dry-run").output == "nothing to prune\n"
     assert "takes effect when a daemon runs" in syncd("resume", served).output
     assert syncd("resume", served).output == "was not paused\n"
     assert syncd("prune", served, "--keep", 1).exit_code == 0

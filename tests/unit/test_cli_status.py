@@ -104,7 +104,7 @@ def reports(job: SmallJob, explorers: int, **more: Any) -> None:
     trainer = TrainerReport(run_id="r", world_size=4, status="running", step=13, time=990.0)
     job.put(job.layout.trainer_report, encode(trainer))
     for number in range(explorers):
-        refused = None if number else "version 1: " + "no such tensor " * 20
+        refused = None if number else "v1: " + "no such tensor " * 20
         sequence = None if number == 7 else 1
         explorer(job, f"node-{number:03d}", sequence=sequence, time=400.0, refused=refused)
 
@@ -122,15 +122,15 @@ def test_a_page_fits_80_columns_and_says_how_far_the_merge_is(served: SmallJob) 
     # Of many explorers those that are behind are shown.
     assert told["node-007"].split()[1:5] == ["running", "-", "1", "1"]
     assert "and 10 more, at most 0 behind (--json)" in lines
-    (at,) = (i for i, line in enumerate(lines) if "refuses v1. version 1: no such" in line)
+    (at,) = (i for i, line in enumerate(lines) if "refuses v1. v1: no such" in line)
     assert lines[at + 1].startswith(" " * 9)
 
 
 def test_a_low_terminal_shows_faults_and_explorers_before_events(served: SmallJob) -> None:
     reports(served, 6)
     served.layout.daemon_lock.touch()
-    lines = shown(served, height=26).splitlines()
-    assert len(lines) <= 26
+    lines = shown(served, height=28).splitlines()
+    assert len(lines) <= 28
     assert sum(line.startswith("node-") for line in lines) >= 5
     served.layout.daemon_lock.unlink()
     reports(served, 30)
@@ -150,11 +150,13 @@ def test_a_reason_that_explorers_share_is_told_once(served: SmallJob) -> None:
     beat(served, "s", NOW)
     for number in range(9):
         fault = None if number else "its engine died"
-        explorer(served, f"node-{number}", refused="version 1: no room", fault=fault)
+        explorer(served, f"node-{number}", refused="v1: no room", fault=fault)
     lines = shown(served).splitlines()
     assert "problem  node-0 faulty. its engine died. Restart it" in lines
-    assert "problem  node-1, node-2, node-3, node-4 and 4 more refuses v1. version 1: no" in lines
-    assert sum("version 1:" in line for line in lines) == 1
+    assert (
+        "problem  node-1, node-2, node-3, node-4 and 4 more refuses v1. v1: no room. Mend" in lines
+    )
+    assert sum("v1: no room" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize("height", [None, 10])
@@ -193,19 +195,19 @@ def test_a_job_without_a_daemon_shows_the_command_that_starts_one(
         return next((problem.remedy for problem in seen(job).health.problems), "")
 
     new = SmallJob(tmp_path / "it's new")
-    command = f"Start one: syncd run {shlex.quote(str(new.root))}"
+    command = f"Start one: `syncd run {shlex.quote(str(new.root))}`"
     assert start(new) == command
     assert f"no daemon. {command}" in shown(new, 800)
-    assert start(served) == f"Start one: syncd run {served.root}"  # it stopped
+    assert start(served) == f"Start one: `syncd run {served.root}`"  # it stopped
     reports(served, 0, memory_dir="/memory/job", host="elsewhere", state="stopped")
-    assert start(served).endswith(f"syncd run {served.root} --memory-dir /memory/job")
+    assert start(served).endswith(f"syncd run {served.root} --memory-dir /memory/job`")
     full = Blocked(reason="room", what="no room", remedy="make some", level=2)
     reports(served, 0, state="stopped", blocked=(full,))
     assert seen(served).health.text == "degraded: no daemon"  # nobody knows what is full now
     reports(served, 0)
     assert start(served) == ""
     reports(served, 0, time=NOW - 61.0)
-    again = f"start another: syncd run {served.root}"
+    again = f"start another: `syncd run {served.root}`"
     assert start(served) == f"If pid 4242 on trainer-7 has ended, {again}"
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -224,7 +226,7 @@ def test_the_dead_and_refusing_are_named_on_top_and_checked(
     reports(served, 3)
     explorer(served, "node-000")
     assert told() == ("healthy", 0)
-    explorer(served, "node-000", refused="version 107: no such tensor")
+    explorer(served, "node-000", refused="v107: no such tensor")
     assert told() == ("degraded: node-000 refuses v107", 1)
     explorer(served, "node-000", session="x")
     beat(served, "x", NOW - 81)
@@ -233,7 +235,7 @@ def test_the_dead_and_refusing_are_named_on_top_and_checked(
     beat(served, "x", NOW - 29)
     explorer(served, "node-001", fault="?")
     assert told() == ("degraded: node-001 faulty", 2)
-    explorer(served, "node-001", fault="?", refused="version 1: no", status="stopped")
+    explorer(served, "node-001", fault="?", refused="v1: no", status="stopped")
     assert told() == ("healthy", 0)  # one that has ended has no fault
     trainer = TrainerReport(
         run_id="r", world_size=1, status="running", step=13, session="t", time=NOW - 70
@@ -442,10 +444,10 @@ def test_it_is_shown_again_until_ctrl_c(served: SmallJob, where: str) -> None:
         return what in told
 
     with watching(served, *more, out=theirs) as process:
-        wait_until(lambda: seen(b'"sequence": 1' if more else b"version 1, step 1"), "the first")
+        wait_until(lambda: seen(b'"sequence": 1' if more else b"v1, step 1"), "the first")
         with served.daemon(DaemonConfig(keep=9)) as loop:
             loop.publish(2)
-        wait_until(lambda: seen(b'"sequence": 2' if more else b"version 2, step 2"), "the second")
+        wait_until(lambda: seen(b'"sequence": 2' if more else b"v2, step 2"), "the second")
         process.send_signal(signal.SIGINT)
         assert process.wait(DEADLINE) == 0
     os.close(ours)

@@ -141,7 +141,7 @@ def test_before_the_first_latest_nothing_is_retired() -> None:
 
 def test_a_version_whose_leasing_was_ended_by_a_daemon_that_died_goes() -> None:
     [action] = actions(job(lease_folders=(3,)))
-    assert action == RetireVersion(2, "retired by an earlier daemon, and not deleted yet")
+    assert action == RetireVersion(2, "an earlier daemon began to prune it")
 
 
 def test_the_lease_folder_of_a_version_that_is_gone_is_closed_when_it_is_empty() -> None:

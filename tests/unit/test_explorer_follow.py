@@ -40,13 +40,13 @@ def test_a_command_that_fails_or_hangs_has_not_taken_the_version(
 ) -> None:
     publish(job, 3)
     with held(job) as version:
-        with pytest.raises(CommandFailedError, match="status 3 for version 1, step 3"):
+        with pytest.raises(CommandFailedError, match="status 3 for v1, step 3"):
             CommandEngine("exit 3", timeout=60).load(version)
         # What it has started is killed with it: nothing holds the pipe for long.
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)
         reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-        with pytest.raises(CommandFailedError, match=r"for version 1 did not finish within 0\.2 s"):
+        with pytest.raises(CommandFailedError, match=r"for v1 did not finish within 0\.2 s"):
             CommandEngine(f"(sleep 600; true) > {pipe}; true", timeout=0.2).load(version)
         os.set_blocking(reader, True)
         assert os.read(reader, 1) == b""
@@ -139,7 +139,7 @@ def test_each_version_that_is_served_is_a_line_of_json(job: SmallJob, tmp_path: 
             process.terminate()
             output, logged = process.communicate(timeout=60)
             assert output == ""
-            assert logged.count("a serves version 1") == 1
+            assert logged.count("v1 (step 3) is live on a") == 1
             assert process.returncode == 0
         finally:
             process.kill()

@@ -87,7 +87,7 @@ def test_a_damaged_version_never_reaches_the_engine_and_is_not_tried_again(
         hook.pull(0)
     assert engine.asked("load") == []
     assert leased(job) == []
-    assert str(report(job).refused).startswith("version 1: ")
+    assert str(report(job).refused).startswith("v1: ")
     assert hook.pull(0) is None
     publish(job, 2)
     pulls(hook, 2, 2)
@@ -131,7 +131,7 @@ def test_a_version_that_nobody_vouches_for_never_reaches_the_engine(
     with pytest.raises(VerificationError):
         hook.pull(0)
     assert engine.asked("load") == []
-    assert str(report(job).refused).startswith("version 1: ")
+    assert str(report(job).refused).startswith("v1: ")
 
 
 @pytest.mark.parametrize("fault", ["check", "load"])
@@ -147,7 +147,7 @@ def test_a_version_that_the_engine_refuses_leaves_it_on_the_one_before(
     assert hook.version == Version(1, 1)
     assert report(job).sequence == 1
     if fault == "check":
-        assert str(report(job).refused).startswith("version 2: ")
+        assert str(report(job).refused).startswith("v2: ")
     else:  # what storage refused may well work the next time
         assert report(job).refused is None
         pulls(hook, 2, 2)
@@ -160,7 +160,7 @@ def test_a_damaged_manifest_is_refused_once_and_the_next_version_taken(
     (job.version(2) / "manifest.json").write_bytes(b"{")
     with pytest.raises(VerificationError):
         hook.pull(0)
-    assert str(report(job).refused).startswith("version 2: ")
+    assert str(report(job).refused).startswith("v2: ")
     assert leased(job) == [1]
     assert hook.pull(0) is None
     publish(job, 3)

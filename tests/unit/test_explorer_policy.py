@@ -379,11 +379,11 @@ def test_what_was_refused_is_named_by_the_next_timeout(
     if call == "pull":
         with pytest.raises(EngineMismatchError):
             hook.pull(0)
-        times_out(hook, r"; explorer refused version 1: other names$")
+        times_out(hook, r"; explorer refused v1: other names$")
     else:
         hook.start()
         wait_until(lambda: report(job).refused, "it is refused")
-        with too_late(r"s: it refused version 1: other names$"):
+        with too_late(r"s: it refused v1: other names$"):
             hook.wait_until_served(0.05)
         hook.stop()
     publish(job, 2)
@@ -575,7 +575,7 @@ def test_a_damaged_version_is_refused_whether_it_is_staged_or_not(
         with pytest.raises(VerificationError):
             hook.pull(0)
         assert engine.asked("check") == []
-        assert str(report(job).refused).startswith("version 1: ")
+        assert str(report(job).refused).startswith("v1: ")
         assert leased(job) == []
 
 

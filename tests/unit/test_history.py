@@ -405,7 +405,7 @@ def test_the_log_and_the_status_give_a_small_version_the_same_size(
     with job.daemon() as loop, caplog.at_level("INFO"):
         loop.publish(1)
     [line] = [text for text in caplog.messages if text.startswith("published step 1")]
-    told = line.removeprefix("published step 1 as version 1: ").split(" in ")[0]
+    told = line.removeprefix("published step 1 as v1: ").split(" in ")[0]
     assert told.endswith(" kB")
     assert f"published step 1 as v1: {told} in " in invoke("status", job.root).output
 
@@ -426,7 +426,7 @@ def test_refusals_and_rollbacks_are_events_in_the_status(job: SmallJob) -> None:
     shown = invoke("status", job.root).output
     assert "v1 is served again, as v3: asked for by me\\n@x" in shown
     assert "published step 2 as v2: " in shown
-    assert "refused step 3:" in shown
+    assert "quarantined step 3:" in shown
     again = history(job, 10)[-1]
     assert (again.version, again.of, again.step, again.by) == (3, 1, 1, "me\\n@x")
     assert "v3 = v1" in invoke("history", job.root).output

@@ -719,16 +719,16 @@ def test_a_sparse_gigabyte_is_not_loaded(shared: Shared, limit: int) -> None:
 
 def test_status_shows_what_others_wrote_as_text_on_its_own_line(shared: Shared) -> None:
     report = {
-        "name": "[/bold] \x1b[2J\nlatest   version 99",
+        "name": "[/bold] \x1b[2J\nlatest   v99",
         "session": "s", "status": "running", "refused": "[red]", "time": 1e300,
     }  # fmt: skip
     shared.layout.explorer("x").write_text(json.dumps(report))
     (shared.layout.lease_folder(4) / os.fsdecode(b"[x]\n\xff")).touch()
-    (shared.layout.quarantine / "[bold]\nlatest   version 99").touch()
+    (shared.layout.quarantine / "[bold]\nlatest   v99").touch()
     result = invoke("status", shared.root)
     assert result.exception is None, result.exc_info
     assert "\x1b" not in result.output
     assert [line for line in result.output.splitlines() if line.startswith("latest")] == [
-        "latest   version 4, step 4 (F32)"
+        "latest   v4, step 4 (F32)"
     ]
     assert "[/bold]" in result.output

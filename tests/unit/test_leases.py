@@ -271,7 +271,7 @@ def test_a_version_that_is_leased_cannot_be_retired_and_can_when_it_is_let_go(
 def test_a_retired_version_cannot_be_leased_and_its_folder_does_not_come_back(
     job: SmallJob,
 ) -> None:
-    with pytest.raises(VersionGoneError, match=r"version 3 of .* was retired before node leased"):
+    with pytest.raises(VersionGoneError, match=r"v3 of .* was pruned before node leased"):
         job.lease(3, "session", "node")
     assert not job.lease_folder(3).exists()
 

@@ -167,7 +167,7 @@ def test_a_daemon_with_few_descriptors_publishes_whoever_connects_to_its_metrics
 ) -> None:
     job, port = SmallJob(tmp_path / "job"), free_port()
     with Daemon(job.root, "--metrics-port", str(port)) as daemon, ExitStack() as stack:
-        daemon.wait_for_log("working on")
+        daemon.wait_for_log("serving")
         resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (256, 256))
         for _ in range(400):
             connected(port, stack)

@@ -176,7 +176,7 @@ def test_a_change_of_names_is_said_once(
         publish(loop, 4)
     assert [tensors(job, n) for n in (3, 4)] == [HUB, HUB]
     assert said(job) == [(1, "trainer", None), (2, "hub", None)]
-    assert "in the previous version they had the names of the trainer's module" in caplog.text
+    assert "in the previous version they had the names of the trainer" in caplog.text
 
 
 def test_a_map_that_maps_nothing_is_no_line(job: SmallJob) -> None:

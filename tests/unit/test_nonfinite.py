@@ -247,7 +247,7 @@ def test_a_version_with_nan_is_published_with_a_warning_and_measured(
     assert "with NaN or Inf in 1 tensor (weight)" in " ".join(page.split())
     _, trainer, daemon = caplog.messages  # the first: there is no config.json
     assert "of step 2 has NaN or Inf in 1 tensor (weight)" in trainer
-    assert daemon.startswith("version 2 of step 2 has NaN or Inf in 1 tensor (weight)")
+    assert daemon.startswith("v2 of step 2 has NaN or Inf in 1 tensor (weight)")
     fields = caplog.records[-1].__dict__["fields"]
     assert fields == {"version": 2, "step": 2, "count": 1, "tensors": ["weight"]}
 
@@ -381,7 +381,7 @@ def test_a_config_whose_settings_differ_from_the_version_before_is_said_once(
             assert len(told(caplog)) == (step >= 2)
     (line,) = told(caplog)
     assert line.startswith(
-        "config.json of version 3 differs from the config.json of version 2: "
+        "config.json of v3 differs from the config.json of v2: "
         'eos (absent → "\\u001b[2J"); layers ([1, 2] → absent); rope_scaling.factor (2.0 → 4.0). '
     )
 

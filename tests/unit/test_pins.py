@@ -55,9 +55,9 @@ def test_what_is_gone_cannot_be_pinned(job: SmallJob) -> None:
     published(job, 3)
     pruned(job)
     waited: list[float] = []
-    with pytest.raises(VersionGoneError, match="v000001"):
+    with pytest.raises(VersionGoneError, match="v1"):
         pin_version(job, 1)
-    with pytest.raises(VersionGoneError, match="v000009"):
+    with pytest.raises(VersionGoneError, match="v9"):
         pin_version(job, 9)
     with invalid("global_step_1"):
         pin_step(job, 1, sleep=waited.append)

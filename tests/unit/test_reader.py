@@ -57,10 +57,10 @@ def test_the_newest_version_is_held_until_it_is_released(job: SmallJob, reader: 
 def test_nothing_newer_in_time_is_a_timeout_that_says_what_was_waited_for(
     job: SmallJob, reader: Reader
 ) -> None:
-    with too_late(r"no version newer than version 0 .* within 0\.01 s"):
+    with too_late(r"no version newer than v0 .* within 0\.01 s"):
         reader.wait(0, 0.01)
     publish(job, 4)
-    with too_late("no version newer than version 1"):
+    with too_late("no version newer than v1"):
         reader.next_version(1, 0)
     assert markers(job, 1) == []
 
@@ -123,7 +123,7 @@ def test_a_latest_that_names_a_version_that_is_gone_is_looked_at_again(
     job.layout.latest.write_bytes(encode(latest))
     with pytest.raises(VersionGoneError):
         reader.lease(latest)
-    with too_late(r"version 5 .* was retired before explorer"):
+    with too_late(r"v5 .* was pruned before explorer"):
         reader.next_version(0, 0)
 
 
@@ -263,7 +263,7 @@ def test_a_manifest_of_another_version_is_refused_and_its_lease_let_go(
 ) -> None:
     publish(job, 3, 4)
     edit(job.version(2) / "manifest.json", '"sequence":2', '"sequence":1')
-    with unverified("found that of version 1"):
+    with unverified("found that of v1"):
         reader.next_version(1, 0)
     assert markers(job, 2) == []
 

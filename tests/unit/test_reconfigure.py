@@ -102,6 +102,4 @@ def test_prune_goes_by_the_rules_that_a_daemon_would_be_told(
         monkeypatch.setenv("SYNCD_KEEP", "3")
     result = invoke(*words)
     assert result.exit_code == 0
-    assert [line.split(":")[0] for line in result.output.splitlines()] == [
-        "would delete version v000001"
-    ]
+    assert [line.split(":")[0] for line in result.output.splitlines()] == ["would prune version v1"]

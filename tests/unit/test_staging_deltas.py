@@ -147,7 +147,7 @@ def test_what_is_rolled_back_meanwhile_is_not_served(
 ) -> None:
 
     def roll_back() -> None:
-        chain.put(tip=None, sequence=4, folder="v000004", no_deltas="v000001 is served again")
+        chain.put(tip=None, sequence=4, folder="v000004", no_deltas="v1 is served again")
 
     with pytest.raises(NotStagedError, match="served again"):
         staging.follow(chain.lead(), chain.hold, cancel=roll_back)

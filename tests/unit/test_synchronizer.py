@@ -607,7 +607,7 @@ def test_the_tensors_are_those_of_the_version_that_a_wait_returned(members: Memb
     members.publish(3, 3.0)
     members.publish(4, 4.0)
     assert not layout.version(1).exists()
-    with pytest.raises(VersionGoneError, match=r"version 1 .* was retired"):
+    with pytest.raises(VersionGoneError, match=r"v1 .* was pruned"):
         next(explorer.get_model_state_dict_iterator(version))
 
 
@@ -680,7 +680,7 @@ def test_a_step_on_disk_is_published_by_its_number(
     for step in (8, 9):
         job.actor(step).mkdir(parents=True)
     members.quarantine(9, "r-9-0")
-    with save_fails("step 9 cannot be published"):
+    with save_fails("step 9 was quarantined"):
         explorer.set_model_state_dict_with_step_num(9)
     with pytest.raises(WaitTimeoutError):
         explorer.set_model_state_dict_with_step_num(8, timeout=0.1)
@@ -777,7 +777,7 @@ def test_the_trainer_does_not_wait_for_an_explorer_that_refused_the_version(
     first, second = members.publish(1), members.publish(2)
     explorer.set_explorer_version(first)
     assert not trainer.wait_for_explorers(0.1)
-    explorer.set_explorer_version(first, f"version {second.sequence}: it does not fit")
+    explorer.set_explorer_version(first, f"v{second.sequence}: it does not fit")
     assert trainer.wait_for_explorers(0.1)
     explorer.set_explorer_version(first)
     assert not trainer.wait_for_explorers(0.1)

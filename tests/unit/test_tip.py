@@ -489,7 +489,7 @@ def test_status_history_and_verify_tell_of_deltas(job: SmallJob) -> None:
     assert first.published is not None
     assert second.published is None
     assert second.linked is not None
-    assert "linked" in invoke("history", job.root).output
+    assert "ahead" in invoke("history", job.root).output
     verified = invoke("verify", job.root)
     assert verified.exit_code == 0
     assert "d000002: delta from run-1-1, whole" in verified.output

@@ -65,8 +65,8 @@ def ask(
         connection.close()
 
 
-def jobs_of(server: Server) -> list[dict[str, Any]]:
-    return json.loads(asked(server, "/jobs.json")[1])["jobs"]
+def jobs_of(server: Server, query: str = "") -> list[dict[str, Any]]:
+    return json.loads(asked(server, f"/jobs.json{query}")[1])["jobs"]
 
 
 def printed(*arguments: object) -> Any:
@@ -76,15 +76,15 @@ def printed(*arguments: object) -> Any:
 def test_it_holds_what_status_and_history_print_and_when_that_was_read(
     shown: SmallJob, server: Server
 ) -> None:
-    (job,) = jobs_of(server)
+    answer = json.loads(asked(server, "/jobs.json?history=0&had=0")[1])
+    (job,) = answer["jobs"]
     status = printed("status", shown.root)
     job["status"]["free"] = status["free"] = None  # which changes all the time
     assert (job["job"], job["status"]) == (str(shown.root), status)
-    history = json.loads(asked(server, f"/jobs/{job['id']}/history.json")[1])
-    assert history["history"] == printed("history", shown.root)
-    assert history["history"]["versions"][0]["live"][0]["explorer"] == "node-1"
-    assert 0 < history["read"] <= history["now"]
-    assert history["silent_since"] is None
+    assert job["history"] == printed("history", shown.root)
+    assert job["history"]["versions"][0]["live"][0]["explorer"] == "node-1"
+    assert 0 < job["read"] <= job["since"] <= answer["now"]
+    assert job["silent_since"] is None
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def test_another_sites_name_for_this_host_is_refused(
 
 @pytest.mark.parametrize(
     "path",
-    ["/jobs/1/history.json", "/jobs/-1/history.json", "/jobs/%D9%A3/history.json",
-     "/jobs/999999999/history.json", "/../../etc/passwd", "/%2e%2e/setup.cfg", "//etc/passwd",
-     "/server.py", "/jobs", "/page.html", "/jobs//etc/history.json"],
+    ["/jobs.json?history=-1&had=0", "/jobs.json?history=%D9%A3&had=0", "/jobs.json?history=0",
+     "/jobs.json?history=999999999&had=0", "/jobs.json?history=0&had=../etc", "/../../etc/passwd",
+     "/%2e%2e/setup.cfg", "//etc/passwd", "/server.py", "/jobs", "/page.html"],
 )  # fmt: skip
 def test_a_path_leads_to_what_is_listed_and_to_no_file(server: Server, path: str) -> None:
     jobs_of(server)
@@ -240,17 +240,11 @@ def test_jobs_come_and_go_and_those_that_are_all_away_say_so(tmp_path: Path) -> 
         def listed(*wanted: tuple[int, Path]) -> bool:
             return [(job["id"], Path(job["job"])) for job in jobs_of(server)] == list(wanted)
 
-        def history(number: int) -> tuple[int, bytes]:
-            answer, content = asked(server, f"/jobs/{number}/history.json")
-            return answer.status, content
-
         wait_until(lambda: listed((0, first)), "the first job")
         SmallJob(second)
         wait_until(lambda: listed((0, first), (1, second)), "a second job")
-        assert history(0)[0] == 200
         shutil.rmtree(first)
         wait_until(lambda: listed((1, second)), "the second job alone")
-        wait_until(lambda: jobs_of(server) and history(0)[0] == 404, "the first is forgotten")
         SmallJob(first)
         wait_until(lambda: listed((2, first), (1, second)), "one made anew is another")
         root.rename(tmp_path / "unmounted")
@@ -258,21 +252,23 @@ def test_jobs_come_and_go_and_those_that_are_all_away_say_so(tmp_path: Path) -> 
         away = "no such folder"
         wait_until(lambda: away in jobs_of(server)[0]["status"].get("unseen", ""), "it is away")
         assert listed((2, first), (1, second))
-        assert away in json.loads(history(1)[1])["history"]["unseen"]
 
 
 def test_a_history_that_the_page_has_already_is_not_sent_again(shown: SmallJob) -> None:
-    with served(shown.root, every=3600.0) as server:
+    with served(shown.root) as server:
 
-        def history(query: str) -> Any:
-            return json.loads(asked(server, f"/jobs/0/history.json{query}")[1])
+        def history(had: object) -> tuple[Any, float]:
+            (job,) = jobs_of(server, f"?history=0&had={had}")
+            return job["history"], job["since"]
 
-        jobs_of(server)
-        first = history("")
-        again = history(f"?had={first['read']}")
-        assert (again["read"], again["history"]) == (first["read"], None)
-        assert history("?had=1.5")["history"] == first["history"]
-        assert asked(server, "/jobs/0/history.json?had=../etc")[0].status == 404
+        assert jobs_of(server)[0]["history"] is None  # nobody has asked for it
+        first, since = history(0)
+        assert first["versions"]
+        assert history(since) == (None, since)
+        assert history(1.5) == (first, since)
+        with shown.daemon(DaemonConfig(keep=9)) as loop:
+            loop.publish(2)
+        assert history(since)[0]["versions"][-1]["version"] == 2
 
 
 def test_a_port_that_is_taken_is_an_error_with_advice(server: Server, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_the_iterator_reads_a_tensor_when_it_is_its_turn(
 
 
 def test_a_name_or_a_part_that_there_is_not_is_said(reader: WeightsReader) -> None:
-    with invalid(r"version 1 \(step 1\) has no tensor cubes"):
+    with invalid(r"v1 \(step 1\) has no tensor cubes"):
         reader.get_weight("cubes")
     for box in (Box((0, 0), (1, 1)), Box((3, 0, 0), (2, 1, 1)), Box((-1, 0, 0), (1, 1, 1))):
         with invalid(r"is of shape \[4, 3, 5\] and has no part"):

@@ -84,7 +84,7 @@ def many_jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     busy = a_job(root / "busy", 30, *(f"node-{number}-{'x' * 40}" for number in range(30)))
     for number in range(7):
         name = f"node-{number}-{'x' * 40}"
-        explorer(busy, name, 3, refused="version 30: no such tensor " * 9, time=time.time())
+        explorer(busy, name, 3, refused="v30: no such tensor " * 9, time=time.time())
     merge = MergeProgress(step=31, done=10**9, total=4 * 10**9, seconds=1.0)
     daemon(busy, time.time(), state="merging", merge=merge, detail="step 31")
     trainer = TrainerReport(run_id="r", world_size=64, status="running", step=31, time=time.time())
@@ -117,7 +117,7 @@ def test_what_happens_is_seen_without_a_reload_and_moves_nothing_that_the_viewer
         page.sees("500 ms, not staged", ".stack")
         page.sees("v4 is live on node-2", ".events")
         page.wait("return document.title.startsWith('v4 · job')", "the title")
-        assert "Version 4 is the latest" in page.run("return news.textContent")
+        assert "v4 is the latest" in page.run("return news.textContent")
         assert page.run("return [document.activeElement === unmoved, unmoved.isConnected]") == [
             True, True,
         ]  # fmt: skip
@@ -151,12 +151,12 @@ def test_the_tip_its_deltas_and_why_saves_are_full_are_seen(page: Browser, tmp_p
         loop.rounds(2, 1)
         page.open(server.address)
         page.sees("ahead: step 2 (", ".tiles")
-        page.sees("linked", ".timeline")
+        page.sees("ahead", ".timeline")
         page.sees("no live explorer follows", ".facts")
-        page.sees("served step 2 before v2 was made", ".events")
+        page.sees("served step 2 ahead of v2: ", ".events")
         fold = MergeProgress(step=2, done=10**9, total=4 * 10**9, seconds=1.0)
         daemon(job, time.time(), fold=fold)
-        page.sees("Making the version of step 2: 1.0 GB of 4.0 GB", ".doing")
+        page.sees("Folding step 2: 1.0 GB of 4.0 GB", ".doing")
 
 
 def test_what_others_wrote_is_text_and_nothing_else(page: Browser, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_what_others_wrote_is_text_and_nothing_else(page: Browser, tmp_path: Pat
     journal.write()
     with shown(page, job.root) as server:
         page.open(server.address)
-        page.sees("refused step 9", ".events")
+        page.sees("quarantined step 9", ".events")
         page.run("document.querySelectorAll('summary').forEach((one) => one.click())")
         page.sees("at", "ul.live")
         told = page.text()
@@ -397,7 +397,7 @@ def test_a_job_whose_storage_hangs_is_said_beside_those_that_are_well(
             page.sees("no answer", "nav tbody tr:nth-child(2)")
             page.sees("v3 · step 3", "nav tbody tr:nth-child(1)")
             ended.set()
-            page.sees("No daemon has worked here yet", "main")
+            page.sees("No daemon has served this job yet", "main")
     finally:
         ended.set()
 
@@ -445,7 +445,7 @@ def test_a_server_that_is_gone_is_said_and_one_that_is_back_is_seen(
     with served(job.root, port=port):
         page.run("document.getElementById('again').click()")
         page.sees("live", "#fresh")
-        page.sees("Version 3 is the latest", "#news")
+        page.sees("v3 is the latest", "#news")
         assert all("net::ERR_" in one for one in page.complaints())
 
 
@@ -504,7 +504,7 @@ def test_who_is_lost_or_refuses_the_newest_version_is_said_on_top_and_in_the_tit
             run_id="r", world_size=1, status="running", session="t", step=3, time=time.time() - 81
         )
         job.put_record(job.layout.trainer_report, trainer)
-        explorer(job, "node-1", 3, time=1.0, refused="version 107: no such tensor")
+        explorer(job, "node-1", 3, time=1.0, refused="v107: no such tensor")
         job.session("s-node-2").unlink()
         page.sees("trainer lost. Restart it", ".note.bad")
         page.sees("node-1 refuses v107", "main")
@@ -528,7 +528,7 @@ def test_a_version_on_disk_has_a_row_however_old_it_is(page: Browser, tmp_path: 
     daemon(job, time.time())
     with shown(page, job.root) as server:
         page.open(server.address)
-        page.sees("held by evaluation", ".timeline tbody tr[data-key='2']")
+        page.sees("leased by evaluation", ".timeline tbody tr[data-key='2']")
         assert page.run("return document.querySelectorAll('.timeline tbody tr').length") == 21
 
 

@@ -57,12 +57,6 @@ _MOST_WAITING: Final = 4000
 _RANDOM: Final = re.compile(r"-[0-9a-f]{12}(?![0-9a-f])")
 #: For how many versions the time of the update of LATEST is kept, as explorers may load late.
 _REMEMBERED: Final = 16
-#: A kind of deletion → its counter; removed leases have none.
-_PRUNED: Final = {
-    "version": "versions_retired",
-    "step": "steps_pruned",
-    "delta": "deltas_pruned",
-}
 
 
 class Meter:
@@ -169,8 +163,8 @@ class Journal:
     def pruned(self, what: str) -> None:
         """Count a deletion that is already logged."""
         self.meter.pruned(what)
-        if what in _PRUNED:
-            self._count(_PRUNED[what])
+        if what != "lease":
+            self._count(f"{what}s_pruned")
 
     def _count(self, counter: str, by: int = 1) -> None:
         count = getattr(self.counters, counter) + by
