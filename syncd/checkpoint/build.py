@@ -39,6 +39,7 @@ from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.checkpoint.version import write_manifest
 from syncd.checkpoint.whole_files import Merged, publish_files
+from syncd.protocol.amounts import size
 from syncd.protocol.errors import CheckpointError, NoRoomError, SaveNotReadyError
 from syncd.protocol.names import (
     ACTOR,
@@ -266,7 +267,7 @@ class FreeSpace:
     storage: Storage
     folder: Path
     root: Path
-    advice: str
+    advice: str = ""
 
     def __post_init__(self) -> None:
         self._sized: dict[object, int] = {}
@@ -307,8 +308,8 @@ class FreeSpace:
             needed = _SMALL_FILES + self._sized[asked]
         if free.bytes is not None and free.bytes < needed:
             raise NoRoomError(
-                f"step {save.step} needs {needed / 1e6:.1f} MB, but only "
-                f"{free.bytes / 1e6:.1f} MB are free in {self.root}: {self.advice}"
+                f"step {save.step} needs {size(needed)}, but only {size(free.bytes)} are free in "
+                f"{self.root}{self.advice}"
             )
         if free.inodes is not None and free.inodes < _FEW_INODES:
             raise NoRoomError(

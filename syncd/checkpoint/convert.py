@@ -122,7 +122,7 @@ def convert_step(
     """
     storage, actor = job.storage, job.layout.actor(save.step)
     work = Work(lambda: None, progress)
-    space = FreeSpace(storage, actor, job.layout.root, advice="make room there")
+    space = FreeSpace(storage, actor, job.layout.root, advice=": make room there")
     room = job.layout.step(save.step) / f"{_ROOM}{secrets.token_hex(6)}"
     try:
         _make_room(storage, room)

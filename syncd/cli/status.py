@@ -274,7 +274,15 @@ def _state(seen: DirectoryState) -> str:
     if seen.daemon is None:
         return "none yet"
     state = seen.daemon.trouble or seen.daemon.state
-    return "paused" if seen.paused and state == "watching" else state
+    if state == "watching":
+        state = (
+            "paused"
+            if seen.paused
+            else "blocked"
+            if any(one.level for one in seen.daemon.blocked)
+            else state
+        )
+    return state
 
 
 def _merge(merge: MergeProgress | None) -> str:
@@ -288,11 +296,12 @@ def _merge(merge: MergeProgress | None) -> str:
 
 
 def _done(counters: DaemonCounters) -> str:
-    done = [
-        f"{size(count)} merged" if name == "merged_bytes" else f"{count} {name.replace('_', ' ')}"
-        for name, count in counters
-        if count
-    ]
+    done = []
+    for name, count in counters:
+        word = name.replace("s_", " " if count == 1 else "s ").replace("linked", "ahead")
+        if count:
+            merged = name == "merged_bytes"
+            done.append(f"{size(count)} merged" if merged else f"{count} {word.replace('_', ' ')}")
     return ", ".join(done) or "nothing yet"
 
 

@@ -62,7 +62,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self._new_names: Names = "hub" if self.hub_names else "trainer"
-        advice = "make room there, or release a step"
+        advice = ": make room there, or release a step"
         self._space = FreeSpace(
             self.job.storage, self.job.layout.bench, self.job.layout.root, advice=advice
         )

@@ -469,7 +469,7 @@ class Attempts:
         self.tidying.after(error)
         self.may_overtake, self.obstacle = False, None
         if not isinstance(error, SaveNotReadyError):  # its trainer goes on with it
-            self.obstacle = Obstacle.of(lasting(why), error)
+            self.obstacle = Obstacle.of(f"nothing is published: {lasting(why)}", error)
             self.may_overtake = self.obstacle.reason == "room"
             self.tenure.blocks.meet("save", self.obstacle)
         self._wait = min(_LONGEST_WAIT, 2 * self._wait or self.publisher.config.tick)

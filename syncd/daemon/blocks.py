@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import logging
+import shlex
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from syncd.protocol.errors import NoRoomError
 from syncd.protocol.events import WorkBlocked
 from syncd.protocol.records import DEFAULT_LEASE_TIME
 from syncd.protocol.reports import Blocked, Reason, tens
-from syncd.storage.errnos import GONE, NO_RECORD, NO_ROOM, ROOM, SHARE, WRITABLE, masked
+from syncd.storage.errnos import GONE, NO_RECORD, NO_ROOM, SHARE, WRITABLE, masked
 from syncd.storage.judge import Clock
 from syncd.storage.mounts import ONE_MOUNT
 from syncd.storage.repeats import Repeats
@@ -21,10 +22,14 @@ log = logging.getLogger(__name__)
 
 #: Seconds after which even work that has failed only once is a warning.
 _SOON: Final = 10.0
+_ROOM: Final = (
+    "Make room, lower --keep, or raise the quota: `df -h {job}` shows the free bytes, and "
+    "`df -i {job}` the free inodes"
+)
 _FILE: Final = "Restore this file, or remove what is in its place"
 _REMEDIES: Final[dict[int | None, tuple[Reason, str]]] = {
     **dict.fromkeys((GONE | NO_RECORD) - {errno.ESTALE}, ("storage", _FILE)),
-    **dict.fromkeys(NO_ROOM, ("room", ROOM)),
+    **dict.fromkeys(NO_ROOM, ("room", _ROOM)),
     **dict.fromkeys((errno.EACCES, errno.EPERM), ("rights", SHARE)),
     errno.ENOMEM: ("memory", "Give the daemon more memory, or let fewer jobs merge at a time"),
     **dict.fromkeys((errno.EXDEV, errno.EBUSY), ("filesystem", ONE_MOUNT)),
@@ -80,11 +85,12 @@ class Blocks:
     """All work of a job that is blocked. Each round says anew what it meets.
 
     A warning is logged at once, and then less and less often. The level is 1 from the second
-    failure, or after 10 s, and 2 after a lease time.
+    failure, or after 10 s, and 2 after a lease time. Remedies get the path of the ``job``.
     """
 
     lease_time: float = DEFAULT_LEASE_TIME
     clock: Clock = time.monotonic
+    job: object = "."
 
     def __post_init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
@@ -96,6 +102,8 @@ class Blocks:
 
         Call this in each round.
         """
+        remedy = obstacle.remedy.replace("{job}", shlex.quote(str(self.job)))
+        obstacle = replace(obstacle, remedy=remedy)
         self._met.add(work)
         entry = self._entries.setdefault(work, _Entry(obstacle, self.clock()))
         entry.failures += entry.obstacle.cause is not obstacle.cause

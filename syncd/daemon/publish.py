@@ -72,8 +72,7 @@ class Publisher:
         self._storage, self._layout = job.storage, job.layout
         self.naming = Naming(job, self.tenure.judge.lease_time, self._clock)
         self._floor = 0
-        advice = "make room there, or lower --keep"
-        self._free_space = FreeSpace(job.storage, job.layout.epochs, job.layout.root, advice=advice)
+        self._free_space = FreeSpace(job.storage, job.layout.epochs, job.layout.root)
         self.latest: Latest | None = None
         self.known = Known()
         self.outcomes = Outcomes(job, self._epoch, self.tenure.wall)

@@ -105,7 +105,7 @@ class Service:
         self._meter.active(yes=False)
         self._quiet_rounds = 0
         self._said = ""
-        self._blocks = Blocks()
+        self._blocks = Blocks(job=self.root)
         self._unprunable: str | None = None
         self._repeats = Repeats()
         self._open_job()

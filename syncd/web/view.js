@@ -171,10 +171,9 @@ function doing({ fold, merge, state, detail }) {
     : state === "merging" ? ["Merging ", said(detail)]
     : detail ? ["Waiting: ", said(detail)]
     : "Nothing is being merged.";
-  return h("div", { class: "tile doing", "data-key": "doing" },
+  return h("div", { class: `tile doing${work ? "" : " idle"}`, "data-key": "doing" },
     h("p", null, words),
-    h("progress", { "aria-label": "Progress", class: work ? null : "idle",
-      max: Math.max(work?.total ?? 1, 1), value: work?.done ?? 0 }));
+    h("progress", { "aria-label": "Progress", max: Math.max(work?.total ?? 1, 1), value: work?.done ?? 0 }));
 }
 
 function progress({ done, total, seconds }) {
@@ -228,7 +227,7 @@ function explorers(status, chosen, now) {
 function details(status) {
   const { daemon } = status;
   const counters = Object.entries(daemon?.counters ?? {}).filter(([, count]) => count)
-    .map(([name, count]) => (name === "merged_bytes" ? `${size(count)} merged` : `${count} ${words(name)}`));
+    .map(([name, count]) => (name === "merged_bytes" ? `${size(count)} merged` : `${count} ${words(name.replace("s_", count === 1 ? " " : "s ").replace("linked", "ahead"))}`));
   const facts = [
     counters.length ? ["Done since the daemon began", counters.join(", ")] : null,
     status.no_links ? ["No deltas, because", said(status.no_links)] : null,
@@ -256,8 +255,9 @@ function stateOf(job, now) {
   if (state === "stopped") {
     return { word: state, kind: "warn" };
   }
-  if (status.paused && state === "watching") {
-    return { word: "paused", kind: "warn" };
+  const level = Math.max(0, ...status.daemon.blocked.map((one) => one.level));
+  if (state === "watching" && (status.paused || level)) {
+    return status.paused ? { word: "paused", kind: "warn" } : { word: "blocked", kind: KINDS[level] };
   }
   return { word: state, kind: "good" };
 }

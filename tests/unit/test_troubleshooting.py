@@ -63,7 +63,7 @@ def test_what_is_quoted_is_said() -> None:
 
 def test_a_quotation_that_nobody_says_is_found() -> None:
     assert len(QUOTED) > 30
-    assert is_said("step … needs … MB, but only … MB are free in …")
+    assert is_said("step … needs …, but only … are free in …")
     assert not is_said("step … needs … GB, and … MB are free in …")
     assert not is_said("MB are free in … needs")
 

@@ -1,6 +1,7 @@
 """The page of ``syncd web`` in a real browser, with real jobs and a real server behind it."""
 
 import os
+import shlex
 import threading
 import time
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ from tests.ports import free_port
 from tests.saved_deltas import save_delta, save_full
 from tests.storages import FastStorage
 from tests.web.chromium import ENTER, RIGHT, SPACE, TAB, Browser, browser
+from tests.web.screenshots import without_room
 from tests.web.served import daemon, explorer, served
 
 pytestmark = pytest.mark.browser
@@ -515,6 +517,30 @@ def test_who_is_lost_or_refuses_the_newest_version_is_said_on_top_and_in_the_tit
         page.sees("refuses v107", "[data-key=explorers]")
         order = "return [...document.querySelectorAll('main > section')].map((x) => x.dataset.key)"
         assert page.run(order)[:2] == ["explorers", "versions"]
+
+
+def test_a_full_disk_is_red_with_the_command_that_shows_it(page: Browser, tmp_path: Path) -> None:
+    with without_room(tmp_path / "disk", 1) as job, shown(page, job.root) as server:
+        page.open(server.address)
+        page.sees("nothing is published: step 2 needs 1.0 MB, but only", ".note.bad b")
+        assert page.text(".note.bad code") == f"df -h {job.root}"
+        page.sees("blocked", ".badge.bad")
+        page.wait("return document.title.startsWith('degraded · v1 · ')", "the title")
+        assert page.run(FAINT) == []
+
+
+def test_a_command_on_the_page_works_in_every_folder(
+    page: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, empty = tmp_path / "it's new", SmallJob(tmp_path / "an empty one").root
+    new.mkdir()
+    monkeypatch.chdir(tmp_path)
+    with shown(page, *(Path(folder.name) for folder in (new, empty))) as server:
+        page.open(f"{server.address}#{new}")
+        page.sees(f"syncd run {shlex.quote(str(new))}", ".note.bad code")
+        page.open(f"{server.address}#{empty}")
+        page.sees(f"syncd run {shlex.quote(str(empty))}", ".note.warn code")
+        page.sees(f"syncd follow {shlex.quote(str(empty))} --name", ".empty code")
 
 
 def test_a_version_on_disk_has_a_row_however_old_it_is(page: Browser, tmp_path: Path) -> None:
