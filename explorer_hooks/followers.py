@@ -142,7 +142,7 @@ def ready_file(
             version = hook.version
             if version is None or hook.fault:
                 return False
-            if max_behind is not None:
+            if max_behind is not None and not hook.synchronizer.turns.has_one:
                 if hook.synchronizer.is_elsewhere():
                     return False
                 newest = hook.synchronizer.wait_new_model_state_dict(version, no_wait=True)

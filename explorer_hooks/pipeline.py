@@ -332,8 +332,7 @@ class Pipeline:
         blames, self._is_late = True, self._is_late and not benches
         try:
             check_kind(leased, taker.kinds)
-            ready, why = leased, None
-            staged = None if begun is None else True
+            ready, why, staged = leased, None, None if begun is None else True
             begun = time.monotonic() if begun is None else begun
             # Each byte is read once, also with a stage: the copy is verified while it is made.
             if self.staging is not None and leased.kind != "remote" and not staged:
@@ -350,21 +349,22 @@ class Pipeline:
             taker.check(ready)
             verified = time.monotonic()
             blames = False  # an error of running requests is not the version's fault
-            self.before_load(ready)
-            blames = True
-            taker.prepare(ready)
-            cancel.check()
-            told = Reload(
-                sequence=leased.sequence,
-                step=leased.step,
-                verify=verified - begun,
-                prepare=time.monotonic() - verified,
-                staged=staged,
-                not_staged=why,
-                **(asdict(self.staging.fetched) if self.staging and staged else {}),
-            )
-            # Cannot be cancelled from here on: the engine reads the files.
-            told = told.model_copy(update=self._reload(ready))
+            with self.sync.turns.one(cancel):
+                self.before_load(ready)
+                blames = True
+                taker.prepare(ready)
+                cancel.check()
+                told = Reload(
+                    sequence=leased.sequence,
+                    step=leased.step,
+                    verify=verified - begun,
+                    prepare=time.monotonic() - verified,
+                    staged=staged,
+                    not_staged=why,
+                    **(asdict(self.staging.fetched) if self.staging and staged else {}),
+                    # Cannot be cancelled from here on: the engine reads the files.
+                    **self._reload(ready),
+                )
         except BaseException as error:
             for each in using:
                 each.release()
@@ -414,7 +414,8 @@ class Pipeline:
                 f"{broken}. Version {held.sequence} cannot be loaded again: {error}"
             ) from error
         try:
-            self.reloader.restore(held)
+            with self.sync.turns.one(cancel):
+                self.reloader.restore(held)
         except EngineBrokenError as error:
             if self._broken != str(error):
                 self._broken = str(error)

@@ -161,6 +161,7 @@ class Puller:
     def _take(self, newest: Version | Offer) -> bool:
         """Load a version or receive a broadcast; return True if the weights changed."""
         if isinstance(newest, Version):
+            self.sync.turns.check()
             return self.pipeline.take(newest, self.cancel)
         assert self.pipeline.fast_path is not None  # noqa: S101 - nobody else joins
         try:
@@ -187,6 +188,7 @@ class Puller:
                 )
         try:
             self.cancel.check()
+            self.sync.turns.deadline = deadline
             yield deadline
         finally:
             self.lock.release()

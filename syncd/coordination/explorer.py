@@ -13,6 +13,7 @@ from syncd.coordination.benching import Bench
 from syncd.coordination.broadcast.meeting import ExplorerGroup
 from syncd.coordination.broadcast.offer import ExplorerSide
 from syncd.coordination.leased_version import LeasedVersion
+from syncd.coordination.load_turns import LoadTurns
 from syncd.coordination.member import Doubles, Member
 from syncd.coordination.participant import become
 from syncd.coordination.versions import Lead
@@ -45,6 +46,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         follows_tip: True if it makes copies of saves that are not published (:meth:`lead`).
 
     Attributes:
+        turns: this explorer's turns to load; what stops an engine belongs in ``turns.one()``.
         on_other_job: called if another job has taken the place of this explorer's job.
     """
 
@@ -84,11 +86,11 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         self._met: Rendezvous | None = None
         self._group = ExplorerGroup(self._offers, name, self._me.session.id)
         self._stack.callback(self._group.close)
+        self.turns = LoadTurns(self._job, self._me, self._wait, self._clock)
         self._weights = WeightWaits(
-            self._me, self._roster, self._versions, self._transfer,
-            is_elsewhere=self.is_elsewhere, compare=self._compare_settings,
-            terms=SyncTerms.of(self.settings), root=self._job.layout.root,
-            clock=self._clock, poll=self._poll,
+            self._me, self._roster, self._versions, self._transfer, self.turns,
+            is_elsewhere=self.is_elsewhere, compare=self._compare_settings, clock=self._clock,
+            terms=SyncTerms.of(self.settings), root=self._job.layout.root, poll=self._poll,
         )  # fmt: skip
         if (trainer := self._trainer_there()) is not None:
             self._weights.unlike = self._compare_settings(trainer, self._me.record, trainer.session)
@@ -411,12 +413,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         The next transfer can then use the weight group of :meth:`rendezvous` again.
         """
         met = self._met
-        self._me.update(
-            step=step,
-            save_id=met.save_id if met else None,
-            received=met.save_id if met else None,
-            group=met.group_name if met else None,
-        )
+        save_id, group = (met.save_id, met.group_name) if met else (None, None)
+        self._me.update(step=step, save_id=save_id, received=save_id, group=group)
 
     def rendezvous(self, *, cancel: Cancellation | None = None) -> tuple[Rendezvous, int]:
         """Wait for the meeting place of the transfer that :meth:`ready_to_nccl_sync` agreed on.
@@ -447,8 +445,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             BroadcastError: no transfer was agreed, or a rank was late (``broadcast_timeout``).
         """
         met, rank = self.rendezvous(cancel=cancel)
-        deadline = self.settings.broadcast_timeout
-        return self._group.open(met, rank, deadline=deadline, device=device)
+        return self._group.open(met, rank, deadline=self.settings.broadcast_timeout, device=device)
 
     def group_failed(self) -> None:
         """Leave the weight group and report this; the next transfer forms a new group."""

@@ -49,7 +49,7 @@ _SHOWN: Final = 200
 
 @dataclass
 class HeldName:
-    """The name of a participant, held by this process's session.
+    """The name of a participant, or a turn to load, held by this process's session.
 
     Promised: while the hosts and the storage of two participants work, only one has the name. A
     participant that was paused for longer than a lease time can lose its name. The next
@@ -60,6 +60,7 @@ class HeldName:
     path: Path
     session: str
     name: str
+    patience: float = 0.0
     _given_up: bool = False
 
     @classmethod
@@ -82,9 +83,9 @@ class HeldName:
             NameTakenError: a live participant has the name.
         """
         held = cls(job, job.layout.claim(role, name), session.id, name)
-        watch = _Holder(job, held.path, session.lease_time, clock)
+        watch = ClaimWatch(job, held.path, session.lease_time, clock)
         has_said = False
-        while not held._create():
+        while not held.create():
             if watch.is_dead():
                 watch.take_away()
                 continue
@@ -113,7 +114,7 @@ class HeldName:
         if self._given_up:
             raise CancelledError(f"{self.path} was released, because this participant is closed")
         holder = read_claim(self.job.storage, self.path)
-        if holder == self.session or (holder is None and self._create()):
+        if holder == self.session or (holder is None and self.create()):
             return
         raise NameTakenError(
             f"session {read_claim(self.job.storage, self.path)} now holds {self.path}. This "
@@ -142,13 +143,18 @@ class HeldName:
             f"{session or 'unknown'})"
         )
 
-    def _create(self) -> bool:
+    def create(self) -> bool:
         """Make the claim, with all its content at once; True if this session has the name now."""
         layout = self.job.layout
         # Parent folders are not made, because nothing may be made in an unmounted job.
         self.job.storage.make_folder(layout.claims, below=layout.state)
         draft = layout.drafts / f"{TEMPORARY}claim-{secrets.token_hex(6)}"
-        claim = Claim(session=self.session, name=self.name, process=this_process())
+        claim = Claim(
+            session=self.session,
+            name=self.name,
+            process=this_process(),
+            patience=self.patience,
+        )
         # The claim is ours too if the server made the link, but its answer was lost.
         return self.job.storage.write_first(self.path, encode(claim), draft) or (
             read_claim(self.job.storage, self.path) == self.session
@@ -165,8 +171,8 @@ def read_claim(storage: Storage, path: Path) -> str | None:
     return session
 
 
-class _Holder:
-    """The session that has a name, watched until its heartbeat beats or counts as dead."""
+class ClaimWatch:
+    """The session that has a claim, watched until its heartbeat beats or counts as dead."""
 
     def __init__(self, job: Job, path: Path, lease_time: float, clock: Clock) -> None:
         self._job = job
@@ -175,6 +181,7 @@ class _Holder:
         self._first: Signature | None = None
         self._missing = 0
         self.session: str | None = None
+        self.holder = Holder()
         self.lives = False
         self.until = clock() + _PATIENCE * lease_time
 
@@ -188,7 +195,8 @@ class _Holder:
         if session is None:
             return marker is Liveness.DEAD  # the claim has named no session for a lease time
         with suppress(OSError):  # the claim is gone or unreadable: the next look tells
-            if has_ended(Holder.of(self._job.storage.read(self._path)).process):
+            self.holder = Holder.of(self._job.storage.read(self._path))
+            if has_ended(self.holder.process):
                 return True
         heartbeat = self._job.layout.session(session)
         seen = self._judge.look(heartbeat)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from syncd.coordination.broadcast.offer import ExplorerSide
+from syncd.coordination.load_turns import LoadTurns
 from syncd.coordination.participant import Participant, back_to_running, require_sync
 from syncd.coordination.roster import Roster
 from syncd.coordination.versions import Versions
@@ -45,6 +46,7 @@ class WeightWaits:
     roster: Roster
     versions: Versions
     transfer: ExplorerSide
+    turns: LoadTurns
     is_elsewhere: Callable[[], bool]
     compare: Callable[[TrainerReport, ExplorerReport, str | None], str]
     terms: SyncTerms | None
@@ -116,6 +118,7 @@ class WeightWaits:
                         self._warn_once(current)
                         return None
                     look()
+                    self.turns.learn()  # here, because no version waits for it
                 if asks:
                     request.repeat()
                 if not wait.more():

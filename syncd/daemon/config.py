@@ -167,6 +167,10 @@ class DaemonConfig(PruningRules):
     """Quarantine a save with [NaN or Inf](trainer.md#nan-and-inf), instead of publishing it with a
     warning."""
 
+    max_loading: Live[Annotated[Count, Ge(1)] | None] = None
+    """At most so many explorers [pause and load](explorer.md#loads-take-turns) at a time; by
+    default all at once."""
+
     memory_dir: Path | None = None
     """A second job directory, on this host's memory filesystem; the same daemon serves it."""
 

@@ -80,6 +80,7 @@ class Reporter:
                 "takes_deltas": self.no_deltas is None,
                 "no_deltas": self.no_deltas,
                 "fold": fold,
+                "max_loading": config.max_loading,
                 "pointer": config.pointer,
                 "process": this_process(),
                 "blocked": blocked,

@@ -306,6 +306,8 @@ class _Look:
         seen = self._process(report, is_stopped, "explorer", report.name)
         if report.starting is not None:
             seen = {"status": "starting"} | seen
+        elif report.loading is not None:
+            seen = {"status": "loading" if report.loading else "waiting"} | seen
         if seen["liveness"] in {"alive", "unknown"}:
             if report.fault:
                 seen["trouble"] = "faulty"
@@ -314,6 +316,10 @@ class _Look:
                 seen["trouble"] = f"refuses {version}"
             elif report.of_another_job:
                 seen["trouble"] = "serves weights of another job"
+            elif report.loading and self._storage.exists(
+                self._layout.late_turn(report.session or "")
+            ):
+                seen["trouble"] = "has loaded for too long"
             # Without loads, its versions are those of a memory directory.
             elif latest and report.loads and (report.sequence or 0) > latest.newest:
                 seen["trouble"] = f"serves lost weights (v{report.sequence})"

@@ -48,7 +48,9 @@ class TrainerState(Process, TrainerReport):
 class ExplorerState(Process, ExplorerReport):
     """An explorer's report, and by how many versions and steps the newest is newer than its own."""
 
-    status: Literal["running", "require_sync", "stopped", "starting", "lost"]  # type: ignore[assignment] # too
+    status: Literal[  # type: ignore[assignment] # too
+        "running", "require_sync", "stopped", "starting", "waiting", "loading", "lost"
+    ]
     behind: int = 0
     behind_steps: int | None = None
     # A large fleet has thousands of them, so they become no models.

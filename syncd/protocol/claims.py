@@ -8,15 +8,19 @@ from pydantic import BaseModel, ValidationError
 
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import checked_name
-from syncd.protocol.records import Record, Text
+from syncd.protocol.records import Record, Seconds, Text
 
 
 class Claim(Record):
-    """The session that holds a participant's name, and its process. ``name`` is for people."""
+    """The session that holds a participant's name, or a turn to load, and its process.
+
+    ``name`` is for people. ``patience`` is that of others with a turn: seconds above a lease time.
+    """
 
     session: str
     name: Text
     process: Text
+    patience: Seconds = 0.0
 
 
 class _Owned(BaseModel):
@@ -35,10 +39,11 @@ def session_of(content: bytes) -> str | None:
 
 
 class Holder(BaseModel):
-    """What a claim of any protocol version says about the holder of a name, if anything."""
+    """What a claim of any protocol version says about its holder, if anything."""
 
     name: str | None = None
     process: str = ""
+    patience: float = 0.0
 
     @classmethod
     def of(cls, content: bytes) -> Self:

@@ -127,6 +127,14 @@ class JobLayout:
         """The claim of an explorer's name, or of the job's trainer."""
         return self.claims / (f"explorer.{name}" if role == "explorer" else role)
 
+    def load_turn(self, number: int) -> Path:
+        """The claim of a turn to load, counted from 0."""
+        return self.claims / f"load.{number}"
+
+    def late_turn(self, session: str) -> Path:
+        """What becomes of the claim of a session that has loaded for too long."""
+        return self.claims / f"late.{session}"
+
     offer = Below(".syncd/broadcast/offer.json")
     """The trainer's offer of a broadcast, and its members."""
 

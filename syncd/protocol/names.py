@@ -59,6 +59,7 @@ TEMPORARY: Final = ".tmp-"
 _STEP = re.compile(r"global_step_(0|[1-9][0-9]{0,17})", re.ASCII)
 _VERSION = re.compile(r"v([0-9]{6}|[1-9][0-9]{6,17})", re.ASCII)
 _DELTA = re.compile(r"d([0-9]{6}|[1-9][0-9]{6,17})", re.ASCII)
+_LOAD_TURN = re.compile(r"load\.(0|[1-9][0-9]{0,8})", re.ASCII)
 _SHARD = re.compile(
     r"(model|master)_world_size_([1-9][0-9]{0,6})_rank_(0|[1-9][0-9]{0,6})\.pt", re.ASCII
 )
@@ -134,6 +135,11 @@ def delta_folder(sequence: int) -> str:
 def parse_delta_folder(name: str) -> int | None:
     """The sequence in a delta folder's name; None for other names."""
     return _number(_DELTA, name)
+
+
+def parse_load_turn(name: str) -> int | None:
+    """The number in the name of a turn's claim, e.g. ``load.0``; None for other names."""
+    return _number(_LOAD_TURN, name)
 
 
 def shard_name(world_size: int, rank: int) -> str:

@@ -126,7 +126,8 @@ class Reload(Fields):
         sequence: 0 for a step that was built for a bench.
         verify: reading the version and comparing it with the manifest. With a stage folder it
             includes the copy, or the wait for another explorer's copy.
-        prepare: ``before_load``, and preparations while the engine still serves.
+        prepare: the wait for a turn to load, ``before_load``, and preparations while the engine
+            still serves.
         pause: the time without service: from the start of ``pause`` to the end of ``resume``.
         load: the part of ``pause`` in which the engine's ``load`` ran.
         staged: True if a copy on the explorer's host was read; None if staging is off.
@@ -248,6 +249,7 @@ class ExplorerReport(Record):
         follows_deltas, follows_tip: True if the explorer makes its copies from deltas, or also
             from whole saves; False after it could not, until it serves this save or a later one.
         fetching: the number of the tip from which it makes a copy now, if any.
+        loading: True while it loads in its turn, and False while it waits for it; else None.
     """
 
     name: str
@@ -274,6 +276,7 @@ class ExplorerReport(Record):
     follows_deltas: Annotated[bool, Field(alias="follows_ahead")] = False
     follows_tip: bool = False
     fetching: Sequence | None = None
+    loading: bool | None = None
     time: float
 
     def newest(self, latest: Latest) -> Latest | Tip:
@@ -452,6 +455,7 @@ class DaemonReport(Record):
         takes_deltas: True if the trainer may save deltas now: the daemon takes them, and a live
             explorer follows the tip.
         no_deltas: why not.
+        max_loading: how many explorers may load at a time; None for all.
         fold: the progress of the fold, if any.
     """
 
@@ -472,6 +476,7 @@ class DaemonReport(Record):
     takes_deltas: Annotated[bool, Field(alias="links")] = False
     no_deltas: Annotated[Text | None, Field(alias="no_links")] = None
     fold: MergeProgress | None = None
+    max_loading: Annotated[int, Field(ge=1)] | None = None
     pointer: PointerName = STATE_POINTER
     process: Text = ""
     blocked: tuple[Blocked, ...] = ()

@@ -104,13 +104,21 @@ class Judge:
         watch = self._watched.get(path)
         return watch is not None and watch.beats
 
+    def still(self, path: Path) -> float:
+        """Seconds for which the checks have seen a file unchanged."""
+        watch = self._watched.get(path)
+        return watch.still if watch is not None else 0.0
+
     def look_again(self, path: Path) -> Liveness:
         """Check a missing heartbeat on the server, because the client's cache may be old."""
         self.storage.refresh(path.parent)
         return self.look(path)
 
-    def break_dead(self, path: Path) -> bool:
-        """Remove the file that the last check found dead; False if its owner has refreshed it."""
+    def break_dead(self, path: Path, keep_as: Path | None = None) -> bool:
+        """Remove the file that the last check found dead; False if its owner has refreshed it.
+
+        If ``keep_as`` is given, rename it instead.
+        """
         watch = self._watched.pop(path, None)
         if watch is None:
             return not self.storage.exists(path)
@@ -129,7 +137,10 @@ class Judge:
             # the moved file has lost the name, and will notice that.
             with Ignoring({errno.EEXIST, *GONE}):
                 self.storage.link(aside, path)
-        self.storage.unlink_if_there(aside)
+        if same and keep_as is not None:
+            self.storage.rename(aside, keep_as)
+        else:
+            self.storage.unlink_if_there(aside)
         return same
 
     def forget(self, path: Path) -> None:

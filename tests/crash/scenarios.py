@@ -13,6 +13,8 @@ from typing import cast
 
 import torch
 
+from explorer_hooks.engines.fake import FakeEngine
+from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import Reader
 from syncd.checkpoint.adapter import PREFIX
 from syncd.checkpoint.build import build_model_folder
@@ -449,6 +451,18 @@ def explore(job: SmallJob, _: Clock) -> None:
         first.release()
 
 
+def _to_load(job: SmallJob) -> None:
+    job.save(1)
+    job.run(CONFIG.model_copy(update={"max_loading": 1}))
+
+
+def _load(job: SmallJob, _: Clock) -> None:
+    """An explorer loads in its turn, also if it was killed in the turn before."""
+    with ExplorerHook(job.root, "explorer", FakeEngine(), storage=job.storage) as hook:
+        assert hook.pull(LEASE_TIME / 2) is not None
+    assert not list(job.layout.claims.iterdir())
+
+
 def _full_and_lost(job: SmallJob) -> None:
     _full_before(job)
     published(job, 3)
@@ -524,3 +538,5 @@ SCENARIOS = (
 #: A trainer has a claim and a heartbeat, which only the end of its process frees at once.
 RESUME = Scenario("resume", _full_and_lost, lambda job, _: _resume(job, "run"),
                   lambda job, _: _resume(job, "again"), frozenset({3}))  # fmt: skip
+#: So has an explorer, and also a turn to load.
+LOAD = Scenario("load in turn", _to_load, _load, _load)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.crash.children import child, was_killed
 from tests.crash.invariants import look
-from tests.crash.scenarios import RESUME, SCENARIOS, Scenario
+from tests.crash.scenarios import LOAD, RESUME, SCENARIOS, Scenario
 from tests.jobs import SmallJob
 from tests.storages import CHANGES, Clock, FastStorage, RuledStorage
 
@@ -57,7 +57,7 @@ def killed(job: SmallJob, scenario: Scenario, moment: int) -> bool:
     return was_killed(child(act), f"moment {moment}")
 
 
-@pytest.mark.parametrize("scenario", [*SCENARIOS, RESUME], ids=str)
+@pytest.mark.parametrize("scenario", [*SCENARIOS, RESUME, LOAD], ids=str)
 def test_whatever_call_is_the_last_one_a_restart_converges(
     in_memory: Path, scenario: Scenario
 ) -> None:

@@ -94,6 +94,7 @@ _GAUGES: Final = {
     "free_inodes": "Number of files that still fit on the job's filesystem, if known.",
     "explorer_up": "1 while the explorer's heartbeat goes on, 0 if it is lost.",
     "explorer_lag_versions": "Versions behind LATEST or the tip; absent in evaluations.",
+    "explorer_loading": "1 while it loads in its turn, 0 while it waits for it; else absent.",
     "explorer_lag_steps": "Steps behind LATEST or the tip; of another run, at least the versions.",
     "explorer_pause_seconds": "Time without service during the last load, if reported.",
     "explorer_load_seconds": "Time of the engine's last load, if reported.",
@@ -355,6 +356,7 @@ class _JobMeter(Meter):
             explorer_delta_bytes=delta,
             explorer_refuses=report.refused is not None,
             explorer_broken=report.fault is not None,
+            explorer_loading=report.loading,
         )
 
 
