@@ -27,6 +27,9 @@ Late: an explorer joins a published job, and its seconds are those from its hook
 imports, until it serves. Another explorer of the host holds a copy in the stage, which is compared;
 or there is no stage; or a stage without a copy, which is made.
 
+Turns: four explorers of one host load each version directly, all at once or ``--max-loading`` at a
+time. Whether they stand still is taken from the times of their pauses.
+
 Bytes: explorers on one host read these bytes in the job directory for one version, divided by the
 size of its files. Without a stage each explorer reads all files twice: to verify and to load.
 """
@@ -57,8 +60,11 @@ from syncd.protocol.names import RECEIPTS, STATE_POINTER, receipt_name
 from syncd.protocol.records import Receipt, encode, parse
 
 _RANKS = 4
+#: The explorers that take turns, and how many may load at a time: 0 for all.
+_NAMES = ("e0", "e1", "e2", "e3")
+_MOST = (0, 1, 2)
 _ENDING = 30.0
-_PARTS = ("live", "in-place", "late", "bytes", "tip")
+_PARTS = ("live", "in-place", "late", "turns", "bytes", "tip")
 NAIVE = "naive"
 #: The name of an explorer → its engine, and True if it stages.
 _ENGINES = {
@@ -335,6 +341,42 @@ def _print_seconds(
     )
 
 
+def _print_turns(report: Report, trainer: _Trainer, given: argparse.Namespace) -> None:
+    table = report.table(
+        f"{len(_NAMES)} explorers, {given.rounds} rounds",
+        ("max_loading", "stand still", "first live ms", "last live ms", "pause ms"),
+        [(str(most or "all"),) for most in _MOST],
+    )
+    daemon_report = trainer.layout.daemon_report
+    for most in _MOST:
+        still, first, last, pauses = 0, list[float](), list[float](), list[float]()
+        daemon_report.unlink(missing_ok=True)
+        options = ("--max-loading", str(most)) if most else ()
+        with daemon(trainer.layout.root, *options), ExitStack() as stack:
+            while not daemon_report.exists():  # it has the limit
+                time.sleep(0.01)
+            explorers = [trainer.explorer(given.gigabytes, "direct", None, it) for it in _NAMES]
+            for explorer in explorers:
+                stack.callback(explorer.close)
+                explorer.hear()
+            for number in range(given.rounds + 1):
+                step = trainer.make_ready()
+                time.sleep(random.random())  # noqa: S311 - not in step with polls
+                begun = trainer.announce()
+                told = [explorer.hear(step) for explorer in explorers]
+                if not number:
+                    continue
+                for one in told:
+                    at = one["paused"]
+                    there = (it["paused"] <= at < it["paused"] + it["pause"] for it in told)
+                    still = max(still, sum(there))
+                pauses += (one["pause"] for one in told)
+                first.append(min(one["live"] for one in told) - begun)
+                last.append(max(one["live"] for one in told) - begun)
+        ms = (f"{1000 * median(seconds):.0f}" for seconds in (first, last, pauses))
+        table.row(str(most or "all"), str(still), *ms)
+
+
 def _bytes(trainer: _Trainer, count: int, stage: Path | None, gigabytes: float) -> float:
     """The bytes that explorers read for one version, divided by the size of its files."""
     with ExitStack() as stack:
@@ -395,6 +437,8 @@ def main() -> None:
             _print_seconds(report, trainer, given, "copying", "memmove", "Tensor.copy_")
         if "late" in given.parts:
             _print_seconds(report, trainer, given, "joining", "no stage")
+        if "turns" in given.parts:
+            _print_turns(report, trainer, given)
         if "bytes" in given.parts:
             _print_bytes(report, work, given)
         if "tip" in given.parts:  # last, because its meter stays

@@ -97,6 +97,8 @@ def _follow(given: argparse.Namespace) -> None:
 
     storage = _Counting()
     engine = _engine(given.engine, given.gigabytes)
+    paused = [0.0]
+    engine.pause = lambda: paused.append(time.monotonic())
     hook = ExplorerHook(given.job, given.name, engine, storage=storage, **_options(given.stage))
     # Give the name back, so that the next process can claim it at once.
     closing = threading.Thread(target=lambda: (sys.stdin.read(), hook.close()), daemon=True)
@@ -111,7 +113,8 @@ def _follow(given: argparse.Namespace) -> None:
             os._exit(0)  # nothing is left to do, and torch's threads need not be waited for
         live, read = time.monotonic(), storage.bytes_read - before
         last: Any = hook.last  # it has loaded
-        _say(live=live, step=version.step, pause=last.pause, load=last.load, read=read)
+        times = {"live": live, "paused": paused[-1], "pause": last.pause, "load": last.load}
+        _say(step=version.step, read=read, **times)
 
 
 def _naive(given: argparse.Namespace) -> None:
