@@ -109,10 +109,8 @@ class LoadTurns:
                     return turn
                 turn.release()
             for number in taken if is_due else ():
-                if number not in watches:
-                    path = layout.load_turn(number)
-                    watches[number] = _Turn(self.job, path, me.session.lease_time, self.clock)
-                watches[number].end_if_over()
+                other = _Turn(self.job, layout.load_turn(number), me.session.lease_time, self.clock)
+                watches.setdefault(number, other).end_if_over()
             self._tell(False)
             self._check(wait.more())
 

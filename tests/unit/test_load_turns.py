@@ -1,7 +1,7 @@
 """Loads take turns: who waits, who begins, and what that costs."""
 
+import math
 import os
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext, suppress
 from typing import Any, cast
@@ -21,6 +21,7 @@ from syncd.operate.models import ExplorerState
 from syncd.protocol.errors import WaitTimeoutError
 from syncd.protocol.names import parse_load_turn
 from syncd.protocol.reports import ExplorerReport
+from tests.engines.waiting import wait_for
 from tests.explorers import LONG, report
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import CHANGES, Clock, RuledStorage, fail, once
@@ -28,7 +29,7 @@ from tests.unit.test_claims import Heartbeat
 
 pytestmark = pytest.mark.lagging
 
-Waiting = Callable[..., LoadTurns]
+Waiting = Callable[..., ExplorerSynchronizer]
 
 
 def publish(job: SmallJob, step: int, most: int | None) -> None:
@@ -52,16 +53,16 @@ def seen(job: SmallJob, name: str = "explorer") -> ExplorerState:
 
 @pytest.fixture
 def waiting(job: SmallJob, clock: Clock, stack: ExitStack) -> Waiting:
-    """Makes an explorer's turns, with rules. Each of its looks takes an eighth of a lease time."""
+    """Makes an explorer, with rules. Each of its looks at turns takes an eighth of a lease time."""
 
     def passes(method: str, given: tuple[Any, ...]) -> None:
         if method == "names" and given[0] == job.layout.claims:
             clock.advance(LEASE_TIME / 8)
 
-    def make(*rules: Any) -> LoadTurns:
+    def make(*rules: Any) -> ExplorerSynchronizer:
         doubles = Doubles(storage=job.hosts.ruled(*rules, passes), clock=clock, poll=0.001)
         made = ExplorerSynchronizer(job.root, "explorer", doubles=doubles)
-        return stack.enter_context(closing(made)).turns
+        return stack.enter_context(closing(made))
 
     return make
 
@@ -109,10 +110,7 @@ def test_one_waits_while_another_loads_and_loads_then(job: SmallJob, engine: Fak
             hook.pull(0.1)
         assert report(job).loading is None
         hook.start()
-        told = threading.Event()
-        storage.once("replace", lambda *_: told.set())
-        while report(job).loading is None:
-            told.wait(0.01)
+        wait_for(lambda: report(job).loading is False)
         assert (seen(job).status, seen(job, "first").status) == ("waiting", "loading")
         assert engine.asked("pause") == []
         assert hook.synchronizer.turns.has_one
@@ -132,8 +130,7 @@ def test_who_is_closed_or_fails_gives_its_turn_back(job: SmallJob, engine: FakeE
         assert report(job).loading is None
         held(job, Heartbeat(job, "other"))
         hook.start()
-        while report(job).loading is None:
-            pass
+        wait_for(lambda: report(job).loading is False)
     assert report(job).status == "stopped"
     assert taken(job) == [0]
 
@@ -144,7 +141,7 @@ def test_the_turn_of_a_dead_explorer_ends_after_a_lease_time(
     publish(job, 1, 1)
     held(job, Heartbeat(job, "dead"))
     begun = clock.now
-    with waiting().one():
+    with waiting().turns.one():
         assert LEASE_TIME <= clock.now - begun <= 2 * LEASE_TIME
         assert taken(job) == [0]
 
@@ -165,7 +162,7 @@ def test_who_loads_for_too_long_no_longer_counts_and_is_named(
             slow.beat()
 
     begun = clock.now
-    with waiting(beat).one():
+    with waiting(beat).turns.one():
         assert 2 * LEASE_TIME <= clock.now - begun <= 3 * LEASE_TIME
         assert "explorer other (session slow) has loaded for more than 60 s" in caplog.text
         slow.path.touch()
@@ -180,7 +177,7 @@ def test_who_loaded_for_too_long_is_forgiven_at_its_next_turn(
     job: SmallJob, clock: Clock, waiting: Waiting
 ) -> None:
     publish(job, 1, 1)
-    turns = waiting()
+    turns = waiting().turns
     late = job.layout.late_turn(turns.me.session.id)
     late.touch()
     with turns.one():
@@ -191,13 +188,23 @@ def test_who_loaded_for_too_long_is_forgiven_at_its_next_turn(
         assert '"patience":35.0' in claim
 
 
+def test_a_limit_is_learnt_by_a_look_that_finds_nothing(job: SmallJob, waiting: Waiting) -> None:
+    explorer = waiting()
+    publish(job, 1, 1)
+    served = explorer.wait_for_newer(None, timeout=0)
+    assert explorer.turns.most == math.inf  # no version waits for the daemon's report
+    with pytest.raises(WaitTimeoutError):
+        explorer.wait_for_newer(served, timeout=0)
+    assert explorer.turns.most == 1
+
+
 @pytest.mark.parametrize("most", [2, None])
 def test_who_waits_obeys_a_new_limit(job: SmallJob, waiting: Waiting, most: int | None) -> None:
     publish(job, 1, 1)
     beats = Heartbeat(job, "other")
     held(job, beats)
     changed = once("names", lambda _: publish(job, 2, most), where="claims", nth=3)
-    with waiting(changed, lambda *_: beats.beat()).one():
+    with waiting(changed, lambda *_: beats.beat()).turns.one():
         assert sorted(taken(job)) == [0, 1]
 
 
@@ -205,7 +212,7 @@ def test_a_lowered_limit_counts_those_that_load_already(
     job: SmallJob, clock: Clock, waiting: Waiting
 ) -> None:
     publish(job, 1, 2)
-    turns = waiting()
+    turns = waiting().turns
     held(job, Heartbeat(job, "second"), 1)
     publish(job, 2, 1)
     turns._learn_at = turns.deadline = clock.now
@@ -229,7 +236,7 @@ def test_whatever_call_fails_the_next_turn_comes(
     job: SmallJob, waiting: Waiting, method: str
 ) -> None:
     publish(job, 1, 1)
-    turns = waiting()
+    turns = waiting().turns
     storage = cast("RuledStorage", turns.job.storage)
     usual = storage.rules
     for nth in range(6):
