@@ -15,6 +15,8 @@ from explorer_hooks.engines.server_engine import LOADING
 from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.followers import ready_file
 from explorer_hooks.hook import ExplorerHook
+from syncd.coordination.participant import HeldName
+from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import EngineBrokenError
 from tests.engines.sglang_fake import FakeSGLang
 from tests.engines.waiting import wait_for
@@ -217,3 +219,16 @@ def test_a_server_with_weights_of_another_job_is_not_ready(job: SmallJob, watche
         publish(again, 3)
         hook.pull(LONG)
         wait_for(watched.path.exists)
+
+
+def test_one_that_waits_for_its_turn_is_ready(job: SmallJob, watched: Watched) -> None:
+    with job.daemon(DaemonConfig(max_loading=1)) as loop:
+        loop.publish(1)
+        with watched.followed(max_behind=0) as hook:
+            hook.pull(LONG)
+            other = hook.synchronizer.session_id  # alive
+            assert HeldName(job, job.layout.load_turn(0), other, "other").create()
+            loop.publish(2)
+            hook.start()
+            wait_for(lambda: hook.synchronizer.turns.has_one)
+            assert watched.touched()
