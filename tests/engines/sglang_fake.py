@@ -53,8 +53,7 @@ class FakeSGLang:
             "/update_weights_from_disk": self._update_weights_from_disk,
             "/update_weight_version": self._update_weight_version,
             "/flush_cache": self._flush_cache,
-            "/load_lora_adapter": self._load_lora_adapter,
-            "/unload_lora_adapter": self._unload_lora_adapter,
+            "/load_lora_adapter": lambda _: _said(400, {"success": False}),
             "/generate": self._generate,
         }
         self._without = without
@@ -73,7 +72,6 @@ class FakeSGLang:
         """Act like a new process, with the weights of the start."""
         self.model_path = self._started_with
         self.weight_version = _DEFAULT
-        self.adapters: dict[str, str] = {}
         self.is_paused = False
         self._is_scheduler_paused = False
         self._held = 0
@@ -158,21 +156,7 @@ class FakeSGLang:
     def _can_flush(self) -> bool:
         return not (self.running or self.compiling)
 
-    def _load_lora_adapter(self, told: Told) -> Response:
-        name, path = str(told["lora_name"]), str(told["lora_path"])
-        if name in self.adapters or not (Path(path) / "adapter_config.json").exists():
-            return _said(400, {"success": False, "error_message": f"cannot load {name}"})
-        self.adapters[name] = path
-        return _said(200, {"success": True, "loaded_adapters": self.adapters})
-
-    def _unload_lora_adapter(self, told: Told) -> Response:
-        if self.adapters.pop(str(told["lora_name"]), None) is None:
-            return _said(400, {"success": False, "error_message": "it is not loaded"})
-        return _said(200, {"success": True, "loaded_adapters": self.adapters})
-
-    def _generate(self, told: Told) -> Response:
-        if told.get("lora_path", "") not in {"", *self.adapters}:
-            return _said(500, {"error": {"message": "no such adapter"}})
+    def _generate(self, _: Told) -> Response:
         if self.is_paused:
             # A real server lets the request wait: the test has forgotten to resume.
             raise httpx2.ReadTimeout("the server is paused")

@@ -214,6 +214,7 @@ def test_a_folder_that_it_does_not_take_is_never_served(
     job: SmallJob,
     hook: ExplorerHook,
     sglang: SGLangProcess,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     lost: tuple[int, ...],
 ) -> None:
@@ -231,10 +232,17 @@ def test_a_folder_that_it_does_not_take_is_never_served(
         hook.pull(LONG)
     monkeypatch.undo()
     if 1 in lost:
+        engine: Any = hook._engine
+        adapters = make_version(tmp_path / "v", {}, kind="adapter")
         with engine_broken("stays paused"):
-            hook._engine.resume()
+            engine.resume()
         with pytest.raises(EngineBrokenError):
             hook.pull(0)
+        with engine_broken("Load a full model first"):
+            engine.load(adapters)
+        engine._set_label("default")  # as if it was restarted
+        with pytest.raises(ServerRefusedError):  # it is asked
+            engine.load(adapters)
         publish_model(job, 3)
         assert hook.pull(LONG).step == 3
     else:

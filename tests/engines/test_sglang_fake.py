@@ -15,7 +15,7 @@ from explorer_hooks.engines.server_engine import LOADING
 from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import LeasedVersion
-from syncd.protocol.errors import ServerBusyError, ServerRefusedError
+from syncd.protocol.errors import ServerBusyError
 from tests.engines.server_process import load
 from tests.engines.sglang_fake import FakeSGLang
 from tests.engines.test_vllm_caches import SOUND, TEXT, VISION
@@ -25,7 +25,6 @@ from tests.refusals import engine_broken, invalid, unfit
 
 LONG = 60.0
 TENSORS = {"a": TensorSpec("F32", (2, 3)), "b": TensorSpec("BF16", (4,))}
-ADAPTER = {"adapter_config.json": b"{}"}
 
 
 @pytest.fixture
@@ -81,26 +80,6 @@ def test_a_server_without_the_routes_is_said_so(base: Path) -> None:
         engine_of(fake).attach()
     fake = FakeSGLang(str(base), without=frozenset({"/load_lora_adapter"}))
     assert attached(fake).kinds == {"full"}
-
-
-def test_a_model_that_is_half_loaded_is_never_served_under_an_adapter(
-    engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
-) -> None:
-    """The hook gives back what it had, an adapter, after a full model that was not taken."""
-    adapter = version(tmp_path, 1, kind="adapter", files=ADAPTER)
-    load(engine, adapter)
-    engine.pause()
-    fake.faults["/update_weights_from_disk"] = "out of memory"
-    with pytest.raises(ServerRefusedError):
-        engine.load(version(tmp_path, 2))
-    with engine_broken("Load a full model first"):
-        engine.load(adapter)
-    with engine_broken("stays paused"):
-        engine.resume()
-    assert fake.is_paused
-    fake.restart()  # it has its model again
-    load(engine, adapter)
-    assert fake.adapters == {"syncd": str(tmp_path / "v1")}
 
 
 def test_a_grammar_that_compiles_holds_up_no_load(
