@@ -111,10 +111,12 @@ class ServedWaits:
         versions = self.versions
         if is_announced is False and self.me.record.resumed_from is None:
             return f"step {step} is not saved for explorers"
-        if not is_announced or versions.on_its_way() is not None:
+        newest = versions.newest(tip=True)
+        if not is_announced or (newest and serves(newest)) or versions.on_its_way() is not None:
             return None
+        # The daemon may have published it just now.
         newest, outcome = versions.newest(sure=True, tip=True), versions.job.outcome(step)
-        if newest is not None and serves(newest):
+        if newest and serves(newest):
             return None
         if outcome is not None and outcome.outcome == "quarantined":
             return f"the daemon refuses step {step}: {versions.job.refusal(step, outcome.identity)}"

@@ -121,10 +121,11 @@ def test_a_step_that_nobody_will_serve_is_not_waited_for(
     members: Members, trainer: TrainerSynchronizer, job: SmallJob
 ) -> None:
     explorer = members.explorer("e")
-    explorer.set_explorer_version(SEVEN)
+    explorer.set_explorer_version(SIX, "version 2: it does not fit")
     announce(members, trainer, 8, publish=False)
     waiting = members.aside(trainer.wait_served, 8, ["e"], LONG)
-    goes_on(waiting)
+    goes_on(waiting)  # it may take this one
+    explorer.set_explorer_version(SEVEN)
     (job.actor(8) / "model.safetensors").write_bytes(b"torn")
     job.run(rounds=2)
     missing = waiting.result(LONG).missing["e"]
