@@ -108,8 +108,8 @@ class ServedWaits:
         self, step: int, serves: Callable[[Version], bool], is_announced: bool | None
     ) -> str | None:
         """Why nobody will serve the step, unless the trainer saves again."""
-        versions = self.versions
-        if is_announced is False and self.me.record.resumed_from is None:
+        versions, resumed = self.versions, self.me.record.resumed_from
+        if is_announced is False and (resumed is None or resumed.step != step):
             return f"step {step} is not saved for explorers"
         newest = versions.newest(tip=True)
         if not is_announced or (newest and serves(newest)) or versions.on_its_way() is not None:

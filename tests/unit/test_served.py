@@ -156,7 +156,9 @@ def test_a_resumed_trainer_waits_for_the_save_that_it_holds(members: Members) ->
     trainer = members.trainer(run_id="next", resumed_from=resumed)
     explorer = members.explorer("e")
     explorer.set_explorer_version(Version(1, 9, "run-9-0"))  # of the lost steps
-    waiting = members.aside(trainer.wait_served, 7, ["e"], LONG)
+    is_announced = {"is_announced": lambda: False}  # as a hook says that has saved nothing
+    assert "step 8 is not saved" in trainer.wait_served(8, ["e"], LONG, **is_announced).missing["e"]
+    waiting = members.aside(trainer.wait_served, 7, ["e"], LONG, **is_announced)
     goes_on(waiting)
     explorer.set_explorer_version(Version(2, 7, save_id))
     assert waiting.result(LONG).serving == {"e": 7}
