@@ -37,9 +37,9 @@ def command(
     All times come from the daemon's clock. The daemon reads the explorers' reports once a tick.
     """
     opened = Job.at(job)
-    if as_json:
-        return told(opened, limit), ""
     versions = history(opened, limit)
+    if as_json:
+        return told(opened, versions), ""
     if not versions:
         return {}, "nothing is published yet"
     shown = columns("version", "step", "published", "outcome", "live on")

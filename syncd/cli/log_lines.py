@@ -33,7 +33,7 @@ def _job_of(record: logging.LogRecord) -> str:
 
 
 class HumanLines(logging.Formatter):
-    """A line for people, e.g. ``2026-01-31 12:00:00,123 INFO published step 7 as version 3``.
+    """A line for people, e.g. ``2026-01-31 12:00:00,123 INFO published step 7 as v3``.
 
     If a process serves many jobs, the message begins with the job's name in brackets.
     :func:`.printable` escapes all text, because it can contain names from other programs.

@@ -86,13 +86,8 @@ def history(job: Job, limit: int) -> list[VersionHistory]:
         raise JobUnavailableError(f"cannot access {job.layout.root}: {error}") from error
 
 
-def told(job: Job, limit: int) -> dict[str, Any]:
-    """The :func:`history` as JSON; ``docs/cli.md`` lists the keys."""
-    return as_json(job, history(job, limit))
-
-
-def as_json(job: Job, versions: list[VersionHistory]) -> dict[str, Any]:
-    """The same of ``versions``."""
+def told(job: Job, versions: list[VersionHistory]) -> dict[str, Any]:
+    """A :func:`history` as JSON; ``docs/cli.md`` lists the keys."""
     return {"job": str(job.layout.root), "versions": _VERSIONS.dump_python(versions)}
 
 

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
-from syncd.operate.history import as_json, recorded, shown
+from syncd.operate.history import recorded, shown, told
 from syncd.operate.job_state import jobs_at, look_at_all
 from syncd.operate.liveness import Watch
 from syncd.operate.models import JobState, UnseenJob
@@ -79,13 +79,13 @@ class Jobs:
                     "id": job.number,
                     "job": str(job.folder.absolute()),
                     "status": found and found.status,
-                    "history": found.history if found and told and found.since != had else None,
-                    "since": found.since if found and told else None,
+                    "history": found.history if found and is_asked and found.since != had else None,
+                    "since": found.since if found and is_asked else None,
                     "read": answer.read,
                     "silent_since": answer.silent_since,
                 }
                 for job, answer in answers
-                for found, told in [(answer.found, job.number == number)]
+                for found, is_asked in [(answer.found, job.number == number)]
             ],
         }
 
@@ -163,14 +163,16 @@ class View:
         state, at = self._look(), time.time()
         if time.monotonic() >= self._wanted_until:
             self._mark = self._history = self._since = None
-        elif isinstance(state, JobState) and self._mark != (mark := _mark(state)):
+        elif isinstance(state, JobState) and self._mark != (
+            mark := (state.latest, state.versions, state.events)  # changes when the history does
+        ):
             try:
                 found = recorded(self._job)
                 state = self._look()  # after the lines, which trail all that it has
                 if isinstance(state, JobState):
                     folders = [version.sequence for version in state.versions]
                     versions = shown(self._job, found, self._limit, state.latest, folders)
-                    self._history, self._mark = as_json(self._job, versions), mark
+                    self._history, self._mark = told(self._job, versions), mark
             except OSError as error:
                 self._history = {"unseen": str(error)}
             self._since = at
@@ -179,11 +181,6 @@ class View:
     def _look(self) -> JobState | UnseenJob:
         (state,) = look_at_all([self._job.layout.root], self._watch, waits=False)
         return state
-
-
-def _mark(state: JobState) -> object:
-    """What changes whenever the history does."""
-    return state.latest, state.versions, state.events
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,8 @@ def main() -> None:
 def working(folder: Path) -> Iterator[SmallJob]:
     """A job with a daemon and explorers."""
     job = SmallJob(folder)
-    with Daemon(job.root), ExitStack() as stack:
+    with Daemon(job.root) as daemon, ExitStack() as stack:
+        daemon.wait_for_log("in epoch")
         for explorer, seconds in _LOADS.items():
             stack.callback(_end, _follow(job.root, explorer, seconds))
         yield job
@@ -90,7 +91,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _photograph(page: Browser, address: str, name: str, width: int, *, dark: bool) -> None:
     page.open(address, width=width, dark=dark)
     page.wait("return document.querySelector('.chart circle')", "the charts")
-    clip = {"x": 0, "y": 0, "width": width, "height": 1172, "scale": 1}
+    end = page.run("return document.querySelector('.charts').getBoundingClientRect().bottom")
+    clip = {"x": 0, "y": 0, "width": width, "height": min(end, 3 * width), "scale": 1}
     told = page.tell("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
     _TO.mkdir(exist_ok=True)
     small = subprocess.run(
