@@ -54,6 +54,13 @@ def test_a_dead_explorer_s_lease_goes_by_the_new_grace(job: SmallJob) -> None:
         assert [what for what, _ in job.audit] == ["lease"]
 
 
+def test_explorers_are_told_of_a_new_limit(job: SmallJob) -> None:
+    with job.daemon() as loop:
+        loop.config = DaemonConfig(max_loading=2)
+        loop.run_once()
+        assert job.daemon_says.max_loading == 2
+
+
 def test_a_longer_tick_lets_nobody_live_longer(job: SmallJob, clock: Clock) -> None:
     sessions = [Session(job.layout, LEASE_TIME) for _ in range(40)]
     looked = Participants(job, LEASE_TIME, clock=clock)
@@ -73,6 +80,7 @@ def test_what_a_running_daemon_hears_of_is_what_the_loop_takes_over() -> None:
     # needs a test above, or in tests/multiprocess/test_reload.py.
     assert {
         "tick", "keep", "deltas", "keep_deltas", "digests", "cast", "names", "max_shard_size",
+        "max_loading",
         "prune_steps", "prune_foreign", "refuse_nonfinite", "dead_reader_grace", "exit_when_idle",
         "log_format", "log_level",
     } == LIVE_KEYS  # fmt: skip
