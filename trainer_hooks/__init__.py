@@ -4,7 +4,7 @@ from syncd.torch_extra import require_torch
 
 require_torch("trainer_hooks")
 
-from syncd.coordination.served_waits import Served  # noqa: E402
+from syncd.coordination.served_waits import ServedStep  # noqa: E402
 from syncd.protocol.policy import SyncMethod, SyncSettings, SyncStyle  # noqa: E402
 from trainer_hooks.hook import TrainerHook  # noqa: E402
 from trainer_hooks.resuming.resume import (  # noqa: E402
@@ -27,7 +27,7 @@ __all__ = [
     "SaveLayout",
     "SaveLora",
     "SaveSettings",
-    "Served",
+    "ServedStep",
     "SyncMethod",
     "SyncSettings",
     "SyncStyle",

@@ -13,7 +13,7 @@ from typing import Any, Final
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from syncd.coordination.served_waits import Served
+from syncd.coordination.served_waits import ServedStep
 from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.protocol.errors import InvalidSettingsError, OutOfStepError, SaveFailedError
 from syncd.protocol.policy import SyncMethod, SyncSettings, check_step, given_or_default
@@ -215,7 +215,7 @@ class TrainerHook(ClosingSaver, Replaceable):
     @_disable_dynamo
     def wait_served(
         self, step: int, explorers: Collection[str], timeout: float | None = None
-    ) -> Served:
+    ) -> ServedStep:
         """Wait until explorers serve a step, or a later one of this trainer: before rollouts.
 
         Collective: rank 0 reads the explorers' reports, and all ranks get the same answer. An
@@ -254,7 +254,7 @@ class TrainerHook(ClosingSaver, Replaceable):
             is_lost = save.id.step < step or (save.id.step == step and save.has_failed)
             return False if is_lost else save.is_announced or None
 
-        def wait() -> Served:
+        def wait() -> ServedStep:
             assert trainer is not None  # noqa: S101 - rank 0 has one
             own = save.id if save.id.step == step else None
             return trainer.wait_served(

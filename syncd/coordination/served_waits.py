@@ -17,7 +17,7 @@ from syncd.protocol.reports import ResumedFrom, TrainerReport
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedStep:
     """The answer of ``wait_served``.
 
     Attributes:
@@ -47,7 +47,7 @@ class ServedWaits:
         wait: Wait,
         save_id: SaveId | None,
         is_announced: Callable[[], bool | None],
-    ) -> Served:
+    ) -> ServedStep:
         """See :meth:`.TrainerSynchronizer.wait_served`."""
 
         def serves(version: Version) -> bool:
@@ -68,7 +68,7 @@ class ServedWaits:
                 reason = f"step {step} is not served in time; {self.versions.daemon_hint()}"
             if reason is not None or not late:
                 missing |= {name: f"{missing[name]}; {reason}" for name in late}
-                return Served(step, serving, missing)
+                return ServedStep(step, serving, missing)
             self.versions.warn_without_daemon(f"waits until explorers serve step {step}")
 
     def _look(

@@ -14,7 +14,7 @@ from syncd.coordination.broadcast.offer import Takers, TrainerSide
 from syncd.coordination.leased_version import read_latest
 from syncd.coordination.member import Doubles, Member
 from syncd.coordination.participant import become
-from syncd.coordination.served_waits import Served, ServedWaits
+from syncd.coordination.served_waits import ServedStep, ServedWaits
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import BroadcastError, InvalidSettingsError, SyncdError
 from syncd.protocol.names import REMOTE_PATH
@@ -299,7 +299,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         save_id: SaveId | None = None,
         is_announced: Callable[[], bool | None] = lambda: True,
         cancel: Cancellation | None = None,
-    ) -> Served:
+    ) -> ServedStep:
         """Wait until the named explorers serve a step; see :meth:`.TrainerHook.wait_served`.
 
         Args:

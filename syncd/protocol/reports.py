@@ -357,7 +357,7 @@ class DaemonCounters(Fields):
     linked: Size = 0
     skipped: Size = 0
     quarantined: Size = 0
-    versions_pruned: Size = 0
+    versions_pruned: Annotated[Size, Field(alias="versions_retired")] = 0
     steps_pruned: Size = 0
     deltas_pruned: Size = 0
     merged_bytes: Size = 0

@@ -24,7 +24,7 @@ from tests.multiprocess.processes import (
     wait_until_gone,
 )
 from tests.multiprocess.trainer_ranks import Rank
-from trainer_hooks import Served, latest_checkpoint
+from trainer_hooks import ServedStep, latest_checkpoint
 
 
 def pointed(job: Path) -> int | None:
@@ -282,7 +282,7 @@ def test_all_ranks_get_the_same_answer_who_serves_a_step(job: Path) -> None:
         ranks.all("open", {"save_timeout": 60})
         ranks.all("step", 1)
         serving = dict.fromkeys(commands, 1)
-        assert ranks.all("wait_served", 1, *commands) == 2 * [Served(1, serving, {})]
+        assert ranks.all("wait_served", 1, *commands) == 2 * [ServedStep(1, serving, {})]
         followers["b"].kill()
         ranks.all("step", 2)
         served, same = ranks.all("wait_served", 2, *commands)

@@ -24,7 +24,7 @@ from tests.process_groups import join
 from tests.storages import CHANGES, RuledStorage
 from trainer_hooks import (
     SaveSettings,
-    Served,
+    ServedStep,
     SyncSettings,
     TrainerHook,
     load_checkpoint,
@@ -120,7 +120,7 @@ class Rank(Told):
     def wait_for_data(self) -> dict[str, float]:
         return self.hook.sync_while_waiting()
 
-    def wait_served(self, step: int, *explorers: str) -> Served:
+    def wait_served(self, step: int, *explorers: str) -> ServedStep:
         return self.hook.wait_served(step, explorers)
 
     def checkpoint(self, step: int) -> dict[str, float]:

@@ -17,7 +17,7 @@ from tests.jobs import SmallJob
 from tests.refusals import invalid, save_fails
 from tests.storages import RuledStorage
 from tests.unit.test_synchronizer import LONG, Members, goes_on, members
-from trainer_hooks import Served, TrainerHook
+from trainer_hooks import ServedStep, TrainerHook
 
 __all__ = ["members"]
 
@@ -73,7 +73,7 @@ def test_an_explorer_serves_a_step_if_its_report_says_so(
     served = trainer.wait_served(7, ["e"], 0)
     if missing is None:
         assert version is not None
-        assert served == Served(7, {"e": version.step}, {})
+        assert served == ServedStep(7, {"e": version.step}, {})
     else:
         assert not served.serving
         assert served.missing["e"].startswith(missing)
@@ -93,12 +93,12 @@ def test_the_trainer_waits_for_all_that_it_names_but_not_for_those_that_end(
     hooks["a"].pull(LONG)
     goes_on(waiting)
     hooks["b"].close()
-    assert waiting.result(LONG) == Served(7, {"a": 7}, {"b": "has ended"})
+    assert waiting.result(LONG) == ServedStep(7, {"a": 7}, {"b": "has ended"})
     again = members.explorer("b")
     waiting = members.aside(trainer.wait_served, 7, ["a", "b"], LONG)
     goes_on(waiting)
     again.set_explorer_version(SEVEN)
-    assert waiting.result(LONG) == Served(7, {"a": 7, "b": 7}, {})
+    assert waiting.result(LONG) == ServedStep(7, {"a": 7, "b": 7}, {})
 
 
 def test_the_trainer_waits_for_explorers_that_are_about_to_start(
@@ -215,13 +215,13 @@ def test_a_hook_knows_which_steps_are_saved(ruled: SmallJob, storage: RuledStora
             over(hook)
             ruled.run()
             explorer.pull(LONG)
-            assert hook.wait_served(3, ["e"]) == Served(3, {"e": 3}, {})
+            assert hook.wait_served(3, ["e"]) == ServedStep(3, {"e": 3}, {})
             hook.save_state_dict(1)  # training goes back
             assert "step 1 is not served" in hook.wait_served(1, ["e"], 0.1).missing["e"]
             over(hook)
             ruled.run()
             explorer.pull(LONG)
-            assert hook.wait_served(1, ["e"]) == Served(1, {"e": 1}, {})
+            assert hook.wait_served(1, ["e"]) == ServedStep(1, {"e": 1}, {})
             assert hook.wait_served(3, ["e"], LONG).missing == {
                 "e": "serves Version(sequence=2, step=1); step 3 is not saved for explorers"
             }
