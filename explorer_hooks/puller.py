@@ -40,7 +40,7 @@ _AWAY: Final = 1.5
 class Puller:
     """Waits for newer weights, and lets the pipeline load them.
 
-    If a version is retired before it is leased, or is not visible yet, the wait starts again. If
+    If a version is pruned before it is leased, or is not visible yet, the wait starts again. If
     the engine is broken, each method first loads the engine's previous version. But :meth:`newest`
     tries a newer version before that.
 

@@ -120,7 +120,7 @@ class Reader(Closing):
         """Lease a version.
 
         Raises:
-            VersionGoneError: the version was retired, or is not visible on this host yet.
+            VersionGoneError: the version was pruned, or is not visible on this host yet.
             VerificationError: the version's manifest is damaged. The version was released.
             InvalidSettingsError: this process was forked from the process that made the reader.
         """
@@ -138,7 +138,7 @@ class Reader(Closing):
         return 0 if self._is_elsewhere else newer_than
 
     def next_version(self, newer_than: int, timeout: float | None = None) -> LeasedVersion:
-        """Wait for a newer version and lease it; skip a version that is retired meanwhile.
+        """Wait for a newer version and lease it; skip a version that is pruned meanwhile.
 
         See :meth:`wait` for ``newer_than`` and ``timeout``.
 

@@ -238,7 +238,7 @@ class Member(Closing, Generic[Report]):
         The version is leased until the last tensor, or until the iterator is closed.
 
         Raises:
-            VersionGoneError: the version was retired. Wait for a newer version.
+            VersionGoneError: the version was pruned. Wait for a newer version.
             VerificationError: a tensor differs from the manifest.
             EngineMismatchError: the version's folder contains no weights.
         """
@@ -264,7 +264,7 @@ class Member(Closing, Generic[Report]):
         By default this is the newest version. The list is empty if no version exists.
 
         Raises:
-            VersionGoneError: the version was retired.
+            VersionGoneError: the version was pruned.
         """
         with self._versions.held(version) as held:
             return [
@@ -279,7 +279,7 @@ class Member(Closing, Generic[Report]):
         pass its :class:`LeasedVersion`.
 
         Raises:
-            VersionGoneError: the version was retired, or is not visible yet. Hold the newest.
+            VersionGoneError: the version was pruned, or is not visible yet. Hold the newest.
             VerificationError: the version's manifest is damaged.
         """
         if isinstance(version, LeasedVersion):

@@ -119,5 +119,5 @@ class ServedWaits:
         if newest and serves(newest):
             return None
         if outcome is not None and outcome.outcome == "quarantined":
-            return f"the daemon refuses step {step}: {versions.job.refusal(step, outcome.identity)}"
+            return f"step {step} is quarantined: {versions.job.refusal(step, outcome.identity)}"
         return f"LATEST names {newest} in place of step {step}"

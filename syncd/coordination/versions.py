@@ -33,7 +33,7 @@ from syncd.storage.sessions import Session
 
 log = logging.getLogger(__name__)
 
-#: Attempts to hold the newest version, if each one is retired before it can be held.
+#: Attempts to hold the newest version, if each one is pruned before it can be held.
 _ATTEMPTS: Final = 10
 
 
@@ -121,7 +121,7 @@ class Versions:
         """Hold a version, by default the newest, in the block; yield None if no version exists.
 
         Raises:
-            VersionGoneError: the wanted version was retired, or new versions are retired faster
+            VersionGoneError: the wanted version was pruned, or new versions are pruned faster
                 than this method can hold them.
             VerificationError: the version's manifest is damaged.
         """
@@ -134,7 +134,7 @@ class Versions:
 
     def _hold_newest(self) -> LeasedVersion | None:
         for left in reversed(range(_ATTEMPTS)):
-            # After a retired version ask the server, because this client can have cached LATEST.
+            # After a pruned version ask the server, because this client can have cached LATEST.
             newest = self.newest(sure=left < _ATTEMPTS - 1)
             if newest is None:
                 return None

@@ -94,7 +94,7 @@ class Scanner:
         ended = outcome.outcome if outcome and save and outcome.identity == save.known_as else ""
         versions = version_folders(self.job)
         lease_folders = numbers_in(self._storage, self._layout.leases, parse_version_folder)
-        # A listing may be outdated, so look up the lease folder of each version that seems retired.
+        # A listing may be outdated, so look up the lease folder of each version that seems pruned.
         lease_folders += (
             sequence
             for sequence in sorted(set(versions).difference(lease_folders))

@@ -146,7 +146,7 @@ class SaveNotReadyError(SyncdError):
 
 
 class VersionGoneError(SyncdError):
-    """Raised when a version was retired before it could be leased. Load the newer version."""
+    """Raised when a version was pruned before it could be leased. Load the newer version."""
 
     exit_code = 6
 

@@ -126,7 +126,7 @@ class Epoch:
     def open_leasing(self, sequence: int) -> None:
         """Make the lease folder of a version, by one rename of an empty folder out of this room.
 
-        Without the rename, a superseded daemon could make the folder of a version that was retired.
+        Without the rename, a superseded daemon could make the folder of a version that was pruned.
         """
         source = self.building / f"leases-{version_folder(sequence)}"
         target = self._job.layout.lease_folder(sequence)

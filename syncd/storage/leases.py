@@ -45,7 +45,7 @@ class Lease:
         """Lease a version.
 
         Raises:
-            VersionGoneError: the version was retired. Read LATEST again.
+            VersionGoneError: the version was pruned. Read LATEST again.
         """
         lease = cls(job, sequence, name, session)
         try:
@@ -82,7 +82,7 @@ def pin_version(job: Job, sequence: int) -> None:
     """Pin a published version.
 
     Raises:
-        VersionGoneError: the version was retired, or never published.
+        VersionGoneError: the version was pruned, or never published.
     """
     marker = job.layout.lease_folder(sequence) / PINNED
     _check_published(job, sequence)  # a lease folder is made before its version

@@ -129,7 +129,7 @@ def test_a_step_that_nobody_will_serve_is_not_waited_for(
     (job.actor(8) / "model.safetensors").write_bytes(b"torn")
     job.run(rounds=2)
     missing = waiting.result(LONG).missing["e"]
-    assert missing.startswith(f"serves {SEVEN}; the daemon refuses step 8: ")
+    assert missing.startswith(f"serves {SEVEN}; step 8 is quarantined: ")
     assert trainer.wait_served(7, ["e"], LONG).serving == {"e": 7}
 
     announce(members, trainer, 9)
