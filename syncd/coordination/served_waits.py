@@ -97,8 +97,9 @@ class ServedWaits:
                     continue
                 failure, refused = report.fault, report.refused or ""
                 # What it refused can be older.
-                if newest and serves(newest) and refused.startswith(f"version {newest.sequence}:"):
-                    failure = failure or refused
+                if newest and serves(newest):
+                    of_newest = (f"v{newest.sequence}:", f"version {newest.sequence}:")  # 0.3's
+                    failure = failure or (refused if refused.startswith(of_newest) else None)
                 missing[name] = failure or report.starting or f"serves {held or 'no version yet'}"
             if failure is None:
                 late.append(name)

@@ -172,7 +172,7 @@ FAULTS = {
     ),
     "explorer refused": Fault(
         lambda world: world.refuse(), lambda world: world.end("node-1"),
-        1, ("node-1 refuses v7", "serve an older version: syncd rollback"),
+        1, ("node-1 refuses v7", "serve an older version: `syncd rollback "),
         ("syncd_explorer_refuses", "1.0"),
     ),
     "garbage LATEST": Fault(

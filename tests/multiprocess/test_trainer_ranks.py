@@ -289,7 +289,7 @@ def test_all_ranks_get_the_same_answer_who_serves_a_step(job: Path) -> None:
         assert served == same
         assert served.serving == {"a": 2}
         assert served.missing["b"] == "has ended"
-        assert served.missing["c"].startswith("version 2: ")
+        assert served.missing["c"].startswith("v2: ")
         first.tell("wait_served", 2, "a")
         second.tell("wait_served", 3, "a")
         assert first.answer().serving == {"a": 2}

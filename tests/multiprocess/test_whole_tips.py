@@ -65,5 +65,5 @@ def test_two_explorers_serve_each_whole_save_before_it_is_a_version(
         assert of_tip[0] > 0
         ranks.all("close")
         daemon.wait_for_log("by the trainer's files", times=2)
-        assert "served step 4 before" in syncd("status", job).stdout
+        assert "served step 4 ahead of" in syncd("status", job).stdout
         assert "Traceback" not in "".join(daemon.log)

@@ -56,10 +56,10 @@ def trainer(members: Members) -> TrainerSynchronizer:
         ((Version(1, 7), {}), f"serves Version(sequence=1, step=7){LATE}"),
         ((None, {}), f"serves no version yet{LATE}"),
         ((None, {"bench": 7}), f"serves no version yet{LATE}"),
-        ((SIX, {"refused": "version 1: it was too large"}), f"serves {SIX}{LATE}"),
+        ((SIX, {"refused": "v1: it was too large"}), f"serves {SIX}{LATE}"),
         ((SIX, {"refused": "version 2: it does not fit"}), "version 2: it does not fit"),
         ((SEVEN, {"fault": "the engine was restarted"}), "the engine was restarted"),
-        ((SEVEN, {"refused": "version 3: it is torn"}), None),
+        ((SEVEN, {"refused": "v3: it is torn"}), None),
     ],
 )  # fmt: skip
 def test_an_explorer_serves_a_step_if_its_report_says_so(
@@ -121,7 +121,7 @@ def test_a_step_that_nobody_will_serve_is_not_waited_for(
     members: Members, trainer: TrainerSynchronizer, job: SmallJob
 ) -> None:
     explorer = members.explorer("e")
-    explorer.set_explorer_version(SIX, "version 2: it does not fit")
+    explorer.set_explorer_version(SIX, "v2: it does not fit")
     announce(members, trainer, 8, publish=False)
     waiting = members.aside(trainer.wait_served, 8, ["e"], LONG)
     goes_on(waiting)  # it may take this one
