@@ -27,6 +27,9 @@ _GROUPS: Final = {
         "run": "Serve a job: merge, publish, signal, prune.",
         "follow": "Load the versions of JOB into a running server (--engine, --command or --link).",
     },
+    "Mirror": {
+        "mirror": "Copy versions to an object store, or from there into another job.",
+    },
     "Look": {
         "status": "Show the published versions, the explorers that serve them, and current waits.",
         "history": "Show when each version was saved, merged, live and pruned.",
@@ -58,7 +61,7 @@ _ADDED: Final = "syncd.commands"
 #: The hooks' commands: the help lists them without importing them, which would take half a second.
 _OF_HOOKS: Final = frozenset({"follow"})
 #: The commands that serve until they are stopped: what they say must not block them.
-_SERVING: Final = frozenset({"run", "follow", "web"})
+_SERVING: Final = frozenset({"run", "follow", "mirror", "web"})
 #: The exit status of a command that Ctrl-C ended, as shells report it.
 _INTERRUPTED: Final = 128 + signal.SIGINT
 

@@ -79,7 +79,7 @@ class LoadTurns:
             CancelledError: the wait was cancelled.
             OSError: storage failed.
         """
-        if self.most is math.inf:
+        if self.most is math.inf or self.me.record.mirror is not None:
             yield
             return
         with ExitStack() as stack:

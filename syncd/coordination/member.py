@@ -28,7 +28,7 @@ from syncd.protocol.errors import (
 from syncd.protocol.events import JobReplaced
 from syncd.protocol.names import checked_name, printable
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version, given_or_default
-from syncd.protocol.reports import ExplorerReport, SavedState, TrainerReport
+from syncd.protocol.reports import ExplorerReport, Mirroring, SavedState, TrainerReport
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Identity, Job, check_on_disk, registering
 from syncd.storage.judge import Clock
@@ -271,6 +271,14 @@ class Member(Closing, Generic[Report]):
                 (entry.name, _TORCH_NAMES.get(entry.dtype, entry.dtype), entry.shape)
                 for entry in (held.manifest.tensors if held else ())
             ]
+
+    def tell_mirror(self, state: Mirroring, fault: str | None) -> None:
+        """Report that this participant is a mirror, and the reason why it cannot go on, if any.
+
+        Raises:
+            SyncdError, OSError: the report was not written.
+        """
+        self._me.update(mirror=state, fault=fault)
 
     def hold(self, version: Version | LeasedVersion) -> LeasedVersion:
         """Hold a version: its files stay until the caller releases it.

@@ -262,7 +262,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
         """Wait while the slowest live explorer lags by more than ``max_explorer_lag`` steps.
 
         Explorers that evaluate a step (``explorer_hooks.bench``) do not count. Explorers that
-        refused a version do not count either, because they need a newer version from the trainer.
+        refused a version do not count either, because they need a newer version from the trainer;
+        nor do mirrors.
 
         Returns:
             False if the slowest explorer still lags at the timeout; continue the training then.
@@ -281,7 +282,9 @@ class TrainerSynchronizer(Member[TrainerReport]):
 
     def _must_wait(self) -> bool:
         waited_for = [
-            one for one in self._roster.working() if one.refused is None and one.bench is None
+            one
+            for one in self._roster.working()
+            if one.refused is None and one.bench is None and one.mirror is None
         ]
         latest, run = read_latest(self._versions.job), self._me.record.run_id
         held: dict[Version | None, list[Version | None]] = {}

@@ -48,7 +48,7 @@ def problems_of(job: DirectoryState, *, knows_daemon: bool) -> Iterator[Problem]
         yield Problem(
             level=2 if trainer.liveness == "lost" else 1,
             what=f"trainer {_word(trainer.trouble)}",
-            remedy=_again(trainer.session),
+            remedy=trainer.fault or _again(trainer.session),
         )
     yield from problems_of_work(job)
 

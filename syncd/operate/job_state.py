@@ -297,7 +297,10 @@ class _Look:
 
     def _trainer(self, report: TrainerState) -> TrainerState:
         is_stopped = report.status == "stopped"
-        return report.model_copy(update=self._process(report, is_stopped, "trainer"))
+        seen = self._process(report, is_stopped, "trainer")
+        if report.fault and seen["liveness"] in {"alive", "unknown"}:
+            seen["trouble"] = "faulty"
+        return report.model_copy(update=seen)
 
     def _explorer(
         self, report: ExplorerState, latest: Latest | None, run: str | None

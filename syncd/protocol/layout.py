@@ -169,6 +169,9 @@ class JobLayout:
     bench = Below(".syncd/bench")
     """A folder for each session of an explorer that builds steps to evaluate them."""
 
+    mirror = Below(".syncd/mirror")
+    """What ``syncd mirror pull`` has fetched for the next save."""
+
     doctor = Below(".syncd/doctor")
     """The folder in which ``syncd doctor`` measures storage."""
 

@@ -222,6 +222,22 @@ def _both(ours: SyncTerms, theirs: SyncTerms, name: str) -> tuple[str, str]:
     return str(getattr(ours, name)), str(getattr(theirs, name))
 
 
+class Mirroring(Fields):
+    """What a mirror does (``syncd mirror``).
+
+    Attributes:
+        url: of the object store, without credentials.
+        moved: bytes of objects that it has sent or received since its start.
+        errors: how often it failed since then.
+        lag: seconds for which a version has waited that is not there yet.
+    """
+
+    url: Text
+    moved: Size = 0
+    errors: Size = 0
+    lag: Seconds = 0.0
+
+
 class ExplorerReport(Record):
     """``.syncd/explorers/ID.json``: an explorer's report about itself.
 
@@ -250,6 +266,7 @@ class ExplorerReport(Record):
             from whole saves; False after it could not, until it serves this save or a later one.
         fetching: the number of the tip from which it makes a copy now, if any.
         loading: True while it loads in its turn, and False while it waits for it; else None.
+        mirror: set if it only copies versions elsewhere, so that nobody waits for it.
     """
 
     name: str
@@ -277,6 +294,7 @@ class ExplorerReport(Record):
     follows_tip: bool = False
     fetching: Sequence | None = None
     loading: bool | None = None
+    mirror: Mirroring | None = None
     time: float
 
     def newest(self, latest: Latest) -> Latest | Tip:
@@ -331,6 +349,7 @@ class TrainerReport(Record):
         name, session: None if the trainer does not register. Then only ``status`` shows whether the
             trainer works.
         nothing_new: how often the trainer told waiting explorers that no newer weights will follow.
+        mirror: set if its saves come from a mirror; ``fault`` tells why that cannot go on.
     """
 
     run_id: str
@@ -346,6 +365,8 @@ class TrainerReport(Record):
     session: SessionId | None = None
     nothing_new: Size = 0
     sync: SyncTerms | None = None
+    mirror: Mirroring | None = None
+    fault: Text | None = None
     time: float
 
 

@@ -102,6 +102,10 @@ _GAUGES: Final = {
     "explorer_delta_bytes": "Bytes of deltas that the last load read.",
     "explorer_refuses": "1 if the explorer refused the last version that it tried.",
     "explorer_broken": "1 if the explorer reports that its engine's weights are unknown.",
+    "mirror_lag_seconds": "Time for which a version has waited for its mirror; 0 if none waits.",
+    "mirror_bytes": "Bytes that the mirror has sent or received since its start.",
+    "mirror_errors": "Failures of the mirror since its start.",
+    "mirror_blocked": "1 while the mirror cannot go on.",
 }
 _COUNTERS: Final = {
     "saves": "Saves linked as deltas, published (also by folds), skipped or quarantined.",
@@ -122,6 +126,7 @@ _OUTCOMES: Final = {
 _LABELS: Final = {
     **{name: ["outcome"] for name in _OUTCOMES},
     **{name: ["explorer"] for name in _GAUGES if name.startswith("explorer_")},
+    **{name: ["mirror"] for name in _GAUGES if name.startswith("mirror_")},
     "blocked": ["reason"],
     "pruned": ["what"],
     "errors": ["error"],
@@ -320,6 +325,7 @@ class _JobMeter(Meter):
         trainer = self.job.read(TrainerReport, layout.trainer_report, OF_OTHERS)
         if trainer is not None:
             self._set(trainer_up=self._up(trainer))
+            self._mirror(trainer)
         names = self.job.storage.names(layout.explorers)
         names = [name for name in names if not name.startswith(TEMPORARY)][:_MOST]
         share = max(_AT_A_TIME, math.ceil(len(names) / _ROUNDS))
@@ -333,7 +339,9 @@ class _JobMeter(Meter):
         fresh = self._fresh
         self.metrics.forget(
             self._label,
-            lambda key: key[0].startswith(("explorer_", "trainer_up")) and key not in fresh,
+            lambda key: (
+                key[0].startswith(("explorer_", "mirror_", "trainer_up")) and key not in fresh
+            ),
         )
 
     def _up(self, report: TrainerReport | ExplorerReport) -> bool | None:
@@ -341,10 +349,21 @@ class _JobMeter(Meter):
         watched = report.session in self._watched and report.status != "stopped"
         return report.session in self._living if watched else None
 
+    def _mirror(self, report: TrainerReport | ExplorerReport) -> None:
+        if (mirror := report.mirror) is not None and report.status != "stopped":
+            self._set(
+                printable(report.name),
+                mirror_lag_seconds=mirror.lag,
+                mirror_bytes=mirror.moved,
+                mirror_errors=mirror.errors,
+                mirror_blocked=report.fault is not None,
+            )
+
     def _explorer(self, report: ExplorerReport, latest: Latest | None, run: str | None) -> None:
         reload, (lag, steps), delta = report.reload, report.lag(latest, run), None
         if reload is not None and reload.full_bytes is not None:
             delta = reload.delta_bytes or 0
+        self._mirror(report)
         self._set(
             printable(report.name),
             explorer_up=self._up(report),

@@ -1,0 +1,392 @@
+"""``syncd mirror push``: an explorer that copies each newest version of a job to an object store.
+
+It pushes while it checks a version, before a turn to load, so that no engine waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Annotated, Final, TypeVar
+
+import click
+import xxhash
+from annotated_types import Ge
+
+from explorer_hooks.bench import serve
+from explorer_hooks.engines.base import InProcessEngine
+from explorer_hooks.hook import ExplorerHook
+from explorer_hooks.reader import LeasedVersion
+from explorer_hooks.staging import Staging
+from syncd.checkpoint.boxes import whole
+from syncd.checkpoint.parallel import Check
+from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.safetensors_header import HeaderEntry
+from syncd.checkpoint.version import WEIGHTS
+from syncd.cli import options
+from syncd.cli.mirror import RateLimit
+from syncd.cli.signals import handled_by
+from syncd.coordination.explorer import ExplorerSynchronizer
+from syncd.coordination.waiting import Cancellation
+from syncd.daemon.config import Count, Seconds
+from syncd.deltas.delta_file import write_delta
+from syncd.deltas.delta_index import Content, SavedPiece
+from syncd.mirror.bucket import Bucket, BucketError, Rate
+from syncd.mirror.progress import Progress
+from syncd.mirror.records import MirroredFile, MirroredSave, MirroredVersion
+from syncd.protocol.errors import (
+    CancelledError,
+    EngineMismatchError,
+    InvalidSettingsError,
+    SyncdError,
+    VerificationError,
+    VersionGoneError,
+)
+from syncd.protocol.policy import Version
+from syncd.storage.job import Job
+from syncd.storage.judge import Clock
+
+log = logging.getLogger(__name__)
+
+_CHUNK: Final = 1024 * 1024
+_INDEX: Final = ".safetensors.index.json"
+#: How often in a min_age old versions are removed.
+_SWEEPS: Final = 8
+
+
+@options.as_command(
+    "mirror push /shared/jobs/qwen-grpo s3://bucket/qwen-grpo --stage /nvme/stage",
+    group=click.Group(),
+)
+def command(
+    job: options.Existing,
+    url: str,
+    *,
+    name: Annotated[str, "The name of this explorer, unique in the job."] = "mirror",
+    stage: Annotated[
+        Path | None, "A folder of this host for copies: then saves need no version first."
+    ] = None,
+    keep: Annotated[Count, Ge(1), "How many of the newest versions to keep there."] = 3,
+    min_age: Annotated[
+        Seconds,
+        Ge(60),
+        "How long older versions stay there; no version may take half as long to push.",
+    ] = 7200.0,
+    rate: RateLimit = None,
+) -> None:
+    """Copy each newest version of JOB to URL, as an explorer of its own.
+
+    URL is s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///FOLDER. The
+    credentials are those of the environment, e.g. AWS_ACCESS_KEY_ID or a role.
+    """
+    stopped = Cancellation()
+    bucket = Bucket(url, rate=Rate(rate), check=stopped.check)
+    staging = Staging(stage) if stage is not None else None
+    mirror = Mirror(Job.at(job), bucket, keep, timedelta(seconds=min_age), stage, stopped)
+    cancels = [stopped.cancel]
+
+    def end(*_: object) -> None:
+        for cancel in cancels:
+            cancel()
+
+    with (
+        handled_by(end, (signal.SIGTERM, signal.SIGINT)),
+        ExplorerHook(job, name, mirror, staging=staging) as hook,
+    ):
+        cancels.append(hook.cancel)
+        mirror.opened(hook.synchronizer)
+        serve(hook, lambda _: None)
+
+
+_Part = TypeVar("_Part", bytes, memoryview)
+
+
+class _TooLongError(Exception):
+    """Ends a delta that has become too long to be worth it."""
+
+
+@dataclass
+class Mirror(InProcessEngine):
+    """Copies versions into a bucket: whole, or as what changed since the version before.
+
+    Args:
+        keep: how many of the newest versions to keep.
+        min_age: older versions, and objects that nothing needs, stay for as long.
+        scratch: a folder of this host for deltas, until they are sent.
+    """
+
+    kinds = frozenset({"full", "adapter"})
+    hub_names = True
+
+    job: Job
+    bucket: Bucket
+    keep: int
+    min_age: timedelta
+    scratch: Path | None
+    cancel: Cancellation = field(default_factory=Cancellation)
+    clock: Clock = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.progress = Progress(self.bucket, clock=self.clock)
+        #: The version that was pushed last: the hook holds it until it has loaded the next one.
+        self._held: LeasedVersion | None = None
+        self._newest: MirroredVersion | None = None
+        self._sweep_at = self.clock()
+
+    def attach(self) -> None:
+        """Check the bucket.
+
+        Raises:
+            InvalidSettingsError: it has no conditional writes.
+        """
+        self.bucket.check_conditions()
+
+    def opened(self, synchronizer: ExplorerSynchronizer) -> None:
+        """Report by this synchronizer; if the job still has the newest version there, hold it."""
+        self.progress.tell = synchronizer.tell_mirror
+        self.progress.report()
+        try:
+            newest = self._look(self._id())
+            if newest is not None:
+                last = newest.last
+                held = synchronizer.hold(Version(last.sequence, last.step))
+                held.verify(cancel=self.cancel.check)
+                self._held = held
+        except (VersionGoneError, VerificationError, OSError) as error:
+            log.info("the next version is sent whole: %s", error)
+
+    def check(self, version: LeasedVersion) -> None:
+        """Push a version, unless the bucket has it.
+
+        Raises:
+            EngineMismatchError: the version has no digests.
+            InvalidSettingsError: the bucket has versions of another job.
+            OSError: the object store or the job's storage failed. The next try may succeed.
+        """
+        self.progress.begins(f"pushing v{version.sequence}")
+        try:
+            self._check(version)
+        except (OSError, SyncdError) as error:
+            if not isinstance(error, CancelledError):
+                self.progress.failed(error)
+            raise
+        took, sent = self.progress.ends()
+        log.info(
+            "v%d, step %d, is in %s after %.3f s; sent %d bytes",
+            version.sequence,
+            version.step,
+            self.bucket.url,
+            took,
+            sent,
+        )
+        if self.clock() >= self._sweep_at:
+            self._sweep_at = self.clock() + self.min_age.total_seconds() / _SWEEPS
+            try:
+                self.bucket.sweep(keep=self.keep, min_age=self.min_age)
+            except BucketError as error:
+                log.warning("old versions were not removed: %s", error)
+
+    def load(self, version: LeasedVersion) -> None:
+        """Remember the version, from which the next one may be a delta."""
+        self._held = version
+
+    def _check(self, version: LeasedVersion) -> None:
+        if version.manifest.digests == "off":
+            raise EngineMismatchError(
+                "it has no digests, which a mirror needs: run the daemon without --digest off"
+            )
+        job = self._id()
+        newest = self._look(job)
+        if newest is not None and newest.last.sequence >= version.sequence:
+            last = newest.last
+            if (last.sequence, last.save_id) == (version.sequence, version.manifest.save_id):
+                return
+            raise BucketError(
+                f"{self.bucket.url} has v{last.sequence} already, but here the newest version is "
+                f"v{version.sequence}. If this job is an older copy of that one, push it elsewhere"
+            )
+        pushed = self._push(version, newest, job)
+        if self.bucket.add(pushed):
+            self._newest = pushed
+
+    def _id(self) -> str:
+        found = self.job.open().id
+        if found is None:
+            raise InvalidSettingsError(
+                f"{self.job.layout.root} has no id yet: start its daemon once"
+            )
+        return found
+
+    def _look(self, job: str) -> MirroredVersion | None:
+        known = self._newest.last.sequence if self._newest is not None else 0
+        self._newest = newest = self.bucket.newest(known) or self._newest
+        if newest is not None and newest.job != job:
+            raise InvalidSettingsError(
+                f"{self.bucket.url} has versions of another job: give each job its own prefix"
+            )
+        return newest
+
+    def _push(
+        self, version: LeasedVersion, newest: MirroredVersion | None, job: str
+    ) -> MirroredVersion:
+        manifest, begun = version.manifest, self.clock()
+        weights, others = _divided(version)
+        small = tuple(self._file(version, name) for name in others)
+        known = {file.key for file in newest.files()} if newest is not None else set[str]()
+        # What the newest version needs stays for min_age, whatever comes.
+        new = [file for file in small if file.key not in known]
+        saves: tuple[MirroredSave, ...] = ()
+        with ExitStack() as stack:
+            spooled = None
+            if newest is not None and newest.small == small and self._is_base(version, newest):
+                spooled = self._delta(version, weights, newest.room(), stack)
+            if newest is not None and spooled is not None:
+                saves, files = newest.saves, [file for file, _ in spooled]
+                for file, spool in spooled:
+                    self.bucket.put(file, self._watched(spool.read()))
+            else:
+                files = [self._file(version, name) for name in weights]
+                new += [file for file in files if file.key not in known]
+        now = self.bucket.now() if new else None
+        for file in new:
+            if now is None or not self.bucket.has(file, self.min_age, now):
+                self.bucket.put(file, self._watched(_read(version, file.name)))
+        if self.clock() - begun > self.min_age.total_seconds() / 2:
+            raise BucketError(
+                f"v{version.sequence} took longer than half of --min-age to push, so the objects "
+                "that were there before may be gone: increase --min-age"
+            )
+        save = MirroredSave(
+            sequence=version.sequence,
+            step=version.step,
+            save_id=manifest.save_id,
+            files=tuple(files),
+            nonfinite=manifest.nonfinite,
+        )
+        return MirroredVersion(job=job, kind=manifest.kind, saves=(*saves, save), small=small)
+
+    def _watched(self, content: Iterator[_Part]) -> Iterator[_Part]:
+        for part in content:
+            self.progress.look()
+            yield part
+
+    def _is_base(self, version: LeasedVersion, newest: MirroredVersion) -> bool:
+        """True if the newest version is at hand, and has the tensors of this one."""
+        held = self._held
+        if held is None or newest.room() == 0 or version.kind != "full":
+            return False
+        was, now = held.manifest, version.manifest
+        of_both = [
+            [(one.name, one.dtype, one.shape, one.file) for one in each.tensors]
+            for each in (was, now)
+        ]
+        last = newest.last
+        is_held = (was.sequence, was.save_id) == (last.sequence, last.save_id)
+        return is_held and of_both[0] == of_both[1]
+
+    def _delta(
+        self, version: LeasedVersion, weights: Sequence[str], room: int, stack: ExitStack
+    ) -> list[tuple[MirroredFile, _Spool]] | None:
+        """The files of a delta, one for each file of weights; None if it is not worth it."""
+        held = self._held
+        assert held is not None  # noqa: S101 - it is the base
+        spooled: list[tuple[MirroredFile, _Spool]] = []
+        for name in weights:
+            spool = _Spool(stack.enter_context(self._temporary()), room, self.cancel.check)
+            with held.open_file(name) as old, version.open_file(name) as new:
+                try:
+                    index = write_delta(spool.write, _pieces(old, new))
+                except _TooLongError:
+                    return None
+            digest = spool.hasher.hexdigest()
+            file = MirroredFile(name=name, size=spool.size, digest=digest, index=index)
+            spooled.append((file, spool))
+            room -= spool.size
+        return spooled
+
+    def _temporary(self) -> IO[bytes]:
+        return tempfile.TemporaryFile(dir=self.scratch)
+
+    def _file(self, version: LeasedVersion, name: str) -> MirroredFile:
+        hasher, size = xxhash.xxh3_128(), 0
+        for part in _read(version, name):
+            self.cancel.check()
+            hasher.update(part)
+            size += len(part)
+        return MirroredFile(name=name, size=size, digest=hasher.hexdigest())
+
+
+@dataclass
+class _Spool:
+    """A temporary file for at most ``room`` bytes, whose digest is computed as it grows."""
+
+    file: IO[bytes]
+    room: int
+    check: Check
+    size: int = 0
+    hasher: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+
+    def write(self, data: bytes) -> None:
+        """Append bytes."""
+        self.check()
+        self.size += len(data)
+        if self.size > self.room:
+            raise _TooLongError
+        self.hasher.update(data)
+        self.file.write(data)
+
+    def read(self) -> Iterator[bytes]:
+        """The bytes, in chunks."""
+        self.file.seek(0)
+        while part := self.file.read(_CHUNK):
+            yield part
+
+
+def _divided(version: LeasedVersion) -> tuple[list[str], list[str]]:
+    """The names of the files of weights, in their order, and of the others, but for the index."""
+    names = sorted(file.name for file in version.manifest.files)
+    weights = [name for name in names if name.endswith(WEIGHTS)]
+    others = [name for name in names if not name.endswith((WEIGHTS, _INDEX))]
+    return weights, others
+
+
+def _read(version: LeasedVersion, name: str) -> Iterator[memoryview]:
+    storage, path = version.storage, version.folder / name
+    with storage.reading(path) as fd:
+        at, size = 0, storage.fstat(fd).st_size
+        while at < size:
+            part = memoryview(bytearray(min(_CHUNK, size - at)))
+            count = storage.pread_fully(fd, part, at)
+            if count < len(part):
+                raise VerificationError(f"{path} became shorter while it was read")
+            yield part
+            at += count
+
+
+def _pieces(old: SafetensorsFile, new: SafetensorsFile) -> Iterator[SavedPiece]:
+    before = {entry.name: entry for entry in old.entries}
+    for entry in new.entries:
+        yield SavedPiece(
+            entry.name,
+            entry.dtype,
+            whole(entry.shape),
+            _content(new, entry),
+            _content(old, before[entry.name]),
+        )
+
+
+def _content(file: SafetensorsFile, entry: HeaderEntry) -> Content:
+    def read(begin: int, end: int) -> memoryview:
+        part = memoryview(bytearray(end - begin))
+        if file.storage.pread_fully(file.fd, part, entry.begin + begin) < len(part):
+            raise VerificationError(f"{file.path} became shorter while it was read")
+        return part
+
+    return read

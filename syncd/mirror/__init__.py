@@ -1,0 +1,1 @@
+"""Versions of a job in an object store, for jobs elsewhere: ``docs/mirror.md``."""

@@ -1,0 +1,318 @@
+"""``Bucket``: the objects below a URL: S3, Google Cloud Storage, Azure, or a folder."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Final
+
+import xxhash
+
+from syncd.mirror.records import (
+    OBJECTS,
+    VERSIONS,
+    MirroredFile,
+    MirroredVersion,
+    expired,
+    sequence_of,
+    unneeded,
+    version_key,
+)
+from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.names import printable
+from syncd.protocol.records import encode, parse
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+#: Bytes of a part: what a request moves. Four are under way at a time, each in memory twice.
+PART: Final = 8 * 1024 * 1024
+_AT_A_TIME: Final = 4
+#: The most parts of an upload, by the rules of S3.
+_MOST_PARTS: Final = 9_000
+#: The query of an address, which can hold a signature.
+_QUERY: Final = re.compile(r"\?[^\s\"')>]*")
+_PROBE: Final = "probe"
+
+
+class BucketError(OSError):
+    """Raised if the object store fails, or refuses; the next try may succeed."""
+
+
+class GoneError(BucketError):
+    """Raised if an object is not there (any more)."""
+
+
+class Rate:
+    """Lets bytes pass at a limited rate; None for no limit. Several threads may share one."""
+
+    def __init__(
+        self,
+        limit: float | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._limit, self._clock, self._sleep = limit, clock, sleep
+        self._lock = threading.Lock()
+        self._free_at = clock()
+
+    def take(self, count: int) -> None:
+        """Wait until ``count`` more bytes may pass."""
+        if self._limit is None:
+            return
+        with self._lock:
+            at = max(self._free_at, self._clock())
+            self._free_at = at + count / self._limit
+        while (left := at - self._clock()) > 0:
+            self._sleep(min(left, 1.0))
+
+
+class Bucket:
+    """The objects of one mirror. Its methods raise :class:`BucketError` if the store fails.
+
+    Args:
+        url: ``s3://``, ``gs://``, ``az://`` or ``file://``; credentials come from the environment,
+            as obstore finds them.
+        rate: limits the bytes of objects in both directions together.
+        check: called before each request for a part; raises an error to stop.
+
+    Attributes:
+        moved: the bytes of objects that were sent or received.
+
+    Raises:
+        InvalidSettingsError: obstore is missing, or does not understand the URL.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        rate: Rate | None = None,
+        check: Callable[[], object] = lambda: None,
+        store: ObjectStore | None = None,
+    ) -> None:
+        try:
+            import obstore  # noqa: PLC0415 - an extra, of 16 MB
+            from obstore.store import from_url  # noqa: PLC0415 - likewise
+        except ModuleNotFoundError as error:
+            raise InvalidSettingsError("a mirror needs obstore: pip install 'syncd[s3]'") from error
+        self._obstore = obstore
+        self.url = _QUERY.sub("", url)
+        try:
+            self._store = store or from_url(
+                url,
+                # The scheme is that of the endpoint in the environment.
+                client_options={"allow_http": True, "connect_timeout": "10s", "timeout": "120s"},
+                retry_config={"max_retries": 5, "retry_timeout": timedelta(seconds=30)},
+            )
+        except (obstore.exceptions.BaseError, ValueError) as error:
+            raise InvalidSettingsError(
+                f"{printable(self.url)} cannot be used as the URL of a mirror: {_told(error)}"
+            ) from error
+        self._rate, self._check = rate or Rate(None), check
+        self.moved = 0
+
+    def check_conditions(self) -> None:
+        """Refuse a store in which a second writer could replace an object.
+
+        Raises:
+            InvalidSettingsError: the store has no conditional writes.
+        """
+        key = f"{_PROBE}/{secrets.token_hex(8)}"
+        try:
+            if self._create(key, b"1") and not self._create(key, b"2"):
+                return
+        except NotImplementedError:
+            pass
+        finally:
+            self._delete([key])
+        raise InvalidSettingsError(
+            f"{printable(self.url)} has no conditional writes (If-None-Match), so two pushers "
+            "could replace each other's versions: use a store that has them"
+        )
+
+    # -- versions ----------------------------------------------------------------------------------
+
+    def newest(self, newer_than: int = 0) -> MirroredVersion | None:
+        """The newest version above ``newer_than``; None if there is none."""
+        while found := max(self._sequences(newer_than), default=None):
+            try:
+                return self.version(found)
+            except GoneError:  # there is a newer one by now
+                continue
+        return None
+
+    def version(self, sequence: int) -> MirroredVersion:
+        """Read a version's record.
+
+        Raises:
+            GoneError: it is not there any more.
+            RecordError: it is no record, or of a newer protocol.
+        """
+        key = version_key(sequence)
+        with self._doing(f"reading {key}"):
+            content = bytes(self._obstore.get(self._store, key).bytes())
+        return parse(MirroredVersion, content, f"{self.url}/{key}")
+
+    def add(self, version: MirroredVersion) -> bool:
+        """Add a version, whose objects must be there; False if another pusher has."""
+        return self._create(version_key(version.last.sequence), encode(version))
+
+    # -- objects -----------------------------------------------------------------------------------
+
+    def has(self, file: MirroredFile, min_age: timedelta, now: datetime) -> bool:
+        """True if the object is there, and too young to be removed before it is needed."""
+        try:
+            with self._doing(f"looking for {file.key}"):
+                found = self._obstore.head(self._store, file.key)
+        except GoneError:
+            return False
+        return found["size"] == file.size and found["last_modified"] > now - min_age / 2
+
+    def put(self, file: MirroredFile, content: Iterable[bytes | memoryview]) -> None:
+        """Make an object, which is there only once it is whole."""
+        part = max(PART, -(-file.size // _MOST_PARTS))
+        with self._doing(f"writing {file.key}"):
+            self._obstore.put(
+                self._store,
+                file.key,
+                self._sent(file, content),
+                use_multipart=file.size > part,
+                chunk_size=part,
+                max_concurrency=_AT_A_TIME,
+            )
+
+    def get(self, file: MirroredFile) -> Iterator[memoryview]:
+        """Yield the bytes of an object, part by part; they count only once all have come.
+
+        Raises:
+            GoneError: it is not there any more.
+            BucketError: it is not what its name says.
+        """
+        hasher = xxhash.xxh3_128()
+        starts = iter(range(0, file.size, PART))
+        with ThreadPoolExecutor(_AT_A_TIME, "syncd-mirror") as pool:
+            coming: deque[Future[memoryview]] = deque()
+            try:
+                while True:
+                    while len(coming) < _AT_A_TIME and (start := next(starts, None)) is not None:
+                        length = min(PART, file.size - start)
+                        coming.append(pool.submit(self._part, file.key, start, length))
+                    if not coming:
+                        break
+                    content = coming.popleft().result()
+                    hasher.update(content)
+                    yield content
+            finally:
+                for one in coming:
+                    one.cancel()
+        if hasher.hexdigest() != file.digest:
+            raise BucketError(f"{self.url}/{file.key} does not have the bytes that its name says")
+
+    def sweep(self, *, keep: int, min_age: timedelta) -> int:
+        """Remove versions beyond the newest ``keep``, and objects that none needs; count them."""
+        now = self.now()
+        made = {}
+        for key, at in self._listed(VERSIONS):
+            if (sequence := sequence_of(key)) is not None:
+                made[sequence] = at
+        old = expired(made, keep=keep, min_age=min_age, now=now)
+        self._delete(map(version_key, old))
+        # Read before the objects are listed: a later version needs only what is young, or is
+        # needed by one of these.
+        kept = [self.version(sequence) for sequence in made.keys() - set(old)]
+        objects = dict(self._listed(OBJECTS))
+        gone = unneeded(objects, kept, min_age=min_age, now=now)
+        self._delete(gone)
+        return len(old) + len(gone)
+
+    def now(self) -> datetime:
+        """The time by the store's clock."""
+        key = f"{_PROBE}/{secrets.token_hex(8)}"
+        with self._doing(f"writing {key}"):
+            self._obstore.put(self._store, key, b"")
+            found = self._obstore.head(self._store, key)
+        self._delete([key])
+        return found["last_modified"]
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def _sequences(self, newer_than: int) -> Iterator[int]:
+        after = version_key(newer_than)
+        for key, _ in self._listed(VERSIONS, after):
+            sequence = sequence_of(key)
+            if sequence is not None and sequence > newer_than:
+                yield sequence
+
+    def _listed(self, folder: str, after: str | None = None) -> Iterator[tuple[str, datetime]]:
+        with self._doing(f"listing {folder}"):
+            for page in self._obstore.list(self._store, f"{folder}/", offset=after):
+                for one in page:
+                    yield one["path"], one["last_modified"]
+
+    def _create(self, key: str, content: bytes) -> bool:
+        try:
+            with self._doing(f"writing {key}"):
+                self._obstore.put(self._store, key, content, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def _part(self, key: str, start: int, length: int) -> memoryview:
+        self._check()
+        self._rate.take(length)
+        with self._doing(f"reading {key}"):
+            found = memoryview(
+                self._obstore.get_range(self._store, key, start=start, length=length)
+            )
+        if len(found) != length:
+            raise BucketError(f"{self.url}/{key} is shorter than its name says")
+        self.moved += length
+        return found
+
+    def _sent(
+        self, file: MirroredFile, content: Iterable[bytes | memoryview]
+    ) -> Iterator[bytes | memoryview]:
+        hasher = xxhash.xxh3_128()
+        for part in content:
+            self._check()
+            self._rate.take(len(part))
+            hasher.update(part)
+            yield part
+            self.moved += len(part)
+        if hasher.hexdigest() != file.digest:
+            raise BucketError(f"{file.name} changed while it was sent")
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            with self._doing(f"deleting {key}"):
+                self._obstore.delete(self._store, key)
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        """Turn the store's errors into those of this class."""
+        errors = self._obstore.exceptions
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise GoneError(f"{self.url}: {what}: it is not there") from error
+        except errors.AlreadyExistsError as error:
+            raise FileExistsError(what) from error
+        except errors.NotSupportedError as error:
+            raise NotImplementedError(what) from error
+        except errors.BaseError as error:
+            raise BucketError(f"{self.url}: {what} failed: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    """An error in one line, without the queries of addresses, which can hold signatures."""
+    text = _QUERY.sub("", str(error).partition("\n\nDebug source")[0])
+    return printable(" ".join(text.split()))[:400]
