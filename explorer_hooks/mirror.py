@@ -18,7 +18,7 @@ from typing import IO, Annotated, Final, TypeVar
 
 import click
 import xxhash
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 
 from explorer_hooks.bench import serve
 from explorer_hooks.engines.base import InProcessEngine
@@ -31,16 +31,15 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry
 from syncd.checkpoint.version import WEIGHTS
 from syncd.cli import options
-from syncd.cli.mirror import RateLimit
+from syncd.cli.mirror import Lines, RateLimit, tell
 from syncd.cli.signals import handled_by
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.waiting import Cancellation
 from syncd.daemon.config import Count, Seconds
 from syncd.deltas.delta_file import write_delta
 from syncd.deltas.delta_index import Content, SavedPiece
-from syncd.mirror.bucket import Bucket, BucketError, Rate
+from syncd.mirror.object_store import MirrorStore, Rate, StoreError
 from syncd.mirror.progress import Progress
-from syncd.mirror.records import MirroredFile, MirroredSave, MirroredVersion
 from syncd.protocol.errors import (
     CancelledError,
     EngineMismatchError,
@@ -49,6 +48,7 @@ from syncd.protocol.errors import (
     VerificationError,
     VersionGoneError,
 )
+from syncd.protocol.mirrored import MirroredFile, MirroredSave, MirroredVersion
 from syncd.protocol.policy import Version
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock
@@ -76,10 +76,11 @@ def command(
     keep: Annotated[Count, Ge(1), "How many of the newest versions to keep there."] = 3,
     min_age: Annotated[
         Seconds,
-        Ge(60),
+        Gt(0),
         "How long older versions stay there; no version may take half as long to push.",
     ] = 7200.0,
     rate: RateLimit = None,
+    as_json: Lines = False,
 ) -> None:
     """Copy each newest version of JOB to URL, as an explorer of its own.
 
@@ -87,9 +88,9 @@ def command(
     credentials are those of the environment, e.g. AWS_ACCESS_KEY_ID or a role.
     """
     stopped = Cancellation()
-    bucket = Bucket(url, rate=Rate(rate), check=stopped.check)
+    store = MirrorStore(url, rate=Rate(rate), check=stopped.check)
     staging = Staging(stage) if stage is not None else None
-    mirror = Mirror(Job.at(job), bucket, keep, timedelta(seconds=min_age), stage, stopped)
+    mirror = Mirror(Job.at(job), store, keep, timedelta(seconds=min_age), stage, stopped)
     cancels = [stopped.cancel]
 
     def end(*_: object) -> None:
@@ -102,7 +103,7 @@ def command(
     ):
         cancels.append(hook.cancel)
         mirror.opened(hook.synchronizer)
-        serve(hook, lambda _: None)
+        serve(hook, lambda version: tell(version.sequence, version.step) if as_json else None)
 
 
 _Part = TypeVar("_Part", bytes, memoryview)
@@ -126,7 +127,7 @@ class Mirror(InProcessEngine):
     hub_names = True
 
     job: Job
-    bucket: Bucket
+    store: MirrorStore
     keep: int
     min_age: timedelta
     scratch: Path | None
@@ -134,7 +135,7 @@ class Mirror(InProcessEngine):
     clock: Clock = time.monotonic
 
     def __post_init__(self) -> None:
-        self.progress = Progress(self.bucket, clock=self.clock)
+        self.progress = Progress(self.store, clock=self.clock)
         #: The version that was pushed last: the hook holds it until it has loaded the next one.
         self._held: LeasedVersion | None = None
         self._newest: MirroredVersion | None = None
@@ -146,7 +147,7 @@ class Mirror(InProcessEngine):
         Raises:
             InvalidSettingsError: it has no conditional writes.
         """
-        self.bucket.check_conditions()
+        self.store.check_conditions()
 
     def opened(self, synchronizer: ExplorerSynchronizer) -> None:
         """Report by this synchronizer; if the job still has the newest version there, hold it."""
@@ -182,15 +183,15 @@ class Mirror(InProcessEngine):
             "v%d, step %d, is in %s after %.3f s; sent %d bytes",
             version.sequence,
             version.step,
-            self.bucket.url,
+            self.store.url,
             took,
             sent,
         )
         if self.clock() >= self._sweep_at:
             self._sweep_at = self.clock() + self.min_age.total_seconds() / _SWEEPS
             try:
-                self.bucket.sweep(keep=self.keep, min_age=self.min_age)
-            except BucketError as error:
+                self.store.sweep(keep=self.keep, min_age=self.min_age)
+            except StoreError as error:
                 log.warning("old versions were not removed: %s", error)
 
     def load(self, version: LeasedVersion) -> None:
@@ -208,12 +209,12 @@ class Mirror(InProcessEngine):
             last = newest.last
             if (last.sequence, last.save_id) == (version.sequence, version.manifest.save_id):
                 return
-            raise BucketError(
-                f"{self.bucket.url} has v{last.sequence} already, but here the newest version is "
+            raise StoreError(
+                f"{self.store.url} has v{last.sequence} already, but here the newest version is "
                 f"v{version.sequence}. If this job is an older copy of that one, push it elsewhere"
             )
         pushed = self._push(version, newest, job)
-        if self.bucket.add(pushed):
+        if self.store.add(pushed):
             self._newest = pushed
 
     def _id(self) -> str:
@@ -226,10 +227,10 @@ class Mirror(InProcessEngine):
 
     def _look(self, job: str) -> MirroredVersion | None:
         known = self._newest.last.sequence if self._newest is not None else 0
-        self._newest = newest = self.bucket.newest(known) or self._newest
+        self._newest = newest = self.store.newest(known) or self._newest
         if newest is not None and newest.job != job:
             raise InvalidSettingsError(
-                f"{self.bucket.url} has versions of another job: give each job its own prefix"
+                f"{self.store.url} has versions of another job: give each job its own prefix"
             )
         return newest
 
@@ -250,16 +251,16 @@ class Mirror(InProcessEngine):
             if newest is not None and spooled is not None:
                 saves, files = newest.saves, [file for file, _ in spooled]
                 for file, spool in spooled:
-                    self.bucket.put(file, self._watched(spool.read()))
+                    self.store.put(file, self._watched(spool.read()))
             else:
                 files = [self._file(version, name) for name in weights]
                 new += [file for file in files if file.key not in known]
-        now = self.bucket.now() if new else None
+        now = self.store.now() if new else None
         for file in new:
-            if now is None or not self.bucket.has(file, self.min_age, now):
-                self.bucket.put(file, self._watched(_read(version, file.name)))
+            if now is None or not self.store.has(file, self.min_age, now):
+                self.store.put(file, self._watched(_read(version, file.name)))
         if self.clock() - begun > self.min_age.total_seconds() / 2:
-            raise BucketError(
+            raise StoreError(
                 f"v{version.sequence} took longer than half of --min-age to push, so the objects "
                 "that were there before may be gone: increase --min-age"
             )

@@ -100,6 +100,10 @@ BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/engines/test_ready.py",
         )
     },
+    "docs/mirror.md": {
+        "sh": ("not run: its bucket is somebody's; tests/multiprocess/test_mirror.py has others",)
+        * 2,
+    },
     "docs/named-tensors.md": {
         "python": (
             "not run: its paths are somebody's; the last block has others",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,7 +23,7 @@ from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.whole_files import Merged, digest_file
 from syncd.cli import options
-from syncd.cli.mirror import RateLimit
+from syncd.cli.mirror import Lines, RateLimit, tell
 from syncd.cli.signals import handled_by
 from syncd.coordination.leased_version import read_latest
 from syncd.coordination.trainer import TrainerSynchronizer
@@ -33,9 +33,8 @@ from syncd.deltas.delta_index import DeltaFolder, DeltaRecord
 from syncd.deltas.folding import fold
 from syncd.deltas.limits import DeltaError
 from syncd.deltas.whole_version import WholeVersion
-from syncd.mirror.bucket import Bucket, Rate
+from syncd.mirror.object_store import MirrorStore, Rate
 from syncd.mirror.progress import Progress
-from syncd.mirror.records import MirroredFile, MirroredSave, MirroredVersion
 from syncd.protocol.errors import (
     CancelledError,
     RecordError,
@@ -43,6 +42,7 @@ from syncd.protocol.errors import (
     VerificationError,
     VersionGoneError,
 )
+from syncd.protocol.mirrored import MirroredFile, MirroredSave, MirroredVersion
 from syncd.protocol.names import (
     NAME_MAP,
     RECEIPTS,
@@ -67,7 +67,6 @@ from syncd.storage.errnos import GONE, Ignoring
 from syncd.storage.fsio import Draft, Storage
 from syncd.storage.job import Job
 from trainer_hooks.state.small_files import Files
-from trainer_hooks.state.weights_in_memory import WeightsInMemory
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
 log = logging.getLogger(__name__)
@@ -83,30 +82,31 @@ def command(
     *,
     every: Annotated[Seconds, Gt(0), "How long to wait between two looks for a version."] = 2.0,
     rate: RateLimit = None,
+    as_json: Lines = False,
 ) -> None:
     """Save each newest version at URL in JOB, as the trainer of this job.
 
     For URL and the credentials see 'syncd mirror push --help'. JOB needs a daemon of its own.
     """
     stopped = Cancellation()
-    bucket = Bucket(url, rate=Rate(rate), check=stopped.check)
+    store = MirrorStore(url, rate=Rate(rate), check=stopped.check)
     settings = SyncSettings(deltas=True)
     with (
         handled_by(lambda *_: stopped.cancel(), (signal.SIGTERM, signal.SIGINT)),
         TrainerSynchronizer(job, "mirror", settings=settings) as synchronizer,
     ):
         synchronizer.set_trainer_status(RunningStatus.RUNNING)
-        mirrored = Mirrored(Job.at(job), bucket, synchronizer, settings.save_timeout, stopped)
+        mirrored = Mirrored(Job.at(job), store, synchronizer, settings.save_timeout, stopped)
         mirrored.progress.report()
-        follow(mirrored, every)
+        follow(mirrored, every, tell if as_json else lambda *_: None)
 
 
-def follow(mirrored: Mirrored, every: float) -> None:
-    """Save each newest version until the mirror is cancelled."""
+def follow(mirrored: Mirrored, every: float, told: Callable[[int, int], object]) -> None:
+    """Save each newest version until the mirror is cancelled; call ``told`` after each."""
     last, pause, progress = 0, every, mirrored.progress
     while not mirrored.cancel.is_done:
         try:
-            newest = mirrored.bucket.newest(last)
+            newest = mirrored.store.newest(last)
             if newest is not None:
                 save = newest.last
                 progress.begins(f"pulling v{save.sequence}")
@@ -116,11 +116,12 @@ def follow(mirrored: Mirrored, every: float) -> None:
                 log.info(
                     "v%d of %s is saved as step %d after %.3f s; received %d bytes",
                     last,
-                    mirrored.bucket.url,
+                    mirrored.store.url,
                     save.step,
                     took,
                     received,
                 )
+                told(last, save.step)
             elif pause > every:
                 progress.report()  # it goes on
         except CancelledError:
@@ -146,30 +147,33 @@ _PASSING: Final = (
 )
 
 
-class _Fetched(WeightsInMemory):
-    """A complete file, which gets its place in a save by a rename."""
+@dataclass
+class _Fetched:
+    """A complete file, which gets its place in a save by a rename; ``index`` is a delta's."""
 
-    def __init__(self, storage: Storage, path: Path, index: str | None, told: NonFinite) -> None:
-        super().__init__()
-        self._storage, self._path, self._index, self._told = storage, path, index, told
+    storage: Storage
+    path: Path
+    index: str | None
+    told: NonFinite
+    nbytes: int = 0
 
     def write(self, draft: Draft) -> ReceiptFile:
         """Make the draft this file; return its receipt entry."""
-        size, digest = 0, self._index
+        size, digest = 0, self.index
         if digest is None:
-            with SafetensorsFile.open(self._storage, self._path) as file:
+            with SafetensorsFile.open(self.storage, self.path) as file:
                 size, digest = file.size, file.header_digest
         else:
-            with self._storage.reading(self._path) as fd:
-                size = self._storage.fstat(fd).st_size
-        self._storage.rename(self._path, draft.temporary)
+            with self.storage.reading(self.path) as fd:
+                size = self.storage.fstat(fd).st_size
+        self.storage.rename(self.path, draft.temporary)
         draft.commit()
         return ReceiptFile(
             name=draft.path.name,
             size=size,
             digest=digest,
-            over="header" if self._index is None else "index",
-            nonfinite=self._told,
+            over="header" if self.index is None else "index",
+            nonfinite=self.told,
         )
 
 
@@ -183,13 +187,13 @@ class Mirrored:
     """
 
     job: Job
-    bucket: Bucket
+    store: MirrorStore
     synchronizer: TrainerSynchronizer
     save_timeout: float
     cancel: Cancellation = field(default_factory=Cancellation)
 
     def __post_init__(self) -> None:
-        self.progress = Progress(self.bucket, self.synchronizer.tell_mirror)
+        self.progress = Progress(self.store, self.synchronizer.tell_mirror)
         self._scratch = self.job.layout.mirror
         self._writers: dict[tuple[int, int], RankWriter] = {}
 
@@ -358,7 +362,7 @@ class Mirrored:
         return WholeVersion(folder, manifest)
 
     def _small(self, files: Sequence[MirroredFile]) -> Files:
-        return {file.name: b"".join(self.bucket.get(file)) for file in files}
+        return {file.name: b"".join(self.store.get(file)) for file in files}
 
     def _fetch(self, file: MirroredFile) -> Path:
         """A file of the bucket, whole and checked, in the scratch folder."""
@@ -366,7 +370,7 @@ class Mirrored:
         if storage.exists(path):
             return path  # a rename has given it this name, once it was checked
         with Draft(storage, path) as draft:
-            for part in self.bucket.get(file):
+            for part in self.store.get(file):
                 self.cancel.check()
                 self.progress.look()
                 draft.write(part)

@@ -249,7 +249,7 @@ class WeightStream(ClosingSaver):
 
     def _as_delta(self, save: OwnSave, contents: RankContents) -> RankContents:
         part, old = contents.whole, self._parts[0]
-        if part is None or isinstance(part, _NoCopy):
+        if not isinstance(part, WeightsInMemory) or isinstance(part, _NoCopy):
             return contents
         base = old if old.save_id == save.base else None
         part.save_id = save.id

@@ -26,9 +26,7 @@ _GROUPS: Final = {
     "Serve": {
         "run": "Serve a job: merge, publish, signal, prune.",
         "follow": "Load the versions of JOB into a running server (--engine, --command or --link).",
-    },
-    "Mirror": {
-        "mirror": "Copy versions to an object store, or from there into another job.",
+        "mirror": "Copy the versions of a job to an object store, or from there into another job.",
     },
     "Look": {
         "status": "Show the published versions, the explorers that serve them, and current waits.",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import entry_points
 from typing import Annotated, Final
 
 import click
+from annotated_types import Ge
 
 from syncd.daemon.config import Bytes
 
@@ -14,8 +16,15 @@ _COMMANDS: Final = "syncd.mirror"
 
 #: An option of both.
 RateLimit = Annotated[
-    Bytes | None, "The most bytes that are moved in a second.  [default: no limit]"
+    Bytes | None, Ge(1), "The most bytes that are moved in a second.  [default: no limit]"
 ]
+#: Likewise.
+Lines = Annotated[bool, "--json", "Print one line with a JSON object to stdout for each version."]
+
+
+def tell(sequence: int, step: int) -> None:
+    """Print the line of a version: its number in the job that is mirrored, and its step."""
+    click.echo(json.dumps({"version": sequence, "step": step}))
 
 
 class _Mirror(click.Group):
@@ -29,6 +38,10 @@ class _Mirror(click.Group):
         return None
 
 
-@click.group(cls=_Mirror)
+@click.group(
+    "mirror",
+    cls=_Mirror,
+    epilog="Example: syncd mirror push /shared/jobs/qwen-grpo s3://bucket/qwen",
+)
 def command() -> None:
     """Copy the versions of a job to an object store, or from there into another job."""

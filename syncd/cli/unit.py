@@ -21,6 +21,7 @@ from syncd.units.files import FOLLOWER, Instance, owner_of, unit_files
 
 _SYSTEMD: Final = Path("/etc/systemd/system")
 _OF_FOLLOW: Final = "With --follow: this option of 'syncd follow'."
+_OF_MIRROR: Final = "With --follow: make a unit for 'syncd mirror {}' with this URL."
 
 
 @click.group("unit", epilog="Example: syncd unit print qwen-grpo")
@@ -28,7 +29,7 @@ def command() -> None:
     """Print systemd units: a daemon for a job, or an explorer beside a server.
 
     NAME is the unit's instance name: syncd@NAME serves the job that /etc/syncd/NAME.toml names.
-    With --follow, syncd-follow@NAME runs an explorer that is called NAME.
+    With --follow, syncd-follow@NAME runs an explorer that is called NAME, or a mirror.
     """
 
 
@@ -53,22 +54,26 @@ def print_(
     engine: Annotated[Literal["vllm", "sglang"] | None, _OF_FOLLOW] = None,
     urls: Annotated[tuple[str, ...], "--url", _OF_FOLLOW] = (),
     memory_dir: Annotated[options.AnyPath | None, _OF_FOLLOW] = None,
+    push: Annotated[str | None, "--push URL", _OF_MIRROR.format("push")] = None,
+    pull: Annotated[str | None, "--pull URL", _OF_MIRROR.format("pull")] = None,
     more: Annotated[
         tuple[str, ...],
         "--option OPTION",
-        "With --follow: another option of 'syncd follow'. Example: --option=--ask",
+        "With --follow: another option of the command. Example: --option=--ask",
     ] = (),
 ) -> options.Answer:
     """Print a shell script that writes the unit's files."""
     name = checked_name(name, "the unit's name")
     if follow is None:
-        if stage or budget or link or run or engine or urls or memory_dir or more:
+        if any((stage, budget, link, run, engine, urls, memory_dir, push, pull, more)):
             raise click.UsageError("options other than --config, --user and --group need --follow")
         instance = _daemon(name, user, group, config)
     elif config is not None:
         raise click.UsageError("--config is for a daemon. With --follow, leave --config out")
-    elif [link, run, engine].count(None) != 2:
-        raise click.UsageError("with --follow give one of --engine, --link and --command")
+    elif [link, run, engine, push, pull].count(None) != 4:
+        raise click.UsageError(
+            "with --follow give one of --engine, --link, --command, --push and --pull"
+        )
     elif (engine is None) != (not urls):
         raise click.UsageError("--engine and --url belong together: give both")
     else:
@@ -81,7 +86,13 @@ def print_(
             "--memory-dir": memory_dir,
         }
         more = (*(word for url in urls for word in ("--url", url)), *more)
-        instance = _follower(name, user, group, follow.absolute(), given, more)
+        job = follow.absolute()
+        words: tuple[str, ...] = ("follow", str(job), "--name", name)
+        if push is not None:
+            words = ("mirror", "push", str(job), push, "--name", name)
+        elif pull is not None:
+            words = ("mirror", "pull", pull, str(job))
+        instance = _follower(name, user, group, job, words, given, more)
     files = {str(_SYSTEMD / where): text for where, text in unit_files(instance).items()}
     script = "\n".join(
         f"install -Dm644 /dev/stdin {quote(path)} <<'END'\n{text}END"
@@ -120,10 +131,11 @@ def _follower(
     user: str | None,
     group: str | None,
     job: Path,
+    called: tuple[str, ...],
     given: Mapping[str, object],
     more: tuple[str, ...],
 ) -> Instance:
-    words = ["follow", str(job), "--name", name]
+    words = [*called]
     writes = [job.resolve()]
     for option, value in given.items():
         if isinstance(value, Path):

@@ -26,9 +26,10 @@ from syncd.protocol.errors import (
     WaitTimeoutError,
 )
 from syncd.protocol.events import JobReplaced
+from syncd.protocol.mirrored import Mirroring
 from syncd.protocol.names import checked_name, printable
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version, given_or_default
-from syncd.protocol.reports import ExplorerReport, Mirroring, SavedState, TrainerReport
+from syncd.protocol.reports import ExplorerReport, SavedState, TrainerReport
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Identity, Job, check_on_disk, registering
 from syncd.storage.judge import Clock
@@ -273,7 +274,11 @@ class Member(Closing, Generic[Report]):
             ]
 
     def tell_mirror(self, state: Mirroring, fault: str | None) -> None:
-        """Report that this participant is a mirror, and the reason why it cannot go on, if any.
+        """Report that this participant is a mirror.
+
+        Args:
+            state: what it does.
+            fault: the reason why it cannot go on; None if it can.
 
         Raises:
             SyncdError, OSError: the report was not written.

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from syncd.mirror.bucket import Bucket
+from syncd.mirror.object_store import MirrorStore
 from syncd.protocol.errors import SyncdError
-from syncd.protocol.reports import Mirroring
+from syncd.protocol.mirrored import Mirroring
 from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ _SAY: Final = 30.0
 class Progress:
     """What one mirror does. ``tell`` writes its report: the state, and why it cannot go on."""
 
-    bucket: Bucket
+    store: MirrorStore
     tell: Callable[[Mirroring, str | None], object] = lambda *_: None
     clock: Clock = time.monotonic
 
@@ -39,14 +39,14 @@ class Progress:
         """Record that a version is to be moved; a try after a failure does not begin anew."""
         now = self.clock()
         self._since = now if self._since is None else self._since
-        self._what, self._moved, self._said_at = what, self.bucket.moved, now
+        self._what, self._moved, self._said_at = what, self.store.moved, now
 
     def ends(self) -> tuple[float, int]:
         """Record that it is there; return the seconds since it was first seen, and the bytes."""
         took = self.lag
         self._since = None
         self.report()
-        return took, self.bucket.moved - self._moved
+        return took, self.store.moved - self._moved
 
     def failed(self, error: BaseException) -> None:
         """Record that it cannot go on now."""
@@ -60,7 +60,7 @@ class Progress:
             self.report()
         if now - self._said_at >= _SAY:
             self._said_at = now
-            log.info("%s: %d bytes so far", self._what, self.bucket.moved - self._moved)
+            log.info("%s: %d bytes so far", self._what, self.store.moved - self._moved)
 
     @property
     def lag(self) -> float:
@@ -71,7 +71,7 @@ class Progress:
         """Write the report; an error of storage is only logged."""
         self._told_at = self.clock()
         state = Mirroring(
-            url=self.bucket.url, moved=self.bucket.moved, errors=self._errors, lag=self.lag
+            url=self.store.url, moved=self.store.moved, errors=self._errors, lag=self.lag
         )
         try:
             self.tell(state, fault)

@@ -6,6 +6,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from syncd.protocol.mirrored import Mirroring
 from syncd.protocol.names import STATE_POINTER, PointerName
 from syncd.protocol.policy import SyncSettings, SyncStyle, Version, after_broadcast, lag
 from syncd.protocol.records import (
@@ -220,22 +221,6 @@ class SyncTerms(Fields):
 
 def _both(ours: SyncTerms, theirs: SyncTerms, name: str) -> tuple[str, str]:
     return str(getattr(ours, name)), str(getattr(theirs, name))
-
-
-class Mirroring(Fields):
-    """What a mirror does (``syncd mirror``).
-
-    Attributes:
-        url: of the object store, without credentials.
-        moved: bytes of objects that it has sent or received since its start.
-        errors: how often it failed since then.
-        lag: seconds for which a version has waited that is not there yet.
-    """
-
-    url: Text
-    moved: Size = 0
-    errors: Size = 0
-    lag: Seconds = 0.0
 
 
 class ExplorerReport(Record):

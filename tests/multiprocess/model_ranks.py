@@ -44,7 +44,7 @@ from trainer_hooks.state.host_buffers import HostBuffers, _parts
 from trainer_hooks.state.state_dict import sharded_state_dict
 from trainer_hooks.state.weights_in_memory import WeightsInMemory
 from trainer_hooks.state.wrappers import unwrapped
-from trainer_hooks.writing.parts import save_state_dict
+from trainer_hooks.writing.torch_files import save_state_dict
 
 #: World sizes by kind.
 KINDS = {

@@ -138,7 +138,7 @@ def test_help_lists_the_commands_in_groups() -> None:
     groups = re.findall(r"^(\w[\w ]*):\n((?:  .*\n)+)", invoke("--help").output, re.MULTILINE)
     listed = {group: re.findall(r"^  (\w+) ", lines, re.MULTILINE) for group, lines in groups}
     assert listed == {
-        "Serve": ["run", "follow"],
+        "Serve": ["run", "follow", "mirror"],
         "Look": ["status", "history", "web", "verify"],
         "Steer": ["pin", "unpin", "rollback", "pause", "resume"],
         "Offline": ["convert", "merge", "prune"],

@@ -32,7 +32,7 @@ from tests.storages import RuledStorage, once, os_error
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, latest_checkpoint
 from trainer_hooks.settings import SaveAsHf, SaveLayout, WhenBusy
 from trainer_hooks.trinity import CheckpointCoordinator, StateDictWriter
-from trainer_hooks.writing.parts import save_state_dict
+from trainer_hooks.writing.torch_files import save_state_dict
 
 SHARD = "model_world_size_1_rank_0.pt"
 OPTIMIZER = "optim_world_size_1_rank_0.pt"

@@ -116,8 +116,7 @@ def test_deltas_that_are_on_without_their_packages_are_refused(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("imports", "user"),
     [
-        ("import trainer_hooks", "trainer_hooks"),
-        ("from trainer_hooks.transformers import SyncdCallback", "trainer_hooks"),
+        ("from trainer_hooks import TrainerHook", "trainer_hooks.TrainerHook"),
         ("from explorer_hooks import TorchModule", "explorer_hooks.TorchModule"),
         ("from explorer_hooks import TransformersModel", "explorer_hooks.TransformersModel"),
     ],

@@ -43,15 +43,13 @@ from syncd.storage.errnos import GONE, Ignoring
 from syncd.storage.fsio import Draft
 from syncd.storage.job import Job, make_step_folder
 from trainer_hooks.state.small_files import Files
-from trainer_hooks.state.weights_in_memory import WeightsInMemory
 from trainer_hooks.writing.parts import (
+    WholePart,
     link_or_copy,
     make_mark,
-    shard_written_by,
     write_files,
     write_part,
     write_small,
-    write_tensors,
 )
 
 log = logging.getLogger(__name__)
@@ -93,7 +91,7 @@ class RankContents(NamedTuple):
     model_files: Callable[[], Files] = dict
     fsdp_version: int | None = None
     is_full: bool = False
-    whole: WeightsInMemory | None = None
+    whole: WholePart | None = None
     whole_name: str = FULL_STATE_DICT
     confirm: Callable[[], object] = lambda: None
     adapter_files: Callable[[], Files] = dict
@@ -101,7 +99,7 @@ class RankContents(NamedTuple):
     trained_name: Callable[[int, int], str] = shard_name
     critic: Mapping[str, Any] | None = None
     critic_optimizer: Mapping[str, Any] | None = None
-    hugging_face: WeightsInMemory | None = None
+    hugging_face: WholePart | None = None
     links_hugging_face: bool = False
     written_by: Callable[[], object] | None = None
     sync_dtype: str | None = None
@@ -207,21 +205,29 @@ class RankFiles:
         names = full_receipt_name(self.rank), failure_name(self.rank)
         self._unlink_all(self.receipts, *names)
 
-    def write_weights(self, contents: RankContents, nonfinite: NonFinite) -> list[ReceiptFile]:
+    def write_weights(self, contents: RankContents) -> list[ReceiptFile]:
         """Write this rank's part of the weights."""
         shard = self.actor / self.name(shard_name)
         files = write_files(self.storage, self.actor / LORA_ADAPTER, contents.adapter_files())
+        found: list[str] = []
+        if contents.model is not None:
+            # Imports torch, which who writes only whole files does not need.
+            from trainer_hooks.state.host_buffers import nonfinite_names  # noqa: PLC0415
+
+            found += nonfinite_names(contents.model)
         if contents.pieces is not None:
-            found: list[str] = []
-            delta = self._write_delta(contents.pieces(found))
-            nonfinite = NonFinite.of_all([nonfinite, NonFinite.of(found)])
-            files.append(delta.model_copy(update={"nonfinite": nonfinite}))
+            file = self._write_delta(contents.pieces(found))
+            files.append(file.model_copy(update={"nonfinite": NonFinite.of(found)}))
         elif contents.whole is not None:
             files.append(write_part(self.job, self.actor, contents.whole_name, contents.whole))
         elif contents.model is not None:
+            from trainer_hooks.writing.torch_files import write_tensors  # noqa: PLC0415 - likewise
+
             file = write_tensors(self.storage, shard, contents.model)
-            files.append(file.model_copy(update={"nonfinite": nonfinite}))
+            files.append(file.model_copy(update={"nonfinite": NonFinite.of(found)}))
         elif contents.written_by is not None:
+            from trainer_hooks.writing.torch_files import shard_written_by  # noqa: PLC0415 - too
+
             files.append(shard_written_by(self.storage, shard, contents.written_by))
         for file in files:
             if file.nonfinite is not None and file.nonfinite.count:
@@ -295,6 +301,8 @@ class RankFiles:
 
     def write_rest(self, contents: RankContents) -> list[ReceiptFile]:
         """Write the other files for resuming; return their entries, without ``huggingface/``."""
+        from trainer_hooks.writing.torch_files import write_tensors  # noqa: PLC0415 - likewise
+
         rest: list[ReceiptFile] = []
         for name_of, part in (
             (contents.trained_name, contents.trained),
@@ -318,6 +326,8 @@ class RankFiles:
         self, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None
     ) -> list[ReceiptFile]:
         """Return entries whose names begin with ``critic/``."""
+        from trainer_hooks.writing.torch_files import write_tensors  # noqa: PLC0415 - likewise
+
         critic = self.folder / CRITIC
         self.storage.make_folder(critic, below=self.folder)
         parts = [(shard_name, model)]
@@ -339,7 +349,7 @@ class RankFiles:
             self.storage.make_folder(folder, below=self.folder)
             link_or_copy(self.storage, self.actor / FULL_STATE_DICT, folder / FULL_STATE_DICT)
 
-    def add_hugging_face(self, weights: WeightsInMemory) -> None:
+    def add_hugging_face(self, weights: WholePart) -> None:
         """Add the full weights to a complete full checkpoint."""
         self._mark(SAVING)
         self.storage.make_folder(self.actor / HUGGINGFACE, below=self.folder)

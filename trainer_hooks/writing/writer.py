@@ -23,12 +23,11 @@ from syncd.protocol.names import (
     receipt_name,
     shard_name,
 )
-from syncd.protocol.records import NonFinite, ReceiptFile, SaveId
+from syncd.protocol.records import ReceiptFile, SaveId
 from syncd.storage.errnos import GONE, NO_ROOM, PASSING, is_gone
 from syncd.storage.job import Job, point
-from trainer_hooks.state.host_buffers import nonfinite_names
 from trainer_hooks.state.small_files import Files
-from trainer_hooks.state.weights_in_memory import WeightsInMemory
+from trainer_hooks.writing.parts import WholePart
 from trainer_hooks.writing.rank_files import RankContents, RankFiles
 
 __all__ = ["RankContents", "RankWriter"]
@@ -126,7 +125,7 @@ class RankWriter:
             f"{text}{hint}"
         )
 
-    def add_hugging_face(self, save_id: SaveId, weights: WeightsInMemory) -> None:
+    def add_hugging_face(self, save_id: SaveId, weights: WholePart) -> None:
         """On rank 0, add the full weights to a complete full checkpoint.
 
         Raises:
@@ -202,8 +201,7 @@ class RankWriter:
             files.remove_full_mark()
             files.remove_receipts()
             files.remove_temporaries(files.actor, files.folder / CRITIC)
-            nonfinite = NonFinite.of(nonfinite_names(contents.model or {}))
-            written = files.write_weights(contents, nonfinite)
+            written = files.write_weights(contents)
             if rank == 0:
                 written += self._write_configs(files, contents)
             self._write_receipt(files, receipt_name, written)

@@ -1,4 +1,4 @@
-"""``Bucket``: the objects below a URL: S3, Google Cloud Storage, Azure, or a folder."""
+"""``MirrorStore``: the objects below a URL: S3, Google Cloud Storage, Azure, or a folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
-from syncd.mirror.records import (
+from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.mirrored import (
     OBJECTS,
     VERSIONS,
     MirroredFile,
@@ -25,7 +26,6 @@ from syncd.mirror.records import (
     unneeded,
     version_key,
 )
-from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import printable
 from syncd.protocol.records import encode, parse
 
@@ -42,11 +42,11 @@ _QUERY: Final = re.compile(r"\?[^\s\"')>]*")
 _PROBE: Final = "probe"
 
 
-class BucketError(OSError):
+class StoreError(OSError):
     """Raised if the object store fails, or refuses; the next try may succeed."""
 
 
-class GoneError(BucketError):
+class ObjectGoneError(StoreError):
     """Raised if an object is not there (any more)."""
 
 
@@ -75,8 +75,8 @@ class Rate:
             self._sleep(min(left, 1.0))
 
 
-class Bucket:
-    """The objects of one mirror. Its methods raise :class:`BucketError` if the store fails.
+class MirrorStore:
+    """The objects of one mirror. Its methods raise :class:`StoreError` if the store fails.
 
     Args:
         url: ``s3://``, ``gs://``, ``az://`` or ``file://``; credentials come from the environment,
@@ -146,7 +146,7 @@ class Bucket:
         while found := max(self._sequences(newer_than), default=None):
             try:
                 return self.version(found)
-            except GoneError:  # there is a newer one by now
+            except ObjectGoneError:  # there is a newer one by now
                 continue
         return None
 
@@ -154,7 +154,7 @@ class Bucket:
         """Read a version's record.
 
         Raises:
-            GoneError: it is not there any more.
+            ObjectGoneError: it is not there any more.
             RecordError: it is no record, or of a newer protocol.
         """
         key = version_key(sequence)
@@ -173,7 +173,7 @@ class Bucket:
         try:
             with self._doing(f"looking for {file.key}"):
                 found = self._obstore.head(self._store, file.key)
-        except GoneError:
+        except ObjectGoneError:
             return False
         return found["size"] == file.size and found["last_modified"] > now - min_age / 2
 
@@ -194,8 +194,8 @@ class Bucket:
         """Yield the bytes of an object, part by part; they count only once all have come.
 
         Raises:
-            GoneError: it is not there any more.
-            BucketError: it is not what its name says.
+            ObjectGoneError: it is not there any more.
+            StoreError: it is not what its name says.
         """
         hasher = xxhash.xxh3_128()
         starts = iter(range(0, file.size, PART))
@@ -215,7 +215,7 @@ class Bucket:
                 for one in coming:
                     one.cancel()
         if hasher.hexdigest() != file.digest:
-            raise BucketError(f"{self.url}/{file.key} does not have the bytes that its name says")
+            raise StoreError(f"{self.url}/{file.key} does not have the bytes that its name says")
 
     def sweep(self, *, keep: int, min_age: timedelta) -> int:
         """Remove versions beyond the newest ``keep``, and objects that none needs; count them."""
@@ -274,7 +274,7 @@ class Bucket:
                 self._obstore.get_range(self._store, key, start=start, length=length)
             )
         if len(found) != length:
-            raise BucketError(f"{self.url}/{key} is shorter than its name says")
+            raise StoreError(f"{self.url}/{key} is shorter than its name says")
         self.moved += length
         return found
 
@@ -289,7 +289,7 @@ class Bucket:
             yield part
             self.moved += len(part)
         if hasher.hexdigest() != file.digest:
-            raise BucketError(f"{file.name} changed while it was sent")
+            raise StoreError(f"{file.name} changed while it was sent")
 
     def _delete(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -303,13 +303,13 @@ class Bucket:
         try:
             yield
         except FileNotFoundError as error:
-            raise GoneError(f"{self.url}: {what}: it is not there") from error
+            raise ObjectGoneError(f"{self.url}: {what}: it is not there") from error
         except errors.AlreadyExistsError as error:
             raise FileExistsError(what) from error
         except errors.NotSupportedError as error:
             raise NotImplementedError(what) from error
         except errors.BaseError as error:
-            raise BucketError(f"{self.url}: {what} failed: {_told(error)}") from error
+            raise StoreError(f"{self.url}: {what} failed: {_told(error)}") from error
 
 
 def _told(error: Exception) -> str:

@@ -24,9 +24,11 @@ from syncd.protocol.records import (
     NonFinite,
     Record,
     RelativePath,
+    Seconds,
     Sequence,
     Size,
     Step,
+    Text,
 )
 
 VERSIONS: Final = "versions"
@@ -108,6 +110,22 @@ class MirroredVersion(Record):
             return 0
         whole, *deltas = self.saves
         return max(0, int(MOST * whole.size) - sum(save.size for save in deltas))
+
+
+class Mirroring(Fields):
+    """What a mirror does (``syncd mirror``), in its report.
+
+    Attributes:
+        url: of the object store, without credentials.
+        moved: bytes of objects that it has sent or received since its start.
+        errors: how often it failed since then.
+        lag: seconds for which a version has waited that is not there yet.
+    """
+
+    url: Text
+    moved: Size = 0
+    errors: Size = 0
+    lag: Seconds = 0.0
 
 
 def version_key(sequence: int) -> str:
