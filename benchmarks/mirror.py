@@ -100,9 +100,10 @@ def _measure(work: Path, stages: Path, given: argparse.Namespace, rate: float) -
 
         for folder in (near, far, work / "weed"):
             folder.mkdir()
-        s3, master, volume, filer = _free_ports(4)
-        start("weed", "server", f"-dir={work}/weed", "-ip=127.0.0.1", f"-master.port={master}",
-              f"-volume.port={volume}", f"-filer.port={filer}", "-s3", f"-s3.port={s3}")  # fmt: skip
+        s3, *others = _free_ports(4)
+        ports = dict(zip(("master", "volume", "filer"), others, strict=True))
+        start("weed", "server", f"-dir={work}/weed", "-ip=127.0.0.1", "-s3", f"-s3.port={s3}",
+              *(f"-{each}.port={port}" for each, port in ports.items()))  # fmt: skip
         until = time.monotonic() + 60
         bucket = urllib.request.Request(f"http://127.0.0.1:{s3}/jobs", method="PUT")
         while True:

@@ -115,7 +115,7 @@ class _TooLongError(Exception):
 
 @dataclass
 class Mirror(InProcessEngine):
-    """Copies versions into a bucket: whole, or as what changed since the version before.
+    """Copies versions into a mirror: whole, or as what changed since the version before.
 
     Args:
         keep: how many of the newest versions to keep.
@@ -138,11 +138,12 @@ class Mirror(InProcessEngine):
         self.progress = Progress(self.store, clock=self.clock)
         #: The version that was pushed last: the hook holds it until it has loaded the next one.
         self._held: LeasedVersion | None = None
+        self._first: LeasedVersion | None = None  # what this object holds itself
         self._newest: MirroredVersion | None = None
         self._sweep_at = self.clock()
 
     def attach(self) -> None:
-        """Check the bucket.
+        """Check the object store.
 
         Raises:
             InvalidSettingsError: it has no conditional writes.
@@ -158,35 +159,28 @@ class Mirror(InProcessEngine):
             if newest is not None:
                 last = newest.last
                 held = synchronizer.hold(Version(last.sequence, last.step))
+                self._first = held
                 held.verify(cancel=self.cancel.check)
                 self._held = held
         except (VersionGoneError, VerificationError, OSError) as error:
             log.info("the next version is sent whole: %s", error)
 
     def check(self, version: LeasedVersion) -> None:
-        """Push a version, unless the bucket has it.
+        """Push a version, unless the mirror has it.
 
         Raises:
             EngineMismatchError: the version has no digests.
-            InvalidSettingsError: the bucket has versions of another job.
+            InvalidSettingsError: the mirror has versions of another job.
             OSError: the object store or the job's storage failed. The next try may succeed.
         """
-        self.progress.begins(f"pushing v{version.sequence}")
+        self.progress.begins(f"sending v{version.sequence}, step {version.step}")
         try:
             self._check(version)
         except (OSError, SyncdError) as error:
             if not isinstance(error, CancelledError):
                 self.progress.failed(error)
             raise
-        took, sent = self.progress.ends()
-        log.info(
-            "v%d, step %d, is in %s after %.3f s; sent %d bytes",
-            version.sequence,
-            version.step,
-            self.store.url,
-            took,
-            sent,
-        )
+        self.progress.ends(f"{self.store.url} has v{version.sequence}, step {version.step}")
         if self.clock() >= self._sweep_at:
             self._sweep_at = self.clock() + self.min_age.total_seconds() / _SWEEPS
             try:
@@ -197,6 +191,9 @@ class Mirror(InProcessEngine):
     def load(self, version: LeasedVersion) -> None:
         """Remember the version, from which the next one may be a delta."""
         self._held = version
+        if self._first is not None:
+            self._first.release()
+            self._first = None
 
     def _check(self, version: LeasedVersion) -> None:
         if version.manifest.digests == "off":

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Final
@@ -21,6 +22,7 @@ from annotated_types import Gt
 
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.version import WEIGHTS
 from syncd.checkpoint.whole_files import Merged, digest_file
 from syncd.cli import options
 from syncd.cli.mirror import Lines, RateLimit, tell
@@ -37,10 +39,8 @@ from syncd.mirror.object_store import MirrorStore, Rate
 from syncd.mirror.progress import Progress
 from syncd.protocol.errors import (
     CancelledError,
-    RecordError,
-    SaveFailedError,
-    VerificationError,
-    VersionGoneError,
+    InvalidSettingsError,
+    SyncdError,
 )
 from syncd.protocol.mirrored import MirroredFile, MirroredSave, MirroredVersion
 from syncd.protocol.names import (
@@ -66,7 +66,6 @@ from syncd.protocol.tensor_names import NameMapRecord
 from syncd.storage.errnos import GONE, Ignoring
 from syncd.storage.fsio import Draft, Storage
 from syncd.storage.job import Job
-from trainer_hooks.state.small_files import Files
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
 log = logging.getLogger(__name__)
@@ -102,49 +101,33 @@ def command(
 
 
 def follow(mirrored: Mirrored, every: float, told: Callable[[int, int], object]) -> None:
-    """Save each newest version until the mirror is cancelled; call ``told`` after each."""
-    last, pause, progress = 0, every, mirrored.progress
-    while not mirrored.cancel.is_done:
+    """Save each newest version until the mirror is cancelled; call ``told`` after each.
+
+    Raises:
+        InvalidSettingsError: this is not the job's trainer any more.
+    """
+    last, wait, progress, cancel = 0, 0.0, mirrored.progress, mirrored.cancel
+    while not cancel.pause(wait):
         try:
             newest = mirrored.store.newest(last)
             if newest is not None:
                 save = newest.last
-                progress.begins(f"pulling v{save.sequence}")
+                progress.begins(f"fetching v{save.sequence}, step {save.step}")
                 mirrored.take(newest)
                 last = save.sequence
-                took, received = progress.ends()
-                log.info(
-                    "v%d of %s is saved as step %d after %.3f s; received %d bytes",
-                    last,
-                    mirrored.store.url,
-                    save.step,
-                    took,
-                    received,
-                )
+                progress.ends(f"v{last} of {mirrored.store.url} is saved, step {save.step}")
                 told(last, save.step)
-            elif pause > every:
+            elif wait > every:
                 progress.report()  # it goes on
-        except CancelledError:
-            return
-        except _PASSING as error:
+            wait = every
+        except (CancelledError, InvalidSettingsError):
+            if cancel.is_done:
+                return
+            raise
+        except (OSError, SyncdError, DeltaError) as error:
             progress.failed(error)
-            log.warning("%s; trying again in %g s", error, pause)
-            mirrored.cancel.pause(pause)
-            pause = min(2 * pause, _LONGEST)
-        else:
-            pause = every
-            mirrored.cancel.pause(every)
-
-
-#: After these the next try may succeed, perhaps with a newer version.
-_PASSING: Final = (
-    OSError,
-    RecordError,
-    SaveFailedError,
-    DeltaError,
-    VerificationError,
-    VersionGoneError,
-)
+            wait = min(max(2 * wait, every), _LONGEST)
+            log.warning("%s; trying again in %g s", error, wait)
 
 
 @dataclass
@@ -179,11 +162,10 @@ class _Fetched:
 
 @dataclass
 class Mirrored:
-    """Saves the versions of a bucket in a job.
+    """Saves the versions of a mirror in a job, as its trainer.
 
     Args:
-        synchronizer: of the trainer that this is.
-        run: the run of its saves: the same wherever and whenever the mirror is pulled.
+        save_timeout: as in ``SyncSettings``.
     """
 
     job: Job
@@ -196,157 +178,134 @@ class Mirrored:
         self.progress = Progress(self.store, self.synchronizer.tell_mirror)
         self._scratch = self.job.layout.mirror
         self._writers: dict[tuple[int, int], RankWriter] = {}
+        self._small: dict[str, bytes] = {}  # by the names of their objects
 
-    def take(self, version: MirroredVersion) -> bool:
-        """Save a version, unless the job has it; return whether it was saved.
+    def take(self, version: MirroredVersion) -> None:
+        """Save a version, unless the job has it.
 
         Raises:
-            OSError: an object store, or the job's storage failed; e.g. an object is not there.
+            OSError: the object store or the job's storage failed; e.g. an object is not there.
             SaveFailedError: the save could not be written.
             DeltaError: a delta does not fit what it was made from.
+            NameTakenError: another trainer works in this job.
         """
-        chain = [_id(version, save) for save in version.saves]
-        self.job.storage.make_folder(self._scratch, below=self.job.layout.state)
-        told, latest = self._announced(), read_latest(self.job)
+        ids = [_id(version, save) for save in version.saves]
+        named, latest = self._named(), read_latest(self.job)
         outcome = self.job.outcome(version.last.step)
-        if str(chain[-1]) in {told, outcome and outcome.identity}:
-            return False
-        at = _index(chain, told)
+        if str(ids[-1]) in {named, outcome and outcome.identity}:
+            return
+        self.job.storage.make_folder(self._scratch, below=self.job.layout.state)
+        at = _index(ids, named)
         if version.kind == "adapter":
-            self._save_adapter(version, chain[-1])
-        elif at is not None and self._takes_deltas(version, chain, at):
-            for number in range(at + 1, len(chain)):
-                self._save_delta(version, number, chain)
+            files = self._read((*version.small, *version.last.files))
+            self._write(ids[-1], [RankContents(adapter_files=lambda: files)], None)
+        elif at is not None and self._takes_deltas(ids[at:]):
+            for number in range(at + 1, len(ids)):
+                self._save(version, number, self._fetch(version.saves[number]), ids[number - 1])
         else:
-            self._save_whole(version, chain, latest)
+            paths = self._whole(version, ids, latest)
+            self._save(version, len(ids) - 1, paths, None)
         self.job.storage.remove_tree(self._scratch)
-        return True
 
-    def _takes_deltas(self, version: MirroredVersion, chain: Sequence[SaveId], at: int) -> bool:
-        steps = [save.step for save in version.saves[at:]]
-        ascends = all(low < high for low, high in pairwise(steps))
-        return ascends and self.synchronizer.takes_deltas(chain[at])
+    def _takes_deltas(self, ids: Sequence[SaveId]) -> bool:
+        ascends = all(low.step < high.step for low, high in pairwise(ids))
+        return ascends and self.synchronizer.takes_deltas(ids[0])
 
-    def _announced(self) -> str | None:
+    def _named(self) -> str | None:
         """The save that the pointer names."""
         storage, layout = self.job.storage, self.job.layout
+        receipt = None
         with Ignoring(GONE):
             step = parse_pointer(storage.read(layout.state_pointer))
             if step is not None:
                 path = layout.actor(step) / RECEIPTS / receipt_name(0)
                 receipt = self.job.read(Receipt, path)
-                return receipt.save_id if receipt is not None else None
-        return None
+        return None if receipt is None else receipt.save_id
 
     # -- saves -------------------------------------------------------------------------------------
 
-    def _save_adapter(self, version: MirroredVersion, save_id: SaveId) -> None:
-        files = self._small((*version.small, *version.last.files))
-        self._write(save_id, 1, [RankContents(adapter_files=lambda: files)])
-
-    def _save_delta(self, version: MirroredVersion, number: int, chain: Sequence[SaveId]) -> None:
-        save = version.saves[number]
-        self._save(
-            version,
-            save,
-            chain[number],
-            [self._fetch(file) for file in save.files],
-            chain[number - 1],
-        )
-
-    def _save_whole(
-        self, version: MirroredVersion, chain: Sequence[SaveId], latest: Latest | None
-    ) -> None:
-        if len(chain) == 1:
-            paths = [self._fetch(file) for file in version.last.files]
-        else:
-            paths = self._folded(version, chain, latest)
-        self._save(version, version.last, chain[-1], paths, None)
-
     def _save(
-        self,
-        version: MirroredVersion,
-        save: MirroredSave,
-        save_id: SaveId,
-        paths: Sequence[Path],
-        base: SaveId | None,
+        self, version: MirroredVersion, number: int, paths: Sequence[Path], base: SaveId | None
     ) -> None:
-        world_size = len(paths)
-        small = {**self._small(version.small), NAME_MAP: encode(NameMapRecord())}
-        name_of = part_name if base is None else delta_name
-        contents = []
-        for rank, path in enumerate(paths):
-            index = None if base is None else save.files[rank].index
-            told = save.nonfinite or NonFinite(count=0)
-            contents.append(
-                RankContents(
-                    whole=_Fetched(self.job.storage, path, index, told),
-                    whole_name=name_of(world_size, rank),
-                    model_files=lambda: small,
-                    base=None if base is None else str(base),
-                )
+        """Make a save of fetched files: a delta, if it has a base, or a whole one."""
+        save, small = version.saves[number], self._read(version.small)
+        small |= {NAME_MAP: encode(NameMapRecord())}
+        indexes = [file.index for file in save.files] if base else [None] * len(paths)
+        name_of = delta_name if base else part_name
+        told = save.nonfinite or NonFinite(count=0)
+        contents = [
+            RankContents(
+                whole=_Fetched(self.job.storage, path, index, told),
+                whole_name=name_of(len(paths), rank),
+                model_files=lambda: small,
+                base=str(base) if base else None,
             )
-        self._write(save_id, world_size, contents, base)
+            for rank, (path, index) in enumerate(zip(paths, indexes, strict=True))
+        ]
+        self._write(_id(version, save), contents, base)
 
     def _write(
-        self,
-        save_id: SaveId,
-        world_size: int,
-        contents: Sequence[RankContents],
-        base: SaveId | None = None,
+        self, save_id: SaveId, contents: Sequence[RankContents], base: SaveId | None
     ) -> None:
-        self.synchronizer.begin_save(save_id.step, save_id, base)
+        step, world_size = save_id.step, len(contents)
+        begin = partial(self.synchronizer.begin_save, step, save_id, base)
+        begin()
         for rank in reversed(range(world_size)):  # rank 0 announces
-            writer = self._writers.setdefault(
-                (world_size, rank),
-                RankWriter(self.job, rank, world_size, save_timeout=self.save_timeout, pauses=()),
+            if (world_size, rank) not in self._writers:
+                timeout = self.save_timeout
+                writer = RankWriter(self.job, rank, world_size, save_timeout=timeout, pauses=())
+                self._writers[world_size, rank] = writer
+            # Checks once more whether this is the job's trainer: it may have been paused.
+            self._writers[world_size, rank].save(
+                save_id,
+                contents[rank]._replace(confirm=begin),
+                lambda _: self.synchronizer.set_model_state_dict(None, step),
             )
-            writer.save(save_id, contents[rank], lambda _: self._tell(save_id.step))
-
-    def _tell(self, step: int) -> None:
-        self.synchronizer.set_model_state_dict(None, step)
 
     # -- files -------------------------------------------------------------------------------------
 
-    def _folded(
-        self, version: MirroredVersion, chain: Sequence[SaveId], latest: Latest | None
+    def _whole(
+        self, version: MirroredVersion, ids: Sequence[SaveId], latest: Latest | None
     ) -> list[Path]:
-        """The whole files of a version, from the newest whole version at hand and deltas."""
+        """The whole files of a version, from a whole version and the deltas after it."""
         storage, scratch = self.job.storage, self._scratch
+        at = _index(ids, latest.save_id if latest else None)
+        if at is None and len(ids) == 1:
+            return self._fetch(version.last)
         with ExitStack() as stack:
-            at = None if latest is None else _index(chain, latest.save_id)
             if at is not None and latest is not None:
                 held = self.synchronizer.hold(Version.of(latest))
                 stack.callback(held.release)
                 base = WholeVersion(held.folder, held.manifest)
             else:
-                at, base = 0, self._whole(version)
+                at, base = 0, self._root(version)
             deltas = []
-            for number in range(at + 1, len(chain)):
-                files = []
-                for file in version.saves[number].files:
-                    path = self._fetch(file)
-                    files.append(VersionFile(name=path.name, size=file.size, digest=file.index))
-                record = DeltaRecord(
-                    base=str(chain[number - 1]), target=str(chain[number]), files=tuple(files)
+            for save, before, save_id in zip(
+                version.saves[at + 1 :], ids[at:], ids[at + 1 :], strict=False
+            ):
+                paths = self._fetch(save)
+                files = tuple(
+                    VersionFile(name=path.name, size=file.size, digest=file.index)
+                    for path, file in zip(paths, save.files, strict=True)
                 )
+                record = DeltaRecord(base=str(before), target=str(save_id), files=files)
                 deltas.append(DeltaFolder(scratch, record))
             folder = scratch / "folded"
             storage.remove_tree(folder)
             storage.make_folder(folder, below=scratch)
             work = Work(cancel=self.cancel.check)
             merged = fold(storage, base, deltas, folder, to=storage, work=work)
-        return [folder / file.name for file in merged.files if file.name.endswith(".safetensors")]
+        return [folder / file.name for file in merged.files if file.name.endswith(WEIGHTS)]
 
-    def _whole(self, version: MirroredVersion) -> WholeVersion:
+    def _root(self, version: MirroredVersion) -> WholeVersion:
         """The whole version that all deltas lead from."""
         storage, root = self.job.storage, version.saves[0]
-        folder = self._scratch / "whole"
+        folder = self._scratch / "root"
         storage.make_folder(folder, below=self._scratch)
         written = []
-        for number, file in enumerate(root.files):
+        for number, fetched in enumerate(self._fetch(root)):
             path = folder / part_name(len(root.files), number)
-            storage.rename(self._fetch(file), path)
+            storage.rename(fetched, path)
             with SafetensorsFile.open(storage, path) as opened:
                 written.append(digest_file(storage, opened, cancel=self.cancel.check))
         merged = Merged.of(written, 0)
@@ -361,29 +320,34 @@ class Mirrored:
         )
         return WholeVersion(folder, manifest)
 
-    def _small(self, files: Sequence[MirroredFile]) -> Files:
-        return {file.name: b"".join(self.store.get(file)) for file in files}
+    def _read(self, files: Sequence[MirroredFile]) -> dict[str, bytes]:
+        """The content of small files; the last ones are not fetched again."""
+        self._small = {
+            file.key: self._small.get(file.key) or b"".join(self.store.get(file)) for file in files
+        }
+        return {file.name: self._small[file.key] for file in files}
 
-    def _fetch(self, file: MirroredFile) -> Path:
-        """A file of the bucket, whole and checked, in the scratch folder."""
-        storage, path = self.job.storage, self._scratch / file.key.rpartition("/")[2]
-        if storage.exists(path):
-            return path  # a rename has given it this name, once it was checked
-        with Draft(storage, path) as draft:
-            for part in self.store.get(file):
-                self.cancel.check()
-                self.progress.look()
-                draft.write(part)
-            draft.commit()
-        return path
+    def _fetch(self, save: MirroredSave) -> list[Path]:
+        """The files of a save, whole and checked, in the scratch folder."""
+        storage, paths = self.job.storage, []
+        for file in save.files:
+            path = self._scratch / file.key.rpartition("/")[2]
+            paths.append(path)
+            if storage.exists(path):
+                continue  # a rename gave it this name, once it was checked
+            with Draft(storage, path) as draft:
+                for part in self.store.get(file):
+                    self.progress.look()
+                    draft.write(part)
+                draft.commit()
+        return paths
 
 
 def _id(version: MirroredVersion, save: MirroredSave) -> SaveId:
-    """The id of a save in each job that pulls it: a run of its own, and the number there."""
+    """The id of a save, the same wherever and whenever it is pulled."""
     run = f"mirror{xxhash.xxh3_64_hexdigest(version.job.encode())}"
     return SaveId(run, save.step, save.sequence)
 
 
-def _index(chain: Sequence[SaveId], save_id: str | None) -> int | None:
-    told = [str(one) for one in chain]
-    return told.index(save_id) if save_id in told else None
+def _index(ids: Sequence[SaveId], save_id: str | None) -> int | None:
+    return next((at for at, one in enumerate(ids) if str(one) == save_id), None)

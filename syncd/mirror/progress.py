@@ -41,12 +41,12 @@ class Progress:
         self._since = now if self._since is None else self._since
         self._what, self._moved, self._said_at = what, self.store.moved, now
 
-    def ends(self) -> tuple[float, int]:
-        """Record that it is there; return the seconds since it was first seen, and the bytes."""
-        took = self.lag
+    def ends(self, what: str) -> None:
+        """Record that it is there, and say so."""
+        moved, took = self.store.moved - self._moved, self.lag
         self._since = None
         self.report()
-        return took, self.store.moved - self._moved
+        log.info("%s: %d bytes in %.3f s", what, moved, took)
 
     def failed(self, error: BaseException) -> None:
         """Record that it cannot go on now."""
