@@ -7,9 +7,9 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
@@ -133,7 +133,8 @@ class MirrorStore:
         except NotImplementedError:
             pass
         finally:
-            self._delete([key])
+            with suppress(StoreError):  # the reason below is better
+                self._delete([key])
         raise InvalidSettingsError(
             f"{printable(self.url)} has no conditional writes (If-None-Match), so two pushers "
             "could replace each other's versions: use a store that has them"
@@ -225,7 +226,7 @@ class MirrorStore:
             if (sequence := sequence_of(key)) is not None:
                 made[sequence] = at
         old = expired(made, keep=keep, min_age=min_age, now=now)
-        self._delete(map(version_key, old))
+        self._delete([version_key(sequence) for sequence in old])
         # Read before the objects are listed: a later version needs only what is young, or is
         # needed by one of these.
         kept = [self.version(sequence) for sequence in made.keys() - set(old)]
@@ -291,10 +292,10 @@ class MirrorStore:
         if hasher.hexdigest() != file.digest:
             raise StoreError(f"{file.name} changed while it was sent")
 
-    def _delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            with self._doing(f"deleting {key}"):
-                self._obstore.delete(self._store, key)
+    def _delete(self, keys: Sequence[str]) -> None:
+        # In a folder, what another pusher has deleted is an error.
+        with suppress(ObjectGoneError), self._doing("deleting objects"):
+            self._obstore.delete(self._store, keys)
 
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:
@@ -303,6 +304,8 @@ class MirrorStore:
         try:
             yield
         except FileNotFoundError as error:
+            if error.filename:  # a file of the job's, while it is sent
+                raise
             raise ObjectGoneError(f"{self.url}: {what}: it is not there") from error
         except errors.AlreadyExistsError as error:
             raise FileExistsError(what) from error
