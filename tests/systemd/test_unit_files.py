@@ -195,11 +195,35 @@ def test_an_engines_follower_has_its_servers_and_a_command_line_that_is_understo
 
 
 @pytest.mark.parametrize(
+    ("given", "command", "writes"),
+    [
+        (["--push", "s3://b/50%", "--stage", "/nvme/stage"],
+         ["push", "JOB", "s3://b/50%", "--name", "m", "--stage", "/nvme/stage"], " -/nvme"),
+        (["--pull", "s3://b/x", "--option=--rate=1MB"],
+         ["pull", "s3://b/x", "JOB", "--rate=1MB"], ""),
+    ],
+)  # fmt: skip
+def test_a_mirrors_unit_has_a_command_line_that_is_understood(
+    tmp_path: Path, given: list[str], command: list[str], writes: str
+) -> None:
+    result = syncd("print", "m", "--follow", tmp_path, *given)
+    found = settings(result.output.partition("syncd-follow@m.service.d/job.conf <<'END'\n")[2])
+    words = shlex.split(found["ExecStart"][1].replace("%%", "%"))
+    at = words.index("mirror")
+    assert words[at + 1 :] == [str(tmp_path) if one == "JOB" else one for one in command]
+    assert found["ReadWritePaths"] == [f"-{tmp_path}{writes}"]
+    assert "--json" in completed([sys.executable, "-m", "syncd", *words[at:], "--help"]).stdout
+
+
+@pytest.mark.parametrize(
     ("words", "why"),
     [
         (["demo", "--stage", "/x/y"], "need --follow"),
         (["demo", "--url", "http://h"], "need --follow"),
-        (["demo", "--follow", "{job}"], "give one of --engine, --link and --command"),
+        (
+            ["demo", "--follow", "{job}"],
+            "give one of --engine, --link, --command, --push and --pull",
+        ),
         (["demo", "--follow", "{job}", "--engine", "vllm"], "--engine and --url belong together"),
         (["demo", "--follow", "{job}", "--engine", "x"], "'x' is not one of 'vllm', 'sglang'"),
         (["demo", "--follow", "{job}", "--link", "/link"], "is in the root folder"),
