@@ -5,6 +5,7 @@ It pushes while it checks a version, before a turn to load, so that no engine wa
 
 from __future__ import annotations
 
+import errno
 import logging
 import signal
 import tempfile
@@ -38,18 +39,20 @@ from syncd.coordination.waiting import Cancellation
 from syncd.daemon.config import Count, Seconds
 from syncd.deltas.delta_file import write_delta
 from syncd.deltas.delta_index import Content, SavedPiece
+from syncd.deltas.limits import DeltaError
 from syncd.mirror.object_store import MirrorStore, Rate, StoreError
 from syncd.mirror.progress import Progress
 from syncd.protocol.errors import (
     CancelledError,
     EngineMismatchError,
-    InvalidSettingsError,
     SyncdError,
     VerificationError,
     VersionGoneError,
 )
 from syncd.protocol.mirrored import MirroredFile, MirroredSave, MirroredVersion
+from syncd.protocol.names import NAME_MAP
 from syncd.protocol.policy import Version
+from syncd.storage.errnos import NO_ROOM
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock
 
@@ -102,15 +105,13 @@ def command(
         ExplorerHook(job, name, mirror, staging=staging) as hook,
     ):
         cancels.append(hook.cancel)
+        if stopped.is_done:  # by a signal before
+            return
         mirror.opened(hook.synchronizer)
         serve(hook, lambda version: tell(version.sequence, version.step) if as_json else None)
 
 
 _Part = TypeVar("_Part", bytes, memoryview)
-
-
-class _TooLongError(Exception):
-    """Ends a delta that has become too long to be worth it."""
 
 
 @dataclass
@@ -132,15 +133,17 @@ class Mirror(InProcessEngine):
     min_age: timedelta
     scratch: Path | None
     cancel: Cancellation = field(default_factory=Cancellation)
-    clock: Clock = time.monotonic
+    wall: Clock = time.time
 
     def __post_init__(self) -> None:
-        self.progress = Progress(self.store, clock=self.clock)
+        self.progress = Progress(self.store)
         #: The version that was pushed last: the hook holds it until it has loaded the next one.
         self._held: LeasedVersion | None = None
         self._first: LeasedVersion | None = None  # what this object holds itself
         self._newest: MirroredVersion | None = None
-        self._sweep_at = self.clock()
+        self._is_whole = True  # the newest version there
+        self._job = ""
+        self._sweep_at = 0.0
 
     def attach(self) -> None:
         """Check the object store.
@@ -155,42 +158,56 @@ class Mirror(InProcessEngine):
         self.progress.tell = synchronizer.tell_mirror
         self.progress.report()
         try:
-            newest = self._look(self._id())
-            if newest is not None:
+            if (newest := self._look()) is not None:
                 last = newest.last
-                held = synchronizer.hold(Version(last.sequence, last.step))
-                self._first = held
-                held.verify(cancel=self.cancel.check)
-                self._held = held
+                self._first = synchronizer.hold(Version(last.sequence, last.step))
+                self._first.verify(cancel=self.cancel.check)
+                self._held = self._first
         except (VersionGoneError, VerificationError, OSError) as error:
             log.info("the next version is sent whole: %s", error)
+
+    def is_away(self) -> bool:
+        """True while the object store, or the job, does not answer as it should."""
+        try:
+            self._look()
+        except (OSError, SyncdError) as error:
+            self.progress.failed(error)
+            return True
+        return False
 
     def check(self, version: LeasedVersion) -> None:
         """Push a version, unless the mirror has it.
 
         Raises:
-            EngineMismatchError: the version has no digests.
-            InvalidSettingsError: the mirror has versions of another job.
+            EngineMismatchError: the version cannot be mirrored.
             OSError: the object store or the job's storage failed. The next try may succeed.
         """
         self.progress.begins(f"sending v{version.sequence}, step {version.step}")
         try:
             self._check(version)
-        except (OSError, SyncdError) as error:
-            if not isinstance(error, CancelledError):
-                self.progress.failed(error)
+        except (CancelledError, EngineMismatchError):
             raise
+        except (OSError, SyncdError, DeltaError) as error:
+            self.progress.failed(error)
+            if isinstance(error, OSError):
+                raise
+            raise StoreError(str(error)) from error  # it is not the version's fault
         self.progress.ends(f"{self.store.url} has v{version.sequence}, step {version.step}")
-        if self.clock() >= self._sweep_at:
-            self._sweep_at = self.clock() + self.min_age.total_seconds() / _SWEEPS
+        if self.wall() >= self._sweep_at:
+            self._sweep_at = self.wall() + self.min_age.total_seconds() / _SWEEPS
             try:
                 self.store.sweep(keep=self.keep, min_age=self.min_age)
-            except StoreError as error:
+                self._is_whole = self._newest is None or self.store.is_whole(self._newest)
+            except (StoreError, SyncdError) as error:
                 log.warning("old versions were not removed: %s", error)
 
     def load(self, version: LeasedVersion) -> None:
         """Remember the version, from which the next one may be a delta."""
         self._held = version
+        self.close()
+
+    def close(self) -> None:
+        """Release what this object holds itself."""
         if self._first is not None:
             self._first.release()
             self._first = None
@@ -200,8 +217,7 @@ class Mirror(InProcessEngine):
             raise EngineMismatchError(
                 "it has no digests, which a mirror needs: run the daemon without --digest off"
             )
-        job = self._id()
-        newest = self._look(job)
+        newest = self._look()
         if newest is not None and newest.last.sequence >= version.sequence:
             last = newest.last
             if (last.sequence, last.save_id) == (version.sequence, version.manifest.save_id):
@@ -210,31 +226,25 @@ class Mirror(InProcessEngine):
                 f"{self.store.url} has v{last.sequence} already, but here the newest version is "
                 f"v{version.sequence}. If this job is an older copy of that one, push it elsewhere"
             )
-        pushed = self._push(version, newest, job)
-        if self.store.add(pushed):
-            self._newest = pushed
+        pushed = self._push(version, newest if self._is_whole else None)
+        if not self.store.add(pushed) and self.store.version(version.sequence) != pushed:
+            raise StoreError(f"another pusher has just added v{version.sequence}")
+        self._newest, self._is_whole = pushed, True
 
-    def _id(self) -> str:
-        found = self.job.open().id
-        if found is None:
-            raise InvalidSettingsError(
-                f"{self.job.layout.root} has no id yet: start its daemon once"
-            )
-        return found
-
-    def _look(self, job: str) -> MirroredVersion | None:
+    def _look(self) -> MirroredVersion | None:
+        """The newest version there."""
+        self._job = self.job.open().id or ""
         known = self._newest.last.sequence if self._newest is not None else 0
-        self._newest = newest = self.store.newest(known) or self._newest
-        if newest is not None and newest.job != job:
-            raise InvalidSettingsError(
+        if (newer := self.store.newest(known)) is not None:
+            self._newest, self._is_whole = newer, self.store.is_whole(newer)
+        if self._newest is not None and self._newest.job != self._job:
+            raise StoreError(
                 f"{self.store.url} has versions of another job: give each job its own prefix"
             )
-        return newest
+        return self._newest
 
-    def _push(
-        self, version: LeasedVersion, newest: MirroredVersion | None, job: str
-    ) -> MirroredVersion:
-        manifest, begun = version.manifest, self.clock()
+    def _push(self, version: LeasedVersion, newest: MirroredVersion | None) -> MirroredVersion:
+        manifest, begun = version.manifest, self.wall()
         weights, others = _divided(version)
         small = tuple(self._file(version, name) for name in others)
         known = {file.key for file in newest.files()} if newest is not None else set[str]()
@@ -256,7 +266,7 @@ class Mirror(InProcessEngine):
         for file in new:
             if now is None or not self.store.has(file, self.min_age, now):
                 self.store.put(file, self._watched(_read(version, file.name)))
-        if self.clock() - begun > self.min_age.total_seconds() / 2:
+        if self.wall() - begun > self.min_age.total_seconds() / 2:
             raise StoreError(
                 f"v{version.sequence} took longer than half of --min-age to push, so the objects "
                 "that were there before may be gone: increase --min-age"
@@ -268,7 +278,7 @@ class Mirror(InProcessEngine):
             files=tuple(files),
             nonfinite=manifest.nonfinite,
         )
-        return MirroredVersion(job=job, kind=manifest.kind, saves=(*saves, save), small=small)
+        return MirroredVersion(job=self._job, kind=manifest.kind, saves=(*saves, save), small=small)
 
     def _watched(self, content: Iterator[_Part]) -> Iterator[_Part]:
         for part in content:
@@ -300,8 +310,11 @@ class Mirror(InProcessEngine):
             spool = _Spool(stack.enter_context(self._temporary()), room, self.cancel.check)
             with held.open_file(name) as old, version.open_file(name) as new:
                 try:
-                    index = write_delta(spool.write, _pieces(old, new))
-                except _TooLongError:
+                    index = write_delta(spool.write, _pieces(old, new, self.cancel.check))
+                    spool.file.flush()
+                except OSError as error:
+                    if error.errno not in {errno.EFBIG, *NO_ROOM}:
+                        raise
                     return None
             digest = spool.hasher.hexdigest()
             file = MirroredFile(name=name, size=spool.size, digest=digest, index=index)
@@ -336,7 +349,7 @@ class _Spool:
         self.check()
         self.size += len(data)
         if self.size > self.room:
-            raise _TooLongError
+            raise OSError(errno.EFBIG, "a whole version is worth more than such a delta")
         self.hasher.update(data)
         self.file.write(data)
 
@@ -348,8 +361,13 @@ class _Spool:
 
 
 def _divided(version: LeasedVersion) -> tuple[list[str], list[str]]:
-    """The names of the files of weights, in their order, and of the others, but for the index."""
+    """The names of the files of weights, in their order, and of the others, but for the index.
+
+    A map of names goes along only if the weights have the trainer's names.
+    """
     names = sorted(file.name for file in version.manifest.files)
+    if version.manifest.names == "hub":
+        names = [name for name in names if name != NAME_MAP]
     weights = [name for name in names if name.endswith(WEIGHTS)]
     others = [name for name in names if not name.endswith((WEIGHTS, _INDEX))]
     return weights, others
@@ -368,20 +386,21 @@ def _read(version: LeasedVersion, name: str) -> Iterator[memoryview]:
             at += count
 
 
-def _pieces(old: SafetensorsFile, new: SafetensorsFile) -> Iterator[SavedPiece]:
+def _pieces(old: SafetensorsFile, new: SafetensorsFile, check: Check) -> Iterator[SavedPiece]:
     before = {entry.name: entry for entry in old.entries}
     for entry in new.entries:
         yield SavedPiece(
             entry.name,
             entry.dtype,
             whole(entry.shape),
-            _content(new, entry),
-            _content(old, before[entry.name]),
+            _content(new, entry, check),
+            _content(old, before[entry.name], check),
         )
 
 
-def _content(file: SafetensorsFile, entry: HeaderEntry) -> Content:
+def _content(file: SafetensorsFile, entry: HeaderEntry, check: Check) -> Content:
     def read(begin: int, end: int) -> memoryview:
+        check()
         part = memoryview(bytearray(end - begin))
         if file.storage.pread_fully(file.fd, part, entry.begin + begin) < len(part):
             raise VerificationError(f"{file.path} became shorter while it was read")

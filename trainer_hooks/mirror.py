@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -22,6 +22,7 @@ from annotated_types import Gt
 
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.save import ADAPTER
 from syncd.checkpoint.version import WEIGHTS
 from syncd.checkpoint.whole_files import Merged, digest_file
 from syncd.cli import options
@@ -40,12 +41,15 @@ from syncd.mirror.progress import Progress
 from syncd.protocol.errors import (
     CancelledError,
     InvalidSettingsError,
+    SaveNotReadyError,
     SyncdError,
+    VerificationError,
 )
 from syncd.protocol.mirrored import MirroredFile, MirroredSave, MirroredVersion
 from syncd.protocol.names import (
     NAME_MAP,
     RECEIPTS,
+    SAVING,
     delta_name,
     parse_pointer,
     part_name,
@@ -63,15 +67,20 @@ from syncd.protocol.records import (
     encode,
 )
 from syncd.protocol.tensor_names import NameMapRecord
+from syncd.storage.calls import FileKind
 from syncd.storage.errnos import GONE, Ignoring
 from syncd.storage.fsio import Draft, Storage
-from syncd.storage.job import Job
+from syncd.storage.job import Job, step_folders
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
 log = logging.getLogger(__name__)
 
 #: The longest pause in seconds after a failure; the first is that between two looks.
 _LONGEST: Final = 30.0
+#: Seconds for which a daemon may be busy before this is a fault.
+_PATIENCE: Final = 60.0
+#: The beginning of the run of all saves.
+_RUN: Final = "mirror"
 
 
 @options.as_command("mirror pull s3://bucket/qwen-grpo /shared/jobs/qwen-far", group=click.Group())
@@ -106,19 +115,26 @@ def follow(mirrored: Mirrored, every: float, told: Callable[[int, int], object])
     Raises:
         InvalidSettingsError: this is not the job's trainer any more.
     """
-    last, wait, progress, cancel = 0, 0.0, mirrored.progress, mirrored.cancel
+    progress, cancel = mirrored.progress, mirrored.cancel
+    newest: MirroredVersion | None = None
+    saved, wait = 0, 0.0
     while not cancel.pause(wait):
         try:
-            newest = mirrored.store.newest(last)
-            if newest is not None:
+            newest = mirrored.store.newest(newest.last.sequence if newest else 0) or newest
+            if newest is None or mirrored.has(newest):
+                mirrored.answer()
+                if progress.fault:
+                    progress.report()
+            elif mirrored.may_save():
                 save = newest.last
                 progress.begins(f"fetching v{save.sequence}, step {save.step}")
                 mirrored.take(newest)
-                last = save.sequence
-                progress.ends(f"v{last} of {mirrored.store.url} is saved, step {save.step}")
-                told(last, save.step)
-            elif wait > every:
-                progress.report()  # it goes on
+                progress.ends(
+                    f"v{save.sequence} of {mirrored.store.url} is saved, step {save.step}"
+                )
+                if saved != save.sequence:
+                    told(save.sequence, save.step)
+                saved = save.sequence
             wait = every
         except (CancelledError, InvalidSettingsError):
             if cancel.is_done:
@@ -137,7 +153,7 @@ class _Fetched:
     storage: Storage
     path: Path
     index: str | None
-    told: NonFinite
+    told: NonFinite | None
     nbytes: int = 0
 
     def write(self, draft: Draft) -> ReceiptFile:
@@ -179,9 +195,49 @@ class Mirrored:
         self._scratch = self.job.layout.mirror
         self._writers: dict[tuple[int, int], RankWriter] = {}
         self._small: dict[str, bytes] = {}  # by the names of their objects
+        self._waits_since: float | None = None
+        for step in step_folders(self.job):  # left by a kill
+            self.job.storage.unlink_if_there(self.job.layout.step(step) / SAVING)
+
+    def has(self, version: MirroredVersion) -> bool:
+        """True if the job has a version, or will have it, or refuses it."""
+        save_id, outcome = str(_id(version, version.last)), self.job.outcome(version.last.step)
+        latest = read_latest(self.job)
+        if latest is not None and save_id in {latest.save_id, latest.tip and latest.tip.save_id}:
+            return True
+        if outcome is not None and outcome.identity == save_id:
+            return outcome.outcome != "skipped"  # a delta that was not taken
+        return self._named()[1] == save_id
+
+    def may_save(self) -> bool:
+        """True unless the daemon still has to take the last save: only the newest one counts.
+
+        Raises:
+            SaveNotReadyError: it has not done so for long.
+        """
+        step, save_id = self._named()
+        outcome = None if step is None else self.job.outcome(step)
+        latest = read_latest(self.job)
+        known = {outcome and outcome.identity, latest and latest.save_id}
+        if save_id is None or not save_id.startswith(_RUN) or save_id in known:
+            self._waits_since = None
+            return True
+        now = time.monotonic()
+        self._waits_since = since = self._waits_since or now
+        if now - since > _PATIENCE:
+            raise SaveNotReadyError(
+                f"step {step} is saved, but not served yet, so nothing newer is fetched; "
+                f"{self.job.daemon_hint()}"
+            )
+        return False
+
+    def answer(self) -> None:
+        """Tell explorers that ask for a sync that there is nothing newer."""
+        if self.synchronizer.explorer_requires_sync():
+            self.synchronizer.notify_no_new_model_state_dict()
 
     def take(self, version: MirroredVersion) -> None:
-        """Save a version, unless the job has it.
+        """Save a version.
 
         Raises:
             OSError: the object store or the job's storage failed; e.g. an object is not there.
@@ -190,37 +246,41 @@ class Mirrored:
             NameTakenError: another trainer works in this job.
         """
         ids = [_id(version, save) for save in version.saves]
-        named, latest = self._named(), read_latest(self.job)
-        outcome = self.job.outcome(version.last.step)
-        if str(ids[-1]) in {named, outcome and outcome.identity}:
-            return
-        self.job.storage.make_folder(self._scratch, below=self.job.layout.state)
-        at = _index(ids, named)
-        if version.kind == "adapter":
-            files = self._read((*version.small, *version.last.files))
-            self._write(ids[-1], [RankContents(adapter_files=lambda: files)], None)
-        elif at is not None and self._takes_deltas(ids[at:]):
+        self._tidy(version)
+        at = _index(ids, self._named()[1])
+        if at is not None and at + 1 < len(ids) and self._takes_deltas(ids[at:]):
             for number in range(at + 1, len(ids)):
                 self._save(version, number, self._fetch(version.saves[number]), ids[number - 1])
         else:
-            paths = self._whole(version, ids, latest)
+            paths = self._whole(version, ids, read_latest(self.job))
             self._save(version, len(ids) - 1, paths, None)
         self.job.storage.remove_tree(self._scratch)
+
+    def _tidy(self, version: MirroredVersion) -> None:
+        """Make the scratch folder, and remove what is of no use for a version: it takes room."""
+        storage = self.job.storage
+        storage.make_folder(self._scratch, below=self.job.layout.state)
+        of_use = {name for save in version.saves for name in _names(save)}
+        for name, kind in storage.kinds(self._scratch).items():
+            if kind is FileKind.FOLDER:
+                storage.remove_tree(self._scratch / name)
+            elif name not in of_use:
+                storage.unlink_if_there(self._scratch / name)
 
     def _takes_deltas(self, ids: Sequence[SaveId]) -> bool:
         ascends = all(low.step < high.step for low, high in pairwise(ids))
         return ascends and self.synchronizer.takes_deltas(ids[0])
 
-    def _named(self) -> str | None:
-        """The save that the pointer names."""
+    def _named(self) -> tuple[int | None, str | None]:
+        """The step that the pointer names, and its save."""
         storage, layout = self.job.storage, self.job.layout
-        receipt = None
+        step = receipt = None
         with Ignoring(GONE):
             step = parse_pointer(storage.read(layout.state_pointer))
             if step is not None:
                 path = layout.actor(step) / RECEIPTS / receipt_name(0)
                 receipt = self.job.read(Receipt, path)
-        return None if receipt is None else receipt.save_id
+        return step, None if receipt is None else receipt.save_id
 
     # -- saves -------------------------------------------------------------------------------------
 
@@ -229,19 +289,25 @@ class Mirrored:
     ) -> None:
         """Make a save of fetched files: a delta, if it has a base, or a whole one."""
         save, small = version.saves[number], self._read(version.small)
-        small |= {NAME_MAP: encode(NameMapRecord())}
-        indexes = [file.index for file in save.files] if base else [None] * len(paths)
+        is_adapter, world_size = version.kind == "adapter", len(paths)
         name_of = delta_name if base else part_name
-        told = save.nonfinite or NonFinite(count=0)
-        contents = [
-            RankContents(
-                whole=_Fetched(self.job.storage, path, index, told),
-                whole_name=name_of(len(paths), rank),
-                model_files=lambda: small,
-                base=str(base) if base else None,
+        contents = []
+        for rank, (path, file) in enumerate(zip(paths, save.files, strict=True)):
+            # All ranks' are combined, so one tells of all.
+            told = save.nonfinite and (NonFinite(count=0) if rank else save.nonfinite)
+            index = file.index if base else None
+            contents.append(
+                RankContents(
+                    whole=_Fetched(self.job.storage, path, index, told),
+                    whole_name=ADAPTER if is_adapter else name_of(world_size, rank),
+                    adapter_files=lambda: small if is_adapter else {},
+                    # The names are the hub's, or there is a map.
+                    model_files=lambda: (
+                        {} if is_adapter else {NAME_MAP: encode(NameMapRecord()), **small}
+                    ),
+                    base=str(base) if base else None,
+                )
             )
-            for rank, (path, index) in enumerate(zip(paths, indexes, strict=True))
-        ]
         self._write(_id(version, save), contents, base)
 
     def _write(
@@ -268,33 +334,36 @@ class Mirrored:
         self, version: MirroredVersion, ids: Sequence[SaveId], latest: Latest | None
     ) -> list[Path]:
         """The whole files of a version, from a whole version and the deltas after it."""
-        storage, scratch = self.job.storage, self._scratch
-        at = _index(ids, latest.save_id if latest else None)
-        if at is None and len(ids) == 1:
+        at = _index(ids[:-1], latest.save_id if latest else None)
+        if len(ids) == 1:
             return self._fetch(version.last)
-        with ExitStack() as stack:
-            if at is not None and latest is not None:
-                held = self.synchronizer.hold(Version.of(latest))
-                stack.callback(held.release)
-                base = WholeVersion(held.folder, held.manifest)
-            else:
-                at, base = 0, self._root(version)
-            deltas = []
-            for save, before, save_id in zip(
-                version.saves[at + 1 :], ids[at:], ids[at + 1 :], strict=False
-            ):
-                paths = self._fetch(save)
-                files = tuple(
-                    VersionFile(name=path.name, size=file.size, digest=file.index)
-                    for path, file in zip(paths, save.files, strict=True)
-                )
-                record = DeltaRecord(base=str(before), target=str(save_id), files=files)
-                deltas.append(DeltaFolder(scratch, record))
-            folder = scratch / "folded"
-            storage.remove_tree(folder)
-            storage.make_folder(folder, below=scratch)
-            work = Work(cancel=self.cancel.check)
-            merged = fold(storage, base, deltas, folder, to=storage, work=work)
+        if at is not None and latest is not None:
+            held = self.synchronizer.hold(Version.of(latest))
+            try:
+                if held.manifest.names == "trainer":
+                    return self._folded(version, ids, at, WholeVersion(held.folder, held.manifest))
+            except (DeltaError, VerificationError) as error:
+                log.info("v%d is no base, perhaps by a cast: %s", held.sequence, error)
+            finally:
+                held.release()
+        return self._folded(version, ids, 0, self._root(version))
+
+    def _folded(
+        self, version: MirroredVersion, ids: Sequence[SaveId], at: int, base: WholeVersion
+    ) -> list[Path]:
+        storage, folder, deltas = self.job.storage, self._scratch / "folded", []
+        for number in range(at + 1, len(ids)):
+            save = version.saves[number]
+            files = tuple(
+                VersionFile(name=path.name, size=file.size, digest=file.index)
+                for path, file in zip(self._fetch(save), save.files, strict=True)
+            )
+            record = DeltaRecord(base=str(ids[number - 1]), target=str(ids[number]), files=files)
+            deltas.append(DeltaFolder(self._scratch, record))
+        storage.remove_tree(folder)
+        storage.make_folder(folder, below=self._scratch)
+        work = Work(cancel=self.cancel.check)
+        merged = fold(storage, base, deltas, folder, to=storage, work=work)
         return [folder / file.name for file in merged.files if file.name.endswith(WEIGHTS)]
 
     def _root(self, version: MirroredVersion) -> WholeVersion:
@@ -329,10 +398,8 @@ class Mirrored:
 
     def _fetch(self, save: MirroredSave) -> list[Path]:
         """The files of a save, whole and checked, in the scratch folder."""
-        storage, paths = self.job.storage, []
-        for file in save.files:
-            path = self._scratch / file.key.rpartition("/")[2]
-            paths.append(path)
+        storage, paths = self.job.storage, [self._scratch / name for name in _names(save)]
+        for path, file in zip(paths, save.files, strict=True):
             if storage.exists(path):
                 continue  # a rename gave it this name, once it was checked
             with Draft(storage, path) as draft:
@@ -345,8 +412,13 @@ class Mirrored:
 
 def _id(version: MirroredVersion, save: MirroredSave) -> SaveId:
     """The id of a save, the same wherever and whenever it is pulled."""
-    run = f"mirror{xxhash.xxh3_64_hexdigest(version.job.encode())}"
+    run = f"{_RUN}{xxhash.xxh3_64_hexdigest(version.job.encode())}"
     return SaveId(run, save.step, save.sequence)
+
+
+def _names(save: MirroredSave) -> list[str]:
+    """The names of a save's files in the scratch folder; two files can be equal."""
+    return [f"{save.sequence}-{number}-{file.digest}" for number, file in enumerate(save.files)]
 
 
 def _index(ids: Sequence[SaveId], save_id: str | None) -> int | None:

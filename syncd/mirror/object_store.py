@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
-from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.errors import InvalidSettingsError, ProtocolMismatchError, RecordError
 from syncd.protocol.mirrored import (
     OBJECTS,
     VERSIONS,
@@ -37,8 +37,10 @@ PART: Final = 8 * 1024 * 1024
 _AT_A_TIME: Final = 4
 #: The most parts of an upload, by the rules of S3.
 _MOST_PARTS: Final = 9_000
-#: The query of an address, which can hold a signature.
-_QUERY: Final = re.compile(r"\?[^\s\"')>]*")
+#: What an address can hold besides: a user and a password, and a query with a signature.
+_SECRET: Final = re.compile(r"(?<=://)[^/\s@]*@|(?<=\S)\?[^\s\"')>]*")
+#: What may be told of an answer; others of its elements have tokens and keys.
+_TOLD: Final = re.compile(r"<(?:Code|Message)>([^<]*)<")
 _PROBE: Final = "probe"
 
 
@@ -64,15 +66,16 @@ class Rate:
         self._lock = threading.Lock()
         self._free_at = clock()
 
-    def take(self, count: int) -> None:
-        """Wait until ``count`` more bytes may pass."""
+    def take(self, count: int, check: Callable[[], object]) -> None:
+        """Wait until ``count`` more bytes may pass; ``check`` raises an error to stop."""
         if self._limit is None:
             return
         with self._lock:
             at = max(self._free_at, self._clock())
             self._free_at = at + count / self._limit
         while (left := at - self._clock()) > 0:
-            self._sleep(min(left, 1.0))
+            check()
+            self._sleep(min(left, 0.5))
 
 
 class MirrorStore:
@@ -105,14 +108,26 @@ class MirrorStore:
         except ModuleNotFoundError as error:
             raise InvalidSettingsError("a mirror needs obstore: pip install 'syncd[s3]'") from error
         self._obstore = obstore
-        self.url = _QUERY.sub("", url)
-        try:
-            self._store = store or from_url(
+        self.url = _SECRET.sub("", url)
+        if ":" in url.partition("://")[2].partition("/")[0].rpartition("@")[0]:
+            raise InvalidSettingsError(
+                f"the URL {printable(self.url)} must have no credentials: set their variables"
+            )
+
+        def opened(retries: int, patience: float) -> ObjectStore:
+            return store or from_url(
                 url,
                 # The scheme is that of the endpoint in the environment.
                 client_options={"allow_http": True, "connect_timeout": "10s", "timeout": "120s"},
-                retry_config={"max_retries": 5, "retry_timeout": timedelta(seconds=30)},
+                retry_config={
+                    "max_retries": retries,
+                    "retry_timeout": timedelta(seconds=patience),
+                },
             )
+
+        try:
+            self._store = opened(5, 30.0)
+            self._patient = opened(20, 240.0)  # for the parts of files: what was sent is sent again
         except (obstore.exceptions.BaseError, ValueError) as error:
             raise InvalidSettingsError(
                 f"{printable(self.url)} cannot be used as the URL of a mirror: {_told(error)}"
@@ -128,7 +143,8 @@ class MirrorStore:
         """
         key = f"{_PROBE}/{secrets.token_hex(8)}"
         try:
-            if self._create(key, b"1") and not self._create(key, b"2"):
+            self._create(key, b"1")
+            if not self._create(key, b"2") and self._read(key) == b"1":
                 return
         except NotImplementedError:
             pass
@@ -144,24 +160,24 @@ class MirrorStore:
 
     def newest(self, newer_than: int = 0) -> MirroredVersion | None:
         """The newest version above ``newer_than``; None if there is none."""
-        while found := max(self._sequences(newer_than), default=None):
-            try:
-                return self.version(found)
-            except ObjectGoneError:  # there is a newer one by now
-                continue
-        return None
+        found = max(self._sequences(newer_than), default=None)
+        return None if found is None else self.version(found)
 
     def version(self, sequence: int) -> MirroredVersion:
         """Read a version's record.
 
         Raises:
-            ObjectGoneError: it is not there any more.
-            RecordError: it is no record, or of a newer protocol.
+            ObjectGoneError: it is not there any more, so there is a newer one.
+            StoreError: it is damaged.
+            ProtocolMismatchError: it is of a newer syncd.
         """
         key = version_key(sequence)
-        with self._doing(f"reading {key}"):
-            content = bytes(self._obstore.get(self._store, key).bytes())
-        return parse(MirroredVersion, content, f"{self.url}/{key}")
+        try:
+            return parse(MirroredVersion, self._read(key), f"{self.url}/{key}")
+        except ProtocolMismatchError:
+            raise
+        except RecordError as error:
+            raise StoreError(str(error)) from error
 
     def add(self, version: MirroredVersion) -> bool:
         """Add a version, whose objects must be there; False if another pusher has."""
@@ -178,12 +194,16 @@ class MirrorStore:
             return False
         return found["size"] == file.size and found["last_modified"] > now - min_age / 2
 
+    def is_whole(self, version: MirroredVersion) -> bool:
+        """False if an object of a version is not there, for example because a rule expired it."""
+        return {file.key for file in version.files()} <= {key for key, _ in self._listed(OBJECTS)}
+
     def put(self, file: MirroredFile, content: Iterable[bytes | memoryview]) -> None:
         """Make an object, which is there only once it is whole."""
         part = max(PART, -(-file.size // _MOST_PARTS))
         with self._doing(f"writing {file.key}"):
             self._obstore.put(
-                self._store,
+                self._patient,
                 file.key,
                 self._sent(file, content),
                 use_multipart=file.size > part,
@@ -230,7 +250,7 @@ class MirrorStore:
         # Read before the objects are listed: a later version needs only what is young, or is
         # needed by one of these.
         kept = [self.version(sequence) for sequence in made.keys() - set(old)]
-        objects = dict(self._listed(OBJECTS))
+        objects = {**dict(self._listed(OBJECTS)), **dict(self._listed(_PROBE))}
         gone = unneeded(objects, kept, min_age=min_age, now=now)
         self._delete(gone)
         return len(old) + len(gone)
@@ -267,12 +287,16 @@ class MirrorStore:
             return False
         return True
 
+    def _read(self, key: str) -> bytes:
+        with self._doing(f"reading {key}"):
+            return bytes(self._obstore.get(self._store, key).bytes())
+
     def _part(self, key: str, start: int, length: int) -> memoryview:
         self._check()
-        self._rate.take(length)
+        self._rate.take(length, self._check)
         with self._doing(f"reading {key}"):
             found = memoryview(
-                self._obstore.get_range(self._store, key, start=start, length=length)
+                self._obstore.get_range(self._patient, key, start=start, length=length)
             )
         if len(found) != length:
             raise StoreError(f"{self.url}/{key} is shorter than its name says")
@@ -285,7 +309,7 @@ class MirrorStore:
         hasher = xxhash.xxh3_128()
         for part in content:
             self._check()
-            self._rate.take(len(part))
+            self._rate.take(len(part), self._check)
             hasher.update(part)
             yield part
             self.moved += len(part)
@@ -316,6 +340,8 @@ class MirrorStore:
 
 
 def _told(error: Exception) -> str:
-    """An error in one line, without the queries of addresses, which can hold signatures."""
-    text = _QUERY.sub("", str(error).partition("\n\nDebug source")[0])
+    """An error in one line, without what can hold keys, tokens or signatures."""
+    text = _SECRET.sub("", str(error).partition("\n\nDebug source")[0])
+    text, answer, rest = text.partition("<")
+    text += ": ".join(_TOLD.findall(answer + rest))
     return printable(" ".join(text.split()))[:400]

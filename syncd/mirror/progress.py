@@ -33,6 +33,7 @@ class Progress:
         self._what = ""
         self._moved = 0
         self._errors = 0
+        self.fault: str | None = None
         self._told_at = self._said_at = self.clock()
 
     def begins(self, what: str) -> None:
@@ -40,6 +41,7 @@ class Progress:
         now = self.clock()
         self._since = now if self._since is None else self._since
         self._what, self._moved, self._said_at = what, self.store.moved, now
+        self.report(self.fault)
 
     def ends(self, what: str) -> None:
         """Record that it is there, and say so."""
@@ -57,7 +59,7 @@ class Progress:
         """Tell how far a transfer is, now and then. Call it often."""
         now = self.clock()
         if now - self._told_at >= _REPORT:
-            self.report()
+            self.report()  # it moves, so nothing is wrong
         if now - self._said_at >= _SAY:
             self._said_at = now
             log.info("%s: %d bytes so far", self._what, self.store.moved - self._moved)
@@ -69,7 +71,7 @@ class Progress:
 
     def report(self, fault: str | None = None) -> None:
         """Write the report; an error of storage is only logged."""
-        self._told_at = self.clock()
+        self._told_at, self.fault = self.clock(), fault
         state = Mirroring(
             url=self.store.url, moved=self.store.moved, errors=self._errors, lag=self.lag
         )
