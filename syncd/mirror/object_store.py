@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import threading
@@ -31,6 +32,8 @@ from syncd.protocol.records import encode, parse
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
+
+log = logging.getLogger(__name__)
 
 #: Bytes of a part: what a request moves. Four are under way at a time, each in memory twice.
 PART: Final = 8 * 1024 * 1024
@@ -160,24 +163,24 @@ class MirrorStore:
 
     def newest(self, newer_than: int = 0) -> MirroredVersion | None:
         """The newest version above ``newer_than``; None if there is none."""
-        found = max(self._sequences(newer_than), default=None)
-        return None if found is None else self.version(found)
+        for found in sorted(self._sequences(newer_than), reverse=True):
+            try:
+                return self.version(found)
+            except ProtocolMismatchError:
+                raise
+            except (RecordError, ObjectGoneError) as error:
+                log.warning("v%d is left out: %s", found, error)
+        return None
 
     def version(self, sequence: int) -> MirroredVersion:
         """Read a version's record.
 
         Raises:
             ObjectGoneError: it is not there any more, so there is a newer one.
-            StoreError: it is damaged.
-            ProtocolMismatchError: it is of a newer syncd.
+            RecordError: it is damaged, or of a newer syncd.
         """
         key = version_key(sequence)
-        try:
-            return parse(MirroredVersion, self._read(key), f"{self.url}/{key}")
-        except ProtocolMismatchError:
-            raise
-        except RecordError as error:
-            raise StoreError(str(error)) from error
+        return parse(MirroredVersion, self._read(key), f"{self.url}/{key}")
 
     def add(self, version: MirroredVersion) -> bool:
         """Add a version, whose objects must be there; False if another pusher has."""
