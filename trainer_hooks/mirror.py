@@ -196,8 +196,24 @@ class Mirrored:
         self._writers: dict[tuple[int, int], RankWriter] = {}
         self._small: dict[str, bytes] = {}  # by the names of their objects
         self._waits_since: float | None = None
-        for step in step_folders(self.job):  # left by a kill
-            self.job.storage.unlink_if_there(self.job.layout.step(step) / SAVING)
+        for step in step_folders(self.job):
+            self._end_save(step)
+
+    def _end_save(self, step: int) -> None:
+        """If a kill left an unfinished save of a mirror, remove it: its step may never come again.
+
+        Only the daemon's outcomes let it prune a step, and this one has none.
+        """
+        storage, folder = self.job.storage, self.job.layout.step(step)
+        receipts = self.job.layout.actor(step) / RECEIPTS
+        if not storage.exists(folder / SAVING):
+            return
+        found = [self.job.read(Receipt, receipts / name) for name in storage.names(receipts)]
+        if any(one is not None and one.save_id.startswith(_RUN) for one in found):
+            if self._named()[0] == step:
+                storage.unlink_if_there(folder / SAVING)
+            else:
+                storage.remove_tree(folder)
 
     def has(self, version: MirroredVersion) -> bool:
         """True if the job has a version, or will have it, or refuses it."""
