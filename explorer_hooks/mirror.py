@@ -37,7 +37,6 @@ from syncd.cli.signals import handled_by
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.waiting import Cancellation
 from syncd.daemon.config import Count, Seconds
-from syncd.deltas.delta_file import write_delta
 from syncd.deltas.delta_index import Content, SavedPiece
 from syncd.deltas.limits import DeltaError
 from syncd.mirror.object_store import MirrorStore, Rate, StoreError
@@ -303,6 +302,8 @@ class Mirror(InProcessEngine):
         self, version: LeasedVersion, weights: Sequence[str], room: int, stack: ExitStack
     ) -> list[tuple[MirroredFile, _Spool]] | None:
         """The files of a delta, one for each file of weights; None if it is not worth it."""
+        from syncd.deltas.delta_file import write_delta  # noqa: PLC0415 - it imports NumPy
+
         held = self._held
         assert held is not None  # noqa: S101 - it is the base
         spooled: list[tuple[MirroredFile, _Spool]] = []

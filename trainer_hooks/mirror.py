@@ -33,7 +33,6 @@ from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.coordination.waiting import Cancellation
 from syncd.daemon.config import Seconds
 from syncd.deltas.delta_index import DeltaFolder, DeltaRecord
-from syncd.deltas.folding import fold
 from syncd.deltas.limits import DeltaError
 from syncd.deltas.whole_version import WholeVersion
 from syncd.mirror.object_store import MirrorStore, Rate
@@ -367,6 +366,8 @@ class Mirrored:
     def _folded(
         self, version: MirroredVersion, ids: Sequence[SaveId], at: int, base: WholeVersion
     ) -> list[Path]:
+        from syncd.deltas.folding import fold  # noqa: PLC0415 - it imports NumPy
+
         storage, folder, deltas = self.job.storage, self._scratch / "folded", []
         for number in range(at + 1, len(ids)):
             save = version.saves[number]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
+from syncd.deltas.needs import missing_extra
 from syncd.protocol.errors import InvalidSettingsError, ProtocolMismatchError, RecordError
 from syncd.protocol.mirrored import (
     OBJECTS,
@@ -110,6 +111,8 @@ class MirrorStore:
             from obstore.store import from_url  # noqa: PLC0415 - likewise
         except ModuleNotFoundError as error:
             raise InvalidSettingsError("a mirror needs obstore: pip install 'syncd[s3]'") from error
+        if (why := missing_extra()) is not None:
+            raise InvalidSettingsError(f"a mirror needs deltas, but {why}")
         self._obstore = obstore
         self.url = _SECRET.sub("", url)
         if ":" in url.partition("://")[2].partition("/")[0].rpartition("@")[0]:
