@@ -38,7 +38,6 @@ from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.waiting import Cancellation
 from syncd.daemon.config import Count, Seconds
 from syncd.deltas.delta_index import Content, SavedPiece
-from syncd.deltas.limits import DeltaError
 from syncd.mirror.object_store import MirrorStore, Rate, StoreError
 from syncd.mirror.progress import Progress
 from syncd.protocol.errors import (
@@ -186,7 +185,7 @@ class Mirror(InProcessEngine):
             self._check(version)
         except (CancelledError, EngineMismatchError):
             raise
-        except (OSError, SyncdError, DeltaError) as error:
+        except (OSError, SyncdError) as error:
             self.progress.failed(error)
             if isinstance(error, OSError):
                 raise
@@ -197,7 +196,7 @@ class Mirror(InProcessEngine):
             try:
                 self.store.sweep(keep=self.keep, min_age=self.min_age)
                 self._is_whole = self._newest is None or self.store.is_whole(self._newest)
-            except (StoreError, SyncdError) as error:
+            except (OSError, SyncdError) as error:
                 log.warning("old versions were not removed: %s", error)
 
     def load(self, version: LeasedVersion) -> None:
@@ -261,11 +260,13 @@ class Mirror(InProcessEngine):
             else:
                 files = [self._file(version, name) for name in weights]
                 new += [file for file in files if file.key not in known]
-        now = self.store.now() if new else None
+        uses_old, now = bool(known), self.store.now() if new else None
         for file in new:
-            if now is None or not self.store.has(file, self.min_age, now):
+            if now is not None and self.store.has(file, self.min_age, now):
+                uses_old = True
+            else:
                 self.store.put(file, self._watched(_read(version, file.name)))
-        if self.wall() - begun > self.min_age.total_seconds() / 2:
+        if uses_old and self.wall() - begun > self.min_age.total_seconds() / 2:
             raise StoreError(
                 f"v{version.sequence} took longer than half of --min-age to push, so the objects "
                 "that were there before may be gone: increase --min-age"
