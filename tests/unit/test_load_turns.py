@@ -19,6 +19,7 @@ from syncd.daemon.config import DaemonConfig
 from syncd.operate.job_state import look
 from syncd.operate.models import ExplorerState
 from syncd.protocol.errors import WaitTimeoutError
+from syncd.protocol.mirrored import Mirroring
 from syncd.protocol.names import parse_load_turn
 from syncd.protocol.reports import ExplorerReport
 from tests.engines.waiting import wait_for
@@ -118,6 +119,22 @@ def test_one_waits_while_another_loads_and_loads_then(job: SmallJob, engine: Fak
         assert hook.wait_until_served(LONG).step == loading.wait_until_served(LONG).step == 1
         assert {report(job, name).loading for name in ("first", "explorer")} == {None}
     assert taken(job) == []
+
+
+def test_a_mirror_loads_nothing_and_takes_no_turn(job: SmallJob, engine: FakeEngine) -> None:
+    publish(job, 1, 1)
+    first = FakeEngine()
+    with (
+        ExplorerHook(job.root, "first", first, poll=0.02, storage=job.explorers) as loading,
+        ExplorerHook(job.root, "explorer", engine, poll=0.02, storage=job.explorers) as hook,
+        first.hanging("load") as hang,
+    ):
+        hook.synchronizer.tell_mirror(Mirroring(url="s3://b/p"), None)
+        loading.start()
+        assert hang.reached.wait(LONG)
+        hook.start()
+        assert hook.wait_until_served(LONG).step == 1
+        hang.release()
 
 
 def test_who_is_closed_or_fails_gives_its_turn_back(job: SmallJob, engine: FakeEngine) -> None:

@@ -15,7 +15,9 @@ from syncd.daemon.service import Service
 from syncd.daemon.telling.metrics import HOST, Exporter, Metrics
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.events import DaemonPaused
-from syncd.protocol.reports import Load, Reload
+from syncd.protocol.mirrored import Mirroring
+from syncd.protocol.records import encode
+from syncd.protocol.reports import Load, Reload, TrainerReport
 from tests.doc_blocks import blocks
 from tests.doc_links import anchors
 from tests.doc_lists import page
@@ -223,6 +225,26 @@ def test_explorers_that_measure_have_pause_and_load(job: SmallJob, said: Measure
     assert said("explorer_broken", explorer="a") == 0
     assert said("explorer_pause_seconds", explorer="b") is None
     assert said("explorer_broken", explorer="b") == 1
+
+
+def test_mirrors_of_both_kinds_have_metrics_until_they_stop(
+    job: SmallJob, clock: Clock, said: Measured
+) -> None:
+    mirror = Mirroring(url="s3://b/p", moved=5, errors=2, lag=61.0)
+    report(job, "push", 1, mirror=mirror)
+    trainer = TrainerReport(run_id="r", world_size=1, status="running", name="pull", time=0.0,
+                            mirror=mirror, fault="403")  # fmt: skip
+    job.layout.trainer_report.write_bytes(encode(trainer))
+    said.meter.round_ended(0.0)
+    for name, blocked in (("push", 0), ("pull", 1)):
+        found = [said(f"mirror_{what}", mirror=name) for what in ("lag_seconds", "bytes", "errors")]
+        assert (*found, said("mirror_blocked", mirror=name)) == (61, 5, 2, blocked)
+    stopped = trainer.model_copy(update={"status": "stopped"})
+    job.layout.trainer_report.write_bytes(encode(stopped))
+    clock.advance(10)
+    said.meter.round_ended(0.0)
+    assert said("mirror_bytes", mirror="pull") is None
+    assert said("mirror_bytes", mirror="push") == 5
 
 
 def test_a_daemon_that_stands_by_says_nothing_of_the_job(

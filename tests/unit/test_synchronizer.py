@@ -34,6 +34,7 @@ from syncd.protocol.errors import (
     VersionGoneError,
     WaitTimeoutError,
 )
+from syncd.protocol.mirrored import Mirroring
 from syncd.protocol.names import FULL
 from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings, Version
 from syncd.protocol.records import SaveId, SaveOutcome, SaveOutcomes, Tip, encode
@@ -781,6 +782,17 @@ def test_the_trainer_does_not_wait_for_an_explorer_that_refused_the_version(
     assert trainer.wait_for_explorers(0.1)
     explorer.set_explorer_version(first)
     assert not trainer.wait_for_explorers(0.1)
+
+
+def test_the_trainer_does_not_wait_for_a_mirror(
+    members: Members, explorer: ExplorerSynchronizer
+) -> None:
+    trainer = members.trainer(settings=SyncSettings(max_explorer_lag=0, sync_timeout=LONG))
+    first, _ = members.publish(1), members.publish(2)
+    assert not trainer.wait_for_explorers(0.1)
+    explorer.tell_mirror(Mirroring(url="s3://b/p"), "403")
+    explorer.set_explorer_version(first)
+    assert trainer.wait_for_explorers(0.1)
 
 
 # -- transfers ---------------------------------------------------------------------------------
