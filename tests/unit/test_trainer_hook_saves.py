@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
@@ -448,10 +447,15 @@ def saved_by_coordinator(root: Path, model: nn.Module) -> None:
         coordinator.save_model(model, 1)
 
 
+def saved_with_lora(root: Path, model: nn.Module) -> None:
+    peft = pytest.importorskip("peft", reason="not every extra brings it")
+    saved(root, peft.get_peft_model(model, peft.LoraConfig(target_modules=["layer"])))
+
+
 DOORS: list[Callable[[Path, Any], object]] = [
     saved,
     lambda root, odd: saved(root, nn.Linear(3, 2), critic=odd),
-    lambda root, odd: saved(root, get_peft_model(odd, LoraConfig(target_modules=["layer"]))),
+    saved_with_lora,
     saved_by_coordinator,
     lambda root, odd: StateDictWriter(root)(odd.state_dict(), 1),
 ]
