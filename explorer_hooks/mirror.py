@@ -58,6 +58,8 @@ log = logging.getLogger(__name__)
 
 _CHUNK: Final = 1024 * 1024
 _INDEX: Final = ".safetensors.index.json"
+#: Seconds until the next try at the start.
+_AGAIN: Final = 10.0
 #: How often in a min_age old versions are removed.
 _SWEEPS: Final = 8
 
@@ -144,12 +146,19 @@ class Mirror(InProcessEngine):
         self._sweep_at = 0.0
 
     def attach(self) -> None:
-        """Check the object store.
+        """Check the object store, once it answers.
 
         Raises:
             InvalidSettingsError: it has no conditional writes.
         """
-        self.store.check_conditions()
+        while True:
+            try:
+                self.store.check_conditions()
+            except StoreError as error:
+                log.warning("%s; trying again in %g s", error, _AGAIN)
+                if not self.cancel.pause(_AGAIN):
+                    continue
+            return
 
     def opened(self, synchronizer: ExplorerSynchronizer) -> None:
         """Report by this synchronizer; if the job still has the newest version there, hold it."""
