@@ -19,6 +19,7 @@ _KINDS = {
     "multiprocess": (
         "test_explorer_processes.py::test_a_follower_moves_a_link_ends_at_sigterm",
         "test_fault_views.py::test_every_view_shows_a_fault_while_it_lasts[daemon hung",
+        "test_mirror.py::test_every_save_arrives_bit_for_bit_by_few_bytes[True-True-True",
         "test_readers.py::test_a_save_that_is_written_again_while_it_is_merged",
         "test_take_over.py::test_after_kill_9_in_a_merge",
         "test_trainer_ranks.py::test_a_killed_rank_costs_its_save_alone",

@@ -219,35 +219,20 @@ main()
     )
 
 
-class Daemon:
-    """``syncd run`` as a process of its own; its log is kept in memory.
+class Program:
+    """A process whose log is kept in memory.
 
     Leaving the ``with`` block ends it, and well; after an error by a kill.
 
     Args:
-        job: the job directory, or the host that the daemon works on.
-        options: of the command line.
-        lease_time: seconds.
-        root: whether the folder is one of jobs.
-        program: what Python runs.
+        command: program and arguments.
+        environment: added to that of tests.
     """
 
-    def __init__(
-        self,
-        job: Path | Host,
-        *options: str,
-        lease_time: float = LEASE_TIME,
-        root: bool = False,
-        program: tuple[str, ...] = ("-m", "syncd"),
-    ) -> None:
-        host = job if isinstance(job, Host) else Host(job)
-        where = ["--root", str(host.job)] if root else [str(host.job)]
+    def __init__(self, *command: object, **environment: str) -> None:
         self._process = subprocess.Popen(
-            [*host.runs, sys.executable, *program, "run", *where, "--tick", "0.2",
-             "--lease-time", str(lease_time), *options],
-            stderr=subprocess.PIPE,
-            env=ENVIRONMENT,
-        )  # fmt: skip
+            [*map(str, command)], stderr=subprocess.PIPE, env=ENVIRONMENT | environment
+        )
         self.pid = self._process.pid
         self.log: list[str] = []
         self._heard = threading.Condition()
@@ -309,3 +294,28 @@ class Daemon:
                 with self._heard:
                     self.log.append(line.decode().rstrip())
                     self._heard.notify_all()
+
+
+class Daemon(Program):
+    """``syncd run``.
+
+    Args:
+        job: the job directory, or the host that the daemon works on.
+        options: of the command line.
+        lease_time: seconds.
+        root: whether the folder is one of jobs.
+        program: what Python runs.
+    """
+
+    def __init__(
+        self,
+        job: Path | Host,
+        *options: str,
+        lease_time: float = LEASE_TIME,
+        root: bool = False,
+        program: tuple[str, ...] = ("-m", "syncd"),
+    ) -> None:
+        host = job if isinstance(job, Host) else Host(job)
+        where = ["--root", host.job] if root else [host.job]
+        timing = ["--tick", 0.2, "--lease-time", lease_time]
+        super().__init__(*host.runs, sys.executable, *program, "run", *where, *timing, *options)
