@@ -43,6 +43,7 @@ from syncd.mirror.progress import Progress
 from syncd.protocol.errors import (
     CancelledError,
     EngineMismatchError,
+    InvalidSettingsError,
     SyncdError,
     VerificationError,
     VersionGoneError,
@@ -161,7 +162,11 @@ class Mirror(InProcessEngine):
             return
 
     def opened(self, synchronizer: ExplorerSynchronizer) -> None:
-        """Report by this synchronizer; if the job still has the newest version there, hold it."""
+        """Report by this synchronizer; if the job still has the newest version there, hold it.
+
+        Raises:
+            InvalidSettingsError: the mirror has versions of another job.
+        """
         self.progress.tell = synchronizer.tell_mirror
         self.progress.report()
         try:
@@ -245,7 +250,7 @@ class Mirror(InProcessEngine):
         if (newer := self.store.newest(known)) is not None:
             self._newest, self._is_whole = newer, self.store.is_whole(newer)
         if self._newest is not None and self._newest.job != self._job:
-            raise StoreError(
+            raise InvalidSettingsError(
                 f"{self.store.url} has versions of another job: give each job its own prefix"
             )
         return self._newest
