@@ -10,10 +10,11 @@ import logging
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO, Annotated, Final, TypeVar
 
@@ -27,7 +28,7 @@ from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.staging import Staging
 from syncd.checkpoint.boxes import whole
-from syncd.checkpoint.parallel import Check
+from syncd.checkpoint.parallel import Check, run_side_by_side, threads_here
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry
 from syncd.checkpoint.version import WEIGHTS
@@ -61,6 +62,8 @@ _CHUNK: Final = 1024 * 1024
 _INDEX: Final = ".safetensors.index.json"
 #: Seconds until the next try at the start.
 _AGAIN: Final = 10.0
+#: The most threads that compare two versions, and files of a delta.
+_THREADS: Final = 4
 #: How often in a min_age old versions are removed.
 _SWEEPS: Final = 8
 
@@ -113,6 +116,8 @@ def command(
 
 
 _Part = TypeVar("_Part", bytes, memoryview)
+#: A tensor's place in two files, the older one first.
+_Pair = tuple[tuple[SafetensorsFile, HeaderEntry], tuple[SafetensorsFile, HeaderEntry]]
 
 
 @dataclass
@@ -316,27 +321,38 @@ class Mirror(InProcessEngine):
     def _delta(
         self, version: LeasedVersion, weights: Sequence[str], room: int, stack: ExitStack
     ) -> list[tuple[MirroredFile, _Spool]] | None:
-        """The files of a delta, one for each file of weights; None if it is not worth it."""
+        """The files of a delta, one for each thread that makes them; None if it is not worth it."""
         from syncd.deltas.delta_file import write_delta  # noqa: PLC0415 - it imports NumPy
 
         held = self._held
         assert held is not None  # noqa: S101 - it is the base
-        spooled: list[tuple[MirroredFile, _Spool]] = []
+        threads = threads_here(_THREADS)
+        parts: list[list[_Pair]] = [[] for _ in range(threads)]
+        sizes = [0] * threads
         for name in weights:
-            spool = _Spool(stack.enter_context(self._temporary()), room, self.cancel.check)
-            with held.open_file(name) as old, version.open_file(name) as new:
-                try:
-                    index = write_delta(spool.write, _pieces(old, new, self.cancel.check))
-                    spool.file.flush()
-                except OSError as error:
-                    if error.errno not in {errno.EFBIG, *NO_ROOM}:
-                        raise
-                    return None
+            old, new = (stack.enter_context(each.open_file(name)) for each in (held, version))
+            before = {entry.name: entry for entry in old.entries}
+            for entry in new.entries:
+                least = sizes.index(min(sizes))
+                sizes[least] += entry.end - entry.begin
+                parts[least].append(((old, before[entry.name]), (new, entry)))
+
+        def make(part: list[_Pair], spool: _Spool, check: Check) -> MirroredFile:
+            index = write_delta(spool.write, _pieces(part, check))
+            spool.file.flush()
             digest = spool.hasher.hexdigest()
-            file = MirroredFile(name=name, size=spool.size, digest=digest, index=index)
-            spooled.append((file, spool))
-            room -= spool.size
-        return spooled
+            return MirroredFile(name="delta", size=spool.size, digest=digest, index=index)
+
+        spools = [_Spool(stack.enter_context(self._temporary()), room) for _ in parts]
+        tasks = [partial(make, *both) for both in zip(parts, spools, strict=True)]
+        try:
+            files = run_side_by_side(tasks, threads=threads, look=self.cancel.check)
+        except OSError as error:
+            if error.errno not in {errno.EFBIG, *NO_ROOM}:
+                raise
+            return None
+        is_worth_it = sum(file.size for file in files) <= room
+        return list(zip(files, spools, strict=True)) if is_worth_it else None
 
     def _temporary(self) -> IO[bytes]:
         return tempfile.TemporaryFile(dir=self.scratch)
@@ -356,13 +372,11 @@ class _Spool:
 
     file: IO[bytes]
     room: int
-    check: Check
     size: int = 0
     hasher: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
 
     def write(self, data: bytes) -> None:
         """Append bytes."""
-        self.check()
         self.size += len(data)
         if self.size > self.room:
             raise OSError(errno.EFBIG, "a whole version is worth more than such a delta")
@@ -402,16 +416,11 @@ def _read(version: LeasedVersion, name: str) -> Iterator[memoryview]:
             at += count
 
 
-def _pieces(old: SafetensorsFile, new: SafetensorsFile, check: Check) -> Iterator[SavedPiece]:
-    before = {entry.name: entry for entry in old.entries}
-    for entry in new.entries:
-        yield SavedPiece(
-            entry.name,
-            entry.dtype,
-            whole(entry.shape),
-            _content(new, entry, check),
-            _content(old, before[entry.name], check),
-        )
+def _pieces(pairs: Iterable[_Pair], check: Check) -> Iterator[SavedPiece]:
+    for before, after in pairs:
+        _, (name, dtype, shape, *_) = after
+        old, new = (_content(*where, check) for where in (before, after))
+        yield SavedPiece(name, dtype, whole(shape), new, old)
 
 
 def _content(file: SafetensorsFile, entry: HeaderEntry, check: Check) -> Content:
