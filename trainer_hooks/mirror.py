@@ -307,10 +307,10 @@ class Mirrored:
         is_adapter, world_size = version.kind == "adapter", len(paths)
         name_of = delta_name if base else part_name
         contents = []
-        for rank, (path, file) in enumerate(zip(paths, save.files, strict=True)):
+        for rank, path in enumerate(paths):
             # All ranks' are combined, so one tells of all.
             told = save.nonfinite and (NonFinite(count=0) if rank else save.nonfinite)
-            index = file.index if base else None
+            index = save.files[rank].index if base else None
             contents.append(
                 RankContents(
                     whole=_Fetched(self.job.storage, path, index, told),
