@@ -150,13 +150,10 @@ class Mirrored:
         return self._stack.enter_context(program)
 
     def objects(self) -> dict[str, int]:
-        """The sizes of what is in the bucket, if it is a folder."""
+        """The sizes of what is in the bucket, if it is a folder; probes come and go."""
         root = self.folder / "bucket"
-        return {
-            path.relative_to(root).as_posix(): path.stat().st_size
-            for path in root.rglob("*")
-            if path.is_file()
-        }
+        paths = (*root.glob("objects/*"), *root.glob("versions/*"))
+        return {path.relative_to(root).as_posix(): path.stat().st_size for path in paths}
 
     def _mirror(self, *arguments: object) -> Program:
         command = (sys.executable, "-m", "syncd", "mirror", *arguments)
