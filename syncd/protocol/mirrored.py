@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from itertools import pairwise
-from typing import Annotated, Final, Self
+from typing import Annotated, Final
 
-from pydantic import FailFast, Field, model_validator
+from pydantic import FailFast, Field
 
 from syncd.protocol.records import (
     Digest,
@@ -85,13 +85,6 @@ class MirroredVersion(Record):
     kind: Kind
     saves: Annotated[tuple[MirroredSave, ...], FailFast(), Field(min_length=1)]
     small: Annotated[tuple[MirroredFile, ...], FailFast()] = ()
-
-    @model_validator(mode="after")
-    def _ascends(self) -> Self:
-        sequences = [save.sequence for save in self.saves]
-        if sequences != sorted(set(sequences)):
-            raise ValueError("the saves are not in the order of their numbers")
-        return self
 
     @property
     def last(self) -> MirroredSave:

@@ -978,7 +978,7 @@ def test_the_awaited_methods_are_those_of_the_twins_with_their_arguments() -> No
     methods, awaited = methods_of(*TWINS), methods_of(Synchronizer)
     assert awaited - methods == {"open"}
     assert methods - awaited == {
-        "open_group", "session_id", "is_ours", "lead", "passes", "is_elsewhere"
+        "open_group", "session_id", "is_ours", "lead", "passes", "is_elsewhere", "tell_mirror"
     }  # fmt: skip
     for name in awaited:
         method = getattr(Synchronizer, name)
