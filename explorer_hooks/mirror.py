@@ -53,6 +53,7 @@ from syncd.protocol.mirrored import MirroredFile, MirroredSave, MirroredVersion
 from syncd.protocol.names import NAME_MAP
 from syncd.protocol.policy import Version
 from syncd.storage.errnos import NO_ROOM
+from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock
 
@@ -408,12 +409,16 @@ def _read(version: LeasedVersion, name: str) -> Iterator[memoryview]:
     with storage.reading(path) as fd:
         at, size = 0, storage.fstat(fd).st_size
         while at < size:
-            part = memoryview(bytearray(min(_CHUNK, size - at)))
-            count = storage.pread_fully(fd, part, at)
-            if count < len(part):
-                raise VerificationError(f"{path} became shorter while it was read")
+            part = _exactly(storage, fd, min(_CHUNK, size - at), at, path)
             yield part
-            at += count
+            at += len(part)
+
+
+def _exactly(storage: Storage, fd: int, count: int, offset: int, path: Path) -> memoryview:
+    part = memoryview(bytearray(count))
+    if storage.pread_fully(fd, part, offset) < count:
+        raise VerificationError(f"{path} became shorter while it was read")
+    return part
 
 
 def _pieces(pairs: Iterable[_Pair], check: Check) -> Iterator[SavedPiece]:
@@ -426,9 +431,6 @@ def _pieces(pairs: Iterable[_Pair], check: Check) -> Iterator[SavedPiece]:
 def _content(file: SafetensorsFile, entry: HeaderEntry, check: Check) -> Content:
     def read(begin: int, end: int) -> memoryview:
         check()
-        part = memoryview(bytearray(end - begin))
-        if file.storage.pread_fully(file.fd, part, entry.begin + begin) < len(part):
-            raise VerificationError(f"{file.path} became shorter while it was read")
-        return part
+        return _exactly(file.storage, file.fd, end - begin, entry.begin + begin, file.path)
 
     return read
