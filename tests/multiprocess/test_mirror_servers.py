@@ -14,8 +14,6 @@ import pytest
 
 pytest.importorskip("obstore")
 
-from obstore.store import S3Store
-
 from syncd.checkpoint.version import read_manifest
 from syncd.mirror.object_store import MirrorStore
 from syncd.protocol.layout import JobLayout
@@ -34,7 +32,7 @@ from tests.multiprocess.processes import (
     wait_until,
 )
 from tests.rank_programs import ROOT
-from tests.unit.test_mirror_store import names, put, version
+from tests.unit.test_mirror_store import names, put, s3_at, version
 
 #: A guard, for hundreds of versions.
 LONG = 280.0
@@ -130,17 +128,7 @@ def test_a_line_that_fails_brings_no_wrong_version_and_is_told_while_it_blocks(
 @pytest.mark.parametrize("days", [-3, 3])
 def test_a_sweep_goes_by_the_clock_of_the_server(tmp_path: Path, days: float) -> None:
     with object_store("moto", tmp_path, days=days) as port:
-        store = MirrorStore(
-            "s3://jobs",
-            store=S3Store(
-                "jobs",
-                endpoint=f"http://127.0.0.1:{port}",
-                access_key_id="any",
-                secret_access_key="any",  # noqa: S106 - of nothing
-                region="us-east-1",
-                client_options={"allow_http": True},
-            ),
-        )
+        store = MirrorStore("s3://jobs", store=s3_at(port))
         store.check_conditions()
         files = put(store, b"a", b"b", b"c")
         for sequence, file in enumerate(files[:2], 1):

@@ -212,18 +212,23 @@ def _replacing() -> Iterator[int]:
             thread.join()
 
 
+def s3_at(port: int, **options: Any) -> S3Store:
+    """The bucket ``jobs`` of a server on this host that takes any key."""
+    return S3Store(
+        "jobs",
+        endpoint=f"http://127.0.0.1:{port}",
+        access_key_id="any",
+        secret_access_key="any",  # noqa: S106 - of nothing
+        region="us-east-1",
+        client_options={"allow_http": True},
+        **options,
+    )
+
+
 @pytest.mark.parametrize("options", [{}, {"conditional_put": "disabled"}])
 def test_a_store_without_conditional_writes_is_refused(options: Any) -> None:
     with _replacing() as port, invalid("no conditional writes"):
-        store = S3Store(
-            "bucket",
-            endpoint=f"http://127.0.0.1:{port}",
-            access_key_id="id",
-            secret_access_key="key",  # noqa: S106 - of nothing
-            region="us-east-1",
-            client_options={"allow_http": True},
-            **options,
-        )
+        store = s3_at(port, **options)
         MirrorStore("s3://store", store=store).check_conditions()
 
 
