@@ -268,6 +268,7 @@ def test_a_history_that_the_page_has_already_is_not_sent_again(shown: SmallJob) 
         assert history(1.5) == (first, since)
         with shown.daemon(DaemonConfig(keep=9)) as loop:
             loop.publish(2)
+        wait_until(lambda: history(since)[0] is not None, "the page has read the job again")
         assert history(since)[0]["versions"][-1]["version"] == 2
 
 
