@@ -10,11 +10,10 @@ import logging
 import signal
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import IO, Annotated, Final, TypeVar
 
@@ -28,7 +27,7 @@ from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.staging import Staging
 from syncd.checkpoint.boxes import whole
-from syncd.checkpoint.parallel import Check, run_side_by_side, threads_here
+from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry
 from syncd.checkpoint.version import WEIGHTS
@@ -63,8 +62,6 @@ _CHUNK: Final = 1024 * 1024
 _INDEX: Final = ".safetensors.index.json"
 #: Seconds until the next try at the start.
 _AGAIN: Final = 10.0
-#: The most threads that compare two versions, and files of a delta.
-_THREADS: Final = 4
 #: How often in a min_age old versions are removed.
 _SWEEPS: Final = 8
 
@@ -117,8 +114,6 @@ def command(
 
 
 _Part = TypeVar("_Part", bytes, memoryview)
-#: A tensor's place in two files, the older one first.
-_Pair = tuple[tuple[SafetensorsFile, HeaderEntry], tuple[SafetensorsFile, HeaderEntry]]
 
 
 @dataclass
@@ -274,9 +269,9 @@ class Mirror(InProcessEngine):
             if newest is not None and newest.small == small and self._is_base(version, newest):
                 spooled = self._delta(version, weights, newest.room(), stack)
             if newest is not None and spooled is not None:
-                saves, files = newest.saves, [file for file, _ in spooled]
-                for file, spool in spooled:
-                    self.store.put(file, self._watched(spool.read()))
+                delta, spool = spooled
+                saves, files = newest.saves, [delta]
+                self.store.put(delta, self._watched(spool.read()))
             else:
                 files = [self._file(version, name) for name in weights]
                 new += [file for file in files if file.key not in known]
@@ -321,39 +316,31 @@ class Mirror(InProcessEngine):
 
     def _delta(
         self, version: LeasedVersion, weights: Sequence[str], room: int, stack: ExitStack
-    ) -> list[tuple[MirroredFile, _Spool]] | None:
-        """The files of a delta, one for each thread that makes them; None if it is not worth it."""
+    ) -> tuple[MirroredFile, _Spool] | None:
+        """The file of a delta; None if it is not worth it."""
         from syncd.deltas.delta_file import write_delta  # noqa: PLC0415 - it imports NumPy
 
-        held = self._held
+        held, check = self._held, self.cancel.check
         assert held is not None  # noqa: S101 - it is the base
-        threads = threads_here(_THREADS)
-        parts: list[list[_Pair]] = [[] for _ in range(threads)]
-        sizes = [0] * threads
-        for name in weights:
-            old, new = (stack.enter_context(each.open_file(name)) for each in (held, version))
-            before = {entry.name: entry for entry in old.entries}
-            for entry in new.entries:
-                least = sizes.index(min(sizes))
-                sizes[least] += entry.end - entry.begin
-                parts[least].append(((old, before[entry.name]), (new, entry)))
 
-        def make(part: list[_Pair], spool: _Spool, check: Check) -> MirroredFile:
-            index = write_delta(spool.write, _pieces(part, check))
-            spool.file.flush()
-            digest = spool.hasher.hexdigest()
-            return MirroredFile(name="delta", size=spool.size, digest=digest, index=index)
+        def pieces() -> Iterator[SavedPiece]:
+            for name in weights:
+                old, new = (stack.enter_context(each.open_file(name)) for each in (held, version))
+                before = {entry.name: entry for entry in old.entries}
+                for entry in new.entries:
+                    was, now = _content(old, before[entry.name], check), _content(new, entry, check)
+                    yield SavedPiece(entry.name, entry.dtype, whole(entry.shape), now, was)
 
-        spools = [_Spool(stack.enter_context(self._temporary()), room) for _ in parts]
-        tasks = [partial(make, *both) for both in zip(parts, spools, strict=True)]
+        spool = _Spool(stack.enter_context(self._temporary()), room)
         try:
-            files = run_side_by_side(tasks, threads=threads, look=self.cancel.check)
+            index = write_delta(spool.write, pieces())
+            spool.file.flush()
         except OSError as error:
             if error.errno not in {errno.EFBIG, *NO_ROOM}:
                 raise
             return None
-        is_worth_it = sum(file.size for file in files) <= room
-        return list(zip(files, spools, strict=True)) if is_worth_it else None
+        digest = spool.hasher.hexdigest()
+        return MirroredFile(name="delta", size=spool.size, digest=digest, index=index), spool
 
     def _temporary(self) -> IO[bytes]:
         return tempfile.TemporaryFile(dir=self.scratch)
@@ -419,13 +406,6 @@ def _exactly(storage: Storage, fd: int, count: int, offset: int, path: Path) -> 
     if storage.pread_fully(fd, part, offset) < count:
         raise VerificationError(f"{path} became shorter while it was read")
     return part
-
-
-def _pieces(pairs: Iterable[_Pair], check: Check) -> Iterator[SavedPiece]:
-    for before, after in pairs:
-        _, (name, dtype, shape, *_) = after
-        old, new = (_content(*where, check) for where in (before, after))
-        yield SavedPiece(name, dtype, whole(shape), new, old)
 
 
 def _content(file: SafetensorsFile, entry: HeaderEntry, check: Check) -> Content:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Final
 
 import xxhash
 
+from syncd.checkpoint.parallel import start_in, threads_here
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.closing import Closing
 from syncd.deltas.delta_index import LENGTH, DeltaBlock, DeltaIndex, DeltaPiece, SavedPiece
@@ -17,38 +22,68 @@ from syncd.deltas.limits import BLOCK, DeltaError
 from syncd.protocol.records import encode
 from syncd.storage.fsio import Storage
 
+#: The most threads that encode a file; a trainer has one file for each rank.
+_MOST_THREADS: Final = 4
+
 
 def write_delta(write: Callable[[bytes], object], pieces: Iterable[SavedPiece]) -> str:
     """Write a delta's blocks and index, and return the xxh3-128 of the index.
 
-    ``write`` appends to the file.
+    ``write`` appends to the file. New bytes are asked for in their order, in this thread; threads
+    ask for the old ones, and encode.
+
+    Raises:
+        OSError: no thread can be started (``EAGAIN``), or an error of ``write`` or of a piece.
     """
-    encoder = Encoder()
-    written: list[DeltaPiece] = []
-    for piece in pieces:
+    threads = threads_here(_MOST_THREADS)
+    encoders = [Encoder() for _ in range(threads)]
+    written: list[tuple[SavedPiece, str, list[DeltaBlock]]] = []
+    pending: deque[tuple[int, list[DeltaBlock], Future[tuple[bytes, int]]]] = deque()
+
+    def encode_block(piece: SavedPiece, begin: int, end: int, new: memoryview) -> tuple[bytes, int]:
         width = ITEMSIZE[piece.dtype]
-        size = piece.box.size * width
-        hasher = xxhash.xxh3_128()
-        blocks = []
-        for number, begin in enumerate(range(0, size, BLOCK * width)):
-            end = min(begin + BLOCK * width, size)
-            new = piece.new(begin, end)
-            hasher.update(new)
-            if piece.is_replica:
-                continue
-            if piece.old is None:
-                encoded, count = whole_block(new), (end - begin) // width
-            else:
-                old = as_elements(piece.old(begin, end), width)
-                encoded, count = encoder.encode(old, as_elements(new, width))
-            if count:
-                write(encoded)
-                digest = xxhash.xxh3_64_hexdigest(encoded)
-                blocks.append(DeltaBlock(number, len(encoded), count, digest))
-        name, dtype, box, _, _, is_replica = piece
-        digest = hasher.hexdigest()
-        written.append(DeltaPiece(name, dtype, box, digest, tuple(blocks), is_replica))
-    index = encode(DeltaIndex(pieces=tuple(written)))
+        if piece.old is None:
+            return whole_block(new), (end - begin) // width
+        encoder = encoders.pop()
+        try:
+            old = as_elements(piece.old(begin, end), width)
+            return encoder.encode(old, as_elements(new, width))
+        finally:
+            encoders.append(encoder)
+
+    def write_next() -> None:
+        number, blocks, block = pending.popleft()
+        encoded, count = block.result()
+        if count:
+            write(encoded)
+            digest = xxhash.xxh3_64_hexdigest(encoded)
+            blocks.append(DeltaBlock(number, len(encoded), count, digest))
+
+    with ThreadPoolExecutor(threads, "syncd-encode") as pool:
+        for piece in pieces:
+            hasher, blocks = xxhash.xxh3_128(), list[DeltaBlock]()
+            width = ITEMSIZE[piece.dtype]
+            size = piece.box.size * width
+            for number, begin in enumerate(range(0, size, BLOCK * width)):
+                end = min(begin + BLOCK * width, size)
+                new = piece.new(begin, end)
+                if not piece.is_replica:
+                    block = start_in(pool, partial(encode_block, piece, begin, end, new))
+                    pending.append((number, blocks, block))
+                hasher.update(new)
+                if len(pending) > 2 * threads:
+                    write_next()
+            written.append((piece, hasher.hexdigest(), blocks))
+        while pending:
+            write_next()
+    index = encode(
+        DeltaIndex(
+            pieces=tuple(
+                DeltaPiece(name, dtype, box, digest, tuple(blocks), is_replica)
+                for (name, dtype, box, _, _, is_replica), digest, blocks in written
+            )
+        )
+    )
     write(index)
     write(LENGTH.pack(len(index)))
     return xxhash.xxh3_128_hexdigest(index)
