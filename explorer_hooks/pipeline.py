@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 from explorer_hooks.engines.fitting import check_kind, named
@@ -54,22 +54,19 @@ class Pipeline:
     staging: Staging | None
     before_load: Callable[[LeasedVersion], object]
     fast_path: ExplorerBroadcasts | None
-    held: LeasedVersion | None = None
-    last: Reload | None = None
-    _received: SaveId | None = None
-    _benches: bool = False
-    _broken: str | None = None
-    _abandoned: str | None = None
-    _refused: tuple[Version, str] | None = None
-    _is_elsewhere: bool = False
-    #: True if the job was replaced since the version was leased that is loaded now.
-    _is_late: bool = False
-    _was_elsewhere: bool = False
-    _looked: float = -math.inf
-    _said: set[str] = field(default_factory=set)
-    _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def __post_init__(self) -> None:
+        self.held: LeasedVersion | None = None
+        self.last: Reload | None = None
+        self._received: SaveId | None = None
+        self._broken: str | None = None
+        self._abandoned: str | None = None
+        self._refused: tuple[Version, str] | None = None
+        # Late: the job was replaced since the version was leased that is loaded now.
+        self._benches = self._is_elsewhere = self._is_late = self._was_elsewhere = False
+        self._looked = -math.inf
+        self._said: set[str] = set()
+        self._changed = threading.Condition()
         if self.staging is not None and not self.reloader.engine.is_local:
             log.warning("the engine also reads weights on other hosts, so staging is off")
             self.staging = None

@@ -6,7 +6,7 @@ import errno
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -72,15 +72,15 @@ class OpenSave:
     cancel: Check
     limits: ParseLimits
     prefix: str | None
-    shards: list[ShardFile] = field(default_factory=list)
-    chunked: list[Source] = field(default_factory=list)
-    indexes: Sequence[ShardIndex] = ()
-    files: list[SafetensorsFile] = field(default_factory=list)
-    beside: list[SafetensorsFile] = field(default_factory=list)
-    _found: int = 0
 
     def __post_init__(self) -> None:
+        self.shards: list[ShardFile] = []
+        self.chunked: list[Source] = []
+        self.indexes: Sequence[ShardIndex] = ()
+        self.files: list[SafetensorsFile] = []
+        self.beside: list[SafetensorsFile] = []
         self.vouched = self.save.vouched()
+        self._found = 0
 
     def check(self, name: str, size: int, digest: str | None) -> None:
         """Raise SaveNotReadyError for a file that is not the one in a receipt."""

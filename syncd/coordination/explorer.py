@@ -88,9 +88,9 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         self._stack.callback(self._group.close)
         self.turns = LoadTurns(self._job, self._me, self._wait, self._clock)
         self._weights = WeightWaits(
-            self._me, self._roster, self._versions, self._transfer, self.turns,
-            is_elsewhere=self.is_elsewhere, compare=self._compare_settings, clock=self._clock,
-            terms=SyncTerms.of(self.settings), root=self._job.layout.root, poll=self._poll,
+            self._versions, self._transfer, self.turns,
+            is_elsewhere=self.is_elsewhere, compare=self._compare_settings,
+            terms=SyncTerms.of(self.settings), poll=self._poll,
         )  # fmt: skip
         if (trainer := self._trainer_there()) is not None:
             self._weights.unlike = self._compare_settings(trainer, self._me.record, trainer.session)

@@ -7,19 +7,16 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from syncd.coordination.broadcast.offer import ExplorerSide
 from syncd.coordination.load_turns import LoadTurns
-from syncd.coordination.participant import Participant, back_to_running, require_sync
-from syncd.coordination.roster import Roster
+from syncd.coordination.participant import back_to_running, require_sync
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Wait
 from syncd.protocol.errors import JobUnavailableError, SyncdError, WaitTimeoutError
 from syncd.protocol.policy import RunningStatus, Version
 from syncd.protocol.reports import ExplorerReport, Offer, SyncTerms, TrainerReport
-from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)
 
@@ -42,19 +39,17 @@ class WeightWaits:
         unlike: the differences between the settings of the running trainer and of this explorer.
     """
 
-    me: Participant[ExplorerReport]
-    roster: Roster
     versions: Versions
     transfer: ExplorerSide
     turns: LoadTurns
     is_elsewhere: Callable[[], bool]
     compare: Callable[[TrainerReport, ExplorerReport, str | None], str]
     terms: SyncTerms | None
-    root: Path
-    clock: Clock
     poll: float
 
     def __post_init__(self) -> None:
+        self.me, self.roster = self.transfer.me, self.transfer.roster
+        self.clock, self.root = self.turns.clock, self.turns.job.layout.root
         self._name = self.me.record.name
         self._warned: Version | Literal["nothing yet"] | None = "nothing yet"
         self.has_seen_trainer = False
