@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from syncd.torch_extra import require_torch
 
 if TYPE_CHECKING:
+    from explorer_hooks.engines.http_server import ServerAccess, ServerTimeouts
     from explorer_hooks.engines.sglang_server import SGLangServer
     from explorer_hooks.engines.torch_module import TorchModule
     from explorer_hooks.engines.transformers_model import TransformersModel
@@ -26,6 +27,8 @@ __all__ = [
     "LeasedVersion",
     "Reader",
     "SGLangServer",
+    "ServerAccess",
+    "ServerTimeouts",
     "Staging",
     "SyncMethod",
     "SyncSettings",
@@ -42,6 +45,8 @@ _HOMES = {
     "LeasedVersion": "explorer_hooks.reader",
     "Reader": "explorer_hooks.reader",
     "SGLangServer": "explorer_hooks.engines.sglang_server",
+    "ServerAccess": "explorer_hooks.engines.http_server",
+    "ServerTimeouts": "explorer_hooks.engines.http_server",
     "Staging": "explorer_hooks.staging",
     "SyncMethod": "syncd.protocol.policy",
     "SyncSettings": "syncd.protocol.policy",

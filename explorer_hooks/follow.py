@@ -23,7 +23,7 @@ from annotated_types import Ge, Gt
 
 from explorer_hooks.bench import serve
 from explorer_hooks.engines.base import Engine, InProcessEngine
-from explorer_hooks.engines.http_server import place
+from explorer_hooks.engines.http_server import ServerAccess, ServerTimeouts, place
 from explorer_hooks.engines.server_engine import ServerEngine
 from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.engines.vllm_server import VLLMServer
@@ -180,11 +180,10 @@ def command(
                 base=base,
                 lora_name=lora_name,
                 is_local=False if spans_hosts else None,
-                api_key=os.environ.get("SYNCD_API_KEY"),
-                admin_api_key=os.environ.get("SYNCD_ADMIN_API_KEY"),
-                cacert=cacert,
-                load_timeout=timeout,
-                start_timeout=start_timeout,
+                access=ServerAccess(
+                    os.environ.get("SYNCD_API_KEY"), os.environ.get("SYNCD_ADMIN_API_KEY"), cacert
+                ),
+                timeouts=ServerTimeouts(load=timeout, start=start_timeout),
             )
     else:
         fits = Fits(base, casts=True, whose=str(base))
@@ -208,7 +207,7 @@ def command(
         if not ready:
             return opens()
         file = Path(f"{ready}{each.removeprefix(name)}")  # NAME-0 has FILE-0
-        return ready_file(file, opens, servers[each](timeout=5.0), max_behind)
+        return ready_file(file, opens, servers[each](timeouts=ServerTimeouts(5.0)), max_behind)
 
     def told(name: str, version: Version) -> None:
         if as_json:

@@ -8,8 +8,9 @@ import re
 import ssl
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -22,6 +23,7 @@ from syncd.protocol.errors import (
     ServerRefusedError,
     ServerUnreachableError,
 )
+from syncd.protocol.policy import given_or_default
 
 #: The statuses of a proxy's answers while the server behind the proxy is away or starts.
 _AWAY: Final = frozenset({502, 503, 504})
@@ -54,6 +56,37 @@ _UNEXPECTED: Final = "Check that the address is the server's own, and read the s
 _CONNECT: Final = 3.0
 
 
+@dataclass(frozen=True, repr=False)  # no key may get into a message
+class ServerAccess:
+    """The keys of a server, and whom to trust.
+
+    Attributes:
+        api_key: the key that the server was started with.
+        admin_api_key: the ``--admin-api-key`` of an SGLang server, if any. A server with this key
+            accepts only this key for its weight routes.
+        cacert: a file of PEM certificates to trust instead of the host's, for ``https``.
+    """
+
+    api_key: str | None = None
+    admin_api_key: str | None = None
+    cacert: str | Path | None = None
+
+
+@dataclass(frozen=True)
+class ServerTimeouts:
+    """How long to wait for a server, in seconds.
+
+    Attributes:
+        request: for the answer to a short request.
+        load: for each pause, each load, and each token after a load.
+        start: at the beginning, for a server that is not up yet.
+    """
+
+    request: float = 30.0
+    load: float = 1800.0
+    start: float = 600.0
+
+
 class HttpServer:
     """Sends requests to one server.
 
@@ -61,33 +94,32 @@ class HttpServer:
     because they depend on the server's release and options.
 
     Args:
-        url, api_key, cacert: see :class:`~explorer_hooks.engines.server_engine.ServerEngine`.
-        other_keys: maps a route to the key that replaces ``api_key`` for this route.
-        timeout: the default limit for a request, in seconds.
+        url, access, timeouts: see :class:`~explorer_hooks.engines.server_engine.ServerEngine`.
+        admin: the routes that need the admin key, if the server has one.
     """
 
     def __init__(
         self,
         url: str,
+        access: ServerAccess | None = None,
+        timeouts: ServerTimeouts | None = None,
         *,
-        api_key: str | None = None,
-        other_keys: Mapping[str, str] | None = None,
-        cacert: str | Path | None = None,
-        timeout: float = 30.0,
+        admin: Collection[str] = (),
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
         self.url = _address(url)
-        self._api_key = None if api_key is None else _checked(api_key)
-        self._other_keys = {route: _checked(key) for route, key in (other_keys or {}).items()}
-        self._timeout = timeout
+        access = given_or_default("access", ServerAccess, access)
+        cacert, self._key = access.cacert, _checked(access.api_key)
+        self._admin, self._admin_key = admin, _checked(access.admin_api_key) or self._key
+        self.timeouts = given_or_default("timeouts", ServerTimeouts, timeouts)
         try:
             trusted = True if cacert is None else ssl.create_default_context(cafile=cacert)
         except OSError as error:  # an SSLError is one
             raise InvalidSettingsError(
                 f"{cacert} contains no certificate in PEM format: {error}"
             ) from error
-        keys = {self._api_key or "", *self._other_keys.values()}
-        patterns = [_spellings(k) for k in sorted(keys, key=len, reverse=True) if len(k) >= _SECRET]
+        keys = sorted({self._key, self._admin_key}, key=len, reverse=True)
+        patterns = [_spellings(key) for key in keys if len(key) >= _SECRET]
         self._secrets = re.compile("|".join(patterns) or "(?!)")  # which is nowhere
         # No client, because it would log each answer's reason phrase, which may contain a key.
         self._transport = transport or httpx2.HTTPTransport(
@@ -143,8 +175,8 @@ class HttpServer:
             ServerRefusedError: the answer is an error, or not the JSON that it must be.
         """
         method, _, path = route.partition(" ")
-        key = self._other_keys.get(route, self._api_key)
-        limit = self._timeout if timeout is None else timeout
+        key = self._admin_key if route in self._admin else self._key
+        limit = self.timeouts.request if timeout is None else timeout
         request = httpx2.Request(
             method,
             f"{self.url}".rstrip("/") + path,
@@ -192,29 +224,27 @@ class HttpServer:
         return self._secrets.sub("***", text)
 
     def wait_until_up(
-        self,
-        timeout: float,
-        told: Callable[[str], object],
-        cancel: Callable[[], None] = lambda: None,
+        self, told: Callable[[str], object], cancel: Callable[[], None] = lambda: None
     ) -> None:
-        """Wait until the server lists its routes, at most ``timeout`` seconds.
+        """Wait until the server lists its routes, at most ``timeouts.start`` seconds.
 
         ``told`` gets the reason after the first failed attempt, then every 30 s. ``cancel`` is
         called after each failed attempt. It raises an error to end the wait.
         """
+        timeout = self.timeouts.start
         begun = next_word = time.monotonic()
         while True:
             left = begun + timeout - time.monotonic()
             try:
                 # An attempt that hangs must not take much longer than the time that is left.
-                self.read_routes(min(self._timeout, max(left, _CONNECT)))
+                self.read_routes(min(self.timeouts.request, max(left, _CONNECT)))
             except ServerUnreachableError as error:
                 now = time.monotonic()
                 waited = now - begun
                 if waited >= timeout:
                     raise ServerUnreachableError(
                         f"the server did not start to answer within {timeout:g} s: {error}. Read "
-                        "its log, or increase start_timeout (syncd follow --start-timeout)"
+                        "its log, or increase ServerTimeouts.start (syncd follow --start-timeout)"
                     ) from error
                 if now >= next_word:
                     next_word = now + _WORD
@@ -281,7 +311,7 @@ def _address(url: str) -> httpx2.URL:
     if address.userinfo or address.query or address.fragment:
         raise InvalidSettingsError(
             f"the address of {address.host} has more parts than http://HOST:PORT/PATH. Pass an "
-            "API key in SYNCD_API_KEY or as api_key, not in the address"
+            "API key in SYNCD_API_KEY or in ServerAccess, not in the address"
         )
     path = address.path.rstrip("/")
     # What OpenAI's clients take as the base URL begins one folder below the server's routes.
@@ -318,8 +348,8 @@ def _spellings(key: str) -> str:
     return "|".join(patterns)
 
 
-def _checked(key: str) -> str:
-    key = key.removesuffix("\n")  # files that hold a secret often end with one
+def _checked(key: str | None) -> str:
+    key = (key or "").removesuffix("\n")  # files that hold a secret often end with one
     if not (key.isascii() and key.isprintable()):
         raise InvalidSettingsError(
             "an API key has a character that is not printable ASCII, such as a line break or an "

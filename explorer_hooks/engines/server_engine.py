@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from explorer_hooks.engines.fitting import check_kind
-from explorer_hooks.engines.http_server import HttpServer
+from explorer_hooks.engines.http_server import HttpServer, ServerAccess, ServerTimeouts
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.server_fit import Fits, check_names
 from syncd.protocol.errors import (
@@ -67,15 +67,11 @@ class ServerEngine(ABC):
             is not on this host. Without either folder, the first version is loaded unchecked.
         is_local: whether the server reads files on this host only; by default True if ``url`` is a
             loopback address. False switches staging off: use it for a server on several hosts.
-        api_key: the key that the server was started with.
-        admin_api_key: the ``--admin-api-key`` of an SGLang server, if any. A server with this key
-            accepts only this key for its weight routes.
-        cacert: a file of PEM certificates to trust instead of the host's, for ``https``.
+        access: the server's keys, and whom to trust.
         lora_name: the model name under which the server serves adapters.
-        timeout: seconds for a short request.
-        load_timeout: seconds for each pause, each load, and each token after a load.
-        start_timeout: seconds to wait at the beginning for a server that is not up yet.
-        cancel: called every half second during this wait. If it raises an error, the wait ends.
+        timeouts: how long to wait for the server.
+        cancel: called every half second while the server is not up yet. If it raises an error, the
+            wait ends.
         transport: replaces the HTTP transport in tests.
 
     Attributes:
@@ -107,13 +103,9 @@ class ServerEngine(ABC):
         mode: str | None = None,
         base: str | Path | None = None,
         is_local: bool | None = None,
-        api_key: str | None = None,
-        admin_api_key: str | None = None,
-        cacert: str | Path | None = None,
+        access: ServerAccess | None = None,
         lora_name: str = "syncd",
-        timeout: float = 30.0,
-        load_timeout: float = 1800.0,
-        start_timeout: float = 600.0,
+        timeouts: ServerTimeouts | None = None,
         cancel: Callable[[], None] = lambda: None,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
@@ -122,20 +114,12 @@ class ServerEngine(ABC):
                 f"unknown mode {mode!r}: choose one of {', '.join(self.modes)}"
             )
         self._mode = mode or self.modes[0]
-        self._server = HttpServer(
-            url,
-            api_key=api_key,
-            other_keys=dict.fromkeys(self._admin, admin_api_key) if admin_api_key else None,
-            cacert=cacert,
-            timeout=timeout,
-            transport=transport,
-        )
+        self._server = HttpServer(url, access, timeouts, admin=self._admin, transport=transport)
+        self._load_timeout = self._server.timeouts.load
         self._whose = f"the server at {self._server.url}"
         self._fits = Fits(base, casts=True, whose=self._whose)
         self._is_local = self._server.is_here if is_local is None else is_local
         self._lora_name = lora_name
-        self._load_timeout = load_timeout
-        self._start_timeout = start_timeout
         self._cancel = cancel
         self._kinds = frozenset({"full", "adapter"})
         self._loaded: dict[str, str | LeasedVersion] = {}
@@ -167,10 +151,10 @@ class ServerEngine(ABC):
             InvalidSettingsError: the server lacks a route that is needed.
             ServerRefusedError: syncd cannot understand an answer of the server.
         """
-        waits = f"waiting up to {self._start_timeout:g} s for {self._whose} to answer"
+        waits = f"waiting up to {self._server.timeouts.start:g} s for {self._whose} to answer"
         self._told_waiting(waits)
         log.info("%s", waits)
-        self._server.wait_until_up(self._start_timeout, self._say_waiting, self._cancel)
+        self._server.wait_until_up(self._say_waiting, self._cancel)
         self._kinds = frozenset({"full", "adapter"} if self._takes_adapters() else {"full"})
         named = self._read_model()
         if not self._fits.is_known:
@@ -422,7 +406,7 @@ class ServerEngine(ABC):
         log.warning("%s", why)
 
     def _check_left(self, said: str) -> None:
-        """Raise EngineBrokenError for the first ``load_timeout`` seconds of another hook's load."""
+        """Raise EngineBrokenError in the first ``timeouts.load`` seconds of another hook's load."""
         now = time.monotonic()
         if self._others is None or self._others[0] != said:
             self._others = said, now

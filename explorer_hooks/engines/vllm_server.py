@@ -109,7 +109,7 @@ class VLLMServer(ServerEngine):
         self._workers = VLLMWorkers(self._call, self._whose)
         #: Cached, because an answer takes seconds; empty if unknown.
         self._config: dict[str, Any] = {}
-        self._session = TransferSession(self._server, self._whose, self._load_timeout)
+        self._session = TransferSession(self._server, self._whose)
 
     # -- weights by broadcast ----------------------------------------------------------------------
 
@@ -349,11 +349,10 @@ def _first_choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass
 class TransferSession:
-    """Drives the weight transfer of one server, with ``timeout`` seconds for each request."""
+    """Drives the weight transfer of one server; each request may take as long as a load."""
 
     server: HttpServer
     whose: str
-    timeout: float
     _said: str | None = None
 
     def is_there(self, config: Mapping[str, Any]) -> bool:
@@ -423,4 +422,4 @@ class TransferSession:
         return states
 
     def _ask(self, route: str, body: object = None) -> dict[str, Any]:
-        return self.server.ask(route, body, timeout=self.timeout)
+        return self.server.ask(route, body, timeout=self.server.timeouts.load)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from explorer_hooks.engines.http_server import ServerAccess
 from explorer_hooks.engines.sglang_server import SGLangServer
 from tests.engines.server_process import Answer, ServerProcess
 
@@ -85,7 +86,7 @@ class SGLangProcess(ServerProcess):
 
     def engine(self, **options: Any) -> SGLangServer:
         """Loads versions into it."""
-        return SGLangServer(self.url, admin_api_key=ADMIN_KEY, **options)
+        return SGLangServer(self.url, access=ServerAccess(admin_api_key=ADMIN_KEY), **options)
 
     def generate(self, prompt: Sequence[int], count: int = 8, **more: object) -> Answer:
         """The most probable tokens."""

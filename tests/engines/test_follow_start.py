@@ -27,7 +27,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from explorer_hooks.engines import http_server
-from explorer_hooks.engines.http_server import HttpServer
+from explorer_hooks.engines.http_server import HttpServer, ServerAccess, ServerTimeouts
 from explorer_hooks.follow import command
 from syncd.cli.status import page
 from syncd.operate.job_state import look
@@ -120,10 +120,13 @@ def test_each_half_minute_it_says_how_long_it_has_waited(monkeypatch: pytest.Mon
         raise httpx2.ConnectError("refused", request=request)
 
     monkeypatch.setattr(http_server, "time", Clock())
-    server = HttpServer("http://localhost:1", transport=httpx2.MockTransport(refuse))
+    transport = httpx2.MockTransport(refuse)
+    server = HttpServer(
+        "http://localhost:1", None, ServerTimeouts(start=100.0), transport=transport
+    )
     told: list[str] = []
     with pytest.raises(ServerUnreachableError, match=r"within 100 s.*--start-timeout"):
-        server.wait_until_up(100.0, told.append)
+        server.wait_until_up(told.append)
     assert [one.partition(":")[0] for one in told] == [
         f"waiting for {seconds} s of at most 100 s" for seconds in (0, 30, 60, 90)
     ]
@@ -223,7 +226,7 @@ def test_an_unusable_answer_is_shown_in_short_and_without_the_key(
     caplog.set_level(logging.INFO)
     with (
         answering(answer if isinstance(answer, bytes) else answer.encode()) as url,
-        closing(HttpServer(url, api_key=KEY)) as server,
+        closing(HttpServer(url, ServerAccess(KEY))) as server,
         pytest.raises(ServerError, match=says) as refused,
     ):
         server.ask("GET /here", timeout=LONG)
@@ -257,7 +260,7 @@ def test_an_answer_to_a_post_may_be_no_json(
     answer: httpx2.Response, given: dict[str, object] | None
 ) -> None:
     transport = httpx2.MockTransport(lambda _: answer)
-    server = HttpServer("http://localhost:1", api_key=KEY, transport=transport)
+    server = HttpServer("http://localhost:1", ServerAccess(KEY), transport=transport)
     if given is not None:
         assert server.ask("POST /flush") == given
     else:
@@ -337,7 +340,7 @@ def test_an_api_key_is_in_no_message(key: str) -> None:
             raise httpx2.ConnectError(f"no way to {sent}")
         return httpx2.Response(401, json={"detail": f"wrong key: {sent}", "keys": [sent]})
 
-    server = HttpServer("http://vllm", api_key=key, transport=httpx2.MockTransport(answer))
+    server = HttpServer("http://vllm", ServerAccess(key), transport=httpx2.MockTransport(answer))
     for route in ("GET /here", "GET /away"):
         with pytest.raises(ServerError) as refused:
             server.ask(route)
@@ -349,7 +352,7 @@ def test_an_api_key_is_in_no_message(key: str) -> None:
 @pytest.mark.parametrize("key", ["cl\u00e9", "two\nlines", "nul\0"])
 def test_an_api_key_that_no_header_can_have_is_refused_without_showing_it(key: str) -> None:
     with invalid("printable ASCII") as refused:
-        HttpServer("http://vllm", other_keys={"GET /x": key})
+        HttpServer("http://vllm", ServerAccess(admin_api_key=key))
     assert key not in str(refused.value)
 
 

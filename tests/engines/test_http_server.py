@@ -10,7 +10,7 @@ import pytest
 
 from explorer_hooks import pipeline
 from explorer_hooks.engines import http_server
-from explorer_hooks.engines.http_server import HttpServer
+from explorer_hooks.engines.http_server import HttpServer, ServerAccess, ServerTimeouts
 from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.hook import ExplorerHook
 from syncd.coordination.waiting import Cancellation
@@ -54,13 +54,13 @@ def test_a_wrong_address_is_refused_and_its_secret_is_not_shown(url: str) -> Non
 @pytest.mark.parametrize(
     ("given", "sent"),
     [
-        ({"api_key": "k"}, ["Bearer k", "Bearer k"]),
-        ({"admin_api_key": "a"}, [None, "Bearer a"]),
-        ({"api_key": "k", "admin_api_key": "a"}, ["Bearer k", "Bearer a"]),
+        (ServerAccess("k"), ["Bearer k", "Bearer k"]),
+        (ServerAccess(admin_api_key="a"), [None, "Bearer a"]),
+        (ServerAccess("k", "a"), ["Bearer k", "Bearer a"]),
     ],
 )
 def test_each_route_is_sent_its_key_and_no_request_is_logged(
-    caplog: pytest.LogCaptureFixture, given: dict[str, str], sent: list[str | None]
+    caplog: pytest.LogCaptureFixture, given: ServerAccess, sent: list[str | None]
 ) -> None:
     keys = []
 
@@ -70,11 +70,12 @@ def test_each_route_is_sent_its_key_and_no_request_is_logged(
 
     caplog.set_level(logging.INFO)
     transport = httpx2.MockTransport(answer)
-    engine = SGLangServer("http://localhost:1", transport=transport, **given)  # type: ignore[arg-type] # only keys
+    engine = SGLangServer("http://localhost:1", transport=transport, access=given)
     engine._said_label()
     engine._resume()
     assert keys == sent
     assert not caplog.records
+    assert "'" not in repr(given)
 
 
 def test_what_is_answered_by_a_redirection_was_not_done() -> None:
@@ -91,7 +92,7 @@ def test_a_host_that_does_not_even_refuse_is_given_up_soon(
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.socket() as other:
         other.connect(full.getsockname())  # from now on the kernel answers nobody
         host, port = full.getsockname()
-        server = HttpServer(f"http://{host}:{port}", timeout=6 * LONG)
+        server = HttpServer(f"http://{host}:{port}", None, ServerTimeouts(6 * LONG))
         begun = time.monotonic()
         with pytest.raises(ServerUnreachableError):
             server.ask("POST /pause", timeout=6 * LONG)

@@ -25,6 +25,7 @@ from explorer_hooks.engines.conformance import (
     random_tensors,
 )
 from explorer_hooks.engines.fitting import TensorSpec
+from explorer_hooks.engines.http_server import ServerAccess
 from explorer_hooks.engines.server_engine import LOADING
 from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.hook import ExplorerHook
@@ -303,9 +304,10 @@ def test_the_code_of_the_page_loads_the_newest_and_names_its_folder(
     job: SmallJob, sglang: SGLangProcess
 ) -> None:
     publish_model(job, 3)
-    code = FOLLOW_SGLANG.replace("SGLangServer(url)", "SGLangServer(url, admin_api_key=key)")
+    code = FOLLOW_SGLANG.replace("SGLangServer(url)", "SGLangServer(url, access=access)")
     assert code != FOLLOW_SGLANG
-    exec(code, {"job_dir": job.root, "url": sglang.url, "key": ADMIN_KEY})  # noqa: S102 # what a user pastes
+    access = ServerAccess(admin_api_key=ADMIN_KEY)
+    exec(code, {"job_dir": job.root, "url": sglang.url, "access": access})  # noqa: S102 # what a user pastes
     assert sglang.label == "step-3-version-1"
     folder = str(job.version(1))
     assert [sglang.info[name] for name in ("model_path", "served_model_name")] == [folder] * 2
@@ -314,8 +316,8 @@ def test_the_code_of_the_page_loads_the_newest_and_names_its_folder(
 
 
 def test_a_key_that_is_missing_is_asked_for_by_name(sglang: SGLangProcess) -> None:
-    for given in ({}, {"admin_api_key": "another"}):
-        engine = SGLangServer(sglang.url, **given)
+    for given in (None, ServerAccess(admin_api_key="another")):
+        engine = SGLangServer(sglang.url, access=given)
         with pytest.raises(ServerRefusedError, match=r"401 .* SYNCD_ADMIN_API_KEY"):
             engine.attach()
         engine.close()
@@ -329,7 +331,7 @@ def test_it_has_the_routes_of_the_fake(sglang: SGLangProcess) -> None:
 
 ENDS = """
 import os, signal, sys
-from explorer_hooks import ExplorerHook, SGLangServer
+from explorer_hooks import ExplorerHook, SGLangServer, ServerAccess
 from explorer_hooks.engines.http_server import HttpServer
 
 job, url, key, route, number = sys.argv[1:]
@@ -342,7 +344,7 @@ def ask_and_end(server, asked, *told, **options):
     return answer
 
 HttpServer.ask = ask_and_end
-ExplorerHook(job, "killed", SGLangServer(url, admin_api_key=key)).pull(60)
+ExplorerHook(job, "killed", SGLangServer(url, access=ServerAccess(admin_api_key=key))).pull(60)
 """
 
 

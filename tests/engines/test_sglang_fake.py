@@ -11,6 +11,7 @@ import pytest
 from explorer_hooks.engines import sglang_server
 from explorer_hooks.engines.conformance import make_version, random_tensors
 from explorer_hooks.engines.fitting import TensorSpec
+from explorer_hooks.engines.http_server import ServerTimeouts
 from explorer_hooks.engines.server_engine import LOADING
 from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.hook import ExplorerHook
@@ -56,7 +57,7 @@ def version(folder: Path, sequence: int, **options: Any) -> LeasedVersion:
 
 
 def engine_of(fake: FakeSGLang, **options: Any) -> SGLangServer:
-    settings = {"start_timeout": 0.0, "transport": fake.transport}
+    settings = {"timeouts": ServerTimeouts(start=0.0), "transport": fake.transport}
     return SGLangServer("http://127.0.0.1:1", **{**settings, **options})
 
 
@@ -169,7 +170,7 @@ def test_a_load_of_another_hook_that_was_killed_in_it_is_not_waited_for_for_ever
 ) -> None:
     """Where a newer version is there already, nothing else would heal the server."""
     fake.model_path = "elsewhere"
-    engine = engine_of(fake, load_timeout=0.05)
+    engine = engine_of(fake, timeouts=ServerTimeouts(load=0.05))
     publish(job, 1)
     with ExplorerHook(job.root, "explorer", engine, poll=0.02) as hook:
         hook.pull(0)

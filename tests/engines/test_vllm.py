@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from transformers import Qwen2Config
 
 from explorer_hooks.engines import vllm_server
+from explorer_hooks.engines.http_server import ServerTimeouts
 from explorer_hooks.engines.vllm_engine import EXTENSION
 from explorer_hooks.engines.vllm_server import TransferSession, VLLMServer
 from explorer_hooks.hook import ExplorerHook
@@ -375,7 +376,7 @@ def test_a_server_that_stops_in_a_load_is_given_the_newest_once_it_goes_on(
     with hook_of(job, vllm) as hook:
         hook.pull(LONG)
     publish_model(job, 2)
-    with hook_of(job, vllm, load_timeout=10.0) as hook:
+    with hook_of(job, vllm, timeouts=ServerTimeouts(load=10.0)) as hook:
         at_update(monkeypatch, lambda: vllm.send(signal.SIGSTOP))
         try:
             with engine_broken("POST /update_weights: timed out"):

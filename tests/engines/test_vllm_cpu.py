@@ -89,7 +89,7 @@ def test_all_workers_take_a_folder_or_none(
 
 
 def engine_session(server: VLLMProcess) -> TransferSession:
-    return TransferSession(HttpServer(server.url), "the server", LONG)
+    return TransferSession(HttpServer(server.url), "the server")
 
 
 def test_weights_by_broadcast_reach_a_tied_output_layer_too(

@@ -265,7 +265,7 @@ def test_what_was_evaluated_is_left_for_the_newest_version_and_goes(served: Smal
 def test_a_server_in_a_container_that_mounts_only_the_job_loads_a_step(served: SmallJob) -> None:
     root = served.root.resolve()
     fake = FakeSGLang(str(served.version(1)))
-    server = SGLangServer("http://127.0.0.1:1", start_timeout=0.0, transport=fake.transport)
+    server = SGLangServer("http://127.0.0.1:1", transport=fake.transport)
     with hook_of(served, "server", engine=server) as hook:
         assert hook.load_step(4, LONG) == Version(0, 4)
         loaded = Path(fake.model_path)

@@ -144,7 +144,7 @@ def test_an_engine_whose_load_fails_does_not_go_back_to_a_damaged_copy(
 def test_a_server_that_refuses_a_load_is_not_given_a_damaged_copy_back(host: Host) -> None:
     publish(host.job, 1)
     fake = FakeSGLang("elsewhere")
-    server = SGLangServer("http://127.0.0.1:1", start_timeout=0.0, transport=fake.transport)
+    server = SGLangServer("http://127.0.0.1:1", transport=fake.transport)
     hook = host.hook(server)
     folder = damage(hook)
     publish(host.job, 2)
