@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from trainer_hooks.hook import TrainerHook
     from trainer_hooks.resuming.resume import Resumed, latest_checkpoint, load_checkpoint
     from trainer_hooks.settings import SaveAsHf, SaveLayout, SaveLora, SaveSettings, WhenBusy
+    from trainer_hooks.state.full_checkpoint import Critic
     from trainer_hooks.stream import WeightStream
 
 __all__ = [
+    "Critic",
     "Resumed",
     "SaveAsHf",
     "SaveLayout",
@@ -40,6 +42,7 @@ _HOMES = {
     "trainer_hooks.hook": {"TrainerHook"},
     "trainer_hooks.resuming.resume": {"Resumed", "latest_checkpoint", "load_checkpoint"},
     "trainer_hooks.settings": {"SaveAsHf", "SaveLayout", "SaveLora", "SaveSettings", "WhenBusy"},
+    "trainer_hooks.state.full_checkpoint": {"Critic"},
     "trainer_hooks.stream": {"WeightStream"},
 }
 

@@ -25,7 +25,7 @@ from trainer_hooks.resuming.loaded import forget, held_by, remember
 from trainer_hooks.saver import ClosingSaver, Saver, raise_first
 from trainer_hooks.saves import OwnSave
 from trainer_hooks.settings import SaveSettings
-from trainer_hooks.state.full_checkpoint import Replaceable, Some, Stateful
+from trainer_hooks.state.full_checkpoint import Critic, Replaceable, Some, Stateful
 from trainer_hooks.state.lora import base_vocabulary, check_methods
 from trainer_hooks.state.model_files import Pretrained, model_files
 from trainer_hooks.state.pieces import plain_names
@@ -69,16 +69,13 @@ class TrainerHook(ClosingSaver, Replaceable):
             several, such as Muon and AdamW. Several optimizers must be ``torch.optim.Optimizer``.
         tokenizer: its files become part of each version, and so does ``model.config``.
         settings, saving: when to sync and save, and how; the same on all ranks.
-        memory_dir: a second job directory for syncs, on a memory filesystem of rank 0's host; only
-            with method ``memory``. Full checkpoints stay in ``job_dir``.
-        critic, critic_optimizer: another model of this trainer, saved in full checkpoints.
+        critic: another model of this trainer and its optimizer, saved in full checkpoints.
         user_state: called on each rank at each full checkpoint. It returns any other state that
             resuming needs: tensors, numbers, text, or lists and dicts of these.
-        name: the name of the trainer; a job has one trainer.
 
     Attributes:
-        optimizer, scheduler, critic_optimizer, user_state: the arguments. If training goes on with
-            another object, set it between steps, on all ranks: full checkpoints have the new one.
+        optimizer, scheduler, critic, user_state: the arguments. If training goes on with another
+            object, set it between steps, on all ranks: full checkpoints have the new one.
 
     Raises:
         JobUnavailableError: the job directory is missing or not writable on some rank.
@@ -99,19 +96,14 @@ class TrainerHook(ClosingSaver, Replaceable):
         tokenizer: Pretrained | None = None,
         settings: SyncSettings | None = None,
         saving: SaveSettings | None = None,
-        memory_dir: str | Path | None = None,
-        critic: nn.Module | None = None,
-        critic_optimizer: Some[Stateful] = None,
+        critic: Critic | None = None,
         user_state: Callable[[], Mapping[str, Any]] | None = None,
-        name: str = "trainer",
         storage: Storage | None = None,
     ) -> None:
-        settings = _effective(
-            given_or_default("settings", SyncSettings, settings), model, memory_dir
-        )
         saving = given_or_default("saving", SaveSettings, saving)
-        self.optimizer, self.scheduler = optimizer, scheduler
-        self.critic_optimizer, self.user_state = critic_optimizer, user_state
+        settings = _effective(given_or_default("settings", SyncSettings, settings), model, saving)
+        self.optimizer, self.scheduler, self.user_state = optimizer, scheduler, user_state
+        self.critic = given_or_default("critic", Critic, critic)
         alone = Ranks()
         averages, model = own_buffers(model), trained_model(model)
         self._saver = saver = Saver(
@@ -120,8 +112,6 @@ class TrainerHook(ClosingSaver, Replaceable):
             alone.world_size,
             settings=settings,
             saving=saving,
-            name=name,
-            memory_dir=memory_dir,
             held=held_by(model),
             storage=storage,
         )
@@ -137,7 +127,6 @@ class TrainerHook(ClosingSaver, Replaceable):
             model=model,
             rank=ranks.rank,
             objects=self,
-            critic=critic and trained_model(critic),
             averages=averages,
             model_files=model_files(model, tokenizer),
             lora=saving.lora,
@@ -433,13 +422,11 @@ class TrainerHook(ClosingSaver, Replaceable):
         return errors
 
 
-def _effective(
-    settings: SyncSettings, model: nn.Module, memory_dir: str | Path | None
-) -> SyncSettings:
+def _effective(settings: SyncSettings, model: nn.Module, saving: SaveSettings) -> SyncSettings:
     """Check the settings; return the settings that take effect.
 
     Raises:
-        InvalidSettingsError: the settings, the model or ``memory_dir`` are invalid.
+        InvalidSettingsError: the settings or the model are invalid.
     """
     if not isinstance(model, nn.Module):
         raise InvalidSettingsError(
@@ -451,9 +438,9 @@ def _effective(
     settings, why = settings.normalised(lora=bool(adapters))
     if why is not None:
         log.warning("%s", why)
-    if memory_dir is not None and settings.method is not SyncMethod.MEMORY:
+    if saving.memory_dir is not None and settings.method is not SyncMethod.MEMORY:
         raise InvalidSettingsError(
             f"memory_dir is only for method memory, but the method is {settings.method}. Set "
-            "SyncSettings(method='memory'), or give no memory_dir"
+            "SyncSettings(method='memory'), or give SaveSettings no memory_dir"
         )
     return settings

@@ -86,8 +86,6 @@ class Saver:
     _: KW_ONLY
     settings: SyncSettings
     saving: SaveSettings
-    name: str = "trainer"
-    memory_dir: str | Path | None = None
     held: ResumedFrom | Path | None = None
     storage: Storage | None = None
 
@@ -109,7 +107,7 @@ class Saver:
         self._errors: deque[SaveFailedError] = deque()
         self._written: int | None = None
         self.has_promised = False
-        self._refusals = Refusals(self._job(self.memory_dir or self.job_dir, opens=False))
+        self._refusals = Refusals(self._job(self.saving.memory_dir or self.job_dir, opens=False))
         # A daemon thread, so that the process can end even if storage never answers.
         self._thread = threading.Thread(target=self._run, name="syncd-writer", daemon=True)
 
@@ -121,7 +119,8 @@ class Saver:
             NameTakenError: another trainer works in this job.
             InvalidSettingsError: a package for deltas is missing.
         """
-        in_job = self.settings.method is SyncMethod.MEMORY and self.memory_dir is None
+        memory_dir = self.saving.memory_dir
+        in_job = self.settings.method is SyncMethod.MEMORY and memory_dir is None
         timeout = self.settings.save_timeout
         if self.settings.deltas and (why := missing_extra()):
             raise InvalidSettingsError(f"deltas=True cannot be used, because {why}")
@@ -134,17 +133,17 @@ class Saver:
                 stopped=self.stopped,
                 is_gathered=in_job or self.saving.layout is SaveLayout.FULL,
             )
-            if self.memory_dir is not None:  # only rank 0 can reach it
-                job = self._job(self.memory_dir, opens=self.rank == 0)
+            if memory_dir is not None:  # only rank 0 can reach it
+                job = self._job(memory_dir, opens=self.rank == 0)
                 self.memory = RankWriter(
                     job, self.rank, 1, save_timeout=timeout, is_gathered=True, stopped=self.stopped
                 )
             if self.rank == 0:
                 synchronizer = TrainerSynchronizer(
                     self.job_dir,
-                    self.name,
+                    self.saving.name,
                     settings=self.settings,
-                    memory_dir=self.memory_dir,
+                    memory_dir=memory_dir,
                     run_id=self.run_id,
                     world_size=self.world_size,
                     resumed_from=self.held if isinstance(self.held, ResumedFrom) else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from pathlib import Path
 from typing import Literal, get_args
 
 from syncd.checkpoint.tensor_rules import short_dtype
@@ -69,6 +70,9 @@ class SaveSettings:
             and training resumes only from these uncast weights.
         final: whether ``close`` saves the last step's weights, if they are not in files yet. Set it
             to False if the model no longer has these weights at ``close``.
+        memory_dir: a second job directory for syncs, on a memory filesystem of rank 0's host; only
+            with method ``memory``. Full checkpoints stay in the job directory.
+        name: the name of the trainer; a job has one trainer.
 
     Raises:
         InvalidSettingsError: a value is out of range, or not one of the choices.
@@ -83,6 +87,8 @@ class SaveSettings:
     lora: SaveLora = SaveLora.AUTO
     sync_dtype: SyncDtype | None = None
     final: bool = True
+    memory_dir: str | Path | None = None
+    name: str = "trainer"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -95,7 +101,7 @@ class SaveSettings:
                     raise InvalidSettingsError(
                         f"{field.name} is {value!r}: it must be {' or '.join(kind)}"
                     ) from None
-            elif field.default is None:
+            elif field.name == "sync_dtype":
                 value = short_dtype(value)
                 object.__setattr__(self, field.name, value)
                 if value is not None and value not in get_args(SyncDtype):
@@ -106,5 +112,5 @@ class SaveSettings:
             elif isinstance(field.default, bool):
                 if not isinstance(value, bool):
                     raise InvalidSettingsError(f"{field.name} is {value!r}: it must be a bool")
-            elif isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            elif field.default == 0 and (type(value) is not int or value < 0):
                 raise InvalidSettingsError(f"{field.name} is {value!r}: it must be 0 or more")

@@ -115,8 +115,7 @@ class WeightStream(ClosingSaver):
             rank,
             world_size,
             settings=settings,
-            saving=SaveSettings(),
-            name=name,
+            saving=SaveSettings(name=name),
             storage=storage,
         )
         # With deltas, the first one is the copy of the save before, while the last one is written.

@@ -75,7 +75,6 @@ class Trained:
     rank: int
     objects: Replaceable
     model_files: Callable[[], Writer]
-    critic: nn.Module | None
     averages: Mapping[str, Tensor] | None
     lora: SaveLora
     sync_dtype: SyncDtype | None
@@ -241,8 +240,9 @@ class Trained:
         Collective, as any model's ``state_dict`` may be.
         """
         saved: list[Saved] = [(ACTOR, self.model, self.objects.optimizer)]
-        if self.critic is not None:
-            saved.append((CRITIC, self.critic, self.objects.critic_optimizer))
+        critic = self.objects.critic
+        if critic.model is not None:
+            saved.append((CRITIC, critic.model, critic.optimizer))
         promise = Promise(saved)
         return promise if self.rank == 0 else None
 
@@ -270,11 +270,12 @@ class Trained:
 
     def _rest(self, step: int) -> dict[str, Any]:
         objects, rest = self.objects, dict[str, Any]()
-        if self.critic is not None:
-            rest["critic"] = host_copy(loadable(sharded_state_dict(self.critic)))
+        critic = objects.critic
+        if critic.model is not None:
+            rest["critic"] = host_copy(loadable(sharded_state_dict(critic.model)))
         for name, model, optimizer in (
             ("optimizer", self.model, objects.optimizer),
-            ("critic_optimizer", self.critic, objects.critic_optimizer),
+            ("critic_optimizer", critic.model, critic.optimizer),
         ):
             if model is None or optimizer is None:
                 continue
@@ -294,7 +295,7 @@ class Trained:
                         name,
                         type(one).__name__,
                         last,
-                        name,
+                        name.replace("_", "."),
                     )
         # Last, because user_state() may fail on only one rank, and FSDP1's gathering needs all.
         user_state = None if objects.user_state is None else objects.user_state()

@@ -69,13 +69,11 @@ class SyncdCallback(TrainerCallback):
             not the Trainer's ``output_dir``.
         settings: when to sync; the same on all ranks. ``save_interval`` must be 0.
         saving: how saves are written; the same on all ranks. ``save_as_hf`` must be ``never``.
-        memory_dir: only with method ``memory``; see :class:`~trainer_hooks.hook.TrainerHook`.
         publish_first: whether to publish the weights before the first step, for explorers that have
             no weights yet. The version's step is 0, or the step from which the Trainer resumes.
         stop_on_failure: whether a failed save ends the training. If False, the failure is logged
             and counted in ``sync/failed``. The previous version stays published, and the next due
             step is saved as usual.
-        name: the name of the trainer; a job has one trainer.
 
     Raises:
         InvalidSettingsError: the settings ask for full checkpoints, but only the Trainer makes full
@@ -88,19 +86,15 @@ class SyncdCallback(TrainerCallback):
         *,
         settings: SyncSettings | None = None,
         saving: SaveSettings | None = None,
-        memory_dir: str | Path | None = None,
         publish_first: bool = False,
         stop_on_failure: bool = True,
-        name: str = "trainer",
         storage: Storage | None = None,
     ) -> None:
         self._settings = given_or_default("settings", SyncSettings, settings)
         self._saving = given_or_default("saving", SaveSettings, saving)
         self._publish_first = publish_first
         self._stop_on_failure = stop_on_failure
-        self._make_hook = partial(
-            TrainerHook, job_dir, memory_dir=memory_dir, name=name, storage=storage
-        )
+        self._make_hook = partial(TrainerHook, job_dir, storage=storage)
         self._hook: TrainerHook | None = None
         self._metrics: dict[str, float] = {}
         if self._settings.save_interval or self._saving.save_as_hf is not SaveAsHf.NEVER:

@@ -231,8 +231,7 @@ class CheckpointCoordinator(ClosingSaver):
             alone.rank,
             alone.world_size,
             settings=settings,
-            saving=SaveSettings(),
-            name=name,
+            saving=SaveSettings(name=name),
             storage=storage,
         )
         saver.open_together(LedRanks(timeout=saver.patience, save_timeout=settings.save_timeout))

@@ -69,7 +69,7 @@ from tests.refusals import invalid, no_checkpoint, save_fails
 from tests.storages import RuledStorage
 from tests.wrappings import mesh, unit
 from tests.zoo import experts_apart
-from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
+from trainer_hooks import Critic, SaveSettings, SyncSettings, TrainerHook
 from trainer_hooks.resuming.promise import Promise
 from trainer_hooks.resuming.resume import Resumed, latest_checkpoint, load_checkpoint
 from trainer_hooks.settings import SaveLayout
@@ -517,7 +517,7 @@ class Rank:
         job = self.new_job("user-state")
         model, optimizer, _ = self.made("fsdp1", seed=1)
         hook = TrainerHook(
-            job, model, optimizer=optimizer, critic=self.made("fsdp1", seed=2)[0],
+            job, model, optimizer=optimizer, critic=Critic(self.made("fsdp1", seed=2)[0]),
             user_state=lambda: {"x": object()} if self.rank else {},
         )  # fmt: skip
         if self.rank:

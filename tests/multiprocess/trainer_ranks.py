@@ -77,8 +77,7 @@ class Rank(Told):
                 self._model,
                 optimizer=self._optimizer,
                 settings=SyncSettings(**settings),
-                saving=SaveSettings(**(saving or {})),
-                memory_dir=memory,
+                saving=SaveSettings(**(saving or {}), memory_dir=memory),
                 storage=None if memory else self._storage,
             )
         return logged

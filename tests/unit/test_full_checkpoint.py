@@ -38,6 +38,7 @@ from tests.storages import RuledStorage
 from trainer_hooks.resuming.resume import latest_checkpoint, load_checkpoint
 from trainer_hooks.state.full_checkpoint import (
     RNG,
+    Critic,
     Stateful,
     checked,
     extra_state,
@@ -207,9 +208,11 @@ def test_a_critic_is_resumed_with_its_optimizer(root: Path) -> None:
     again, optimizer_again = trained(2)
     critic_again, critic_optimizer_again = trained(3)
     load_checkpoint(
-        root, again, optimizer=optimizer_again, critic=critic_again,
-        critic_optimizer=critic_optimizer_again,
-    )  # fmt: skip
+        root,
+        again,
+        optimizer=optimizer_again,
+        critic=Critic(critic_again, critic_optimizer_again),
+    )
     alike(again, model)
     alike(critic_again, critic)
     alike(critic_optimizer_again, critic_optimizer)
@@ -443,7 +446,7 @@ def test_what_was_saved_without_cannot_be_asked_for(root: Path) -> None:
     write_full(root, 1, model)
     refuses(f"{OPTIMIZER}.*not part of the checkpoint", root, model, optimizer=optimizer)
     refuses("with 0 schedulers, not 1", root, model, scheduler=halved(optimizer))
-    refuses(rf"critic/{SHARD} is not listed", root, model, critic=Net())
+    refuses(rf"critic/{SHARD} is not listed", root, model, critic=Critic(Net()))
 
 
 def test_a_critic_of_an_earlier_save_of_the_step_is_not_taken(root: Path) -> None:
@@ -451,7 +454,7 @@ def test_a_critic_of_an_earlier_save_of_the_step_is_not_taken(root: Path) -> Non
     critic, critic_optimizer = trained(1)
     write_full(root, 1, model, optimizer, critic=critic, critic_optimizer=critic_optimizer)
     write_full(root, 1, model, optimizer, counter=1)
-    refuses(rf"critic/{SHARD} is not listed", root, model, critic=Net())
+    refuses(rf"critic/{SHARD} is not listed", root, model, critic=Critic(Net()))
 
 
 def renamed() -> nn.Module:

@@ -61,12 +61,13 @@ def resumed(
     settings: SyncSettings = SELDOM,
     source: Path | None = None,
     step: int | None = None,
+    memory_dir: Path | None = None,
     **more: Any,
 ) -> Iterator[tuple[TrainerHook, nn.Module]]:
     """A trainer that has loaded a checkpoint, before its first step."""
     model = Net()
     assert load_checkpoint(source or job.root, model, step=step) is not None
-    saving = SaveSettings(final=False)
+    saving = SaveSettings(final=False, memory_dir=memory_dir)
     with TrainerHook(job.root, model, settings=settings, saving=saving, **more) as hook:
         yield hook, model
 

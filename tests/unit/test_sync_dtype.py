@@ -124,9 +124,8 @@ def test_syncs_go_cast_to_the_memory_folder_and_full_checkpoints_are_published_a
     with TrainerHook(
         job.root,
         model,
-        memory_dir=memory.root,
         settings=SyncSettings(method="memory", save_interval=1),  # type: ignore[arg-type] # a name will do
-        saving=SaveSettings(sync_dtype="bf16"),
+        saving=SaveSettings(sync_dtype="bf16", memory_dir=memory.root),
     ) as hook:
         hook.after_step(1)
     wanted = cast(dict(model.state_dict()), torch.bfloat16)

@@ -318,7 +318,7 @@ def test_what_was_left_half_written_is_swept_by_the_next_save_of_the_step(
         ({"model": "job"}, r"^model is of type str, but it must be a torch\.nn\.Module. .* first"),
         ({"optimizer": torch.optim.Adam}, r"^optimizer is the class Adam: .*with state_dict\(\)"),
         ({"scheduler": 3}, r"^scheduler is of type int: it must be an object with state_dict\(\)"),
-        ({"critic_optimizer": torch.optim.Adam}, "^critic_optimizer is the class Adam: it must be"),
+        ({"critic": nn.Linear(1, 1)}, "^critic is of type Linear: it must be a Critic"),
         ({"optimizer": []}, "^optimizer is of type list: it must be an object with"),
         ({"optimizer": [nn.Linear(1, 1)] * 2}, r"^optimizer is .* Linear.* several torch\.optim"),
     ],
@@ -329,7 +329,7 @@ def test_an_argument_of_another_type_is_refused_by_name(
     with invalid(said):
         TrainerHook(job.root, **{"model": model, **wrong})
     name, value = next(iter(wrong.items()))
-    if name not in {"settings", "saving", "model"}:
+    if name not in {"settings", "saving", "model", "critic"}:
         with start() as hook, invalid(said):
             setattr(hook, name, value)
 

@@ -123,7 +123,8 @@ def test_the_last_sync_goes_to_the_memory_folder(
 ) -> None:
     memory = SmallJob(tmp_path / "shm")
     settings = SyncSettings(method="memory", sync_interval=100, save_interval=save_interval)  # type: ignore[arg-type] # a name will do
-    with TrainerHook(job.root, model, settings=settings, memory_dir=memory.root) as hook:
+    saving = SaveSettings(memory_dir=memory.root)
+    with TrainerHook(job.root, model, settings=settings, saving=saving) as hook:
         train(hook, model, 1)
     assert memory.pointed == "1\n"
     assert latest_checkpoint(job.root) == (1 if save_interval else None)

@@ -28,7 +28,7 @@ from tests.hooks import DEADLINE, Gate, checkpoint, over, written
 from tests.jobs import SmallJob, read
 from tests.refusals import invalid, save_fails
 from tests.storages import RuledStorage, once, os_error
-from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, latest_checkpoint
+from trainer_hooks import Critic, SaveSettings, SyncSettings, TrainerHook, latest_checkpoint
 from trainer_hooks.settings import SaveAsHf, SaveLayout, WhenBusy
 from trainer_hooks.trinity import CheckpointCoordinator, StateDictWriter
 from trainer_hooks.writing.torch_files import save_state_dict
@@ -325,8 +325,10 @@ def test_a_critic_and_what_the_user_adds_are_in_a_full_checkpoint(
 ) -> None:
     critic = nn.Linear(2, 1)
     its = torch.optim.SGD(critic.parameters())
-    with start(critic=critic) as hook:
-        hook.critic_optimizer, hook.user_state = its, lambda: {"samples": 17}
+    with start(critic=Critic(critic)) as hook:
+        with invalid("^optimizer is the class SGD: it must be"):
+            hook.critic.optimizer = torch.optim.SGD  # type: ignore[assignment] # that is the point
+        hook.critic.optimizer, hook.user_state = its, lambda: {"samples": 17}
         hook.save_checkpoint(4)
     step = job.step(4)
     saved = torch.load(step / "critic" / SHARD, weights_only=True)
@@ -400,7 +402,7 @@ def test_syncs_go_to_the_memory_folder_and_full_checkpoints_to_the_job(
 ) -> None:
     memory = SmallJob(tmp_path / "shm")
     settings = SyncSettings(method="memory", save_interval=2)  # type: ignore[arg-type] # a name will do
-    with start(settings=settings, memory_dir=memory.root) as hook:
+    with start(settings=settings, saving=SaveSettings(memory_dir=memory.root)) as hook:
         for step in (1, 2):
             told = hook.after_step(step)
             written(hook)
@@ -418,7 +420,7 @@ def test_syncs_go_to_the_memory_folder_and_full_checkpoints_to_the_job(
 
 def test_settings_that_do_not_go_together_are_refused(start: Start, tmp_path: Path) -> None:
     with invalid("memory_dir is only for method memory"):
-        start(memory_dir=tmp_path)
+        start(saving=SaveSettings(memory_dir=tmp_path))
     for wrong in ({"layout": "odd"}, {"max_to_keep": -1}, {"when_busy_sync": "never"}):
         with invalid(next(iter(wrong))):
             SaveSettings(**wrong)  # type: ignore[arg-type] # that is the point
@@ -454,7 +456,7 @@ def saved_with_lora(root: Path, model: nn.Module) -> None:
 
 DOORS: list[Callable[[Path, Any], object]] = [
     saved,
-    lambda root, odd: saved(root, nn.Linear(3, 2), critic=odd),
+    lambda root, odd: saved(root, nn.Linear(3, 2), critic=Critic(odd)),
     saved_with_lora,
     saved_by_coordinator,
     lambda root, odd: StateDictWriter(root)(odd.state_dict(), 1),
@@ -647,8 +649,7 @@ def test_what_all_ranks_gather_comes_before_what_one_of_them_may_refuse(start: S
     hook = start(
         optimizer=Notes("actor's"),
         scheduler=Notes("scheduler"),
-        critic=nn.Linear(2, 1),
-        critic_optimizer=Notes("critic's"),
+        critic=Critic(nn.Linear(2, 1), Notes("critic's")),
         user_state=user_state,
     )
     with pytest.raises(ZeroDivisionError):

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from syncd.checkpoint.adapter import are_two_models
 from syncd.checkpoint.tensor_rules import shown
 from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import ACTOR, CRITIC, extra_state_name
-from syncd.protocol.policy import check_step
+from syncd.protocol.policy import check_step, given_or_default
 from syncd.protocol.reports import ResumedFrom
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
@@ -35,6 +35,7 @@ from trainer_hooks.state.full_checkpoint import (
     RNG,
     SCHEDULER,
     USER_STATE,
+    Critic,
     Some,
     Stateful,
     check_stateful,
@@ -51,13 +52,6 @@ if TYPE_CHECKING:
 __all__ = ["Resumed", "latest_checkpoint", "load_checkpoint"]
 
 log = logging.getLogger(__name__)
-
-
-class Resumable(Stateful, Protocol):
-    """The methods of an optimizer or a scheduler that this module calls."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Resume."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +80,9 @@ def load_checkpoint(
     job_dir: str | Path,
     model: nn.Module,
     *,
-    optimizer: Some[Resumable] = None,
-    scheduler: Some[Resumable] = None,
-    critic: nn.Module | None = None,
-    critic_optimizer: Some[Resumable] = None,
+    optimizer: Some[Stateful] = None,
+    scheduler: Some[Stateful] = None,
+    critic: Critic | None = None,
     step: int | None = None,
     storage: Storage | None = None,
 ) -> Resumed | None:
@@ -129,8 +122,7 @@ def load_checkpoint(
             only on the same number of ranks. If None, the saved state is ignored.
         scheduler: the learning rate's scheduler, or a sequence of several, in the same order as at
             the save. If None, the saved state is ignored.
-        critic: another model, which gets the weights in ``critic/``.
-        critic_optimizer: the critic's optimizer, or a sequence of several.
+        critic: another model and its optimizer, which get what is saved in ``critic/``.
         step: the step to load; by default the result of :func:`latest_checkpoint`.
         storage: set only by tests.
 
@@ -146,7 +138,8 @@ def load_checkpoint(
         JobUnavailableError: the job directory does not exist.
         OSError: the job directory cannot be read now.
     """
-    check_stateful(optimizer=optimizer, scheduler=scheduler, critic_optimizer=critic_optimizer)
+    check_stateful(optimizer=optimizer, scheduler=scheduler)
+    critic = given_or_default("critic", Critic, critic)
     if step is not None:
         check_step(step)
     job = Job.at(Path(job_dir).absolute(), storage)
@@ -168,7 +161,7 @@ def load_checkpoint(
         def open_parts() -> dict[str, Any]:
             for folder, module, its in (
                 (ACTOR, trained_model(model), optimizer),
-                (CRITIC, critic and trained_model(critic), critic_optimizer),
+                (CRITIC, critic.model, critic.optimizer),
             ):
                 if module is None:
                     continue
@@ -290,7 +283,7 @@ def _check_base(extra: Mapping[str, Any], model: nn.Module, folder: Path) -> Non
 
 def _restore(
     extra: Mapping[str, Any],
-    scheduler: Some[Resumable],
+    scheduler: Some[Stateful],
     folder: Path,
     own: int | None,
 ) -> None:

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from syncd.checkpoint.torch_files.pieces import is_plain
 from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import InvalidSettingsError
 from trainer_hooks.state.state_dict import lost_by_fsdp1, parameters_of
+from trainer_hooks.state.wrappers import trained_model
 
 #: The prefixes of names in an optimizer's file: tensors of parameters, and options of their groups.
 STATE: Final = "state"
@@ -67,10 +69,13 @@ Some: TypeAlias = Given | Sequence[Given] | None
 
 
 class Stateful(Protocol):
-    """The part of an optimizer or a scheduler that is needed here."""
+    """The methods of an optimizer or a scheduler that are needed to save and to resume."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state needed to resume."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Resume."""
 
 
 def each_of(given: Some[Given]) -> Sequence[Given]:
@@ -103,6 +108,30 @@ def check_stateful(**given: Some[Stateful]) -> None:
             )
 
 
+@dataclass
+class Critic:
+    """Another model of a trainer, which full checkpoints have under ``critic/``.
+
+    Setting the optimizer raises :class:`InvalidSettingsError` if it is none.
+
+    Attributes:
+        model: the critic, wrapped as for training; by default there is none.
+        optimizer: its optimizer, or a sequence of several. It may be replaced between steps, on all
+            ranks.
+    """
+
+    model: nn.Module | None = None
+    optimizer: Some[Stateful] = None
+
+    def __post_init__(self) -> None:
+        self.model = self.model and trained_model(self.model)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "optimizer":
+            check_stateful(optimizer=value)
+        super().__setattr__(name, value)
+
+
 class Replaceable:
     """The objects of full checkpoints that may be replaced between steps.
 
@@ -111,7 +140,7 @@ class Replaceable:
 
     optimizer: Some[Stateful] = None
     scheduler: Some[Stateful] = None
-    critic_optimizer: Some[Stateful] = None
+    critic: Critic
     user_state: Callable[[], Mapping[str, Any]] | None = None
     _updated: frozenset[Tensor] = frozenset()
 
@@ -125,7 +154,7 @@ class Replaceable:
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "optimizer":
             self._ever_updated()
-        if name in {"optimizer", "scheduler", "critic_optimizer"}:
+        if name in {"optimizer", "scheduler"}:
             check_stateful(**{name: value})
         super().__setattr__(name, value)
 
