@@ -14,6 +14,12 @@ _PRODUCT = [
     for top in ("syncd", "trainer_hooks", "explorer_hooks")
     for path in (ROOT / top).rglob("*.py")
 ]
+_CLASSES = [
+    node
+    for path in _PRODUCT
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.ClassDef)
+]
 
 
 def module_docstring(path: Path) -> str:
@@ -25,15 +31,26 @@ def repeated(names: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return [name for name, times in Counter(names).items() if times > 1]
 
 
+def parameters(node: ast.ClassDef) -> int:
+    """The parameters of a class's constructor; 0 for data, which has the fields of its format."""
+    methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+    for method in methods:
+        if method.name == "__init__":
+            return len(method.args.args + method.args.kwonlyargs) - 1
+    if not methods or not re.search("dataclass(?!.*frozen)", ast.unparse(node.decorator_list)):
+        return 0
+    fields = [ast.unparse(each) for each in node.body if isinstance(each, ast.AnnAssign)]
+    return sum(not re.search("ClassVar|KW_ONLY|init=False", field) for field in fields)
+
+
 def test_a_public_class_name_is_defined_once() -> None:
-    classes = [
-        ("class", node.name)
-        for path in _PRODUCT
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    ]
+    classes = [("class", node.name) for node in _CLASSES if not node.name.startswith("_")]
     assert classes
     assert repeated(classes) == []
+
+
+def test_no_constructor_takes_more_than_ten_parameters() -> None:
+    assert {node.name: parameters(node) for node in _CLASSES if parameters(node) > 10} == {}
 
 
 def test_a_module_name_occurs_once_in_a_package() -> None:
