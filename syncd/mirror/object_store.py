@@ -155,8 +155,7 @@ class MirrorStore:
         except NotImplementedError:
             pass
         finally:
-            with suppress(StoreError):  # the reason below is better
-                self._delete([key])
+            self._discard(key)
         raise InvalidSettingsError(
             f"{printable(self.url)} has no conditional writes (If-None-Match), so two pushers "
             "could replace each other's versions: use a store that has them"
@@ -267,7 +266,7 @@ class MirrorStore:
         with self._doing(f"writing {key}"):
             self._obstore.put(self._store, key, b"")
             found = self._obstore.head(self._store, key)
-        self._delete([key])
+        self._discard(key)
         return found["last_modified"]
 
     # -- requests ----------------------------------------------------------------------------------
@@ -290,6 +289,8 @@ class MirrorStore:
             with self._doing(f"writing {key}"):
                 self._obstore.put(self._store, key, content, mode="create")
         except FileExistsError:
+            with self._doing(f"writing {key}"):  # S3 says the same while another request goes on
+                self._obstore.head(self._store, key)
             return False
         return True
 
@@ -326,6 +327,10 @@ class MirrorStore:
         # In a folder, what another pusher has deleted is an error.
         with suppress(ObjectGoneError), self._doing("deleting objects"):
             self._obstore.delete(self._store, keys)
+
+    def _discard(self, probe: str) -> None:
+        with suppress(StoreError):  # a sweep tells, and tries it again
+            self._delete([probe])
 
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:

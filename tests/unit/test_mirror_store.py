@@ -179,22 +179,31 @@ def test_a_sweep_leaves_what_the_newest_versions_need(store: MirrorStore) -> Non
 
 
 @contextmanager
-def _replacing() -> Iterator[int]:
+def _replacing(put: int = 200, head: int = 200, deletes: bytes = b"Deleted") -> Iterator[int]:
     """A store that answers every request, and does not know conditions; its port."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_PUT(self) -> None:
-            self._answer(b"")
+            self._read()
+            self._answer(put)
+
+        def do_HEAD(self) -> None:
+            self._answer(head)
 
         def do_POST(self) -> None:
-            self._answer(b"<DeleteResult><Deleted><Key>x</Key></Deleted></DeleteResult>")
+            key = self._read().partition(b"<Key>")[2].partition(b"<")[0]
+            answer = b"<Key>%b</Key><Code>AccessDenied</Code><Message>No</Message>" % key
+            self._answer(200, b"<D><%b>%b</%b></D>" % (deletes, answer, deletes))
 
-        def _answer(self, body: bytes) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
+        def _read(self) -> bytes:
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+        def _answer(self, status: int, body: bytes = b"") -> None:
+            self.send_response(status)
             self.send_header("ETag", '"1"')
+            self.send_header("Last-Modified", "Tue, 01 Dec 2026 12:00:00 GMT")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -230,6 +239,23 @@ def test_a_store_without_conditional_writes_is_refused(options: Any) -> None:
     with _replacing() as port, invalid("no conditional writes"):
         store = s3_at(port, **options)
         MirrorStore("s3://store", store=store).check_conditions()
+
+
+def test_a_write_that_another_request_disturbed_is_tried_again() -> None:
+    """S3 answers 409 then, as if an object were there."""
+    with _replacing(put=409, head=404) as port:
+        store = MirrorStore("s3://store", store=s3_at(port))
+        for write in (store.check_conditions, lambda: store.add(version(1))):
+            with pytest.raises(StoreError, match="it is not there"):
+                write()
+
+
+def test_a_probe_that_cannot_be_deleted_stops_no_push() -> None:
+    with _replacing(deletes=b"Error") as port:
+        store = MirrorStore("s3://store", store=s3_at(port))
+        assert store.now().hour == 12
+        with pytest.raises(StoreError, match="AccessDenied"):
+            store._delete(["x"])
 
 
 def test_conditional_writes_are_found_and_leave_no_probe(store: MirrorStore) -> None:
