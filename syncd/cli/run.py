@@ -104,6 +104,9 @@ def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | Roo
     meter_of: MeterOf = unmetered
     forget: Callable[[Path], None] = _nothing
     if config.metrics_port or config.metrics_textfile is not None:
+        # Of an inference server's processes: in its folder these metrics would become its own.
+        for name in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"):
+            os.environ.pop(name, None)
         # Imported here, so that a daemon without metrics needs less memory.
         from syncd.daemon.telling.metrics import Exporter, Metrics  # noqa: PLC0415
 

@@ -3,6 +3,7 @@ import json
 import os
 import re
 import socket
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from tests.doc_lists import page
 from tests.generated import find
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.measured import Measured, announce, report
-from tests.multiprocess.processes import serving, wait_until
+from tests.multiprocess.processes import Program, serving, wait_until
 from tests.places import DOCS
 from tests.ports import free_port
 from tests.storages import Clock, RuledStorage
@@ -390,6 +391,20 @@ def test_a_file_that_cannot_be_written_is_said_once(
             exporter.tick()
             clock.advance(15)
     assert [record.event for record in caplog.records] == ["metrics_unwritten"]
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("PROMETHEUS_MULTIPROC_DIR", "none"), ("prometheus_multiproc_dir", ".")]
+)
+def test_metrics_are_not_written_for_an_inference_server(
+    job: SmallJob, tmp_path: Path, name: str, folder: str
+) -> None:
+    path, of_server = tmp_path / "syncd.prom", tmp_path / "server"
+    of_server.mkdir()
+    command = (sys.executable, "-m", "syncd", "run", job.root, "--metrics-textfile", path)
+    with Program(*command, **{name: str(of_server / folder)}):
+        wait_until(lambda: path.exists() and "daemon_active" in path.read_text(), "it has metrics")
+    assert os.listdir(of_server) == []
 
 
 # -- the documentation -----------------------------------------------------------------------------
