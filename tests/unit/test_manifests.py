@@ -108,6 +108,10 @@ def test_every_image_has_its_place_and_its_tag() -> None:
     assert all(isinstance(tag, str) for tag in given.values())
 
 
+def test_no_variable_of_a_service_becomes_a_setting() -> None:
+    assert [name for name, pod in PODS.items() if pod["spec"].get("enableServiceLinks", True)] == []
+
+
 def test_selectors_find_the_pods_that_they_are_for() -> None:
     for kind in ("Deployment", "StatefulSet"):
         for name, one in named(kind).items():
