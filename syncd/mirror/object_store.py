@@ -341,7 +341,10 @@ class MirrorStore:
         except FileNotFoundError as error:
             if error.filename:  # a file of the job's, while it is sent
                 raise
-            raise ObjectGoneError(f"{self.url}: {what}: it is not there") from error
+            answer = _told(error).partition("status code: ")[2]  # perhaps there is no bucket
+            raise ObjectGoneError(
+                f"{self.url}: {what}: it is not there{answer and f' ({answer})'}"
+            ) from error
         except errors.AlreadyExistsError as error:
             raise FileExistsError(what) from error
         except errors.NotSupportedError as error:

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("obstore")
 
 from syncd.checkpoint.version import read_manifest
-from syncd.mirror.object_store import MirrorStore
+from syncd.mirror.object_store import MirrorStore, StoreError
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
 from tests.multiprocess.explorer_processes import ended, following
@@ -123,6 +123,14 @@ def test_a_line_that_fails_brings_no_wrong_version_and_is_told_while_it_blocks(
             lambda: trainer_report(far).fault is explorer_report(near, "mirror").fault is None,
             "both are well",
         )
+
+
+def test_a_missing_bucket_is_named_as_the_reason(tmp_path: Path) -> None:
+    with object_store("moto", tmp_path) as port:
+        store = MirrorStore("s3://none", store=s3_at(port, "none"))
+        for request in (store.check_conditions, store.now, store.newest):
+            with pytest.raises(StoreError, match="NoSuchBucket"):
+                request()
 
 
 @pytest.mark.parametrize("days", [-3, 3])

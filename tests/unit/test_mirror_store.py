@@ -221,10 +221,10 @@ def _replacing(put: int = 200, head: int = 200, deletes: bytes = b"Deleted") -> 
             thread.join()
 
 
-def s3_at(port: int, **options: Any) -> S3Store:
-    """The bucket ``jobs`` of a server on this host that takes any key."""
+def s3_at(port: int, bucket: str = "jobs", **options: Any) -> S3Store:
+    """A bucket of a server on this host that takes any key."""
     return S3Store(
-        "jobs",
+        bucket,
         endpoint=f"http://127.0.0.1:{port}",
         access_key_id="any",
         secret_access_key="any",  # noqa: S106 - of nothing
