@@ -355,7 +355,10 @@ class MirrorStore:
 
 def _told(error: Exception) -> str:
     """An error in one line, without what can hold keys, tokens or signatures."""
-    text = _SECRET.sub("", str(error).partition("\n\nDebug source")[0])
+    text, _, debug = str(error).partition("\n\nDebug source")
+    if text.endswith("error sending request"):  # the innermost reason is last
+        text += ": " + re.split(r'["({]|: ', debug.rstrip(' ,(){}"\n'))[-1].strip()
+    text = _SECRET.sub("", text)
     text, answer, rest = text.partition("<")
     text += ": ".join(_TOLD.findall(answer + rest))
     return printable(" ".join(text.split()))[:400]

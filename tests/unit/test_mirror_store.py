@@ -19,6 +19,7 @@ from obstore.store import LocalStore, MemoryStore, S3Store
 from syncd.mirror.object_store import PART, MirrorStore, ObjectGoneError, StoreError
 from syncd.protocol.errors import CancelledError
 from syncd.protocol.mirrored import MirroredFile, MirroredSave, MirroredVersion, version_key
+from tests.ports import free_port
 from tests.refusals import invalid
 
 SIZES = (0, 5, PART + 5)
@@ -225,13 +226,24 @@ def s3_at(port: int, bucket: str = "jobs", **options: Any) -> S3Store:
     """A bucket of a server on this host that takes any key."""
     return S3Store(
         bucket,
-        endpoint=f"http://127.0.0.1:{port}",
         access_key_id="any",
         secret_access_key="any",  # noqa: S106 - of nothing
         region="us-east-1",
         client_options={"allow_http": True},
-        **options,
+        **{"endpoint": f"http://127.0.0.1:{port}", **options},
     )
+
+
+def test_the_reason_is_told_why_a_store_cannot_be_reached() -> None:
+    retries = {"max_retries": 0, "retry_timeout": timedelta(seconds=5)}
+    with _replacing() as port:  # which answers without TLS
+        for url, reason in (
+            (f"https://127.0.0.1:{port}", "InvalidContentType"),
+            (f"http://127.0.0.1:{free_port()}", "Connection refused"),
+        ):
+            store = s3_at(port, endpoint=url, retry_config=retries)
+            with pytest.raises(StoreError, match=rf"{reason}$"):
+                MirrorStore("s3://jobs", store=store).now()
 
 
 @pytest.mark.parametrize("options", [{}, {"conditional_put": "disabled"}])
