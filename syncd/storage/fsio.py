@@ -60,13 +60,13 @@ class Storage(Calls):
         """Write all of ``data`` at the descriptor's position."""
         view = memoryview(data).cast("B")
         while view:
-            view = view[self.write(fd, view) :]
+            view = view[_some(self.write(fd, view)) :]
 
     def pwrite_all(self, fd: int, data: bytes | memoryview, offset: int) -> None:
         """Write all of ``data`` at ``offset``."""
         view = memoryview(data)
         while view:
-            done = self.pwrite(fd, view, offset)
+            done = _some(self.pwrite(fd, view, offset))
             view = view[done:]
             offset += done
 
@@ -304,6 +304,12 @@ class Storage(Calls):
     def exists(self, path: Path) -> bool:
         """True if a name exists."""
         return self.status(path) is not None
+
+
+def _some(written: int) -> int:
+    if written == 0:  # some clients do this instead of an error, and would for ever
+        raise OSError(errno.EIO, "the filesystem wrote nothing, and gave no reason")
+    return written
 
 
 @contextmanager

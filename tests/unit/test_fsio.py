@@ -1,6 +1,7 @@
 import errno
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,22 @@ def test_short_writes_go_on_where_they_ended(path: Path) -> None:
     with path.open("r+b") as file:
         storage.pwrite_all(file.fileno(), b"OF IT!", 4)
     assert path.read_bytes() == b"all OF IT!"
+
+
+class _Stuck(FastStorage):
+    def write(self, fd: int, data: bytes | memoryview) -> int:  # noqa: ARG002
+        return 0
+
+    def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:  # noqa: ARG002
+        return 0
+
+
+def test_a_write_of_nothing_is_an_error_and_no_endless_loop(path: Path) -> None:
+    path.write_bytes(b"old")
+    with STORAGE.closing(STORAGE.open_append(path, 0)) as fd:
+        for write in (_Stuck().write_all, partial(_Stuck().pwrite_all, offset=1)):
+            with pytest.raises(OSError, match="wrote nothing"):
+                write(fd, b"new")
 
 
 def test_a_new_file_replaces_nothing(path: Path) -> None:
