@@ -21,8 +21,10 @@ GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
 NOT_EMPTY: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST})
 #: The disk, or this user's part of it, is full.
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+#: The process that serves a FUSE filesystem has ended, or the server has shut this client out.
+_CUT_OFF: Final = frozenset({errno.ENOTCONN, errno.ECONNABORTED, errno.ESHUTDOWN})
 #: Errors after which the work may succeed if it is done again from the start.
-PASSING: Final = GONE | {errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT}
+PASSING: Final = GONE | _CUT_OFF | {errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT}
 #: Errors of a read if the name cannot have a record: the name is a link, a pipe, a socket or a
 #: folder, or the file is far too long. Waiting does not help.
 NO_RECORD: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.EFBIG})

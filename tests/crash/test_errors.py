@@ -19,7 +19,7 @@ from tests.storages import Clock, OneByOne, RuledStorage, os_error
 
 CODES = (
     errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EACCES, errno.EROFS, errno.EINTR,
-    errno.ETIMEDOUT,
+    errno.ETIMEDOUT, errno.ENOTCONN,
 )  # fmt: skip
 #: How far apart the calls that fail are at most, one a run; 1 for every call.
 STRIDE = int(os.environ.get("SYNCD_STRIDE", "97"))

@@ -422,6 +422,21 @@ def test_rank_0_stops_waiting_when_training_ends_by_an_error(job: SmallJob) -> N
         first.save(SaveId("run", 4, 0), CONTENTS)
 
 
+@pytest.mark.parametrize(
+    "code", [errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNABORTED, errno.ESHUTDOWN]
+)
+def test_a_save_outlives_storage_that_is_away_for_a_moment(
+    job: SmallJob, storage: RuledStorage, code: int
+) -> None:
+    def refused(*_: object) -> None:
+        raise os_error(code)
+
+    storage.once("create", refused, where="model_world_size")
+    writer = RankWriter(Job(storage, job.layout), 0, 1, save_timeout=60, pauses=(0.0,))
+    writer.save(SaveId("run", 4, 0), CONTENTS)
+    assert job.state_pointer.read_bytes() == b"4\n"
+
+
 def test_what_is_announced_stays_whole_though_the_part_for_resuming_fails(
     job: SmallJob, storage: RuledStorage
 ) -> None:
