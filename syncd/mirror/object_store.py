@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import xxhash
@@ -108,7 +109,7 @@ class MirrorStore:
     ) -> None:
         try:
             import obstore  # noqa: PLC0415 - an extra, of 16 MB
-            from obstore.store import from_url  # noqa: PLC0415 - likewise
+            from obstore.store import LocalStore, from_url  # noqa: PLC0415 - likewise
         except ModuleNotFoundError as error:
             raise InvalidSettingsError("a mirror needs obstore: pip install 'syncd[s3]'") from error
         if (why := missing_extra()) is not None:
@@ -138,6 +139,8 @@ class MirrorStore:
             raise InvalidSettingsError(
                 f"{printable(self.url)} cannot be used as the URL of a mirror: {_told(error)}"
             ) from error
+        folder = self._store.prefix if isinstance(self._store, LocalStore) else None
+        self._folder = None if folder is None else Path(folder)
         self._rate, self._check = rate or Rate(None), check
         self.moved = 0
 
@@ -258,7 +261,17 @@ class MirrorStore:
         objects = {**dict(self._listed(OBJECTS)), **dict(self._listed(_PROBE))}
         gone = unneeded(objects, kept, min_age=min_age, now=now)
         self._delete(gone)
-        return len(old) + len(gone)
+        return len(old) + len(gone) + self._sweep_torn(now - min_age)
+
+    def _sweep_torn(self, before: datetime) -> int:
+        """Remove what killed pushes left in a folder; obstore does not list it."""
+        count = 0
+        for path in self._folder.glob(f"{OBJECTS}/*#*") if self._folder else ():
+            with suppress(FileNotFoundError):  # another pusher has
+                if path.stat().st_mtime < before.timestamp():
+                    path.unlink()
+                    count += 1
+        return count
 
     def now(self) -> datetime:
         """The time by the store's clock."""

@@ -1,5 +1,7 @@
 """``MirrorStore`` on folders and in memory, and on stores that refuse or replace."""
 
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,8 @@ from syncd.mirror.object_store import PART, MirrorStore, ObjectGoneError, StoreE
 from syncd.protocol.errors import CancelledError
 from syncd.protocol.mirrored import MirroredFile, MirroredSave, MirroredVersion, version_key
 from tests.ports import free_port
+from tests.programs import completed
+from tests.rank_programs import ROOT
 from tests.refusals import invalid
 
 SIZES = (0, 5, PART + 5)
@@ -177,6 +181,34 @@ def test_a_sweep_leaves_what_the_newest_versions_need(store: MirrorStore) -> Non
     kept = [shared, *files[3:5]]
     assert names(store) == sorted([*(each.key for each in kept), *map(version_key, (3, 4))])
     assert store.newest() == version(4, shared, files[4])
+
+
+#: Dies while it writes an object, once the folder has a part of it.
+_KILLED = """
+import os, sys, time
+from pathlib import Path
+from syncd.mirror.object_store import PART, MirrorStore
+from tests.unit.test_mirror_store import content, file
+
+def some():
+    yield from content(2 * PART)
+    while not any(Path(sys.argv[1]).glob("objects/*")):
+        time.sleep(0.01)
+    os._exit(9)
+
+MirrorStore(f"file://{sys.argv[1]}").put(file(3 * PART), some())
+"""
+
+
+def test_a_sweep_removes_what_a_killed_push_left_in_a_folder(tmp_path: Path) -> None:
+    dead = completed([sys.executable, "-c", _KILLED, tmp_path], cwd=ROOT)
+    assert dead.returncode == 9, dead.stderr
+    store = MirrorStore(f"file://{tmp_path}")
+    assert os.listdir(tmp_path / "objects") != []
+    assert names(store) == []
+    assert store.sweep(keep=1, min_age=LONG_AGE) == 0  # it may still be written
+    assert store.sweep(keep=1, min_age=-LONG_AGE) == 1
+    assert os.listdir(tmp_path / "objects") == []
 
 
 @contextmanager
