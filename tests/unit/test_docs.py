@@ -231,12 +231,12 @@ FUNCTIONS = {
 
 @each_page
 def test_every_test_and_every_file_that_a_page_names_is_there(page: str) -> None:
-    """``tests/…`` and the other folders by their paths, ``test_….py`` by its name alone."""
+    """``tests/…`` and the other folders by their paths, ``…/test_….py`` by the end of its path."""
     named = re.findall(r"`([\w./-]+)`", text_of(page))
     paths = {one for one in named if one.startswith(ROOMS)}
     assert {one for one in paths if not any(ROOT.glob(one.rstrip("/")))} == set()
-    files = {one for one in named if re.fullmatch(r"test_\w+\.py", one)}
-    assert files - {path.name for path in TESTS} == set()
+    files = {one for one in named if re.fullmatch(r"([a-z]+/)*test_\w+\.py", one)}
+    assert {one for one in files if not any(path.match(one) for path in TESTS)} == set()
     assert {one for one in named if re.fullmatch(r"test_\w+", one)} - FUNCTIONS == set()
 
 
