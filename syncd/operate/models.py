@@ -54,7 +54,7 @@ class ExplorerState(Process, ExplorerReport):
     behind: int = 0
     behind_steps: int | None = None
     # A large fleet has thousands of them, so they become no models.
-    loads: tuple[dict[str, int | float | None], ...] = ()  # type: ignore[assignment] # only shown
+    loads: tuple[dict[str, JsonValue], ...] = ()  # type: ignore[assignment] # only shown
 
 
 class VersionState(Fields):

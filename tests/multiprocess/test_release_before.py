@@ -202,6 +202,7 @@ def test_a_job_of_the_release_before_is_served_on(job: Path) -> None:
     versions = {name: files(layout.published / name) for name in ("v000001", "v000002", "v000005")}
     status = json.loads(said("status", job, "--json"))
     assert [status["latest"][key] for key in ("sequence", "step")] == [5, 1]
+    assert [explorer["name"] for explorer in status["explorers"]] == ["serving"]
     history = json.loads(said("history", job, "--json"))
     told = [(one["version"], one["step"]) for one in history["versions"]]
     assert sorted(told) == [(1, 1), (2, 2), (3, 4), (4, 5), (5, 1)]
