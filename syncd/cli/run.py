@@ -21,7 +21,7 @@ from syncd.daemon.configuration import (
     load,
     misspelt,
 )
-from syncd.daemon.host.services import RootServices, Services
+from syncd.daemon.host.services import JobSupervisor, RootSupervisor
 from syncd.daemon.signs import HangGuard, ServiceManager
 from syncd.daemon.telling.journal import MeterOf, unmetered
 from syncd.deltas.needs import missing_extra
@@ -93,7 +93,7 @@ def _load(file: Path | None, said: dict[str, GivenValue]) -> Configuration:
     return configuration
 
 
-def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | RootServices:
+def _services(configuration: ConfigReloader, stack: ExitStack) -> JobSupervisor | RootSupervisor:
     """Make the daemons; their hang guard and metrics run until the stack is closed."""
     config, root = configuration.current.config, configuration.current.root
     manager = ServiceManager.of_environment()
@@ -122,8 +122,10 @@ def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | Roo
         read_again = read_again_and_note
         each_tick, meter_of, forget = exporter.tick, metrics.of_job, metrics.forget_job
     if root is None:
-        return Services(configuration.current.job, config, guard, read_again, each_tick, meter_of)
-    services = RootServices(root, config, guard, read_again, each_tick, meter_of, forget)
+        return JobSupervisor(
+            configuration.current.job, config, guard, read_again, each_tick, meter_of
+        )
+    services = RootSupervisor(root, config, guard, read_again, each_tick, meter_of, forget)
     RootServed(root).tell(log)
     return services
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from explorer_hooks.reader import Reader
-from syncd.daemon.host.services import RootServices, Services
+from syncd.daemon.host.services import JobSupervisor, RootSupervisor
 from syncd.daemon.service import Service
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import Latest
@@ -173,7 +173,7 @@ def converges(job: Path, step: int, sequence: int, *, explorers_job: Path | None
 
 
 @contextmanager
-def serving(service: Service | Services | RootServices) -> Iterator[None]:
+def serving(service: Service | JobSupervisor | RootSupervisor) -> Iterator[None]:
     """A daemon in this process; its thread ends with the block."""
     thread = threading.Thread(target=service.run)
     thread.start()

@@ -15,7 +15,7 @@ import pytest
 from explorer_hooks.reader import Reader
 from syncd.daemon.blocks import Obstacle
 from syncd.daemon.config import DaemonConfig, RunConfig
-from syncd.daemon.host.services import RootServices
+from syncd.daemon.host.services import RootSupervisor
 from syncd.daemon.makes import Makes
 from syncd.daemon.service import Service
 from syncd.protocol.layout import JobLayout
@@ -250,7 +250,7 @@ def test_no_more_jobs_merge_at_a_time_than_may_and_all_get_their_turn(
     jobs = [SmallJob(root / f"job-{number}") for number in range(9)]
     for job in jobs:
         job.save(1)
-    services = RootServices(root, RunConfig(concurrent_merges=3, tick=0.1))
+    services = RootSupervisor(root, RunConfig(concurrent_merges=3, tick=0.1))
     with serving(services):
         for job in jobs:
             wait_for_step(job.root, 1)
@@ -262,7 +262,7 @@ def test_a_job_for_which_there_is_no_thread_now_ends_no_other_and_is_served_late
 ) -> None:
     first = SmallJob(root / "first")
     first.save(1)
-    with serving(RootServices(root, RunConfig(tick=0.1))):
+    with serving(RootSupervisor(root, RunConfig(tick=0.1))):
         wait_for_step(first.root, 1)
         before = threading.stack_size(2**50)  # more than any machine has room for
         try:

@@ -11,7 +11,7 @@ import pytest
 
 from explorer_hooks.reader import Reader
 from syncd.daemon.config import RunConfig
-from syncd.daemon.host.services import Services
+from syncd.daemon.host.services import JobSupervisor
 from syncd.daemon.telling.journal import Meter
 from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.layout import JobLayout
@@ -84,8 +84,8 @@ def test_a_fault_of_ours_in_one_is_not_the_end_of_the_other(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("syncd.daemon.host.services._AGAIN", 0.0)
-    services = Services(job, RunConfig(memory_dir=tmp_path / "shm", tick=0.1))
-    first, failing = services._keepers.values()
+    services = JobSupervisor(job, RunConfig(memory_dir=tmp_path / "shm", tick=0.1))
+    first, failing = services._servers.values()
     runs: list[int] = []
     run = failing.run
 
@@ -131,7 +131,7 @@ def test_one_that_is_made_anew_works_by_what_was_read_again_meanwhile(
         read.set()
         return before.model_copy(update={"keep": 1})
 
-    services = Services(job, before, read_again=read_again, meter_of=meter_of)
+    services = JobSupervisor(job, before, read_again=read_again, meter_of=meter_of)
     gathered = SmallJob(memory)
     with serving(services):
         for step in (1, 2, 3):
@@ -144,8 +144,8 @@ def test_a_fault_of_ours_is_not_the_end_of_the_daemon_of_one_job(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("syncd.daemon.host.services._AGAIN", 0.0)
-    services = Services(job, RunConfig(tick=0.1))
-    (failing,) = services._keepers.values()
+    services = JobSupervisor(job, RunConfig(tick=0.1))
+    (failing,) = services._servers.values()
     run, faults = failing.run, [Fault()]
 
     def fail() -> None:
@@ -161,14 +161,14 @@ def test_a_fault_of_ours_is_not_the_end_of_the_daemon_of_one_job(
 @pytest.mark.parametrize("memory", [".", "inside", ".."])
 def test_a_memory_directory_must_be_apart_from_the_job(job: Path, memory: str) -> None:
     with invalid("overlap"):
-        Services(job, RunConfig(memory_dir=job / memory))
+        JobSupervisor(job, RunConfig(memory_dir=job / memory))
 
 
 def test_a_memory_directory_that_cannot_be_made_is_said_at_the_start(
     job: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(JobUnavailableError, match="cannot create the memory directory"):
-        Services(job, RunConfig(memory_dir=tmp_path / "not" / "there"))
+        JobSupervisor(job, RunConfig(memory_dir=tmp_path / "not" / "there"))
 
 
 # -- the end -----------------------------------------------------------------------------------

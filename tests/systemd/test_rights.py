@@ -22,7 +22,7 @@ from syncd.checkpoint import open_save
 from syncd.checkpoint.safetensors_header import read_fields
 from syncd.checkpoint.torch_files.pieces import read_pieces
 from syncd.daemon.config import RunConfig
-from syncd.daemon.host.services import Services
+from syncd.daemon.host.services import JobSupervisor
 from syncd.protocol.layout import JobLayout
 from tests.jobs import SmallJob
 from tests.makers import make_here
@@ -124,7 +124,7 @@ def served(
 ) -> Callable[[], None]:
     def work() -> None:
         config = RunConfig(tick=0.05, shared_group=group, keep=1, lease_time=LEASE_TIME)
-        services = Services(root, config)
+        services = JobSupervisor(root, config)
 
         def end() -> None:
             try:

@@ -15,7 +15,7 @@ from prometheus_client import generate_latest
 from syncd.cli.log_lines import Flood, HumanLines, JsonLines
 from syncd.daemon.config import DaemonConfig, RunConfig
 from syncd.daemon.configuration import GivenValue, load
-from syncd.daemon.host.services import Discovery, RootServices
+from syncd.daemon.host.services import Discovery, RootSupervisor
 from syncd.daemon.signs import HangGuard, ServiceManager
 from syncd.daemon.telling.metrics import Metrics
 from syncd.daemon.turns import LEAST, PATIENCE, LateError, Turn, Turns
@@ -529,12 +529,12 @@ def test_one_job_or_many_and_not_both(tmp_path: Path) -> None:
 def test_what_only_one_job_can_have_is_refused(tmp_path: Path, key: str) -> None:
     config = RunConfig.model_validate({"root": tmp_path, key: tmp_path if "dir" in key else True})
     with invalid(key):
-        RootServices(tmp_path, config)
+        RootSupervisor(tmp_path, config)
 
 
 def test_a_root_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(JobUnavailableError, match="no such folder"):
-        RootServices(tmp_path / "missing", RunConfig())
+        RootSupervisor(tmp_path / "missing", RunConfig())
 
 
 @pytest.mark.parametrize("mark", [".syncd", "latest_state_dict_iteration.txt", "global_step_7"])

@@ -14,7 +14,7 @@ from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.version import read_manifest
 from syncd.cli.status import page
 from syncd.daemon.config import DaemonConfig, RunConfig
-from syncd.daemon.host.services import Services
+from syncd.daemon.host.services import JobSupervisor
 from syncd.daemon.telling.journal import read_journal
 from syncd.operate.job_state import look
 from syncd.protocol.names import NAME_MAP, RECEIPTS, receipt_name
@@ -219,8 +219,8 @@ def test_a_memory_folder_keeps_the_trainers_own_file_unless_told_otherwise(tmp_p
     job = SmallJob(tmp_path / "job")
     told = {}
     for names in (None, "hub"):
-        services = Services(job.root, RunConfig(memory_dir=tmp_path / "memory", names=names))
-        told[names] = [keeper.config.names for keeper in services._keepers.values()]
+        services = JobSupervisor(job.root, RunConfig(memory_dir=tmp_path / "memory", names=names))
+        told[names] = [server.config.names for server in services._servers.values()]
     assert told == {None: [None, "trainer"], "hub": ["hub", "hub"]}
 
 

@@ -58,7 +58,7 @@ _LAST_PATIENCE: Final = 30.0
 
 
 @dataclass(kw_only=True)
-class Keeper(Service):
+class JobServer(Service):
     """Serves one job until it is stopped or its daemon ends.
 
     If the daemon fails, the error is logged, and the job is opened and served again 10 s later.
@@ -208,7 +208,7 @@ class Discovery:
 
 
 @dataclass
-class Host:
+class Supervisor:
     """A process that serves jobs.
 
     Attributes:
@@ -231,7 +231,7 @@ class Host:
         self.root = self.root.absolute()
         self._guard = self.guard or HangGuard(self.config.hang_time)
         self._manager = self._guard.manager
-        self._keepers: dict[Path, Keeper] = {}
+        self._servers: dict[Path, JobServer] = {}
         self._reload_asked = False
         if self.config.shared_group is not None:  # let the umask keep the group's permission bits
             os.umask(os.umask(0o077) & ~0o070)
@@ -244,17 +244,17 @@ class Host:
         with self._manager.reloading():
             if (config := self.read_again()) is not None:
                 self.config = config
-                for root, keeper in self._keepers.items():
+                for root, server in self._servers.items():
                     is_memory = config.memory_dir is not None and root != self.root
-                    keeper.reload(_for_memory(config) if is_memory else config)
+                    server.reload(_for_memory(config) if is_memory else config)
 
-    def _keeper(self, root: Path, config: DaemonConfig) -> Keeper:
-        return Keeper(
+    def _server(self, root: Path, config: DaemonConfig) -> JobServer:
+        return JobServer(
             root, config, may_end=lambda: False, meter_of=self.meter_of, guard=self._guard
         )
 
 
-class Services(Host):
+class JobSupervisor(Supervisor):
     """The daemons of a job and of its memory directory, in one process.
 
     Each daemon has its own thread, so that one daemon's failure does not affect the other daemon.
@@ -267,33 +267,33 @@ class Services(Host):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._keepers[self.root] = self._keeper(self.root, self.config)
+        self._servers[self.root] = self._server(self.root, self.config)
         if self.config.memory_dir is not None:
             memory = self.config.memory_dir.absolute()
             _check_apart(self.root, memory)
             _make(memory)
-            self._keepers[memory] = self._keeper(memory, _for_memory(self.config))
+            self._servers[memory] = self._server(memory, _for_memory(self.config))
         # All daemons end when the first job's daemon ends as idle.
-        first, *others = self._keepers.values()
+        first, *others = self._servers.values()
         first.each_tick, first.may_end = self._tick, lambda: all(one.is_idle for one in others)
-        for keeper in self._keepers.values():
-            keeper.notice = self._manager.job(str(keeper.root))
-            keeper.open()
+        for server in self._servers.values():
+            server.notice = self._manager.job(str(server.root))
+            server.open()
 
     def stop(self) -> None:
         """Ask :meth:`run` to return; any thread or signal handler may call this."""
         self._manager.stopping()
-        for keeper in self._keepers.values():
-            keeper.stop()
+        for server in self._servers.values():
+            server.stop()
 
     def reload(self) -> None:
         """Read the configuration again soon; any thread or signal handler may call this."""
         self._reload_asked = True
-        self._keepers[self.root].wake()
+        self._servers[self.root].wake()
 
     def run(self) -> bool:
         """Serve until stopped or idle; returns True, because all threads have ended."""
-        first, *others = self._keepers.values()
+        first, *others = self._servers.values()
         threads = [threading.Thread(target=one.serve, name=str(one.root)) for one in others]
         for thread in threads:
             thread.start()
@@ -306,7 +306,7 @@ class Services(Host):
         return True
 
 
-class RootServices(Host):
+class RootSupervisor(Supervisor):
     """The daemons of all jobs in a folder, in one process.
 
     Each job has its own thread. :meth:`run` itself does not call storage. So even if storage hangs,
@@ -389,63 +389,63 @@ class RootServices(Host):
         if names is None:
             return
         jobs = {self.root / name for name in names}
-        before = len(self._keepers)
-        for path, keeper in list(self._keepers.items()):
-            if not keeper.thread.is_alive():  # the job was given up, or no longer hangs
-                del self._keepers[path]
-                keeper.turn.forget()
+        before = len(self._servers)
+        for path, server in list(self._servers.items()):
+            if not server.thread.is_alive():  # the job was given up, or no longer hangs
+                del self._servers[path]
+                server.turn.forget()
                 self.forget(path)
-            elif path not in jobs and not keeper.leaves:
-                keeper.leaves = True
+            elif path not in jobs and not server.leaves:
+                server.leaves = True
                 JobGone(path).tell(log)
-                keeper.stop()
-        for path in sorted(jobs - self._keepers.keys()):
+                server.stop()
+        for path in sorted(jobs - self._servers.keys()):
             if not self._serve(path):
                 break
-        if len(self._keepers) != before or not before:
-            self._notice.status(f"jobs in {self.root}: {len(self._keepers)}")
+        if len(self._servers) != before or not before:
+            self._notice.status(f"jobs in {self.root}: {len(self._servers)}")
         self._notice.ready()
 
     def _serve(self, path: Path) -> bool:
         """Begin to serve a job; False if this process cannot start another thread now."""
-        keeper = self._keeper(path, self.config)
-        keeper.turn = Turn(self._turns, str(path), keeper.wake)
+        server = self._server(path, self.config)
+        server.turn = Turn(self._turns, str(path), server.wake)
         # A daemon thread, because a thread that waits for storage must not delay the exit.
         name = f"{JOB_THREAD}{path}"
-        keeper.thread = threading.Thread(target=keeper.serve, name=name, daemon=True)
+        server.thread = threading.Thread(target=server.serve, name=name, daemon=True)
         try:
-            keeper.thread.start()
+            server.thread.start()
         except RuntimeError as error:  # no more threads; the other jobs continue
             if self._repeats.due(path):
                 JobUnavailable(path, error).tell(log)
             return False
-        self._keepers[path] = keeper
+        self._servers[path] = server
         self._repeats.forget(path)
         JobFound(path).tell(log)
         return True
 
     def _give_up_what_hangs(self) -> None:
-        for path, keeper in self._keepers.items():
+        for path, server in self._servers.items():
             silence = self._guard.silence(str(path))
-            if keeper.hangs or silence < self._guard.hang_time:
+            if server.hangs or silence < self._guard.hang_time:
                 continue
-            keeper.hangs = True
-            JobHangs(path, silence, _stack_of(keeper.thread)).tell(log)
+            server.hangs = True
+            JobHangs(path, silence, _stack_of(server.thread)).tell(log)
             # In a new thread, because this call may hang too.
-            threading.Thread(target=keeper.give_up, daemon=True).start()
+            threading.Thread(target=server.give_up, daemon=True).start()
 
     def _end(self) -> bool:
         patience = min(_LAST_PATIENCE, self._guard.hang_time / 2)
-        for keeper in self._keepers.values():
-            keeper.stop()
-        for path, keeper in self._keepers.items():
-            while keeper.thread.is_alive():
+        for server in self._servers.values():
+            server.stop()
+        for path, server in self._servers.items():
+            while server.thread.is_alive():
                 silence = self._guard.silence(str(path))
                 if silence >= patience:
                     JobAbandoned(path, silence).tell(log)
                     break
-                keeper.thread.join(_LOOK)
-        return not any(keeper.thread.is_alive() for keeper in self._keepers.values())
+                server.thread.join(_LOOK)
+        return not any(server.thread.is_alive() for server in self._servers.values())
 
 
 def _stack_of(thread: threading.Thread) -> str:
