@@ -353,7 +353,7 @@ class Loop:
             self._publisher.naming.look()
             sequence = (latest.tip or latest).sequence if latest else 0
             for load in self._going_live.look(sequence, seen.living):
-                self._journal.live(load)
+                self._journal.tell(load)
             self._publisher.count_above(self._going_live.highest)
             self._live = self._going_live.live(seen.living)
         except OSError as error:

@@ -94,7 +94,7 @@ class Fast(Meter):
     def __init__(self) -> None:
         self.takes: list[Callable[[], object]] = []
 
-    def told(self, event: Event) -> None:
+    def tell(self, event: Event) -> None:
         for take in self.takes if isinstance(event, VersionPublished) else ():
             take()
 

@@ -74,8 +74,8 @@ class Meter:
     def round_ended(self, seconds: float) -> None:
         """A round has ended; all its work took ``seconds``."""
 
-    def told(self, event: Event) -> None:
-        """The journal was told an event."""
+    def tell(self, event: Event) -> None:
+        """Count and measure an event."""
 
     def pruned(self, what: str) -> None:
         """A ``version``, ``delta``, ``step`` or ``lease`` was deleted."""
@@ -123,9 +123,13 @@ class Journal:
 
     def tell(self, event: Event, level: int | None = None) -> None:
         """Log an event, count it, measure it, and write its line to the file."""
+        if isinstance(event, VersionLive) and event.version in self._named_at:
+            since = self.clock() - self._named_at[event.version]
+            ago = min(event.ago_, since)  # no explorer was earlier than LATEST
+            event = replace(event, ago_=ago, seconds=round(since - ago, 3))
         if event.counter:
             self._count(event.counter)
-        self.meter.told(event)
+        self.meter.tell(event)
         for it in vars(event).values():
             if isinstance(it, BaseException):
                 self.meter.failed(it)
@@ -144,15 +148,6 @@ class Journal:
             }
             self.note(event.line, **fields)
         event.tell(log, level)
-
-    def live(self, event: VersionLive) -> None:
-        """An explorer has loaded a version, ``ago_`` seconds before its report."""
-        named_at = self._named_at.get(event.version)
-        if named_at is not None:
-            since = self.clock() - named_at
-            ago = min(event.ago_, since)  # no explorer was earlier than LATEST
-            event = replace(event, ago_=ago, seconds=round(since - ago, 3))
-        self.tell(event)
 
     def waiting(self, why: str, *, is_told: bool = False) -> None:
         """Log a new reason why the daemon waits, unless a warning has told it."""
@@ -302,8 +297,8 @@ class GoingLive:
     def _loads(self, name: str, report: ExplorerReport, latest: int) -> Iterator[VersionLive]:
         self._looks[name] = _LastLook(self._round, min(report.sequence or 0, latest))
         for load in report.loads[-LOADS_KEPT:]:
-            told = self._on_record.get(name)
-            if (self._told_before if told is None else told) < load.sequence <= latest:
+            before = self._on_record.get(name)
+            if (self._told_before if before is None else before) < load.sequence <= latest:
                 self._on_record[name] = load.sequence
                 ago = max(0.0, report.time - load.time)
                 yield VersionLive(
@@ -312,7 +307,7 @@ class GoingLive:
                     seconds=None,
                     pause=None if load.pause is None else round(load.pause, 3),
                     ago_=ago if math.isfinite(ago) else 0.0,
-                    is_first_=told is None,
+                    is_first_=before is None,
                 )
 
     @cached_property
@@ -322,7 +317,7 @@ class GoingLive:
         Loads of versions that are older than the lines read may be in the unread part. So all loads
         of those versions count as journaled.
         """
-        told: dict[str, int] = {}
+        newest: dict[str, int] = {}
         published = []
         for line in read_journal(self.job, _ENOUGH):
             if line.version is None or line.event == "linked":
@@ -330,6 +325,6 @@ class GoingLive:
             if line.event != "live":
                 published.append(line.version)
             elif line.explorer is not None:
-                told[line.explorer] = max(told.get(line.explorer, 0), line.version)
-        self._told_before = min(published) - 1 if published else max(told.values(), default=0)
-        return told
+                newest[line.explorer] = max(newest.get(line.explorer, 0), line.version)
+        self._told_before = min(published) - 1 if published else max(newest.values(), default=0)
+        return newest

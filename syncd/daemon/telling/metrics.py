@@ -264,7 +264,7 @@ class _JobMeter(Meter):
         except OSError as error:
             self.failed(error)
 
-    def told(self, event: Event) -> None:
+    def tell(self, event: Event) -> None:
         if event.counter in _OUTCOMES["saves"]:
             self._count("saves", event.counter)
         match event:
