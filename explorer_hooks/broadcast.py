@@ -43,9 +43,9 @@ def greet(group: WeightGroup, known: WeightMeta | None) -> Iterator[Arriving]:
     the meta only if a member does not know it. After the block, all members are prepared for the
     transfer. If the block raises an error, no tensor is sent.
     """
-    header = Header.decode(_told(group, HEADER))
+    header = Header.decode(_received(group, HEADER))
     meta = known if known is not None and known.digest == header.digest else None
-    told = None if group.agree(meta is not None) else _told(group, header.meta_bytes)
+    told = None if group.agree(meta is not None) else _received(group, header.meta_bytes)
     try:
         meta = meta or _decoded(told, header)
         yield Arriving(group, header, meta, Image.of(meta, header.bucket_bytes))
@@ -105,7 +105,7 @@ class Arriving:
     def end(self) -> None:
         """Confirm the last byte, and wait until all members have confirmed it."""
         sent = DIGEST * len(self._digests)
-        if self.header.has_digests and _told(self.group, sent) != b"".join(self._digests):
+        if self.header.has_digests and _received(self.group, sent) != b"".join(self._digests):
             self.fault = "their digests differ from the digests that the trainer sent"
         if self.fault is not None:
             raise _refused(self.group, f"refusing the received weights: {self.fault}")
@@ -155,7 +155,7 @@ def _go_on_if_all(group: WeightGroup) -> None:
         )
 
 
-def _told(group: WeightGroup, size: int) -> bytes:
+def _received(group: WeightGroup, size: int) -> bytes:
     content = torch.empty(size, dtype=torch.uint8, device=group.device)
     group.broadcast(content).wait()
     return bytes(bytes_of(content.cpu()))
@@ -224,18 +224,18 @@ class WeightReceiver:
         """
         try:
             with self._greet() as arriving:
-                found = fit(arriving.meta)
-                content = buffer.lay_out(found.targets)
+                fitted = fit(arriving.meta)
+                content = buffer.lay_out(fitted.targets)
             specs = [(spec.name, whole_box(spec.shape)) for spec in arriving.meta.tensors]
-            if [(target.name, target.box) for target in found.targets] == specs:
+            if [(target.name, target.box) for target in fitted.targets] == specs:
                 arriving.fill_image(content)
             else:
-                _receive_parts(arriving, found, buffer.views)
+                _receive_parts(arriving, fitted, buffer.views)
             arriving.end()
         except BaseException:
             buffer.close()
             raise
-        return found.targets
+        return fitted.targets
 
     def fill(
         self, fit: Callable[[WeightMeta], Fit], changing: AbstractContextManager[object]

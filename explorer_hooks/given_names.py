@@ -95,17 +95,17 @@ class GivenNames:
 
     def by_hub(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """Rename tensors to the hub's names."""
-        found: dict[str, TensorSpec] = {}
+        renamed: dict[str, TensorSpec] = {}
         for name, spec in tensors.items():
             parts = self._hub(name, spec.shape)
             for part in parts:
                 shape = _in_hub(part).ends
-                if part.at is not None and part.name in found:  # the parts may come in any order
-                    shape = around((shape, found[part.name].shape))
-                found[part.name] = TensorSpec(spec.dtype, shape)
+                if part.at is not None and part.name in renamed:  # the parts may come in any order
+                    shape = around((shape, renamed[part.name].shape))
+                renamed[part.name] = TensorSpec(spec.dtype, shape)
             if not parts:
-                found[name] = spec
-        return found
+                renamed[name] = spec
+        return renamed
 
     def shown(self, name: str) -> str:
         """Format a name for messages, with the tensor's other name."""

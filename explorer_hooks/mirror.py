@@ -307,7 +307,7 @@ class Mirror(InProcessEngine):
             return False
         was, now = held.manifest, version.manifest
         of_both = [
-            [(one.name, one.dtype, one.shape, one.file) for one in each.tensors]
+            [(tensor.name, tensor.dtype, tensor.shape, tensor.file) for tensor in each.tensors]
             for each in (was, now)
         ]
         last = newest.last

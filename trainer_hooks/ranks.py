@@ -115,9 +115,9 @@ class Ranks:
         failures = self.gathered(failure)
         if raised is not None:
             raise raised
-        for rank, told in enumerate(failures):
-            if told is not None:
-                raise told[0](f"rank {rank}: {told[1]}")
+        for rank, other in enumerate(failures):
+            if other is not None:
+                raise other[0](f"rank {rank}: {other[1]}")
         return result  # type: ignore[return-value]  # nothing was raised, so work returned it
 
     def of_first(self, work: Callable[[], T]) -> T:

@@ -258,23 +258,23 @@ class WeightStream(ClosingSaver):
 
     def _compare(self, save: OwnSave) -> None:
         """Refuse a save of all writers whose names, shapes or dtypes are not those expected."""
-        found: _Tensors = {}
+        tensors: _Tensors = {}
         faults = []
         step = save.id.step
         for rank in range(self._saver.world_size):
             for name, dtype, shape in self._written_by(rank, save):
-                if name in found:
+                if name in tensors:
                     faults.append(f"{shown(name)} comes from rank {rank} and from another")
-                found[name] = dtype, shape
-        before = self._before or found
-        faults += [f"{shown(name)} is missing" for name in before.keys() - found.keys()]
-        faults += [f"{shown(name)} is new" for name in found.keys() - before.keys()]
+                tensors[name] = dtype, shape
+        before = self._before or tensors
+        faults += [f"{shown(name)} is missing" for name in before.keys() - tensors.keys()]
+        faults += [f"{shown(name)} is new" for name in tensors.keys() - before.keys()]
         faults += [
-            f"{shown(name)} is {_described(found[name])}, but was {_described(before[name])}"
-            for name in found.keys() & before.keys()
-            if found[name] != before[name]
+            f"{shown(name)} is {_described(tensors[name])}, but was {_described(before[name])}"
+            for name in tensors.keys() & before.keys()
+            if tensors[name] != before[name]
         ]
-        if not found:
+        if not tensors:
             faults.append("no writer gave a tensor")
         if faults:
             more = len(faults) - _NAMED
@@ -283,7 +283,7 @@ class WeightStream(ClosingSaver):
                 f"{f'; and {more} more' if more > 0 else ''}. Give the same tensors at each step, "
                 "each on one rank; for another model, begin another stream"
             )
-        self._found = found
+        self._found = tensors
 
     def _written_by(self, rank: int, save: OwnSave) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         """Name, dtype and shape of each tensor in the file of a rank."""

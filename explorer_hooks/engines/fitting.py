@@ -79,8 +79,8 @@ def differences(
         *(f"{say(name)} is not in {whose}" for name in given.keys() - wanted.keys()),
         *(f"{say(name)} is not in the version" for name in wanted.keys() - given.keys()),
         *(
-            f"{say(name)} is {_told(given[name], wanted[name])} in the version, "
-            f"{_told(wanted[name], given[name])} in {whose}"
+            f"{say(name)} is {_described(given[name], wanted[name])} in the version, "
+            f"{_described(wanted[name], given[name])} in {whose}"
             for name in given.keys() & wanted.keys()
             if given[name] != wanted[name]
         ),
@@ -110,6 +110,6 @@ def refuse(what: str, whose: str, wrong: Iterable[str], *, remedy: str = "") -> 
     )
 
 
-def _told(spec: TensorSpec, other: TensorSpec) -> str:
+def _described(spec: TensorSpec, other: TensorSpec) -> str:
     """The shape if the shapes differ, or else the dtype."""
     return spec.dtype if spec.shape == other.shape else str(list(spec.shape))

@@ -292,20 +292,20 @@ class ServerEngine(ABC):
         if self._torn is not None or self._uncached is not None:
             return False
         try:
-            said = self._said_label()
+            reported = self._said_label()
             self._ask_workers()
         except (ServerRefusedError, OSError) as error:
             log.warning("%s does not report the version that it serves: %s", self._whose, error)
             return False
         given = self._received or label(version)
-        if said != given and said.startswith((_STEP, LOADING)):
+        if reported != given and reported.startswith((_STEP, LOADING)):
             log.warning(
                 "%s has %s, but this hook loaded %s. Use only one hook for each server",
                 self._whose,
-                said,
+                reported,
                 given,
             )
-        return said in {"", given}
+        return reported in {"", given}
 
     def is_loaded(self) -> bool:
         """True if the server answers, and has a label of syncd, or no labels. Needs no attach."""
@@ -405,22 +405,22 @@ class ServerEngine(ABC):
         self._told_waiting(why)
         log.warning("%s", why)
 
-    def _check_left(self, said: str) -> None:
+    def _check_left(self, reported: str) -> None:
         """Raise EngineBrokenError in the first ``timeouts.load`` seconds of another hook's load."""
         now = time.monotonic()
-        if self._others is None or self._others[0] != said:
-            self._others = said, now
+        if self._others is None or self._others[0] != reported:
+            self._others = reported, now
         if now < self._others[1] + self._load_timeout:
             raise EngineBrokenError(
-                f"{self._whose} is in the middle of a load by another hook ({said}). Stop that "
+                f"{self._whose} is in the middle of a load by another hook ({reported}). Stop that "
                 f"hook. After {self._load_timeout:g} s this hook loads its own version"
             )
-        self._was_left(said)
+        self._was_left(reported)
 
-    def _was_left(self, said: str) -> None:
+    def _was_left(self, reported: str) -> None:
         """Treat the server as if its hook had been killed during a load."""
-        self._torn = f"its hook was stopped in the middle of a load ({said})"
-        self._model_is_torn = not said.startswith(f"{LOADING}-adapter")
+        self._torn = f"its hook was stopped in the middle of a load ({reported})"
+        self._model_is_torn = not reported.startswith(f"{LOADING}-adapter")
         log.warning("%s stays paused until the next load: %s", self._whose, self._torn)
 
     @contextmanager

@@ -156,7 +156,7 @@ def find_targets(
                 wrong.append(f"{shown(entry.name)} and {shown(same[0].name)} are both renamed "
                              f"to {shown(name)}")  # fmt: skip
             elif name not in tensors:
-                told = names.shown(name) if name == entry.name else _told(entry.name, name)
+                told = names.shown(name) if name == entry.name else _both_names(entry.name, name)
                 wrong.append(f"{told} is not in {whose}")
             others[part] = entry, piece
     filled = {_memory(value) for name, value in tensors.items() if name in given}
@@ -180,7 +180,7 @@ def find_targets(
         for part, (entry, piece) in fillings.items():
             target = _target(entry, value, piece, cast=cast, whose=whose)
             if isinstance(target, str):
-                wrong.append(f"{_told(entry.name, name)} {target}")
+                wrong.append(f"{_both_names(entry.name, name)} {target}")
                 dtype = DTYPES.get(entry.dtype)
                 castable = castable or (dtype != value.dtype and _casts(dtype, value.dtype))
                 continue
@@ -244,7 +244,7 @@ def differ(one: str, other: str, whose: str) -> str:
     return f"{shown(one)} and {shown(other)} have different values, but are one tensor in {whose}"
 
 
-def _told(name: str, renamed: str) -> str:
+def _both_names(name: str, renamed: str) -> str:
     return shown(name) if name == renamed else f"{shown(name)} (renamed to {shown(renamed)})"
 
 

@@ -152,25 +152,25 @@ class TransformersModel(TorchModule):
 
     def _other_base(self, version: LeasedVersion) -> str | None:
         """The reason why an adapter is for another model; None if none is known."""
-        told = version.manifest.base_model
+        theirs = version.manifest.base_model
         base: Any = getattr(self._module, "get_base_model", lambda: self._module)()
         mine = self._base_model or getattr(base, "name_or_path", None)
-        if told is None or not mine:
+        if theirs is None or not mine:
             return None
-        differs: bool | None = told.name != mine
+        differs: bool | None = theirs.name != mine
         if self._base_model is None:
-            differs = are_two_models(told.name, mine)
-        if differs is None and self._said != told.name:
-            self._said = told.name
+            differs = are_two_models(theirs.name, mine)
+        if differs is None and self._said != theirs.name:
+            self._said = theirs.name
             log.warning(
                 "v%d is an adapter for %s, and the model was loaded from %s. syncd cannot "
                 "tell whether these are the same model. Pass its name as base_model",
                 version.sequence,
-                shown(told.name),
+                shown(theirs.name),
                 shown(mine),
             )
         return (
-            f"it is an adapter for {shown(told.name)}, not for {shown(mine)}" if differs else None
+            f"it is an adapter for {shown(theirs.name)}, not for {shown(mine)}" if differs else None
         )
 
     def _loaded(self) -> None:

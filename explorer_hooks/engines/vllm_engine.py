@@ -197,22 +197,22 @@ def workers_of(parallel_config: object) -> int:
 
     ``parallel_config`` is vLLM's ParallelConfig, or a dict with its fields.
     """
-    told = _fields(parallel_config)
-    if told.get("worker_extension_cls") != EXTENSION:
+    fields = _fields(parallel_config)
+    if fields.get("worker_extension_cls") != EXTENSION:
         log.warning(
             "this vLLM cannot receive broadcasts, so it loads versions from files. To receive "
             "broadcasts, start vLLM with --worker-extension-cls %s",
             EXTENSION,
         )
         return 0
-    if told.get("data_parallel_size") != 1:
+    if fields.get("data_parallel_size") != 1:
         # With data parallelism vLLM returns only the answers of one replica.
         log.warning(
             "a vLLM with --data-parallel-size above 1 cannot receive broadcasts; loading versions "
             "from files"
         )
         return 0
-    size = told.get("world_size")
+    size = fields.get("world_size")
     return size if isinstance(size, int) else 0
 
 
@@ -282,7 +282,7 @@ class VLLMWorkers:
             if not self._repacks:
                 self.rpc("reload_weights", {"weights_path": folder}, timeout)
             elif failed := self._ask("syncd_load_folder", {"folder": folder}, timeout):
-                raise ServerRefusedError(f"{self.whose} did not load {folder}: {_told(failed)}")
+                raise ServerRefusedError(f"{self.whose} did not load {folder}: {_reasons(failed)}")
         self.half_loaded = False
 
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
@@ -309,7 +309,7 @@ class VLLMWorkers:
             ) from error
         if failed:
             self.leave()
-            why = f"{self.whose}: {_told(failed)}"
+            why = f"{self.whose}: {_reasons(failed)}"
             misfits = any(one.get("misfits") for one in failed)
             raise BroadcastError(why) from EngineMismatchError(why) if misfits else None
 
@@ -319,14 +319,14 @@ class VLLMWorkers:
         failed = self._ask("syncd_load", {}, timeout)
         if failed:
             raise EngineBrokenError(
-                f"{self.whose} did not load the received weights: {_told(failed)}"
+                f"{self.whose} did not load the received weights: {_reasons(failed)}"
             )
         self.half_loaded = False
 
     def leave(self) -> None:
         """Let the workers leave the group, and release received weights. Raises no error."""
         try:
-            failed = _told(self._ask("syncd_leave", {}, 0))
+            failed = _reasons(self._ask("syncd_leave", {}, 0))
         except Exception as error:  # noqa: BLE001 # an LLM may raise anything; logging it is all that can be done
             failed = str(error)
         if failed:
@@ -341,13 +341,13 @@ class VLLMWorkers:
         self, method: str, kwargs: dict[str, object], timeout: float
     ) -> list[Mapping[str, object]]:
         """Call a method of all workers; return the answers of the workers that failed."""
-        told = self.rpc(method, kwargs, timeout + _GRACE)
-        answers = told if isinstance(told, list) else []
-        if not answers or not all(isinstance(one, dict) and "failed" in one for one in answers):
+        answer = self.rpc(method, kwargs, timeout + _GRACE)
+        answers = answer if isinstance(answer, list) else []
+        if not answers or not all(isinstance(each, dict) and "failed" in each for each in answers):
             raise ServerError(
-                f"{self.whose} gave an unexpected answer to {method}: {shown(str(told))}"
+                f"{self.whose} gave an unexpected answer to {method}: {shown(str(answer))}"
             )
-        return [one for one in answers if one["failed"] is not None]
+        return [each for each in answers if each["failed"] is not None]
 
 
 def encodes(vllm_config: object) -> bool | None:
@@ -434,7 +434,7 @@ def _left_by_reload(version: LeasedVersion) -> str | None:
     return None
 
 
-def _told(failed: list[Mapping[str, object]]) -> str:
+def _reasons(failed: list[Mapping[str, object]]) -> str:
     return "; ".join(sorted({shown(str(one["failed"]), 500) for one in failed}))
 
 

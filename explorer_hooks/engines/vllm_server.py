@@ -183,9 +183,9 @@ class VLLMServer(ServerEngine):
         super().check(version)
         try:
             if not self._server.has(_RESET_ENCODER):
-                check_encoder(version, self._told_config(), self._whose)
+                check_encoder(version, self._reported_config(), self._whose)
             if version.kind == "full" and not self._has_transfer():
-                self._workers.check_reload(version, self._told_config())
+                self._workers.check_reload(version, self._reported_config())
         except EngineMismatchError:
             # The user may restart it: with the extension or the transfer, or a newer release.
             self._forget_config()
@@ -194,10 +194,10 @@ class VLLMServer(ServerEngine):
 
     def _has_transfer(self) -> bool:
         if self._transfers is None:
-            self._transfers = self._session.is_there(self._told_config())
+            self._transfers = self._session.is_there(self._reported_config())
         return self._transfers
 
-    def _told_config(self) -> Mapping[str, Any]:
+    def _reported_config(self) -> Mapping[str, Any]:
         try:
             return self._find_config()
         except ServerRefusedError as error:
@@ -317,13 +317,13 @@ class VLLMServer(ServerEngine):
                 "token_ids": [1],
                 "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
             }
-            told = self._ask(_GENERATE, body)
-            for span in objects(_first_choice(told).get("weight_versions")):
+            answer = self._ask(_GENERATE, body)
+            for span in objects(_first_choice(answer).get("weight_versions")):
                 check_label(span.get("version"), name)
         else:
             body = {"model": model, "prompt": [1], "max_tokens": 1, "temperature": 0.0}
-            told = self._ask(_COMPLETE, body)
-            if not _first_choice(told):
+            answer = self._ask(_COMPLETE, body)
+            if not _first_choice(answer):
                 raise ServerRefusedError("the server generates no token")
 
     def _loaded_well(self, version: LeasedVersion) -> None:
@@ -359,11 +359,11 @@ class TransferSession:
         """True if the server has a usable transfer. If it is unusable, log the reason."""
         if json_object(config.get("weight_transfer_config")).get("backend") != BACKEND:
             return False
-        why = self._why_not(config)
-        if why is not None and why != self._said:
-            log.warning("%s %s, so versions are loaded by reload_weights", self.whose, why)
-        self._said = why
-        return why is None
+        fault = self._why_not(config)
+        if fault is not None and fault != self._said:
+            log.warning("%s %s, so versions are loaded by reload_weights", self.whose, fault)
+        self._said = fault
+        return fault is None
 
     def _why_not(self, config: Mapping[str, Any]) -> str | None:
         for route in (_INIT, _START, _UPDATE, _FINISH):
@@ -411,13 +411,13 @@ class TransferSession:
         self._ask(_START)
 
     def _state(self) -> list[dict[str, Any]]:
-        told = self._ask(_RPC, {"method": _STATE, "kwargs": {}})
-        states = objects(told.get("results"))
+        answer = self._ask(_RPC, {"method": _STATE, "kwargs": {}})
+        states = objects(answer.get("results"))
         wanted = {"is_open", "holds"}
-        if not states or states != told["results"] or not all(wanted <= s.keys() for s in states):
+        if not states or states != answer["results"] or not all(wanted <= s.keys() for s in states):
             raise ServerRefusedError(
                 f"{self.whose} gave an unexpected answer about its weight transfer: "
-                f"{shown(str(told))}"
+                f"{shown(str(answer))}"
             )
         return states
 

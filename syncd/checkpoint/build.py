@@ -110,15 +110,15 @@ def build_model_folder(
                 if base_model is None:
                     AdapterWithoutBase(actor).tell(log)
             copied = work.clock()
-            told, hub = described(opened, folder, copies, contents, options)
+            model_config, hub = described(opened, folder, copies, contents, options)
             names: Names = options.names if hub else "trainer"
             plan = None
             is_whole = bool(opened.files) and contents.adapter is None
             if not is_whole or options.cast is not None or names == "hub":
                 plan = contents.plan(
                     options,
-                    cast=casting_of(actor, given, options.cast, told),
-                    tied=says_tied(told) if save.tied is None else save.tied,
+                    cast=casting_of(actor, given, options.cast, model_config),
+                    tied=says_tied(model_config) if save.tied is None else save.tied,
                     hub=hub if names == "hub" else None,
                     cancel=cancel,
                 )
@@ -163,7 +163,7 @@ def build_model_folder(
         storage,
         folder,
         copies,
-        None if options.keeps_config else told,
+        None if options.keeps_config else model_config,
         merged.tensors,
         is_cast=options.cast is not None or save.sync_dtype is not None,
     )

@@ -144,7 +144,7 @@ def described(
             "no_config",
         )
         config = None
-    found = map_by_type(config, shapes)
+    name_map = map_by_type(config, shapes)
     if NAME_MAP in copied:
         where = actor / save.model_folder / NAME_MAP
         if copied[NAME_MAP].size > NAME_MAP_LIMIT:
@@ -157,17 +157,17 @@ def described(
             given = NameMap.read(opened.parser.read_name_map(content, str(where)), where)
         except RecordError as error:
             raise CheckpointError(f"{error}. Remove the file, and save the step again") from error
-        fits = given.tensors().items() <= shapes.items() and (given or found is None)
+        fits = given.tensors().items() <= shapes.items() and (given or name_map is None)
         if fits or save.receipts:
-            found = given
+            name_map = given
         else:
             storage.unlink(folder / NAME_MAP)
             del copied[NAME_MAP]
             warn_once(actor, "name_map", f"{where} is of another model: syncd's tables count")
     wanted = options.names == "hub" and not options.may_keep
-    if found is not None and found.refused is not None and wanted:
+    if name_map is not None and name_map.refused is not None and wanted:
         raise CheckpointError(
-            f"the tensors in {actor} cannot get the hub's names: {found.refused}. Keep the "
+            f"the tensors in {actor} cannot get the hub's names: {name_map.refused}. Keep the "
             "trainer's names with --names trainer"
         )
-    return config, found
+    return config, name_map

@@ -149,13 +149,13 @@ def wrong_dtypes(
 
     Weights that were not cast may also have a wider dtype. A quantized model's are never wrong.
     """
-    found = floating_dtypes(tensors)
-    if not found or is_quantized((tensor.dtype, tensor.shape) for tensor in tensors):
+    dtypes = floating_dtypes(tensors)
+    if not dtypes or is_quantized((tensor.dtype, tensor.shape) for tensor in tensors):
         return []
     right = {
-        _NAMES[one]
-        for one in found
-        if one == found[0] or not (is_cast or ITEMSIZE[one] < ITEMSIZE[found[0]])
+        _NAMES[dtype]
+        for dtype in dtypes
+        if dtype == dtypes[0] or not (is_cast or ITEMSIZE[dtype] < ITEMSIZE[dtypes[0]])
     }
     parts = [config] if isinstance(config, dict) else []
     for part in parts:  # which grows
@@ -165,10 +165,10 @@ def wrong_dtypes(
             if key.endswith("config") and isinstance(value, dict)
         ]
     return [
-        (part, key, _NAMES[found[0]])
+        (part, key, _NAMES[dtypes[0]])
         for part in parts
         for key in ("dtype", "torch_dtype")
-        if isinstance(said := part.get(key), str) and said.removeprefix("torch.") not in right
+        if isinstance(named := part.get(key), str) and named.removeprefix("torch.") not in right
     ]
 
 

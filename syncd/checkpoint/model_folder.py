@@ -219,10 +219,10 @@ def _changes(old: object, new: object, name: str) -> Iterator[str]:
             inner = f"{name}.{key}" if name else key
             yield from _changes(old.get(key, _ABSENT), new.get(key, _ABSENT), inner[: _SHOWN + 1])
     elif old != new and repr(old) != repr(new):  # NaN is not equal to itself
-        yield f"{shown(name, _SHOWN)} ({_told(old)} → {_told(new)})"
+        yield f"{shown(name, _SHOWN)} ({_described(old)} → {_described(new)})"
 
 
-def _told(value: object) -> str:
+def _described(value: object) -> str:
     told = "absent" if value is _ABSENT else json.dumps(value, ensure_ascii=False)
     return shown(told, _SHOWN)
 

@@ -447,11 +447,11 @@ def _pieces(rules: Rules, name: str, shape: Shape) -> list[dict[str, Any]]:
             "can express"
         )
     pieces = []
-    for told in rule:
-        piece = {**told, "name": _filled(told["name"], numbers)}
-        if "rows" in told:
-            number, count = told["rows"]
-            left = shape[1:] if "first" in told else shape
+    for part in rule:
+        piece = {**part, "name": _filled(part["name"], numbers)}
+        if "rows" in part:
+            number, count = part["rows"]
+            left = shape[1:] if "first" in part else shape
             if not left:
                 raise RecordError(
                     f"{shown(name)} has {len(shape)} dimensions, so syncd cannot split its rows "

@@ -276,31 +276,31 @@ def _open_hugging_face(given: OpenSave) -> list[ShardIndex]:
             the prefix, or there is an optimizer but no prefix.
     """
     prefix = given.prefix or ""
-    found: dict[str, list[Chunked]] = {}
+    chunks_of: dict[str, list[Chunked]] = {}
     for label in given.save.weights:
         given.cancel()
         offsets: dict[str, Shape] = {}
 
-        def parse(header: bytes, where: str, told: dict[str, Shape] = offsets) -> list[HeaderEntry]:
+        def parse(header: bytes, where: str, into: dict[str, Shape] = offsets) -> list[HeaderEntry]:
             chunked = given.parser.read_chunked_fields(header, where)
-            told.update((entry.name, begin) for entry, begin in chunked)
+            into.update((entry.name, begin) for entry, begin in chunked)
             return [entry for entry, _ in chunked]
 
         file = given.open_whole(label, parse)
-        found[label] = [
+        chunks_of[label] = [
             (entry._replace(name=entry.name.removeprefix(prefix)), offsets[entry.name])
             for entry in file.entries
             if entry.name.startswith(prefix) and entry.name != prefix
         ]
-        for entry, _ in found[label]:
+        for entry, _ in chunks_of[label]:
             if given.prefix is None and entry.name.startswith(_NO_MODEL):
                 raise CheckpointError(
                     f"{file.path} also holds '{shown(entry.name)}', which is not a weight. Save "
                     "only the model, or give the model's prefix with --prefix (dcp_prefix)"
                 )
         given.chunked.append(file)
-        given.check_count(file.path, sum(map(len, found.values())), "chunks")
-    whole = whole_shapes(found)
+        given.check_count(file.path, sum(map(len, chunks_of.values())), "chunks")
+    whole = whole_shapes(chunks_of)
     if prefix and not whole:
         raise CheckpointError(
             f"{given.actor} has no tensor whose name begins with {shown(prefix)!r}: give another "
@@ -312,7 +312,7 @@ def _open_hugging_face(given: OpenSave) -> list[ShardIndex]:
             for (name, dtype, shape, at, end), begin in chunks
             if 0 not in shape
         }
-        for chunks in found.values()
+        for chunks in chunks_of.values()
     ]
     return _indexes(given.save.weights, parts, whole)
 

@@ -161,7 +161,7 @@ def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Po
     cuts, fault = _cuts(layout)
     if fault:
         raise PlacementError(
-            f"{file}: {tensor} has placements ({_told(*layout.placements)}), {fault}"
+            f"{file}: {tensor} has placements ({_list(*layout.placements)}), {fault}"
         )
     offsets = [0] * len(layout.global_shape)
     sizes = list(layout.global_shape)
@@ -174,14 +174,14 @@ def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Po
     # If both shapes have a 0, they need not agree: FSDP2 records (0, 0) instead of (2, 0).
     if local_shape != tuple(sizes) and not (0 in local_shape and 0 in sizes):
         raise CoverageError(
-            f"{file}: {tensor} has local shape ({_told(*local_shape)}), but by its "
-            f"placements this rank must have ({_told(*sizes)}) of the global shape "
-            f"({_told(*layout.global_shape)}). Save again, with all ranks in one job"
+            f"{file}: {tensor} has local shape ({_list(*local_shape)}), but by its "
+            f"placements this rank must have ({_list(*sizes)}) of the global shape "
+            f"({_list(*layout.global_shape)}). Save again, with all ranks in one job"
         )
     return Position(layout.global_shape, tuple(offsets), layout.mesh)
 
 
-def _told(*values: object) -> str:
+def _list(*values: object) -> str:
     text = ", ".join(map(str, values))
     return text if len(text) <= _TOLD_LIMIT else f"{text[:_TOLD_LIMIT]}…"
 
@@ -202,7 +202,7 @@ def _cuts(layout: Sharding) -> tuple[dict[int, list[int]], str]:
         if not 0 <= dim < len(layout.global_shape):
             return (
                 {},
-                f"but its shape ({_told(*layout.global_shape)}) has no dimension {dim}: {_REPORT}",
+                f"but its shape ({_list(*layout.global_shape)}) has no dimension {dim}: {_REPORT}",
             )
         # The mesh dimensions that cut before this one, into split_factor blocks, are to its right.
         order = found.setdefault(dim, [])
@@ -226,7 +226,7 @@ def _cuts(layout: Sharding) -> tuple[dict[int, list[int]], str]:
     if len(told) != len(layout.order) or {dim: compared(order) for dim, order in told.items()} != {
         dim: compared(order) for dim, order in found.items()
     }:
-        return {}, f"and a shard_order that contradicts them, {_told(*layout.order)}: {_REPORT}"
+        return {}, f"and a shard_order that contradicts them, {_list(*layout.order)}: {_REPORT}"
     return told, ""
 
 

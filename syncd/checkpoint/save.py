@@ -144,11 +144,11 @@ class _WholeSave:
     def nonfinite(self) -> NonFinite | None:
         """The weights with NaN or Inf, according to the receipts; None if that is unknown."""
         vouched = self.vouched()
-        told = [vouched[name].nonfinite for name in self.weights if name in vouched]
-        found = [one for one in told if one is not None]
-        if len(found) < len(told) and not any(one.count for one in found):
+        recorded = [vouched[name].nonfinite for name in self.weights if name in vouched]
+        known = [part for part in recorded if part is not None]
+        if len(known) < len(recorded) and not any(part.count for part in known):
             return None
-        return NonFinite.of_all(found) if found else None
+        return NonFinite.of_all(known) if known else None
 
 
 class Shards(_WholeSave):
@@ -304,25 +304,26 @@ def _foreign_save(
 
     An adapter beside other weights counts only if they hold its tensors, which their content shows.
     """
-    kinds = weight_sets(names, lambda: _told_size(storage, actor))
+    kinds = weight_sets(names, lambda: _configured_size(storage, actor))
     if not kinds:  # beside other weights these are derived from them, for people
         for folder in MODEL_FOLDERS:
             models = storage.names(actor / folder) if folder.partition("/")[0] in names else []
             files = [f"{folder}/{name}" for name in models if name.endswith(".safetensors")]
             # A manifest shows what 'syncd convert' made, for people to keep.
             kinds += weight_sets(files, int) if MANIFEST not in models else []
-        unread = [one for one in names if is_weights_name(one) and not is_other_state(one)]
-        kinds += [(one,) for one in unread if kinds]
+        unread = [name for name in names if is_weights_name(name) and not is_other_state(name)]
+        kinds += [(name,) for name in unread if kinds]
     inside = storage.names(actor / LORA_ADAPTER) if LORA_ADAPTER in names else []
-    adapters = tuple(one for one in (ADAPTER, PICKLED_ADAPTER) if Path(one).name in inside)
+    adapters = tuple(path for path in (ADAPTER, PICKLED_ADAPTER) if Path(path).name in inside)
     if len(kinds) > 1:
-        told = " and ".join(one if isinstance(one, str) else f"has {one[0]}" for one in kinds[:5])
+        forms = [kind if isinstance(kind, str) else f"has {kind[0]}" for kind in kinds[:5]]
         return _refused(
             step,
             names,
-            f"{actor} holds weights of several saves, or in several forms: it {shown(told, 400)}. "
-            f"syncd cannot know which of them count (only of shards {FSDP_CONFIG} can tell it). "
-            "Remove the older files, or let the trainer save one form only",
+            f"{actor} holds weights of several saves, or in several forms: it "
+            f"{shown(' and '.join(forms), 400)}. syncd cannot know which of them count (only of "
+            f"shards {FSDP_CONFIG} can tell it). Remove the older files, or let the trainer save "
+            "one form only",
         )
     weights = kinds[0] if kinds else adapters
     if isinstance(weights, str):
@@ -334,7 +335,7 @@ def _foreign_save(
     return _whole(step, identity, weights, adapters=adapters if kinds else ())
 
 
-def _told_size(storage: Storage, actor: Path) -> object:
+def _configured_size(storage: Storage, actor: Path) -> object:
     """The world size in ``fsdp_config.json``; None if it has none."""
     with suppress(OSError, pydantic.ValidationError):
         content = storage.read(actor / FSDP_CONFIG)

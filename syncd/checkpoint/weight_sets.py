@@ -20,20 +20,20 @@ from syncd.protocol.names import (
 FileSet = tuple[str, ...] | str
 
 
-def weight_sets(names: Sequence[str], told_size: Callable[[], object]) -> list[FileSet]:
+def weight_sets(names: Sequence[str], configured_size: Callable[[], object]) -> list[FileSet]:
     """The models in one folder, whose path the names may have.
 
-    ``told_size`` is the world size that a config names.
+    ``configured_size`` is the world size that a config names.
     """
     full = tuple(name for name in names if name.rpartition("/")[2] == FULL_STATE_DICT)
-    found = (*_shard_sets(names, told_size), full, _dcp_files(names), *_part_sets(names))
+    found = (*_shard_sets(names, configured_size), full, _dcp_files(names), *_part_sets(names))
     return [one for one in found if one]
 
 
-def _shard_sets(names: Sequence[str], told_size: Callable[[], object]) -> list[FileSet]:
+def _shard_sets(names: Sequence[str], configured_size: Callable[[], object]) -> list[FileSet]:
     """The complete sets of shards of all ranks; if there is none, a message about missing shards.
 
-    Of several sets, ``told_size`` can say which counts.
+    Of several sets, ``configured_size`` can say which counts.
     """
     ranks: dict[int, set[int]] = {}
     for name in names:
@@ -41,9 +41,9 @@ def _shard_sets(names: Sequence[str], told_size: Callable[[], object]) -> list[F
             ranks.setdefault(parsed[0], set()).add(parsed[1])
     whole = [size for size, found in ranks.items() if _missing_rank(size, found) is None]
     if whole and len(ranks) > 1:
-        told = told_size()
-        if type(told) is int and told in ranks:  # True is no size
-            ranks, whole = {told: ranks[told]}, [told] if told in whole else []
+        stated = configured_size()
+        if type(stated) is int and stated in ranks:  # True is no size
+            ranks, whole = {stated: ranks[stated]}, [stated] if stated in whole else []
     if ranks and not whole:
         return [_missing_shard(ranks)]
     return [tuple(shard_name(size, rank) for rank in range(size)) for size in sorted(whole)]

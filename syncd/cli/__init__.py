@@ -161,9 +161,9 @@ def main() -> None:
         log_lines.last_words(error, error.exit_code)
         sys.exit(error.exit_code)
     except OSError as error:
-        told = unwritable_storage(error, "the files of this command") or error
-        code = told.exit_code if isinstance(told, SyncdError) else 1
-        log_lines.last_words(told, code)
+        fault = unwritable_storage(error, "the files of this command") or error
+        code = fault.exit_code if isinstance(fault, SyncdError) else 1
+        log_lines.last_words(fault, code)
         sys.exit(code)
 
 

@@ -29,16 +29,16 @@ def check(file: options.File, *, as_json: options.Json = False) -> options.Answe
     """
     answer = {"file": str(file), "usable": True, "wrong": []}
     try:
-        found = _load(file)
+        configuration = _load(file)
     except InvalidSettingsError as error:
         if as_json:
             answer |= {"usable": False, "wrong": str(error).split("\n")}
             click.echo(json.dumps(answer, indent=2))
         raise
-    served = f"all jobs in {found.root}"
-    if found.root is None:
-        served = f"the job {found.config.job or 'named on the command line'}"
-    keys = sum(source != DEFAULT for source in found.sources.values())
+    served = f"all jobs in {configuration.root}"
+    if configuration.root is None:
+        served = f"the job {configuration.config.job or 'named on the command line'}"
+    keys = sum(source != DEFAULT for source in configuration.sources.values())
     return answer, f"{file} can be used for {served}; keys: {keys}"
 
 

@@ -52,7 +52,7 @@ def command(
     job = Job.at(step_dir.parent)
     merging = MergeOptions(max_file_size=max_shard_size, cast=cast, prefix=prefix, names=names)
     result: dict[str, object] = {"step": step, "outcome": "done before"}
-    told = ""
+    details = ""
     with cleaned_up():
         save = look_at_step(job, step)
         folder = job.layout.actor(step) / HUGGINGFACE
@@ -62,7 +62,7 @@ def command(
             written = sum(weight_sizes(manifest).values())
             seconds = round(manifest.timings["build"], 3)
             result |= {"outcome": "converted", "bytes": written, "seconds": seconds}
-            told = f", {size(written)} in {span(seconds)}"
+            details = f", {size(written)} in {span(seconds)}"
     if not job.storage.exists(folder / MODEL_CONFIG):
-        told += f" (no {MODEL_CONFIG}: copy the base model's files except weights into {folder})"
-    return result, f"step {step}: {result['outcome']}{printable(told)}"
+        details += f" (no {MODEL_CONFIG}: copy the base model's files except weights into {folder})"
+    return result, f"step {step}: {result['outcome']}{printable(details)}"

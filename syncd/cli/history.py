@@ -12,7 +12,7 @@ from rich.text import Text
 from syncd.cli import options
 from syncd.cli.status import cells, columns
 from syncd.daemon.config import Count
-from syncd.operate.history import Live, VersionHistory, history, told
+from syncd.operate.history import Live, VersionHistory, history, in_json
 from syncd.protocol.amounts import moment, span
 from syncd.protocol.names import printable
 from syncd.storage.job import Job
@@ -39,7 +39,7 @@ def command(
     opened = Job.at(job)
     versions = history(opened, limit)
     if as_json:
-        return told(opened, versions), ""
+        return in_json(opened, versions), ""
     if not versions:
         return {}, "nothing is published yet"
     shown = columns("version", "step", "published", "outcome", "live on")

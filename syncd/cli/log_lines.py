@@ -132,9 +132,9 @@ def name_faults() -> None:
         else:
             sys.__excepthook__(kind, error, trace)
 
-    def of_thread(found: threading.ExceptHookArgs) -> None:
-        if found.exc_value is not None:
-            of_process(found.exc_type, found.exc_value, found.exc_traceback)
+    def of_thread(raised: threading.ExceptHookArgs) -> None:
+        if raised.exc_value is not None:
+            of_process(raised.exc_type, raised.exc_value, raised.exc_traceback)
 
     sys.excepthook, threading.excepthook = of_process, of_thread
 

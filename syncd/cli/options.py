@@ -132,10 +132,13 @@ def as_command(
         given = inspect.signature(function, eval_str=True).parameters
         parameters = [
             _parameter(
-                name, Annotation.of(one.annotation), one.default, one.kind is one.KEYWORD_ONLY
+                name,
+                Annotation.of(it.annotation),
+                it.default,
+                it.kind is it.KEYWORD_ONLY,
             )
-            for name, one in given.items()
-            if one.kind in {one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD} and name not in keys
+            for name, it in given.items()
+            if it.kind in {it.KEYWORD_ONLY, it.POSITIONAL_OR_KEYWORD} and name not in keys
         ]
         fields = RunConfig.model_fields
         parameters += [_parameter(key, KEYS[key], fields[key].default) for key in keys]

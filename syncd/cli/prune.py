@@ -42,14 +42,14 @@ def command(
         actions = would_prune(pruned, rules) if dry_run else prune_now(pruned, rules)
     words, lines = [], []
     done = "would prune" if dry_run else "pruned"
-    for what, name, why in map(_told, actions):
+    for what, name, why in map(_described, actions):
         words.append({"what": what, "name": name, "why": why})
         lines.append(printable(f"{done} {what} {in_words(name)}: {why}"))
     answer = {"job": str(job), "dry_run": dry_run, "deleted": words}
     return answer, "\n".join(lines) or "nothing to prune"
 
 
-def _told(action: Pruning) -> tuple[str, str, str]:
+def _described(action: Pruning) -> tuple[str, str, str]:
     match action:
         case DropLease():
             return "lease", f"{version_folder(action.sequence)}/{action.marker}", action.why

@@ -27,13 +27,13 @@ def pin(job: Path, target: options.Target) -> options.Answer:
     The pin takes effect as soon as this command has succeeded, even if no daemon is running. Only
     syncd obeys a pin; the trainer can still delete a pinned step folder.
     """
-    found = _existing(job)
+    pinned = _existing(job)
     if target.is_step:
-        folder = found.layout.step(target.number)
-        save = look_at_save(found.storage, folder / ACTOR, target.number)
-        if isinstance(save, Delta) and not found.storage.exists(folder / FULL):
+        folder = pinned.layout.step(target.number)
+        save = look_at_save(pinned.storage, folder / ACTOR, target.number)
+        if isinstance(save, Delta) and not pinned.storage.exists(folder / FULL):
             raise InvalidSettingsError(save.refusal(folder))
-    (pin_step if target.is_step else pin_version)(found, target.number)
+    (pin_step if target.is_step else pin_version)(pinned, target.number)
     answer = {"job": str(job), "folder": target.folder, "pinned": True}
     return answer, f"{target} is pinned"
 

@@ -102,15 +102,15 @@ def print_(
 
 
 def _daemon(name: str, user: str | None, group: str | None, elsewhere: Path | None) -> Instance:
-    config = elsewhere.absolute() if elsewhere else options.CONFIGURATIONS / f"{name}.toml"
+    file = elsewhere.absolute() if elsewhere else options.CONFIGURATIONS / f"{name}.toml"
     # Without this shell's environment, because the unit has its own.
-    told = load(config, {}).config
-    named = told.root or told.job
+    config = load(file, {}).config
+    named = config.root or config.job
     if named is None:
-        raise InvalidSettingsError(f'{config} names no job: add a line such as job = "/shared/job"')
+        raise InvalidSettingsError(f'{file} names no job: add a line such as job = "/shared/job"')
     # Resolved paths, because systemd needs the real mounts and not links to them.
     job = named.resolve()
-    beside = [path.resolve() for path in (told.memory_dir, told.metrics_textfile) if path]
+    beside = [path.resolve() for path in (config.memory_dir, config.metrics_textfile) if path]
     writes = [job, *map(_folder_of, beside)]
     user, group = _owner(job, user, group)
     return Instance(
@@ -118,11 +118,11 @@ def _daemon(name: str, user: str | None, group: str | None, elsewhere: Path | No
         user,
         group,
         writes=tuple(writes),
-        reads=(config,),
-        groups=() if told.shared_group is None else (told.shared_group,),
-        command=("run", "--config", str(config)) if elsewhere else (),
-        check=("config", "check", str(config)) if elsewhere else (),
-        hang_time=told.hang_time if told.hang_time > RunConfig().hang_time else None,
+        reads=(file,),
+        groups=() if config.shared_group is None else (config.shared_group,),
+        command=("run", "--config", str(file)) if elsewhere else (),
+        check=("config", "check", str(file)) if elsewhere else (),
+        hang_time=config.hang_time if config.hang_time > RunConfig().hang_time else None,
     )
 
 

@@ -43,12 +43,12 @@ def local_box(name: str, tensor: DTensor) -> Box | None:
     return Box(place(local, layout, tensor=shown(name), file="the model").offsets, local)
 
 
-def _placement(told: Any) -> placement.Placement:
-    if isinstance(told, TorchReplicate):
+def _placement(placed: Any) -> placement.Placement:
+    if isinstance(placed, TorchReplicate):
         return placement.Replicate()
-    factor = getattr(told, "split_factor", None)
+    factor = getattr(placed, "split_factor", None)
     if isinstance(factor, int):
-        return placement.StridedShard(told.dim, factor)
-    if isinstance(told, TorchShard):
-        return placement.Shard(told.dim)
-    return placement.Other(repr(told))
+        return placement.StridedShard(placed.dim, factor)
+    if isinstance(placed, TorchShard):
+        return placement.Shard(placed.dim)
+    return placement.Other(repr(placed))

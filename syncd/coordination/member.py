@@ -432,10 +432,10 @@ class Member(Closing, Generic[Report]):
 
     def _trainer_there(self) -> TrainerReport | None:
         with suppress(OSError, SyncdError):  # each wait looks again
-            found = self._job.read(TrainerReport, self._job.layout.trainer_report)
-            stopped = found is None or found.status == RunningStatus.STOPPED.value
-            if found is not None and not stopped and self._is_there(found.session or ""):
-                return found
+            report = self._job.read(TrainerReport, self._job.layout.trainer_report)
+            stopped = report is None or report.status == RunningStatus.STOPPED.value
+            if report is not None and not stopped and self._is_there(report.session or ""):
+                return report
         return None
 
     def _compare_settings(

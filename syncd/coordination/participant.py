@@ -94,12 +94,12 @@ class HeldName:
                 trainer = role == "trainer"
                 other = "give this trainer another job directory" if trainer else "use another name"
                 raise NameTakenError(
-                    f"{held._told(role, watch.session)}. Stop that process, or {other}. If it has "
+                    f"{held._who(role, watch.session)}. Stop that process, or {other}. If it has "
                     f"certainly ended, remove {held.path}"
                 )
             if not has_said:
                 has_said = True
-                who = held._told(role, watch.session)
+                who = held._who(role, watch.session)
                 NameAwaited(watch.session, held.path, who, session.lease_time).tell(log)
             pause(session.lease_time / (LOOKS_PER_LEASE + 1))
         return held
@@ -128,7 +128,7 @@ class HeldName:
         if read_claim(self.job.storage, self.path) == self.session:
             self.job.storage.unlink_if_there(self.path)
 
-    def _told(self, role: str, session: str | None) -> str:
+    def _who(self, role: str, session: str | None) -> str:
         try:
             holder = Holder.of(self.job.storage.read(self.path)).name
         except OSError:  # the claim is gone or unreadable: only the session is known
@@ -388,9 +388,9 @@ class StateFile:
 
     def load(self) -> SavedState | None:
         """The newest saved state; see :meth:`.Member.load_state`."""
-        found = self._read(self.path)
-        if found is not None and found is not _TORN:
-            return found
+        state = self._read(self.path)
+        if state is not None and state is not _TORN:
+            return state
         previous = self._read(self._previous)
         if previous is not None and previous is not _TORN:
             log.warning(
@@ -399,7 +399,7 @@ class StateFile:
                 self._previous,
             )
             return previous
-        if found is previous is None:
+        if state is previous is None:
             return None
         raise RecordError(
             f"no saved state can be read: {self.path} and {self._previous} are damaged or "

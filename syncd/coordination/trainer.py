@@ -134,9 +134,9 @@ class TrainerSynchronizer(Member[TrainerReport]):
         """
         self._asked = {
             # An explorer without a count of requests has asked once while it has this status.
-            (one.name, one.session): max(1, one.requests)
-            for one in self._compare_all(self._roster.explorers())
-            if one.status == RunningStatus.REQUIRE_SYNC.value
+            (explorer.name, explorer.session): max(1, explorer.requests)
+            for explorer in self._compare_all(self._roster.explorers())
+            if explorer.status == RunningStatus.REQUIRE_SYNC.value
         }
         # Forget explorers that have left.
         self._answered = {who: n for who, n in self._answered.items() if who in self._asked}
@@ -282,15 +282,15 @@ class TrainerSynchronizer(Member[TrainerReport]):
 
     def _must_wait(self) -> bool:
         waited_for = [
-            one
-            for one in self._roster.working()
-            if one.refused is None and one.bench is None and one.mirror is None
+            explorer
+            for explorer in self._roster.working()
+            if explorer.refused is None and explorer.bench is None and explorer.mirror is None
         ]
         latest, run = read_latest(self._versions.job), self._me.record.run_id
         held: dict[Version | None, list[Version | None]] = {}
-        for one in waited_for:
-            newest = Version.of(one.newest(latest)) if latest else None
-            held.setdefault(newest, []).append(one.served(newest, run))
+        for explorer in waited_for:
+            newest = Version.of(explorer.newest(latest)) if latest else None
+            held.setdefault(newest, []).append(explorer.served(newest, run))
         return any(must_wait_for_explorers(self.settings, *each) for each in held.items())
 
     def wait_served(

@@ -77,18 +77,18 @@ def deltas_to_each(
 
     They lead from the version's save, or begin with a whole save.
     """
-    found: dict[str, tuple[DeltaSeen, ...]] = {}
+    chains: dict[str, tuple[DeltaSeen, ...]] = {}
     # A delta comes after the delta to its base, so deltas from a save to itself are no loop.
     for delta in sorted(deltas, key=lambda delta: delta.sequence):
         if delta.sequence <= version:
             continue
         if delta.is_whole:
-            found[delta.target] = (delta,)  # the newest, because the trainer may have gone back
+            chains[delta.target] = (delta,)  # the newest, because the trainer may have gone back
         elif delta.base and delta.target != save_id:
-            before = () if delta.base == save_id else found.get(delta.base)
+            before = () if delta.base == save_id else chains.get(delta.base)
             if before is not None:
-                found.setdefault(delta.target, (*before, delta))
-    return found
+                chains.setdefault(delta.target, (*before, delta))
+    return chains
 
 
 def chain_to(

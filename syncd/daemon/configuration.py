@@ -111,15 +111,15 @@ def load(
     given |= options or {}
     optional = {key for key in KEYS if NoneType in KEYS[key].marks}
     values = {
-        key: None if one.value == "" and key in optional else one.value
-        for key, one in given.items()
+        key: None if entry.value == "" and key in optional else entry.value
+        for key, entry in given.items()
     }
-    wrong = {key: _line(key, one) for key, one in given.items() if _is_misplaced(key, one)}
+    wrong = {key: _line(key, entry) for key, entry in given.items() if _is_misplaced(key, entry)}
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        for one in error.errors(include_url=False):
-            key = str(one["loc"][0]) if one["loc"] else ""
+        for entry in error.errors(include_url=False):
+            key = str(entry["loc"][0]) if entry["loc"] else ""
             wrong.setdefault(key, _refused(key, given[key]))
     if wrong:
         raise InvalidSettingsError("\n".join(wrong.values()))
@@ -234,11 +234,11 @@ def _is_misplaced(key: str, one: GivenValue) -> bool:
     return bool(path) and (not Path(path).is_absolute() or "\0" in path)
 
 
-def _refused(key: str, one: GivenValue) -> str:
+def _refused(key: str, entry: GivenValue) -> str:
     if key in KEYS:
-        return _line(key, one)
-    shown = f"{key} = {_shown(one.value)}"
-    if isinstance(one.value, dict):
+        return _line(key, entry)
+    shown = f"{key} = {_shown(entry.value)}"
+    if isinstance(entry.value, dict):
         shown, why = f"[{key}]", f"unknown key: {_NO_TABLES}"
     elif key in GONE:
         why = f"this key was removed: {GONE[key]}"
@@ -246,13 +246,13 @@ def _refused(key: str, one: GivenValue) -> str:
         why = f"unknown key; did you mean {meant}?"
     else:
         why = "unknown key: 'syncd config show' lists all keys"
-    return f"{one.source}: {printable(shown)}: {why}"
+    return f"{entry.source}: {printable(shown)}: {why}"
 
 
-def _line(key: str, one: GivenValue) -> str:
-    of_environment = one.source == PREFIX + key.upper()
-    shown = f"the environment: {one.source}" if of_environment else f"{one.source}: {key}"
-    return f"{shown} = {_shown(one.value)}: must be {KEYS[key].allowed}"
+def _line(key: str, entry: GivenValue) -> str:
+    of_environment = entry.source == PREFIX + key.upper()
+    shown = f"the environment: {entry.source}" if of_environment else f"{entry.source}: {key}"
+    return f"{shown} = {_shown(entry.value)}: must be {KEYS[key].allowed}"
 
 
 def _shown(value: object) -> str:

@@ -189,7 +189,7 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
         waiting_for = f"paused by {printable(seen.pause.by)}, until 'syncd resume'"
     else:
         new, waiting_for = _publish(seen, config)
-        if seen.making is not None and not _is_served(seen) and not _links_saves(new):
+        if seen.making is not None and not _is_served(seen) and not _makes_deltas(new):
             given_up = (action for action in new if isinstance(action, GiveUp))
             prepares = (action for action in new if isinstance(action, Prepare))
             new = (Merge(seen.making), *given_up, *prepares)
@@ -266,7 +266,7 @@ def _is_served(seen: Observation) -> bool:
     return seen.save is not None and seen.save.known_as == served is not None
 
 
-def _links_saves(new: Iterable[Action]) -> bool:
+def _makes_deltas(new: Iterable[Action]) -> bool:
     return any(isinstance(action, MakeDeltas) for action in new)
 
 

@@ -91,9 +91,11 @@ class Naming:
     def _without(self) -> list[str]:
         self._looked_at = self.clock()
         names = self.job.storage.names(self.job.layout.explorers)
-        found = [one for one in self.job.explorer_reports(names, OF_OTHERS) if not one.hub_names]
-        living = self._lookout.look({one.session for one in found})
-        return sorted(one.name for one in found if living[one.session] is Liveness.ALIVE)
+        reports = [
+            report for report in self.job.explorer_reports(names, OF_OTHERS) if not report.hub_names
+        ]
+        living = self._lookout.look({report.session for report in reports})
+        return sorted(report.name for report in reports if living[report.session] is Liveness.ALIVE)
 
 
 def _differ(manifest: Manifest) -> bool:

@@ -106,13 +106,13 @@ def encoded(order: Order) -> list[object]:
             return ["fold", str(folder), latest.model_dump(), chain]
 
 
-def decoded(kind: str, folder: str, *told: Any) -> Order:
+def decoded(kind: str, folder: str, *fields: Any) -> Order:
     """The order that :func:`encoded` has told."""
     if kind in {"merge", "prepare"}:
-        step, save_id, sequence, options = told
+        step, save_id, sequence, options = fields
         order = MergeOrder if kind == "merge" else PrepareOrder
         return order(Path(folder), step, save_id, sequence, MergeOptions(*options))
     if kind == "make":
-        return MakeOrder(Path(folder), *told)
-    latest, chain = told
+        return MakeOrder(Path(folder), *fields)
+    latest, chain = fields
     return FoldOrder(Path(folder), Latest.model_validate(latest), chain)

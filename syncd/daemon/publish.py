@@ -85,27 +85,27 @@ class Publisher:
         Raises:
             ProtocolMismatchError: LATEST has a newer protocol version.
         """
-        found = look_back(self._job)
+        past = look_back(self._job)
         take_notice_down(self._job)
-        self.latest, self._floor = found.latest, found.highest
-        self.naming.takes_over(found.latest)
-        self.outcomes.of_step = found.outcomes
-        for sequence in found.unfinished:
+        self.latest, self._floor = past.latest, past.highest
+        self.naming.takes_over(past.latest)
+        self.outcomes.of_step = past.outcomes
+        for sequence in past.unfinished:
             VersionDiscarded(sequence).tell(log)
             self._epoch.condemn(self._layout.version(sequence))
-        served = found.served
-        if found.adopted is not None:
-            served = found.adopted
+        served = past.served
+        if past.adopted is not None:
+            served = past.adopted
             self._epoch.open_leasing(served.sequence)
             self._write_latest(served, keeps_no_deltas=True)
         elif self.latest is not None and not self._storage.exists(
             self._layout.lease_folder(self.latest.sequence)
         ):
             self._epoch.open_leasing(self.latest.sequence)
-        for sequence in found.strays:
+        for sequence in past.strays:
             self._discard_delta(sequence)
         tip = self.latest.tip if self.latest else None
-        chain = found.deltas_to.get(tip.save_id) if tip else None
+        chain = past.deltas_to.get(tip.save_id) if tip else None
         if tip is not None and (chain is None or (tip.root or 0) not in {0, chain[0].sequence}):
             self.advance(None)
         if served is None:
@@ -114,7 +114,7 @@ class Publisher:
         # After a rollback the step's folder may already hold another save.
         if served.rolled_back is None:
             self.outcomes.found_published(served)
-        return found.adopted
+        return past.adopted
 
     def _discard_delta(self, sequence: int) -> None:
         """Discard a delta above LATEST; a failure is harmless."""

@@ -77,13 +77,13 @@ def look_back(job: Job) -> FoundVersions:
             job.storage.refresh(folder)
             job.storage.sync_folder(folder)
     look = _Look(job)
-    found = FoundVersions(latest=look.record(Latest, layout.latest))
+    past = FoundVersions(latest=look.record(Latest, layout.latest))
     saves = look.record(SaveOutcomes, layout.saves, LONG_RECORD_LIMIT)
-    found.outcomes = dict(saves.steps) if saves else {}
-    known = found.latest.sequence if found.latest else 0
+    past.outcomes = dict(saves.steps) if saves else {}
+    known = past.latest.sequence if past.latest else 0
     published = version_folders(job)
     deltas = look.deltas()
-    found.highest = look.highest_sequence(found, known, [*published, *deltas])
+    past.highest = look.highest_sequence(past, known, [*published, *deltas])
     for sequence in reversed(published):
         version = layout.version(sequence)
         if sequence <= known:
@@ -92,29 +92,29 @@ def look_back(job: Job) -> FoundVersions:
             LeftAlone(version, "no daemon made it").tell(log)
             continue
         try:
-            found.adopted = look.finished(sequence, found.latest)
+            past.adopted = look.finished(sequence, past.latest)
         except ProtocolMismatchError as error:
             LeftAlone(version, error).tell(log)
             continue
-        if found.adopted is not None:
+        if past.adopted is not None:
             break
         if look.has_content(layout.lease_folder(sequence)):
             LeftAlone(version, "it is incomplete, but an explorer has leased it").tell(log)
         else:
-            found.unfinished.append(sequence)
-    if found.latest is not None:
+            past.unfinished.append(sequence)
+    if past.latest is not None:
         try:
-            found.served = look.finished(known, found.latest)
+            past.served = look.finished(known, past.latest)
         except ProtocolMismatchError as error:
             LatestUnusable(layout.version(known), error).tell(log)
-    newest = found.adopted or found.served
+    newest = past.adopted or past.served
     last = newest.sequence if newest else known
     for sequence in (number for number in deltas if number > last + BELIEVED):
         LeftAlone(layout.delta(sequence), "no daemon made it").tell(log)
     above = [look_at_delta(job, number) for number in deltas if last < number <= last + BELIEVED]
-    found.deltas_to = deltas_to_each(last, newest.save_id if newest else None, above)
-    found.strays = [one.sequence for one in above if one not in found.deltas_to.get(one.target, ())]
-    return found
+    past.deltas_to = deltas_to_each(last, newest.save_id if newest else None, above)
+    past.strays = [one.sequence for one in above if one not in past.deltas_to.get(one.target, ())]
+    return past
 
 
 def _lost(path: Path, error: Exception) -> None:
@@ -186,7 +186,7 @@ class _Look:
             return None
         return manifest
 
-    def highest_sequence(self, found: FoundVersions, known: int, named: list[int]) -> int:
+    def highest_sequence(self, past: FoundVersions, known: int, named: list[int]) -> int:
         """The highest believable sequence in the job's files; new sequences must be higher.
 
         ``named`` are the sequences of folders.
@@ -197,16 +197,16 @@ class _Look:
         leased = (
             parse_version_folder(name) or 0
             for name in storage.names(layout.leases)
-            if found.latest is None or self.has_content(layout.leases / name)
+            if past.latest is None or self.has_content(layout.leases / name)
         )
-        told = (
-            self._told_sequence(layout.explorers / name, ExplorerReport)
+        reported = (
+            self._reported_sequence(layout.explorers / name, ExplorerReport)
             for name in storage.names(layout.explorers)
         )
-        ours = self._told_sequence(layout.daemon_report, DaemonReport)
-        saves = (outcome.sequence or 0 for outcome in found.outcomes.values())
-        tip = found.latest.tip if found.latest else None
-        numbers = (known, tip.sequence if tip else 0, ours, *named, *leased, *told, *saves)
+        ours = self._reported_sequence(layout.daemon_report, DaemonReport)
+        saves = (outcome.sequence or 0 for outcome in past.outcomes.values())
+        tip = past.latest.tip if past.latest else None
+        numbers = (known, tip.sequence if tip else 0, ours, *named, *leased, *reported, *saves)
         return max(number for number in numbers if number <= known + BELIEVED)
 
     def has_content(self, folder: Path) -> bool:
@@ -215,7 +215,7 @@ class _Look:
             return bool(self._storage.names(folder))
         return True
 
-    def _told_sequence(self, path: Path, model: type[ExplorerReport | DaemonReport]) -> int:
+    def _reported_sequence(self, path: Path, model: type[ExplorerReport | DaemonReport]) -> int:
         self._look_at(path)
         report = self.job.read(model, path, OF_OTHERS)
         return 0 if report is None else report.sequence or 0

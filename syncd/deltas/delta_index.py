@@ -164,13 +164,13 @@ def parse_index(index: RawIndex) -> tuple[DeltaPiece, ...]:
         raise DeltaError(str(error)) from None
     names = set()
     for piece in pieces:
-        why = name_fault(piece.name)
-        if why is None and not _is_possible(piece):
-            why = "has an impossible dtype, box or block"
-        if why is None and (piece.name, piece.box.offsets) in names:
-            why = "comes twice"
-        if why is not None:
-            raise DeltaError(f"{path}: {shown(piece.name)} {why}")
+        fault = name_fault(piece.name)
+        if fault is None and not _is_possible(piece):
+            fault = "has an impossible dtype, box or block"
+        if fault is None and (piece.name, piece.box.offsets) in names:
+            fault = "comes twice"
+        if fault is not None:
+            raise DeltaError(f"{path}: {shown(piece.name)} {fault}")
         names.add((piece.name, piece.box.offsets))
     if sum(block.length for piece in pieces for block in piece.blocks) != blocks:
         raise DeltaError(f"the blocks of {path} are not as long as its index says")

@@ -139,8 +139,8 @@ def _chunks(name: str, parts: Sequence[Local]) -> Chunks:
 
 def _check_tensors(planned: dict[str, PlannedTensor], version: Manifest) -> None:
     """Check that a version has these tensors, and no others that have elements."""
-    wanted = {one.name: (one.dtype, tuple(one.shape)) for one in version.tensors}
-    found = {name: (one.dtype, one.shape) for name, one in planned.items()}
+    wanted = {tensor.name: (tensor.dtype, tuple(tensor.shape)) for tensor in version.tensors}
+    found = {name: (tensor.dtype, tensor.shape) for name, tensor in planned.items()}
     for name in {**wanted, **found}:
         if found.get(name) != wanted.get(name) and (name in found or 0 not in wanted[name][1]):
             raise DeltaError(

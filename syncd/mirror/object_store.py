@@ -137,7 +137,7 @@ class MirrorStore:
             self._patient = opened(20, 240.0)  # for the parts of files: what was sent is sent again
         except (obstore.exceptions.BaseError, ValueError) as error:
             raise InvalidSettingsError(
-                f"{printable(self.url)} cannot be used as the URL of a mirror: {_told(error)}"
+                f"{printable(self.url)} cannot be used as the URL of a mirror: {_one_line(error)}"
             ) from error
         folder = self._store.prefix if isinstance(self._store, LocalStore) else None
         self._folder = None if folder is None else Path(folder)
@@ -363,10 +363,10 @@ class MirrorStore:
         except errors.NotSupportedError as error:
             raise NotImplementedError(what) from error
         except errors.BaseError as error:
-            raise StoreError(f"{self.url}: {what} failed: {_told(error)}") from error
+            raise StoreError(f"{self.url}: {what} failed: {_one_line(error)}") from error
 
 
-def _told(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """An error in one line, without what can hold keys, tokens or signatures."""
     text, _, debug = str(error).partition("\n\nDebug source")
     if text.endswith("error sending request"):  # the innermost reason is last

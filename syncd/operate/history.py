@@ -86,7 +86,7 @@ def history(job: Job, limit: int) -> list[VersionHistory]:
         raise JobUnavailableError(f"cannot access {job.layout.root}: {error}") from error
 
 
-def told(job: Job, versions: list[VersionHistory]) -> dict[str, Any]:
+def in_json(job: Job, versions: list[VersionHistory]) -> dict[str, Any]:
     """A :func:`history` as JSON; ``docs/cli.md`` lists the keys."""
     return {"job": str(job.layout.root), "versions": _VERSIONS.dump_python(versions)}
 
@@ -111,7 +111,7 @@ def recorded(job: Job) -> dict[int, VersionHistory]:
 
 def shown(
     job: Job,
-    found: dict[int, VersionHistory],
+    known: dict[int, VersionHistory],
     limit: int,
     latest: Latest | None,
     folders: Iterable[int],
@@ -119,12 +119,12 @@ def shown(
     """What :func:`history` returns, from :func:`recorded`, LATEST and the folders of versions."""
     for sequence in folders:
         if latest is None or sequence <= latest.sequence:
-            version = found.setdefault(sequence, VersionHistory(sequence))
+            version = known.setdefault(sequence, VersionHistory(sequence))
             version.on_disk, version.pruned, version.pruned_why = True, None, None
     if latest is not None:
-        found.setdefault(latest.sequence, VersionHistory(latest.sequence)).latest = True
-    newest = set(sorted(found)[-limit:])
-    versions = [found[n] for n in sorted(found) if n in newest or found[n].on_disk]
+        known.setdefault(latest.sequence, VersionHistory(latest.sequence)).latest = True
+    newest = set(sorted(known)[-limit:])
+    versions = [known[n] for n in sorted(known) if n in newest or known[n].on_disk]
     for version in versions:
         if version.on_disk and version.merge_seconds is None:
             _add_manifest(job, version)

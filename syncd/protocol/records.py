@@ -298,11 +298,11 @@ class NonFinite(Fields):
         return cls(count=len(names), names=tuple(shown))
 
     @classmethod
-    def of_all(cls, found: Iterable[NonFinite]) -> NonFinite:
+    def of_all(cls, parts: Iterable[NonFinite]) -> NonFinite:
         """Combine the records of several files, which can hold parts of the same tensors."""
-        found = list(found)
-        together = cls.of(dict.fromkeys(name for one in found for name in one.names))
-        most = max((one.count for one in found), default=0)
+        parts = list(parts)
+        together = cls.of(dict.fromkeys(name for part in parts for name in part.names))
+        most = max((part.count for part in parts), default=0)
         return together.model_copy(update={"count": max(together.count, most)})
 
     def __str__(self) -> str:

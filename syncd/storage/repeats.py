@@ -17,7 +17,7 @@ _MOST: Final = 1000
 
 
 @dataclass
-class _Said:
+class _Message:
     since: float
     window: float
     times: int = 1
@@ -36,7 +36,7 @@ class Repeats:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._said: OrderedDict[Hashable, _Said] = OrderedDict()
+        self._messages: OrderedDict[Hashable, _Message] = OrderedDict()
         self._lock = threading.Lock()
 
     def due(self, key: Hashable) -> bool:
@@ -47,28 +47,28 @@ class Repeats:
         """How often a message was held back since it was last logged; None if held back now."""
         with self._lock:
             now = self.clock()
-            said = self._said.get(key)
-            if said is None or now - said.since >= said.window:
-                return self._begin(key, said, now)
-            if said.times < self.burst:
-                said.times += 1
+            message = self._messages.get(key)
+            if message is None or now - message.since >= message.window:
+                return self._begin(key, message, now)
+            if message.times < self.burst:
+                message.times += 1
                 return 0
-            said.held_back += 1
+            message.held_back += 1
             return None
 
     def forget(self, key: Hashable) -> None:
         """Forget a message whose cause is over: its next occurrence is logged at once."""
         with self._lock:
-            self._said.pop(key, None)
+            self._messages.pop(key, None)
 
-    def _begin(self, key: Hashable, said: _Said | None, now: float) -> int:
+    def _begin(self, key: Hashable, message: _Message | None, now: float) -> int:
         held_back, window = 0, _FIRST
-        if said is not None:
-            held_back = said.held_back
-            goes_on = held_back and now - said.since < 2 * said.window
-            window = min(_LONGEST, 2 * said.window) if goes_on else _FIRST
-        self._said[key] = _Said(now, window)
-        self._said.move_to_end(key)
-        if len(self._said) > _MOST:
-            self._said.popitem(last=False)
+        if message is not None:
+            held_back = message.held_back
+            goes_on = held_back and now - message.since < 2 * message.window
+            window = min(_LONGEST, 2 * message.window) if goes_on else _FIRST
+        self._messages[key] = _Message(now, window)
+        self._messages.move_to_end(key)
+        if len(self._messages) > _MOST:
+            self._messages.popitem(last=False)
         return held_back

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
-from syncd.operate.history import recorded, shown, told
+from syncd.operate.history import in_json, recorded, shown
 from syncd.operate.job_state import jobs_at, look_at_all
 from syncd.operate.liveness import Watch
 from syncd.operate.models import JobState, UnseenJob
@@ -172,7 +172,7 @@ class View:
                 if isinstance(state, JobState):
                     folders = [version.sequence for version in state.versions]
                     versions = shown(self._job, found, self._limit, state.latest, folders)
-                    self._history, self._mark = told(self._job, versions), mark
+                    self._history, self._mark = in_json(self._job, versions), mark
             except OSError as error:
                 self._history = {"unseen": str(error)}
             self._since = at

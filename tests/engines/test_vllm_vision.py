@@ -43,7 +43,7 @@ IMAGES = [pixels(seed) for seed in (1, 2)]
 class WithoutExtension(Reloading):
     """Loads by vLLM's own ``reload_weights``."""
 
-    def _told_config(self) -> Mapping[str, Any]:
+    def _reported_config(self) -> Mapping[str, Any]:
         return {"device_config": {"device": "cpu"}}
 
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FlatParameter
 from syncd.checkpoint.tensor_rules import is_extra_state, shown
 from syncd.protocol.errors import CheckpointError
 from trainer_hooks.resuming.filling import BoxRead, fill, goals_of, plan
-from trainer_hooks.resuming.saved_files import NO_FILES, Held, SavedFiles, names_in, told_names
+from trainer_hooks.resuming.saved_files import NO_FILES, Held, SavedFiles, few_names, names_in
 from trainer_hooks.state.full_checkpoint import (
     GROUPS,
     RAW,
@@ -136,7 +136,7 @@ class ModelLoading(Loading):
             except AttributeError as error:
                 raise CheckpointError(
                     "torch cannot load the model's state dict, because names in the state dict are "
-                    f"not a parameter or buffer of the model: {told_names(more)}. Make them "
+                    f"not a parameter or buffer of the model: {few_names(more)}. Make them "
                     "buffers, or load the weights from a published version"
                 ) from error
         self._left_out = {name for name in state if computed.get(name) or is_extra_state(name)}
@@ -231,16 +231,16 @@ class OptimizerLoading(Loading):
     def _only_stated(self) -> Iterator[None]:
         """Let torch make, and load, the state of exactly the parameters that have a saved one."""
         stated = {self._known.get(name) for name in self._stated}
-        before = [(one, one.requires_grad, one.grad) for one in self._updated]
+        before = [(each, each.requires_grad, each.grad) for each in self._updated]
         try:
-            for one in self._updated:
-                one.requires_grad_(one in stated)
-                one.grad = None  # with one, torch makes no state
+            for each in self._updated:
+                each.requires_grad_(each in stated)
+                each.grad = None  # with one, torch makes no state
             yield
         finally:
-            for one, requires_grad, grad in before:
-                one.requires_grad_(requires_grad)
-                one.grad = grad
+            for each, requires_grad, grad in before:
+                each.requires_grad_(requires_grad)
+                each.grad = grad
 
     def prepare(self) -> None:
         """Find the tensors of the state. A new optimizer takes a step with zero gradients first."""
@@ -278,7 +278,7 @@ class OptimizerLoading(Loading):
                 "%s is of an optimizer of other parameters: %s. State that is not needed now is "
                 "skipped, and state that was not saved begins anew",
                 self.files.paths[0],
-                told_names(sorted(changed)),
+                few_names(sorted(changed)),
             )
 
     def load(self) -> None:
@@ -349,7 +349,7 @@ class OptimizerLoading(Loading):
         if theirs and ours:
             raise CheckpointError(
                 f"{self.files.paths[0]} holds the state of an optimizer with the options "
-                f"{told_names(theirs)}, but {self.whose} has {told_names(ours)} instead. Use the "
+                f"{few_names(theirs)}, but {self.whose} has {few_names(ours)} instead. Use the "
                 "same optimizer as at the save, or load with optimizer=None"
             )
         found: dict[str, Tensor] = {}

@@ -28,7 +28,7 @@ from trainer_hooks.resuming.resumable import (
     latest_checkpoint,
     look_at_checkpoint,
 )
-from trainer_hooks.resuming.saved_files import SavedFiles, told_names
+from trainer_hooks.resuming.saved_files import SavedFiles, few_names
 from trainer_hooks.state.full_checkpoint import (
     AVERAGES,
     BASE_MODEL,
@@ -242,7 +242,7 @@ def _all_is_used(ranks: Ranks, parts: list[Loading]) -> None:
         left -= set().union(*(names.get(part.files.kind, ()) for names in taken))
         if left:
             raise CheckpointError(
-                f"{part.files.paths[0]} and the files beside it have {told_names(sorted(left))}, "
+                f"{part.files.paths[0]} and the files beside it have {few_names(sorted(left))}, "
                 f"which {part.whose} does not have. The files belong to another model or optimizer"
             )
 

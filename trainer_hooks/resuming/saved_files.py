@@ -125,20 +125,20 @@ class SavedFiles:
         """Check that the files exist, with the sizes in their receipts."""
         for number in numbers:
             path = self.paths[number]
-            told = self._told(path)
+            receipt = self._receipt_of(path)
             status = self.storage.status(path)
             if status is None:
                 raise missing(path)
-            if told is not None and told.size != status.st_size:
-                raise _differs(path, f"has {status.st_size} bytes instead of {told.size}")
+            if receipt is not None and receipt.size != status.st_size:
+                raise _differs(path, f"has {status.st_size} bytes instead of {receipt.size}")
 
     def loaded(self, number: int) -> Any:
         """Check all bytes of a small file, and return ``torch.load(weights_only=True)`` of it."""
         path = self.paths[number]
-        told = self._told(path)
+        receipt = self._receipt_of(path)
         try:
             with _being_there(path), ShardFile.open(self.storage, path) as file:
-                _compare(path, told, file.size, file.directory_digest)
+                _compare(path, receipt, file.size, file.directory_digest)
                 checks = record_checks([file], check_crc=True)
                 SourceReader(self.storage, [file], checks=checks, cancel=lambda: None).finish()
                 with open(file.fd, "rb", closefd=False) as stream:
@@ -170,23 +170,23 @@ class SavedFiles:
         reader = SourceReader(self.storage, files, checks=checks, cancel=lambda: None)
         return reader, {number: at for at, number in enumerate(numbers)}
 
-    def _told(self, path: Path) -> ReceiptFile | None:
+    def _receipt_of(self, path: Path) -> ReceiptFile | None:
         if self.vouched is None:
             return None
-        told = self.vouched.get(path.name)
-        if told is None:
+        receipt = self.vouched.get(path.name)
+        if receipt is None:
             raise CheckpointError(
                 f"{path} is not listed in the receipts of this checkpoint, so the file is not part "
                 f"of the checkpoint. {ADVICE}"
             )
-        return told
+        return receipt
 
     def _opened(self, path: Path) -> OpenFile:
-        told = self._told(path)
+        receipt = self._receipt_of(path)
         try:
             with _being_there(path):
                 open_file = self._full if path.name == FULL_STATE_DICT else self._shard
-                return open_file(path, told)
+                return open_file(path, receipt)
         except ShardFormatError as error:
             what = "the state of a torch.optim.Optimizer" if self.is_optimizer else "a state dict"
             raise CheckpointError(
@@ -245,8 +245,8 @@ def _being_there(path: Path) -> Iterator[None]:
         raise
 
 
-def _compare(path: Path, told: ReceiptFile | None, size: int, digest: str) -> None:
-    if told is not None and (told.size, told.digest) != (size, digest):
+def _compare(path: Path, receipt: ReceiptFile | None, size: int, digest: str) -> None:
+    if receipt is not None and (receipt.size, receipt.digest) != (size, digest):
         raise _differs(path, "does not have the content that the rank wrote")
 
 
@@ -261,7 +261,7 @@ def names_in(files: Mapping[int, OpenFile]) -> Iterator[str]:
         yield from file.plain
 
 
-def told_names(names: Sequence[str]) -> str:
+def few_names(names: Sequence[str]) -> str:
     """The first few names, for a message."""
     few = ", ".join(f"'{shown(name)}'" for name in names[:3])
     return few + (f" and {len(names) - 3} more" if len(names) > 3 else "")

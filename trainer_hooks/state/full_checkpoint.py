@@ -95,13 +95,13 @@ def check_stateful(**given: Some[Stateful]) -> None:
     for name, value in given.items():
         several: Sequence[object] = each_of(value)
         base: type = Optimizer if len(several) > 1 and "optimizer" in name else object
-        for one in several or [value]:
-            if isinstance(one, type):
-                what = f"the class {one.__name__}"
-            elif value is None or (isinstance(one, base) and hasattr(one, "state_dict")):
+        for each in several or [value]:
+            if isinstance(each, type):
+                what = f"the class {each.__name__}"
+            elif value is None or (isinstance(each, base) and hasattr(each, "state_dict")):
                 continue
             else:
-                what = f"of type {type(one).__name__}"
+                what = f"of type {type(each).__name__}"
             raise InvalidSettingsError(
                 f"{name} is {what}: it must be an object with state_dict(), such as "
                 "torch.optim.AdamW(model.parameters()), or several torch.optim.Optimizer"

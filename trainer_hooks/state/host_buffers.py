@@ -279,14 +279,14 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
     return made
 
 
-def _retyped(told: Any, dtype: torch.dtype) -> Any:
+def _retyped(argument: Any, dtype: torch.dtype) -> Any:
     """Replace the dtype in one of a DTensor's arguments, if it has one."""
-    if isinstance(told, TensorMeta):
-        return told._replace(dtype=dtype)
-    if isinstance(told, DTensorSpec):
-        told = copy.copy(told)
-        told.tensor_meta = _retyped(told.tensor_meta, dtype)
-    return told
+    if isinstance(argument, TensorMeta):
+        return argument._replace(dtype=dtype)
+    if isinstance(argument, DTensorSpec):
+        argument = copy.copy(argument)
+        argument.tensor_meta = _retyped(argument.tensor_meta, dtype)
+    return argument
 
 
 def _on_cpu(shard: ShardMetadata) -> ShardMetadata:

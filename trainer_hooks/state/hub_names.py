@@ -233,21 +233,21 @@ class _Trace:
         self._joined = views.joined
         self._source_of = {_memory(value): name for name, value in sources.items()}
 
-    def tensors(self, found: Mapping[str, Tensor]) -> dict[str, MappedTensor]:
+    def tensors(self, values: Mapping[str, Tensor]) -> dict[str, MappedTensor]:
         """The map's entries, except those of tensors that are the same on the hub."""
         places: defaultdict[str, list[_Place]] = defaultdict(list)
-        for hub_name, value in found.items():
+        for hub_name, value in values.items():
             for part, at in self._parts(hub_name, value):
                 place = self._place(hub_name, part, at)
                 places[place.source].append(place)
         tensors = {}
         for name, value in self._sources.items():
-            told = places.get(name)
-            if told is None:
+            pieces = places.get(name)
+            if pieces is None:
                 raise _NotRowsError(f"{shown(name)} is in no tensor of the hub")
-            if told != [_Place(name, name, None, None, False, None)]:
+            if pieces != [_Place(name, name, None, None, False, None)]:
                 shape = tuple(value.shape)
-                tensors[name] = MappedTensor(shape=shape, pieces=_pieces(told, shape))
+                tensors[name] = MappedTensor(shape=shape, pieces=_pieces(pieces, shape))
             elif name.removesuffix("_scale_inv") in tensors:
                 raise _NotRowsError(f"{shown(name)} keeps its name, but its weight does not")
         return tensors

@@ -263,21 +263,21 @@ def base_vocabulary(model: nn.Module) -> int | None:
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - only PEFT's users have it
 
     for config in getattr(model, "peft_config", {}).values():
-        told = getattr(config, "base_model_name_or_path", None)
-        if not told:
+        base = getattr(config, "base_model_name_or_path", None)
+        if not base:
             continue
-        path: object = Path(told) / MODEL_CONFIG
-        if not Path(told).is_dir():
+        path: object = Path(base) / MODEL_CONFIG
+        if not Path(base).is_dir():
             try:
-                path = try_to_load_from_cache(told, MODEL_CONFIG, revision=config.revision)
+                path = try_to_load_from_cache(base, MODEL_CONFIG, revision=config.revision)
             except ValueError:  # a folder that is not there
                 continue
         try:
-            found = json.loads(Path(str(path)).read_bytes()).get("vocab_size")
+            size = json.loads(Path(str(path)).read_bytes()).get("vocab_size")
         except (OSError, ValueError, AttributeError):
             continue  # no config, or not a language model's
-        if isinstance(found, int):
-            return found
+        if isinstance(size, int):
+            return size
     return None
 
 
@@ -319,16 +319,16 @@ def merged_parts(
     Raises:
         InvalidSettingsError: PEFT cannot merge some layer, or would change a weight's dtype.
     """
-    found = _Base(state)
+    base = _Base(state)
     root: Any = plain
     path = ""
     if hasattr(plain, "base_model") and hasattr(plain, "get_base_model"):  # a PeftModel
         path, root = "base_model.model", root.get_base_model()
         _check_allowed(plain)
-    found.look_into(root, path, "")
+    base.look_into(root, path, "")
     derived: dict[str, Derived] = {}
     taken: dict[str, str] = {}
-    for layer in found.layers:
+    for layer in base.layers:
         for target, held in layer.targets:
             if held in taken:
                 raise InvalidSettingsError(
@@ -336,8 +336,8 @@ def merged_parts(
                     f"{shown(layer.path)}, which cannot be merged. Save the adapter instead"
                 )
             taken[held] = layer.path
-            derived[found.published[held]] = layer.derived(target, state)
-    return {published: held for held, published in found.published.items()}, derived
+            derived[base.published[held]] = layer.derived(target, state)
+    return {published: held for held, published in base.published.items()}, derived
 
 
 class _Layer(NamedTuple):
@@ -354,13 +354,13 @@ class _Layer(NamedTuple):
         held = state[dict(self.targets)[target]]
 
         def make(wholes: Mapping[str, Tensor]) -> Tensor:
-            found = self._merged(target, wholes)
-            if (found.dtype, found.shape) != (held.dtype, shape_of(held)):
+            merged = self._merged(target, wholes)
+            if (merged.dtype, merged.shape) != (held.dtype, shape_of(held)):
                 raise SaveFailedError(
                     f"the merge changes {shown(self.path)}.{target} from {held.dtype} of shape "
-                    f"{tuple(shape_of(held))} to {found.dtype} of shape {tuple(found.shape)}"
+                    f"{tuple(shape_of(held))} to {merged.dtype} of shape {tuple(merged.shape)}"
                 )
-            return found
+            return merged
 
         try:
             make(on_meta(parts))

@@ -103,11 +103,11 @@ def tied_by_fsdp1(model: nn.Module) -> dict[str, str]:
     handles = _fsdp1_handles(model)
     plain = plain_paths(model) if handles else {}
     return {
-        joined(plain[one.module], one.param_name): joined(
-            plain[one.prim_module], one.prim_param_name
+        joined(plain[tie.module], tie.param_name): joined(
+            plain[tie.prim_module], tie.prim_param_name
         )
         for handle in handles
-        for one in handle.flat_param._shared_param_infos  # noqa: SLF001 - there is no other way to know it
+        for tie in handle.flat_param._shared_param_infos  # noqa: SLF001 - there is no other way to know it
     }
 
 
@@ -117,9 +117,11 @@ def trained_names(model: nn.Module, updated: Collection[Tensor]) -> list[frozens
     Tied parameters have several names (under FSDP1 without ``use_orig_params`` only the first).
     Parameters in ``updated`` count as trained even if they are frozen now.
     """
-    also = {id(one) for one in updated}
-    found = [names for one, names in parameters_of(model) if one.requires_grad or id(one) in also]
-    return found + [frozenset({name}) for name in getattr(model, _TRAINED, ())]
+    also = {id(each) for each in updated}
+    trained = [
+        names for each, names in parameters_of(model) if each.requires_grad or id(each) in also
+    ]
+    return trained + [frozenset({name}) for name in getattr(model, _TRAINED, ())]
 
 
 def mark_trained(model: nn.Module, names: Collection[str]) -> None:
@@ -266,9 +268,9 @@ def joined(path: str, name: str) -> str:
 
 def cast_to(name: str, dtype: torch.dtype, cast: Casting | None) -> torch.dtype:
     """A tensor's dtype after a cast. Not cast: integers, bool, dtypes unknown to safetensors."""
-    told = dtype_name(dtype)
-    wanted = told if cast is None else cast.dtype_of(name, told)
-    return dtype if wanted == told else TORCH_DTYPES[wanted]
+    own = dtype_name(dtype)
+    wanted = own if cast is None else cast.dtype_of(name, own)
+    return dtype if wanted == own else TORCH_DTYPES[wanted]
 
 
 def changes(state: Mapping[str, Any], cast: Casting | None) -> bool:

@@ -115,9 +115,9 @@ def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) 
 
 def _path(name: object, paths: object) -> tuple[str, ...]:
     """The path of a tensor in the saved state; only the name if no path was recorded."""
-    told = paths.get(name) if isinstance(paths, dict) else None
-    if isinstance(told, tuple) and told and all(type(part) in {str, int} for part in told):
-        path = tuple(map(str, told))
+    saved = paths.get(name) if isinstance(paths, dict) else None
+    if isinstance(saved, tuple) and saved and all(type(part) in {str, int} for part in saved):
+        path = tuple(map(str, saved))
         if ".".join(path) == name:
             return path
     return (str(name),)
@@ -142,20 +142,20 @@ def _dimensions(name: object, value: object, where: str) -> int | None:
 
 
 def _items(places: dict[Any, Any], where: str) -> dict[tuple[str, Shape | None], _Place]:
-    found: dict[tuple[str, Shape | None], _Place] = {}
+    items: dict[tuple[str, Shape | None], _Place] = {}
     for index, place in places.items():
         if not isinstance(index, Inert) or not isinstance(place, Inert):
             raise ShardFormatError(f"{where} lists its items in an unknown form. Save again")
-        name, told = index.state.get("fqn"), index.state.get("offset")
-        offsets = shape_of(told)
-        if not isinstance(name, str) or (told is not None and offsets is None):
+        name, offset = index.state.get("fqn"), index.state.get("offset")
+        offsets = shape_of(offset)
+        if not isinstance(name, str) or (offset is not None and offsets is None):
             raise ShardFormatError(f"{where} lists an item without a name or offsets. Save again")
-        if (name, offsets) in found:
+        if (name, offsets) in items:
             raise ShardFormatError(f"{where} lists an item of '{shown(name)}' twice. Save again")
-        found[name, offsets] = _place(name, place, where)
+        items[name, offsets] = _place(name, place, where)
     # Refuse overlapping items, and so the DCP format in which all items begin at 0.
     before, end, other = "", 0, ""
-    for file, at, length, name in sorted((*place, name) for (name, _), place in found.items()):
+    for file, at, length, name in sorted((*place, name) for (name, _), place in items.items()):
         if file == before and at < end:
             raise ShardFormatError(
                 f"{where}: '{shown(other)}' and '{shown(name)}' overlap in {file}. Save again, in "
@@ -163,7 +163,7 @@ def _items(places: dict[Any, Any], where: str) -> dict[tuple[str, Shape | None],
             )
         if file != before or at + length >= end:
             before, end, other = file, at + length, name
-    return found
+    return items
 
 
 def _place(name: str, place: Inert, where: str) -> _Place:
@@ -265,22 +265,22 @@ def select_model(entries: Mapping[str, SavedName], prefix: str | None, where: st
     """
     if prefix:
         chosen = [name for name in entries if name.startswith(prefix) and name != prefix]
-        found = {name: name.removeprefix(prefix) for name in chosen}
+        names = {name: name.removeprefix(prefix) for name in chosen}
     else:
         parent = () if prefix == "" else _parent(entries, where)
-        found = {name: own for name in entries if (own := _own_name(entries[name], parent))}
+        names = {name: own for name in entries if (own := _own_name(entries[name], parent))}
     weights = {
         name: own
-        for name, own in found.items()
+        for name, own in names.items()
         if _is_tensor(entries[name]) and not _is_extra(entries[name])
     }
     if not weights:
         what = "at its top level" if not prefix else f"whose name begins with {shown(prefix)!r}"
         raise CheckpointError(
-            f"{where} has no tensor {what}; {_told(entries)}. Give another --prefix (dcp_prefix)"
+            f"{where} has no tensor {what}; {_places(entries)}. Give another --prefix (dcp_prefix)"
         )
-    others = [name for name in found if name not in weights and not _is_extra(entries[name])]
-    return Selected(weights, tuple(others), is_all=len(found) == len(entries))
+    others = [name for name in names if name not in weights and not _is_extra(entries[name])]
+    return Selected(weights, tuple(others), is_all=len(names) == len(entries))
 
 
 def _own_name(entry: SavedName, parent: Keys) -> str:
@@ -318,33 +318,33 @@ def _parents(entries: Mapping[str, SavedName]) -> dict[Keys, int]:
 
 
 def _parent(entries: Mapping[str, SavedName], where: str) -> Keys:
-    found = {
+    parents = {
         parent: sign
         for parent, sign in _parents(entries).items()
         if not any(_NO_MODEL.fullmatch(part) for part in parent)
     }
-    named = [parent for parent in found if parent[-1:] == ("model",)]
+    named = [parent for parent in parents if parent[-1:] == ("model",)]
     # A deeper one can be a critic's, beside dicts or top-level tensors outside its branch.
     branch = named[0][:-1] if named else ()
-    inside = all(parent[: len(branch)] == branch for parent in found if parent)
-    if len(named) == 1 and inside and found.get((), 0) < (1 if branch else 2):
+    inside = all(parent[: len(branch)] == branch for parent in parents if parent)
+    if len(named) == 1 and inside and parents.get((), 0) < (1 if branch else 2):
         return named[0]
-    if any(found.values()):
-        found = {parent: sign for parent, sign in found.items() if sign}
-    if len(found) == 1:
-        return next(iter(found))
-    if not found:
+    if any(parents.values()):
+        parents = {parent: sign for parent, sign in parents.items() if sign}
+    if len(parents) == 1:
+        return next(iter(parents))
+    if not parents:
         raise CheckpointError(
-            f"{where} holds no tensors of a model; {_told(entries)}. Save model.state_dict(), or "
+            f"{where} holds no tensors of a model; {_places(entries)}. Save model.state_dict(), or "
             "give --prefix (dcp_prefix), the beginning of the names of the model's tensors"
         )
     raise CheckpointError(
         f"{where} holds tensors under several prefixes, and does not say which prefix is the "
-        f"model's; {_told(entries)}. Give --prefix (dcp_prefix), for example '--prefix model.'"
+        f"model's; {_places(entries)}. Give --prefix (dcp_prefix), for example '--prefix model.'"
     )
 
 
-def _told(entries: Mapping[str, SavedName]) -> str:
+def _places(entries: Mapping[str, SavedName]) -> str:
     places = dict.fromkeys(
         f"'{shown('.'.join((*parent, '')) if parent else '', 60)}'" for parent in _parents(entries)
     )
@@ -369,31 +369,31 @@ def read_chunked_fields(header: bytes, where: str) -> list[Chunked]:
             does not merge.
     """
     entries = read_fields(header, where)
-    told = json.loads(header[8:]).get(METADATA, {}).get(SHARDING)
+    stated = json.loads(header[8:]).get(METADATA, {}).get(SHARDING)
     offsets: object = None
-    if told is not None:
+    if stated is not None:
         with suppress(ValueError, RecursionError):
-            offsets = json.loads(told)
+            offsets = json.loads(stated)
         if not isinstance(offsets, dict):
             raise broken(where, f"its {SHARDING} is not a JSON object")
-    found = []
+    chunks = []
     for entry in entries:
         check_name(entry.name, where)
         begin = (0,) * len(entry.shape)
-        if told is not None:
+        if stated is not None:
             begin = _offsets(entry, offsets, where)
-        found.append((entry, begin))
-    return found
+        chunks.append((entry, begin))
+    return chunks
 
 
-def _offsets(entry: HeaderEntry, told: Any, where: str) -> Shape:
-    match told.get(entry.name):
+def _offsets(entry: HeaderEntry, offsets_of: Any, where: str) -> Shape:
+    match offsets_of.get(entry.name):
         case {"saved_offsets": value}:
-            found = shape_of(value)
-            if found is not None and len(found) == len(entry.shape):
-                ends = (begin + size for begin, size in zip(found, entry.shape, strict=True))
+            offsets = shape_of(value)
+            if offsets is not None and len(offsets) == len(entry.shape):
+                ends = (begin + size for begin, size in zip(offsets, entry.shape, strict=True))
                 if all(end < NUMBER_LIMIT for end in ends):
-                    return found
+                    return offsets
     raise broken(where, f"its {SHARDING} does not give the {_OFFSETS} of '{shown(entry.name)}'")
 
 

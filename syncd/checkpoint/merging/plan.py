@@ -240,9 +240,13 @@ def _input_embedding(head: PlannedTensor, tensors: Iterable[PlannedTensor]) -> P
     """
     if not is_output_embedding(head.name):
         return None
-    alike = [one for one in tensors if is_input_embedding(one.name) and _kind(one) == _kind(head)]
-    same = max(alike, key=lambda one: _begins_alike(one.name, head.name), default=None)
-    return next((one for one in alike if one.parts == head.parts), same)
+    alike = [
+        tensor
+        for tensor in tensors
+        if is_input_embedding(tensor.name) and _kind(tensor) == _kind(head)
+    ]
+    same = max(alike, key=lambda tensor: _begins_alike(tensor.name, head.name), default=None)
+    return next((tensor for tensor in alike if tensor.parts == head.parts), same)
 
 
 def _begins_alike(name: str, other: str) -> int:

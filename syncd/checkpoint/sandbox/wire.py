@@ -252,7 +252,7 @@ def contents_rows(contents: StoredModel) -> Iterator[Row]:
 
 def read_contents(rows: Iterable[Row]) -> StoredModel:
     """The model from all rows of an answer."""
-    found: dict[str, tuple[str, Shape, list[Chunk]]] = {}
+    read: dict[str, tuple[str, Shape, list[Chunk]]] = {}
     left = iter(rows)
     match next(left, None):
         case [bool(is_model_only)]:
@@ -264,24 +264,24 @@ def read_contents(rows: Iterable[Row]) -> StoredModel:
         match row:
             case [str(name), str(dtype), list(sizes)]:
                 shape = shape_of(sizes)
-                known = name_fault(name) is None and name not in found and dtype in ITEMSIZE
+                known = name_fault(name) is None and name not in read and dtype in ITEMSIZE
                 if shape is None or not known:
                     raise ValueError("the answer has an invalid tensor")
-                found[name] = dtype, shape, []
-            case [begin, sizes, file, at, length] if name in found:
+                read[name] = dtype, shape, []
+            case [begin, sizes, file, at, length] if name in read:
                 offsets, shape = shape_of(begin), shape_of(sizes)
                 if (
                     offsets is None
                     or shape is None
-                    or not len(offsets) == len(shape) == len(found[name][1])
+                    or not len(offsets) == len(shape) == len(read[name][1])
                     or not (is_distcp(file) and is_offset(at) and is_offset(length))
                 ):
                     raise ValueError("the answer has an invalid chunk")
-                found[name][2].append(Chunk(offsets, shape, sys.intern(file), at, length))
+                read[name][2].append(Chunk(offsets, shape, sys.intern(file), at, length))
             case _:
                 raise ValueError("the answer lists something that is neither a tensor nor a chunk")
     tensors = {
-        name: Stored(dtype, shape, tuple(chunks)) for name, (dtype, shape, chunks) in found.items()
+        name: Stored(dtype, shape, tuple(chunks)) for name, (dtype, shape, chunks) in read.items()
     }
     return StoredModel(tensors, is_model_only)
 

@@ -187,9 +187,9 @@ def read_spec(tensor: DTensorRef, spec: Mapping[Any, Any]) -> Spec:
         return Spec(shape, told_shape, None, False, None)
     placed = []
     unordered = False
-    for told in placements:
-        placed.append(_placement(told))
-        unordered = unordered or (isinstance(told, Inert) and told.unordered)
+    for each in placements:
+        placed.append(_placement(each))
+        unordered = unordered or (isinstance(each, Inert) and each.unordered)
     return Spec(shape, told_shape, tuple(placed), unordered, _order(spec))
 
 
@@ -259,10 +259,10 @@ def _is_number(value: object) -> TypeGuard[int]:
 
 def _order(spec: Mapping[Any, Any]) -> Order | None:
     """A spec's ``shard_order``; None if missing; :data:`_UNREADABLE` if it cannot be read."""
-    told = spec.get("shard_order")
-    if told is None:
+    saved = spec.get("shard_order")
+    if saved is None:
         return None
-    entries = told if isinstance(told, tuple | list) and len(told) <= DIMENSION_LIMIT else ("?",)
+    entries = saved if isinstance(saved, tuple | list) and len(saved) <= DIMENSION_LIMIT else ("?",)
     order = []
     for entry in entries:
         fields = entry.args if isinstance(entry, Inert) else entry

@@ -206,16 +206,16 @@ class _Reader:
         pieces = []
         for chunk in chunks:
             local = chunk.state.get("tensor") if isinstance(chunk, Inert) else None
-            told = chunk.state.get("metadata") if isinstance(chunk, Inert) else None
-            if not isinstance(local, TensorRef) or not isinstance(told, Inert):
+            metadata = chunk.state.get("metadata") if isinstance(chunk, Inert) else None
+            if not isinstance(local, TensorRef) or not isinstance(metadata, Inert):
                 raise PlacementError(
                     f"{self._where}: {shown(name)} is a ShardedTensor whose chunks are not tensors "
                     "(FSDP1 on top of another sharding), which syncd does not merge. Build FSDP "
                     "with a device_mesh, or use fully_shard"
                 )
             part = self.part(name, local)
-            offsets = shape_of(told.state.get("shard_offsets"))
-            sizes = shape_of(told.state.get("shard_sizes"))
+            offsets = shape_of(metadata.state.get("shard_offsets"))
+            sizes = shape_of(metadata.state.get("shard_sizes"))
             if (
                 offsets is None
                 or sizes is None

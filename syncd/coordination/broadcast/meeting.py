@@ -140,8 +140,8 @@ class ExplorerGroup:
     def rendezvous(self, offer: Offer, wait: Wait) -> tuple[Rendezvous, int]:
         """Wait for an offer's meeting place; see :meth:`.ExplorerSynchronizer.rendezvous`."""
         while True:
-            found = self.offers.rendezvous()
-            if found is not None and found.offer == offer.offer:
+            meeting = self.offers.rendezvous()
+            if meeting is not None and meeting.offer == offer.offer:
                 break
             now = self.offers.current()
             if now is not None and now.offer != offer.offer:
@@ -152,10 +152,10 @@ class ExplorerGroup:
                 raise BroadcastError(
                     "the trainer did not announce the address of the weight group in time"
                 )
-        for member in found.members:
+        for member in meeting.members:
             if (member.name, member.session) == (self.name, self.session):
-                return found, member.rank_offset
-        raise BroadcastError(f"the weight group {found.group_name} does not include {self.name}")
+                return meeting, member.rank_offset
+        raise BroadcastError(f"the weight group {meeting.group_name} does not include {self.name}")
 
     def open(
         self, rendezvous: Rendezvous, rank: int, *, deadline: float, device: torch.device

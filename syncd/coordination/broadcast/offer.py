@@ -165,14 +165,14 @@ class TrainerSide(_Side[Agreed]):
         require_sync(self.me)
         try:
             while True:
-                working = [one for one in self._working() if one.workers > 0]
+                working = [explorer for explorer in self._working() if explorer.workers > 0]
                 if not working:
                     log.warning("no explorer is running: skipping the transfer at step %d", step)
                     return None
                 if self._try(step, working):
                     return step
                 if not wait.more():
-                    late = [one.name for one in working if not self._has_joined(one)]
+                    late = [explorer.name for explorer in working if not self._has_joined(explorer)]
                     names = ", ".join(late) or "unknown"
                     log.error(
                         "skipping the transfer, because these explorers were not ready for it "
@@ -192,10 +192,10 @@ class TrainerSide(_Side[Agreed]):
 
     def _try(self, step: int, working: list[ExplorerReport]) -> bool:
         members = tuple(
-            OfferedMember(name=one.name, session=one.session, workers=one.workers)
-            for one in sorted(working, key=lambda one: one.name)
+            OfferedMember(name=explorer.name, session=explorer.session, workers=explorer.workers)
+            for explorer in sorted(working, key=lambda explorer: explorer.name)
         )
-        waiting = all(one.status == RunningStatus.REQUIRE_SYNC.value for one in working)
+        waiting = all(explorer.status == RunningStatus.REQUIRE_SYNC.value for explorer in working)
         if self._open is not None and (self._open.members != members or not waiting):
             self._withdraw()  # the explorers have changed: start again
         if not waiting:
@@ -204,7 +204,7 @@ class TrainerSide(_Side[Agreed]):
             self._open = self.offers.make(self.me.session.id, step, members)
         if not all(map(self._has_joined, working)):
             return False
-        offer, groups = self._open, {one.group for one in working}
+        offer, groups = self._open, {explorer.group for explorer in working}
         if self._decide(offer, "go") != "go":
             return False
         self.agreed = Agreed(offer, groups.pop() if len(groups) == 1 else None)
@@ -259,11 +259,11 @@ class ExplorerSide(_Side[Offer]):
         """Join an offer; return its step, or None if the transfer does not take place."""
         self.agreed = None
         require_sync(self.me, requests=self.me.record.requests + 1)
-        called_off, found = self._called_off, None
+        called_off, joined = self._called_off, None
         try:
             while True:
                 trainer = self.roster.trainer_status()
-                if (found := self.look()) is not None or self._goes_by_files():
+                if (joined := self.look()) is not None or self._goes_by_files():
                     break
                 if trainer is RunningStatus.STOPPED:
                     log.warning("the trainer has stopped: skipping the transfer")
@@ -278,10 +278,10 @@ class ExplorerSide(_Side[Offer]):
                     break
         finally:
             try:
-                found = self.leave() or found
+                joined = self.leave() or joined
             finally:
                 back_to_running(self.me, joined=None)
-        return found.step if found is not None else None
+        return joined.step if joined is not None else None
 
     @property
     def has_joined(self) -> bool:

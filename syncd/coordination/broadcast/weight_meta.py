@@ -107,22 +107,22 @@ class WeightMeta(NamedTuple):
     def decode(cls, content: bytes) -> Self:
         """Parse untrusted bytes of :meth:`encode`; raise BroadcastError if they are no meta."""
         try:
-            told = json.loads(content) if len(content) <= META_LIMIT else None
+            entries = json.loads(content) if len(content) <= META_LIMIT else None
         except (ValueError, RecursionError) as error:
             raise BroadcastError(f"the tensor list of a transfer is not JSON: {error}") from error
-        if not isinstance(told, list) or not 0 < len(told) <= TENSOR_LIMIT:
+        if not isinstance(entries, list) or not 0 < len(entries) <= TENSOR_LIMIT:
             raise BroadcastError("the tensor list of a transfer is not a list of tensors")
-        meta = cls(tuple(map(_spec, told)))
-        if len({one.name for one in meta.tensors}) < len(meta.tensors):
+        meta = cls(tuple(map(_spec, entries)))
+        if len({tensor.name for tensor in meta.tensors}) < len(meta.tensors):
             raise BroadcastError("the tensor list of a transfer has the same tensor name twice")
         if meta.nbytes >= NUMBER_LIMIT:
             raise BroadcastError("the tensor list of a transfer has an impossible number of bytes")
         return meta
 
 
-def _spec(told: object) -> WeightSpec:
-    if isinstance(told, list) and len(told) == 3:
-        name, dtype, shape = told[0], told[1], shape_of(told[2])
+def _spec(entry: object) -> WeightSpec:
+    if isinstance(entry, list) and len(entry) == 3:
+        name, dtype, shape = entry[0], entry[1], shape_of(entry[2])
         is_dtype = isinstance(dtype, str) and dtype in ITEMSIZE
         if name_fault(name) is None and is_dtype and shape is not None:
             return WeightSpec(name, dtype, shape)
@@ -157,8 +157,8 @@ class Header(NamedTuple):
     @classmethod
     def decode(cls, content: bytes) -> Self:
         """Parse untrusted bytes of :meth:`encode`; raise BroadcastError if they are no header."""
-        magic, *told = _HEADER.unpack(content)
-        header = cls(*told)
+        magic, *fields = _HEADER.unpack(content)
+        header = cls(*fields)
         if magic != _MAGIC:
             raise BroadcastError(
                 "the received bytes do not begin like a transfer. Run the same version of syncd "
