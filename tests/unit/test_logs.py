@@ -207,7 +207,7 @@ def test_what_was_quiet_for_long_begins_anew(clock: Clock) -> None:
 def test_very_many_things_take_no_more_room_than_a_thousand(clock: Clock) -> None:
     repeats = Repeats(clock=clock)
     assert all(repeats.due(number) for number in range(5000))
-    assert len(repeats._said) == 1000
+    assert len(repeats._messages) == 1000
 
 
 def test_a_flood_of_the_same_line_is_held_back_and_counted(clock: Clock, records: Records) -> None:

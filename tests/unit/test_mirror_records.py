@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from syncd.mirror.object_store import Rate, _told
+from syncd.mirror.object_store import Rate, _one_line
 from syncd.protocol.errors import RecordError
 from syncd.protocol.mirrored import (
     LONGEST,
@@ -145,6 +145,6 @@ def test_errors_show_no_signature_and_one_line() -> None:
         "PUT https://s3/b/k?X-Amz-Signature=abc&X=d failed\n  (http://h/x?sig=e)\nretried"
         "\n\nDebug source:\nSigned { secret }"
     )
-    said = _told(error)
+    said = _one_line(error)
     assert said == "PUT https://s3/b/k failed (http://h/x) retried"
-    assert len(_told(ValueError("x" * 9999))) == 400
+    assert len(_one_line(ValueError("x" * 9999))) == 400
