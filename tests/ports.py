@@ -1,8 +1,15 @@
-"""Ports of this host, for processes that a test starts."""
+"""Ports of this host, for processes that a test starts, and servers that answer beside it."""
 
 import random
 import socket
+import socketserver
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+Server = TypeVar("Server", bound=socketserver.BaseServer)
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -22,3 +29,16 @@ def free_port() -> int:
             except OSError:
                 continue
         return port
+
+
+@contextmanager
+def listening(server: Server) -> Iterator[Server]:
+    """A server that answers beside the block, in its own thread."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

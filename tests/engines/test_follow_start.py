@@ -42,7 +42,7 @@ from syncd.storage.job import Job
 from tests.engines.waiting import LONG
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import DEADLINE, explorer_report
-from tests.ports import free_port
+from tests.ports import free_port, listening
 from tests.rank_programs import ENVIRONMENT
 from tests.refusals import invalid
 
@@ -307,20 +307,15 @@ def test_a_private_certificate_is_trusted_if_its_authority_is_given(
     )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
-    with HTTPServer(("127.0.0.1", 0), Described) as server:
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            url = f"https://127.0.0.1:{server.server_port}"
-            ended = follow(job.root, "--url", url)
-            assert isinstance(ended.exception, ServerUnreachableError)
-            assert "does not trust the server's certificate" in str(ended.exception)
-            ended = follow(job.root, "--url", url, "--cacert", certificate)
-            assert "has no route POST /pause_generation" in str(ended.exception)  # so it was read
-        finally:
-            server.shutdown()
-            thread.join()
+    server = HTTPServer(("127.0.0.1", 0), Described)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    with listening(server):
+        url = f"https://127.0.0.1:{server.server_port}"
+        ended = follow(job.root, "--url", url)
+        assert isinstance(ended.exception, ServerUnreachableError)
+        assert "does not trust the server's certificate" in str(ended.exception)
+        ended = follow(job.root, "--url", url, "--cacert", certificate)
+        assert "has no route POST /pause_generation" in str(ended.exception)  # so it was read
 
 
 def test_a_file_that_holds_no_certificate_is_said_so(job: SmallJob, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Final
 import pytest
 
 from tests.multiprocess.processes import Program, wait_until
-from tests.ports import free_port
+from tests.ports import free_port, listening
 
 KINDS = ("moto", "seaweedfs")
 #: Moto's server, whose clock is some days ahead of ours.
@@ -139,15 +139,11 @@ class Line:
             def handle_error(self, *_: object) -> None:
                 """A client that was killed."""
 
-        with Server(("127.0.0.1", 0), Handler) as server:
-            thread = threading.Thread(target=server.serve_forever)
-            thread.start()
+        with listening(Server(("127.0.0.1", 0), Handler)) as server:
             try:
                 yield server.server_port
             finally:
                 self.lift()
-                server.shutdown()
-                thread.join()
 
     def _pass(self, client: BaseHTTPRequestHandler, body: bytes) -> None:
         fault = self._hits(f"{client.command} {client.path}")

@@ -16,7 +16,7 @@ from syncd.daemon.loopback import HOST, LoopbackRequest, LoopbackServer
 from syncd.daemon.telling.metrics import Exporter, Metrics
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import DEADLINE, Daemon, wait_for_step, wait_until
-from tests.ports import free_port
+from tests.ports import free_port, listening
 from tests.storages import open_files
 from tests.web.served import served
 
@@ -137,11 +137,7 @@ class Slow(LoopbackRequest):
 
 
 def test_an_answer_that_takes_long_is_not_given_up_for_connections_that_ask_for_nothing() -> None:
-    with LoopbackServer(0, Slow, 4) as server, ExitStack() as stack:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        stack.callback(thread.join)
-        stack.callback(server.shutdown)
+    with listening(LoopbackServer(0, Slow, 4)) as server, ExitStack() as stack:
         stack.callback(Slow.may_end.set)
         port = server.server_address[1]
         asking = connected(port, stack)

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from obstore.store import LocalStore, MemoryStore, S3Store
 from syncd.mirror.object_store import PART, MirrorStore, ObjectGoneError, StoreError
 from syncd.protocol.errors import CancelledError
 from syncd.protocol.mirrored import MirroredFile, MirroredSave, MirroredVersion, version_key
-from tests.ports import free_port
+from tests.ports import free_port, listening
 from tests.programs import completed
 from tests.rank_programs import ROOT
 from tests.refusals import invalid
@@ -244,14 +243,8 @@ def _replacing(put: int = 200, head: int = 200, deletes: bytes = b"Deleted") -> 
         def log_message(self, *_: object) -> None:
             """Say nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            thread.join()
+    with listening(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
+        yield server.server_port
 
 
 def s3_at(port: int, bucket: str = "jobs", **options: Any) -> S3Store:

@@ -1,9 +1,7 @@
 """A page that is served in this process, and what explorers and daemons say of themselves."""
 
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +10,13 @@ from syncd.protocol.reports import DaemonReport, ExplorerReport, loads_with
 from syncd.web.jobs import Jobs
 from syncd.web.server import Server
 from tests.jobs import SmallJob
+from tests.ports import listening
 
 
-@contextmanager
-def served(*folders: Path, port: int = 0, **more: Any) -> Iterator[Server]:
+def served(*folders: Path, port: int = 0, **more: Any) -> AbstractContextManager[Server]:
     """The server of some jobs, which reads them whenever it is asked."""
-    with Server(Jobs(folders, 200, **{"every": 0.0, "patience": 60.0, **more}), port) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    jobs = Jobs(folders, 200, **{"every": 0.0, "patience": 60.0, **more})
+    return listening(Server(jobs, port))
 
 
 def explorer(
