@@ -170,6 +170,13 @@ def test_a_server_that_is_back_at_once_is_not_ready_before_its_reload(
     assert [probe for probe in probes.seen if probe.is_ready and not probe.is_loaded] == []
 
 
+def test_a_server_without_a_live_follower_is_not_ready_after_10_s(
+    job: SmallJob, tmp_path: Path
+) -> None:
+    with following_sglang(job, tmp_path / "ready") as (_, follow, probes):
+        assert_not_ready_in_time(follow, probes)
+
+
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_a_vllm_that_is_killed_is_not_ready_before_its_reload(
