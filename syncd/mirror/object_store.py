@@ -354,7 +354,7 @@ class MirrorStore:
         except FileNotFoundError as error:
             if error.filename:  # a file of the job's, while it is sent
                 raise
-            answer = _one_line(error).partition("status code: ")[2]  # perhaps there is no bucket
+            answer = _one_line(error).partition("status code: ")[2].rstrip(":")  # or no bucket
             raise ObjectGoneError(
                 f"{self.url}: {what}: it is not there{answer and f' ({answer})'}"
             ) from error
