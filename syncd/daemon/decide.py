@@ -367,13 +367,16 @@ def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
     chains = [seen.deltas_to.get(save or "", ()) for save in saves]
     needed = {delta.sequence for chain in chains for delta in chain}.union(seen.in_use)
     root = max(seen.latest, (seen.tip and seen.tip.root) or 0)
+    # Else others may lead from one that only cannot be read now.
+    is_known = all(delta.target or delta.sequence <= seen.latest for delta in seen.deltas)
     for delta in sorted(seen.deltas, key=lambda delta: -delta.sequence):
         if delta.is_whole:
-            if delta.sequence <= root and delta.sequence not in needed:
+            if is_known and delta.sequence <= root and delta.sequence not in needed:
                 yield PruneDelta(delta.sequence, "there is a version of this save, or a newer save")
             continue
         if delta.sequence > seen.latest:
-            if delta.base is not None and delta not in seen.deltas_to.get(delta.target, ()):
+            leads = delta.base is None or delta in seen.deltas_to.get(delta.target, ())
+            if is_known and not leads:
                 yield PruneDelta(delta.sequence, "it does not lead from LATEST's version")
             continue
         together, count = together + delta.bytes, count + 1

@@ -150,6 +150,18 @@ def test_the_lease_folder_of_a_version_that_is_gone_is_closed_when_it_is_empty()
 
 
 @pytest.mark.parametrize(
+    ("unread", "gone"), [((), [8, 6]), ((DeltaSeen(4, 0),), [8, 6]), ((DeltaSeen(7, 0),), [])]
+)
+def test_while_a_record_above_latest_cannot_be_read_no_delta_leads_nowhere(
+    unread: tuple[DeltaSeen, ...], gone: list[int]
+) -> None:
+    root = DeltaSeen(6, 9, target="run-6-0", is_whole=True)
+    last = DeltaSeen(8, 9, base="run-7-0", target="run-8-0")
+    seen = job(latest=6, deltas=(root, *unread, last))
+    assert [one.sequence for one in actions(seen) if isinstance(one, PruneDelta)] == gone
+
+
+@pytest.mark.parametrize(
     ("sizes", "full_bytes", "keep_deltas", "gone"),
     [
         ({1: 10, 2: 10, 3: 10}, 100, 16, []),
