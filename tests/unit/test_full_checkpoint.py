@@ -137,6 +137,23 @@ def test_training_goes_on_as_if_it_had_never_stopped(
     alike(scheduler_again, scheduler)
 
 
+class Decaying(torch.optim.lr_scheduler.StepLR):
+    """Writes the options of its own constructor when it loads, as Megatron's scheduler did."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.7
+        super().load_state_dict(state_dict)
+
+
+def test_a_scheduler_that_loads_changes_no_saved_option(root: Path) -> None:
+    model = Net()
+    saved, loaded = adamw(model), adamw(model)
+    write_full(root, 1, model, saved, scheduler=halved(saved))
+    load_checkpoint(root, model, optimizer=loaded, scheduler=Decaying(loaded, 2))
+    alike(loaded, saved)
+
+
 def test_saving_changes_nothing_of_the_training() -> None:
     runs = []
     for saves in (False, True):

@@ -186,10 +186,13 @@ def load_checkpoint(
         ranks.together(lambda: _each(parts, lambda part: part.plan(own)))
         _all_is_used(ranks, parts)
         ranks.together(lambda: _each(parts, lambda part: part.fill(checked)))
+        # A scheduler may change its optimizer's options as it loads: the saved ones count.
+        ranks.together(lambda: _load_schedulers(extra, scheduler, saved))
         for part in parts:
             part.load()
         undo.pop_all()
-        ranks.together(lambda: _restore(extra, scheduler, saved, own))
+        if own is not None:
+            ranks.together(lambda: set_rng_state(extra[RNG]))
         averages = extra.get(AVERAGES, {})
         for name, value in own_buffers(model).items():
             if name in averages:
@@ -281,12 +284,7 @@ def _check_base(extra: Mapping[str, Any], model: nn.Module, folder: Path) -> Non
         )
 
 
-def _restore(
-    extra: Mapping[str, Any],
-    scheduler: Some[Stateful],
-    folder: Path,
-    own: int | None,
-) -> None:
+def _load_schedulers(extra: Mapping[str, Any], scheduler: Some[Stateful], folder: Path) -> None:
     schedulers, states = each_of(scheduler), each_of(extra.get(SCHEDULER))
     if len(schedulers) not in {0, len(states)}:
         raise CheckpointError(
@@ -295,5 +293,3 @@ def _restore(
         )
     for one, state in zip(schedulers, states, strict=False):
         one.load_state_dict(state)
-    if own is not None:
-        set_rng_state(extra[RNG])
