@@ -137,6 +137,23 @@ def test_training_goes_on_as_if_it_had_never_stopped(
     alike(scheduler_again, scheduler)
 
 
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_loading_calls_no_hook_of_a_step(
+    root: Path, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    model = Net()
+    saved, loaded = make(model), make(model)
+    train(model, saved, 1)
+    write_full(root, 1, model, saved)
+    calls: list[str] = []
+    loaded.register_step_pre_hook(lambda *_: calls.append("before"))
+    loaded.register_step_post_hook(lambda *_: calls.append("after"))
+    load_checkpoint(root, model, optimizer=loaded)
+    assert not calls
+    train(model, loaded, 1)
+    assert calls == ["before", "after"]
+
+
 class Decaying(torch.optim.lr_scheduler.StepLR):
     """Writes the options of its own constructor when it loads, as Megatron's scheduler did."""
 

@@ -229,10 +229,18 @@ class OptimizerLoading(Loading):
 
     @contextmanager
     def _only_stated(self) -> Iterator[None]:
-        """Let torch make, and load, the state of exactly the parameters that have a saved one."""
+        """Let torch make, and load, the state of exactly the parameters that have a saved one.
+
+        The step in which torch makes it is none of the training's, so it calls none of its hooks.
+        """
         stated = {self._known.get(name) for name in self._stated}
         before = [(each, each.requires_grad, each.grad) for each in self._updated]
+        names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+        hooks: list[dict[int, Any]] = [getattr(self.optimizer, name, {}) for name in names]
+        kept = [dict(called) for called in hooks]
         try:
+            for called in hooks:
+                called.clear()
             for each in self._updated:
                 each.requires_grad_(each in stated)
                 each.grad = None  # with one, torch makes no state
@@ -241,6 +249,8 @@ class OptimizerLoading(Loading):
             for each, requires_grad, grad in before:
                 each.requires_grad_(requires_grad)
                 each.grad = grad
+            for called, hook in zip(hooks, kept, strict=True):
+                called.update(hook)
 
     def prepare(self) -> None:
         """Find the tensors of the state. A new optimizer takes a step with zero gradients first."""
