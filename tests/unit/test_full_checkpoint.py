@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState
 from safetensors.torch import save as safetensors_bytes
 from torch import nn
 
@@ -135,6 +138,18 @@ def test_training_goes_on_as_if_it_had_never_stopped(
     alike(again, model)
     alike(optimizer_again, optimizer)
     alike(scheduler_again, scheduler)
+
+
+def test_an_optimizer_in_accelerates_is_resumed_without_its_scaler(root: Path) -> None:
+    model, saved = trained()
+    write_full(root, 1, model, saved)
+    Accelerator(cpu=True)  # its state is the wrapper's, too
+    try:
+        loaded = AcceleratedOptimizer(adamw(model), scaler=torch.amp.GradScaler("cpu"))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    load_checkpoint(root, model, optimizer=loaded)
+    alike(loaded, saved)
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)

@@ -166,12 +166,12 @@ def names_updated(model: nn.Module, optimizer: object) -> set[str]:
 
 
 def optimizers_of(model: nn.Module, given: Some[Given]) -> Sequence[Given]:
-    """The given optimizers.
+    """The given optimizers, without wrappers whose ``step`` does more, such as accelerate's.
 
     Raises:
         InvalidSettingsError: two of them update the same parameter, so it has two states.
     """
-    optimizers = each_of(given)
+    optimizers = [_inner(one) for one in each_of(given)]
     owners = Counter(p for optimizer in optimizers for p in {*_parameters(optimizer)})
     for name, parameter in model.named_parameters():
         if owners[parameter] > 1:
@@ -267,6 +267,13 @@ def torch_optimizer_state(
             "unfreeze some, and give all units the same use_orig_params"
         ) from error
     return found
+
+
+def _inner(optimizer: Any) -> Any:
+    inner = getattr(optimizer, "optimizer", None)
+    # Others, such as Lookahead, have a state of their own.
+    is_wrapper = isinstance(optimizer, Optimizer) and getattr(inner, "state", 0) is optimizer.state
+    return _inner(inner) if is_wrapper else optimizer
 
 
 def _parameters(optimizer: object) -> Iterator[Tensor]:
