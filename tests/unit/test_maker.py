@@ -109,6 +109,16 @@ def test_an_order_that_an_ending_process_missed_is_given_again(
     assert wait_until(maker.poll, "the version is made").step == 1
 
 
+def test_an_order_that_no_process_takes_is_an_error(
+    maker: MakerProcess, order: MergeOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_idle_makers()
+    monkeypatch.setattr(child_process, "_PROGRAM", "pass")
+    maker._flaws = ["x" * 2**20]  # more than a pipe takes
+    with pytest.raises(OSError, match="process that makes versions ended"):
+        maker.begin(order, Work(lambda: None))
+
+
 def test_many_jobs_keep_few_processes(tmp_path: Path) -> None:
     makers = []
     for number in range(4):
