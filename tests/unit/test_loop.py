@@ -43,10 +43,9 @@ def test_a_normal_end_of_a_trainer_is_logged_as_one_and_by_its_name(
         if said[0] == "INFO":
             job.layout.session(session).unlink()
         loop.rounds(20, LEASE_TIME / 5)
-    told = [(record.levelname, record.getMessage()) for record in caplog.records]
-    ((how, line),) = (one for one in told if "trainer" in one[1])
-    assert how == said[0]
-    assert line.startswith(f"trainer {who} {said[1]}")
+    (record,) = (one for one in caplog.records if "trainer" in one.getMessage())
+    assert (record.levelname, record.fields["session"]) == (said[0], session)
+    assert record.getMessage().startswith(f"trainer {who} {said[1]}")
 
 
 def test_the_report_says_what_is_waited_for(job: SmallJob) -> None:
