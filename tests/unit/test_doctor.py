@@ -46,6 +46,7 @@ def measured(root: Path, ours: Storage, theirs: Storage, *names: str) -> list[Fi
     def findings_of(storage: Storage, *, is_run: bool) -> list[Finding]:
         room = ProbeRoom(Job.at(root, storage), "room")
         channel = Channel(room, "visitor", is_run, PATIENCE, limit=1.0, lease_time=30.0)
+        channel.filesystem = "fuse.juicefs"
         return [measure(name, channel) for name in names]
 
     with ThreadPoolExecutor(1) as pool:
@@ -224,6 +225,7 @@ def test_each_broken_promise_between_two_clients_is_found_and_named(
     assert (finding.name, finding.verdict) == (name, "fail"), finding
     assert finding.words
     assert finding.advice
+    assert ("mount it with --attr-cache 0" in finding.advice) == (name != "sync")
 
 
 def test_a_race_tries_each_way_once_and_ends_when_its_time_is_over(tmp_path: Path) -> None:
