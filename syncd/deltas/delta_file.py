@@ -31,14 +31,12 @@ def write_delta(write: Callable[[bytes], object], pieces: Iterable[SavedPiece]) 
 
     ``write`` appends to the file. New bytes are asked for in their order, in this thread; threads
     ask for the old ones, and encode.
-
-    Raises:
-        OSError: no thread can be started (``EAGAIN``), or an error of ``write`` or of a piece.
     """
     threads = threads_here(_MOST_THREADS)
-    encoders = [Encoder() for _ in range(threads)]
+    encoders = [Encoder() for _ in range(threads + 1)]
     written: list[tuple[SavedPiece, str, list[DeltaBlock]]] = []
     pending: deque[tuple[int, list[DeltaBlock], Future[tuple[bytes, int]]]] = deque()
+    has_threads = True
 
     def encode_block(piece: SavedPiece, begin: int, end: int, new: memoryview) -> tuple[bytes, int]:
         width = ITEMSIZE[piece.dtype]
@@ -50,6 +48,17 @@ def write_delta(write: Callable[[bytes], object], pieces: Iterable[SavedPiece]) 
             return encoder.encode(old, as_elements(new, width))
         finally:
             encoders.append(encoder)
+
+    def begin_block(task: Callable[[], tuple[bytes, int]]) -> Future[tuple[bytes, int]]:
+        nonlocal has_threads
+        if has_threads:
+            try:
+                return start_in(pool, task)
+            except OSError:  # at a limit on processes, or when the interpreter ends
+                has_threads = False
+        block: Future[tuple[bytes, int]] = Future()
+        block.set_result(task())
+        return block
 
     def write_next() -> None:
         number, blocks, block = pending.popleft()
@@ -68,8 +77,8 @@ def write_delta(write: Callable[[bytes], object], pieces: Iterable[SavedPiece]) 
                 end = min(begin + BLOCK * width, size)
                 new = piece.new(begin, end)
                 if not piece.is_replica:
-                    block = start_in(pool, partial(encode_block, piece, begin, end, new))
-                    pending.append((number, blocks, block))
+                    task = partial(encode_block, piece, begin, end, new)
+                    pending.append((number, blocks, begin_block(task)))
                 hasher.update(new)
                 if len(pending) > 2 * threads:
                     write_next()

@@ -1,6 +1,8 @@
 import json
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -9,11 +11,13 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncd.checkpoint.boxes import Box
+from syncd.checkpoint.boxes import Box, whole
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.deltas.delta_index import LENGTH, SavedPiece, read_index
 from syncd.deltas.limits import BLOCK, DeltaError
 from tests.delta_files import STORAGE, applied, written
+from tests.programs import completed
+from tests.rank_programs import ROOT
 
 DTYPES = sorted(ITEMSIZE)
 DIGEST = xxhash.xxh3_128_hexdigest(b"")
@@ -30,6 +34,12 @@ def piece(
         return lambda begin, end: memoryview(content)[begin:end]
 
     return SavedPiece(name, dtype, box, of(new), None if old is None else of(old), is_replica)
+
+
+def several_blocks() -> list[SavedPiece]:
+    new = bytearray(16 * BLOCK)
+    new[::1000] = b"1" * len(new[::1000])
+    return [piece("t", "BF16", whole((8, BLOCK)), bytes(new), bytes(len(new)))]
 
 
 @st.composite
@@ -205,3 +215,27 @@ def test_any_bytes_are_read_or_refused(content: bytes, length: int) -> None:
             index_at(path, xxhash.xxh3_128_hexdigest(index))
         except DeltaError:
             pass
+
+
+def test_a_thread_that_outlives_its_program_writes_the_same_delta(tmp_path: Path) -> None:
+    """It trains on, but no other thread can be started any more."""
+    program = """
+        import sys, threading
+        from concurrent.futures import ThreadPoolExecutor
+        from pathlib import Path
+        from tests.property.test_delta_files_property import several_blocks, written
+
+        def train():
+            try:
+                while True:
+                    ThreadPoolExecutor(1).submit(int)
+            except RuntimeError:
+                print(written(Path(sys.argv[1]), several_blocks()))
+
+        threading.Thread(target=train).start()
+    """
+    path = tmp_path / "delta"
+    command = [sys.executable, "-c", dedent(program), path]
+    digest = completed(command, cwd=ROOT, check=True).stdout.strip()
+    assert digest == written(tmp_path / "same", several_blocks())
+    assert path.read_bytes() == (tmp_path / "same").read_bytes()
