@@ -103,7 +103,7 @@ class TrainerHook(ClosingSaver, Replaceable):
         saving = given_or_default("saving", SaveSettings, saving)
         settings = _effective(given_or_default("settings", SyncSettings, settings), model, saving)
         self.optimizer, self.scheduler, self.user_state = optimizer, scheduler, user_state
-        self.critic = given_or_default("critic", Critic, critic)
+        self.critic = Critic() if critic is None else critic
         alone = Ranks()
         averages, model = own_buffers(model), trained_model(model)
         self._saver = saver = Saver(

@@ -112,5 +112,8 @@ class SaveSettings:
             elif isinstance(field.default, bool):
                 if not isinstance(value, bool):
                     raise InvalidSettingsError(f"{field.name} is {value!r}: it must be a bool")
+            elif field.name == "memory_dir":
+                if value is not None and not (isinstance(value, str | Path) and str(value)):
+                    raise InvalidSettingsError(f"memory_dir is {value!r}: it must be a folder")
             elif field.default == 0 and (type(value) is not int or value < 0):
                 raise InvalidSettingsError(f"{field.name} is {value!r}: it must be 0 or more")

@@ -329,9 +329,14 @@ def test_an_argument_of_another_type_is_refused_by_name(
     with invalid(said):
         TrainerHook(job.root, **{"model": model, **wrong})
     name, value = next(iter(wrong.items()))
-    if name not in {"settings", "saving", "model", "critic"}:
+    if name not in {"settings", "saving", "model"}:
         with start() as hook, invalid(said):
             setattr(hook, name, value)
+
+
+def test_a_critics_optimizer_is_not_set_where_it_was_before(hook: TrainerHook) -> None:
+    with invalid("set hook.critic.optimizer"):
+        hook.critic_optimizer = None
 
 
 def test_a_step_that_is_no_whole_number_is_refused_by_every_method(hook: TrainerHook) -> None:

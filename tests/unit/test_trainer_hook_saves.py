@@ -421,7 +421,13 @@ def test_syncs_go_to_the_memory_folder_and_full_checkpoints_to_the_job(
 def test_settings_that_do_not_go_together_are_refused(start: Start, tmp_path: Path) -> None:
     with invalid("memory_dir is only for method memory"):
         start(saving=SaveSettings(memory_dir=tmp_path))
-    for wrong in ({"layout": "odd"}, {"max_to_keep": -1}, {"when_busy_sync": "never"}):
+    for wrong in (
+        {"layout": "odd"},
+        {"max_to_keep": -1},
+        {"when_busy_sync": "never"},
+        {"memory_dir": ""},
+        {"memory_dir": 5},
+    ):
         with invalid(next(iter(wrong))):
             SaveSettings(**wrong)  # type: ignore[arg-type] # that is the point
     assert SaveSettings(layout="Full").layout is SaveLayout.FULL  # type: ignore[arg-type] # a name will do

@@ -24,6 +24,7 @@ from syncd.checkpoint.tensor_rules import is_extra_state
 from syncd.checkpoint.torch_files.pieces import is_plain
 from syncd.coordination.torch_modes import without_modes
 from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.policy import given_or_default
 from trainer_hooks.state.state_dict import lost_by_fsdp1, parameters_of
 from trainer_hooks.state.wrappers import trained_model
 
@@ -156,6 +157,10 @@ class Replaceable:
             self._ever_updated()
         if name in {"optimizer", "scheduler"}:
             check_stateful(**{name: value})
+        if name == "critic":
+            value = given_or_default("critic", Critic, value)
+        if name == "critic_optimizer":  # of 0.3
+            raise InvalidSettingsError("there is no critic_optimizer: set hook.critic.optimizer")
         super().__setattr__(name, value)
 
 
@@ -272,8 +277,9 @@ def torch_optimizer_state(
 def _inner(optimizer: Any) -> Any:
     inner = getattr(optimizer, "optimizer", None)
     # Others, such as Lookahead, have a state of their own.
-    is_wrapper = isinstance(optimizer, Optimizer) and getattr(inner, "state", 0) is optimizer.state
-    return _inner(inner) if is_wrapper else optimizer
+    if not isinstance(optimizer, Optimizer) or inner is optimizer:
+        return optimizer
+    return _inner(inner) if getattr(inner, "state", 0) is optimizer.state else optimizer
 
 
 def _parameters(optimizer: object) -> Iterator[Tensor]:
