@@ -106,8 +106,7 @@ class Publisher:
             self._discard_delta(sequence)
         tip = self.latest.tip if self.latest else None
         chain = past.deltas_to.get(tip.save_id) if tip else None
-        is_lost = tip and (chain is None or (tip.root or 0) not in {0, chain[0].sequence})
-        if is_lost and past.knows_deltas:
+        if tip is not None and (chain is None or (tip.root or 0) not in {0, chain[0].sequence}):
             self.advance(None)
         if served is None:
             return None

@@ -47,8 +47,6 @@ class FoundVersions:
         deltas_to: the deltas that lead from ``adopted``, or from LATEST's version if ``adopted`` is
             None, to each save.
         strays: the other deltas above that version; no explorer can use them.
-        knows_deltas: False if the record of a delta above that version cannot be read now. Then
-            there are no ``strays``.
     """
 
     latest: Latest | None = None
@@ -57,7 +55,6 @@ class FoundVersions:
     unfinished: list[int] = field(default_factory=list)
     deltas_to: dict[str, tuple[DeltaSeen, ...]] = field(default_factory=dict)
     strays: list[int] = field(default_factory=list)
-    knows_deltas: bool = True
     outcomes: dict[int, SaveOutcome] = field(default_factory=dict)
     highest: int = 0
 
@@ -116,9 +113,7 @@ def look_back(job: Job) -> FoundVersions:
         LeftAlone(layout.delta(sequence), "no daemon made it").tell(log)
     above = [look_at_delta(job, number) for number in deltas if last < number <= last + BELIEVED]
     past.deltas_to = deltas_to_each(last, newest.save_id if newest else None, above)
-    past.knows_deltas = all(one.target for one in above)
-    strays = [one.sequence for one in above if one not in past.deltas_to.get(one.target, ())]
-    past.strays = strays if past.knows_deltas else []  # they may lead from one that is not read
+    past.strays = [one.sequence for one in above if one not in past.deltas_to.get(one.target, ())]
     return past
 
 

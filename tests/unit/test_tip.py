@@ -330,20 +330,6 @@ def test_a_take_over_keeps_the_tip_and_discards_deltas_that_do_not_lead_from_lat
         assert tip_of(job).sequence > 3
 
 
-@pytest.mark.parametrize("method", ["open_read", "read"])
-def test_a_take_over_keeps_the_tip_beyond_a_delta_that_cannot_be_read(
-    method: str, tmp_path: Path
-) -> None:
-    storage = RuledStorage()
-    job = SmallJob(tmp_path / "job", storage)
-    with daemon(job, 4):
-        pass
-    storage.rules.append(refuse(method, errno.EACCES, where="d000003/delta.json"))
-    with daemon(job):
-        assert job.latest.tip == tip(4)
-        assert deltas(job) == ["d000002", "d000003", "d000004"]
-
-
 def test_a_tip_that_was_made_but_not_named_is_named_by_the_next_daemon(job: SmallJob) -> None:
     with daemon(job, 1) as loop:
         before = job.layout.latest.read_bytes()
