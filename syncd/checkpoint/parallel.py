@@ -6,7 +6,6 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 from threading import Event
 from typing import Final, TypeVar
 
@@ -25,14 +24,6 @@ def threads_here(most: int) -> int:
 
 class _StoppedError(Exception):
     """Ends a thread because another thread has failed."""
-
-
-def start_in(pool: ThreadPoolExecutor, task: Callable[[], T]) -> Future[T]:
-    """Submit a task; OSError (``EAGAIN``) if no thread can be started."""
-    try:
-        return pool.submit(task)
-    except RuntimeError as error:  # a limit on processes, which count threads
-        raise OSError(errno.EAGAIN, str(error)) from error
 
 
 def run_side_by_side(
@@ -56,7 +47,10 @@ def run_side_by_side(
     with ThreadPoolExecutor(min(threads, len(tasks)), "syncd-copy") as pool:
         futures: list[Future[T]] = []
         try:
-            futures.extend(start_in(pool, partial(task, check)) for task in tasks)
+            try:
+                futures.extend(pool.submit(task, check) for task in tasks)
+            except RuntimeError as error:  # a limit on processes, which count threads
+                raise OSError(errno.EAGAIN, str(error)) from error
             pending = set(futures)
             while pending:
                 done, pending = wait(pending, timeout=_LOOK)

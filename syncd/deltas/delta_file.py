@@ -13,7 +13,7 @@ from typing import Final
 
 import xxhash
 
-from syncd.checkpoint.parallel import start_in, threads_here
+from syncd.checkpoint.parallel import threads_here
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.closing import Closing
 from syncd.deltas.delta_index import LENGTH, DeltaBlock, DeltaIndex, DeltaPiece, SavedPiece
@@ -53,8 +53,8 @@ def write_delta(write: Callable[[bytes], object], pieces: Iterable[SavedPiece]) 
         nonlocal has_threads
         if has_threads:
             try:
-                return start_in(pool, task)
-            except OSError:  # at a limit on processes, or when the interpreter ends
+                return pool.submit(task)
+            except RuntimeError:  # at a limit on processes, or when the interpreter ends
                 has_threads = False
         block: Future[tuple[bytes, int]] = Future()
         block.set_result(task())
